@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.core.adapter import Adapter
 from engine.core.errors import AdapterConflictError, AdapterNotFoundError
+from engine.core.types import Adapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ import torch
 from engine.adapters import Adapters
 from engine.block_size import CANDIDATES, choose, lengths_path, load_lengths, save_lengths, with_block_size
 from engine.config import EngineConfig
+from engine.core.admission import QueueLimits
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.kv.page_table import Layout
-from engine.core.overload import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step import StepResult
 from engine.core.types import Progress
@@ -73,9 +73,6 @@ _MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
 # On a CPU, prompts compute no faster beyond 128 tokens a step (SmolLM2-135M, two cores: 3400 a second at 128 and at 256),
 # and decoding sequences wait for the step: room for 384 prompt tokens beside 128 decoding sequences.
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-# Tokens that copying a block must save. On a CPU a copy takes 0.03 ms and a token 0.3 (SmolLM2-135M, two cores). On CUDA
-# (not measured) a copy launches kernels for every layer, which costs about as much as 32 tokens of a full step.
-_MIN_COPIED_TOKENS = {"cpu": 1, "cuda": 32}
 _FIRST_BLOCK_SIZE = 16  # of --block-size auto, until speeds are measured
 _MAX_QUEUED_REQUESTS = 1024
 _MAX_QUEUED_POOLS = 8  # prompt tokens that may wait, in multiples of the pool's tokens
@@ -194,7 +191,6 @@ def _scheduler_config(parts: _Parts) -> SchedulerConfig:
         enable_prefix_caching=config.enable_prefix_caching,
         eviction=config.prefix_cache_eviction,
         pinned_share=config.pinned_prefix_share if config.enable_prefix_caching else 0.0,
-        min_copied_tokens=_MIN_COPIED_TOKENS[device.type],
         policy=config.scheduling_policy,
         target_itl_s=_seconds(config.target_itl_ms),
         target_ttft_s=_seconds(config.target_ttft_ms),

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 
 from engine.adapters import Adapters
 from engine.block_size import waste
-from engine.core.admission import check_request
+from engine.core.admission import NO_LIMITS, OverloadControl, QueueLimits, check_request
 from engine.core.errors import (
     CopyError,
     DeviceLostError,
@@ -32,10 +32,8 @@ from engine.core.errors import (
 )
 from engine.core.kv.page_table import Layout
 from engine.core.kv.tiers import Transport
-from engine.core.overload import NO_LIMITS, OverloadControl, QueueLimits
 from engine.core.scheduler import Scheduler
-from engine.core.snapshot import Snapshot
-from engine.core.stats import FailureCause
+from engine.core.stats import FailureCause, Snapshot
 from engine.core.step import PendingStep, Runner, StepPlan
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 from engine.inbox import Abort, EngineCall, Inbox, Message, Stop
@@ -85,7 +83,7 @@ class Engine:
         self._runner = runner
         self._offload = Offload(scheduler, runner, transports) if transports else None
         self._depth = depth
-        self._overload = OverloadControl(scheduler, limits)
+        self._overload = OverloadControl(scheduler.config, scheduler.stats, limits)
         self._keep_lengths = keep_lengths
         self.layout = layout
         self._inbox = Inbox()
@@ -130,11 +128,11 @@ class Engine:
 
     def look(self) -> Future[Snapshot]:
         """Take a snapshot before the next step; cancelled if the engine ends first."""
-        return self.between_steps(lambda scheduler, _: scheduler.snapshot(self.clock()))
+        return self.between_steps(lambda scheduler, _: scheduler.snapshot())
 
     def first_names(self, request: Request) -> list[bytes]:
         """Return how the names of a request's K/V blocks begin; see KVCacheManager."""
-        return self._scheduler.first_names(request)
+        return self._scheduler.kv.first_names(request)
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
         """Return the names of the adapters of running sequences, and of waiting ones."""
@@ -294,7 +292,6 @@ class Engine:
         # With overlap a step begins, as far as the device goes, when the one before it ends.
         seconds = now - max(begun_s, self.stats.last_step_s)
         self.stats.step_s.observe(seconds)
-        self._overload.stepped(seconds)
         if seconds > 0:
             rate, memory = plan.num_tokens / seconds, _RATE_MEMORY if self.stats.tokens_per_s else 0.0
             self.stats.tokens_per_s = memory * self.stats.tokens_per_s + (1 - memory) * rate

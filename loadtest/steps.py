@@ -19,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.core.adapter import Adapter
-from engine.core.types import Request, SamplingParams
+from engine.core.types import Adapter, Request, SamplingParams
 from engine.loop import Engine
 from loadtest.arguments import positive_int
 from loadtest.engines import build

@@ -25,7 +25,6 @@ _LEAST = {
     "max_model_len": 1,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
-    "min_copied_tokens": 1,
     "num_host_blocks": 0,
     "num_speculative_tokens": 0,
 }
@@ -64,7 +63,6 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     eviction: str = "lru"
     pinned_share: float = 0.0  # most of each tier's blocks that may be pinned
-    min_copied_tokens: int = 1  # shared with a cached block, for a prompt to copy the block
     policy: str = "fcfs"
     target_itl_s: float | None = None  # between two tokens of a sequence
     target_ttft_s: float | None = None

@@ -6,33 +6,16 @@ thread.
 
 from __future__ import annotations
 
-from collections import abc, deque
+from collections import deque
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
 
 from engine.core.budget import Load
 from engine.core.sequence import Sequence
 from engine.core.step import Sample, SequenceSlice
 
 _NO_LOAD = Load()
-
-Pairs = abc.Sequence[tuple[int, int]]
-
-
-class Grant(NamedTuple):
-    """The copies and loads that a step makes for allocated blocks; mostly none."""
-
-    copies: Pairs = ()  # (source, destination) blocks of the pool
-    loads: Pairs = ()  # (host block, block of the pool)
-    host_blocks: abc.Sequence[int] = ()  # released with the step
-    num_found: int = 0  # positions that the sequence has without the copies and loads
-
-    @property
-    def fills(self) -> bool:
-        """Return whether the step fills blocks of the sequence."""
-        return bool(self.copies or self.loads)
 
 
 @dataclass(slots=True)
@@ -46,10 +29,7 @@ class InFlightStep:
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     num_drafts: dict[int, int] = field(default_factory=dict)  # by slice index
-    arrivals: dict[Sequence, int] = field(
-        default_factory=dict
-    )  # sequences whose blocks the step fills, and their positions before
-    host_blocks: list[int] = field(default_factory=list)  # released at the commit
+    arrivals: dict[Sequence, int] = field(default_factory=dict)  # whose blocks it loads, and their positions before
     num_decodes: int = 0  # the first slices: one token each, which is sampled from
     num_samples: int = 0
     step_id: int = -1
@@ -71,14 +51,16 @@ class InFlightStep:
         """Return all sequences that the step names."""
         return chain(self.sequences, self.arrivals, *self.children.values())
 
-    def take(self, grant: Grant, seq: Sequence) -> None:
-        """Add the copies and loads of blocks that were allocated to a sequence."""
-        self.host_blocks += grant.host_blocks
-        if grant.fills:
-            self.copies += grant.copies
-            self.swap_in += grant.loads
-            self.arrivals[seq] = grant.num_found
-            seq.num_in_flight += 1
+    @property
+    def loaded_hosts(self) -> list[int]:
+        """Return the host blocks that the step holds until it is settled."""
+        return [host for host, _ in self.swap_in]
+
+    def add_loads(self, seq: Sequence, blocks: list[tuple[int, int]]) -> None:
+        """Load blocks, (host block, block), of a sequence that was just admitted."""
+        self.swap_in += blocks
+        self.arrivals[seq] = seq.kv.num_published * seq.kv.block_size
+        seq.num_in_flight += 1
 
     def add_chunk(self, seq: Sequence, start: int, count: int, samples: tuple[Sample, ...]) -> None:
         """Add a slice of `count` known positions of a sequence; `samples` are taken from the last."""

@@ -12,7 +12,8 @@ from operator import attrgetter
 
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
-from engine.core.queues import POLICIES, Queue
+from engine.core.queues import POLICIES
+from engine.core.queues.keyed import KeyedQueue
 from engine.core.sequence import Sequence
 from engine.core.stats_recorder import StatsRecorder
 from engine.core.types import FinishReason
@@ -40,7 +41,7 @@ class RunningQueue:
         self._next_seq_id += 1
         return self._next_seq_id
 
-    def queue_of(self, *, is_background: bool) -> Queue:
+    def queue_of(self, *, is_background: bool) -> KeyedQueue:
         """Return the queue in which such requests wait."""
         return self.background if is_background else self.foreground
 

@@ -22,17 +22,17 @@ from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.in_flight import InFlightStep, roll_back
 from engine.core.kv.manager import KVCacheManager
-from engine.core.kv.page_table import PrefixImport
 from engine.core.kv.tiers import Report
 from engine.core.output import OutputProcessor
 from engine.core.prompts import PromptPlan
 from engine.core.running import RunningQueue
 from engine.core.sequence import Sequence, Status
-from engine.core.snapshot import Snapshot, take_snapshot
-from engine.core.stats import FailureCause, Stats
+from engine.core.stats import FailureCause, Snapshot, Stats
 from engine.core.stats_recorder import StatsRecorder
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
+
+MAX_LISTED = 64  # waiting sequences in a snapshot: a long queue would make it slow
 
 
 class Scheduler:
@@ -42,15 +42,15 @@ class Scheduler:
         self.config = config
         self.stats = stats if stats is not None else Stats()
         self._budget = StepBudget(config)
-        self._kv = KVCacheManager(config, self.stats, self._budget.times)
-        self.tiers = self._kv.tiers
-        self._recorder = StatsRecorder(config, self.stats, self._kv.pool, self.tiers)
+        self.kv = KVCacheManager(config, self.stats, self._budget.times)
+        self.tiers = self.kv.tiers
+        self._recorder = StatsRecorder(config, self.stats, self.kv.pool, self.tiers)
         self._queue = RunningQueue(self._recorder, config)
-        self._deadlines = Deadlines(self._kv, self._budget.times, config)
+        self._deadlines: Deadlines | None = None  # from the first request with a deadline on
         self._in_flight: deque[InFlightStep] = deque()
         has_drafts = config.num_speculative_tokens > 0
-        self._drafts = DraftPlanner(config, self._kv, self.stats) if has_drafts else None
-        self._output = OutputProcessor(self._kv, self._queue, self._recorder, self._drafts)
+        self._drafts = DraftPlanner(config, self.kv, self.stats) if has_drafts else None
+        self._output = OutputProcessor(self.kv, self._queue, self._recorder, self._drafts)
         self._next_step_id = 0
         self._committed_s = 0.0
 
@@ -75,7 +75,7 @@ class Scheduler:
         """Queue a request. Raises a ClientError if it can never run."""
         check_request(request, self.config)
         assert request.request_id not in self._queue.requests, f"request id {request.request_id} is taken"
-        names = self._kv.first_names(request)
+        names = self.kv.first_names(request)
         queue = self._queue.queue_of(is_background=request.is_background)
         num_expected = queue.expect(request)
         seq_id = self._queue.take_seq_id()
@@ -85,16 +85,18 @@ class Scheduler:
         if request.params.beam is not None:
             BeamGroup(seq)
         self._queue.requests[request.request_id] = [seq]
-        if self._kv.prefetch(seq, request.arrival_s):
+        if self.kv.prefetch(seq, request.arrival_s):
             self._queue.park(seq)
         else:
             self._queue.enqueue(seq)
-        self._deadlines.watch(seq)
+        if request.deadline_s is not None or request.max_queue_s is not None:
+            self._deadlines = self._deadlines or Deadlines(self.kv, self._budget.times, self.config)
+            self._deadlines.watch(seq)
 
     def drop_hopeless(self, now: float) -> list[TokenEvent]:
         """End the waiting requests that can no longer meet their deadline; called before each plan."""
         events: list[TokenEvent] = []
-        for seq, target, error in self._deadlines.take_hopeless(now):
+        for seq, target, error in () if self._deadlines is None else self._deadlines.take_hopeless(now):
             self._recorder.dropped(seq, target)
             events += self._output.end(seq, FinishReason.DROPPED, now, error=error)
         return events
@@ -119,10 +121,10 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can run before the steps in flight are committed."""
         assert len(self._in_flight) < 2, "two steps may be in flight: a decoding sequence has slices for no more"
-        self._kv.expire(now)
+        self.kv.expire(now)
         if self._queue.parked:
             self._unpark([seq for seq in self._queue.parked if seq.kv.awaits_until_s <= now])
-        if self._kv.pool.num_available < len(self._queue.running):
+        if self.kv.pool.num_available < len(self._queue.running):
             self._queue.arrange()  # some may be preempted
         step = InFlightStep(planned_s=now)
         allowance = self._budget.begin(has_foreground=self._queue.has_foreground)
@@ -131,16 +133,16 @@ class Scheduler:
             self._admit_first(now, step)
         catching_up = self._plan_decodes(step, self._queue.due(limit))
         allowance.take_decodes(step.slices)
-        admits = (self._kv.has_slot or self._queue.has_takeable) and self._queue.first_waiting is not None
+        admits = (self.kv.has_slot or self._queue.has_takeable) and self._queue.first_waiting is not None
         if allowance.num_tokens and (catching_up or admits):
-            prompts = PromptPlan(self._kv, self._queue, step, allowance, in_order=self._budget.is_reduced)
+            prompts = PromptPlan(self.kv, self._queue, step, allowance, in_order=self._budget.is_reduced)
             prompts.resume(catching_up)
             if admits:
                 prompts.admit(self._admit(now, step))
             prompts.finish(now)
             step.load = allowance.load
         if not (step.slices or step.arrivals):
-            self._kv.dropped(step)  # sequences were admitted and preempted again
+            self.kv.dropped(step)  # sequences were admitted and preempted again
             return None
         return self._launch(step, limit - allowance.num_tokens, allowance)
 
@@ -148,13 +150,13 @@ class Scheduler:
         """Complete a step and return it as a plan; from here on it is in flight."""
         if self._drafts is not None:
             self._drafts.plan(step, num_tokens, allowance, len(self._queue.running))
-        step.swap_out = self._kv.begin()
+        step.swap_out = self.kv.begin()
         step.step_id = self._next_step_id
         self._next_step_id += 1
         self._in_flight.append(step)
         self._queue.update_gauges()
         moves = step.copies, num_tokens, step.num_samples, step.swap_out, step.swap_in
-        return StepPlan(step.step_id, step.slices, *moves, step.num_drafts, self._kv.take_window_copies())
+        return StepPlan(step.step_id, step.slices, *moves, step.num_drafts, self.kv.take_window_copies())
 
     def _plan_decodes(self, step: InFlightStep, due: list[Sequence]) -> list[Sequence]:
         """Give every running sequence in `due` its next position; returns the prompts that are not computed yet.
@@ -194,7 +196,7 @@ class Scheduler:
 
     def _make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """Give a sequence a block for its next position, preempting others from the end; False if it has to wait."""
-        while not self._kv.extend(seq, copies):
+        while not self.kv.extend(seq, copies):
             if self._output.num_leaving:
                 return False  # the next commit frees blocks
             victim = self._queue.running[-1]
@@ -234,13 +236,13 @@ class Scheduler:
         Background work is preempted for it, and so are the policy's victims, if they free enough.
         """
         running = self._queue.running
-        while (grant := self._kv.allocate(seq, reserve=len(running) + seq.headroom)) is None:
+        while (loads := self.kv.allocate(seq, reserve=len(running) + seq.headroom)) is None:
             if self._output.num_leaving:
                 return False  # the next commit frees blocks
             # A sequence that started in this plan and loads blocks is no victim: the two could preempt each other forever.
             victims = [victim for victim in self._queue.takeable(seq) if victim not in step.arrivals]
             if victims and not victims[0].is_background:
-                victims = self._kv.enough(victims, seq, len(running) + seq.headroom)
+                victims = self.kv.enough(victims, seq, len(running) + seq.headroom)
                 self.stats.yielded += len(victims)
             else:
                 victims = victims[:1]
@@ -249,7 +251,8 @@ class Scheduler:
             for victim in victims:
                 if victim.status in (Status.PREFILL, Status.RUNNING):  # else it was preempted with another beam
                     self._output.preempt(victim)
-        step.take(grant, seq)
+        if loads:
+            step.add_loads(seq, loads)
         return True
 
     # -- commit ------------------------------------------------------------------------------------------------------
@@ -263,7 +266,7 @@ class Scheduler:
         self._committed_s = now
         prompts = step.load if step.load.num_prompt_tokens else None
         self._budget.observe(prompts, step.slices, sum(step.num_drafts.values()), seconds)
-        self._kv.committed(step)
+        self.kv.committed(step)
         for seq in step.arrivals:
             seq.num_in_flight -= 1
             self._output.settle(seq)
@@ -281,7 +284,7 @@ class Scheduler:
         """
         oldest = self._in_flight[0]
         for step in self._in_flight:
-            self._kv.rolled_back(step)
+            self.kv.rolled_back(step)
         for seq, is_whole in roll_back(self._in_flight).items():
             if seq.is_leaving:
                 self._output.settle(seq)
@@ -303,13 +306,13 @@ class Scheduler:
 
     def give_up_copies(self) -> None:
         """Stop copying blocks to and from host memory, after a copy failed; preempted sequences are recomputed."""
-        self._kv.give_up_copies()
+        self.kv.give_up_copies()
         self.stats.failed_copies += 1
         self._queue.update_gauges()
 
     def transferred(self, reports: Iterable[Report]) -> None:
         """Take in the ends of transfers between host memory and the stores."""
-        self._unpark(self._kv.transferred(reports))
+        self._unpark(self.kv.transferred(reports))
         self._queue.update_gauges()
 
     def _unpark(self, sequences: Iterable[Sequence]) -> None:
@@ -324,42 +327,29 @@ class Scheduler:
         return bool(self._queue.parked)
 
     @property
-    def kv(self) -> KVCacheManager:
-        """The K/V manager, for what is done between steps."""
-        return self._kv
-
-    def import_prefix(self, names: abc.Sequence[bytes], tokens: abc.Sequence[int], num_blocks: int) -> PrefixImport:
-        """Hold blocks for K/V that another engine computed, leaving one for each running sequence; see the manager."""
-        return self._kv.import_prefix(names, tokens, num_blocks, reserve=len(self._queue.running))
-
-    def first_names(self, request: Request) -> list[bytes]:
-        """Return how the names of a request's blocks begin; see the manager."""
-        return self._kv.first_names(request)
-
-    @property
     def recent_lengths(self) -> abc.Sequence[int]:
         """Return the tokens, prompts included, of the sequences completed last."""
         return self._recorder.lengths
-
-    @property
-    def recent_answers(self) -> list[float]:
-        """Return the lengths of the last completed answers; infinite if max_tokens cut them. Any thread may ask."""
-        return list(self._recorder.answers)
 
     @property
     def running(self) -> list[Sequence]:
         """Return the running sequences, to be read only. Any thread may ask."""
         return list(self._queue.running)
 
-    def snapshot(self, now: float) -> Snapshot:
-        """Return the state of the pool and of all sequences."""
-        holders = self._queue.holders(self._in_flight)
-        return take_snapshot(self.stats, self._kv.pool, holders, self._queue.waiting, now)
+    def snapshot(self) -> Snapshot:
+        """Return the pool and all sequences; of those without blocks, the first MAX_LISTED."""
+        listed, num_empty = [], 0
+        for seq in self._queue.holders(self._in_flight):
+            num_empty += not seq.kv.blocks
+            if seq.kv.blocks or num_empty <= MAX_LISTED:
+                listed.append(seq.view())
+        pool, queue = self.kv.pool, [seq.request_id for seq in self._queue.waiting]
+        return Snapshot(pool.num_free, pool.num_held, pool.cached_blocks, tuple(listed), tuple(queue))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks are held without a holder, or a sequence is in the wrong place."""
         holders = self._queue.holders(self._in_flight)
-        self._kv.check_integrity(holders, self._in_flight)
+        self.kv.check_integrity(holders, self._in_flight)
         self._queue.check_integrity()
         num_leaving = sum(seq.is_leaving for seq in holders)
         assert self._output.num_leaving == num_leaving, "leaving sequences are miscounted"

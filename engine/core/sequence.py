@@ -27,6 +27,7 @@ from enum import Enum
 from typing import Protocol
 
 from engine.core.kv.page_table import SequenceKV
+from engine.core.stats import SequenceView
 from engine.core.step import POOLED_UNIT, Sample, SequenceSlice
 from engine.core.types import Pooling, PromptInfo, Request, TokenLogprob
 
@@ -283,6 +284,22 @@ class Sequence:
             queue_s=history.first_scheduled_s - self.request.arrival_s,
             prefill_s=max(history.first_token_s - history.first_scheduled_s, 0.0),  # 0 where no token is sampled
             pooled=None if pooling is None else tuple([unit * total for total in self.pooled]),
+        )
+
+    def view(self) -> SequenceView:
+        """Return the sequence as a snapshot shows it."""
+        return SequenceView(
+            seq_id=self.seq_id,
+            request_id=self.request_id,
+            tenant=self.request.tenant,
+            choice=self.choice,
+            status=self.status.value,
+            num_prompt=self.num_prompt,
+            num_tokens=len(self.tokens),
+            num_computed=self.num_computed,
+            num_cached=self.history.num_cached,
+            num_preemptions=self.history.num_preemptions,
+            blocks=tuple(self.kv.blocks),
         )
 
     def take_slots(self, slots: list[int]) -> None:

@@ -1,7 +1,7 @@
-"""Counters, gauges and histograms as plain numbers.
+"""Counters, gauges, histograms and snapshots, as plain numbers.
 
-The engine thread writes them; the metrics endpoint reads them from the event loop without a lock, which the
-interpreter makes safe number by number: a scrape may see one histogram a step ahead of another, never a torn value.
+The engine thread writes them. The event loop reads Stats without a lock, which the interpreter makes safe number by
+number: a scrape may see one histogram a step ahead of another, never a torn value. A Snapshot does not change.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from engine.core.types import AbortCause, FinishReason
 
@@ -124,6 +125,7 @@ class Stats:
     store_blocks: dict[str, int] = field(default_factory=lambda: {"disk": 0})  # cached blocks of each store ...
     store_blocks_pinned: dict[str, int] = field(default_factory=lambda: {"disk": 0})  # ... and the pinned ones of these
     last_step_s: float = 0.0  # clock reading at the last commit
+    answer_s: float = 0.0  # moving average of the seconds from an answer's start to its completion
     tokens_per_s: float = 0.0  # recent rate of computed tokens, prompt and generation, while busy
     # counters
     steps: int = 0
@@ -195,3 +197,29 @@ class Stats:
         """Return the share of the pool that live sequences hold; cached blocks are available and do not count."""
         total = self.blocks_free + self.blocks_cached + self.blocks_held
         return self.blocks_held / total if total else 0.0
+
+
+class SequenceView(NamedTuple):
+    """One sequence and its page table."""
+
+    seq_id: int
+    request_id: str
+    tenant: str
+    choice: int
+    status: str  # a Status's value
+    num_prompt: int
+    num_tokens: int  # prompt and answer so far
+    num_computed: int  # of these, with K and V in the pool
+    num_cached: int  # of these, found in the prefix cache
+    num_preemptions: int
+    blocks: tuple[int, ...]  # physical blocks in logical order
+
+
+class Snapshot(NamedTuple):
+    """The pool and its holders between two steps."""
+
+    num_free_blocks: int
+    num_held_blocks: int
+    cached_blocks: tuple[int, ...]  # not held, but found by prompts
+    sequences: tuple[SequenceView, ...]
+    queue: tuple[str, ...]  # ids of the waiting requests, the next one first

@@ -6,7 +6,6 @@ Engine thread. Background work is counted, but its waits and gaps, which are lon
 from __future__ import annotations
 
 from collections import deque
-from math import inf
 
 from engine.core.config import SchedulerConfig
 from engine.core.kv.block_pool import BlockPool
@@ -17,6 +16,7 @@ from engine.core.step import StepPlan
 from engine.core.types import FinishReason, RequestTimings
 
 _NUM_RECENT = 1024  # completed sequences whose lengths are kept: minutes of a busy server, and milliseconds to sort
+_NEWEST = 0.02  # weight of an answer in the mean time of answers: about fifty count
 
 
 class StatsRecorder:
@@ -29,7 +29,6 @@ class StatsRecorder:
         "_store_pools",
         "_target_itl_s",
         "_target_ttft_s",
-        "answers",
         "gaps",
         "lengths",
     )
@@ -48,7 +47,6 @@ class StatsRecorder:
         self._store_pools = {name: store.pool for name, store in tiers.stores.items()}
         self.gaps: dict[float, int] = {}  # time of the previous token -> sequences that drew their next since
         self.lengths: deque[int] = deque(maxlen=_NUM_RECENT)  # in tokens, of the sequences that were completed last
-        self.answers: deque[float] = deque(maxlen=_NUM_RECENT)  # in tokens generated; infinite if max_tokens cut it
         self.gauges(0, 0)
 
     def queued(self, seq: Sequence, change: int) -> None:
@@ -137,8 +135,6 @@ class StatsRecorder:
             self.lengths.append(seq.num_prompt + num_generated)
             if seq.history.num_expected is not None and seq.params.max_tokens:
                 stats.length_error_tokens.observe(abs(num_generated - seq.history.num_expected))
-            if num_generated:
-                self.answers.append(inf if reason is FinishReason.LENGTH else num_generated)
             if not has_token:
                 stats.prompt_tokens += seq.num_prompt
             if not seq.is_background:
@@ -163,6 +159,9 @@ class StatsRecorder:
     def _completed(self, seq: Sequence, now: float, decode_s: float, num_generated: int) -> None:
         self._judge(seq, now, num_generated)
         self._stats.e2e_s.observe(now - seq.request.arrival_s)
+        answer_s = now - seq.history.first_scheduled_s
+        weight = max(1 / self._stats.num_completed, _NEWEST)
+        self._stats.answer_s += weight * (answer_s - self._stats.answer_s)
         if seq.history.first_token_s >= 0:
             self._stats.decode_s.observe(decode_s)
         if num_generated > 1:

@@ -6,14 +6,12 @@ sees token ids only, and times are seconds of one monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from engine.core.adapter import Adapter
 from engine.core.errors import QuireError
-from engine.core.grammar import Grammar
 
 
 class FinishReason(str, Enum):
@@ -40,6 +38,64 @@ class Pooling(str, Enum):
 
     LAST = "last"  # the last token's, which has seen all the others
     MEAN = "mean"
+
+
+class Adapter(Protocol):
+    """A LoRA adapter, opaque here; its weights live until the last request that has it ends."""
+
+    @property
+    def name(self) -> str:
+        """Return the name that requests use."""
+        ...
+
+    @property
+    def digest(self) -> bytes:
+        """Return 32 bytes that depend on all of its content: K/V of one adapter is never shared with another."""
+        ...
+
+
+class Matcher(Protocol):
+    """The state of one sequence in its grammar. Engine thread."""
+
+    def accept(self, token_id: int) -> None:
+        """Advance by a sampled token. Never raises: after a token that does not fit, `error()` says so."""
+        ...
+
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return the length of the longest accepted prefix, without advancing."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Undo the last `count` tokens, all of which were accepted."""
+        ...
+
+    def is_complete(self) -> bool:
+        """Return whether only the end of the answer can follow."""
+        ...
+
+    def error(self) -> str | None:
+        """Return why the matcher failed, if it did; then it allows nothing any more."""
+        ...
+
+
+class Grammar(Protocol):
+    """What an answer must match, opaque here; the sampler asks a matcher what may come next."""
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Return the tokens that end an answer; a matcher allows them where the answer is complete."""
+        ...
+
+    def start(self) -> Matcher:
+        """Return a matcher before the first token. Takes microseconds: the slow work was done before."""
+        ...
+
+    def fill_masks(self, matchers: Sequence[Matcher], address: int, num_words: int) -> None:
+        """Write the masks of tokens that these matchers, of any grammar of this class, allow next.
+
+        Row i at `address` has `num_words` 32-bit words; token t is bit t % 32 of word t // 32, set where it is allowed.
+        """
+        ...
 
 
 class EarlyStopping(Enum):
@@ -100,6 +156,11 @@ class SamplingParams:
     def rules_out_tokens(self) -> bool:
         """Return whether the client restricts which tokens can be sampled."""
         return self.allowed_token_ids is not None or bool(self.bad_words)
+
+    @property
+    def is_penalized(self) -> bool:
+        """Return whether any of the three penalties is on."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def num_sequences(self) -> int:

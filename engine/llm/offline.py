@@ -25,11 +25,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typing_extensions import Self
 
 from engine.config import EngineConfig, LoraModule
-from engine.core.adapter import Adapter
 from engine.core.admission import check_request
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
-from engine.core.grammar import Grammar
-from engine.core.types import AbortCause, Request, StepEvents, TokenEvent
+from engine.core.types import AbortCause, Adapter, Grammar, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
 from engine.llm.job import Job, RequestOutput
 from engine.llm.params import SamplingParams
@@ -201,11 +199,11 @@ class LLM:
 
     def _continuation(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> Job:
         """Return the job of a prompt. Raises ClientError."""
-        limits, body = self._limits, params.to_fields()
+        limits, body = self._limits, params
         text = None
         if isinstance(prompt, str):
             text = prompt
-            limits.check_length(text, "prompt")
+            limits.check_length(len(text), "prompt")
             ids = self._tokenizer.encode(text, add_special_tokens=True)
         else:
             ids = _token_ids(prompt)

@@ -19,7 +19,8 @@ from engine.core.config import SchedulerConfig
 from engine.core.step import SequenceSlice, StepPlan
 from engine.runtime.attention.base import Batch
 from engine.runtime.cuda.sampling_row import Draws
-from engine.runtime.sampling.draw import as_signed, lowest_score
+from engine.runtime.sampling.draw import lowest_score
+from engine.runtime.sampling.noise import as_signed
 from engine.runtime.transfer import Staging, to_device
 
 
@@ -124,7 +125,7 @@ class DecodeInputs:
             table[at] * self._block_size + offset,
             at,
             table[at],
-            as_signed(piece.samples[0].seed),
+            as_signed(piece.samples[0].seed, 64),
             min(params.top_k, _LARGEST_TOP_K),
             params.temperature,
             lowest_score(params.min_p),

@@ -28,7 +28,7 @@ from torch import Tensor
 from engine.runtime.activation import Activation
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import LinearArgs, native
-from engine.runtime.native.ops import PackedAddend, PackedLinear
+from engine.runtime.native.ops import NativeLinear, PackedAddend, PackedLinear
 from engine.runtime.native.quantised import QuantisedLinear, QuantisedRows
 from engine.runtime.ops import act_mul
 from engine.runtime.weights.checkpoint import StoredTensor
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 Kernel = Callable[[Tensor], Tensor]
 FP8_MULTIPLE = 16  # multiple required of both dimensions of a weight
 FP8_FIRST_CAPABILITY = (9, 0)  # compute capability; the first with a product that scales every row
-_NATIVE = (PackedLinear, QuantisedLinear)
 _CODES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2, Activation.GELU: 3}  # as in quire_cpu.h
 
 
@@ -99,7 +98,7 @@ class Linear:
 
         No row is in two addends.
         """
-        if isinstance(self._kernel, _NATIVE):
+        if isinstance(self._kernel, NativeLinear):
             packed = [PackedAddend(rows, low, up.args) for rows, low, up in addends if up.args is not None]
             assert len(packed) == len(addends), "a matrix with addends is packed"
             return self._kernel(x, addends=packed)
@@ -112,7 +111,7 @@ class Linear:
         """Return the product in float32, in `out` if given.
 
         The sums are not rounded in between if the native library computes it, or CUDA from weights of 16 bits."""
-        if isinstance(self._kernel, _NATIVE):
+        if isinstance(self._kernel, NativeLinear):
             y = self._kernel(x, torch.float32)
         elif self._kernel == self._plain and self._activation is None and _has_float32_products(x.device, x.dtype):
             y = torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
@@ -162,7 +161,7 @@ class Linear:
     @property
     def args(self) -> LinearArgs | None:
         """Return the native library's description of the packed matrix, if it multiplies it."""
-        return self._kernel.args if isinstance(self._kernel, _NATIVE) else None
+        return self._kernel.args if isinstance(self._kernel, NativeLinear) else None
 
     @property
     def activation(self) -> Activation | None:
@@ -172,7 +171,7 @@ class Linear:
     @property
     def is_native(self) -> bool:
         """Return whether the native library multiplies the weight."""
-        return isinstance(self._kernel, _NATIVE)
+        return isinstance(self._kernel, NativeLinear)
 
     def _quantised(self) -> list[QuantisedRows]:
         """Return the kept parts if they are the whole weight; else write them to `weight`."""

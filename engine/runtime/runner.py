@@ -32,7 +32,7 @@ from engine.runtime.models.base import CausalLM
 from engine.runtime.pooling import Pooled, pool
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
-from engine.runtime.speculation.base import Drafter, Shape, fold, with_drafts
+from engine.runtime.speculation.base import Drafter, fold, with_drafts
 from engine.runtime.transfer import to_device
 from engine.runtime.transports.host import HostPool, MainMemoryPool
 
@@ -68,7 +68,6 @@ class ModelStep:
         pooled: Pooled | None,
         event: torch.cuda.Event | None,
     ) -> None:
-        self._shapes = [Shape.of(piece) for piece in plan.slices] if plan.num_drafts else ()
         self._owners = [
             index
             for index, piece in enumerate(plan.slices)
@@ -105,7 +104,7 @@ class ModelStep:
             if self._sampled.logprobs is not None:
                 entries = self._sampled.logprobs.to_types(list(self._num_top.values()))
                 result.logprobs = dict(zip(self._num_top, entries, strict=True))
-        errors = {} if self._shapes else {self._owners[row]: fault for row, fault in faults.items()}
+        errors = {} if self._plan.num_drafts else {self._owners[row]: fault for row, fault in faults.items()}
         prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
         for scores in self._scores:
             entries = [
@@ -118,7 +117,7 @@ class ModelStep:
             result.pooled, void = self._pooled.to_types()
             errors |= dict.fromkeys(void, _NOT_FINITE)
         result.prompt_logprobs, result.errors = prompt_logprobs, errors
-        return fold(result, faults, self._shapes) if self._shapes else result
+        return fold(result, faults, self._plan.slices) if self._plan.num_drafts else result
 
     def _void_fault(self, row: int) -> Fault:
         """Return the reason why nothing could be drawn from a row."""
@@ -145,6 +144,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._captures = False
         self._drafter: Drafter | None = None
+        self._num_used_blocks = 0  # up to the last that was ever written
 
     def begin(self) -> None:
         """On CUDA, run a step: cuBLAS's handle and workspace belong to a thread."""
@@ -230,7 +230,7 @@ class ModelRunner:
             return self._send(plan, self._replay(self._graphs, plan), [], None)
         batch = self._batches.build(plan, self._last_ids)
         if self._kv_cache.headroom is not None:
-            self._kv_cache.headroom.note_use(int(batch.kv_slots.max()) // self._config.block_size)
+            self._num_used_blocks = max(self._num_used_blocks, int(batch.kv_slots.max()) // self._config.block_size + 1)
         self._backend.prepare(batch)
         needs_all = any(piece.prompt_logprobs >= 0 or piece.params.pooling is not None for piece in plan.slices)
         rows = None if needs_all else batch.sample_rows
@@ -274,7 +274,7 @@ class ModelRunner:
 
     def use_idle_moment(self) -> bool:
         """Prepare memory for later requests; return False if there is nothing to do."""
-        return self._kv_cache.headroom is not None and self._kv_cache.headroom.grow()
+        return self._kv_cache.headroom is not None and self._kv_cache.headroom.grow(self._num_used_blocks)
 
     def close(self) -> None:
         """Release weights, pool and graphs."""

@@ -16,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from engine.core.errors import ConfigError, InvalidRequestError
-from engine.text.template_budget import BoundedEnvironment, Budget, BudgetError
+from engine.text.template_budget import BoundedEnvironment, Budget, BudgetError, spending
 
 _CUT = "<<the final message ends here>>"  # plain text, so that no filter of a template changes it
 MAX_SOURCE = 128 << 10  # characters of a template; those of models that call tools have up to 30,000
@@ -44,12 +44,14 @@ class ChatTemplate:
             raise ConfigError(
                 f"The chat template has more than {MAX_SOURCE} characters; give another with --chat-template."
             )
-        environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        environment.filters["tojson"] = _to_json  # jinja's own escapes for HTML
-        environment.bound_filters()
+        environment = BoundedEnvironment(
+            {"tojson": _to_json},  # jinja's escapes for HTML
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+        )
         environment.globals.update(special_tokens, raise_exception=_refuse, strftime_now=_now)
         self.source = source
-        self._environment = environment
         try:
             self._template = environment.from_string(source)
             self.variables = frozenset(
@@ -91,7 +93,7 @@ class ChatTemplate:
 
     def _render(self, variables: dict[str, Any]) -> str:
         try:
-            with self._environment.spending(Budget(variables)):
+            with spending(Budget(variables)):
                 return self._template.render(variables)
         except BudgetError as error:
             raise InvalidRequestError(

@@ -5,17 +5,20 @@ Pure, any thread.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
-from typing import Any
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import BeamParams, EarlyStopping, SamplingParams
 from engine.text.choice import TextRules
 from engine.text.fields.sampling import SamplingFields
 from engine.text.limits import ModelLimits
+from engine.text.types import SamplingDefaults
 
 GREEDY_BELOW = 1e-5  # a temperature too small to divide logits by asks for the most likely token
 MAX_BAD_CHARS = 8192  # of all bad words; they are encoded in 10 ms
+_MODELS_OWN = [each.name for each in dataclasses.fields(SamplingDefaults)]  # fields whose default depends on the model
+_SHARED = SamplingFields.model_fields.keys() & {each.name for each in dataclasses.fields(SamplingParams)}
 
 
 def truncated(fields: SamplingFields, prompt: list[int], limits: ModelLimits) -> list[int]:
@@ -35,7 +38,10 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Return the engine's parameters. Raises InvalidRequestError."""
+    """Return the engine's parameters. Raises InvalidRequestError.
+
+    A field that both have is passed on as it is, unless it is converted here.
+    """
     limits.check_logprobs(fields.prompt_logprobs, "prompt_logprobs")
     if fields.min_tokens > max_tokens:
         _refuse("min_tokens", f"min_tokens is {fields.min_tokens}, more than max_tokens ({max_tokens}); lower it.")
@@ -43,30 +49,27 @@ def sampling_params(
         limits.check_ids(fields.stop_token_ids, "stop_token_ids")
     if fields.use_beam_search:
         _check_width(fields, limits)
-    bad_words = _bad_words(fields, limits) if fields.bad_words else ()
-    defaults = limits.tokenizer.sampling_defaults
-    temperature = _first(fields.temperature, defaults.temperature)
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
-        top_k=max(_first(fields.top_k, defaults.top_k), 0),
-        top_p=_first(fields.top_p, defaults.top_p),
-        min_p=_first(fields.min_p, defaults.min_p),
-        repetition_penalty=_first(fields.repetition_penalty, defaults.repetition_penalty),
-        presence_penalty=fields.presence_penalty,
-        frequency_penalty=fields.frequency_penalty,
-        logit_bias=_logit_bias(fields, limits) if fields.logit_bias else (),
-        allowed_token_ids=None if fields.allowed_token_ids is None else _allowed_ids(fields, limits, bad_words),
-        bad_words=bad_words,
-        seed=secrets.randbits(63) if fields.seed is None else fields.seed & (2**64 - 1),
-        n=fields.num_drawn,
-        min_tokens=fields.min_tokens,
-        eos_token_ids=frozenset() if fields.ignore_eos else limits.tokenizer.eos_token_ids,
-        stop_token_ids=frozenset(fields.stop_token_ids),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        beam=beam_params(fields) if fields.use_beam_search else None,
-    )
+    values = {name: getattr(fields, name) for name in _SHARED}
+    for name in _MODELS_OWN:
+        if values[name] is None:
+            values[name] = getattr(limits.tokenizer.sampling_defaults, name)
+    bad_words = _bad_words(fields, limits)
+    values |= {
+        "max_tokens": max_tokens,
+        "temperature": values["temperature"] if values["temperature"] >= GREEDY_BELOW else 0.0,
+        "top_k": max(values["top_k"], 0),
+        "logit_bias": _logit_bias(fields, limits),
+        "allowed_token_ids": _allowed_ids(fields, limits, bad_words),
+        "bad_words": bad_words,
+        "seed": secrets.randbits(63) if fields.seed is None else fields.seed & (2**64 - 1),
+        "n": fields.num_drawn,
+        "eos_token_ids": frozenset() if fields.ignore_eos else limits.tokenizer.eos_token_ids,
+        "stop_token_ids": frozenset(fields.stop_token_ids),
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "beam": beam_params(fields) if fields.use_beam_search else None,
+    }
+    return SamplingParams(**values)
 
 
 def text_rules(fields: SamplingFields, params: SamplingParams, *, echo: bool = False) -> TextRules:
@@ -107,6 +110,8 @@ def _check_width(fields: SamplingFields, limits: ModelLimits) -> None:
 
 
 def _logit_bias(fields: SamplingFields, limits: ModelLimits) -> tuple[tuple[int, float], ...]:
+    if not fields.logit_bias:
+        return ()
     if not all(key.isascii() and key.isdecimal() and len(key) < 20 for key in fields.logit_bias):
         _refuse("logit_bias", "logit_bias has a key that is not a token id; keys are ids in decimal digits.")
     biases = {int(key): bias for key, bias in fields.logit_bias.items()}
@@ -114,8 +119,12 @@ def _logit_bias(fields: SamplingFields, limits: ModelLimits) -> tuple[tuple[int,
     return tuple(biases.items())
 
 
-def _allowed_ids(fields: SamplingFields, limits: ModelLimits, bad_words: tuple[tuple[int, ...], ...]) -> frozenset[int]:
-    allowed = frozenset(fields.allowed_token_ids or ())
+def _allowed_ids(
+    fields: SamplingFields, limits: ModelLimits, bad_words: tuple[tuple[int, ...], ...]
+) -> frozenset[int] | None:
+    if fields.allowed_token_ids is None:
+        return None
+    allowed = frozenset(fields.allowed_token_ids)
     limits.check_ids(tuple(allowed), "allowed_token_ids")
     if {(token_id,) for token_id in allowed} <= set(bad_words):
         _refuse("allowed_token_ids", "allowed_token_ids has nothing that bad_words does not rule out; allow more.")
@@ -131,10 +140,6 @@ def _bad_words(fields: SamplingFields, limits: ModelLimits) -> tuple[tuple[int, 
         tuple(limits.tokenizer.encode(space + word, add_special_tokens=False)) for word in words for space in ("", " ")
     ]
     return tuple(dict.fromkeys(form for form in forms if form))
-
-
-def _first(asked: Any, default: Any) -> Any:
-    return default if asked is None else asked
 
 
 def _refuse(param: str, message: str) -> None:

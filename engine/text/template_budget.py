@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from math import inf
 from types import GeneratorType
 from typing import Any
@@ -34,14 +34,16 @@ _MAX_BITS = 100_000  # of a whole number
 _MAX_INDENT = 16
 _HUGE_FIELD = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{5})|\{[^{}]*(?:\{|\d{5})")  # of a format string
 _CONTAINERS = (list, tuple, dict, set, frozenset, Namespace)
-# Filters that pass on a container, or parts of it, without processing its contents.
+# Filters that pass on a container, or parts of it, without processing its contents; `join` is charged apart.
 _LOOKS_ON = frozenset(
     (
-        "attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random", "reject",
-        "rejectattr", "reverse", "select", "selectattr", "slice",
+        "attr", "batch", "count", "d", "default", "first", "items", "join", "last", "length", "list", "map", "random",
+        "reject", "rejectattr", "reverse", "select", "selectattr", "slice",
     )
 )  # fmt: skip
-_LEFT_OUT = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")  # costly, and useless for prompts
+# Filters and methods that are costly, and useless for prompts.
+_NO_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
+_NO_METHODS = ("expandtabs", "translate")
 
 
 class BudgetError(Exception):
@@ -113,9 +115,30 @@ class Budget:
         if isinstance(value, _CONTAINERS):
             self.step(1 + count(value, self.steps_left, self.chars_left)[0] // 16)
 
+    def item(self, value: Any) -> Any:
+        """Charge an item that a filter yields, and return it."""
+        self.step()
+        self.check_whole(value)
+        return value
 
-class _Current(threading.local):
-    budget: Budget | None = None
+
+_budget: ContextVar[Budget] = ContextVar("budget")  # of the rendering
+
+
+@contextmanager
+def spending(budget: Budget) -> Iterator[None]:
+    """Charge the rendering within the block to a budget."""
+    token = _budget.set(budget)
+    try:
+        yield
+    finally:
+        _budget.reset(token)
+
+
+@pass_context  # so that it is not called when a template is compiled
+def _written(_: Context, value: Any) -> Any:
+    _budget.get().take_whole(value)
+    return value
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -123,60 +146,46 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
+        """`filters` are added to jinja's."""
         # Nothing is computed when a template is compiled, as there is no budget yet.
-        super().__init__(**options, optimized=False, finalize=self._finalize())
-        self._current = _Current()
-        for name in _LEFT_OUT:
-            del self.filters[name]
+        super().__init__(**options, optimized=False, finalize=_written)
+        known = {**self.filters, **filters}
+        self.filters = {name: _bounded(name, known[name]) for name in known if name not in _NO_FILTERS}
         del self.globals["lipsum"]
 
-    def bound_filters(self) -> None:
-        """Make all filters charge. Call it once all filters are registered."""
-        self.filters = {name: self._bounded(name, function) for name, function in self.filters.items()}
-
-    @contextmanager
-    def spending(self, budget: Budget) -> Iterator[None]:
-        """Charge this thread's rendering within the block to a budget."""
-        self._current.budget = budget
-        try:
-            yield
-        finally:
-            self._current.budget = None
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Return whether a template may use an attribute."""
+        return attr not in _NO_METHODS and super().is_safe_attribute(obj, attr, value)
 
     # -- called by compiled templates -----------------------------------------------------------------------------------
 
-    @property
-    def budget(self) -> Budget:
-        """The budget of this thread's rendering. Raises BudgetError outside one."""
-        budget = self._current.budget
-        if budget is None:
-            raise BudgetError("it works before it is rendered")
-        return budget
-
     def turn(self, num_chars: int) -> bool:
         """Charge a turn of a loop or a call of a macro; return True, for a condition."""
-        self.budget.take(num_chars)
+        _budget.get().take(num_chars)
         return True
 
     def whole(self, value: Any) -> Any:
         """Check and return a list, tuple or dict that the template writes."""
-        self.budget.check_whole(value)
+        _budget.get().check_whole(value)
         return value
 
     def concatenated(self, *values: Any) -> str:
         """Return `a ~ b`."""
         for value in values:
-            self.budget.take_whole(value)
+            _budget.get().take_whole(value)
         return "".join(map(str, values))
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call something, after checking that its result fits the budget."""
-        budget = self.budget
+        budget = _budget.get()
         budget.step()
         owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
         if isinstance(owner, str | bytes | int | float):
-            args = _check_method(budget, obj.__name__, owner, args, kwargs)
+            if obj.__name__ == "join" and args:
+                args = (_checked(budget, "join", args[0], [owner]), *args[1:])
+            else:
+                _checked(budget, obj.__name__, owner, [*args, *kwargs.values()])
         result = super().call(context, obj, *args, **kwargs)
         if obj is dict:
             budget.check_whole(result)
@@ -185,42 +194,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Apply an operator that can make large values of small ones."""
-        budget = self.budget
+        budget = _budget.get()
         budget.step()
         if operator == "%" and isinstance(left, str):
-            _check_format(budget, left, right)
+            _checked(budget, "format", left, [right])
         elif operator == "*":
             _check_product(budget, left, right)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            if left.bit_length() * abs(right) > _MAX_BITS:
-                raise BudgetError("it computes numbers that are too large")
+            _check_bits(left.bit_length() * abs(right))
         elif operator == "+":
             budget.take(_size(left) + _size(right))
         return super().call_binop(context, operator, left, right)
-
-    def _finalize(self) -> Callable[[Context, Any], Any]:
-        @pass_context
-        def finalize(_: Context, value: Any) -> Any:
-            self.budget.take_whole(value)
-            return value
-
-        return finalize
-
-    def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        num_passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context, passed before the value
-
-        @functools.wraps(function)
-        def bounded(*args: Any, **kwargs: Any) -> Any:
-            budget = self.budget
-            budget.step()
-            values = _check_filter(budget, name, args[num_passed:], kwargs)
-            result = function(*args[:num_passed], *values, **kwargs)
-            if isinstance(result, GeneratorType):
-                return _metered(budget, result)
-            budget.take(_size(result))
-            return result
-
-        return bounded
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -233,37 +217,29 @@ class _Charging(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - named by jinja2
         """Charge turns, also those that a condition skips."""
-        self.generic_visit(node)
+        self._body(node)
         if node.test is not None:
             node.test = nodes.And(_call("turn", [nodes.Const(0)], node.lineno), node.test, lineno=node.lineno)
-        return _charged(node)
+        return node
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
-        return _charged(self.generic_visit(node))
+    def _body(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        num_chars = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        node.body.insert(0, nodes.ExprStmt(_call("turn", [nodes.Const(num_chars)], node.lineno), lineno=node.lineno))
+        return node  # type: ignore[no-any-return]
 
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:  # noqa: N802
-        return _charged(self.generic_visit(node))
-
-    def visit_Block(self, node: nodes.Block) -> nodes.Node:  # noqa: N802
-        return _charged(self.generic_visit(node))
+    visit_Macro = visit_CallBlock = visit_Block = _body  # noqa: N815
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         return _call("concatenated", node.nodes, node.lineno)
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: N802
-        return self._literal(node, node.items)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802
-        return self._literal(node, [pair.value for pair in node.items])
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
-        return self.generic_visit(node) if node.ctx != "load" else self._literal(node, node.items)
-
-    def _literal(self, node: nodes.Literal, items: Iterable[nodes.Node]) -> nodes.Node:
-        is_plain = all(isinstance(item, nodes.Const) for item in items)
+    def _literal(self, node: nodes.Literal) -> nodes.Node:
         self.generic_visit(node)
-        return node if is_plain else _call("whole", [node], node.lineno)
+        is_value = getattr(node, "ctx", "load") == "load"  # not the names that a loop sets
+        return _call("whole", [node], node.lineno) if is_value else node
+
+    visit_List = visit_Dict = visit_Tuple = _literal  # noqa: N815
 
 
 def _call(method: str, args: list[Any], lineno: int) -> nodes.Call:
@@ -271,30 +247,41 @@ def _call(method: str, args: list[Any], lineno: int) -> nodes.Call:
     return nodes.Call(function, args, [], None, None, lineno=lineno)
 
 
-def _charged(node: Any) -> nodes.Node:
-    num_chars = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-    turn = nodes.ExprStmt(_call("turn", [nodes.Const(num_chars)], node.lineno), lineno=node.lineno)
-    node.body.insert(0, turn)
-    assert isinstance(node, nodes.Node)
-    return node
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that charges, and that returns lists instead of generators."""
+    num_passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context, passed before the value
 
-
-def _metered(budget: Budget, items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the items of a filter, charging each."""
-    for item in items:
+    @functools.wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        budget = _budget.get()
         budget.step()
-        budget.check_whole(item)
-        yield item
+        passed, (value, *rest) = args[:num_passed], args[num_passed:]
+        value = _checked(budget, name, value, [*rest, *kwargs.values()])
+        result = function(*passed, value, *rest, **kwargs)
+        if isinstance(result, GeneratorType):
+            return [budget.item(item) for item in result]
+        budget.take(_size(result))
+        return result
+
+    return bounded
 
 
 def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 1
 
 
+def _width(option: Any) -> int:
+    return option if isinstance(option, int) else _size(option) if isinstance(option, str) else 0
+
+
+def _check_bits(num_bits: int) -> None:
+    if num_bits > _MAX_BITS:
+        raise BudgetError("it computes numbers that are too large")
+
+
 def _check_product(budget: Budget, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
-        if left.bit_length() + right.bit_length() > _MAX_BITS:
-            raise BudgetError("it computes numbers that are too large")
+        _check_bits(left.bit_length() + right.bit_length())
         return
     for text, times in ((left, right), (right, left)):
         if isinstance(times, int):
@@ -303,82 +290,31 @@ def _check_product(budget: Budget, left: Any, right: Any) -> None:
                 budget.check_whole([text] * min(times, 2))
 
 
-def _check_format(budget: Budget, layout: str, values: Any) -> None:
-    if _HUGE_FIELD.search(layout):
-        raise BudgetError("it writes fields that are too wide")
-    num_fields = layout.count("%") + layout.count("{")
-    budget.take(len(layout) + num_fields * sum(count(values, budget.steps_left, budget.chars_left)))
-
-
-def _check_numbers(values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, int) and abs(value) > _MAX_NUMBER:
-            raise BudgetError("it gives a filter or a method a number that is too large")
-
-
-def _check_method(
-    budget: Budget, name: str, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """Charge a method of a text or number; return its arguments as lists."""
+def _checked(budget: Budget, name: str, value: Any, options: list[Any]) -> Any:
+    """Charge a filter of a value, or a method of a text or number; return the value."""
+    if name not in _LOOKS_ON and isinstance(value, _CONTAINERS):
+        budget.take_whole(value)
     if name in ("format", "format_map"):
-        _check_format(budget, owner, [args, dict(kwargs)])
-        return args
-    _check_numbers([*args, *kwargs.values()])
-    if name == "join" and args:
-        args = (_join(budget, args[0], owner), *args[1:])
-    elif name == "replace" and len(args) > 1:
-        _replace(budget, owner, *args[:2])
-    elif name == "expandtabs":
-        budget.take(len(owner) * max([*args, *kwargs.values(), 8]))
-    elif name == "translate" and args and isinstance(args[0], Mapping):
-        budget.take(len(owner) * max((_size(value) for value in args[0].values()), default=0))
-    else:
-        budget.take(_MAX_NUMBER if name in ("center", "ljust", "rjust", "zfill", "to_bytes") else 0)
-    return args
-
-
-def _check_filter(budget: Budget, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Charge a filter; return its arguments, with iterators made into lists."""
-    _check_numbers([*args[1:], *kwargs.values()])
-    value = args[0] if args else None
-    options = [*args[1:], *kwargs.values()]
+        layout = str(value)
+        if _HUGE_FIELD.search(layout):
+            raise BudgetError("it writes fields that are too wide")
+        num_fields = layout.count("%") + layout.count("{")
+        budget.take(len(layout) + num_fields * sum(count(options, budget.steps_left, budget.chars_left)))
+        return value
+    if any(isinstance(option, int) and abs(option) > _MAX_NUMBER for option in options):
+        raise BudgetError("it gives a filter or a method a number that is too large")
     if name == "join":
-        separator = options[0] if options else ""
-        return (_join(budget, value, separator), *args[1:])
-    if name not in _LOOKS_ON:
-        if isinstance(value, GeneratorType):
-            value = list(value)
-            args = (value, *args[1:])
-        if isinstance(value, _CONTAINERS):
-            budget.take_whole(value)
-    if name == "replace" and len(options) > 1:
-        _replace(budget, str(value), *options[:2])
-    elif name == "format":
-        _check_format(budget, str(value), [args[1:], dict(kwargs)])
+        value = value if isinstance(value, str) else list(value)
+        budget.take(len(value) * _size(options[0] if options else ""))
+        budget.take_whole(value)
+    elif name == "replace" and len(options) > 1:
+        text, old, new = value if isinstance(value, str | bytes) else str(value), *options[:2]
+        if isinstance(old, type(text)) and isinstance(new, type(text)):
+            budget.take(len(text) + text.count(old) * len(new))  # type: ignore[arg-type]  # both texts, or both bytes
     elif name == "indent":
         budget.take((str(value).count("\n") + 1) * max(map(_width, options), default=4))
-    elif name == "tojson":
-        if any(_width(option) > _MAX_INDENT for option in options):
-            raise BudgetError(f"it indents JSON by more than {_MAX_INDENT}")
-    elif name == "sum" and any(
-        isinstance(option, str | bytes | list | tuple) for option in [kwargs.get("start"), *args[2:]]
-    ):
+    elif name == "tojson" and any(_width(option) > _MAX_INDENT for option in options):
+        raise BudgetError(f"it indents JSON by more than {_MAX_INDENT}")
+    elif name == "sum" and any(isinstance(option, list | tuple) for option in options):
         raise BudgetError("it adds up what are no numbers")
-    return args
-
-
-def _width(option: Any) -> int:
-    return option if isinstance(option, int) else _size(option) if isinstance(option, str) else 0
-
-
-def _join(budget: Budget, items: Any, separator: Any) -> Any:
-    """Charge a join; return its items as a list."""
-    items = items if isinstance(items, str) else list(items)
-    budget.take(len(items) * _size(separator))
-    budget.take_whole(items)
-    return items
-
-
-def _replace(budget: Budget, text: Any, old: Any, new: Any) -> None:
-    if isinstance(old, type(text)) and isinstance(new, type(text)):
-        budget.take(len(text) + text.count(old) * len(new))
+    return value

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from engine.core.admission import NO_LIMITS, OverloadControl, QueueLimits
 from engine.core.config import SchedulerConfig
-from engine.core.overload import NO_LIMITS, OverloadControl, QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Histogram, Stats
 from engine.core.step import StepPlan, StepResult
@@ -70,7 +70,7 @@ class Replica:
         self.now = 0.0
         self._scheduler = Scheduler(config, self.stats)
         self._costs, self._depth, self._on_finish = costs, depth, on_finish
-        self._overload = OverloadControl(self._scheduler, limits)
+        self._overload = OverloadControl(config, self.stats, limits)
         self._launched: deque[tuple[StepPlan, StepResult, float]] = deque()
         self._device_free_s = 0.0
         self._owed_s = 0.0  # by the next step, for requests that were taken in
@@ -127,7 +127,6 @@ class Replica:
         seconds += self._owed_s
         self._owed_s = 0.0
         self.busy_s += seconds
-        self._overload.stepped(seconds)
         self._device_free_s = max(self.now, self._device_free_s) + seconds
         self._launched.append((plan, StepResult(drawn), self._device_free_s))
 

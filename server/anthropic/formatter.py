@@ -180,10 +180,7 @@ def _frames(events: Sequence[MessageEvent]) -> bytes:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the input that a model wrote, as far as it came.
-
-    Input that is not an object is under the name "invalid_json".
-    """
+    """Return a call's input as far as it came, or as "invalid_json"."""
     try:
         arguments = from_json(text or "{}", allow_partial=True)
     except ValueError:

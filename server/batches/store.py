@@ -313,10 +313,7 @@ def _count_attempts(db: sqlite3.Connection, lines: Collection[tuple[str, int]], 
 
 
 def entries(path: Path, batch_id: str, outcome: int) -> Iterator[tuple[str, bytes | None]]:
-    """Yield the custom_id and entry of a batch's lines with one outcome, in order.
-
-    Uses a connection of its own.
-    """
+    """Yield custom_id and entry of lines with one outcome, on a new connection."""
     db = sqlite3.connect(path)
     try:
         query = "SELECT custom_id, entry FROM lines WHERE batch = ? AND outcome = ? ORDER BY number"

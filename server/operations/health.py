@@ -4,47 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
-from engine.core.errors import EngineDeadError, ServerError, ShuttingDownError
+from engine.core.errors import ShuttingDownError
 from engine.version import VERSION
-from server.context import Context, InContext
-from server.errors import to_api_error
+from server.context import InContext
+from server.errors import ApiError
 
 router = APIRouter()
 
 
-def _check_alive(context: Context) -> None:
+@router.get("/health", response_class=Response)
+async def health(context: InContext) -> Response:
+    """Liveness: the engine thread runs, and makes steps while it has work."""
     health = context.engine.health()
     if not health.alive and not context.client.is_draining:
-        raise EngineDeadError(health.error or "The engine thread is not running.")
+        message = health.error or "The engine thread is not running."
+        raise ApiError(503, "engine_dead", message, type="server_error")
     if health.seconds_since_step > context.config.stall_limit_s:
-        raise ServerError(f"The engine has work but made no step for {health.seconds_since_step:.0f} s.")
-
-
-def _status(http: Request, context: Context, *, ready: bool) -> Response:
-    try:
-        _check_alive(context)
-        if ready and context.client.is_draining:
-            raise ShuttingDownError("The server is shutting down.")
-    except ServerError as error:
-        answer = to_api_error(error)
-        answer.status = 503
-        return answer.response(http.scope)
-    return Response(status_code=200)
-
-
-@router.get("/health", response_class=Response)
-async def health(http: Request, context: InContext) -> Response:
-    """Liveness: the engine thread runs, and makes steps while it has work."""
-    return _status(http, context, ready=False)
+        message = f"The engine has work but made no step for {health.seconds_since_step:.0f} s."
+        raise ApiError(503, "internal_error", message, type="server_error")
+    return Response()
 
 
 @router.get("/ready", response_class=Response)
-async def ready(http: Request, context: InContext) -> Response:
+async def ready(context: InContext) -> Response:
     """Readiness: requests are accepted now."""
-    return _status(http, context, ready=True)
+    await health(context)
+    if context.client.is_draining:
+        raise ShuttingDownError("The server is shutting down.")
+    return Response()
 
 
 @router.get("/load")

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from engine.core.snapshot import SequenceView
+from engine.core.stats import SequenceView
 from server.context import InContext, InOwner
 from server.tenancy.tenant_file import DEFAULT
 
@@ -30,7 +30,7 @@ async def live(context: InContext, owner: InOwner) -> Response:
     views = [view for view in snapshot.sequences if owner in (DEFAULT, view.tenant)]
     document = {
         "object": "engine.live",
-        "time_s": snapshot.time_s,
+        "time_s": context.engine.clock(),
         "block_size": config.block_size,
         "num_blocks": config.num_blocks,
         "blocks": {
@@ -39,20 +39,20 @@ async def live(context: InContext, owner: InOwner) -> Response:
             "free": snapshot.num_free_blocks,
         },
         "requests": {
-            "running": snapshot.num_running,
-            "waiting": snapshot.num_waiting,
-            "preempted": snapshot.num_preempted,
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "preempted": stats.num_preempted,
         },
         "totals": {
-            "steps": snapshot.steps,
-            "prompt_tokens": snapshot.prompt_tokens,
-            "generation_tokens": snapshot.generation_tokens,
-            "preemptions": snapshot.preemptions,
+            "steps": stats.steps,
+            "prompt_tokens": stats.prompt_tokens,
+            "generation_tokens": stats.generation_tokens,
+            "preemptions": stats.preemptions,
             "finished": stats.num_completed,
         },
         "targets": {"held": stats.targeted, "met": stats.met},
-        "ttft": {"sum_s": snapshot.ttft_sum_s, "count": snapshot.ttft_count},
-        "itl": {"sum_s": snapshot.itl_sum_s, "count": snapshot.itl_count},
+        "ttft": {"sum_s": stats.ttft_s.sum, "count": stats.ttft_s.count},
+        "itl": {"sum_s": stats.itl_s.sum, "count": stats.itl_s.count},
         "cached_runs": runs(sorted(snapshot.cached_blocks)),
         "sequences": [_sequence(view) for view in views],
     }
@@ -64,7 +64,7 @@ def _sequence(view: SequenceView) -> dict[str, Any]:
         "seq_id": view.seq_id,
         "tag": view.request_id[:TAG_CHARS],
         "choice": view.choice,
-        "status": view.status.value,
+        "status": view.status,
         "num_prompt": view.num_prompt,
         "num_tokens": view.num_tokens,
         "num_computed": view.num_computed,

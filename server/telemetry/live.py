@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.core.snapshot import SequenceView, Snapshot
+from engine.core.stats import SequenceView, Snapshot
 from engine.loop import Engine
 from server.errors import ApiError
 

@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from engine.core.stats import FailureCause, Histogram, Stats
 
 Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
+Value = float | Histogram | Mapping[Any, float]
 
 
 class Kind(Enum):
@@ -29,13 +30,18 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row: a name, its meaning, and how to read it. A row with a `label` reads one value per label value."""
+    """One row: a name, its meaning, and its value. With a `label`, the value has a number per label value."""
 
     kind: Kind
     name: str
     help: str
-    read: Callable[[Stats], float | Histogram | Mapping[Any, float]]
+    source: str | Callable[[Stats], Value]  # a field or property of Stats, or what computes the value
     label: str = ""
+
+    def read(self, stats: Stats) -> Value:
+        """Return the metric's current value."""
+        value: Value = getattr(stats, self.source) if isinstance(self.source, str) else self.source(stats)
+        return value
 
     def family(self, stats: Stats, common: Mapping[str, str]) -> Family:
         """Return the metric's current samples, each with the `common` labels."""
@@ -81,16 +87,12 @@ def _pinned(stats: Stats) -> Mapping[str, float]:
 _gauge, _counter, _histogram = (partial(Metric, kind) for kind in Kind)
 
 METRICS = (
-    _gauge("quire_num_requests_running", "Sequences in the running batch.", lambda s: s.num_running),
-    _gauge(
-        "quire_num_requests_waiting", "Requests waiting to be scheduled for the first time.", lambda s: s.num_waiting
-    ),
-    _gauge("quire_num_requests_preempted", "Preempted sequences waiting to resume.", lambda s: s.num_preempted),
+    _gauge("quire_num_requests_running", "Sequences in the running batch.", "num_running"),
+    _gauge("quire_num_requests_waiting", "Requests waiting to be scheduled for the first time.", "num_waiting"),
+    _gauge("quire_num_requests_preempted", "Preempted sequences waiting to resume.", "num_preempted"),
     _gauge("quire_num_requests_background", "Sequences of batches by state: running, waiting.", _background, "state"),
     _gauge(
-        "quire_num_waiting_tokens",
-        "Prompt tokens of waiting requests that are not computed yet.",
-        lambda s: s.num_waiting_tokens,
+        "quire_num_waiting_tokens", "Prompt tokens of waiting requests that are not computed yet.", "num_waiting_tokens"
     ),
     _gauge("quire_kv_blocks", "KV blocks by state: held by sequences, cached for reuse, free.", _blocks, "state"),
     _gauge(
@@ -106,72 +108,57 @@ METRICS = (
         "tier",
     ),
     _gauge("quire_kv_offload_disk_blocks", "Cached blocks on the disk.", lambda s: s.store_blocks["disk"]),
-    _gauge(
-        "quire_kv_cache_usage_ratio",
-        "Share of the KV pool that live sequences hold, 0-1.",
-        lambda s: s.kv_cache_usage_ratio,
-    ),
-    _gauge("quire_tokens_per_second", "Recent rate of computed tokens while busy.", lambda s: s.tokens_per_s),
-    _counter("quire_engine_steps_total", "Forward passes.", lambda s: s.steps),
+    _gauge("quire_kv_cache_usage_ratio", "Share of the KV pool that live sequences hold, 0-1.", "kv_cache_usage_ratio"),
+    _gauge("quire_tokens_per_second", "Recent rate of computed tokens while busy.", "tokens_per_s"),
+    _counter("quire_engine_steps_total", "Forward passes.", "steps"),
     _counter(
         "quire_background_steps_total",
         "Forward passes of batch requests, out of quire_engine_steps_total.",
-        lambda s: s.background_steps,
+        "background_steps",
     ),
-    _counter("quire_prompt_tokens_total", "Prompt tokens whose prefill completed.", lambda s: s.prompt_tokens),
-    _counter("quire_generation_tokens_total", "Tokens generated.", lambda s: s.generation_tokens),
+    _counter("quire_prompt_tokens_total", "Prompt tokens whose prefill completed.", "prompt_tokens"),
+    _counter("quire_generation_tokens_total", "Tokens generated.", "generation_tokens"),
     _counter(
         "quire_prefix_cache_queried_tokens_total",
         "Prompt tokens looked up in the prefix cache.",
-        lambda s: s.prefix_queried_tokens,
+        "prefix_queried_tokens",
     ),
-    _counter(
-        "quire_prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hit_tokens
-    ),
+    _counter("quire_prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
     _counter(
         "quire_prefix_cache_tier_hit_tokens_total",
         "Prompt tokens found in the prefix cache, by tier: the KV pool, host memory, the disk.",
-        lambda s: s.prefix_hits,
+        "prefix_hits",
         "tier",
     ),
     _counter(
         "quire_pins_refused_total",
         "Blocks that were not pinned because --pinned-prefix-share was used up.",
-        lambda s: s.pins_refused,
+        "pins_refused",
     ),
     _counter(
-        "quire_kv_offload_blocks_total",
-        "Blocks loaded from the disk and saved to it.",
-        lambda s: s.transferred,
-        "direction",
+        "quire_kv_offload_blocks_total", "Blocks loaded from the disk and saved to it.", "transferred", "direction"
     ),
     _counter(
         "quire_kv_offload_failures_total",
         "Blocks that could not be moved, or were damaged; their content was recomputed.",
-        lambda s: s.failed_transfers,
+        "failed_transfers",
         "direction",
     ),
     _counter(
         "quire_preemptions_total",
         "Sequences preempted because the KV pool was exhausted, by how their K/V is restored.",
-        lambda s: s.preempted,
+        "preempted",
         "kind",
     ),
     _counter(
-        "quire_fairness_preemptions_total",
-        "Preemptions that made room for a tenant that held far less.",
-        lambda s: s.yielded,
+        "quire_fairness_preemptions_total", "Preemptions that made room for a tenant that held far less.", "yielded"
     ),
     _counter(
-        "quire_spec_decode_num_drafts_total",
-        "Drafts: times that tokens were drafted for a sequence.",
-        lambda s: s.spec_drafts,
+        "quire_spec_decode_num_drafts_total", "Drafts: times that tokens were drafted for a sequence.", "spec_drafts"
     ),
-    _counter("quire_spec_decode_num_draft_tokens_total", "Tokens drafted.", lambda s: s.spec_draft_tokens),
+    _counter("quire_spec_decode_num_draft_tokens_total", "Tokens drafted.", "spec_draft_tokens"),
     _counter(
-        "quire_spec_decode_num_accepted_tokens_total",
-        "Drafted tokens that were accepted.",
-        lambda s: s.spec_accepted_tokens,
+        "quire_spec_decode_num_accepted_tokens_total", "Drafted tokens that were accepted.", "spec_accepted_tokens"
     ),
     _counter(
         "quire_spec_decode_num_accepted_tokens_per_pos_total",
@@ -182,72 +169,61 @@ METRICS = (
     _counter(
         "quire_swap_failures_total",
         "Steps rolled back because blocks could not be copied to or from host memory; then copying stops.",
-        lambda s: s.failed_copies,
+        "failed_copies",
     ),
     _counter(
         "quire_swapped_blocks_total",
         "KV blocks copied out to host memory, and in again.",
-        lambda s: s.swapped_blocks,
+        "swapped_blocks",
         "direction",
     ),
     _gauge(
         "quire_kv_block_waste_ratio",
         "Share of block slots that stayed empty in the sequences that ended last, 0-1; updated while idle.",
-        lambda s: s.blocks_waste,
+        "blocks_waste",
     ),
     _counter(
-        "quire_integrity_failures_total",
-        "Times that the idle engine found a leaked block.",
-        lambda s: s.integrity_failures,
+        "quire_integrity_failures_total", "Times that the idle engine found a leaked block.", "integrity_failures"
     ),
     _counter(
         "quire_out_of_memory_steps_total",
         "Steps planned again because the device lacked memory.",
-        lambda s: s.out_of_memory_steps,
+        "out_of_memory_steps",
     ),
-    _counter("quire_requests_rejected_total", "Requests refused because the queue was full.", lambda s: s.rejected),
+    _counter("quire_requests_rejected_total", "Requests refused because the queue was full.", "rejected"),
     _counter(
         "quire_requests_targeted_total",
         "Answers completed or dropped that had a latency target or a deadline.",
-        lambda s: s.targeted,
+        "targeted",
     ),
-    _counter("quire_requests_met_targets_total", "Answers that met all of their targets: goodput.", lambda s: s.met),
-    _counter(
-        "quire_requests_missed_targets_total",
-        "Targets missed: ttft, itl, deadline, queue.",
-        lambda s: s.missed,
-        "target",
-    ),
+    _counter("quire_requests_met_targets_total", "Answers that met all of their targets: goodput.", "met"),
+    _counter("quire_requests_missed_targets_total", "Targets missed: ttft, itl, deadline, queue.", "missed", "target"),
     _counter(
         "quire_requests_dropped_total",
         "Requests dropped before prefill because they could not be in time.",
-        lambda s: s.dropped,
+        "dropped",
         "reason",
     ),
-    _counter("quire_requests_finished_total", "Sequences ended, by finish reason.", lambda s: s.finished, "reason"),
-    _counter("quire_requests_failed_total", "Sequences ended on an error, by cause.", lambda s: s.failed, "cause"),
-    _counter("quire_requests_aborted_total", "Sequences ended early, by cause.", lambda s: s.aborted, "cause"),
-    _histogram("quire_time_to_first_token_seconds", "Arrival until the first token.", lambda s: s.ttft_s),
-    _histogram(
-        "quire_time_per_output_token_seconds", "A request's mean time per token after the first.", lambda s: s.tpot_s
-    ),
-    _histogram("quire_inter_token_latency_seconds", "Every gap between two tokens of a sequence.", lambda s: s.itl_s),
-    _histogram("quire_e2e_request_latency_seconds", "Arrival until the last token.", lambda s: s.e2e_s),
-    _histogram("quire_request_queue_time_seconds", "Arrival until first scheduled.", lambda s: s.queue_s),
-    _histogram("quire_request_prefill_time_seconds", "First scheduled until the first token.", lambda s: s.prefill_s),
-    _histogram("quire_request_decode_time_seconds", "First token until the last.", lambda s: s.decode_s),
-    _histogram("quire_step_duration_seconds", "One forward pass, plan to commit.", lambda s: s.step_s),
-    _histogram("quire_step_tokens", "Tokens computed in a step.", lambda s: s.step_tokens),
-    _histogram("quire_step_sequences", "Sequences in a step.", lambda s: s.step_sequences),
-    _histogram("quire_request_prompt_tokens", "Prompt length of ended sequences.", lambda s: s.request_prompt_tokens),
+    _counter("quire_requests_finished_total", "Sequences ended, by finish reason.", "finished", "reason"),
+    _counter("quire_requests_failed_total", "Sequences ended on an error, by cause.", "failed", "cause"),
+    _counter("quire_requests_aborted_total", "Sequences ended early, by cause.", "aborted", "cause"),
+    _histogram("quire_time_to_first_token_seconds", "Arrival until the first token.", "ttft_s"),
+    _histogram("quire_time_per_output_token_seconds", "A request's mean time per token after the first.", "tpot_s"),
+    _histogram("quire_inter_token_latency_seconds", "Every gap between two tokens of a sequence.", "itl_s"),
+    _histogram("quire_e2e_request_latency_seconds", "Arrival until the last token.", "e2e_s"),
+    _histogram("quire_request_queue_time_seconds", "Arrival until first scheduled.", "queue_s"),
+    _histogram("quire_request_prefill_time_seconds", "First scheduled until the first token.", "prefill_s"),
+    _histogram("quire_request_decode_time_seconds", "First token until the last.", "decode_s"),
+    _histogram("quire_step_duration_seconds", "One forward pass, plan to commit.", "step_s"),
+    _histogram("quire_step_tokens", "Tokens computed in a step.", "step_tokens"),
+    _histogram("quire_step_sequences", "Sequences in a step.", "step_sequences"),
+    _histogram("quire_request_prompt_tokens", "Prompt length of ended sequences.", "request_prompt_tokens"),
     _histogram(
         "quire_predicted_length_error_tokens",
         "Absolute error of sjf's prediction of an answer's length.",
-        lambda s: s.length_error_tokens,
+        "length_error_tokens",
     ),
-    _histogram(
-        "quire_request_generation_tokens", "Tokens generated by ended sequences.", lambda s: s.request_generation_tokens
-    ),
+    _histogram("quire_request_generation_tokens", "Tokens generated by ended sequences.", "request_generation_tokens"),
 )
 
 # vLLM's names, so that dashboards and autoscalers made for it work: "vllm:" instead of "quire_" ...
@@ -272,7 +248,7 @@ def _vllm() -> Iterator[Metric]:
     for name, vllm_name in ({f"quire_{name}": f"vllm:{name}" for name in _SAME_NAMES} | _OTHER_NAMES).items():
         yield replace(ours[name], name=vllm_name)
     yield replace(ours["quire_requests_finished_total"], name="vllm:request_success_total", label="finished_reason")
-    yield _counter("vllm:num_preemptions_total", "Sequences preempted, of any kind.", lambda s: s.preemptions)
+    yield _counter("vllm:num_preemptions_total", "Sequences preempted, of any kind.", "preemptions")
     yield _counter(
         "vllm:corrupted_requests_total",
         "Requests whose logits were not finite.",

@@ -22,8 +22,8 @@ from hashlib import sha256
 from math import ceil, inf
 from typing import Any
 
+from engine.core.admission import RetryTimes
 from engine.core.errors import OverloadedError
-from engine.core.overload import MAX_RETRY_S, MIN_RETRY_S, RetryTimes
 from engine.core.types import Request
 from server.tenancy.tenant_file import DEFAULT, Tenant
 
@@ -81,10 +81,7 @@ class Account:
 
     def _refusal(self, why: str, wait_s: float, each_s: float, num_before: int = 1) -> OverloadedError:
         """Return the refusal; the wait grows by `each_s` for every refused client that returns earlier, and `num_before`."""
-        now = self._clock()
-        wait_s += (num_before + self._retry_times.count(now)) * each_s
-        wait_s = min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
-        self._retry_times.add(now + wait_s)
+        wait_s = self._retry_times.give(self._clock(), wait_s + num_before * each_s, each_s)
         return OverloadedError(f"{why}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)
 
     def room_for_lines(self, num_running: int) -> float:
@@ -118,10 +115,7 @@ class Account:
         self._num_spent += num_tokens
 
     def headers(self, num_drawn_tokens: int = 0) -> dict[str, str]:
-        """Return the limits in OpenAI's headers, less the tokens drawn so far, which `close` will charge.
-
-        The limit on requests is on concurrent ones.
-        """
+        """Return the limits in OpenAI's headers, less the tokens drawn so far."""
         limits: dict[str, str] = {}
         if (most := self.tenant.max_concurrent_requests) is not None:
             limits["x-ratelimit-limit-requests"] = str(most)

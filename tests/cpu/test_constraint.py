@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.grammar import Matcher
 from engine.core.scheduler import Scheduler
 from engine.core.stats import FailureCause
-from engine.core.types import FinishReason
+from engine.core.types import FinishReason, Matcher
 from engine.runtime.sampling.constraint import apply_masks
 from tests.cpu.model_driver import Served, TinyModel, make_runner, request, serve, settings
 

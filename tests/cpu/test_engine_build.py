@@ -13,9 +13,9 @@ import torch
 
 from engine.build import _Parts, _pool_budget, build_engine
 from engine.config import EngineConfig, LoraModule
+from engine.core.admission import QueueLimits
 from engine.core.config import DraftCosts, SchedulerConfig
 from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
-from engine.core.overload import QueueLimits
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from engine.runtime.attention.reference import ReferenceAttention

@@ -13,9 +13,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.errors import InvalidRequestError
-from engine.core.grammar import Grammar
 from engine.core.scheduler import Scheduler
-from engine.core.types import FinishReason, Request
+from engine.core.types import FinishReason, Grammar, Request
 from engine.model_source import find_model
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from harness import END
 
-from engine.core.adapter import Adapter
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError
 from engine.core.fake_runner import FakeRunner
 from engine.core.step import SequenceSlice
+from engine.core.types import Adapter
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,10 +18,10 @@ import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.adapters import Adapters
+from engine.core.admission import QueueLimits
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.kv.page_table import Layout
-from engine.core.overload import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step import SequenceSlice
 from engine.loop import Engine
@@ -45,7 +45,6 @@ CONFIG = SchedulerConfig(
     max_model_len=512,
     max_num_seqs=16,
     max_num_batched_tokens=256,
-    min_copied_tokens=16,
 )
 APP = AppConfig(model="some/parrot", served_model_names=("parrot", "bird"), shutdown_timeout_s=0.0)
 

@@ -16,9 +16,9 @@ import httpx
 import pytest
 from harness import CONFIG, Live, eventually
 
+from engine.core.admission import QueueLimits
 from engine.core.errors import DeviceLostError, DeviceMemoryError
 from engine.core.fake_runner import FakeStep
-from engine.core.overload import QueueLimits
 from engine.core.stats import FailureCause
 from engine.core.step import SequenceSlice, StepPlan
 from engine.core.types import AbortCause

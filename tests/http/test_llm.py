@@ -12,6 +12,7 @@ import pytest
 from harness import CONFIG, END, VOCAB_SIZE, Gate, byte_tokenizer, eventually, parrot
 
 from engine.config import EngineConfig
+from engine.core.admission import QueueLimits
 from engine.core.errors import (
     ComputeError,
     ConfigError,
@@ -21,7 +22,6 @@ from engine.core.errors import (
     ShuttingDownError,
 )
 from engine.core.fake_runner import CostModel, FakeRunner
-from engine.core.overload import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.step import PendingStep, SequenceSlice, StepPlan
 from engine.loop import Engine

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from engine.core.admission import QueueLimits
 from engine.core.errors import OverloadedError
 from engine.core.fake_runner import FakeRunner
-from engine.core.overload import QueueLimits
 from engine.core.queues import POLICIES
 from engine.core.scheduler import Scheduler
 from engine.loop import Engine

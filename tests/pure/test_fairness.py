@@ -340,7 +340,7 @@ def test_the_queue_is_shown_as_it_will_be_served() -> None:
     driver.step()
     add_jobs(driver, "a", [(4, 1)], 3)
     add_jobs(driver, "b", [(8, 1)], 3)
-    queue = [asked[0] for asked in driver.scheduler.snapshot(driver.now).queue]
+    queue = [asked[0] for asked in driver.scheduler.snapshot().queue]
     assert queue == ["a", "b", "a", "a", "b", "b"]
     assert driver.scheduler._queue.first_waiting is not None
     assert driver.scheduler._queue.first_waiting.request_id[0] == "a"

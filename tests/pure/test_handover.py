@@ -120,10 +120,10 @@ def test_a_full_pool_takes_what_it_has_room_for(folder: Path) -> None:
         prefill.answer(request("p", PROMPT, max_tokens=0))
         sent = prefill.handover.send(prefill.prefix(request("d", PROMPT)))
         assert sent is not None
-        blocks = decode.engine.between_steps(lambda scheduler, _: scheduler._kv.pool.alloc_many(45)).result(PATIENCE_S)
+        blocks = decode.engine.between_steps(lambda scheduler, _: scheduler.kv.pool.alloc_many(45)).result(PATIENCE_S)
         assert decode.handover.receive(sent[0], decode.prefix(request("d", PROMPT))) == 0, "all or nothing, of a piece"
         assert decode.handover.count_missing(decode.prefix(request("d", PROMPT))) == 4
-        free = decode.engine.between_steps(lambda scheduler, _: [scheduler._kv.pool.free(b) for b in blocks])
+        free = decode.engine.between_steps(lambda scheduler, _: [scheduler.kv.pool.free(b) for b in blocks])
         free.result(PATIENCE_S)
     finally:
         prefill.engine.stop(0)

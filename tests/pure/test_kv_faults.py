@@ -150,12 +150,13 @@ class FaultMachine(RuleBasedStateMachine):
         for seq in list(self.living):
             self.plan_chunk(seq, min(seq.num_planned + most, len(seq.tokens)), step)
         for seq in list(self.waiting)[:admits]:
-            grant = self.kv.allocate(seq, reserve=0)
-            if grant is not None:
+            loads = self.kv.allocate(seq, reserve=0)
+            if loads is not None:
                 self.waiting.remove(seq)
                 self.living.append(seq)
                 seq.move(Status.PREFILL)
-                step.take(grant, seq)
+                if loads:
+                    step.add_loads(seq, loads)
                 if admits == 1:
                     self.plan_chunk(seq, min(seq.num_planned + most, len(seq.tokens)), step)
         step.swap_out = self.kv.begin()

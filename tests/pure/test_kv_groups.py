@@ -207,7 +207,7 @@ def test_a_prefix_is_resumed_where_every_group_can() -> None:
     prompt = tuple(range(32))
     assert prefill(driver, request("first", prompt)) == 0
     assert prefill(driver, request("again", prompt)) == 28
-    names = driver.scheduler.first_names(request("names", prompt))
+    names = driver.scheduler.kv.first_names(request("names", prompt))
     driver.scheduler.kv._cache.match(names, prompt, 32)
     wide, narrow = pools(driver)
     narrow.forget(narrow.find(names[7]))  # of positions 24 .. 27; position 28 reads 26

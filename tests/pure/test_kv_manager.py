@@ -62,9 +62,9 @@ class Memory:
 class KVManagerMachine(RuleBasedStateMachine):
     """`waiting` sequences have nothing; `living` ones have slots and blocks."""
 
-    @initialize(num_blocks=st.integers(4, 14), min_copied=st.sampled_from([1, 2, 4]))
-    def start(self, num_blocks: int, min_copied: int) -> None:
-        sizes = config(num_blocks=num_blocks, block_size=SIZE, max_num_seqs=SLOTS, min_copied_tokens=min_copied)
+    @initialize(num_blocks=st.integers(4, 14))
+    def start(self, num_blocks: int) -> None:
+        sizes = config(num_blocks=num_blocks, block_size=SIZE, max_num_seqs=SLOTS)
         self.num_blocks, self.num_made = num_blocks, 0
         self.kv = KVCacheManager(sizes, Stats(), StepTime())
         self.memory = Memory()
@@ -117,20 +117,18 @@ class KVManagerMachine(RuleBasedStateMachine):
         held, num_available, num_found = self.held(), self.num_available(), self.num_surely_found(seq)
         has_slots = SLOTS - sum(len(each.kv.slots) for each in self.living) >= seq.num_slots
         hint = self.kv.lookup(seq)
-        grant = self.kv.allocate(seq, reserve=reserve)
-        if grant is None:
+        loads = self.kv.allocate(seq, reserve=reserve)
+        if loads is None:
             assert not has_slots or num_available < num_needed - num_found, "there was room"
             assert not seq.kv.blocks
             return
-        found = seq.kv.blocks[: grant.num_found // SIZE]
+        found = seq.kv.blocks[: seq.kv.num_published]
+        assert not loads
         assert has_slots
         assert num_found <= len(found)
-        assert grant.num_found == hint
+        assert len(found) * SIZE == hint == seq.num_computed < len(seq.tokens)
         assert num_available >= num_needed - len(held.intersection(found)), "what others need was given away"
         assert held.isdisjoint(seq.kv.blocks[len(found) :]), "a block has two owners"
-        assert grant.num_found <= seq.num_computed < len(seq.tokens)
-        for source, target in grant.copies:
-            self.memory.copy(source, target)
         self.waiting.remove(seq)
         self.living.append(seq)
         seq.move(Status.PREFILL)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from engine.core.admission import MAX_RETRY_S, MIN_RETRY_S, QueueLimits
 from engine.core.errors import (
     ComputeError,
     ContextLengthError,
@@ -19,7 +20,6 @@ from engine.core.errors import (
     ShuttingDownError,
 )
 from engine.core.fake_runner import FakeRunner, FakeStep
-from engine.core.overload import QueueLimits
 from engine.core.scheduler import Scheduler
 from engine.core.stats import FailureCause
 from engine.core.step import StepPlan, StepResult
@@ -455,7 +455,7 @@ def test_a_full_queue_is_refused_at_once_with_a_time_to_come_back() -> None:
     with pytest.raises(OverloadedError) as refused:
         rig.engine.submit(request("one too many"))
     assert "--max-num-queued-reqs 2" in str(refused.value)
-    assert 1.0 <= refused.value.retry_after_s <= 120.0
+    assert MIN_RETRY_S <= refused.value.retry_after_s <= MAX_RETRY_S
     assert rig.engine.stats.rejected == 1
     rig.release()
     rig.listener.wait_for(lambda: len(rig.listener.ends) == 8)

@@ -10,16 +10,14 @@ from statistics import median
 
 import pytest
 
+from engine.core.admission import MAX_RETRY_S, MIN_RETRY_S, OverloadControl, QueueLimits
 from engine.core.config import SchedulerConfig
 from engine.core.errors import OverloadedError
-from engine.core.fake_runner import FakeRunner
-from engine.core.overload import MAX_RETRY_S, OverloadControl, QueueLimits
-from engine.core.scheduler import Scheduler
+from engine.core.stats import Stats
 from engine.core.types import Request
 from loadtest.simulation.replay import to_request
 from loadtest.simulation.replica import Replica
 from loadtest.simulation.trace import TraceRequest
-from tests.pure.driver import request
 from tests.pure.test_simulation_replay import COSTS, config
 
 SLOTS, PLACES, PROMPT = 8, 16, 48
@@ -144,69 +142,37 @@ def test_under_lasting_overload_they_are_told_so_too(lengths: Callable[[random.R
 # -- what it reckons with ----------------------------------------------------------------------------------------------
 
 
-def door_after(lengths: list[int], *, max_tokens: int = 40) -> tuple[Scheduler, OverloadControl]:
-    """One slot, taken by an answer that has just begun, one place, and answers of these lengths before; steps take 1 s."""
-    settings = SchedulerConfig(num_blocks=64, block_size=4, max_model_len=64, max_num_seqs=1, max_num_batched_tokens=12)
-    scheduler = Scheduler(settings)
-    runner = FakeRunner(settings)
-
-    def step() -> None:
-        plan = scheduler.plan(0.0)
-        assert plan is not None
-        scheduler.commit(plan, runner.run(plan).wait(), 0.0)
-        door.stepped(1.0)
-
-    door = OverloadControl(scheduler, QueueLimits(max_requests=1))
-    for index, length in enumerate(lengths):
-        scheduler.add(request(f"past {index}", max_tokens=40, eos_token_ids=frozenset()))
-        while scheduler.has_work:
-            step()
-        scheduler._recorder.answers[-1] = length  # as if it had ended by itself
-    scheduler.add(request("runs", max_tokens=max_tokens, eos_token_ids=frozenset()))
-    step()
-    scheduler.add(request("waits", max_tokens=max_tokens, eos_token_ids=frozenset()))
-    return scheduler, door
+def full(limits: QueueLimits, answer_s: float, num_waiting_tokens: int = 3) -> OverloadControl:
+    """Four slots, all taken, and one request that waits; answers took so many seconds."""
+    sizes = SchedulerConfig(num_blocks=64, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=12)
+    stats = Stats(num_running=4, num_waiting=1, num_waiting_tokens=num_waiting_tokens, answer_s=answer_s)
+    return OverloadControl(sizes, stats, limits)
 
 
-def told(door: OverloadControl, now: float = 0.0) -> float:
+def told(door: OverloadControl, num_tokens: int = 3, now: float = 0.0) -> float:
     with pytest.raises(OverloadedError) as refused:
-        door.check(now, 3)
+        door.check(now, num_tokens)
     return refused.value.retry_after_s
 
 
-def test_the_time_is_that_of_answers_like_the_recent_ones() -> None:
-    assert told(door_after([10] * 9)[1]) == pytest.approx(9)  # a token of it is there
-    assert told(door_after([30] * 9)[1]) == pytest.approx(29)
-    assert told(door_after([30] * 9, max_tokens=5)[1]) == pytest.approx(4), "but no longer than it may be"
-    assert told(door_after([])[1]) == pytest.approx(39), "of which nothing is known"
+def test_places_become_free_at_the_pace_of_recent_answers() -> None:
+    assert told(full(QueueLimits(max_requests=1), 8.0)) == pytest.approx(2.0)
+    assert told(full(QueueLimits(max_requests=1), 0.0)) == MIN_RETRY_S, "no answer was completed yet"
 
 
 def test_each_refused_client_is_told_of_another_place_until_its_time_has_come() -> None:
-    _, door = door_after([10] * 9)
-    times = [told(door) for _ in range(3)]
-    assert times == pytest.approx([9, 9 + 11, 9 + 22])  # a prompt's step and ten more
-    assert told(door, now=9.5) == pytest.approx(31), "two are still to come back"
-    assert told(door, now=99.0) == pytest.approx(9), "and now nobody is"
+    door = full(QueueLimits(max_requests=1), 8.0)
+    assert [told(door) for _ in range(3)] == pytest.approx([2, 4, 6])
+    assert told(door, now=4.5) == pytest.approx(4), "one is still to come back"
+    assert told(door, now=99.0) == pytest.approx(2), "and now none is"
 
 
 def test_a_place_for_many_tokens_takes_more_departures() -> None:
-    scheduler, _ = door_after([10] * 9)
-    by_tokens = OverloadControl(scheduler, QueueLimits(max_tokens=6))
-    by_tokens.stepped(1.0)
-    with pytest.raises(OverloadedError) as refused:
-        by_tokens.check(0.0, 4)  # 3 wait
-    assert refused.value.retry_after_s == pytest.approx(9)
-    fewer = OverloadControl(scheduler, QueueLimits(max_tokens=3))
-    with pytest.raises(OverloadedError) as refused:
-        fewer.check(0.0, 60)
-    assert 0 < refused.value.retry_after_s < 9, "no step has ended yet, and is not taken to last a second"
-    fewer.stepped(1.0)
-    with pytest.raises(OverloadedError) as refused:
-        fewer.check(10.0, 60)
-    assert refused.value.retry_after_s > 9
+    assert told(full(QueueLimits(max_tokens=6), 8.0), 4) == pytest.approx(2.0)
+    assert told(full(QueueLimits(max_tokens=3), 8.0), 60) == pytest.approx(4.0)
 
 
 def test_a_wait_is_never_longer_than_clients_obey() -> None:
-    _, door = door_after([30] * 9)
+    door = full(QueueLimits(max_requests=1), 30.0)
     assert told(door) < MAX_RETRY_S
     assert [told(door) for _ in range(5000)][-1] == MAX_RETRY_S

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from engine.core.prompts import PromptPlan
 from engine.core.running import RunningQueue
-from engine.core.sequence import Status
 from engine.core.stats import PreemptionKind, SwapDirection
 from engine.core.types import AbortCause
 from tests.pure.driver import Driver, config, request
@@ -158,22 +158,25 @@ def test_waiting_tokens_are_those_still_to_compute() -> None:
     while not driver.scheduler.stats.num_preempted:
         driver.step()
     assert driver.scheduler.stats.num_waiting_tokens == 1
-    (swapped,) = [view for view in driver.scheduler.snapshot(0.0).sequences if view.status is Status.PREEMPTED]
+    (swapped,) = [view for view in driver.scheduler.snapshot().sequences if view.status == "preempted"]
     assert swapped.blocks == ()
     driver.drain()
     driver.check_streams()
 
 
 def test_a_plan_may_move_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever was started sits it out, and has its blocks all the same."""
-    driver = Driver(config(policy="fair", min_copied_tokens=1))
+    """A sequence that was admitted loads its blocks, though nothing is computed."""
+    driver = Driver(config(num_blocks=6, policy="fair", num_host_blocks=20, host_caching=True))
     driver.add(request("first", tuple(range(9)), max_tokens=1))
     driver.drain()
-    driver.add(request("next", (*range(6), 40, 41)))
+    driver.add(request("other", tuple(range(20, 43)), max_tokens=1))
+    driver.drain()
+    driver.add(request("next", (*range(8), 40, 41)))
     monkeypatch.setattr(RunningQueue, "due", lambda queue, *_, **__: [])
+    monkeypatch.setattr(PromptPlan, "finish", lambda *_: None)
     assert driver.launch()
     plan = driver.launched[0][0]
-    assert plan.copies
+    assert plan.swap_in
     assert not plan.slices
     monkeypatch.undo()
     driver.drain()

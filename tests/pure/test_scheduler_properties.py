@@ -35,7 +35,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_caching=st.booleans(),
         num_disk_blocks=st.sampled_from([0, 0, 5, 40]),
         num_speculative_tokens=st.sampled_from([0, 1, 4]),
-        min_copied_tokens=st.sampled_from([1, 1, 3, 100]),
         target_itl_s=st.sampled_from([None, None, 0.001, 0.03]),
         target_ttft_s=st.sampled_from([None, 0.5]),
         cost=st.sampled_from([None, CostModel(0.01, 0.002), CostModel(0.001, 0.01, 0.001)]),

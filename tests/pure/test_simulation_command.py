@@ -188,7 +188,7 @@ def test_fleet_finds_rates_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
         (["replay", "steady", "--set", "block_size=0"], "block_size is 0"),
         (["replay", "steady", "bursty-chat", "--save-trace", "x.csv"], "--save-trace writes one workload"),
         (["replay", "steady", "--set", "num_speculative_tokens=3"], "--set is 'num_speculative_tokens=3'"),
-        (["replay", "steady", "--set", "min_copied_tokens=-1"], "min_copied_tokens is -1; it must be at least 1."),
+        (["replay", "steady", "--set", "max_num_seqs=-1"], "max_num_seqs is -1; it must be at least 1."),
         (["replay", "steady", "--set", "pinned_share=2"], "pinned_share is 2.0; it must be at least 0 and less than 1"),
         (["replay", "steady", "--set", "target_itl_s=0"], "target_itl_s is 0.0; it must be a number of seconds above"),
         (["replay", "steady", "--set", "target_itl_s=fast"], "--set target_itl_s is 'fast'; it must be float | None."),

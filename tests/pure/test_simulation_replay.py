@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.core.admission import QueueLimits
 from engine.core.config import SchedulerConfig
-from engine.core.overload import QueueLimits
 from engine.core.queues import POLICIES
 from engine.core.scheduler import Scheduler
 from loadtest.report import percentile

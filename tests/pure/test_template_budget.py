@@ -6,7 +6,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.core.errors import ConfigError, InvalidRequestError
-from engine.text.chat_template import MAX_SOURCE, ChatTemplate
+from engine.text.chat_template import MAX_SOURCE, ChatTemplate, _to_json
 
 MESSAGES = [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "x"}]
 BIG = "{% set s = 'a' * 1000000 %}"
@@ -159,7 +159,7 @@ def test_what_templates_do_is_what_jinja_does(num_messages: int) -> None:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = ChatTemplate("", {})._environment.filters["tojson"].__wrapped__  # type: ignore[attr-defined]
+    environment.filters["tojson"] = _to_json
     messages = (MESSAGES * 25)[:num_messages] or [{"role": "system", "content": "s\nt"}]
     expected = environment.from_string(USUAL).render(messages=messages, tools=None, documents=None)
     assert render(USUAL, messages) == expected

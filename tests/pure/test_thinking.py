@@ -8,7 +8,7 @@ from itertools import takewhile
 
 import pytest
 
-from engine.core.grammar import Matcher
+from engine.core.types import Matcher
 from engine.text.grammars.thinking import TagIds, Thinking, ThinkingGrammar
 
 OPEN, CLOSE, END, VOCAB = 7, 40, 2, 70

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.core.kv import block_index, tiers
+from engine.core.kv import prefix_cache, tiers
 from engine.core.stats import TransferKind
 from engine.core.types import AbortCause, Request
 from tests.pure.driver import Driver, config, request
@@ -221,8 +221,8 @@ def test_a_spill_that_fails_is_forgotten() -> None:
 
 
 def test_many_slots_are_checked_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_index, "MAX_CHECKED", 25)
-    lost, misplaced = block_index.Tier(60, "lru"), block_index.Tier(60, "lru")
+    monkeypatch.setattr(prefix_cache, "MAX_CHECKED", 25)
+    lost, misplaced = prefix_cache.BlockIndex(60), prefix_cache.BlockIndex(60)
     lost.pool.alloc_many(60)
     for block in (*range(30), *range(31, 60)):
         lost.pool.free(block)

@@ -24,13 +24,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from engine.core.config import WindowGroup
-from engine.core.kv.block_index import Tier
-from engine.core.kv.prefix_cache import name_block
+from engine.core.kv.prefix_cache import BlockIndex, name_block
 
 NO_BLOCK = -1  # in a table: the window has passed this block
 
 
-class WindowPool(Tier):
+class WindowPool(BlockIndex):
     """The blocks of one group: free, cached under their names, or held by tables."""
 
     __slots__ = ("_block_size", "_copies", "_window")

@@ -18,13 +18,12 @@ from collections import Counter
 from collections.abc import Container, Iterable
 
 from engine.core.in_flight import InFlightStep
-from engine.core.kv.block_index import Tier
 from engine.core.kv.page_table import Ticket, blocks_for
-from engine.core.kv.prefix_cache import name_block
+from engine.core.kv.prefix_cache import BlockIndex, name_block
 from engine.core.sequence import Sequence
 
 
-class HostTier(Tier):
+class HostTier(BlockIndex):
     """Host blocks, and the copies to them that plans have to make."""
 
     __slots__ = ("_block_size", "_due", "_num_copies", "_tickets", "is_given_up", "origins")
@@ -98,7 +97,7 @@ class HostTier(Tier):
 
     def settle(self, step: InFlightStep, *, is_done: bool) -> list[tuple[bytes, int]]:
         """Take in the end of a step, committed or rolled back; returns the contents that arrived, with their blocks."""
-        self.release(step.host_blocks)
+        self.release(step.loaded_hosts)
         arrived: list[tuple[bytes, int]] = []
         for _, host in step.swap_out:
             self._num_copies[host] -= 1

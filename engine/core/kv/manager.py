@@ -9,8 +9,7 @@
     begin, committed, rolled_back          a step that moves blocks
 
 Three rules are enforced here. A prompt's blocks are allocated together, so a prompt that has started never stalls for
-memory. A block with several holders is copied before it is written, and so is one that a prompt shares only the
-beginning of. Tails are freed before heads, so the prefix cache evicts them first.
+memory. A block with several holders is copied before it is written. Tails are freed before heads, so the prefix cache evicts them first.
 
 The pool and the cache here are those of the layers with full attention, and they decide: what is available, who has to
 wait. Layers with sliding windows are in groups of their own beside them, see groups.py; most models have none. Owned by
@@ -24,7 +23,7 @@ from collections.abc import Sequence as Seq
 
 from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
-from engine.core.in_flight import Grant, InFlightStep
+from engine.core.in_flight import InFlightStep
 from engine.core.kv.groups import NO_BLOCK, WindowPool
 from engine.core.kv.page_table import NEVER, PrefixImport, blocks_for
 from engine.core.kv.pins import Pins
@@ -41,10 +40,8 @@ class KVCacheManager:
     def __init__(self, config: SchedulerConfig, stats: Stats, times: StepTime) -> None:
         """`times` estimates what computing takes, which bounds how long a request waits for a store."""
         self._max_num_seqs = config.max_num_seqs
-        self._caching = config.enable_prefix_caching
+        self._caching, self._has_host = config.enable_prefix_caching, config.num_host_blocks > 0
         self._windows = [WindowPool(each, config.block_size, config.eviction) for each in config.window_groups]
-        # A block's beginning would have to be copied in every group: with windows it is recomputed.
-        self._min_copied = NEVER if self._windows else config.min_copied_tokens
         max_pinned = int(config.num_blocks * config.pinned_share)
         self._pins = Pins(stats, max_pinned)
         self.tiers = Tiers(config, stats, self._pins, times)
@@ -53,7 +50,7 @@ class KVCacheManager:
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.block_size = config.block_size
         self._cache = PrefixCache(
-            config.num_blocks, config.block_size, config.eviction, self._listener, self._pins, max_pinned
+            config.num_blocks, config.block_size, config.eviction, self._listener, self._pins.until, max_pinned
         )
         self.pool = self._cache.pool
         self._pins.targets.append(self._cache)
@@ -73,11 +70,11 @@ class KVCacheManager:
         """True if a runner row is free."""
         return bool(self._slots)
 
-    def allocate(self, seq: Sequence, *, reserve: int) -> Grant | None:
+    def allocate(self, seq: Sequence, *, reserve: int) -> list[tuple[int, int]] | None:
         """Take runner rows and all blocks that the known tokens need, leaving `reserve` blocks available; None if it cannot.
 
-        Cached blocks come first. The step that computes the sequence loads what its ticket or lower tiers have, and
-        copies a block that the sequence shares only the beginning of.
+        Cached blocks come first. Returns the blocks that the step has to load, from the sequence's ticket or host memory,
+        as (host block, block).
         """
         if len(self._slots) < seq.num_slots:
             return None
@@ -90,22 +87,18 @@ class KVCacheManager:
         if pool.num_available < missing + reserve:
             pool.free(*reversed(hits))
             return None
-        loads, ticket, source, num_copied = list[int](), seq.kv.ticket, -1, 0
+        hosts, ticket = list[int](), seq.kv.ticket
         num_loaded = len(hits) * size  # positions, with those before
         if ticket is not None and ticket.num_tokens > num_loaded:
-            loads, num_loaded = ticket.blocks[len(hits) :], ticket.num_tokens
-        elif is_reading:
-            loads = self.tiers.find(seq, len(hits))
-            num_loaded += len(loads) * size
-            source, num_copied = self._find_start(seq, len(hits) + len(loads), missing + reserve)
+            hosts, num_loaded = ticket.blocks[len(hits) :], ticket.num_tokens
+        elif is_reading and self._has_host:
+            hosts = self.tiers.find(seq, len(hits))
+            num_loaded += len(hosts) * size
         pool.found(hits)
-        self.tiers.take(seq, loads)  # before the pool evicts blocks to host memory, which may evict these
+        if hosts:
+            self.tiers.take(seq, hosts)  # before the pool evicts blocks to host memory, which may evict these
         seq.kv.blocks = hits + pool.alloc_many(missing, after=hits[-1] if hits else -1)
-        to_fill = seq.kv.blocks[len(hits) :]
-        copies = [(source, to_fill[len(loads)])] if num_copied else []
-        if num_copied:
-            pool.free(source)
-        seq.num_computed = seq.num_planned = num_loaded + num_copied
+        seq.num_computed = seq.num_planned = num_loaded
         seq.kv.num_published = len(hits)
         seq.kv.writable_until = seq.kv.capacity
         seq.kv.window_tables = [group.resume(seq.kv.chain, len(hits)) for group in self._windows]
@@ -114,9 +107,9 @@ class KVCacheManager:
             if seq.request.pins:
                 self._pin(seq, 0, len(hits))
         self.discard(seq)
-        seq.kv.is_arriving = bool(copies or loads)
+        seq.kv.is_arriving = bool(hosts)
         seq.take_slots([self._slots.pop() for _ in range(seq.num_slots)])
-        return Grant(copies, list(zip(loads, to_fill, strict=False)), loads, len(hits) * size)
+        return list(zip(hosts, seq.kv.blocks[len(hits) :], strict=False))
 
     def prefetch(self, seq: Sequence, now: float) -> bool:
         """Start loading a new sequence's blocks that only a store has; returns whether to park it until they arrive."""
@@ -157,19 +150,6 @@ class KVCacheManager:
             if num_slots >= seq.num_slots and num_blocks >= needed:
                 return found
         return []
-
-    def _find_start(self, seq: Sequence, num_hits: int, num_needed: int) -> tuple[int, int]:
-        """Hold and return the block that begins like the sequence's next one, and how many tokens they share."""
-        begin = num_hits * self.block_size
-        rest = seq.tokens[begin : min(begin + self.block_size, len(seq.tokens) - 1)]
-        source, num_shared = self._cache.match_start(seq.kv.chain[num_hits], rest)
-        if num_shared < self._min_copied:
-            return -1, 0
-        self.pool.fork(source)
-        if self.pool.num_available < num_needed:  # it is one of the blocks that are needed
-            self.pool.free(source)
-            return -1, 0
-        return source, num_shared
 
     def cover(self, seq: Sequence, stop: int) -> None:
         """Take the blocks that a prompt's next chunk, up to `stop`, needs in the groups with windows."""
@@ -357,11 +337,12 @@ class KVCacheManager:
 
     def expire(self, now: float) -> None:
         """Unpin contents whose pins have expired."""
-        self._pins.expire(now)
+        if self._pins.until:
+            self._pins.expire(now)
 
     def begin(self) -> list[tuple[int, int]]:
         """Return the copies that a planned step makes first, as (block of the pool, host block)."""
-        return self.tiers.host.take_due()
+        return self.tiers.host.take_due() if self._has_host else []
 
     def take_window_copies(self) -> list[list[tuple[int, int]]]:
         """Return the copies-on-write of the step that is planned, for each group with windows."""
@@ -370,7 +351,8 @@ class KVCacheManager:
     def committed(self, step: InFlightStep) -> None:
         """Note that a step is done: its copies and loads have arrived."""
         self._arrived(step)
-        self.tiers.settle(step, is_done=True)
+        if self._has_host:
+            self.tiers.settle(step, is_done=True)
 
     def rolled_back(self, step: InFlightStep) -> None:
         """Note that nothing of a step was done: its copies never arrived."""
@@ -385,7 +367,7 @@ class KVCacheManager:
         """Note that a step was not launched, because it became empty."""
         self._arrived(step)
         self.take_window_copies()
-        self.tiers.host.release(step.host_blocks)
+        self.tiers.host.release(step.loaded_hosts)
 
     def _arrived(self, step: InFlightStep) -> None:
         for seq in step.arrivals:
@@ -397,10 +379,10 @@ class KVCacheManager:
 
     def check_integrity(self, living: Collection[Sequence], in_flight: Iterable[InFlightStep]) -> None:
         """Raise AssertionError unless `living` and plans in flight hold exactly what is held."""
-        self.tiers.check_integrity([step.host_blocks for step in in_flight])
+        self.tiers.check_integrity([step.loaded_hosts for step in in_flight])
         imported = [each.blocks for each in self._imports]
         self.pool.check_integrity([*(seq.kv.blocks for seq in living), *imported])
-        self._cache.check_integrity()
+        self._cache.check_names()
         for index, group in enumerate(self._windows):
             tables = [seq.kv.window_tables[index] for seq in living if seq.kv.window_tables]
             group.check_integrity([[block for block in table if block != NO_BLOCK] for table in tables])

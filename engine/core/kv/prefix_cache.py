@@ -1,24 +1,23 @@
-"""Finds KV blocks that already hold the beginning of a prompt.
+"""Names K/V blocks by their contents, and finds those that hold the beginning of a prompt.
 
 A full block is named by a chain of digests: digest(parent, its tokens), where the root of a chain is the request's
 owner, salt and adapter. Two blocks share a name only if all tokens before them agree too, so a hit needs no further
 comparison. The digest is cryptographic (BLAKE2b-256), because a collision would show one user's context to another. It
-depends on content alone, because names must outlive the process once blocks move to slower tiers. Naming a block costs
-about 2 us, and few requests continue an answer, so an answer's blocks are named when a request looks for them. If a prompt
-leaves a known chain inside a block, the block can be copied for the tokens that agree. eviction.py chooses the block to
-evict. Owned by the scheduler, engine thread.
+depends on content alone, because names outlive the process when blocks move to slower tiers. Naming a block costs 2 us,
+and few requests continue an answer, so an answer's blocks are named when a request looks for them. Engine thread.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from hashlib import blake2b
 from struct import Struct
 from typing import NamedTuple, Protocol
 
-from engine.core.kv.block_index import BlockIndex
+from engine.core.kv.block_pool import BlockPool
+
+MAX_CHECKED = 1 << 14  # blocks a call of check_integrity: half a millisecond per thousand
 
 
 def chain_root(salt: str, adapter: bytes = b"", owner: str = "") -> bytes:
@@ -47,32 +46,13 @@ def first_names(
 
 def chain_next(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Return the digest of a full block that follows `parent`."""
-    return _chain(parent, _pack(tokens))
-
-
-def _chain(parent: bytes, content: bytes) -> bytes:
-    return blake2b(parent + content, digest_size=32).digest()
-
-
-_TOKEN_BYTES = 8
-_make = tuple.__new__  # a NamedTuple's constructor is a Python function and costs as much as packing a block
-
-
-def _pack(tokens: Sequence[int]) -> bytes:
-    return _packer(len(tokens))(*tokens)
+    return blake2b(parent + _packer(len(tokens))(*tokens), digest_size=32).digest()
 
 
 @cache
 def _packer(count: int) -> Callable[..., bytes]:
     """Return a Struct, twice as fast as array("q", tokens).tobytes(); there are few counts."""
     return Struct(f"{count}q").pack
-
-
-def _num_common(one: bytes, other: bytes) -> int:
-    """Return the number of first tokens that two packed runs have in common."""
-    length = min(len(one), len(other))
-    differing = int.from_bytes(one[:length], "little") ^ int.from_bytes(other[:length], "little")
-    return ((differing & -differing).bit_length() - 1) // (8 * _TOKEN_BYTES) if differing else length // _TOKEN_BYTES
 
 
 def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size: int) -> bytes:
@@ -82,38 +62,91 @@ def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size
     return chain[index + 1]
 
 
+class BlockIndex:
+    """A BlockPool whose blocks are found by the names of their contents; `pins` are names that are evicted last."""
+
+    __slots__ = ("_block_of", "_name_of", "_next_checked", "_pins", "pool")
+
+    def __init__(
+        self, num_blocks: int, eviction: str = "lru", pins: Container[bytes] = (), max_pinned: int = 0
+    ) -> None:
+        self.pool = BlockPool(num_blocks, self._evicted, eviction, max_pinned)
+        self._pins = pins
+        self._block_of: dict[bytes, int] = {}
+        self._name_of: dict[int, bytes] = {}
+        self._next_checked = 0
+
+    def find(self, name: bytes) -> int:
+        """Return the block with this content; -1 if there is none."""
+        return self._block_of.get(name, -1)
+
+    def content(self, block: int) -> bytes | None:
+        """Return the name that a block can be found by; None if it cannot be found."""
+        return self._name_of.get(block)
+
+    def put(self, name: bytes, block: int) -> None:
+        """Make a held block findable; no other block has this content."""
+        self._block_of[name] = block
+        self._name_of[block] = name
+        self.pool.index(block)
+        if self.pool.max_pinned and name in self._pins:
+            self.pool.pin(block)
+
+    def forget(self, block: int) -> None:
+        """Make a block's content unfindable."""
+        name = self._name_of.pop(block, None)
+        if name is not None:
+            del self._block_of[name]
+            self.pool.forget(block)
+
+    def pin(self, name: bytes) -> None:
+        """Evict this content last, if it is here."""
+        if name in self._block_of:
+            self.pool.pin(self._block_of[name])
+
+    def unpin(self, name: bytes) -> None:
+        """Treat this content like any other."""
+        if name in self._block_of:
+            self.pool.unpin(self._block_of[name])
+
+    def _evicted(self, block: int) -> None:
+        del self._block_of[self._name_of.pop(block)]
+
+    def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
+        """Raise AssertionError unless `holders` hold what is held, and both directions of the index agree.
+
+        Each call looks at the next MAX_CHECKED blocks only: a request that arrives meanwhile waits for it.
+        """
+        first, num_blocks = self._next_checked, self.pool.num_blocks
+        blocks = range(first, min(first + MAX_CHECKED, num_blocks))
+        self._next_checked = blocks.stop if blocks.stop < num_blocks else 0
+        self.pool.check_integrity(holders, blocks)
+        for block in blocks:
+            name = self._name_of.get(block)
+            assert name is None or self._block_of.get(name) == block, f"block {block} is not where its content is"
+        assert len(self._block_of) == len(self._name_of), "a content is nowhere"
+
+
 class Listener(Protocol):
     """Receives which blocks become findable and which are evicted."""
 
-    def appeared(self, digest: bytes, block: int) -> None:
-        """A block can be found from now on."""
-        ...
+    def appeared(self, name: bytes, block: int) -> None: ...
 
-    def leaves(self, digest: bytes, block: int) -> None:
-        """A block is evicted; it has its content until the next plan."""
-        ...
-
-
-class _Entry(NamedTuple):
-    """A findable block."""
-
-    digest: bytes
-    parent: bytes
-    tokens: bytes  # packed
+    def leaves(self, name: bytes, block: int) -> None: ...  # the block keeps its content until the next plan
 
 
 class _Run(NamedTuple):
     """Findable blocks without names."""
 
-    parent: bytes  # the digest before them
+    parent: bytes  # the name before them
     tokens: Sequence[int]
     blocks: list[int]  # none of them was found, so the last ones are evicted first
 
 
 class PrefixCache(BlockIndex):
-    """An index over the pool's blocks: by digest, and by parent and tokens."""
+    """An index over the pool's blocks, which names those of ended sequences on demand."""
 
-    __slots__ = ("_entry_of", "_followers", "_listener", "_run_of", "_unnamed", "block_size")
+    __slots__ = ("_listener", "_run_of", "_unnamed", "block_size")
 
     def __init__(
         self,
@@ -124,12 +157,10 @@ class PrefixCache(BlockIndex):
         pins: Container[bytes] = (),
         max_pinned: int = 0,
     ) -> None:
-        super().__init__(num_blocks, self._forget, eviction, pins, max_pinned)
+        super().__init__(num_blocks, eviction, pins, max_pinned)
         self._listener = listener
         self.block_size = block_size
-        self._entry_of: dict[int, _Entry] = {}
-        self._followers: dict[bytes, list[tuple[bytes, int]]] = {}  # parent -> (tokens, block), sorted
-        self._unnamed: dict[bytes, list[_Run]] = {}  # by the digest before them
+        self._unnamed: dict[bytes, list[_Run]] = {}  # by the name before them
         self._run_of: dict[int, _Run] = {}  # by block
 
     def match(self, chain: list[bytes], tokens: Sequence[int], max_tokens: int) -> list[int]:
@@ -153,28 +184,22 @@ class PrefixCache(BlockIndex):
         for block in blocks[first:stop]:
             if block in self._run_of:  # it had several holders, one of which has left
                 self._name(self._run_of[block].parent)
-        size = self.block_size
         for index in range(first, stop):
-            content, parent, block = _pack(tokens[index * size : (index + 1) * size]), chain[index], blocks[index]
-            if len(chain) == index + 1:
-                chain.append(_chain(parent, content))
-            digest = chain[index + 1]
+            name, block = name_block(chain, tokens, index, self.block_size), blocks[index]
             # Two sequences may have computed the same block concurrently; the first one stays findable.
-            if digest not in self._block_of and block not in self._entry_of:
-                self._entry_of[block] = _make(_Entry, (digest, parent, content))
-                insort(self._followers.setdefault(parent, []), (content, block))
-                self._index(digest, block)
+            if name not in self._block_of and block not in self._name_of:
+                self.put(name, block)
                 if self._listener is not None:
-                    self._listener.appeared(digest, block)
+                    self._listener.appeared(name, block)
 
     def leave(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:
         """As `register`, for a sequence that releases all its blocks; they are named on demand."""
         parent, left = chain[first], list(blocks[first:stop])
         own = tokens[first * self.block_size : stop * self.block_size]
-        is_held = not (self._run_of.keys().isdisjoint(left) and self._entry_of.keys().isdisjoint(left))
+        is_held = not (self._run_of.keys().isdisjoint(left) and self._name_of.keys().isdisjoint(left))
         # Existing names are kept: they may differ from those that would be made (see `first_names`).
         is_named = len(chain) > first + 1
-        if is_held or is_named or self._listener is not None or self._is_followed_by(parent, own):
+        if is_held or is_named or self._listener is not None or self._has_follower(parent, own):
             self.register(chain, tokens, blocks, first, stop)
             return
         runs = self._unnamed.setdefault(parent, [])
@@ -186,11 +211,9 @@ class PrefixCache(BlockIndex):
         for block in left:
             self.pool.index(block)
 
-    def _is_followed_by(self, parent: bytes, tokens: Sequence[int]) -> bool:
+    def _has_follower(self, parent: bytes, tokens: Sequence[int]) -> bool:
         """Return whether a named block after `parent` holds the first of these tokens."""
-        followers, content = self._followers.get(parent, []), _pack(tokens[: self.block_size])
-        at = bisect_left(followers, (content, -1))
-        return at < len(followers) and followers[at][0] == content
+        return chain_next(parent, tokens[: self.block_size]) in self._block_of
 
     def _begins_with(self, run: _Run, tokens: Sequence[int]) -> bool:
         is_long = len(run.blocks) * self.block_size >= len(tokens)
@@ -203,7 +226,7 @@ class PrefixCache(BlockIndex):
                 del self._run_of[block]
             self.register([parent], run.tokens, run.blocks, 0, len(run.blocks))
             for block in run.blocks:
-                if block not in self._entry_of:
+                if block not in self._name_of:
                     self.pool.forget(block)
 
     def _cut(self, block: int) -> None:
@@ -221,43 +244,20 @@ class PrefixCache(BlockIndex):
             if rest:
                 self._unnamed[run.parent] = rest
 
-    def match_start(self, parent: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return the known block after `parent` that begins with most of `tokens`, and how many.
-
-        (-1, 0) if there is none. In sorted order the best candidates are adjacent, so two are compared.
-        """
-        if parent in self._unnamed:
-            self._name(parent)
-        followers = self._followers.get(parent)
-        if not followers:
-            return -1, 0
-        wanted = _pack(tokens)
-        at = bisect_left(followers, (wanted, -1))
-        near = followers[max(at - 1, 0) : at + 1]
-        common, block = max([(_num_common(wanted, content), block) for content, block in near])
-        return (block, common) if common else (-1, 0)
-
-    def _forget(self, block: int) -> None:
+    def _evicted(self, block: int) -> None:
         if block in self._run_of:
             self._cut(block)
             return
-        entry = self._entry_of.pop(block)
-        del self._block_of[entry.digest]
-        followers = self._followers[entry.parent]
-        del followers[bisect_left(followers, (entry.tokens, block))]
-        if not followers:
-            del self._followers[entry.parent]
+        name = self._name_of[block]
+        super()._evicted(block)
         if self._listener is not None:
-            self._listener.leaves(entry.digest, block)
+            self._listener.leaves(name, block)
 
-    def check_integrity(self) -> None:
+    def check_names(self) -> None:
         """Raise AssertionError unless all directions of the index agree."""
-        assert {digest: block for block, (digest, _, _) in self._entry_of.items()} == self._block_of
-        followers = {(parent, *each) for parent, siblings in self._followers.items() for each in siblings}
-        assert followers == {(parent, content, block) for block, (_, parent, content) in self._entry_of.items()}
-        assert all(siblings and siblings == sorted(siblings) for siblings in self._followers.values())
+        assert {name: block for block, name in self._name_of.items()} == self._block_of
         runs = [run for each in self._unnamed.values() for run in each]
         assert {block: run for run in runs for block in run.blocks} == self._run_of
         assert all(run.blocks for run in runs)
         assert all(each and {run.parent for run in each} == {parent} for parent, each in self._unnamed.items())
-        assert self._run_of.keys().isdisjoint(self._entry_of), "a block has a name and none"
+        assert self._run_of.keys().isdisjoint(self._name_of), "a block has a name and none"

@@ -3,12 +3,9 @@
 It follows Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Each tenant has a counter of
 the service it has had, divided by its weight: INPUT_COST for a prompt token when its request is admitted, OUTPUT_COST
 for a token when it has been drawn. The tenant with the lowest counter is admitted next. When an idle tenant starts to
-wait, its counter is raised to the lowest of those that wait already, so that idleness earns no credit. A tenant alone gets
-everything. Tests hold the policy to the paper's theorem: if two tenants wait all the time, their services, divided by
-weight, differ by at most 2 max(INPUT_COST * longest prompt, OUTPUT_COST * most tokens in a batch).
-
-Start-time fair queueing would have kept keys fixed at arrival, but only by guessing how long an answer will be, and a
-tenant that guesses (or lies) low in max_tokens gains by it. Counters charge what was really served.
+wait, its counter is raised to the lowest of those that wait already, so that idleness earns no credit. Tests hold the
+policy to the paper's theorem: if two tenants wait all the time, their services, divided by weight, differ by at most
+2 max(INPUT_COST * longest prompt, OUTPUT_COST * most tokens in a batch).
 
 Prompt tokens found in the prefix cache are free, because they are not computed. So is recomputing after a preemption,
 which is no service. Background work has separate counters, in a separate queue.
@@ -17,10 +14,8 @@ Slots and blocks follow a second rule, because with counters alone long answers 
 the batch until they end. A running sequence's place is its rank among its tenant's running sequences, divided by the
 weight. So the last place is the last sequence of the tenant that holds most; it is preempted first when memory is
 exhausted. It is also preempted for a waiting tenant that was served no more, and that would then hold at most
-1 / YIELD_RATIO of what this one holds. The ratio is a hysteresis: each such exchange lowers the sum of
-num_running^2 / weight, so exchanges end, and none is reversed by the next.
-
-Within a tenant the order is that of the policy `priority`. Owned by the scheduler, engine thread.
+1 / YIELD_RATIO of what this one holds. Each such exchange lowers the sum of num_running^2 / weight, so exchanges end, and
+none is reversed by the next. Within a tenant the order is that of the policy `priority`. Engine thread.
 """
 
 from __future__ import annotations
@@ -29,14 +24,10 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heapreplace
-from typing import TYPE_CHECKING
 
-from engine.core.queues.keyed import by_order, priority, sort_key
-from engine.core.sequence import Account
-
-if TYPE_CHECKING:
-    from engine.core.sequence import Sequence
-    from engine.core.types import Request
+from engine.core.queues.keyed import KeyedQueue, by_order, priority
+from engine.core.sequence import Account, Sequence
+from engine.core.types import Request
 
 INPUT_COST = 1.0
 OUTPUT_COST = 2.0  # a decode step computes few tokens for all the weights it reads
@@ -44,26 +35,18 @@ YIELD_RATIO = 2.0  # holdings this far apart are evened out: less would preempt 
 MAX_IDLE_ACCOUNTS = 1024  # a forgotten tenant returns like a new one: with the lowest counter of all
 
 
-class FairQueue:
-    """A Queue with a lane for each tenant, sorted by `priority`; the tenant served least is next."""
+class FairQueue(KeyedQueue):
+    """A lane for each tenant, sorted by `priority`; the tenant served least is next."""
 
     may_yield = True
 
     def __init__(self) -> None:
+        super().__init__(priority)
         self._accounts: dict[str, Account] = {}  # by tenant
         self._lanes: dict[Account, list[Sequence]] = {}  # a lane is there while a sequence waits in it
         self._last_left = Account()  # of the sequence that left the queue last
 
-    def expect(self, request: Request) -> float | None:  # noqa: ARG002 - see Queue
-        """See Queue."""
-        return None
-
-    def key(self, request: Request, num_expected: float | None) -> float:
-        """See Queue."""
-        return sort_key(priority, request, num_expected)
-
     def account(self, request: Request) -> Account:
-        """See Queue."""
         account = self._accounts.get(request.tenant)
         if account is None:
             if len(self._accounts) >= MAX_IDLE_ACCOUNTS:
@@ -80,7 +63,7 @@ class FairQueue:
         }
 
     def push(self, seq: Sequence) -> None:
-        """See Queue. Raises the counter of a tenant that did not wait: idleness earns no credit."""
+        """Put a sequence in its lane. A tenant that did not wait gets no credit for it."""
         account = seq.account
         if account not in self._lanes:
             floor = min([other.served for other in self._lanes], default=self._last_left.served)
@@ -88,7 +71,6 @@ class FairQueue:
         insort(self._lanes.setdefault(account, []), seq, key=by_order)
 
     def remove(self, seq: Sequence) -> None:
-        """See Queue."""
         account = seq.account
         lane = self._lanes[account]
         position = bisect_left(lane, seq.order, key=by_order)
@@ -99,7 +81,7 @@ class FairQueue:
         self._last_left = account
 
     def peek(self) -> Sequence | None:
-        """See Queue. Of tenants served equally, the one that holds least is next, then the one that came first."""
+        """Return the first of the tenant served least; of equals, of the one that holds least."""
         lanes = self._lanes
         if len(lanes) <= 1:
             return next(iter(lanes.values()))[0] if lanes else None
@@ -124,7 +106,6 @@ class FairQueue:
         return bool(self._lanes)
 
     def started(self, seq: Sequence) -> None:
-        """See Queue."""
         account = seq.account
         account.num_running += 1
         if not seq.num_charged:
@@ -133,22 +114,17 @@ class FairQueue:
         seq.place = _place(seq, account.num_running)
 
     def stopped(self, seq: Sequence) -> None:
-        """See Queue."""
         seq.account.num_running -= 1
 
     def charge(self, sequences: Iterable[Sequence]) -> None:
-        """See Queue."""
         for seq in sequences:
             drawn = len(seq.tokens) - seq.num_charged
             if drawn > 0:
                 seq.num_charged += drawn
                 seq.account.charge(OUTPUT_COST * drawn)
 
-    def completed(self, seq: Sequence, num_generated: int, *, is_cut: bool) -> None:
-        """See Queue."""
-
     def arrange(self, running: list[Sequence]) -> None:
-        """See Queue. The first sequences of all tenants come first, then the second ones, and so on."""
+        """Sort by rank: the first sequences of all tenants come first, then the second ones, and so on."""
         seen = Counter[Account]()
         running.sort(key=by_order)
         for seq in running:
@@ -157,8 +133,8 @@ class FairQueue:
         running.sort(key=lambda seq: seq.place)
 
     def victims(self, running: list[Sequence], candidate: Sequence) -> list[Sequence]:
-        """See Queue. The victims' tenants hold far more than the candidate's and were served no less."""
-        account, found = candidate.account, list["Sequence"]()
+        """Return sequences of tenants that hold far more than the candidate's and were served no less."""
+        account, found = candidate.account, list[Sequence]()
         least = YIELD_RATIO * (account.num_running + candidate.num_slots) / account.weight
         num_left = {
             other: other.num_running
@@ -175,7 +151,6 @@ class FairQueue:
         return found
 
     def check_integrity(self) -> None:
-        """See Queue."""
         for account, lane in self._lanes.items():
             assert lane, "a lane is empty"
             assert lane == sorted(lane, key=by_order), "a lane is out of order"

@@ -1,14 +1,8 @@
-"""A queue sorted by a key that never changes: the policies fcfs and priority.
-
-The policy sjf (shortest.py) extends it.
+"""A queue sorted by a key that never changes: the policies fcfs and priority, and the base of all others.
 
 A key is a *virtual arrival time* in seconds: the real arrival plus a handicap. Because every waiting request ages at the
 same rate, "priority minus age" orders requests exactly as "arrival plus priority" does. So nothing is ever re-sorted, and
-no request can be overtaken for longer than its handicap. Therefore priority and sjf do not starve a request; sjf's
-handicap is at most MAX_WORK_S.
-
-Under every policy a deadline moves a request forward: the earlier the deadline, the further, by at most DEADLINE_S. So
-only requests that arrive within DEADLINE_S after another one can overtake it by their deadlines.
+no request can be overtaken for longer than its handicap. Therefore priority and sjf do not starve a request.
 """
 
 from __future__ import annotations
@@ -16,20 +10,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-from engine.core.sequence import Account
+from engine.core.sequence import Account, Sequence
+from engine.core.types import Request
 
-if TYPE_CHECKING:
-    from engine.core.sequence import Sequence
-    from engine.core.types import Request
-
-PRIORITY_STEP_S = 10.0  # one level of priority outweighs this much waiting
+PRIORITY_STEP_S = 10.0  # one level of priority outweighs this much waiting; so does the nearest deadline
 TOKEN_STEP_S = 0.05  # sjf: one expected token of work outweighs this much waiting
 MAX_WORK_S = 60.0  # ... and all of them no more than this
-DEADLINE_S = 10.0  # the most that a deadline moves a request forward; one this far away moves it not at all
 
-Key = Callable[["Request", float], float]  # of a request, and how many tokens one of its answers is expected to have
+Key = Callable[[Request, float], float]  # of a request, and how many tokens one of its answers is expected to have
 
 by_order = attrgetter("order")
 
@@ -50,73 +39,75 @@ def priority(request: Request, num_expected: float) -> float:  # noqa: ARG001 - 
     return request.arrival_s + PRIORITY_STEP_S * request.priority
 
 
-def sort_key(key: Key, request: Request, num_expected: float | None = None) -> float:
-    """Return a request's key, its deadline considered. With None, max_tokens are expected."""
-    found = key(request, request.params.max_tokens if num_expected is None else num_expected)
-    return found if request.deadline_s is None else found - max(DEADLINE_S - request.deadline_s, 0.0)
-
-
 class KeyedQueue:
-    """A Queue sorted by a key. Running sequences are preempted in its order, the largest key first."""
+    """Waiting sequences sorted by a key, and the order in which running ones are preempted. Engine thread.
 
-    may_yield = False
+    Policies with state override methods. Here the running sequence with the largest key is preempted first.
+    """
+
+    may_yield = False  # whether `victims` may name any sequence
 
     def __init__(self, key: Key) -> None:
         self._key = key
         self._account = Account()  # of all requests
         self._waiting: list[Sequence] = []
 
-    def expect(self, request: Request) -> float | None:  # noqa: ARG002 - see Queue
-        """See Queue."""
+    def expect(self, request: Request) -> float | None:  # noqa: ARG002 - for policies that predict
+        """Return how many tokens an answer is expected to have, if the policy predicts that."""
         return None
 
-    def key(self, request: Request, num_expected: float | None) -> float:
-        """See Queue."""
-        return sort_key(self._key, request, num_expected)
+    def key(self, request: Request, num_expected: float | None = None) -> float:
+        """Return a request's virtual arrival time; None expects max_tokens of its answers.
 
-    def account(self, request: Request) -> Account:  # noqa: ARG002 - see Queue
-        """See Queue."""
+        A deadline moves a request forward: the earlier it is, the further, by at most one level of priority.
+        """
+        key = self._key(request, request.params.max_tokens if num_expected is None else num_expected)
+        return key if request.deadline_s is None else key - max(PRIORITY_STEP_S - request.deadline_s, 0.0)
+
+    def account(self, request: Request) -> Account:  # noqa: ARG002 - for policies that charge
+        """Return the account that a request is charged to."""
         return self._account
 
     def push(self, seq: Sequence) -> None:
-        """See Queue."""
+        """Put a sequence in its place."""
         insort(self._waiting, seq, key=by_order)
 
     def peek(self) -> Sequence | None:
-        """See Queue."""
+        """Return the next sequence to be admitted."""
         return self._waiting[0] if self._waiting else None
 
     def remove(self, seq: Sequence) -> None:
-        """See Queue."""
+        """Remove a waiting sequence."""
         position = bisect_left(self._waiting, seq.order, key=by_order)
         assert self._waiting[position] is seq
         del self._waiting[position]
 
     def __iter__(self) -> Iterator[Sequence]:
+        """Yield all in the order of admission, as if no other arrived and answers cost nothing."""
         return iter(self._waiting)
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def started(self, seq: Sequence) -> None:
-        """See Queue."""
+        """Give a started sequence its place, and charge its prompt if it starts for the first time."""
 
     def stopped(self, seq: Sequence) -> None:
-        """See Queue."""
+        """Note that a sequence runs no more."""
 
     def charge(self, sequences: Iterable[Sequence]) -> None:
-        """See Queue."""
+        """Charge the tokens that a committed step sampled."""
 
     def completed(self, seq: Sequence, num_generated: int, *, is_cut: bool) -> None:
-        """See Queue."""
+        """Learn from an answer that was completed, by itself or because max_tokens `is_cut` it."""
 
     def arrange(self, running: list[Sequence]) -> None:
-        """See Queue."""
+        """Sort the running sequences so that the last is preempted first. Called before any may have to be."""
 
-    def victims(self, running: list[Sequence], candidate: Sequence) -> list[Sequence]:  # noqa: ARG002 - see Queue
-        """See Queue."""
+    def victims(self, running: list[Sequence], candidate: Sequence) -> list[Sequence]:  # noqa: ARG002 - see `may_yield`
+        """Return sequences that may be preempted for a waiting one, the first to go first."""
         return []
 
     def check_integrity(self) -> None:
-        """See Queue."""
+        """Raise AssertionError if a sequence is in the wrong place."""
         assert self._waiting == sorted(self._waiting, key=by_order), "the queue is out of order"

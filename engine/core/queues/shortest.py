@@ -13,14 +13,11 @@ Owned by the scheduler, engine thread. It knows token ids as numbers, and no clo
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 from engine.core.queues.keyed import KeyedQueue, sjf
-
-if TYPE_CHECKING:
-    from engine.core.sequence import Sequence
-    from engine.core.types import Request
+from engine.core.sequence import Sequence
+from engine.core.types import Request
 
 PREFIX_TOKENS = 32  # long enough to tell one system prompt or template from another
 NUM_PLACES = 8192  # of a level's table: 128 KiB, and few keys share a place with thousands of tenants or templates
@@ -82,16 +79,14 @@ def _digests(request: Request) -> tuple[int, int, int, int]:
 
 
 class ShortestQueue(KeyedQueue):
-    """A Queue sorted by the expected work of requests."""
+    """A queue sorted by the expected work of requests."""
 
     def __init__(self) -> None:
         super().__init__(sjf)
         self._predictor = LengthPredictor()
 
     def expect(self, request: Request) -> float | None:
-        """See Queue."""
         return self._predictor.predict(request)
 
     def completed(self, seq: Sequence, num_generated: int, *, is_cut: bool) -> None:
-        """See Queue."""
         self._predictor.learn(seq.request, num_generated, is_cut=is_cut)

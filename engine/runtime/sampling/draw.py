@@ -18,7 +18,7 @@ from engine.runtime.cuda.available import uses_triton
 from engine.runtime.drawn import Drawn
 from engine.runtime.native.library import DRAW, Library, SampleArgs, native
 from engine.runtime.sampling.filters import keep_min_p, keep_top_k, keep_top_p
-from engine.runtime.sampling.noise import SEED_MASK, exact_noise, gumbel_noise, make_key, to_keys
+from engine.runtime.sampling.noise import SEED_MASK, as_signed, exact_noise, gumbel_noise, make_key, to_keys
 from engine.runtime.transfer import to_device
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _draw_in_triton(logits: Tensor, wishes: Sequence[Wish], penalties: Penalties
         top_k=_on(logits, [top_k if top_k < vocab_size else 0 for top_k in top_ks], torch.int32),
         top_p=_on(logits, top_ps, torch.float64),
         lowest=_on(logits, [lowest_score(min_p) for min_p in min_ps]),
-        seed=_on(logits, [as_signed(seed) for seed in seeds], torch.int64),
+        seed=_on(logits, [as_signed(seed, 64) for seed in seeds], torch.int64),
         position=_on(logits, positions, torch.int64),
     )
     is_ranking = any(0 < wish.top_k < vocab_size or wish.top_p < 1 for wish in wishes)
@@ -81,12 +81,6 @@ def _native_draw(wish: Wish, vocab_size: int) -> bytes:
     temperature, top_k, top_p, min_p, seed, position = wish
     top_k = top_k if top_k < vocab_size else 0
     return DRAW.pack(top_p, temperature, lowest_score(min_p), top_k, seed & SEED_MASK, position)
-
-
-def as_signed(seed: int) -> int:
-    """Return the seed's low 64 bits as an int64."""
-    seed &= SEED_MASK
-    return seed - (1 << 64) if seed >> 63 else seed
 
 
 def lowest_score(min_p: float) -> float:

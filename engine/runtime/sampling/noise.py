@@ -26,7 +26,7 @@ def make_key(seed: int, position: int) -> tuple[int, int]:
 
 def to_keys(pairs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """Return the keys of R rows as a tensor, [2, R, 1] int32."""
-    words = [[_signed(word) for word in words] for words in zip(*pairs, strict=True)]
+    words = [[as_signed(word, 32) for word in words] for words in zip(*pairs, strict=True)]
     return to_device(words, torch.int32, device).unsqueeze(-1)
 
 
@@ -47,9 +47,9 @@ def _hash(keys: Tensor, tokens: Tensor) -> Tensor:
     # A multiplicative hash of the token id; the two key words enter at different rounds. Shifts of signed numbers copy
     # the sign, which the masks undo. The best tokens have the smallest result, so draws are decided at the fine end of
     # the float scale.
-    x = tokens * _signed(0x9E3779B9) ^ first
-    x = (x ^ (x >> 16 & 0xFFFF)).mul_(_signed(0x85EBCA6B)).bitwise_xor_(second)
-    x = (x ^ (x >> 13 & 0x7FFFF)).mul_(_signed(0xC2B2AE35))
+    x = tokens * as_signed(0x9E3779B9, 32) ^ first
+    x = (x ^ (x >> 16 & 0xFFFF)).mul_(as_signed(0x85EBCA6B, 32)).bitwise_xor_(second)
+    x = (x ^ (x >> 13 & 0x7FFFF)).mul_(as_signed(0xC2B2AE35, 32))
     return x.bitwise_xor_(x >> 16 & 0xFFFF).bitwise_and_(0x7FFFFFFF)
 
 
@@ -61,7 +61,7 @@ def _mix(x: int) -> int:
     return x ^ x >> 31
 
 
-def _signed(word: int) -> int:
-    """Return the low 32 bits as a signed int32."""
-    word &= 0xFFFFFFFF
-    return word - (1 << 32) if word >> 31 else word
+def as_signed(number: int, num_bits: int) -> int:
+    """Return the low bits of a number as a signed integer."""
+    number &= (1 << num_bits) - 1
+    return number - (1 << num_bits) if number >> (num_bits - 1) else number

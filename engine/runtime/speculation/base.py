@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
 
@@ -24,15 +24,12 @@ class Drafter(Protocol):
 
         Called with every plan, in order, after its blocks have moved, so that a drafter with K/V can follow.
         """
-        ...
 
     def forget(self, blocks: Sequence[int]) -> None:
         """Forget these blocks: they hold other tokens now, whose K/V came from elsewhere."""
-        ...
 
     def close(self) -> None:
         """Give back memory."""
-        ...
 
 
 def with_drafts(plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan:
@@ -48,41 +45,26 @@ def with_drafts(plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan
     )
 
 
-class Shape(NamedTuple):
-    """The number of draws of a slice, and its drafts."""
+def fold(rows: StepResult, faults: Mapping[int, Fault], slices: Sequence[SequenceSlice]) -> StepResult:
+    """Return a plan's result from the results of its rows; `faults` are by row.
 
-    num_samples: int
-    drafts: Sequence[int]
-
-    @classmethod
-    def of(cls, piece: SequenceSlice) -> Shape:
-        return cls(len(piece.samples), piece.drafts)
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_samples + len(self.drafts)
-
-
-def fold(rows: StepResult, faults: Mapping[int, Fault], shapes: Sequence[Shape]) -> StepResult:
-    """Return a plan's result from the results of its rows.
-
-    A row of a slice with drafts is a draw after the known token or after a draft; every other row is a sample. `faults` are
-    by row."""
+    A row of a slice with drafts is a draw after the known token or after a draft; every other row is a sample.
+    """
     result = StepResult(token_ids=[], prompt_logprobs=rows.prompt_logprobs, pooled=rows.pooled)
     logprobs, ended, errors, drafted = {}, [], dict(rows.errors), {}
     first = 0
-    for index, shape in enumerate(shapes):
-        own = range(first, first + shape.num_rows)
+    for index, piece in enumerate(slices):
+        own = range(first, first + len(piece.samples) + len(piece.drafts))
         first = own.stop
         fault = next((row for row in own if row in faults), None)
-        if shape.drafts:
+        if piece.drafts:
             # A failure after a draft is reported when the token is the first of a step, and alone: values that are not
             # finite may reach the rows before it.
             stop = min([own.stop, *(row + 1 for row in own if row in rows.ended), *([] if fault is None else [fault])])
-            drafted[index] = _stand(rows, range(own.start, stop), shape.drafts)
+            drafted[index] = _stand(rows, range(own.start, stop), piece.drafts)
         elif fault is not None:
             errors[index] = faults[fault]
-        for row in own[: shape.num_samples]:
+        for row in own[: len(piece.samples)]:
             if row in rows.logprobs:
                 logprobs[len(result.token_ids)] = rows.logprobs[row]
             if row in rows.ended:

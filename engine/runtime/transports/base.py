@@ -30,4 +30,3 @@ class Store(Transport, Protocol):
     @property
     def kept(self) -> Sequence[tuple[bytes, int]]:
         """Return (name, slot) of each block, oldest first."""
-        ...

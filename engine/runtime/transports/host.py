@@ -25,27 +25,21 @@ class HostPool(Protocol):
 
     def begin(self, plan: StepPlan) -> None:
         """Copy out the plan's `swap_out`, before anything is written to the pool, and complete earlier arrivals."""
-        ...
 
     def settle(self) -> None:
         """Complete earlier arrivals before anything else is launched, between plans."""
-        ...
 
     def bring_in(self, plan: StepPlan) -> None:
         """Copy in the plan's `swap_in`, before any slice that reads it."""
-        ...
 
     def row(self, host_block: int) -> memoryview:
         """Return the bytes of a host block, for another thread, which calls `finish_copies` first."""
-        ...
 
     def finish_copies(self) -> None:
         """Return when all copies of plans that were launched are done. Any thread."""
-        ...
 
     def close(self) -> None:
         """Free the memory."""
-        ...
 
 
 def host_rows(pool: Sequence[Tensor], num_blocks: int) -> Tensor:

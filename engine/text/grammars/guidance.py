@@ -1,4 +1,4 @@
-"""Implements engine/core/grammar.py over llguidance.
+"""Implements the Grammar of engine/core/types.py over llguidance.
 
 Built by the builder's worker threads, then used by the engine thread alone.
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from engine.core.grammar import Matcher
+from engine.core.types import Matcher
 from engine.text.grammars.trial import GrammarError, clean
 from engine.text.grammars.trial_process import MAX_BUILT_BYTES, build, private_bytes
 

@@ -1,6 +1,6 @@
 """Bounds a model's thoughts, and applies a grammar to the answer behind them.
 
-Implements engine/core/grammar.py.
+Implements the Grammar of engine/core/types.py.
 
 A matcher counts tokens and looks for two of them, the tags; once the budget is spent, the closing tag is the only token
 allowed. An inner grammar begins where the thoughts end, or immediately if there are none. Made on the event loop, then
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from engine.core.grammar import Grammar, Matcher
+from engine.core.types import Grammar, Matcher
 
 _WORD_BYTES = 4
 # Tokens of thoughts by effort, for models whose template has no switch for it. Other efforts are unbounded.
