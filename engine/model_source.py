@@ -108,7 +108,7 @@ def _local_path(model: str) -> Path | None:
             raise ModelLoadError(f"{model} is a {path.suffix or 'plain'} file; name {LOCAL}.")
         return path
     if _can_only_be_local(model, path):
-        raise ModelLoadError(f"There is no model at {model!r}; name {LOCAL}, or a Hugging Face id.")
+        raise ModelLoadError(f"{model!r} does not exist; name {LOCAL}, or a Hugging Face id.")
     return None
 
 
