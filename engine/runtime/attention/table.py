@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 import torch
 
@@ -12,6 +10,7 @@ from engine.core.errors import ConfigError
 from engine.runtime.attention import BACKENDS, GPU_BACKENDS, LIBRARIES
 from engine.runtime.attention.base import AttentionBackend
 from engine.runtime.cuda.available import has_triton
+from engine.runtime.lazy import load
 from engine.runtime.native.library import native
 
 _NO_KERNELS = "needs native kernels, and this machine has neither them nor a C compiler (cc, gcc, clang) to build them"
@@ -29,9 +28,9 @@ def load_backend(name: str, device: torch.device) -> AttentionBackend:
         )
     made: AttentionBackend
     if chosen in LIBRARIES:
-        made = _load(GPU_BACKENDS["triton"])(library=_load(LIBRARIES[chosen])(device))
+        made = load(GPU_BACKENDS["triton"])(library=load(LIBRARIES[chosen])(device))
     else:
-        made = _load(table[chosen])()
+        made = load(table[chosen])()
     return made
 
 
@@ -56,12 +55,6 @@ def _absence(name: str, device: torch.device) -> str | None:
         reason: str | None = import_module(LIBRARIES[name].partition(":")[0]).absence(device)
         return reason
     return None
-
-
-def _load(place: str) -> Callable[..., Any]:
-    module, _, attribute = place.partition(":")
-    made: Callable[..., Any] = getattr(import_module(module), attribute)
-    return made
 
 
 def _best(device: torch.device) -> str:

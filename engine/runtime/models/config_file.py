@@ -31,7 +31,7 @@ _GEMMA3 = {
 
 def read_model_config(path: Path, load_format: str = "auto") -> HFConfig:
     """Return the language model's settings. Raises ModelLoadError for unservable kinds, too."""
-    return servable(choose_format(load_format, path).read_config(path))
+    return servable(choose_format(load_format, path).open(path).config)
 
 
 def servable(config: HFConfig) -> HFConfig:

@@ -28,11 +28,11 @@ from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.lora.adapter import AdapterRows, Target
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config_file import read_model_config
+from engine.runtime.models.servable import SERVABLE_LAYERS
 from engine.runtime.weights.checkpoint import Checkpoint, Report
 from engine.runtime.weights.fill import check_size
 
 _IMPLEMENTATION = "quire_paged"
-_SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
 def load_adapter(
@@ -222,7 +222,7 @@ def read_foreign_config(path: Path) -> Any:
         raise _refusal(
             path, "its language model is part of another model; leave --model-impl at auto, or serve a text model"
         )
-    foreign = set(getattr(text, "layer_types", None) or ()) - _SERVABLE_LAYERS
+    foreign = set(getattr(text, "layer_types", None) or ()) - SERVABLE_LAYERS
     if foreign:
         raise _refusal(path, f"it has layers of type {', '.join(sorted(foreign))}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
