@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def group_folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder of each group from this process's own to the root, and whether it is of version 1.
+    """Yield the folder of each group from the process's to the root, and whether it is of version 1.
 
     Any of them may be the tightest. `root` is the file system's.
     """

@@ -35,7 +35,7 @@ def read_model_config(path: Path, load_format: str = "auto") -> HFConfig:
 
 
 def servable(config: HFConfig) -> HFConfig:
-    """Return the language model's settings in a config. Raises ModelLoadError for unservable kinds."""
+    """Return the language model's settings. Raises ModelLoadError for unservable kinds."""
     values = config.values
     refuse_unservable(values, config.source)
     if values.get("model_type") != "gemma3" or not config.has("text_config"):

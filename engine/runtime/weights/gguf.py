@@ -161,7 +161,7 @@ def _values(tensor: GGUFTensor) -> list[float]:
 
 
 def _read_tensors(path: Path, infos: Iterable[TensorInfo]) -> dict[str, GGUFTensor]:
-    """Return a file's tensors as rows of a memory map. Raises ModelLoadError for an incomplete file."""
+    """Return tensors as rows of a memory map. Raises ModelLoadError for a cut file."""
     data = np.memmap(path, np.uint8, "r").view(np.ndarray)
     try:
         return {info.name: _tensor(data, info) for info in infos}
