@@ -1,19 +1,13 @@
-"""Limits the tokens and seconds of a step.
+"""Limits the tokens and seconds of a step. Engine thread.
 
-    StepBudget    counts tokens and seconds for one step after another
-    Allowance     what one step has left for prompts and drafts
-    StepTime      estimates what a step takes, from the steps that were committed
-
-A prompt that fits one step is not held back: it delays running sequences once. If there are many such prompts, they are
-the load, and throughput matters. A long prompt is paced, because each of its steps delays running sequences:
+A prompt that fits one step is not held back: it delays running sequences once. A long prompt is paced, because each of
+its steps delays running sequences:
 
     beside others    SHARE * n * n of what the step takes without long prompts, where n long prompts are running
     alone            ALONE * n times the fixed cost of a step: a request that arrives waits for the step that runs
 
 With a target ITL, all prompts of a step share the time it leaves, and nothing else holds them back. With a target TTFT,
 a long prompt takes the time it needs to meet it, if it still can. Until the estimate is known, nothing is held back.
-
-Owned by the scheduler, engine thread. It knows no clock, only the seconds it is given.
 """
 
 from __future__ import annotations
@@ -80,10 +74,9 @@ def decode_load(slices: abc.Collection[SequenceSlice]) -> Load:
 
 
 class StepTime:
-    """An estimate of a step's duration: least squares with exponential forgetting, and no cost below 0.
+    """An estimate of a step's duration: least squares with exponential forgetting, no cost below 0.
 
-    An error counts relative to the step's duration, or to the estimate if that is longer. So a step that was interrupted
-    moves the estimate little.
+    An error counts relative to the step's duration, or to the estimate if that is longer: an interruption moves it little.
     """
 
     __slots__ = ("_num_chunks", "_products", "_totals", "costs")

@@ -1,10 +1,8 @@
 """Drops waiting requests that can no longer meet their `deadline_ms` or `max_queue_ms`.
 
-A request is dropped once it would be late even if it started immediately and had the engine to itself, by the estimate of
-what steps take. That is the least time it needs, so nothing is dropped that might have been in time. A request that has
-started is never dropped. A deadline also moves a request forward in the queue, within a bound (queues/keyed.py). Only
-requests with such fields cost anything: a heap of the times at which they are checked. Owned by the scheduler, engine
-thread.
+A request is dropped once it would be late even if it started immediately and had the engine to itself, so nothing is
+dropped that might have been in time. A request that has started is never dropped. Only requests with such fields cost
+anything: a heap of the times at which they are checked. Engine thread.
 """
 
 from __future__ import annotations

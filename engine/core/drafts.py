@@ -1,13 +1,11 @@
 """Speculation in the scheduler: the number of draft tokens of each sequence in a step.
 
-The runner drafts the tokens and computes them in the same step, so a plan has counts and no values here either. Drafts
-use only the rest of each budget: of tokens, of the samples that memory is measured for, of the seconds that a target ITL
-allows, and of blocks. No sequence is preempted for a draft.
+The runner drafts the tokens and computes them in the same step. Drafts use only the rest of each budget: of tokens, of
+samples, of the seconds that a target ITL allows, and of blocks. No sequence is preempted for a draft.
 
 A step that is bound by reading weights computes a few more rows for next to nothing; one that is bound by arithmetic pays
 for each. So drafts are added as long as each raises the expected tokens per second of the step. Each sequence has a
-moving average of how often its drafts are right, which starts at the average of all sequences. For a sequence without
-drafts it rises slowly, so that drafting is tried again. Owned by the scheduler, engine thread.
+moving average of how often its drafts are right. Engine thread.
 """
 
 from __future__ import annotations
@@ -43,10 +41,7 @@ class DraftPlanner:
         stats.spec_accepted_at = [0] * self._max_drafts
 
     def plan(self, step: InFlightStep, num_tokens: int, allowance: Allowance, num_reserved: int) -> None:
-        """Add drafts to the decodes of a step of `num_tokens`, within what the allowance has left.
-
-        `num_reserved` blocks stay available for sequences that are about to grow.
-        """
+        """Add drafts to the decodes of a step, leaving `num_reserved` blocks for sequences that grow."""
         sequences = step.sequences[: step.num_decodes]
         budget = min(allowance.num_tokens, self._max_rows - step.num_samples)
         most = min(self._max_drafts, budget)
@@ -82,7 +77,7 @@ class DraftPlanner:
         return num_drafts
 
     def observe(self, seq: Sequence, drafted: Drafted) -> None:
-        """Learn from a sequence's checked drafts. If nothing was sampled at all, the sequence gets no more drafts."""
+        """Learn from checked drafts. If nothing was sampled at all, the sequence gets no more."""
         history = self._history(seq)
         if not drafted.token_ids:
             history.is_allowed = False
@@ -117,8 +112,7 @@ def seconds(points: Points, count: int) -> float:
 def lower_hull(points: abc.Iterable[tuple[int, float]]) -> Points:
     """Return the lower convex hull of the points, made non-decreasing.
 
-    So an interrupted measurement counts less, and each further row costs at least as much as the one before. Therefore
-    the best drafts can be found one by one.
+    So each further row costs at least as much as the one before, and the best drafts can be found one by one.
     """
     hull: list[tuple[int, float]] = []
     least = inf
@@ -141,8 +135,8 @@ def choose_lengths(
 ) -> list[int]:
     """Return how many tokens to draft for each sequence of a step of `num_rows` rows, at most its room.
 
-    Together they add at most `spare_s` to the step. `chances` say how likely a draft is right if those before it were.
-    The likeliest draft is taken first. There are none if the step has more expected tokens per second without them.
+    `chances` say how likely a draft is right if those before it were; the likeliest is taken first. Together they add at
+    most `spare_s` to the step. There are none if the step has more expected tokens per second without them.
     """
     lengths = [0] * len(chances)
     candidates = [(-chance, index) for index, chance in enumerate(chances) if rooms[index] > 0]

@@ -2,11 +2,9 @@
 
 With memory, a step writes each token into the block and offset that its page table names and draws the next token from
 a hash of *everything it reads back through the page table*. A block that was freed too early, shared without a copy or
-mapped to the wrong place therefore changes the tokens, so equality of token streams proves the paging. Each group of
-layers with a sliding window has a memory too, in which a position holds a hash of the tokens up to it; a step asserts
-that it finds these in the window of every position that it computes. Without memory
-a draw costs a few hundred nanoseconds, for simulations and for loading the HTTP front. Used by tests, `quire simulate`
-and benchmarks; single-threaded like every Runner.
+mapped to the wrong place therefore changes the tokens. Each group of layers with a sliding window has a memory too, in
+which a position holds a hash of the tokens up to it; a step asserts that it finds these in the window of every position
+that it computes. Without memory a draw costs a few hundred nanoseconds.
 """
 
 from __future__ import annotations
@@ -110,9 +108,8 @@ class FakeStep:
 class FakeRunner:
     """Answers plans for a vocabulary of `vocab_size` tokens.
 
-    `choose` replaces the hash (it implies memory). `sleep` is called with each step's cost in seconds, if a cost
-    model is given. `fail` maps a slice to a sentence for requests that shall fail, or returns None. Where a plan has room
-    for drafts it drafts what it is going to draw, and of these tokens a share of `acceptance` are right.
+    `choose` replaces the hash (it implies memory). `sleep` is called with each step's cost in seconds. `fail` maps a slice to
+    a sentence for requests that shall fail. Of drafted tokens a share of `acceptance` are right.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """A step from its plan to its commit, or to its rollback if nothing of it was computed.
 
-It is not in step.py, which the runtime imports: the runtime must not see sequences. Owned by the scheduler, engine
-thread.
+It is not in step.py, which the runtime imports: the runtime must not see sequences. Engine thread.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def _forget_from(seq: Sequence, filled: set[int]) -> None:
 
 
 def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
-    """Roll back the plans in flight; returns whether each of their sequences can continue from there.
+    """Roll back the plans in flight; returns whether each of their sequences can continue.
 
     A choice that was forked in them cannot, nor can a sequence whose last block was to be filled by a copy: the
     copied block may have been written to since.

@@ -203,7 +203,7 @@ class Sequence:
         self.fast_path_until = self.fast_commit_until = 0
 
     def update_fast_path(self) -> None:
-        """Set the positions up to which a step only samples one token: no end, no new block, nothing to publish.
+        """Set the positions below which a step samples one token and nothing else happens.
 
         Called when a token was sampled, so nothing of the prompt is in flight.
         """
@@ -215,7 +215,7 @@ class Sequence:
     def _make_slices(self) -> None:
         """Make two slices for decode steps to use in turns: one may be in flight while the next is planned.
 
-        Only `start` differs from one step to the next, and writing it takes a tenth of the time of a new slice.
+        Writing `start`, all that differs between steps, takes a tenth of the time of a new slice.
         """
         fields = (self.slot, self.tokens, self.num_prompt, 0, 1, self.kv.blocks, self.samples, self.params)
         windows = self.kv.window_tables

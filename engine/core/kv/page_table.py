@@ -1,8 +1,4 @@
-"""The K/V state of one sequence: its page table, block names and ticket.
-
-Only the KVCacheManager writes it. The scheduler reads it when a sequence needs a new block or has filled one, not in
-every step. Integers only; engine thread.
-"""
+"""The K/V state of one sequence: its page table, block names and ticket; the manager writes it."""
 
 from __future__ import annotations
 
@@ -36,10 +32,7 @@ class Ticket:
 
 
 class SequenceKV:
-    """`blocks[i]` is the physical block of positions i * block_size .. (i + 1) * block_size - 1.
-
-    `window_tables` has one more table for each group of layers with sliding windows, see groups.py.
-    """
+    """`blocks[i]` is the physical block of positions i * block_size .. (i + 1) * block_size - 1."""
 
     __slots__ = (
         "awaits_until_s",
@@ -103,7 +96,7 @@ class SequenceKV:
 
 
 class PrefixImport:
-    """Blocks of the pool for a prompt's first blocks, whose K/V another engine computed; none is in a page table.
+    """Blocks for K/V that another engine computed; none is in a page table.
 
     The first `num_found` of `blocks` were cached already.
     """

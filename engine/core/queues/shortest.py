@@ -2,12 +2,9 @@
 
 There are means at four levels: all answers, the tenant's, those of them with about the same max_tokens, and those of them
 whose prompts begin alike. A finer level counts the more, the more answers it has seen; before any, max_tokens counts.
-Clients often set max_tokens to what they expect: without that level, sjf loses to max_tokens alone where nothing else
-helps. No answer is expected to be longer than its max_tokens. An answer that max_tokens cut off would have been longer, so
-it counts only where it was longer than expected. A level's mean is of about its last WINDOW answers. Levels are tables of
-fixed size; keys that fall into the same place share a mean.
-
-Owned by the scheduler, engine thread. It knows token ids as numbers, and no clock.
+No answer is expected to be longer than its max_tokens. An answer that max_tokens cut off counts only where it was longer
+than expected. A level's mean is of about its last WINDOW answers. Levels are tables of fixed size; keys that fall into
+the same place share a mean. Engine thread.
 """
 
 from __future__ import annotations
