@@ -33,7 +33,6 @@ _GROWTH = 8  # after out-of-memory the limit grows by one part of so many a step
 _DECODES_SKIPPED = 8  # one step without prompts of so many is observed: they are frequent and alike
 _FORGETTING = 0.993  # weight of the past at each observed step: of fewer than 140 steps the estimate is unsteady
 _NUM_SWEEPS = 8  # over the costs at each observed step: 4 leave the first estimates 5 % off, 16 take twice the time
-_MIN_CHUNKS = 4  # steps with prompts before the estimate is used: fewer cannot tell its parts from each other
 
 
 class Load(NamedTuple):
@@ -91,8 +90,8 @@ class StepTime:
 
     @property
     def is_known(self) -> bool:
-        """Return whether there were enough steps with prompts."""
-        return self._num_chunks >= _MIN_CHUNKS
+        """Return whether there were as many steps with prompts as there are costs: fewer cannot tell them apart."""
+        return self._num_chunks >= len(self.costs)
 
     def observe(self, load: Load, seconds: float) -> None:
         """Learn from a step of this load that took `seconds`."""

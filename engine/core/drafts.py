@@ -24,20 +24,19 @@ from engine.core.step import Drafted
 
 HOPE = 0.8  # the chance of a draft before any was checked
 _MEMORY = 0.8  # weight of a sequence's past at each draft that was checked: about five count
-_LONG_MEMORY = 0.95  # weight of the past of all sequences at each such draft: about twenty count
 _FADING = 0.997  # weight of a sequence's chance at each step without drafts: it tries again after some hundred steps
 
 
 class DraftPlanner:
     """Adds drafts to a plan that is otherwise complete, and learns from how many are accepted."""
 
-    __slots__ = ("_costs", "_kv", "_max_drafts", "_max_rows", "_stats", "_usual")
+    __slots__ = ("_costs", "_kv", "_max_drafts", "_max_rows", "_num_checked", "_stats")
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, stats: Stats) -> None:
         self._kv, self._stats = kv, stats
         self._max_drafts, self._costs = config.num_speculative_tokens, config.draft_costs
         self._max_rows = config.max_num_rows
-        self._usual = HOPE
+        self._num_checked = 0  # drafts of all sequences
         stats.spec_accepted_at = [0] * self._max_drafts
 
     def plan(self, step: InFlightStep, num_tokens: int, allowance: Allowance, num_reserved: int) -> None:
@@ -45,27 +44,25 @@ class DraftPlanner:
         sequences = step.sequences[: step.num_decodes]
         budget = min(allowance.num_tokens, self._max_rows - step.num_samples)
         most = min(self._max_drafts, budget)
+        histories = [self._history(seq) for seq in sequences]
+        chances = [history.chance for history in histories]
         rooms = [
-            min(most, seq.max_total - 1 - seq.num_planned) if seq.drafts is None or seq.drafts.is_allowed else 0
-            for seq in sequences
+            min(most, seq.max_total - 1 - seq.num_planned) if history.is_allowed else 0
+            for seq, history in zip(sequences, histories, strict=True)
         ]
-        chances = [self._chance(seq) for seq in sequences]
         lengths = choose_lengths(chances, rooms, num_tokens, self._costs, allowance.drafts_s())
-        for index, (seq, chance, length) in enumerate(zip(sequences, chances, lengths, strict=True)):
+        for index, (seq, length) in enumerate(zip(sequences, lengths, strict=True)):
             num_drafts = self._make_room(seq, min(length, budget), step, num_reserved) if length else 0
             if num_drafts:
                 step.num_drafts[index] = num_drafts
                 budget -= num_drafts
             else:
-                self._history(seq).chance = HOPE + (chance - HOPE) * _FADING
-
-    def _chance(self, seq: Sequence) -> float:
-        """Return how likely a sequence's next draft is right."""
-        return self._usual if seq.drafts is None else seq.drafts.chance
+                histories[index].chance = HOPE + (chances[index] - HOPE) * _FADING
 
     def _history(self, seq: Sequence) -> DraftHistory:
+        """Return a sequence's history, which begins with the average of all sequences."""
         if seq.drafts is None:
-            seq.drafts = DraftHistory(self._usual)
+            seq.drafts = DraftHistory((HOPE + self._stats.spec_accepted_tokens) / (1 + self._num_checked))
         return seq.drafts
 
     def _make_room(self, seq: Sequence, num_drafts: int, step: InFlightStep, num_reserved: int) -> int:
@@ -94,7 +91,7 @@ class DraftPlanner:
         num_checked = min(num_accepted + 1, drafted.num_drafts)
         share = num_accepted / num_checked
         history.chance = share + (history.chance - share) * _MEMORY**num_checked
-        self._usual = share + (self._usual - share) * _LONG_MEMORY**num_checked
+        self._num_checked += num_checked
 
 
 def seconds(points: Points, count: int) -> float:

@@ -64,21 +64,7 @@ class InFlightStep:
     def add_chunk(self, seq: Sequence, start: int, count: int, samples: tuple[Sample, ...]) -> None:
         """Add a slice of `count` known positions of a sequence; `samples` are taken from the last."""
         wants = seq.params.prompt_logprobs if seq.wants_prompt_logprobs else None
-        self.slices.append(
-            SequenceSlice(
-                slot=seq.slot,
-                tokens=seq.tokens,
-                num_prompt=seq.num_prompt,
-                start=start,
-                num_tokens=count,
-                block_table=seq.kv.blocks,
-                samples=samples,
-                params=seq.params,
-                prompt_logprobs=-1 if wants is None else wants,
-                seq_id=seq.seq_id,
-                window_tables=seq.kv.window_tables,
-            )
-        )
+        self.slices.append(seq.slice(start, count, samples, -1 if wants is None else wants))
         self.sequences.append(seq)
         self.num_samples += len(samples)
         seq.num_in_flight += 1

@@ -29,8 +29,6 @@ from engine.core.stats_recorder import StatsRecorder
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 
-MAX_LISTED = 64  # waiting sequences in a snapshot: a long queue would make it slow
-
 
 class Scheduler:
     """`add` and `abort` at any time; `plan` and `commit` in turns, commits in the order of their plans."""
@@ -322,11 +320,11 @@ class Scheduler:
         return list(self._queue.running)
 
     def snapshot(self) -> Snapshot:
-        """Return the pool and all sequences; of those without blocks, the first MAX_LISTED."""
+        """Return the pool and all sequences; of those without blocks, no more than may run."""
         listed, num_empty = [], 0
         for seq in self._queue.holders(self._in_flight):
             num_empty += not seq.kv.blocks
-            if seq.kv.blocks or num_empty <= MAX_LISTED:
+            if seq.kv.blocks or num_empty <= self.config.max_num_seqs:
                 listed.append(seq.view())
         pool, queue = self.kv.pool, [seq.request_id for seq in self._queue.waiting]
         return Snapshot(pool.num_free, pool.num_held, pool.cached_blocks, tuple(listed), tuple(queue))

@@ -16,7 +16,6 @@ from engine.core.step import StepPlan
 from engine.core.types import FinishReason, RequestTimings
 
 _NUM_RECENT = 1024  # completed sequences whose lengths are kept: minutes of a busy server, and milliseconds to sort
-_NEWEST = 0.02  # weight of an answer in the mean time of answers: about fifty count
 
 
 class StatsRecorder:
@@ -140,7 +139,7 @@ class StatsRecorder:
         self._judge(seq, now, num_generated)
         self._stats.e2e_s.observe(now - seq.request.arrival_s)
         answer_s = now - seq.history.first_scheduled_s
-        weight = max(1 / self._stats.num_completed, _NEWEST)
+        weight = 1 / min(self._stats.num_completed, _NUM_RECENT)
         self._stats.answer_s += weight * (answer_s - self._stats.answer_s)
         if seq.history.first_token_s >= 0:
             self._stats.decode_s.observe(decode_s)
