@@ -35,10 +35,10 @@ from server.http.slow_thread import run_slowly
 from server.middleware import RECORD
 from server.openai.formatter import ChunkMeta, ResponseFormatter
 from server.openai.sampling import EngineBody, SamplingBody
-from server.openai.usage import Usage
 from server.telemetry.events import RequestOpened
 from server.telemetry.request_log import RequestRecord
 from server.telemetry.timeline import AnswerMetrics, server_timing, with_metrics
+from server.telemetry.usage import Usage
 from server.tenancy.tenancy import TENANT, Account
 
 logger = logging.getLogger(__name__)
@@ -268,6 +268,7 @@ class EventStream(EventSourceResponse):
         self._status = status
         self._sent_s = 0.0
         self._is_over = False
+        self._commenting: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         """Send until the last frame, or until the client disconnects."""
@@ -276,18 +277,27 @@ class EventStream(EventSourceResponse):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        commenting = asyncio.ensure_future(self._comment(send)) if self._keep_alive_s else None
-        clock = asyncio.get_running_loop().time
+        loop = asyncio.get_running_loop()
+        self._sent_s = loop.time()
+        first = (
+            loop.call_later(min(STATUS_S, self._keep_alive_s), self._start_comments, send)
+            if self._keep_alive_s
+            else None
+        )
         try:
             async with contextlib.aclosing(self._frames) as frames:
                 async for data in frames:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-                    self._sent_s = clock()
+                    self._sent_s = loop.time()
         finally:
             self._is_over = True  # before Python 3.12 wait_for may swallow a cancellation
-            if commenting is not None:
-                commenting.cancel()
+            for waiting in (first, self._commenting):
+                if waiting is not None:
+                    waiting.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _start_comments(self, send: Send) -> None:
+        self._commenting = asyncio.ensure_future(self._comment(send))
 
     async def _comment(self, send: Send) -> None:
         """Send comments while the stream is silent.
@@ -295,21 +305,20 @@ class EventStream(EventSourceResponse):
         Until it begins, they are its status whenever that changes, then pings.
         """
         clock = asyncio.get_running_loop().time
-        self._sent_s = clock()
         last = ""
         while not self._is_over:
-            rest_s = self._sent_s + self._keep_alive_s - clock()
-            await asyncio.sleep(max(rest_s if self._answer.has_begun else min(STATUS_S, rest_s), 0.0))
             status = "" if self._answer.has_begun else await self._read_status()
+            comment = b""
             if status not in ("", last):
                 last = status
                 comment = ServerSentEvent(comment=status, sep="\n").encode()
             elif clock() - self._sent_s >= self._keep_alive_s:
                 comment = PING
-            else:
-                continue
-            self._sent_s = clock()
-            await send({"type": "http.response.body", "body": comment, "more_body": True})
+            if comment:
+                self._sent_s = clock()
+                await send({"type": "http.response.body", "body": comment, "more_body": True})
+            rest_s = self._sent_s + self._keep_alive_s - clock()
+            await asyncio.sleep(max(rest_s if self._answer.has_begun else min(STATUS_S, rest_s), 0.0))
 
     async def _read_status(self) -> str:
         """Return the status, or "" if a long step keeps the engine from replying."""

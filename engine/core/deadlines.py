@@ -19,7 +19,7 @@ from engine.core.stats import Target
 
 
 class Deadlines:
-    """Watches the sequences that have deadlines."""
+    """The waiting sequences that have deadlines."""
 
     __slots__ = ("_heap", "_kv", "_max_step_tokens", "_num_kept", "_times", "_tokens_a_step")
 
@@ -30,9 +30,7 @@ class Deadlines:
         self._num_kept = 0  # entries when those of requests that have left the queue were cleared last
 
     def watch(self, seq: Sequence) -> None:
-        """Watch a new sequence, if its request has a deadline."""
-        if seq.request.deadline_s is None and seq.request.max_queue_s is None:
-            return
+        """Watch a new sequence, whose request has a deadline."""
         if len(self._heap) > 2 * self._num_kept:
             self._heap = [entry for entry in self._heap if entry[2].status is Status.WAITING]
             heapify(self._heap)

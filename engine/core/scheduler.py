@@ -41,7 +41,7 @@ class Scheduler:
         self.tiers = self.kv.tiers
         self._recorder = StatsRecorder(config, self.stats, self.kv.pool, self.tiers)
         self._queue = RunningQueue(self._recorder, config)
-        self._deadlines = Deadlines(self.kv, self._budget.times, config)
+        self._deadlines: Deadlines | None = None  # from the first request with a deadline on
         self._in_flight: deque[InFlightStep] = deque()
         has_drafts = config.num_speculative_tokens > 0
         self._drafts = DraftPlanner(config, self.kv, self.stats) if has_drafts else None
@@ -81,12 +81,14 @@ class Scheduler:
             BeamGroup(seq)
         self._queue.requests[request.request_id] = [seq]
         self._queue.enqueue(seq, is_parked=self.kv.prefetch(seq, request.arrival_s))
-        self._deadlines.watch(seq)
+        if request.deadline_s is not None or request.max_queue_s is not None:
+            self._deadlines = self._deadlines or Deadlines(self.kv, self._budget.times, self.config)
+            self._deadlines.watch(seq)
 
     def drop_hopeless(self, now: float) -> list[TokenEvent]:
         """End the waiting requests that can no longer meet their deadline; called before each plan."""
         events: list[TokenEvent] = []
-        for seq, target, error in self._deadlines.take_hopeless(now):
+        for seq, target, error in () if self._deadlines is None else self._deadlines.take_hopeless(now):
             self._recorder.dropped(seq, target)
             events += self._output.end(seq, FinishReason.DROPPED, now, error=error)
         return events

@@ -155,6 +155,11 @@ class SamplingParams:
         return self.allowed_token_ids is not None or bool(self.bad_words)
 
     @property
+    def is_penalized(self) -> bool:
+        """Return whether any of the three penalties is on."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
     def num_sequences(self) -> int:
         """Return how many sequences run concurrently."""
         return self.n if self.beam is None else self.beam.width

@@ -23,25 +23,21 @@ class Headroom:
         self._blocks = blocks
         block_bytes = max(blocks[0].nbytes, 1)
         self._piece, self._ahead = -(-_PIECE_BYTES // block_bytes), _AHEAD_BYTES // block_bytes
-        self._num_ready = self._num_used = 0
+        self._num_ready = 0
         self._wait_until = 0  # blocks in use before the system is asked again, after it refused
 
-    def note_use(self, block: int) -> None:
-        """Record that this block, and every block before it, has been written to."""
-        self._num_used = max(self._num_used, block + 1)
-
-    def grow(self) -> bool:
-        """Prepare another piece (milliseconds); return False if there is enough.
+    def grow(self, num_used: int) -> bool:
+        """Prepare another piece (milliseconds) beyond the first `num_used` blocks; return False if there is enough.
 
         Also False if the system refuses or cannot do it; it is asked again after one more piece is in use.
         """
-        begin = max(self._num_ready, self._num_used)
-        end = min(self._num_used + self._ahead, len(self._blocks))
-        if begin >= end or self._num_used < self._wait_until:
+        begin = max(self._num_ready, num_used)
+        end = min(num_used + self._ahead, len(self._blocks))
+        if begin >= end or num_used < self._wait_until:
             return False
         end = min(begin + self._piece, end)
         if not huge_pages.populate(self._blocks[begin:end]):
-            self._wait_until = self._num_used + self._piece
+            self._wait_until = num_used + self._piece
             return False
         self._num_ready = end
         return True

@@ -54,12 +54,12 @@ class KVCache:
         self._specs, self._backend, self._dtype, self._device = specs, backend, dtype, device
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._blocks: list[Tensor] = []
+        self.blocks: list[Tensor] = []  # views of the whole pool, block first, in a type that can be copied
         self._allocate(num_blocks, block_size)
 
     def repartition(self, num_blocks: int, block_size: int) -> None:
         """Allocate again with blocks of another size; the content is lost."""
-        self._keys, self._values, self._blocks = [], [], []
+        self._keys, self._values, self.blocks = [], [], []
         self._allocate(num_blocks, block_size)
 
     def _allocate(self, num_blocks: int, block_size: int) -> None:
@@ -74,14 +74,14 @@ class KVCache:
             if backend.capabilities.interleaves:
                 blocks, pools = _interleaved([shape for shape in shapes for _ in range(2)], dtype)
                 self._keys, self._values = pools[::2], pools[1::2]
-                self._blocks = [blocks]
+                self.blocks = [movable(blocks)]
                 self.headroom = Headroom(blocks)
             else:
                 # Zeros: a kernel that multiplies values after a context's end by a weight of 0 must not read NaN.
                 self._keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
                 self._values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
                 axis = _block_axis(backend, specs[0], block_size)
-                self._blocks = [pool.movedim(axis, 0) for pool in (*self._keys, *self._values)]
+                self.blocks = [movable(pool.movedim(axis, 0)) for pool in (*self._keys, *self._values)]
         except (RuntimeError, MemoryError) as error:  # torch's is the former, on either device
             needed = num_blocks * block_bytes(specs, block_size, dtype) // _MIB
             raise MemoryBudgetError(
@@ -91,11 +91,6 @@ class KVCache:
 
         is_native = backend.capabilities.native
         self._paged_step: PagedStep | None = backend.paged_step(self._keys, self._values) if is_native else None
-
-    @property
-    def blocks(self) -> list[Tensor]:
-        """Return views of the whole pool, block first, in a type that can be copied."""
-        return [movable(view) for view in self._blocks]
 
     @property
     def paged_step(self) -> PagedStep | None:

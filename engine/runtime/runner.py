@@ -144,6 +144,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._captures = False
         self._drafter: Drafter | None = None
+        self._num_used_blocks = 0  # up to the last that was ever written
 
     def begin(self) -> None:
         """On CUDA, run a step: cuBLAS's handle and workspace belong to a thread."""
@@ -229,7 +230,7 @@ class ModelRunner:
             return self._send(plan, self._replay(self._graphs, plan), [], None)
         batch = self._batches.build(plan, self._last_ids)
         if self._kv_cache.headroom is not None:
-            self._kv_cache.headroom.note_use(int(batch.kv_slots.max()) // self._config.block_size)
+            self._num_used_blocks = max(self._num_used_blocks, int(batch.kv_slots.max()) // self._config.block_size + 1)
         self._backend.prepare(batch)
         needs_all = any(piece.prompt_logprobs >= 0 or piece.params.pooling is not None for piece in plan.slices)
         rows = None if needs_all else batch.sample_rows
@@ -273,7 +274,7 @@ class ModelRunner:
 
     def use_idle_moment(self) -> bool:
         """Prepare memory for later requests; return False if there is nothing to do."""
-        return self._kv_cache.headroom is not None and self._kv_cache.headroom.grow()
+        return self._kv_cache.headroom is not None and self._kv_cache.headroom.grow(self._num_used_blocks)
 
     def close(self) -> None:
         """Release weights, pool and graphs."""

@@ -37,10 +37,7 @@ class CacheControl(RequestBody):
 
 
 class Place(NamedTuple):
-    """A mark's place in a conversation; places compare in order.
-
-    It is after the last of `num_blocks` blocks of a message.
-    """
+    """A mark's place, after the last of `num_blocks` blocks; places compare in order."""
 
     turn: int  # the message's number; 0 is the system prompt, after the tools
     num_blocks: int
@@ -126,10 +123,7 @@ def joined_text(blocks: Sequence[Block], param: str) -> str:
 
 
 def chat_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Return the chat's messages; a tool result is one by itself.
-
-    Raises InvalidRequestError for a result without its tool use.
-    """
+    """Return the chat's messages; a tool result is one by itself."""
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of the tools used, by the id of the use
     for turn in turns:
@@ -171,10 +165,7 @@ def _result(block: Block, names: dict[str, str]) -> dict[str, Any]:
 
 
 def last_marks(marks: Iterable[tuple[Place, CacheControl]]) -> dict[float, Place]:
-    """Return the last place to retain for each duration.
-
-    A place that a longer duration covers is left out.
-    """
+    """Return the last place for each duration, unless a longer one covers it."""
     last: dict[float, Place] = {}
     for place, mark in marks:
         last[mark.seconds] = max(place, last.get(mark.seconds, place))

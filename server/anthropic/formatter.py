@@ -15,8 +15,8 @@ from server.errors import ApiError
 from server.http.bodies import ResponseBody
 from server.openai.formatter import ChunkMeta, frame
 from server.openai.translated import PieceWriter
-from server.openai.usage import Usage
 from server.telemetry.timeline import AnswerMetrics
+from server.telemetry.usage import Usage
 
 # A block's type -> the type and the field of its deltas.
 _DELTAS = {
@@ -180,10 +180,7 @@ def _frames(events: Sequence[MessageEvent]) -> bytes:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the input that a model wrote, as far as it came.
-
-    Input that is not an object is under the name "invalid_json".
-    """
+    """Return a call's input as far as it came, or as "invalid_json"."""
     try:
         arguments = from_json(text or "{}", allow_partial=True)
     except ValueError:

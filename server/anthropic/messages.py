@@ -15,7 +15,7 @@ from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import Pin
 from engine.core.types import Request as EngineRequest
 from engine.text.chat_preprocessor import PreparedChat
-from engine.text.fields.base import Integer, RequestBody
+from engine.text.fields.base import Integer, Refused, RequestBody
 from engine.text.fields.chat import Message
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import ToolName, without_hosted
@@ -45,12 +45,16 @@ from server.respond import chunk_meta, respond
 _BILLING = "x-anthropic-billing-header:"
 
 
-def _system_text(blocks: Sequence[Block]) -> str:
-    """Return the system prompt, without Claude Code's billing block.
+def _chat_messages(system: Sequence[Block] | None, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Return the chat's messages, without Claude Code's billing block.
 
     That block is the first and differs between sessions: with it, no session would find the prefix of another cached.
     """
-    return joined_text([block for block in blocks if not (block.text or "").startswith(_BILLING)], "system")
+    messages = chat_messages(turns)
+    if system is not None:
+        blocks = [block for block in system if not (block.text or "").startswith(_BILLING)]
+        messages.insert(0, {"role": "system", "content": joined_text(blocks, "system")})
+    return messages
 
 
 def _overflow(error: ContextLengthError) -> str:
@@ -80,10 +84,8 @@ class MessageTool(RequestBody):
         return self
 
     def for_chat(self) -> dict[str, Any]:
-        optional: dict[str, Any] = {} if self.description is None else {"description": self.description}
-        if self.strict:
-            optional["strict"] = True
-        return {"type": "function", "function": {"name": self.name, **optional, "parameters": self.input_schema}}
+        function = self.model_dump(include={"name", "description", "strict"}, exclude_defaults=True)
+        return {"type": "function", "function": {**function, "parameters": self.input_schema}}
 
 
 class MessageToolChoice(RequestBody):
@@ -119,28 +121,18 @@ class ThinkingConfig(RequestBody):
             raise ValueError("budget_tokens is for the type enabled, which needs it")
         return self
 
-    def for_chat(self) -> dict[str, Any]:
-        return {
-            "thinking_token_budget": self.budget_tokens,
-            "reasoning_effort": "none" if self.type == "disabled" else None,
-        }
-
 
 class OutputFormat(RequestBody):
     type: Literal["json_schema"]
     schema_: Schema = Field(alias="schema")
 
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": self.type, "json_schema": {"name": "answer", "schema": self.schema_, "strict": True}}
+
 
 class OutputConfig(RequestBody):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
-
-    def for_chat(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {} if self.effort is None else {"reasoning_effort": self.effort}
-        if self.format is not None:
-            schema = {"name": "answer", "schema": self.format.schema_, "strict": True}
-            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return fields
 
 
 class Metadata(RequestBody):
@@ -154,20 +146,15 @@ class CountBody(TranslatedBody):
         {"diagnostics", "inference_geo", "service_tier", "user_profile_id", "workspace_id"}
     )
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**TranslatedBody.HINTS, "speed": ("standard",)}
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **TranslatedBody.UNSUPPORTED,
-        "container": (),
-        "mcp_servers": ([],),
-        **dict.fromkeys(("max_completion_tokens", "response_format", "reasoning_effort"), ()),
-        "stop": ([],),
-        "n": (1,),
-    }
-    INSTEAD: ClassVar[Mapping[str, str]] = {
-        **TranslatedBody.INSTEAD,
-        "max_completion_tokens": "send max_tokens",
-        "response_format": "send output_config: {format: ...}",
-        "reasoning_effort": "send thinking, or output_config: {effort: ...}",
-        "stop": "send stop_sequences",
+        "container": Refused(),
+        "max_completion_tokens": Refused((), "send max_tokens"),
+        "mcp_servers": Refused(([],)),
+        "n": Refused((1,)),
+        "reasoning_effort": Refused((), "send thinking, or output_config: {effort: ...}"),
+        "response_format": Refused((), "send output_config: {format: ...}"),
+        "stop": Refused(([],), "send stop_sequences"),
     }
     OWN_NAMES: ClassVar[Mapping[str, str]] = {
         "user": "metadata.user_id",
@@ -182,8 +169,8 @@ class CountBody(TranslatedBody):
     system: Blocks | None = None
     tools: list[MessageTool] = Field(default_factory=list)
     tool_choice: MessageToolChoice | None = None
-    thinking: ThinkingConfig | None = None
-    output_config: OutputConfig | None = None
+    thinking: ThinkingConfig = Field(default_factory=lambda: ThinkingConfig(type="adaptive"))
+    output_config: OutputConfig = Field(default_factory=OutputConfig)
     output_format: OutputFormat | None = None  # an older name of output_config.format
     context_management: ContextManagement | None = None
     metadata: Metadata | None = None
@@ -211,7 +198,7 @@ class CountBody(TranslatedBody):
         choice = self.tool_choice
         if choice is not None and choice.type in ("any", "tool") and not self.tools:
             raise InvalidRequestError("tool_choice needs tools; send them, or leave it out.", param="tool_choice")
-        if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
+        if self.output_format is not None and self.output_config.format is not None:
             message = "output_format and output_config.format mean the same; send only one."
             raise InvalidRequestError(message, param="output_format")
         return self
@@ -222,58 +209,47 @@ class CountBody(TranslatedBody):
         return super().ignored_fields() + list(dict.fromkeys(marks))
 
     def dropped_hints(self, limits: ModelLimits) -> list[str]:
-        """Return also thinking that the model does not have, and edits without effect.
-
-        Raises ValidationError for edits that would have one.
-        """
-        effort = None if self.output_config is None else self.output_config.effort
-        is_idle = {
-            "thinking": self.thinking is not None
-            and self.thinking.type == "enabled"
-            and limits.chat_format.tag_ids is None,
-            "output_config.effort": effort is not None and not limits.chat_format.takes_effort,
-            "context_management": self.context_management is not None,
-        }
+        """Return also thinking that the model lacks, and edits without effect."""
+        names, chat_format = super().dropped_hints(limits), limits.chat_format
+        if self.thinking.type == "enabled" and chat_format.tag_ids is None:
+            names.append("thinking")
+        if self.output_config.effort is not None and not chat_format.takes_effort:
+            names.append("output_config.effort")
         if self.context_management is not None:
             self.context_management.check_idle(self.messages, limits.max_model_len)
-        return super().dropped_hints(limits) + [name for name, idle in is_idle.items() if idle]
+            names.append("context_management")
+        return names
 
     def to_chat(self) -> ChatBody:
         """Return the chat. A last message of the assistant is continued."""
-        messages = chat_messages(self.messages)
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": _system_text(self.system)})
+        messages = _chat_messages(self.system, self.messages)
         is_prefilled = self.messages[-1].role == "assistant"
         if is_prefilled and "tool_calls" in messages[-1]:
             message = "The last message uses tools; send what they gave as tool_result blocks of a user's message."
             raise InvalidRequestError(message, param="messages")
-        fields: dict[str, Any] = {
-            "messages": messages,
-            "continue_final_message": is_prefilled,
-            "tools": [tool.for_chat() for tool in self.tools] or None,
-        }
-        if self.tool_choice is not None and self.tools:
-            fields["tool_choice"] = self.tool_choice.for_chat()
-            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        if self.metadata is not None and self.metadata.user_id is not None:
-            fields["user"] = self.metadata.user_id
-        config = self.output_config or OutputConfig()
-        if self.output_format is not None:
-            config = config.model_copy(update={"format": self.output_format})
-        fields |= config.for_chat()
-        if self.thinking is not None:
-            fields |= {name: value for name, value in self.thinking.for_chat().items() if value is not None}
-        return self.chat_body({**fields, **self._answer_fields()})
+        choice = self.tool_choice if self.tools else None
+        output_format = self.output_format or self.output_config.format
+        return self.chat_body(
+            {
+                "messages": messages,
+                "continue_final_message": is_prefilled,
+                "tools": [tool.for_chat() for tool in self.tools],
+                "tool_choice": None if choice is None else choice.for_chat(),
+                "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
+                "user": None if self.metadata is None else self.metadata.user_id,
+                "response_format": None if output_format is None else output_format.for_chat(),
+                "thinking_token_budget": self.thinking.budget_tokens,
+                "reasoning_effort": "none" if self.thinking.type == "disabled" else self.output_config.effort,
+                **self._answer_fields(),
+            }
+        )
 
     def _answer_fields(self) -> dict[str, Any]:
         """Return further fields of the chat."""
         return {}
 
     def retained(self, chat: ChatBody) -> list[tuple[float, ChatBody | None]]:
-        """Return how long to retain which beginnings of the conversation.
-
-        None is the whole of `chat`.
-        """
+        """Return durations and the beginnings to retain; None is the whole of `chat`."""
         end = end_of(self.messages[-1].content, len(self.messages))
         marks = ((place, mark) for _, place, mark in self._marks())
         return [
@@ -296,20 +272,14 @@ class CountBody(TranslatedBody):
             yield "", end_of(self.messages[-1].content, len(self.messages)), self.cache_control
 
     def _beginning(self, chat: ChatBody, place: Place) -> ChatBody:
-        """Return the chat up to a place.
-
-        Before all messages, it has a placeholder instead of them.
-        """
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "-"}]
-        system = self.system
+        """Return the chat up to a place, with a placeholder if it has no message."""
+        system, turns = self.system, [Turn.model_validate({"role": "user", "content": "-"})]
         if place.turn:
             *before, last = self.messages[: place.turn]
-            messages = chat_messages([*before, last.model_copy(update={"content": up_to(place, last.content)})])
+            turns = [*before, last.model_copy(update={"content": up_to(place, last.content)})]
         elif system is not None:
             system = up_to(place, system)
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": _system_text(system)})
-        shown = [Message.model_validate(message) for message in messages]
+        shown = [Message.model_validate(message) for message in _chat_messages(system, turns)]
         return chat.model_copy(update={"messages": shown, "continue_final_message": False})
 
 

@@ -65,10 +65,7 @@ def read_piece(path: Path, endpoint: str, bodies: BodyReader, max_line_bytes: in
 
 
 def read_body(path: Path, bodies: BodyReader, start: int, size: int) -> bytes:
-    """Return the request body of a checked line.
-
-    Numbers that JSON does not have are kept, for the endpoint to refuse.
-    """
+    """Return a checked line's request body, with numbers that JSON does not have."""
     with path.open("rb") as file:
         file.seek(start)
         text = _text(file.read(size), start)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from engine.text.fields.base import RequestBody, check_num_fields
+from engine.text.fields.base import Refused, RequestBody, check_num_fields
 
 MAX_WINDOW_S = 30 * 24 * 3600
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
@@ -139,9 +140,10 @@ class Batch(BaseModel):
 class BatchBody(RequestBody):
     """The body of POST /v1/batches."""
 
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"output_expires_after": ()}
-    INSTEAD: ClassVar[dict[str, str]] = {
-        "output_expires_after": "files are kept until they are deleted; leave it out and DELETE /v1/files/{id}"
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
+        "output_expires_after": Refused(
+            (), "files are kept until they are deleted; leave it out and DELETE /v1/files/{id}"
+        )
     }
 
     input_file_id: str

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -140,14 +140,13 @@ class Store:
         The content goes first: on a full disk this makes the room that the database needs.
         """
         with self._transaction() as db:
-            row = db.execute("SELECT id FROM batches WHERE is_open AND input = ?", (file_id,)).fetchone()
-            if (
-                row is None
-                and db.execute("SELECT id FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
-            ):
+            reader = db.execute("SELECT id FROM batches WHERE is_open AND input = ?", (file_id,)).fetchone()
+            if reader is not None:
+                return str(reader[0])
+            if db.execute("SELECT id FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone():
                 content.unlink(missing_ok=True)
                 db.execute("DELETE FROM files WHERE id = ?", (file_id,))
-            return None if row is None else str(row[0])
+            return None
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
@@ -250,10 +249,15 @@ class Store:
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Set outcomes. Those of lines that have one, or have ended, are ignored."""
+        query = "UPDATE lines SET outcome = ?, entry = ? WHERE batch = ? AND outcome = 0 AND number = ?"
+        new: defaultdict[str, list[Outcome]] = defaultdict(list)
         with self._transaction() as db:
-            for batch_id in {outcome.line.batch_id for outcome in outcomes}:
-                new = [each for each in outcomes if each.line.batch_id == batch_id and _set_outcome(db, each)]
-                _update(db, batch_id, partial(_count, outcomes=new))
+            for outcome in outcomes:
+                line = outcome.line
+                if db.execute(query, (outcome.outcome, outcome.entry, line.batch_id, line.number)).rowcount:
+                    new[line.batch_id].append(outcome)
+            for batch_id, counted in new.items():
+                _update(db, batch_id, partial(_count, outcomes=counted))
 
     def finish(self, batch_id: str, files: Sequence[FileObject], change: Callable[[Batch], None]) -> Batch:
         """Add a batch's files, drop its lines, and change it."""
@@ -289,13 +293,6 @@ def _update(db: sqlite3.Connection, batch_id: str, change: Callable[[Batch], Non
     return batch
 
 
-def _set_outcome(db: sqlite3.Connection, outcome: Outcome) -> bool:
-    """Set a line's outcome; return False if it has one, or is gone."""
-    row = (outcome.outcome, outcome.entry, outcome.line.batch_id, outcome.line.number)
-    query = "UPDATE lines SET outcome = ?, entry = ? WHERE batch = ? AND outcome = 0 AND number = ?"
-    return db.execute(query, row).rowcount == 1
-
-
 def _count(batch: Batch, outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         if outcome.outcome == COMPLETED:
@@ -313,10 +310,7 @@ def _count_attempts(db: sqlite3.Connection, lines: Collection[tuple[str, int]], 
 
 
 def entries(path: Path, batch_id: str, outcome: int) -> Iterator[tuple[str, bytes | None]]:
-    """Yield the custom_id and entry of a batch's lines with one outcome, in order.
-
-    Uses a connection of its own.
-    """
+    """Yield custom_id and entry of lines with one outcome, on a new connection."""
     db = sqlite3.connect(path)
     try:
         query = "SELECT custom_id, entry FROM lines WHERE batch = ? AND outcome = ? ORDER BY number"

@@ -1,7 +1,4 @@
-"""Reads a multipart upload and writes its file, a piece at a time.
-
-Event loop; the disk is written from worker threads.
-"""
+"""Reads a multipart upload and writes its file in pieces, on worker threads."""
 
 from __future__ import annotations
 

@@ -99,10 +99,7 @@ class BatchWorker:
         self._news.set()
 
     async def stop(self) -> None:
-        """Stop running lines without counting an attempt, and record outcomes.
-
-        Idempotent; it continues if the caller is cancelled.
-        """
+        """Stop, without counting running lines as attempts. Idempotent."""
         self._is_stopping = True
         self.wake()
         if self._task is not None:

@@ -13,12 +13,12 @@ from pydantic import Field, model_validator
 from engine.core.errors import ClientError, InvalidRequestError
 from engine.core.types import Request
 from engine.text.chat_preprocessor import PreparedChat
-from engine.text.fields.base import Integer
+from engine.text.fields.base import Integer, Refused
 from engine.text.fields.chat import ChatFields
 from engine.text.limits import num_common
 from server.context import Context, aside, for_text
 from server.errors import ApiError
-from server.openai.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED, SamplingBody
+from server.openai.sampling import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
 from server.respond import engine_requests
 
 
@@ -27,17 +27,13 @@ class ChatBody(SamplingBody, ChatFields):
 
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS | {"prediction"}
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "verbosity": ("medium",)}
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **UNSUPPORTED,
-        **dict.fromkeys(("audio", "functions", "moderation", "web_search_options"), ()),
-        "best_of": (1,),
-        "echo": (False,),
-        "function_call": ("none",),
-        "modalities": (["text"],),
-    }
-    INSTEAD: ClassVar[Mapping[str, str]] = {
-        **INSTEAD,
-        "best_of": "answers are ranked by /v1/completions only; send n to have several",
+        **dict.fromkeys(("audio", "functions", "moderation", "web_search_options"), Refused()),
+        "best_of": Refused((1,), "answers are ranked by /v1/completions only; send n to have several"),
+        "echo": Refused((False,)),
+        "function_call": Refused(("none",)),
+        "modalities": Refused((["text"],)),
     }
 
     max_completion_tokens: Integer | None = Field(None, ge=1)
@@ -61,10 +57,7 @@ class ChatBody(SamplingBody, ChatFields):
 
 
 async def prepare(context: Context, body: ChatBody) -> tuple[PreparedChat, list[Request]]:
-    """Return a conversation prepared, and its engine requests.
-
-    Raises ClientError or ApiError for one that cannot be answered.
-    """
+    """Return a prepared conversation and its engine requests."""
     text = await context.render(body)
     chat = await for_text(len(text), lambda: context.preprocessor.prepare(body, text))
     grammar = None if chat.constraint is None else await context.grammars.compile(*chat.constraint)
@@ -79,10 +72,7 @@ async def prompt_ids(context: Context, body: ChatBody) -> list[int]:
 
 
 async def count_common(context: Context, body: ChatBody, chat: PreparedChat) -> int:
-    """Return the number of tokens that a prompt shares with another conversation.
-
-    0 if the other one cannot be rendered.
-    """
+    """Return how many tokens a prompt shares with another conversation; 0 on errors."""
     try:
         rendered = await context.render(body)
         common = await aside(lambda: chat.text[: num_common(rendered, chat.text)])

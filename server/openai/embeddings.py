@@ -6,24 +6,23 @@ import math
 from array import array
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
-from engine.core.types import Pooling
-from engine.text.choice import TextRules
-from engine.text.fields.base import Integer
+from engine.core.types import Pooling, SamplingParams
+from engine.text.fields.base import Integer, Refused
 from server.context import InContext, json_body
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers
 from server.http.slow_thread import run_slowly
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
 from server.openai.prompts import Prompts, prompt_ids
-from server.openai.usage import Usage
-from server.respond import engine_requests, submit, with_timings
+from server.respond import engine_requests, with_timings
+from server.telemetry.usage import Usage
 
 router = APIRouter()
 
@@ -33,16 +32,13 @@ MAX_INLINE_VECTORS = 16  # about 2 ms; more are written on a worker thread
 class EmbeddingBody(PromptOnlyBody):
     """The request. `input` takes the same as the prompt of a completion."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **PromptOnlyBody.UNSUPPORTED,
-        "embed_dtype": ("float32",),
-        "endianness": ("native", "little"),
-        "messages": (),
-        "normalize": (True,),
-        "use_activation": (True,),
-    }
-    INSTEAD: ClassVar[Mapping[str, str]] = {
-        "messages": "send input; /tokenize gives the token ids of messages, which it may have",
+        "embed_dtype": Refused(("float32",)),
+        "endianness": Refused(("native", "little")),
+        "messages": Refused((), "send input; /tokenize gives the token ids of messages, which it may have"),
+        "normalize": Refused((True,)),
+        "use_activation": Refused((True,)),
     }
 
     input: Prompts
@@ -95,12 +91,11 @@ async def create_embeddings(
 ) -> Response:
     """Return the model's final hidden states, as one vector an input."""
     model = context.check_model(body.model)
-    params = body.engine_params(pooling=Pooling(context.config.pooling))
+    params = SamplingParams(max_tokens=0, pooling=Pooling(context.config.pooling))
     prompts = await prompt_ids(context, body.input, "input", add_special_tokens=body.add_special_tokens)
     body.check_lengths(prompts, "input", context.limits)
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
-    answer, generation = submit(http, context, requests, TextRules())
-    infos = await shape_each(http, answer, generation, body, lambda _, info: info)
+    infos, generation = await shape_each(http, context, body, requests, lambda _, info: info)
 
     def document() -> bytes:
         data = [body.shape(index, info.pooled or ()) for index, info in enumerate(infos)]

@@ -1,7 +1,4 @@
-"""GET /v1/models and /v1/models/{id}, in OpenAI's or Anthropic's shape.
-
-The one model under each of its names, and its adapters. Requests with Anthropic's version header get its shape.
-"""
+"""GET /v1/models and /v1/models/{id}, in OpenAI's or Anthropic's shape."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from engine.adapters import LoadedAdapter
 from server.context import Context, InContext
 from server.errors import IS_ANTHROPIC
 from server.http.bodies import ResponseBody
@@ -23,11 +19,11 @@ class ModelCard(ResponseBody):
     """A model: OpenAI's four fields, and vLLM's."""
 
     id: str
-    object: str = "model"
+    object: str
     created: int
-    owned_by: str = "quire"
+    owned_by: str
     root: str
-    parent: str | None = None  # of an adapter: its base model
+    parent: str | None  # of an adapter: its base model
     max_model_len: int
 
     def for_anthropic(self) -> ModelInfo:
@@ -45,7 +41,7 @@ class ModelCard(ResponseBody):
 
 
 class ModelList(ResponseBody):
-    object: str = "list"
+    object: str
     data: list[ModelCard]
 
 
@@ -98,21 +94,17 @@ router = APIRouter()
 
 
 def _card(context: Context, name: str) -> ModelCard:
+    """Return the card of a name of the model, or of an adapter."""
+    loaded = context.engine.adapters.find(name)
     return ModelCard(
         id=name,
         object="model",
-        created=context.started_s,
+        created=context.started_s if loaded is None else loaded.loaded_s,
         owned_by="quire",
-        root=context.config.model,
-        parent=None,
+        root=context.config.model if loaded is None else loaded.path,
+        parent=None if loaded is None else context.config.served_model_names[0],
         max_model_len=context.limits.max_model_len,
     )
-
-
-def _adapter_card(context: Context, loaded: LoadedAdapter) -> ModelCard:
-    served = _card(context, context.config.served_model_names[0])
-    own = {"id": loaded.adapter.name, "created": loaded.loaded_s, "root": loaded.path, "parent": served.id}
-    return served.model_copy(update=own)
 
 
 def _json(answer: ResponseBody) -> Response:
@@ -122,8 +114,8 @@ def _json(answer: ResponseBody) -> Response:
 @router.get("/v1/models", responses=answers(ModelList))
 async def list_models(http: Request, context: InContext) -> Response:
     """List the names that requests may use."""
-    cards = [_card(context, name) for name in context.config.served_model_names]
-    cards += [_adapter_card(context, loaded) for loaded in context.engine.adapters.all()]
+    names = [*context.config.served_model_names, *(loaded.adapter.name for loaded in context.engine.adapters.all())]
+    cards = [_card(context, name) for name in names]
     if getattr(http.state, IS_ANTHROPIC):
         return _json(ModelPageQuery.model_validate(dict(http.query_params)).page(cards))
     return _json(ModelList(object="list", data=cards))
@@ -132,7 +124,5 @@ async def list_models(http: Request, context: InContext) -> Response:
 @router.get("/v1/models/{name:path}", responses=answers(ModelCard))
 async def retrieve_model(http: Request, context: InContext, name: str) -> Response:
     """Return a model, or a 404."""
-    name = context.check_model(name)
-    loaded = context.engine.adapters.find(name)
-    card = _card(context, name) if loaded is None else _adapter_card(context, loaded)
+    card = _card(context, context.check_model(name))
     return _json(card.for_anthropic() if getattr(http.state, IS_ANTHROPIC) else card)

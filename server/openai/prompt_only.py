@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from fastapi import Request
 
 from engine.core.errors import ContextLengthError, InvalidRequestError
-from engine.core.types import Pooling, PromptInfo, SamplingParams
+from engine.core.types import PromptInfo
+from engine.core.types import Request as EngineRequest
+from engine.text.choice import TextRules
+from engine.text.fields.base import Refused
 from engine.text.limits import ModelLimits
-from server.client import Answer
+from server.context import Context
 from server.generation import Generation
 from server.http.slow_thread import run_slowly
 from server.openai.sampling import EngineBody
-from server.respond import MAX_INLINE_TOKENS, unless_disconnected
+from server.respond import MAX_INLINE_TOKENS, submit, unless_disconnected
 
 MAX_INPUTS = 2048  # of one request; OpenAI's limit
 
@@ -24,17 +27,13 @@ class PromptOnlyBody(EngineBody):
     """The fields that both requests share."""
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"request_id"})
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "stream": (False,),
-        "truncate_prompt_tokens": (),
-        "truncation_side": ("left", "right"),
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
+        "stream": Refused((False,)),
+        "truncate_prompt_tokens": Refused(),
+        "truncation_side": Refused(("left", "right")),
     }
 
     add_special_tokens: bool = True
-
-    def engine_params(self, *, pooling: Pooling | None = None, prompt_logprobs: int | None = None) -> SamplingParams:
-        """Return the engine's parameters."""
-        return SamplingParams(max_tokens=0, pooling=pooling, prompt_logprobs=prompt_logprobs)
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], param: str, limits: ModelLimits) -> None:
         """Raise ContextLengthError for a prompt that does not fit."""
@@ -59,30 +58,32 @@ Result = TypeVar("Result")
 
 async def shape_each(
     http: Request,
-    answer: Answer,
-    generation: Generation,
+    context: Context,
     body: PromptOnlyBody,
+    requests: Sequence[EngineRequest],
     shape: Callable[[int, PromptInfo], Result],
-) -> list[Result]:
-    """Return what `shape` makes of each prompt, in order.
+) -> tuple[list[Result], Generation]:
+    """Run requests, and return what `shape` makes of each prompt, in order.
 
     Each is shaped as soon as it is computed, so that the log probabilities of all prompts are never held together. A
     client that leaves ends it.
     """
+    answer, generation = submit(http, context, requests, TextRules())
+    results: dict[int, Result] = {}
 
-    def shape_some(infos: list[tuple[int, PromptInfo]]) -> dict[int, Result]:
-        return {index: shape(index, info) for index, info in infos}
-
-    async def shaped() -> list[Result]:
-        results: dict[int, Result] = {}
+    async def shape_all() -> None:
         while news := await generation.next_deltas():
             infos = [(index, delta.prompt) for index, delta in news if delta.prompt is not None]
             num_tokens = sum(len(info.logprobs or ()) for _, info in infos)
-            some = partial(shape_some, infos)
-            results |= some() if num_tokens <= MAX_INLINE_TOKENS else await run_slowly(some)
+            some = partial(_shape_some, infos, shape)
+            results.update(some() if num_tokens <= MAX_INLINE_TOKENS else await run_slowly(some))
         if body.include_metrics:
             await generation.settle()
-        return [results[index] for index in sorted(results)]
 
     with answer:
-        return await unless_disconnected(http.receive, shaped())
+        await unless_disconnected(http.receive, shape_all())
+    return [results[index] for index in sorted(results)], generation
+
+
+def _shape_some(infos: list[tuple[int, PromptInfo]], shape: Callable[[int, PromptInfo], Result]) -> dict[int, Result]:
+    return {index: shape(index, info) for index, info in infos}

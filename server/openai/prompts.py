@@ -35,10 +35,7 @@ Prompts = Annotated[
 async def prompt_ids(
     context: Context, prompts: Sequence[Prompt], param: str, *, add_special_tokens: bool
 ) -> list[list[int]]:
-    """Return the token ids of each prompt, a text or ids.
-
-    Raises InvalidRequestError or ContextLengthError, which name `param`.
-    """
+    """Return the token ids of each prompt. Errors name `param`."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     encoded = iter(await context.encode(texts, param, add_special_tokens=add_special_tokens))
 

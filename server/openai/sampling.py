@@ -1,7 +1,4 @@
-"""Fields that the generating APIs share: streaming, caching, tenants.
-
-The sampling fields are in engine/text/fields/sampling.py. Pure data.
-"""
+"""Fields that the generating APIs share: streaming, caching, tenants."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.text.fields.base import RequestBody
+from engine.text.fields.base import Refused, RequestBody
 from engine.text.fields.sampling import QueueFields, SamplingFields
 from engine.text.limits import ModelLimits
 
@@ -20,17 +17,21 @@ MAX_USER = 512
 _OFF: tuple[Any, ...] = (False, 0, [], {}, "")
 
 # Fields of OpenAI, vLLM and others that would change the answer, with the values that ask for nothing special.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+UNSUPPORTED: Mapping[str, Refused] = {
     **dict.fromkeys(
         (
-            "beam_width", "chat_template", "documents", "dry_multiplier", "dynatemp_range", "grammar", "json_schema",
-            "logits_processors", "logprob_token_ids", "lora_path", "mirostat", "prompt_embeds", "regex",
-            "repetition_detection", "return_prompt_text", "stop_regex", "suffix", "top_n_sigma", "xtc_probability",
+            "chat_template", "documents", "dry_multiplier", "dynatemp_range", "logits_processors", "logprob_token_ids",
+            "lora_path", "mirostat", "prompt_embeds", "repetition_detection", "return_prompt_text", "stop_regex",
+            "suffix", "top_n_sigma", "xtc_probability",
         ),
-        _OFF,
+        Refused(_OFF),
     ),
-    "truncation_side": ("left",),
-    "typical_p": (1, 1.0),
+    "beam_width": Refused(_OFF, "send use_beam_search: true, and the width as n"),
+    "grammar": Refused(_OFF, "send structured_outputs: {grammar: ...}"),
+    "json_schema": Refused(_OFF, "send structured_outputs: {json: ...}, or response_format"),
+    "regex": Refused(_OFF, "send structured_outputs: {regex: ...}"),
+    "truncation_side": Refused(("left",)),
+    "typical_p": Refused((1, 1.0)),
 }  # fmt: skip
 
 # Fields that ask for another way to the same answer, which is dropped where it cannot be had.
@@ -40,14 +41,6 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
     ),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
-}
-
-# What to send instead of a field that older clients send.
-INSTEAD: Mapping[str, str] = {
-    "beam_width": "send use_beam_search: true, and the width as n",
-    "json_schema": "send structured_outputs: {json: ...}, or response_format",
-    "regex": "send structured_outputs: {regex: ...}",
-    "grammar": "send structured_outputs: {grammar: ...}",
 }
 
 # Fields that by their meaning leave the answer as it is: bookkeeping and hints.
@@ -94,8 +87,7 @@ class SamplingBody(EngineBody, SamplingFields):
 
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = HINTS
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
-    INSTEAD: ClassVar[Mapping[str, str]] = INSTEAD
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = UNSUPPORTED
 
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # how logprobs spell tokens

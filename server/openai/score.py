@@ -16,15 +16,14 @@ from pydantic import BeforeValidator, Field, model_validator
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
-from engine.core.types import PromptInfo, TokenLogprob
-from engine.text.choice import TextRules
+from engine.core.types import PromptInfo, SamplingParams
 from engine.text.logprobs import finite
 from server.context import InContext, aside, json_body
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
-from server.openai.usage import Usage
-from server.respond import answer_id, engine_requests, submit, with_timings
+from server.respond import answer_id, engine_requests, with_timings
+from server.telemetry.usage import Usage
 
 router = APIRouter()
 
@@ -59,10 +58,7 @@ class ScoreBody(PromptOnlyBody):
         return self
 
     def wholes(self, most_chars: int) -> list[str]:
-        """Return each pair as one text.
-
-        Raises InvalidRequestError if they exceed the size of a body.
-        """
+        """Return each pair as one text. Raises InvalidRequestError if they are too long."""
         firsts = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
         num_chars = sum(map(len, firsts)) + sum(map(len, self.text_2))
         if num_chars > most_chars:
@@ -72,17 +68,6 @@ class ScoreBody(PromptOnlyBody):
                 param="text_2",
             )
         return [first + second for first, second in zip(firsts, self.text_2, strict=True)]
-
-    def first_scored(self, contexts: list[list[int]], wholes: list[list[int]]) -> list[int]:
-        """Return the first token of each continuation. Raises InvalidRequestError."""
-        repeated = contexts * len(wholes) if len(contexts) == 1 else contexts
-        return [_first_scored(*pair) for pair in zip(repeated, wholes, strict=True)]
-
-    def shape(self, index: int, logprobs: Sequence[TokenLogprob | None], first: int) -> Score:
-        """Return a pair's score, of its tokens from `first` on."""
-        values = [finite(entry.logprob) for entry in logprobs[first:] if entry is not None]
-        score = math.fsum(values) / (len(values) if self.reduction == "mean" else 1)
-        return Score(object="score", index=index, score=score)
 
 
 def _first_scored(context: Sequence[int], whole: Sequence[int]) -> int:
@@ -121,20 +106,22 @@ async def create_score(
 ) -> Response:
     """Return the log likelihood of each text_2 as the continuation of its text_1."""
     model = context.check_model(body.model)
-    params = body.engine_params(prompt_logprobs=0)
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     special = body.add_special_tokens
     wholes = await aside(lambda: body.wholes(context.config.max_body_bytes))
     contexts = await context.encode(body.text_1, "text_1", add_special_tokens=special)
     prompts = await context.encode(wholes, "text_2", add_special_tokens=special)
     body.check_lengths(prompts, "text_2", context.limits)
-    firsts = await aside(lambda: body.first_scored(contexts, prompts))
+    alone = contexts * len(prompts) if len(contexts) == 1 else contexts
+    firsts = await aside(lambda: list(map(_first_scored, alone, prompts)))
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
-    answer, generation = submit(http, context, requests, TextRules())
 
     def shape(index: int, info: PromptInfo) -> Score:
-        return body.shape(index, info.logprobs or (), firsts[index])
+        values = [finite(entry.logprob) for entry in (info.logprobs or ())[firsts[index] :] if entry is not None]
+        score = math.fsum(values) / (len(values) if body.reduction == "mean" else 1)
+        return Score(object="score", index=index, score=score)
 
-    scores = await shape_each(http, answer, generation, body, shape)
+    scores, generation = await shape_each(http, context, body, requests, shape)
     made = Scores(
         id=f"score-{answer_id(requests)}",
         object="list",

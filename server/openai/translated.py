@@ -15,16 +15,18 @@ from pydantic import Field, ValidationError
 
 from engine.core.errors import ClientError
 from engine.text.choice import Delta
-from engine.text.fields.base import RequestBody
+from engine.text.fields.base import Refused, RequestBody
 from engine.text.limits import ModelLimits
 from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
 from server.errors import ApiError, to_api_error
 from server.openai.chat_request import ChatBody
-from server.openai.sampling import HINTS, INSTEAD, NO_OPS, UNSUPPORTED, SamplingBody
+from server.openai.sampling import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
 
 # Fields that these APIs spell otherwise, or for whose result their answers have no place.
 _CHATS_OWN = {"early_stopping", "length_penalty", "max_tokens", "n", "prompt_logprobs", "response_format", "stop"}
 _CHATS_OWN |= {"include_metrics", "return_token_ids", "return_tokens_as_token_ids", "stream_options", "use_beam_search"}
+
+_SEARCHES = "beam searches are what /v1/chat/completions makes; ask there"
 
 Event = TypeVar("Event")
 
@@ -39,15 +41,10 @@ class TranslatedBody(RequestBody):
         "length_penalty": (1, 1.0),
         "thinking_token_budget": (),
     }
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **UNSUPPORTED,
-        "use_beam_search": (False,),
-    }
-    INSTEAD: ClassVar[Mapping[str, str]] = {
-        **INSTEAD,
-        **dict.fromkeys(
-            ("beam_width", "use_beam_search"), "beam searches are what /v1/chat/completions makes; ask there"
-        ),
+        "beam_width": Refused(UNSUPPORTED["beam_width"].neutral, _SEARCHES),
+        "use_beam_search": Refused((False,), _SEARCHES),
     }
     # chat's field -> this API's field that it is made of, which errors name
     OWN_NAMES: ClassVar[Mapping[str, str]] = {}
@@ -70,7 +67,8 @@ class TranslatedBody(RequestBody):
         """Return a chat of these fields, without null ones, and of the shared ones."""
         shared = {name: getattr(self, name) for name in ("model", "temperature", "top_p", "stream")}
         passed = {name: value for name, value in (self.model_extra or {}).items() if name in PASSED_ON}
-        return ChatBody.model_validate({**passed, **shared, **fields})
+        given = {name: value for name, value in fields.items() if value not in (None, [])}
+        return ChatBody.model_validate({**passed, **shared, **given})
 
     @classmethod
     @contextmanager
@@ -97,10 +95,7 @@ PASSED_ON = (
 
 
 class PieceWriter(ABC, Generic[Event]):
-    """Writes an answer as blocks, one for each run of text or reasoning and each call.
-
-    Both a stream and a plain answer use it: the latter is the former's state at its end.
-    """
+    """Writes an answer as blocks, one for each run of text or reasoning and each call."""
 
     def __init__(self) -> None:
         self._open: type[Piece] | None = None  # the kind of piece that continues the open block
@@ -142,10 +137,7 @@ class PieceWriter(ABC, Generic[Event]):
 
 
 def pieces_of(delta: Delta) -> list[Piece]:
-    """Return the parts of a delta in the order in which they were written.
-
-    The rest of an open call comes before text, and text before new calls.
-    """
+    """Return a delta's parts as written: rest of the open call, text, new calls."""
     pieces: list[Piece] = [Reasoning(delta.reasoning)] if delta.reasoning else []
     calls = list(delta.calls)
     if calls and calls[0].name is None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from fastapi import APIRouter, Depends
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import AdapterConflictError
-from engine.text.fields.base import RequestBody
+from engine.text.fields.base import Refused, RequestBody
 from server.context import Context, InContext, InOwner, check_operator, json_body
 from server.errors import ApiError
 from server.http.detached import run_detached
@@ -25,8 +25,9 @@ MAX_NAME = 256  # characters
 class LoadAdapterBody(RequestBody):
     """A folder of this machine, and the name for requests."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"load_inplace": (False,)}
-    INSTEAD: ClassVar[Mapping[str, str]] = {"load_inplace": "unload the adapter first, then load it again"}
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
+        "load_inplace": Refused((False,), "unload the adapter first, then load it again"),
+    }
 
     lora_name: str = Field(min_length=1, max_length=MAX_NAME)
     lora_path: str = Field(min_length=1, max_length=4096)

@@ -137,11 +137,10 @@ def _others(body: type[RequestBody]) -> Iterator[str]:
     for field in sorted(body.HINTS.keys() - body.model_fields.keys()):
         yield f"| `{field}` | anything | | hint |"
     for field in sorted(body.UNSUPPORTED.keys() - body.model_fields.keys()):
-        neutral = body.UNSUPPORTED[field]
+        neutral, instead = body.UNSUPPORTED[field]
         takes = (
             "only " + ", ".join(dict.fromkeys(f"`{json.dumps(value)}`" for value in neutral)) if neutral else "nothing"
         )
-        instead = body.INSTEAD.get(field)
         yield f"| `{field}` | {takes} | | refused{_cell(f': {instead}') if instead else ''} |"
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
-from engine.text.fields.base import RequestBody
+from engine.text.fields.base import Refused, RequestBody
 from engine.text.fields.chat import Conversation, Message
 from engine.text.logprobs import token_text
 from server.context import InContext, aside, json_body
@@ -22,7 +22,7 @@ from server.http.slow_thread import run_slowly
 class TokenizeBody(Conversation):
     """A `prompt` or `messages`. Special tokens are added to a prompt only."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"chat_template": ()}
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {"chat_template": Refused()}
 
     model: str | None = None
     prompt: str | None = None

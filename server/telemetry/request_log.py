@@ -11,19 +11,30 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.core.stats import SequenceView
-from engine.core.types import Request
+from engine.core.types import FinishReason, Request
 from server.generation import Generation
 from server.telemetry.live import Place
-from server.telemetry.timeline import AnswerMetrics
+from server.telemetry.timeline import AnswerMetrics, Spans
+from server.telemetry.usage import Usage
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT
 
 RECENT = 1000  # about a kilobyte each
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
 _ORDER = ("running", "prefill", "preempted")  # a request has the state of its foremost sequence
+
+
+class Outcome(NamedTuple):
+    """The state of a request's answer, now or at its end."""
+
+    spans: Spans | None
+    finish_reasons: list[FinishReason | None]
+    is_dropped: bool
+    usage: Usage
+    num_cached_tokens: int
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -40,7 +51,7 @@ class RequestRecord:
     account: Account | None = None
     is_background: bool = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
-    end: dict[str, Any] = field(default_factory=dict)
+    end: tuple[Outcome, int, float] | None = None  # with the status and the seconds
 
     def __post_init__(self) -> None:
         self.is_background = self.requests[0].is_background
@@ -60,18 +71,42 @@ class RequestRecord:
 
     @property
     def log_fields(self) -> dict[str, int | float | str]:
-        """Return the fields of the log line."""
-        named: dict[str, int | float | str] = {} if self.account is None else {"tenant": self.account.tenant.name}
-        return {} if self.generation is None else named | self.generation.history
+        """Return the fields of the log line: counts, and the seconds of the slowest choice."""
+        if self.generation is None:
+            return {}
+        spans, finish_reasons, _, usage, num_cached = self.outcome
+        fields: dict[str, int | float | str] = {} if self.account is None else {"tenant": self.account.tenant.name}
+        fields["prompt_tokens"] = usage.prompt_tokens
+        fields["cached_tokens"] = num_cached
+        fields["completion_tokens"] = usage.completion_tokens
+        reasons = {reason.value for reason in finish_reasons if reason is not None}
+        if reasons:  # a stream's status is 200 even if it fails
+            fields["finish_reason"] = "+".join(sorted(reasons))
+        if spans is not None:
+            fields["queue_s"] = round(spans.queue_s, 3)
+            fields["prefill_s"] = round(spans.prefill_s, 3)
+            fields["decode_s"] = round(spans.decode_s, 3)
+            if spans.num_preemptions is not None:
+                fields["preemptions"] = spans.num_preemptions
+        return fields
+
+    @property
+    def outcome(self) -> Outcome:
+        """Return the state of the answer."""
+        if self.end is not None:
+            return self.end[0]
+        assert self.generation is not None
+        timeline, usage = self.generation.timeline, self.generation.usage
+        cached = self.generation.num_cached_tokens
+        return Outcome(timeline.spans(), timeline.finish_reasons, timeline.is_dropped, usage, cached)
 
     def close(self, status: int, seconds: float) -> None:
-        """Keep what the request came to, and drop its prompts. Idempotent."""
+        """Keep the state of the answer, and drop the prompts. Idempotent."""
         if self.generation is None:
             return
-        self.end = {"state": "finished", **self._counts(), "status": status or None, "seconds": round(seconds, 3)}
+        self.end = self.outcome, status, seconds
         if self.account is not None:
             self.account.close(self.generation.num_drawn_tokens)
-        self.end["history"] = [*self._history(), {"event": "finished", "at_s": round(seconds, 3)}]
         self.generation, self.requests = None, ()
 
     def document(self, views: Sequence[SequenceView], place: Place | None) -> dict[str, Any]:
@@ -86,8 +121,11 @@ class RequestRecord:
             "tenant": None if self.account is None else self.account.tenant.name,
             "created": self.created,
         }
-        if self.generation is None:
-            return head | self.end
+        if self.end is not None:
+            _, status, seconds = self.end
+            ended = {"status": status or None, "seconds": round(seconds, 3)}
+            history = [*self._history(), {"event": "finished", "at_s": round(seconds, 3)}]
+            return head | {"state": "finished", **self._counts(), **ended, "history": history}
         states = [view.status for view in views]
         state = next((name for name in _ORDER if name in states), "waiting" if place or not states else states[0])
         return head | {
@@ -111,34 +149,19 @@ class RequestRecord:
         }
 
     def _counts(self) -> dict[str, Any]:
-        assert self.generation is not None
-        spans, cached = self.generation.timeline.spans(), self.generation.num_cached_tokens
-        reasons = self.generation.timeline.finish_reasons
-        return {
-            "finish_reasons": [None if reason is None else reason.value for reason in reasons],
-            "usage": self.generation.usage.model_dump(),
-            "metrics": None
-            if spans is None or self.generation.timeline.is_dropped
-            else AnswerMetrics.of(spans, cached).model_dump(),
-        }
+        spans, finish_reasons, is_dropped, usage, num_cached = self.outcome
+        metrics = None if spans is None or is_dropped else AnswerMetrics.of(spans, num_cached).model_dump()
+        return {"finish_reasons": finish_reasons, "usage": usage.model_dump(), "metrics": metrics}
 
     def _history(self) -> list[dict[str, Any]]:
         """Return the events so far with the seconds since arrival; of several choices the slowest counts."""
-        assert self.generation is not None
-        events, at_s = [("received", 0.0)], 0.0
-        spans = self.generation.timeline.spans()
+        spans, _, is_dropped, usage, _ = self.outcome
+        events = [("received", 0.0)]
         if spans is not None:
-            for name, seconds in (
-                ("scheduled", spans.queue_s),
-                ("first_token", spans.prefill_s),
-                ("last_token", spans.decode_s),
-            ):
-                at_s += seconds
-                events.append((name, at_s))
-        if not self.generation.usage.completion_tokens:
-            events = events[:2]  # no token was drawn so far
-        if self.generation.timeline.is_dropped:
-            events[1:] = [("dropped", at) for _, at in events[1:2]]
+            events.append(("dropped" if is_dropped else "scheduled", spans.queue_s))
+            if usage.completion_tokens:
+                first_s = spans.queue_s + spans.prefill_s
+                events += [("first_token", first_s), ("last_token", first_s + spans.decode_s)]
         return [{"event": name, "at_s": round(at, 3)} for name, at in events]
 
 

@@ -115,10 +115,7 @@ class Account:
         self._num_spent += num_tokens
 
     def headers(self, num_drawn_tokens: int = 0) -> dict[str, str]:
-        """Return the limits in OpenAI's headers, less the tokens drawn so far, which `close` will charge.
-
-        The limit on requests is on concurrent ones.
-        """
+        """Return the limits in OpenAI's headers, less the tokens drawn so far."""
         limits: dict[str, str] = {}
         if (most := self.tenant.max_concurrent_requests) is not None:
             limits["x-ratelimit-limit-requests"] = str(most)

@@ -22,7 +22,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.core.errors import ConfigError
@@ -65,12 +74,16 @@ class _Terms(BaseModel):
         return content
 
 
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
 class _Tenant(_Terms):
     name: Name
     tier: str | None = None
-    key: SecretStr | list[SecretStr] | None = None
-    key_env: str | list[str] | None = None
-    key_sha256: str | list[str] | None = None
+    key: Annotated[list[SecretStr], BeforeValidator(_listed)] = Field(default_factory=list)
+    key_env: Annotated[list[str], BeforeValidator(_listed)] = Field(default_factory=list)
+    key_sha256: Annotated[list[str], BeforeValidator(_listed)] = Field(default_factory=list)
 
 
 class _File(BaseModel):
@@ -118,29 +131,21 @@ def _resolve(entry: _Tenant, tiers: dict[str, _Terms]) -> Tenant:
         raise ValueError(
             f"in which tenant {entry.name} is of tier {entry.tier!r}; tiers are {', '.join(tiers) or 'none'}"
         )
-    tier = tiers[entry.tier] if entry.tier is not None else _Terms()
-    own, terms = entry.model_dump(include=set(_Terms.model_fields)), tier.model_dump()
-    terms = {name: value if own[name] is None else own[name] for name, value in terms.items()}
-    weight = terms.pop("weight")
-    return Tenant(
-        name=entry.name,
-        digests=tuple(_digests(entry)),
-        tier=entry.tier or "",
-        weight=1.0 if weight is None else weight,
-        **terms,
-    )
+    terms = {} if entry.tier is None else tiers[entry.tier].model_dump(exclude_unset=True)
+    terms |= entry.model_dump(include=set(_Terms.model_fields), exclude_unset=True)
+    return Tenant(name=entry.name, digests=tuple(_digests(entry)), tier=entry.tier or "", **terms)
 
 
 def _digests(entry: _Tenant) -> list[bytes]:
-    keys = [key.get_secret_value() for key in _listed(entry.key)]
-    for variable in _listed(entry.key_env):
+    keys = [key.get_secret_value() for key in entry.key]
+    for variable in entry.key_env:
         if not os.environ.get(variable):
             raise ValueError(f"in which the key of tenant {entry.name} is the variable {variable}, which is not set")
         keys.append(os.environ[variable])
     if not all(key and key == key.strip() for key in keys):
         raise ValueError(f"in which a key of tenant {entry.name} is empty, or begins or ends with a space")
     found = [sha256(key.encode()).digest() for key in keys]
-    for text in _listed(entry.key_sha256):
+    for text in entry.key_sha256:
         if len(text) != 64 or not set(text.lower()) <= set("0123456789abcdef"):
             raise ValueError(f"in which key_sha256 of tenant {entry.name} is not 64 hexadecimal digits")
         if bytes.fromhex(text) == _NOTHING:
@@ -151,10 +156,6 @@ def _digests(entry: _Tenant) -> list[bytes]:
     if not found:
         raise ValueError(f"in which tenant {entry.name} has no key; give it key, key_env or key_sha256")
     return found
-
-
-def _listed(value: Any) -> list[Any]:
-    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def _refuse_twins(tenants: tuple[Tenant, ...], api_keys: Iterable[str]) -> None:

@@ -11,9 +11,9 @@ from engine.runtime.headroom import Headroom
 _MIB = 1 << 20
 
 
-def _grown(room: Headroom) -> int:
+def _grown(room: Headroom, num_used: int) -> int:
     count = 0
-    while room.grow():
+    while room.grow(num_used):
         count += 1
     return count
 
@@ -33,12 +33,9 @@ def room(monkeypatch: pytest.MonkeyPatch, populated: list[tuple[int, int]]) -> H
 
 
 def test_it_stays_so_far_ahead_of_use(room: Headroom, populated: list[tuple[int, int]]) -> None:
-    assert _grown(room) == 4
-    room.note_use(2)
-    room.note_use(1)
-    assert _grown(room) == 2
-    room.note_use(15)  # far beyond what was ready
-    assert _grown(room) == 2
+    assert _grown(room, 0) == 4
+    assert _grown(room, 3) == 2
+    assert _grown(room, 16) == 2, "far beyond what was ready"
     assert populated == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 10), (16, 17), (18, 19)]
 
 
@@ -54,13 +51,11 @@ def test_a_system_that_says_no_is_asked_again_when_more_is_used(
 
     with monkeypatch.context() as patch:
         patch.setattr(huge_pages, "populate", refuse)
-        for block in (0, 0, 1, 2, 2, 3):  # a piece has two blocks
-            room.note_use(block)
-            assert _grown(room) == 0
+        for num_used in (1, 1, 2, 3, 3, 4):  # a piece has two blocks
+            assert _grown(room, num_used) == 0
         assert num_asked == 2
-    assert _grown(room) == 0
-    room.note_use(4)
-    assert _grown(room) == 4
+    assert _grown(room, 4) == 0
+    assert _grown(room, 5) == 4
     assert populated == [(5, 6), (7, 8), (9, 10), (11, 12)]
 
 

@@ -13,11 +13,10 @@ import pytest
 from harness import byte_tokenizer
 
 from engine.core.errors import InvalidRequestError, OverloadedError
-from engine.text.grammars import builder as builder_module
+from engine.text.grammars import compiler as compiler_module
 from engine.text.grammars import guidance
-from engine.text.grammars.builder import MAX_TEXT, GrammarBuilder
 from engine.text.grammars.cache import MAX_ENTRIES, GrammarCache
-from engine.text.grammars.compiler import GrammarCompiler
+from engine.text.grammars.compiler import MAX_TEXT, GrammarCompiler
 from engine.text.grammars.guidance import GuidanceGrammar, GuidanceVocabulary
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.grammars.trial import GrammarError
@@ -36,9 +35,9 @@ FINE = regex("[a-f]{3}")
 
 
 @pytest.fixture
-def builder() -> Iterator[GrammarBuilder]:
-    made = GrammarBuilder(byte_tokenizer(), 257, lambda _: None)
-    made.warm_up().result(WAIT_S)
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(byte_tokenizer(), 257)
+    made.compile_now(regex("warm"), "x")
     yield made
     made.close()
 
@@ -56,22 +55,29 @@ def compiling(work: Callable[[GrammarCompiler], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def test_slow_grammars_hold_up_no_other(builder: GrammarBuilder) -> None:
+def test_slow_grammars_hold_up_no_other(compiler: GrammarCompiler) -> None:
     """All that is slow waits for one worker; the other one is there for the rest."""
-    slow = [builder.submit(spec) for spec in SLOW[:4]]
-    assert builder.submit(FINE).result(WAIT_S).start().count_allowed(b"abc") == 3
+    slow = [compiler._find(spec, "x") for spec in SLOW[:4]]
+    assert compiler.compile_now(FINE, "x").start().count_allowed(b"abc") == 3
     assert not all(future.done() for future in slow)
     for future in slow:
         outcome(future)
 
 
-def test_only_so_many_slow_grammars_wait(builder: GrammarBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder_module, "MAX_SLOW", 2)
-    outcomes = [outcome(future) for future in [builder.submit(spec) for spec in SLOW]]
-    refused = [error for error in outcomes if isinstance(error, OverloadedError)]
-    assert refused
-    assert len(outcomes) - len(refused) >= 2
-    assert isinstance(outcome(builder.submit(SLOW[0])), GuidanceGrammar | GrammarError)  # there is a place again
+def test_only_so_many_slow_grammars_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_SLOW", 2)
+    compiler = GrammarCompiler(byte_tokenizer(), 257)
+    try:
+        outcomes = [outcome(future) for future in [compiler._find(spec, "x") for spec in SLOW]]
+        refused = [error for error in outcomes if isinstance(error, OverloadedError)]
+        assert refused
+        assert len(outcomes) - len(refused) >= 2
+        last = outcomes.index(refused[-1])
+        assert isinstance(
+            outcome(compiler._find(SLOW[last], "x")), GuidanceGrammar | GrammarError
+        )  # there is a place again
+    finally:
+        compiler.close()
 
 
 def outcome(future: Future[GuidanceGrammar]) -> object:
@@ -79,14 +85,23 @@ def outcome(future: Future[GuidanceGrammar]) -> object:
     return future.result() if error is None else error
 
 
-def test_hostile_grammars_take_no_memory_here(builder: GrammarBuilder) -> None:
+def test_those_that_wait_when_it_closes_are_refused() -> None:
+    compiler = GrammarCompiler(byte_tokenizer(), 257)
+    futures = [compiler._find(spec, "x") for spec in SLOW]
+    compiler.close()
+    assert any(isinstance(outcome(future), OverloadedError) for future in futures)
+    with pytest.raises(OverloadedError, match="shutting down"):
+        compiler.compile_now(FINE, "x")
+
+
+def test_hostile_grammars_take_no_memory_here(compiler: GrammarCompiler) -> None:
     """Each would take 40 to 200 MiB in this process."""
-    builder.submit(FINE).result(WAIT_S)
     before = private_bytes(Path("/proc/self/statm").read_bytes())
     assert max(len(spec.text) for spec in HOSTILE.values()) <= MAX_TEXT  # or it is not even tried
-    outcomes = {name: outcome(builder.submit(spec)) for name, spec in HOSTILE.items()}
+    outcomes = {name: outcome(compiler._find(spec, "x")) for name, spec in HOSTILE.items()}
     assert sum(isinstance(error, InvalidRequestError) for error in outcomes.values()) >= len(HOSTILE) - 3
     del outcomes
+    compiler._cache = GrammarCache()
     gc.collect()
     assert private_bytes(Path("/proc/self/statm").read_bytes()) - before < 16 << 20
 
@@ -99,7 +114,7 @@ def test_a_refusal_names_the_field_and_is_remembered() -> None:
             ) as caught:
                 await compiler.compile(HOSTILE["nested counts"], "structured_outputs")
             assert caught.value.param == "structured_outputs"
-            compiler._builder.submit = None  # type: ignore[method-assign, assignment]  # it is not made again
+            compiler._start = None  # type: ignore[method-assign, assignment]  # it is not made again
 
     compiling(work)
 

@@ -21,14 +21,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_bad_input import error_of
 
-from engine.core.types import FinishReason, TokenEvent
+from engine.core.types import FinishReason, SamplingParams, TokenEvent
 from engine.text.chat_format import ChatFormat
 from engine.text.choice import CallDelta, Choice, Delta, TextRules
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.tools.json_calls import HERMES
 from engine.text.types import CallArguments, CallBegin, Content
-from server.openai.responses.output import OutputWriter
+from server.openai.formatter import ChunkMeta
+from server.openai.responses.body import ResponsesBody
+from server.openai.responses.formatter import ResponsesFormatter
 from server.openai.translated import pieces_of
+from server.telemetry.usage import Usage
 
 Serve = Callable[..., Live]
 PATH = "/v1/responses"
@@ -492,18 +495,23 @@ SAID = f"<think>Well.</think>I ask.{CALL}\n{CALL}".encode()
 def test_items_do_not_depend_on_how_many_tokens_came_at_once(cuts: set[int]) -> None:
     tokenizer = byte_tokenizer()
     choice = Choice(tokenizer, (), TextRules(make_parser=READER))
-    writer = OutputWriter(tokenizer, lambda: "call_1", tells_logprobs=False)
-    told: dict[str, str] = {}
+    meta = ChunkMeta(id_prefix="resp", model="m", tokenizer=tokenizer, prompts=[()], answer_id="1")
+    body = ResponsesBody.model_validate({"input": "x"})
+    formatter = ResponsesFormatter(body, meta, SamplingParams(max_tokens=1), call_id_length=0)
+    frames = b""
     for begin, end in pairwise([0, *sorted(cuts), len(SAID)]):
         reason = FinishReason.STOP if end == len(SAID) else None
         choice.accept(TokenEvent("r", 0, token_ids=tuple(SAID[begin:end]), finish_reason=reason))
-        for event in writer.add(choice.take()):
-            if event.delta is not None:
-                assert event.item_id is not None
-                told[event.item_id] = told.get(event.item_id, "") + event.delta
-    writer.finish(FinishReason.STOP)
-    texts = [item.arguments or "".join(part.text for part in item.content or ()) for item in writer.items]
-    assert [item.type for item in writer.items] == ["reasoning", "message", "function_call", "function_call"]
+        frames += formatter.news([(0, choice.take())], lambda: Usage.of(0, 0))
+    frames += formatter.closing(Usage.of(0, 0), None)
+    events = [json.loads(line.removeprefix(b"data: ")) for line in frames.splitlines() if line.startswith(b"data: ")]
+    told: dict[str, str] = {}
+    for event in events:
+        if "delta" in event:
+            told[event["item_id"]] = told.get(event["item_id"], "") + event["delta"]
+    items = events[-1]["response"]["output"]
+    texts = [item.get("arguments") or "".join(part["text"] for part in item.get("content", ())) for item in items]
+    assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
     assert texts == ["Well.", "I ask.", '{"city": "Rome"}', '{"city": "Rome"}']
     assert list(told.values()) == texts
 

@@ -61,28 +61,28 @@ class PinMachine(RuleBasedStateMachine):
         chain = chain_of(*tokens)
         self.parents.update(zip(chain[2:], chain[1:], strict=False))
         for index in range(len(tokens)):
-            before = dict(self.pins._until)
+            before = dict(self.pins.until)
             is_kept = self.pins.keep(chain, index, self.now + seconds)
-            gone = [until for digest, until in before.items() if digest not in self.pins]
+            gone = [until for digest, until in before.items() if digest not in self.pins.until]
             assert len(gone) <= is_kept, "a place was taken for nothing, or more than one"
             assert all(until < self.now + seconds for until in gone), "a pin that lasts longer lost its place"
             if not is_kept:
                 break
-            assert all(digest in self.pins for digest in chain[1 : index + 2])
+            assert all(digest in self.pins.until for digest in chain[1 : index + 2])
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 100.0, HOUR]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.pins.expire(self.now)
-        assert all(until > self.now for until in self.pins._until.values()), "a pin outlived its time"
+        assert all(until > self.now for until in self.pins.until.values()), "a pin outlived its time"
 
     @invariant()
     def books_agree(self) -> None:
         self.pins.check_integrity()
-        assert self.target.pinned == set(self.pins._until)
-        for digest, until in self.pins._until.items():
+        assert self.target.pinned == set(self.pins.until)
+        for digest, until in self.pins.until.items():
             parent = self.parents.get(digest)
-            assert parent is None or self.pins._until[parent] >= until, "a prefix lost its beginning"
+            assert parent is None or self.pins.until[parent] >= until, "a prefix lost its beginning"
 
 
 TestPinMachine = PinMachine.TestCase
@@ -96,9 +96,9 @@ def test_many_requests_for_one_prefix_cost_what_one_does() -> None:
     pins.check_integrity()
     assert len(pins._heap) < 200, "records grow with the requests"
     pins.expire(HOUR + 998.0)
-    assert len(pins) == 4, "it lasts as long as the last one wants"
+    assert len(pins.until) == 4, "it lasts as long as the last one wants"
     pins.expire(HOUR + 999.0)
-    assert len(pins) == 0
+    assert len(pins.until) == 0
 
 
 class PinnedCacheMachine(RuleBasedStateMachine):
@@ -107,7 +107,7 @@ class PinnedCacheMachine(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(tuple(EVICTION_POLICIES)), max_pinned=st.integers(0, 8))
     def start(self, policy: str, max_pinned: int) -> None:
         self.pins = Pins(Stats(), max_pinned)
-        self.cache = PrefixCache(10, 1, policy, None, self.pins, max_pinned)
+        self.cache = PrefixCache(10, 1, policy, None, self.pins.until, max_pinned)
         self.pins.targets.append(self.cache)
         self.now = 0.0
 
@@ -145,7 +145,7 @@ class PinnedCacheMachine(RuleBasedStateMachine):
             self.cache.check_names()
             self.cache.pool.check_integrity([])
             self.pins.check_integrity()
-            here = {block for digest, block in self.cache._block_of.items() if digest in self.pins}
+            here = {block for digest, block in self.cache._block_of.items() if digest in self.pins.until}
             assert here == set(self.cache.pool._pinned)
 
 

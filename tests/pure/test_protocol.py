@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from engine.core.errors import ContextLengthError
 from engine.core.types import SamplingParams
-from engine.text.fields.base import MAX_FAULTS, MAX_FIELDS, RequestBody
+from engine.text.fields.base import MAX_FAULTS, MAX_FIELDS, Refused, RequestBody
 from engine.text.limits import ModelLimits
 from engine.text.sampling import _SHARED
 from engine.text.types import SamplingDefaults
@@ -70,7 +70,7 @@ def test_every_unsupported_field_is_refused_by_name(name: str) -> None:
 
 
 class Inner(RequestBody):
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {"verbosity": Refused(("medium",))}
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"colour": ("any",)}
 
 

@@ -31,7 +31,7 @@ class KVCacheManager:
     def __init__(self, config: SchedulerConfig, stats: Stats, times: StepTime) -> None:
         """`times` estimates what computing takes, which bounds how long a request waits for a store."""
         self._max_num_seqs = config.max_num_seqs
-        self._caching = config.enable_prefix_caching
+        self._caching, self._has_host = config.enable_prefix_caching, config.num_host_blocks > 0
         self._windows = [WindowPool(each, config.block_size, config.eviction) for each in config.window_groups]
         max_pinned = int(config.num_blocks * config.pinned_share)
         self._pins = Pins(stats, max_pinned)
@@ -41,7 +41,7 @@ class KVCacheManager:
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.block_size = config.block_size
         self._cache = PrefixCache(
-            config.num_blocks, config.block_size, config.eviction, self._listener, self._pins, max_pinned
+            config.num_blocks, config.block_size, config.eviction, self._listener, self._pins.until, max_pinned
         )
         self.pool = self._cache.pool
         self._pins.targets.append(self._cache)
@@ -82,11 +82,12 @@ class KVCacheManager:
         num_loaded = len(hits) * size  # positions, with those before
         if ticket is not None and ticket.num_tokens > num_loaded:
             hosts, num_loaded = ticket.blocks[len(hits) :], ticket.num_tokens
-        elif is_reading:
+        elif is_reading and self._has_host:
             hosts = self.tiers.find(seq, len(hits))
             num_loaded += len(hosts) * size
         pool.found(hits)
-        self.tiers.take(seq, hosts)  # before the pool evicts blocks to host memory, which may evict these
+        if hosts:
+            self.tiers.take(seq, hosts)  # before the pool evicts blocks to host memory, which may evict these
         seq.kv.blocks = hits + pool.alloc_many(missing, after=hits[-1] if hits else -1)
         seq.num_computed = seq.num_planned = num_loaded
         seq.kv.num_published = len(hits)
@@ -323,11 +324,12 @@ class KVCacheManager:
 
     def expire(self, now: float) -> None:
         """Unpin contents whose pins have expired."""
-        self._pins.expire(now)
+        if self._pins.until:
+            self._pins.expire(now)
 
     def begin(self) -> list[tuple[int, int]]:
         """Return the copies that a planned step makes first, as (block of the pool, host block)."""
-        return self.tiers.host.take_due()
+        return self.tiers.host.take_due() if self._has_host else []
 
     def take_window_copies(self) -> list[list[tuple[int, int]]]:
         """Return the copies-on-write of the step that is planned, for each group with windows."""
@@ -336,7 +338,8 @@ class KVCacheManager:
     def committed(self, step: InFlightStep) -> None:
         """Note that a step is done: its copies and loads have arrived."""
         self._arrived(step)
-        self.tiers.settle(step, is_done=True)
+        if self._has_host:
+            self.tiers.settle(step, is_done=True)
 
     def rolled_back(self, step: InFlightStep) -> None:
         """Note that nothing of a step was done: its copies never arrived."""

@@ -17,55 +17,49 @@ from engine.core.stats import Stats
 
 
 class Pins:
-    """The pinned contents, each with its end; targets ask `digest in pins`."""
+    """The pinned contents; `until` has the end of each."""
 
-    __slots__ = ("_heap", "_max_pinned", "_num_kept", "_stats", "_until", "targets")
+    __slots__ = ("_heap", "_max_pinned", "_num_kept", "_stats", "targets", "until")
 
     def __init__(self, stats: Stats, max_pinned: int) -> None:
         self._stats = stats
         self._max_pinned = max_pinned
         self.targets: list[BlockIndex] = []
-        self._until: dict[bytes, float] = {}
+        self.until: dict[bytes, float] = {}
         # The first to end is first; of those that end together, the furthest from its root. Some entries are outdated.
         self._heap: list[tuple[float, int, bytes]] = []
         self._num_kept = 0
 
-    def __contains__(self, digest: object) -> bool:
-        return digest in self._until
-
-    def __len__(self) -> int:
-        return len(self._until)
-
     def keep(self, chain: Seq[bytes], index: int, until: float) -> bool:
         """Pin a chain's block `index` until a time, or as long as it is; False without a place."""
         digest = chain[index + 1]
-        has_parent = not index or self._until.get(chain[index], -inf) >= until
-        if not (has_parent and (digest in self._until or len(self._until) < self._max_pinned)):
+        has_parent = not index or self.until.get(chain[index], -inf) >= until
+        if not (has_parent and (digest in self.until or len(self.until) < self._max_pinned)):
             self._stats.pins_refused += 1
             return False
-        if digest not in self._until:
+        if digest not in self.until:
             for target in self.targets:
                 target.pin(digest)
-        if until > self._until.get(digest, -inf):
-            self._until[digest] = until
+        if until > self.until.get(digest, -inf):
+            self.until[digest] = until
             self._num_kept += 1
             heappush(self._heap, (until, -self._num_kept, digest))
-            if len(self._heap) > 2 * len(self._until):
-                self._heap = [entry for entry in self._heap if self._until.get(entry[2]) == entry[0]]
+            if len(self._heap) > 2 * len(self.until):
+                self._heap = [entry for entry in self._heap if self.until.get(entry[2]) == entry[0]]
                 heapify(self._heap)
         return True
 
     def expire(self, now: float) -> None:
-        """Unpin contents whose time is over. Called before every step: it costs a comparison."""
+        """Unpin contents whose time is over."""
         while self._heap and self._heap[0][0] <= now:
             until, _, digest = heappop(self._heap)
-            if self._until.get(digest) == until:
-                del self._until[digest]
+            if self.until.get(digest) == until:
+                del self.until[digest]
                 for target in self.targets:
                     target.unpin(digest)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the bound holds and every pin has its end in the heap."""
-        assert len(self._until) <= self._max_pinned, "more is pinned than may be"
-        ends = {digest: until for until, _, digest in self._heap if self._until.get(digest) == until}
-        assert ends == self._until, "a pin has no end"
+        assert len(self.until) <= self._max_pinned, "more is pinned than may be"
+        ends = {digest: until for until, _, digest in self._heap if self.until.get(digest) == until}
+        assert ends == self.until, "a pin has no end"

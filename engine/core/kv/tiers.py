@@ -61,9 +61,9 @@ class Tiers:
         self._stats, self._times = stats, times
         self._size = config.block_size
         num_host, share = config.num_host_blocks, config.pinned_share
-        self.host = HostTier(num_host, config.block_size, config.eviction, pins, int(num_host * share))
+        self.host = HostTier(num_host, config.block_size, config.eviction, pins.until, int(num_host * share))
         self.stores = {
-            name: BlockIndex(num_slots, "lru", pins, int(num_slots * share)) for name, num_slots in config.stores
+            name: BlockIndex(num_slots, "lru", pins.until, int(num_slots * share)) for name, num_slots in config.stores
         }
         pins.targets += (self.host, *self.stores.values())
         self._fresh: dict[bytes, int] = {}  # new blocks of the pool that were not spilled yet, oldest first
@@ -99,7 +99,7 @@ class Tiers:
 
     def take(self, seq: Sequence, found: Seq[int]) -> None:
         """Hold the host blocks that a sequence is admitted with, and count its tokens by the tier they came from."""
-        if found and not seq.is_resuming:
+        if not seq.is_resuming:
             seq.kv.num_from = {}
             for host in found:
                 tier = self.host.origins.get(host, "host")

@@ -90,11 +90,6 @@ class LinearArgs(Structure):
 
     _fields_ = _fields(packed__scales__bias=c_void_p, n__k=c_int64, format__dtype__activation=c_int32)
 
-    @property
-    def num_columns(self) -> int:
-        """Of the product."""
-        return int(self.n // 2 if self.activation else self.n)
-
 
 class QuantSource(Structure):
     """Rows of weights to be packed in a quantised format."""

@@ -94,10 +94,53 @@ def rotate_heads(
     library.rope(args)
 
 
-class PackedLinear:
-    """A matrix [outputs, inputs] in panels: y = x W^T + b, with the same bits in any batch."""
+class PackedAddend(NamedTuple):
+    """A term added to some rows of a product before bias and activation: low [R, rank] up^T.
+
+    rows [R] int64 ascend. `up` is packed like the matrix that it is added to: as many rows, the same activation.
+    """
+
+    rows: Tensor
+    low: Tensor
+    up: LinearArgs
+
+
+class NativeLinear:
+    """A matrix [outputs, inputs] in a packed form of the library: y = x W^T + b, with the same bits in any batch."""
 
     __slots__ = ("_bias", "_library", "_packed", "args")
+
+    _library: Library
+    _packed: Tensor
+    args: LinearArgs
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None, addends: Sequence[PackedAddend] = ()) -> Tensor:
+        """Return [T, outputs] in x's type or, unrounded, float32, for contiguous x [T, inputs]."""
+        linear, library = self.args, self._library
+        assert x.is_contiguous()
+        assert (DTYPES[x.dtype], x.shape[1]) == (linear.dtype, linear.k)
+        num_columns = linear.n // 2 if linear.activation else linear.n
+        y = torch.empty(x.shape[0], num_columns, dtype=dtype or x.dtype)
+        args = GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), x.shape[0], *x.stride()[:1], *y.stride()[:1])
+        args.y_dtype = DTYPES[y.dtype]
+        lows = [addend.low.to(library.low_dtype(addend.up)).contiguous() for addend in addends]
+        of_rows = torch.zeros(
+            len(x) if addends else 0, 2, dtype=torch.int64
+        )  # addresses, in the layout of struct addend
+        for (rows, _, up), low in zip(addends, lows, strict=True):
+            assert (up.n, up.activation, up.k) == (linear.n, linear.activation, low.shape[1])
+            of_rows[rows, 0] = addressof(up)
+            of_rows[rows, 1] = low.data_ptr() + torch.arange(len(rows)) * (low.stride(0) * low.itemsize)
+        if addends:
+            args.addends = of_rows.data_ptr()
+        library.gemm(args)
+        return y
+
+
+class PackedLinear(NativeLinear):
+    """A matrix [outputs, inputs] in panels: y = x W^T + b, with the same bits in any batch."""
+
+    __slots__ = ()
 
     def __init__(
         self,
@@ -133,47 +176,6 @@ class PackedLinear:
         args = EmbedArgs(self._packed.data_ptr(), ids.data_ptr(), out.data_ptr(), *out.shape, self.args.dtype, 1, 1.0)
         self._library.embed(args)
         return out.to(self._packed.dtype)
-
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None, addends: Sequence[PackedAddend] = ()) -> Tensor:
-        """Return [T, outputs] in the weight's type or, unrounded, float32, for contiguous x."""
-        assert x.dtype is self._packed.dtype
-        return multiply(self._library, self.args, x, dtype, addends)
-
-
-class PackedAddend(NamedTuple):
-    """A term added to some rows of a product before bias and activation: low [R, rank] up^T.
-
-    rows [R] int64 ascend. `up` is packed like the matrix that it is added to: as many rows, the same activation.
-    """
-
-    rows: Tensor
-    low: Tensor
-    up: LinearArgs
-
-
-def multiply(
-    library: Library,
-    linear: LinearArgs,
-    x: Tensor,
-    dtype: torch.dtype | None = None,
-    addends: Sequence[PackedAddend] = (),
-) -> Tensor:
-    """Return [T, columns] in `dtype` (its own or float32) for contiguous x [T, inputs]."""
-    assert x.is_contiguous()
-    assert x.shape[1] == linear.k
-    y = torch.empty(x.shape[0], linear.num_columns, dtype=dtype or x.dtype)
-    args = GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), x.shape[0], *x.stride()[:1], *y.stride()[:1])
-    args.y_dtype = DTYPES[y.dtype]
-    lows = [addend.low.to(library.low_dtype(addend.up)).contiguous() for addend in addends]
-    of_rows = torch.zeros(len(x) if addends else 0, 2, dtype=torch.int64)  # addresses, in the layout of struct addend
-    for (rows, _, up), low in zip(addends, lows, strict=True):
-        assert (up.n, up.activation, up.k) == (linear.n, linear.activation, low.shape[1])
-        of_rows[rows, 0] = addressof(up)
-        of_rows[rows, 1] = low.data_ptr() + torch.arange(len(rows)) * (low.stride(0) * low.itemsize)
-    if addends:
-        args.addends = of_rows.data_ptr()
-    library.gemm(args)
-    return y
 
 
 def _library_for(*tensors: Tensor) -> Library | None:

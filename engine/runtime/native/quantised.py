@@ -14,14 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.runtime.native.library import DTYPES, Library, LinearArgs, QuantSource, WeightFormat
-from engine.runtime.native.ops import PANEL, PackedAddend, multiply
-
-
-class QuantisedRows(NamedTuple):
-    """Rows of a matrix as in a GGUF file, [rows, bytes of a row]; `kind` is GGUF's type."""
-
-    kind: int
-    rows: np.ndarray
+from engine.runtime.native.ops import PANEL, NativeLinear
+from engine.runtime.weights.checkpoint import QuantisedRows
 
 
 class _Needs(NamedTuple):
@@ -63,10 +57,10 @@ def format_for(kinds: Sequence[int]) -> WeightFormat:
     return next(name for name, has in _FORMATS.items() if all(a >= b for a, b in zip(has, wanted, strict=True)))
 
 
-class QuantisedLinear:
+class QuantisedLinear(NativeLinear):
     """A quantised matrix [outputs, inputs]: y = x W^T + b, with the same bits in any batch."""
 
-    __slots__ = ("_bias", "_library", "_packed", "_scales", "args")
+    __slots__ = ("_scales",)
 
     def __init__(
         self,
@@ -125,8 +119,3 @@ class QuantisedLinear:
         )
         source.kind, source.format, source.activation = kind, self.args.format, self.args.activation
         self._library.quant_pack(source)
-
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None, addends: Sequence[PackedAddend] = ()) -> Tensor:
-        """Return [T, outputs] in x's type or float32, for contiguous x [T, inputs]."""
-        assert DTYPES[x.dtype] == self.args.dtype
-        return multiply(self._library, self.args, x, dtype, addends)

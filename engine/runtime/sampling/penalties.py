@@ -19,11 +19,6 @@ from engine.core.types import SamplingParams
 from engine.runtime.transfer import to_device
 
 
-def is_penalized(params: SamplingParams) -> bool:
-    """Return whether any of the three penalties is on."""
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-
-
 @dataclass(slots=True)
 class _Slot:
     seq_id: int

@@ -26,7 +26,7 @@ from engine.runtime.sampling.bans import Ban, bad_endings
 from engine.runtime.sampling.constraint import Constrained, ConstrainedStep, Constraints, apply_masks, pack_mask
 from engine.runtime.sampling.draw import Wish, draw
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
-from engine.runtime.sampling.penalties import History, Penalized, apply_penalties, is_penalized
+from engine.runtime.sampling.penalties import History, Penalized, apply_penalties
 from engine.runtime.transfer import to_device
 
 if TYPE_CHECKING:
@@ -59,10 +59,9 @@ class Sampler:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._history = History()
-        self._constraints = Constraints()
-        self._masks: dict[
-            int, tuple[int, NDArray[np.int32]]
-        ] = {}  # by slot: the sequence, and the mask of its allowed_token_ids
+        self._constraints: Constraints | None = None  # from the first row with a grammar on
+        # By slot: the sequence, and the mask of its allowed_token_ids.
+        self._masks: dict[int, tuple[int, NDArray[np.int32]]] = {}
         self._counts: TokenCounts | None = None  # replaces the history on CUDA, from the first penalty on
 
     def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor, drawn: Drawn | None = None) -> Sampled:
@@ -86,7 +85,7 @@ class Sampler:
             penalties = self._edit_in_triton(logits, edited, last_ids)
         elif edited:
             self._edit(logits, edited, last_ids)
-        constrained = self._constraints.apply(logits, [_constrained(row) for row in rows if row.params.grammar])
+        constrained = self._constrain(logits, [row for row in rows if row.params.grammar is not None])
         ids, is_finite = draw(logits, [_wish(row) for row in rows], penalties)
         last_ids.index_copy_(0, self._long([row.sample.slot for row in rows]), ids)
         if drawn is not None:
@@ -105,7 +104,15 @@ class Sampler:
         grammar = piece.params.grammar
         if grammar is None:
             return len(drafts)
-        return self._constraints.count_allowed(Constrained(0, 0, piece.samples[0].slot, piece, grammar), drafts)
+        constraints = self._constraints = self._constraints or Constraints()
+        return constraints.count_allowed(Constrained(0, 0, piece.samples[0].slot, piece, grammar), drafts)
+
+    def _constrain(self, logits: Tensor, rows: Sequence[_Row]) -> ConstrainedStep | None:
+        """Mask the tokens that grammars forbid, in place."""
+        if not rows and self._constraints is None:
+            return None
+        self._constraints = self._constraints or Constraints()
+        return self._constraints.apply(logits, [_constrained(row) for row in rows])
 
     def _keep_allowed(self, logits: Tensor, rows: Iterable[_Row]) -> None:
         """Mask all but a row's allowed tokens, in place."""
@@ -139,7 +146,7 @@ class Sampler:
         penalized = [
             Penalized(row.at, row.params, self._history.ids(row.piece, last_ids), row.piece.num_prompt)
             for row in rows
-            if is_penalized(row.params)
+            if row.params.is_penalized
         ]
         if penalized:
             apply_penalties(logits, penalized)
@@ -155,7 +162,7 @@ class Sampler:
         bans = list(_bans(rows, vocab_size))
         if bans:
             ban_tokens(logits, bans, last_ids)
-        penalized = [(row.at, row.piece) for row in rows if is_penalized(row.params)]
+        penalized = [(row.at, row.piece) for row in rows if row.params.is_penalized]
         if not penalized:
             return None
         if self._counts is None:
@@ -195,7 +202,7 @@ def _is_edited(piece: SequenceSlice) -> bool:
     params = piece.params
     if params.logit_bias or params.bad_words or params.allowed_token_ids is not None:
         return True
-    return is_penalized(params) or bool(_too_early(piece))
+    return params.is_penalized or bool(_too_early(piece))
 
 
 def _constrained(row: _Row) -> Constrained:

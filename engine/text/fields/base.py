@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
@@ -54,6 +54,13 @@ def refused_field(name: str, reason: str, *, is_unsupported: bool = False) -> Py
     return PydanticCustomError(kind, "{name} {reason}", {"name": name, "reason": reason})
 
 
+class Refused(NamedTuple):
+    """A field that is refused, unless its value asks for what is done anyway."""
+
+    neutral: tuple[Any, ...] = ()
+    instead: str = ""  # what to do, where that is not to leave it out
+
+
 class RequestBody(BaseModel):
     """Base of every request body, and of every object in one."""
 
@@ -62,9 +69,7 @@ class RequestBody(BaseModel):
     NO_OPS: ClassVar[frozenset[str]] = frozenset()
     # hint -> values that need no mention because they ask for nothing beyond what is done anyway
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    # name -> values that ask for nothing beyond what is done anyway
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    INSTEAD: ClassVar[Mapping[str, str]] = {}  # unsupported name -> what to do, where that is not to leave it out
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -82,12 +87,10 @@ class RequestBody(BaseModel):
     def _refuse_unsupported(cls, data: Any) -> Any:
         check_num_fields(data)
         for name in data if isinstance(data, dict) else ():
-            neutral = cls.UNSUPPORTED.get(name)
+            refused = cls.UNSUPPORTED.get(name)
             value = data[name]
-            if neutral is not None and value is not None and value not in neutral:
-                instead = cls.INSTEAD.get(
-                    name, "it would change the answer and this server cannot honour it; leave it out"
-                )
+            if refused is not None and value is not None and value not in refused.neutral:
+                instead = refused.instead or "it would change the answer and this server cannot honour it; leave it out"
                 raise refused_field(name, f"is not supported: {instead}.", is_unsupported=True)
         return data
 

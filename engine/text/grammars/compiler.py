@@ -1,43 +1,71 @@
-"""Compiles grammars on worker threads, and caches them.
+"""Compiles grammars on two worker threads, each after a trial in a process, and caches them.
 
-    compile(spec) -> cached? -> being built? -> builder.py, on a worker thread -> Grammar
+    compile(spec) -> cached? -> being built? -> quick worker -> (slow worker) -> Grammar
 
-A refusal is cached too, so a client that repeats itself costs nothing. Any thread.
+A grammar first gets the quick worker's short time. One that needs longer goes to the slow worker, so a queue of grammars
+made to be slow delays no other by more than these short times. Only a grammar that passed its trial, within the limits of
+time and memory there, is built again in this process. A refusal is cached too, so a client that repeats itself costs
+nothing. Any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from engine.core.errors import InvalidRequestError, OverloadedError, shorten
 from engine.core.types import Grammar
-from engine.text.grammars.builder import MAX_TRIAL_S, GrammarBuilder
 from engine.text.grammars.cache import GrammarCache
-from engine.text.grammars.spec import GrammarSpec
-from engine.text.grammars.trial import GrammarError
-from engine.text.types import Tokenizer
+from engine.text.grammars.spec import ANY_OBJECT, GrammarKind, GrammarSpec
+from engine.text.grammars.trial import GrammarError, GrammarTrial, SlowError, VocabularySource
+from engine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
-    from engine.text.grammars.guidance import GuidanceGrammar
+    from engine.text.grammars.guidance import GuidanceGrammar, GuidanceVocabulary
 
 logger = logging.getLogger(__name__)
 
+MAX_TEXT = 64 << 10  # characters of a grammar; masks of a constant this long still take 20 ms
+QUICK_S = 0.1  # of CPU time: ten times what a common schema takes
+MAX_TRIAL_S = 1.0  # of CPU time: four times what the largest sensible schema takes
 MAX_WAITING = 64
+MAX_SLOW = 8  # grammars that wait for the slow worker
+_SLOW_IDLE_S = 60.0  # after which the slow worker's process ends; the quick worker's stays
+_STACK_BYTES = 32 << 20
+
+
+class _Worker:
+    """A thread, its trial process, and the CPU time that it gives a grammar."""
+
+    def __init__(self, source: Callable[[], VocabularySource], cpu_s: float, *, idle_s: float = math.inf) -> None:
+        self.cpu_s = cpu_s
+        self.trial = GrammarTrial(source, idle_s=idle_s)
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
 
 
 class GrammarCompiler:
     """`compile` specs on an event loop, or `compile_now` on another thread."""
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, observe: Callable[[float], None] = lambda _: None
+        self, tokenizer: TextTokenizer, vocab_size: int, observe: Callable[[float], None] = lambda _: None
     ) -> None:
         """`observe` gets the seconds that each grammar took which was not cached."""
-        self._builder = GrammarBuilder(tokenizer, vocab_size, observe)
+        self._tokenizer = tokenizer
+        self._vocab_size = max(vocab_size, tokenizer.vocab_size)
+        self._observe = observe
+        # llguidance reads forced text that spells a special token as that token, and then finds that it does not fit.
+        self._special = [name for name in tokenizer.special_tokens if len(name) > 1]
+        self._quick = _Worker(self._source, QUICK_S)
+        self._slow = _Worker(self._source, MAX_TRIAL_S, idle_s=_SLOW_IDLE_S)
+        self._places = threading.Semaphore(MAX_SLOW)  # in the slow worker's queue
+        self._vocabulary: GuidanceVocabulary | None = None
+        self._loading = threading.Lock()  # guards the vocabulary
         self._lock = threading.Lock()  # guards the two below
         self._cache = GrammarCache()
         self._waiting: dict[GrammarSpec, Future[GuidanceGrammar]] = {}
@@ -60,7 +88,7 @@ class GrammarCompiler:
     async def warm_up(self) -> None:
         """Prepare for the first grammar. Holds the GIL for 0.2 s with 49,152 tokens."""
         try:
-            await asyncio.wrap_future(self._builder.warm_up())
+            await asyncio.wrap_future(self._start(self._quick, ANY_OBJECT, Future()))
         except OverloadedError:
             return  # the machine is busy, or the daemon is shutting down; the first grammar tries again
         except GrammarError as error:
@@ -68,40 +96,112 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the workers and their processes. Idempotent."""
-        self._builder.close()
+        for worker in (self._quick, self._slow):
+            worker.pool.shutdown(wait=False, cancel_futures=True)
+            worker.trial.close()
 
     def _find(self, spec: GrammarSpec, param: str) -> Future[GuidanceGrammar]:
         """Return a future of the grammar, which is cached, being built, or started."""
-        self._builder.check(spec, param)
+        self._check(spec, param)
         with self._lock:
-            grammar = self._cache.get(spec)
-            if grammar is not None:
-                done: Future[GuidanceGrammar] = Future()
-                done.set_result(grammar)
-                return done
             if spec in self._waiting:
                 return self._waiting[spec]
+            future: Future[GuidanceGrammar] = Future()
+            grammar = self._cache.get(spec)
+            if grammar is not None:
+                future.set_result(grammar)
+                return future
             if len(self._waiting) >= MAX_WAITING:
                 raise OverloadedError(
                     f"{len(self._waiting)} grammars wait to be compiled already; try again later.",
                     retry_after_s=MAX_TRIAL_S,
                 )
             self._cache.check_room()
-            future = self._waiting[spec] = self._builder.submit(spec)
-        future.add_done_callback(lambda done: self._settle(spec, done))  # before the waiters' own
-        return future
+            self._waiting[spec] = future
+        begun_s = time.perf_counter()
+        future.add_done_callback(lambda done: self._settle(spec, done, begun_s))  # before the waiters' own
+        return self._start(self._quick, spec, future)
 
-    def _settle(self, spec: GrammarSpec, done: Future[GuidanceGrammar]) -> None:
+    def _check(self, spec: GrammarSpec, param: str) -> None:
+        """Raise InvalidRequestError for a grammar that is refused without a trial."""
+        if len(spec.text) > MAX_TEXT:
+            raise InvalidRequestError(
+                f"{param} has {len(spec.text)} characters; a grammar may have at most {MAX_TEXT}.", param=param
+            )
+        named = None if spec.kind is GrammarKind.LARK else next(filter(spec.text.__contains__, self._special), None)
+        if named is not None:
+            raise InvalidRequestError(
+                f"{param} has the text {named!r}, which is a special token of this model; a constrained answer cannot "
+                "spell it. A Lark grammar can call for the token itself.",
+                param=param,
+            )
+
+    def _settle(self, spec: GrammarSpec, done: Future[GuidanceGrammar], begun_s: float) -> None:
         """Cache the result, unless it failed for a reason that is not the grammar's."""
-        error = None if done.cancelled() else done.exception()
+        error = done.exception()
         with self._lock:
             del self._waiting[spec]
             if isinstance(error, GrammarError):
                 self._cache.put(spec, error)
-            elif error is None and not done.cancelled():
+            elif error is None:
                 self._cache.put(spec, done.result())
+        self._observe(time.perf_counter() - begun_s)
+
+    def _start(self, worker: _Worker, spec: GrammarSpec, built: Future[GuidanceGrammar]) -> Future[GuidanceGrammar]:
+        """Queue a grammar for a worker, and return the future that gets it."""
+        if worker is self._quick:
+            built.set_running_or_notify_cancel()  # from now on no waiter can cancel it
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            queued = worker.pool.submit(self._run, worker, spec, built)  # starts a thread, the first time
+            queued.add_done_callback(lambda done: built.set_exception(_closing()) if done.cancelled() else None)
+        except RuntimeError:
+            built.set_exception(_closing())
+        finally:
+            threading.stack_size(before)
+        return built
+
+    # -- worker threads ----------------------------------------------------------------------------------------------
+
+    def _run(self, worker: _Worker, spec: GrammarSpec, built: Future[GuidanceGrammar]) -> None:
+        """Build a grammar, or pass it to the slow worker."""
+        try:
+            built.set_result(self._build(worker, spec))
+        except BaseException as error:
+            if worker is self._slow or not isinstance(error, SlowError):
+                built.set_exception(error)
+            elif self._places.acquire(blocking=False):
+                self._start(self._slow, spec, built)
+            else:
+                built.set_exception(
+                    OverloadedError(
+                        f"{MAX_SLOW} grammars that take long to compile wait already; try again later, or make it smaller.",
+                        retry_after_s=MAX_TRIAL_S * MAX_SLOW,
+                    )
+                )
+
+    def _build(self, worker: _Worker, spec: GrammarSpec) -> GuidanceGrammar:
+        try:
+            tried = worker.trial.run(spec, cpu_s=worker.cpu_s)
+        finally:
+            if worker is self._slow:
+                self._places.release()
+        from engine.text.grammars.guidance import GuidanceGrammar, GuidanceVocabulary
+
+        with self._loading:
+            if self._vocabulary is None:
+                self._vocabulary = GuidanceVocabulary(*self._source())
+        return GuidanceGrammar(self._vocabulary, tried.grammar, tried.num_bytes)
+
+    def _source(self) -> VocabularySource:
+        tokenizer = self._tokenizer
+        return VocabularySource(tokenizer.to_json(), self._vocab_size, tokenizer.eos_token_ids)
 
 
 def _about(error: GrammarError, param: str) -> InvalidRequestError:
     """Return the error with the field that it is about."""
     return InvalidRequestError(f"{param} cannot be used: {shorten(str(error))}.", param=param)
+
+
+def _closing() -> OverloadedError:
+    return OverloadedError("The server is shutting down.", retry_after_s=MAX_TRIAL_S)

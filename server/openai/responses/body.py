@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, shorten
-from engine.text.fields.base import Integer, RequestBody
+from engine.text.fields.base import Integer, Refused, RequestBody
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import Function, without_hosted
 from engine.text.limits import ModelLimits
@@ -42,10 +42,7 @@ class FunctionTool(Function):
 
 
 class AllowedTools(RequestBody):
-    """The tools that may be called, and whether one must be; None is all.
-
-    The mode `named` is exactly one call of one tool.
-    """
+    """The tools that may be called; None is all, `named` is one call of one tool."""
 
     mode: Literal["none", "auto", "required", "named"]
     names: frozenset[str] | None = None
@@ -131,24 +128,18 @@ class InputBody(TranslatedBody):
         "context_management": ([],),
         "truncation": ("disabled",),
     }
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
         **TranslatedBody.UNSUPPORTED,
-        **dict.fromkeys(("conversation", "moderation", "prompt"), ()),
-        "background": (False,),
-        **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort"), ()),
-        "logprobs": (False,),
-        "n": (1,),
-    }
-    INSTEAD: ClassVar[Mapping[str, str]] = {
-        **TranslatedBody.INSTEAD,
-        "background": "answers are not made in the background; leave it out, and stream",
-        "conversation": "send previous_response_id, or the conversation in input",
-        "messages": "send input",
-        "max_tokens": "send max_output_tokens",
-        "max_completion_tokens": "send max_output_tokens",
-        "response_format": "send text: {format: ...}",
-        "reasoning_effort": "send reasoning: {effort: ...}",
-        "logprobs": f'send include: ["{LOGPROBS}"]',
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), Refused((), "send max_output_tokens")),
+        "background": Refused((False,), "answers are not made in the background; leave it out, and stream"),
+        "conversation": Refused((), "send previous_response_id, or the conversation in input"),
+        "logprobs": Refused((False,), f'send include: ["{LOGPROBS}"]'),
+        "messages": Refused((), "send input"),
+        "moderation": Refused(),
+        "n": Refused((1,)),
+        "prompt": Refused(),
+        "reasoning_effort": Refused((), "send reasoning: {effort: ...}"),
+        "response_format": Refused((), "send text: {format: ...}"),
     }
     OWN_NAMES: ClassVar[Mapping[str, str]] = {
         "messages": "input",
@@ -189,10 +180,7 @@ class InputBody(TranslatedBody):
         return super().dropped_hints(limits) + (["reasoning.effort"] if is_idle else [])
 
     def to_chat(self, earlier: Sequence[Item]) -> ChatBody:
-        """Return the chat, after the items of earlier responses.
-
-        Their instructions are not carried over.
-        """
+        """Return the chat, after earlier items; earlier instructions are dropped."""
         messages = chat_messages([*earlier, *self.input])
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
@@ -202,7 +190,7 @@ class InputBody(TranslatedBody):
         return self.chat_body(
             {
                 "messages": messages,
-                "tools": tools or None,
+                "tools": tools,
                 "tool_choice": choice.for_chat() if tools or choice.mode == "required" else None,
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "response_format": self.text.format.for_chat(),

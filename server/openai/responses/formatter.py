@@ -3,116 +3,193 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.core.types import FinishReason, SamplingParams
 from engine.text.choice import Delta
+from engine.text.tools.formats import new_call_id
+from engine.text.types import CallBegin, Content, Piece, Reasoning
 from server.errors import ApiError
 from server.openai.formatter import ChunkMeta, frame
+from server.openai.logprobs import ChatLogprob, chat_logprobs
 from server.openai.responses.body import ResponsesBody
 from server.openai.responses.output import (
     IncompleteDetails,
-    OutputWriter,
+    OutputItem,
+    OutputPart,
     ResponseDocument,
     ResponseError,
     ResponseEvent,
     ResponseUsage,
 )
-from server.openai.usage import Usage
+from server.openai.translated import PieceWriter
 from server.telemetry.timeline import AnswerMetrics
+from server.telemetry.usage import Usage
 
 
-class ResponsesFormatter:
-    """Implements ResponseFormatter for /v1/responses.
-
-    `keep`, if the response is stored, is called with the document of a successful answer.
-    """
+class ResponsesFormatter(PieceWriter[ResponseEvent]):
+    """Formats /v1/responses; `keep` is called with the document of a success."""
 
     def __init__(
         self,
         body: ResponsesBody,
         meta: ChunkMeta,
         params: SamplingParams,
-        writer: OutputWriter,
-        keep: Callable[[bytes], None] | None,
+        *,
+        call_id_length: int,
+        keep: Callable[[bytes], None] | None = None,
     ) -> None:
-        self._writer = writer
+        super().__init__()
+        self._tokenizer = meta.tokenizer
+        self._tells_logprobs = body.tells_logprobs
+        self._call_id_length = call_id_length
         self._keep = keep
         self._num_events = 0
-        self._finish_reason: FinishReason | None = None
-        self._fields: dict[str, Any] = {
-            "id": f"{meta.id_prefix}_{meta.answer_id}",
-            "object": "response",
-            "created_at": meta.created,
-            "background": False,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": None,
-            "metadata": body.metadata,
-            "model": meta.model,
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": body.reasoning.effort, "summary": None},
-            "service_tier": "default",
-            "store": keep is not None,
-            "temperature": params.temperature,
-            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": body.tool_choice.document(),
-            "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": params.top_p,
-            "truncation": "disabled",
-        }
+        self._items: list[OutputItem] = []
+        self._logprobs: list[ChatLogprob] = []  # of the open item
+        self._waiting: list[ChatLogprob] = []  # of tokens whose text has not come yet
+        self._finish_reason: FinishReason | None = None  # once all pieces are written
+        self._begun = ResponseDocument(
+            id=f"{meta.id_prefix}_{meta.answer_id}",
+            object="response",
+            created_at=meta.created,
+            completed_at=None,
+            status="in_progress",
+            background=False,
+            error=None,
+            incomplete_details=None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            max_tool_calls=None,
+            metadata=body.metadata,
+            model=meta.model,
+            output=[],
+            parallel_tool_calls=body.parallel_tool_calls,
+            previous_response_id=body.previous_response_id,
+            reasoning={"effort": body.reasoning.effort, "summary": None},
+            service_tier="default",
+            store=keep is not None,
+            temperature=params.temperature,
+            text={"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
+            tool_choice=body.tool_choice.document(),
+            tools=[tool.model_dump(exclude_unset=True) for tool in body.tools],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=params.top_p,
+            truncation="disabled",
+            usage=None,
+        )
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
         self._add(deltas[0])
-        self._writer.finish(self._finish_reason)
-        return self._conclude(usage)[1].json_bytes()
+        self._finish()
+        return self._conclude(usage).json_bytes()
 
     def opening(self) -> bytes:
-        begun = self._document("in_progress")
-        return b"".join(
-            self._frame(ResponseEvent(type=f"response.{name}", response=begun)) for name in ("created", "in_progress")
-        )
+        names = ("created", "in_progress")
+        return self._frames([ResponseEvent(type=f"response.{name}", response=self._begun) for name in names])
 
     def news(self, news: Sequence[tuple[int, Delta]], usage: Callable[[], Usage]) -> bytes:  # noqa: ARG002 - at the end
-        return b"".join([self._frame(event) for _, delta in news for event in self._add(delta)])
+        return self._frames([event for _, delta in news for event in self._add(delta)])
 
     def closing(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:  # noqa: ARG002 - of chat
-        last = [self._frame(event) for event in self._writer.finish(self._finish_reason)]
-        status, document = self._conclude(usage)
-        return b"".join([*last, self._frame(ResponseEvent(type=f"response.{status}", response=document))])
+        events, document = self._finish(), self._conclude(usage)
+        return self._frames([*events, ResponseEvent(type=f"response.{document.status}", response=document)])
 
     def failure(self, error: ApiError) -> bytes:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         failed = ResponseError(code=code, message=error.message)
-        document = self._document("failed", output=self._writer.items, error=failed)
-        return self._frame(ResponseEvent(type="response.failed", response=document))
+        document = self._begun.model_copy(update={"status": "failed", "output": self._items, "error": failed})
+        return self._frames([ResponseEvent(type="response.failed", response=document)])
 
-    def _add(self, delta: Delta) -> list[ResponseEvent]:
-        self._finish_reason = delta.finish_reason or self._finish_reason
-        return self._writer.add(delta)
+    def _frames(self, events: Sequence[ResponseEvent]) -> bytes:
+        for number, event in enumerate(events, self._num_events):
+            event.sequence_number = number
+        self._num_events += len(events)
+        return b"".join([frame(event.json_bytes(), event.type) for event in events])
 
-    def _conclude(self, usage: Usage) -> tuple[str, ResponseDocument]:
-        """Return the final status and the whole answer, after keeping it."""
-        fields: dict[str, Any] = {"output": self._writer.items, "usage": ResponseUsage.of(usage)}
+    def _conclude(self, usage: Usage) -> ResponseDocument:
+        """Return the whole answer, after keeping it."""
+        fields: dict[str, Any] = {"output": self._items, "usage": ResponseUsage.of(usage)}
         if self._finish_reason is FinishReason.LENGTH:
-            status = "incomplete"
-            fields["incomplete_details"] = IncompleteDetails(reason="max_output_tokens")
+            fields |= {"status": "incomplete", "incomplete_details": IncompleteDetails(reason="max_output_tokens")}
         else:
-            status = "completed"
-            fields["completed_at"] = int(time.time())
-        document = self._document(status, **fields)
+            fields |= {"status": "completed", "completed_at": int(time.time())}
+        document = self._begun.model_copy(update=fields)
         if self._keep is not None:
             self._keep(document.json_bytes())
-        return status, document
+        return document
 
-    def _document(self, status: str, **fields: Any) -> ResponseDocument:
-        given = {"error": None, "incomplete_details": None, "usage": None, "completed_at": None, "output": []} | fields
-        return ResponseDocument(**self._fields, status=status, **given)
+    def _add(self, delta: Delta) -> list[ResponseEvent]:
+        if not self._tells_logprobs or delta.reasoning or delta.calls:
+            self._waiting.clear()  # of tokens outside the text
+        else:
+            ends = self._tokenizer.eos_token_ids
+            shown = zip(chat_logprobs(self._tokenizer, delta).content, delta.logprob_ids, strict=True)
+            self._waiting += [logprob for logprob, token_id in shown if token_id not in ends]
+        events = self._write(delta)
+        self._finish_reason = delta.finish_reason
+        return events
 
-    def _frame(self, event: ResponseEvent) -> bytes:
-        event.sequence_number = self._num_events
-        self._num_events += 1
-        return frame(event.json_bytes(), event.type)
+    def _finish(self) -> list[ResponseEvent]:
+        """End the open item; an empty answer becomes a message without text."""
+        events = [] if self._items else self._begin_block(Content(""))
+        return events + self._end_block()
+
+    def _begin(self, piece: Piece) -> list[ResponseEvent]:
+        unique = uuid.uuid4().hex
+        if isinstance(piece, CallBegin):
+            call = {"call_id": new_call_id("call_", self._call_id_length), "name": piece.name, "arguments": ""}
+            item = OutputItem(id=f"fc_{unique}", type="function_call", status="in_progress", **call)
+        elif isinstance(piece, Reasoning):
+            item = OutputItem(id=f"rs_{unique}", type="reasoning", status="in_progress", summary=[], content=[])
+        else:
+            item = OutputItem(id=f"msg_{unique}", type="message", status="in_progress", role="assistant", content=[])
+        self._items.append(item)
+        events = [self._output_event("added", item.model_copy())]
+        if item.content is not None:
+            events.append(self._text_event("content_part.added", part=self._part("")))
+        return events
+
+    def _grow(self, text: str) -> ResponseEvent:
+        kind = self._items[-1].type
+        if kind == "function_call":
+            return self._item_event("function_call_arguments.delta", delta=text)
+        if kind == "reasoning":
+            return self._text_event("reasoning_text.delta", delta=text)
+        news, self._waiting = self._waiting, []
+        self._logprobs += news
+        return self._text_event("output_text.delta", delta=text, logprobs=news)
+
+    def _close(self, text: str) -> list[ResponseEvent]:
+        item = self._items[-1]
+        item.status = "incomplete" if self._finish_reason is FinishReason.LENGTH else "completed"
+        if item.type == "function_call":
+            item.arguments = text
+            events = [self._item_event("function_call_arguments.done", arguments=text)]
+        else:
+            part = self._part(text)
+            item.content = [part]
+            if item.type == "reasoning":
+                done = self._text_event("reasoning_text.done", text=text)
+            else:
+                done = self._text_event("output_text.done", text=text, logprobs=part.logprobs)
+            events = [done, self._text_event("content_part.done", part=part)]
+        self._logprobs = []
+        return [*events, self._output_event("done", item)]
+
+    def _part(self, text: str) -> OutputPart:
+        if self._items[-1].type == "reasoning":
+            return OutputPart(type="reasoning_text", text=text)
+        return OutputPart(type="output_text", text=text, annotations=[], logprobs=list(self._logprobs))
+
+    def _output_event(self, kind: str, item: OutputItem) -> ResponseEvent:
+        return ResponseEvent(type=f"response.output_item.{kind}", output_index=len(self._items) - 1, item=item)
+
+    def _item_event(self, kind: str, **fields: Any) -> ResponseEvent:
+        index = len(self._items) - 1
+        return ResponseEvent(type=f"response.{kind}", item_id=self._items[-1].id, output_index=index, **fields)
+
+    def _text_event(self, kind: str, **fields: Any) -> ResponseEvent:
+        return self._item_event(kind, content_index=0, **fields)

@@ -111,10 +111,7 @@ Items = Annotated[list[Item], BeforeValidator(_as_items, json_schema_input_type=
 
 
 def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return a conversation's messages.
-
-    Consecutive reasoning, text and calls are one message of the assistant.
-    """
+    """Return messages; adjacent reasoning, text and calls are one of the assistant."""
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant's open message
     names: dict[str, str] = {}  # of calls, by their id

@@ -1,18 +1,12 @@
-"""The output of /v1/responses: items, and the events by which they grow. Pure data."""
+"""The documents of /v1/responses: a response, its items and its events. Pure data."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable
 from typing import Any
 
-from engine.core.types import FinishReason
-from engine.text.choice import Delta
-from engine.text.types import CallBegin, Content, Piece, Reasoning, Tokenizer
 from server.http.bodies import ResponseBody
-from server.openai.logprobs import ChatLogprob, chat_logprobs
-from server.openai.translated import PieceWriter
-from server.openai.usage import Usage
+from server.openai.logprobs import ChatLogprob
+from server.telemetry.usage import Usage
 
 
 class OutputPart(ResponseBody):
@@ -126,90 +120,3 @@ class ResponseEvent(ResponseBody):
     text: str | None = None
     logprobs: list[ChatLogprob] | None = None
     arguments: str | None = None
-
-
-class OutputWriter(PieceWriter[ResponseEvent]):
-    """Call `add` with deltas, then `finish`; both return the new events."""
-
-    def __init__(self, tokenizer: Tokenizer, new_call_id: Callable[[], str], *, tells_logprobs: bool) -> None:
-        super().__init__()
-        self.items: list[OutputItem] = []
-        self._tokenizer = tokenizer
-        self._new_call_id = new_call_id
-        self._tells_logprobs = tells_logprobs
-        self._status = "completed"  # of a block that ends
-        self._logprobs: list[ChatLogprob] = []  # of the open item
-        self._waiting: list[ChatLogprob] = []  # of tokens whose text has not come yet
-
-    def add(self, delta: Delta) -> list[ResponseEvent]:
-        """Add a delta."""
-        if not self._tells_logprobs or delta.reasoning or delta.calls:
-            self._waiting.clear()  # of tokens outside the text
-        else:
-            ends = self._tokenizer.eos_token_ids
-            shown = zip(chat_logprobs(self._tokenizer, delta).content, delta.logprob_ids, strict=True)
-            self._waiting += [logprob for logprob, token_id in shown if token_id not in ends]
-        return self._write(delta)
-
-    def finish(self, reason: FinishReason | None) -> list[ResponseEvent]:
-        """End the answer; an empty one becomes a message without text."""
-        events = [] if self.items else self._begin_block(Content(""))
-        self._status = "incomplete" if reason is FinishReason.LENGTH else "completed"
-        return events + self._end_block()
-
-    def _begin(self, piece: Piece) -> list[ResponseEvent]:
-        unique = uuid.uuid4().hex
-        if isinstance(piece, CallBegin):
-            call = {"call_id": self._new_call_id(), "name": piece.name, "arguments": ""}
-            item = OutputItem(id=f"fc_{unique}", type="function_call", status="in_progress", **call)
-        elif isinstance(piece, Reasoning):
-            item = OutputItem(id=f"rs_{unique}", type="reasoning", status="in_progress", summary=[], content=[])
-        else:
-            item = OutputItem(id=f"msg_{unique}", type="message", status="in_progress", role="assistant", content=[])
-        self.items.append(item)
-        events = [self._output_event("added", item.model_copy())]
-        if item.content is not None:
-            events.append(self._text_event("content_part.added", part=self._part("")))
-        return events
-
-    def _grow(self, text: str) -> ResponseEvent:
-        kind = self.items[-1].type
-        if kind == "function_call":
-            return self._item_event("function_call_arguments.delta", delta=text)
-        if kind == "reasoning":
-            return self._text_event("reasoning_text.delta", delta=text)
-        news, self._waiting = self._waiting, []
-        self._logprobs += news
-        return self._text_event("output_text.delta", delta=text, logprobs=news)
-
-    def _close(self, text: str) -> list[ResponseEvent]:
-        item = self.items[-1]
-        item.status = self._status
-        if item.type == "function_call":
-            item.arguments = text
-            events = [self._item_event("function_call_arguments.done", arguments=text)]
-        else:
-            part = self._part(text)
-            item.content = [part]
-            if item.type == "reasoning":
-                done = self._text_event("reasoning_text.done", text=text)
-            else:
-                done = self._text_event("output_text.done", text=text, logprobs=part.logprobs)
-            events = [done, self._text_event("content_part.done", part=part)]
-        self._logprobs = []
-        return [*events, self._output_event("done", item)]
-
-    def _part(self, text: str) -> OutputPart:
-        if self.items[-1].type == "reasoning":
-            return OutputPart(type="reasoning_text", text=text)
-        return OutputPart(type="output_text", text=text, annotations=[], logprobs=list(self._logprobs))
-
-    def _output_event(self, kind: str, item: OutputItem) -> ResponseEvent:
-        return ResponseEvent(type=f"response.output_item.{kind}", output_index=len(self.items) - 1, item=item)
-
-    def _item_event(self, kind: str, **fields: Any) -> ResponseEvent:
-        index = len(self.items) - 1
-        return ResponseEvent(type=f"response.{kind}", item_id=self.items[-1].id, output_index=index, **fields)
-
-    def _text_event(self, kind: str, **fields: Any) -> ResponseEvent:
-        return self._item_event(kind, content_index=0, **fields)

@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from engine.core.errors import UnsupportedError, shorten
 from engine.core.types import SamplingParams
-from engine.text.tools.formats import new_call_id
 from server.context import Context, InContext, InOwner, Result, aside, json_body
 from server.errors import ApiError
 from server.http.bodies import INLINE_BYTES
@@ -25,7 +24,7 @@ from server.openai.formatter import ChunkMeta
 from server.openai.responses.body import InputBody, ResponsesBody
 from server.openai.responses.formatter import ResponsesFormatter
 from server.openai.responses.items import Item
-from server.openai.responses.output import OutputWriter, ResponseDocument
+from server.openai.responses.output import ResponseDocument
 from server.openai.responses.store import StoredResponse
 from server.respond import chunk_meta, respond
 
@@ -127,16 +126,13 @@ async def _formatter(
     context: Context, owner: str, body: ResponsesBody, params: SamplingParams, meta: ChunkMeta
 ) -> ResponsesFormatter:
     length = context.limits.call_id_length
-    writer = OutputWriter(context.tokenizer, lambda: new_call_id("call_", length), tells_logprobs=body.tells_logprobs)
-
-    keeps = context.responses.is_open and body.store is not False
-    items = await aside(lambda: to_json([item.document() for item in body.input])) if keeps else b""
-
+    if not context.responses.is_open or body.store is False:
+        return await aside(lambda: ResponsesFormatter(body, meta, params, call_id_length=length))
+    items = await aside(lambda: to_json([item.document() for item in body.input]))
     loop = asyncio.get_running_loop()
 
     def keep(document: bytes) -> None:  # called on another thread for a long answer
-        name = f"{meta.id_prefix}_{meta.answer_id}"
-        stored = StoredResponse(name, body.previous_response_id, items, document)
+        stored = StoredResponse(f"{meta.id_prefix}_{meta.answer_id}", body.previous_response_id, items, document)
         loop.call_soon_threadsafe(context.responses.put, owner, stored)
 
-    return await aside(lambda: ResponsesFormatter(body, meta, params, writer, keep if keeps else None))
+    return await aside(lambda: ResponsesFormatter(body, meta, params, call_id_length=length, keep=keep))
