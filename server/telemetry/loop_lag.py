@@ -17,7 +17,7 @@ class LoopLag:
     """Samples the running loop; `seconds` is the worst recent lag."""
 
     def __init__(self) -> None:
-        self._lags: deque[float] = deque([0.0], maxlen=round(WINDOW_S / PERIOD_S))
+        self._lags: deque[float] = deque(maxlen=round(WINDOW_S / PERIOD_S))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -35,7 +35,7 @@ class LoopLag:
     @property
     def seconds(self) -> float:
         """Return the worst recent lag; a timer that is overdue now counts, too."""
-        return max(*self._lags, self._overdue_s())
+        return max(0.0, *self._lags, self._overdue_s())
 
     def _sample(self) -> None:
         self._lags.append(self._overdue_s())
