@@ -22,7 +22,7 @@ from engine.loop import Engine
 from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.limits import ModelLimits
-from engine.text.types import Tokenizer
+from engine.text.tokenizer import TextTokenizer
 from engine.version import VERSION
 from server import errors
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
@@ -76,7 +76,7 @@ def routers() -> list[APIRouter]:
     return [import_module(name).router for name in ENDPOINTS]
 
 
-def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
+def create_app(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> FastAPI:
     """Return an application that serves one engine.
 
     Its lifespan starts the engine's thread and drains it.
@@ -102,7 +102,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     return app
 
 
-def _context(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> Context:
+def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Context:
     """Return the application's parts."""
     handover = None
     if config.role != "both":
@@ -142,7 +142,7 @@ def _context(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> Context
     )
 
 
-def _limits(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> ModelLimits:
+def _limits(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> ModelLimits:
     return ModelLimits.of(
         engine.config,
         engine.vocab_size,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from engine.core.errors import QuireError
 from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent
 from engine.text.choice import Choice, Delta, TextRules
-from engine.text.types import Tokenizer
+from engine.text.tokenizer import TextTokenizer
 from server.client import Answer
 from server.http.slow_thread import run_slowly
 from server.openai.usage import Usage
@@ -33,7 +33,7 @@ class ChoiceDelta(NamedTuple):
 class Generation:
     """The choices of an open answer, read by `next_deltas` or `all_deltas`."""
 
-    def __init__(self, answer: Answer, requests: Sequence[Request], tokenizer: Tokenizer, rules: TextRules) -> None:
+    def __init__(self, answer: Answer, requests: Sequence[Request], tokenizer: TextTokenizer, rules: TextRules) -> None:
         self._answer = answer
         self._n = requests[0].params.n
         self._num_prompt_tokens = sum(len(request.prompt) for request in requests)
