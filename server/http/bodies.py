@@ -22,7 +22,7 @@ from starlette.requests import Request
 from engine.child_process import ChildCrashError, ChildError, ChildProcess, ChildTimeoutError
 from server.errors import ApiError
 from server.http.packed_json import unpack
-from server.http.slow_thread import run_slowly
+from server.http.threads import run_slowly
 
 logger = logging.getLogger(__name__)
 
