@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from engine.core.types import FinishReason, Request
 from server.generation import Generation
-from server.openai.usage import Usage
 from server.telemetry.timeline import Spans
+from server.telemetry.usage import Usage
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT
 
