@@ -14,9 +14,9 @@ from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, Tok
 from engine.text.choice import Choice, Delta, TextRules
 from engine.text.tokenizer import TextTokenizer
 from server.client import Answer
-from server.http.slow_thread import run_slowly
-from server.openai.usage import Usage
+from server.http.threads import run_slowly
 from server.telemetry.timeline import Timeline
+from server.telemetry.usage import Usage
 
 TURN_EVENTS = 32  # about 2 ms; a step of an answer with a thousand choices has a thousand
 MAX_INLINE_ECHO = 256  # tokens of a prompt that are read on the event loop, about 5 ms

@@ -31,14 +31,14 @@ from server.client import Answer
 from server.context import Context
 from server.errors import REQUEST_ID, ApiError, to_api_error
 from server.generation import ChoiceDelta, Generation
-from server.http.slow_thread import run_slowly
+from server.http.threads import run_slowly
 from server.middleware import RECORD
 from server.openai.formatter import ChunkMeta, ResponseFormatter
 from server.openai.sampling import EngineBody, SamplingBody
-from server.openai.usage import Usage
 from server.telemetry.events import RequestOpened
 from server.telemetry.request_log import RequestRecord
 from server.telemetry.timeline import AnswerMetrics, server_timing, with_metrics
+from server.telemetry.usage import Usage
 from server.tenancy.tenancy import TENANT, Account
 
 logger = logging.getLogger(__name__)

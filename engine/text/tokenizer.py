@@ -15,7 +15,7 @@ import tokenizers
 
 from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.gguf_header import read_header
-from engine.model_check import check_entries
+from engine.model_source import check_entries
 from engine.regular_file import read_json
 from engine.speculative_config import SpeculativeConfig
 from engine.text.chat_template import ChatTemplate

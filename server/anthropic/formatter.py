@@ -15,8 +15,8 @@ from server.errors import ApiError
 from server.http.bodies import ResponseBody
 from server.openai.formatter import ChunkMeta, frame
 from server.openai.translated import PieceWriter
-from server.openai.usage import Usage
 from server.telemetry.timeline import AnswerMetrics
+from server.telemetry.usage import Usage
 
 # A block's type -> the type and the field of its deltas.
 _DELTAS = {

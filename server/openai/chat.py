@@ -18,8 +18,8 @@ from server.http.openapi import answers
 from server.openai.chat_request import ChatBody, prepare
 from server.openai.formatter import ChunkFormatter, ChunkMeta
 from server.openai.logprobs import ChatLogprobs, chat_logprobs
-from server.openai.usage import Usage
 from server.respond import chunk_meta, respond
+from server.telemetry.usage import Usage
 
 
 class ChatFunction(ResponseBody):

@@ -25,8 +25,8 @@ from server.openai.formatter import ChunkFormatter, ChunkMeta
 from server.openai.logprobs import CompletionLogprobs, completion_logprobs
 from server.openai.prompts import Prompts, prompt_ids
 from server.openai.sampling import HINTS, SamplingBody
-from server.openai.usage import Usage
 from server.respond import chunk_meta, engine_requests, respond
+from server.telemetry.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024  # of all prompts together

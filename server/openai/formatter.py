@@ -15,8 +15,8 @@ from engine.version import VERSION
 from server.errors import ApiError
 from server.http.bodies import ResponseBody
 from server.openai.sampling import SamplingBody, StreamOptions
-from server.openai.usage import Usage
 from server.telemetry.timeline import AnswerMetrics, with_metrics
+from server.telemetry.usage import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ from server.context import InContext, aside, json_body
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
-from server.openai.usage import Usage
 from server.respond import answer_id, engine_requests, with_timings
+from server.telemetry.usage import Usage
 
 router = APIRouter()
 

@@ -31,7 +31,7 @@ from server.openai.formatter import ChunkMeta
 from server.openai.responses.body import ResponsesBody
 from server.openai.responses.formatter import ResponsesFormatter
 from server.openai.translated import pieces_of
-from server.openai.usage import Usage
+from server.telemetry.usage import Usage
 
 Serve = Callable[..., Live]
 PATH = "/v1/responses"

@@ -25,8 +25,8 @@ from server.openai.responses.output import (
     ResponseUsage,
 )
 from server.openai.translated import PieceWriter
-from server.openai.usage import Usage
 from server.telemetry.timeline import AnswerMetrics
+from server.telemetry.usage import Usage
 
 
 class ResponsesFormatter(PieceWriter[ResponseEvent]):

@@ -6,7 +6,7 @@ from typing import Any
 
 from server.http.bodies import ResponseBody
 from server.openai.logprobs import ChatLogprob
-from server.openai.usage import Usage
+from server.telemetry.usage import Usage
 
 
 class OutputPart(ResponseBody):
