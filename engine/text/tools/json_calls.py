@@ -1,4 +1,4 @@
-"""Tool calls in JSON, behind a mark or alone: parser, grammar, and the formats of this kind.
+"""Tool calls in JSON, behind a mark or alone: formats, parser and grammar.
 
     {"name": ..., "arguments": {...}}        or arguments alone, after a name
 
@@ -272,7 +272,7 @@ class JsonCallParser(CallParser):
 
 
 def _whole_call(text: str) -> tuple[str, str]:
-    """Return a call's name and arguments, whatever their order; no name for another object."""
+    """Return a call's name and arguments; no name for another object."""
     try:
         call: dict[str, Any] = json.loads(text, strict=False)
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
