@@ -16,7 +16,7 @@ from engine.text.chat_preprocessor import PreparedChat
 from engine.text.fields.base import Integer, Refused
 from engine.text.fields.chat import ChatFields
 from engine.text.limits import num_common
-from server.context import Context, aside, for_text
+from server.context import Context, aside
 from server.errors import ApiError
 from server.openai.sampling import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
 from server.respond import engine_requests
@@ -59,7 +59,7 @@ class ChatBody(SamplingBody, ChatFields):
 async def prepare(context: Context, body: ChatBody) -> tuple[PreparedChat, list[Request]]:
     """Return a prepared conversation and its engine requests."""
     text = await context.render(body)
-    chat = await for_text(len(text), lambda: context.preprocessor.prepare(body, text))
+    chat = await aside(lambda: context.preprocessor.prepare(body, text), len(text))
     grammar = None if chat.constraint is None else await context.grammars.compile(*chat.constraint)
     chat = chat.constrained(grammar)
     return chat, engine_requests(context, body, [chat.prompt], [chat.params])
@@ -68,7 +68,7 @@ async def prepare(context: Context, body: ChatBody) -> tuple[PreparedChat, list[
 async def prompt_ids(context: Context, body: ChatBody) -> list[int]:
     """Return the tokens of a conversation's prompt. Raises ClientError."""
     text = await context.render(body)
-    return await for_text(len(text), lambda: context.preprocessor.encode(body, text))
+    return await aside(lambda: context.preprocessor.encode(body, text), len(text))
 
 
 async def count_common(context: Context, body: ChatBody, chat: PreparedChat) -> int:
