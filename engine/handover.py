@@ -1,7 +1,7 @@
 """Moves K/V blocks between an engine's prefix cache and a parcel.
 
-Both go piece by piece between steps, so that no stream waits for long. The cache finds what a parcel brings like any
-block that this engine computed; what was evicted meanwhile is recomputed. Blocking calls, for threads of their own.
+Both go piece by piece between steps, so that no stream waits for long. The cache finds an imported block like any block
+that this engine computed; blocks that were evicted meanwhile are recomputed. Calls block, so they run on other threads.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -60,7 +59,11 @@ class Handover:
     def count_missing(self, prefix: Prefix) -> int:
         """Return the full blocks of a prompt that the engine's cache lacks. Raises ParcelError."""
         num_blocks = self.count_blocks(len(prefix.tokens))
-        return num_blocks - self._between_steps(_Count(prefix, num_blocks))
+
+        def count(scheduler: Scheduler, _: Runner) -> int:
+            return len(scheduler.kv.find_prefix(prefix.names, prefix.tokens, num_blocks))
+
+        return num_blocks - self._between_steps(count)
 
     def send(self, prefix: Prefix) -> tuple[str, int] | None:
         """Pack the cached blocks of a prompt's beginning; returns the parcel's name and size. Raises ParcelError."""
@@ -72,7 +75,7 @@ class Handover:
             done = 0
             while done < num_blocks:
                 stop = min(done + self._piece, num_blocks)
-                found = self._between_steps(_Read(prefix, parcel.rows, done, stop))
+                found = self._read(prefix, parcel.rows, done, stop)
                 done += found
                 if not found:
                     break
@@ -86,9 +89,33 @@ class Handover:
         num_blocks = min(len(rows), self.count_blocks(len(prefix.tokens)))
         for first in range(0, num_blocks, self._piece):
             stop = min(first + self._piece, num_blocks)
-            if not self._between_steps(_Write(prefix, rows, stop)):
+            if not self._write(prefix, rows, stop):
                 return first
         return num_blocks
+
+    def _read(self, prefix: Prefix, rows: Rows, first: int, stop: int) -> int:
+        """Copy blocks first .. stop - 1 of a prompt out; return how many there are."""
+
+        def read(scheduler: Scheduler, runner: Runner) -> int:
+            blocks = scheduler.kv.find_prefix(prefix.names, prefix.tokens, stop)[first:]
+            runner.read_blocks(blocks, rows[first : first + len(blocks)])
+            return len(blocks)
+
+        return self._between_steps(read)
+
+    def _write(self, prefix: Prefix, rows: Rows, stop: int) -> bool:
+        """Copy in the blocks that the cache lacks of a prompt's first `stop`; return True if it then has all of them."""
+
+        def write(scheduler: Scheduler, runner: Runner) -> bool:
+            imported = scheduler.kv.import_prefix(prefix.names, prefix.tokens, stop, reserve=len(scheduler.running))
+            try:
+                runner.write_blocks(imported.to_fill, rows[imported.num_found : len(imported.blocks)])
+            except BaseException:
+                scheduler.kv.cancel(imported)
+                raise
+            return scheduler.kv.finish(imported) == stop
+
+        return self._between_steps(write)
 
     def _between_steps(self, task: Callable[[Scheduler, Runner], T]) -> T:
         try:
@@ -97,49 +124,3 @@ class Handover:
             raise ParcelError("the engine has ended") from None
         except futures.TimeoutError:  # the builtin one from Python 3.11 on
             raise ParcelError(f"the engine made no step for {_PATIENCE_S:g} s") from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Count:
-    """Count the first blocks of a prompt that are cached."""
-
-    prefix: Prefix
-    num_blocks: int
-
-    def __call__(self, scheduler: Scheduler, runner: Runner) -> int:  # noqa: ARG002 - a task's parameters
-        return len(scheduler.kv.find_prefix(self.prefix.names, self.prefix.tokens, self.num_blocks))
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """Copy blocks first .. stop - 1 of a prompt out; returns how many there are."""
-
-    prefix: Prefix
-    rows: Rows
-    first: int
-    stop: int
-
-    def __call__(self, scheduler: Scheduler, runner: Runner) -> int:
-        blocks = scheduler.kv.find_prefix(self.prefix.names, self.prefix.tokens, self.stop)[self.first :]
-        runner.read_blocks(blocks, self.rows[self.first : self.first + len(blocks)])
-        return len(blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class _Write:
-    """Copy in what the cache lacks of a prompt's first `stop` blocks; returns True if it has all of them then."""
-
-    prefix: Prefix
-    rows: Rows
-    stop: int
-
-    def __call__(self, scheduler: Scheduler, runner: Runner) -> bool:
-        imported = scheduler.kv.import_prefix(
-            self.prefix.names, self.prefix.tokens, self.stop, reserve=len(scheduler.running)
-        )
-        try:
-            runner.write_blocks(imported.to_fill, self.rows[imported.num_found : len(imported.blocks)])
-        except BaseException:
-            scheduler.kv.cancel(imported)
-            raise
-        return scheduler.kv.finish(imported) == self.stop

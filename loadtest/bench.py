@@ -10,13 +10,13 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
-from loadtest.arguments import positive_float, positive_int
+from loadtest.arguments import given, positive_float, positive_int
 from loadtest.client import Client, ClientError, Outcome, Target
 from loadtest.output import progress_bar, save_json
 from loadtest.plots import draw_bench, require_matplotlib
@@ -273,9 +273,7 @@ async def _bench(options: argparse.Namespace) -> int:
     finally:
         client.close()
     show(sweep.points)
-    settings = {key: value for key, value in vars(options).items() if key not in ("run", "api_key")}
-    points = [asdict(point) for point in sweep.points]
-    save_json(options.json, {"settings": settings | {"model": model}, "points": points})
+    save_json(options.json, {"settings": given(options) | {"model": model}, "points": sweep.points})
     if options.plot and sweep.points:
         draw_bench(options.plot, sweep.points, sweep.outcomes)
     if sweep.is_interrupted:

@@ -25,12 +25,12 @@ from loadtest.client import Client, ClientError, Target
 from loadtest.comparison import IDLE_LOAD, ROOT, Drive, Results, describe_host
 from loadtest.errors import LoadtestError
 from loadtest.peers.process import PeerError, ServerProcess, free_port, running
-from loadtest.peers.shapes import SHAPES
 from loadtest.peers.table import DEFAULT_EXECUTABLES, PEERS, PRECISIONS, Peer, Setup, installed_bytes, version
 from loadtest.plots import require_matplotlib
+from loadtest.shapes import COMPARED
 from loadtest.workload import Job, Length, synthetic
 
-_MODELS = tuple(SHAPES)
+_MODELS = tuple(COMPARED)
 _MARGIN_TOKENS = 64  # of a context, beyond the words of a workload
 
 
@@ -323,5 +323,5 @@ def _prepare(options: argparse.Namespace) -> int:
 
     source = Path(find_model(None).path)
     for model in options.models:
-        prepare(SHAPES[model], source, options.models_dir, print)
+        prepare(COMPARED[model], source, options.models_dir, print)
     return 0

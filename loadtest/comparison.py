@@ -8,7 +8,7 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,7 +101,7 @@ class Results:
 
     def write(self, folder: Path) -> None:
         """Write results.json and table.md."""
-        save_json(folder / "results.json", asdict(self))
+        save_json(folder / "results.json", self)
         (folder / "table.md").write_text(self.markdown() + "\n", encoding="utf-8")
 
     def draw(self, folder: Path) -> None:

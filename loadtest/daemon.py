@@ -1,18 +1,19 @@
-"""A real daemon for a benchmark: started with given flags on a free port of the loopback, stopped at the end."""
+"""Starts a real or fake daemon for a benchmark on a free port of the loopback, and stops it at the end."""
 
 from __future__ import annotations
 
 import contextlib
-import socket
+import os
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import NamedTuple
 
 from loadtest.errors import LoadtestError
+from loadtest.peers.process import free_port
 
 _START_LIMIT_S = 180.0
 
@@ -21,26 +22,45 @@ class DaemonError(LoadtestError):
     """The daemon did not start; one sentence."""
 
 
-@contextlib.contextmanager
-def daemon(flags: Sequence[str], tree: Path | None = None) -> Iterator[int]:
-    """The port of a `quire serve` with these flags, from ready to stopped. Raises DaemonError.
+class Daemon(NamedTuple):
+    """A running daemon."""
 
-    `tree` is another checkout of the code, to be compared with this one.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    command = [sys.executable, "-m", "server", "serve", *flags, "--port", str(port)]
+    port: int
+    pid: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@contextlib.contextmanager
+def daemon(flags: Sequence[str]) -> Iterator[int]:
+    """Run `quire serve` with these flags and yield its port. Raises DaemonError."""
+    with _running(["server", "serve", *flags]) as started:
+        yield started.port
+
+
+def fake_daemon(*arguments: str, core: int | None = None) -> contextlib.AbstractContextManager[Daemon]:
+    """Run loadtest.fake_server, on one core if it is given. Raises DaemonError."""
+    return _running(["loadtest.fake_server", *arguments], core)
+
+
+@contextlib.contextmanager
+def _running(module: Sequence[str], core: int | None = None) -> Iterator[Daemon]:
+    started = Daemon(free_port(), 0)
+    command = [sys.executable, "-m", *module, "--port", str(started.port)]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=tree)  # noqa: S603 - our own command
+        process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603 - our own command
         try:
+            if core is not None:
+                os.sched_setaffinity(process.pid, {core})
             deadline = time.monotonic() + _START_LIMIT_S
-            while not _is_ready(port):
+            while not _is_ready(started.port):
                 if process.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
                     raise DaemonError(f"`{' '.join(command)}` did not start: {log.read().decode()[-500:]}")
-                time.sleep(0.2)
-            yield port
+                time.sleep(0.1)
+            yield started._replace(pid=process.pid)
         finally:
             process.terminate()
             process.wait()

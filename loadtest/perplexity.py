@@ -15,12 +15,13 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 from engine.core.types import Request, SamplingParams, StepEvents, TokenEvent
 from engine.loop import Engine
+from loadtest.engines import build
 from loadtest.errors import LoadtestError
 from loadtest.output import print_table, progress_bar, save_json
 
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     scores = [_measure(settings, options, text) for settings in options.settings]
     _print(scores)
     about = {"python": sys.version.split()[0], "text": str(options.text or "pydoc_data.topics")}
-    save_json(options.json, about | {"scores": [asdict(score) for score in scores]})
+    save_json(options.json, about | {"scores": scores})
     return 0
 
 
@@ -90,19 +91,19 @@ def cut_windows(tokens: Sequence[int], prefix: Sequence[int], size: int) -> Iter
 
 
 def _measure(settings: str, options: argparse.Namespace, text: str) -> Score:
-    from engine.build import build_engine  # here, for they bring torch and pydantic, and `quire bench` needs neither
-    from engine.model_source import find_model
+    from engine.model_source import find_model  # here, because `quire bench` needs neither torch nor pydantic
     from engine.text.tokenizer import load_tokenizer
     from server.settings.flags import load_settings
 
-    given = load_settings([*([options.model] if options.model else []), *shlex.split(settings)])
+    flags = [*([options.model] if options.model else []), *shlex.split(settings)]
+    given = load_settings(flags)
     source = find_model(given.model)
     tokenizer = load_tokenizer(given.tokenizer or source.path, revision=given.revision)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) < options.tokens:
         raise PerplexityError(f"The text has {len(tokens)} tokens, fewer than --tokens {options.tokens}.")
-    prefix = tokenizer.encode("", add_special_tokens=True)  # a model that learned with one predicts badly without
-    engine = build_engine(given.engine_config(source.path), lambda _: None)
+    prefix = tokenizer.encode("", add_special_tokens=True)  # models trained with one need it
+    engine = build(flags)
     if engine.config.max_model_len < options.window or options.window <= len(prefix):
         raise PerplexityError(
             f"--window is {options.window}; it must be at most {engine.config.max_model_len} here, and more than the "

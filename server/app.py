@@ -22,7 +22,7 @@ from engine.loop import Engine
 from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.limits import ModelLimits
-from engine.text.types import Tokenizer
+from engine.text.tokenizer import TextTokenizer
 from engine.version import VERSION
 from server import errors
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
@@ -76,7 +76,7 @@ def routers() -> list[APIRouter]:
     return [import_module(name).router for name in ENDPOINTS]
 
 
-def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastAPI:
+def create_app(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> FastAPI:
     """Return an application that serves one engine.
 
     Its lifespan starts the engine's thread and drains it.
@@ -102,14 +102,14 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> FastA
     return app
 
 
-def _context(engine: Engine, tokenizer: Tokenizer, config: AppConfig) -> Context:
+def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Context:
     """Return the application's parts."""
     handover = None
     if config.role != "both":
         handover = open_handover(engine, config.kv_connector_dir, int(config.kv_connector_gib * (1 << 30)))
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     request_log = RequestLog()
-    telemetry = Telemetry(request_log, metrics.observe, log_answer)
+    telemetry = Telemetry(request_log, *metrics.listeners, log_answer)
     emit = telemetry.emit
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     limits = ModelLimits.of(

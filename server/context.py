@@ -21,7 +21,7 @@ from engine.text.fields.base import RequestBody
 from engine.text.fields.chat import Conversation
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.limits import ModelLimits
-from engine.text.types import Tokenizer
+from engine.text.tokenizer import TextTokenizer
 from server.batches.service import BatchService
 from server.client import EngineClient
 from server.errors import ApiError
@@ -56,7 +56,7 @@ class Context:
 
     engine: Engine
     client: EngineClient
-    tokenizer: Tokenizer
+    tokenizer: TextTokenizer
     config: AppConfig
     preprocessor: ChatPreprocessor
     metrics: Metrics
@@ -111,7 +111,7 @@ class Context:
     async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool) -> list[list[int]]:
         """Return the token ids of each text. Raises ContextLengthError."""
         for text in texts:
-            self.limits.check_length(text, param)
+            self.limits.check_length(len(text), param)
 
         def encode_all() -> list[list[int]]:
             return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from engine.core.errors import QuireError
 from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent
 from engine.text.choice import Choice, Delta, TextRules
-from engine.text.types import Tokenizer
+from engine.text.tokenizer import TextTokenizer
 from server.client import Answer
 from server.http.slow_thread import run_slowly
 from server.openai.usage import Usage
@@ -33,7 +33,7 @@ class ChoiceDelta(NamedTuple):
 class Generation:
     """The choices of an open answer, read by `next_deltas` or `all_deltas`."""
 
-    def __init__(self, answer: Answer, requests: Sequence[Request], tokenizer: Tokenizer, rules: TextRules) -> None:
+    def __init__(self, answer: Answer, requests: Sequence[Request], tokenizer: TextTokenizer, rules: TextRules) -> None:
         self._answer = answer
         self._n = requests[0].params.n
         self._num_prompt_tokens = sum(len(request.prompt) for request in requests)
@@ -62,26 +62,6 @@ class Generation:
     def num_cached_tokens(self) -> int:
         """Return the number of prompt tokens that were found in the prefix cache."""
         return sum([prompt.num_cached_tokens for prompt in self._prompts.values()])
-
-    @property
-    def history(self) -> dict[str, int | float | str]:
-        """Return the log line's fields: counts, and the seconds of the slowest choice."""
-        usage, spans = self.usage, self.timeline.spans()
-        history: dict[str, int | float | str] = {
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": self.num_cached_tokens,
-            "completion_tokens": usage.completion_tokens,
-        }
-        reasons = {reason.value for reason in self.timeline.finish_reasons if reason is not None}
-        if reasons:  # a stream's status is 200 even if it fails
-            history["finish_reason"] = "+".join(sorted(reasons))
-        if spans is not None:
-            history["queue_s"] = round(spans.queue_s, 3)
-            history["prefill_s"] = round(spans.prefill_s, 3)
-            history["decode_s"] = round(spans.decode_s, 3)
-            if spans.num_preemptions is not None:
-                history["preemptions"] = spans.num_preemptions
-        return history
 
     async def next_deltas(self) -> list[ChoiceDelta]:
         """Wait for new deltas and return them, [] when all choices are done.

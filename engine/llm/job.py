@@ -11,8 +11,8 @@ from typing import Any
 from engine.core.types import FinishReason, Request, RequestTimings, TokenEvent
 from engine.text.choice import Choice, Delta, TextRules
 from engine.text.logprobs import PromptLogprobs, prompt_logprobs
+from engine.text.tokenizer import TextTokenizer
 from engine.text.tools.formats import new_call_id
-from engine.text.types import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Job:
     """A prompt that is being answered, and how many of its choices are open."""
 
     def __init__(
-        self, text: str | None, request: Request, rules: TextRules, tokenizer: Tokenizer, *, call_id_length: int = 0
+        self, text: str | None, request: Request, rules: TextRules, tokenizer: TextTokenizer, *, call_id_length: int = 0
     ) -> None:
         self.request = request
         self.num_open = request.params.n

@@ -203,7 +203,7 @@ class LLM:
         text = None
         if isinstance(prompt, str):
             text = prompt
-            limits.check_length(text, "prompt")
+            limits.check_length(len(text), "prompt")
             ids = self._tokenizer.encode(text, add_special_tokens=True)
         else:
             ids = _token_ids(prompt)

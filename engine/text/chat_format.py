@@ -17,11 +17,12 @@ from engine.text.grammars.thinking import TagIds
 from engine.text.message_fallbacks import ALL_ROLES, KnownRoles
 from engine.text.piece_parser import PieceParser
 from engine.text.reasoning import REASONING_TAGS, ReasoningParser, ReasoningTags, detect_reasoning
+from engine.text.tokenizer import TextTokenizer
 from engine.text.tools.base import ToolFormat, Tools
 from engine.text.tools.formats import TOOL_FORMATS, detect_tool_format
 from engine.text.tools.harmony import HARMONY
 from engine.text.tools.json_calls import HERMES
-from engine.text.types import Content, Piece, Tokenizer
+from engine.text.types import Content, Piece
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,9 @@ class ChatFormat:
     hidden_ids: frozenset[int] | None = None  # special tokens that are not a mark, if any mark is a special token
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> ChatFormat:
+    def of(
+        cls, tokenizer: TextTokenizer, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> ChatFormat:
         """Return the format of the template and the settings. Raises ConfigError."""
         template = tokenizer.chat_template
         source = template.source if template else ""
@@ -163,7 +166,7 @@ def _choose_tool_format(asked: str, source: str, *, shows_tools: bool) -> ToolFo
     return HERMES
 
 
-def _tag_ids(tokenizer: Tokenizer, tags: ReasoningTags | None) -> TagIds | None:
+def _tag_ids(tokenizer: TextTokenizer, tags: ReasoningTags | None) -> TagIds | None:
     if tags is None:
         return None
     opening, closing = (tokenizer.encode(tag, add_special_tokens=False) for tag in (tags.opening, tags.closing))
@@ -171,7 +174,7 @@ def _tag_ids(tokenizer: Tokenizer, tags: ReasoningTags | None) -> TagIds | None:
 
 
 def _hidden_ids(
-    tokenizer: Tokenizer, tool_format: ToolFormat | None, tags: ReasoningTags | None, *, has_channels: bool
+    tokenizer: TextTokenizer, tool_format: ToolFormat | None, tags: ReasoningTags | None, *, has_channels: bool
 ) -> frozenset[int] | None:
     """Return the special tokens to hide, if a mark is one, which must be shown."""
     marks = {*MARKS} if has_channels else set[str]()

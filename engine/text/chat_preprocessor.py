@@ -61,7 +61,7 @@ class ChatPreprocessor:
                 "This model has no chat template; use /v1/completions, or start the server with --chat-template.",
                 param="messages",
             )
-        self.limits.check_num_chars(chat.num_chars, "messages")
+        self.limits.check_length(chat.num_chars, "messages")
         messages: Sequence[Mapping[str, Any]] = [message.for_template() for message in chat.messages]
         tools = [tool.model_dump(exclude_unset=True) for tool in chat.shown_tools]
         if tools or not chat.is_plain:
@@ -81,7 +81,7 @@ class ChatPreprocessor:
 
     def encode(self, chat: ChatFields, text: str) -> list[int]:
         """Return the tokens of a rendered prompt. Raises ContextLengthError."""
-        self.limits.check_length(text, "messages")
+        self.limits.check_length(len(text), "messages")
         ids = self._tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
         return truncated(chat, ids, self.limits)
 
@@ -100,7 +100,8 @@ class ChatPreprocessor:
             constraint, tool_format = self._plan_calls(chat, constraint)
         begins_within, thinking = False, None
         if self._format.tags is not None:
-            begins_within = self._begins_within(chat, text)
+            continued = chat.messages[-1].content if chat.continue_final_message else ""
+            begins_within = self._format.tags.begins_within(text, continued)
             thinking = self._thinking(chat, text, begins_within=begins_within)
         rules = text_rules(chat, params)
         if tool_format is not None or self._format.tags is not None or self._format.has_channels:
@@ -182,11 +183,6 @@ class ChatPreprocessor:
         return Constraint(GrammarSpec.of_lark(grammar), "tools")
 
     # -- thoughts ----------------------------------------------------------------------------------------------------
-
-    def _begins_within(self, chat: ChatFields, text: str) -> bool:
-        """Return True if the answer begins with thoughts."""
-        continued = chat.messages[-1].content if chat.continue_final_message else ""
-        return self._format.tags is not None and self._format.tags.begins_within(text, continued)
 
     def _thinking(self, chat: ChatFields, text: str, *, begins_within: bool) -> Thinking | None:
         """Return how thoughts are bounded, or None if they cannot be, or are over."""

@@ -13,7 +13,8 @@ from engine.core.errors import ServerError, ShuttingDownError
 from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
 from engine.text.chat_format import MessageParser
 from engine.text.detokenizer import Detokenizer, StopStrings
-from engine.text.types import CallArguments, CallBegin, Content, Piece, Tokenizer
+from engine.text.tokenizer import TextTokenizer
+from engine.text.types import CallArguments, CallBegin, Content, Piece
 
 _FAILURES = frozenset({FinishReason.ERROR, FinishReason.DROPPED, FinishReason.ABORT})
 
@@ -67,7 +68,7 @@ class Delta:
 class Choice:
     """`accept` events until `is_done`; `take` the delta since the last call."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], rules: TextRules) -> None:
+    def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int], rules: TextRules) -> None:
         self._tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None  # made with the first token: requests that only read have none
         self._stops = StopStrings(rules.stops, include_in_output=rules.include_stop) if rules.stops else None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.text.types import Tokenizer
+from engine.text.piece_parser import held_back
+from engine.text.tokenizer import TextTokenizer
 
 REPLACEMENT = "\ufffd"
 NUM_CONTEXT_TOKENS = 6  # of the prompt: enough to know whether the first token continues a word or a character
@@ -25,7 +26,7 @@ class Detokenizer:
 
     __slots__ = ("_known", "_num_settled", "_skip", "_tokenizer", "_window")
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: TextTokenizer, context: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         for size in range(NUM_CONTEXT_TOKENS, NUM_CONTEXT_TOKENS + MAX_BYTES):
@@ -62,12 +63,11 @@ class StopStrings:
     Of two that end at the same character, the longer one wins. The result does not depend on how the text was cut.
     """
 
-    __slots__ = ("_held", "_include", "_longest", "_stops", "matched")
+    __slots__ = ("_held", "_include", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
         self._stops = tuple(stops)
         self._include = include_in_output
-        self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.matched: str | None = None
 
@@ -79,7 +79,7 @@ class StopStrings:
             end, start, self.matched = min(found)
             self._held = ""
             return text[: end if self._include else start]
-        safe = len(text) - self._num_undecided(text)
+        safe = len(text) - held_back(text, self._stops)
         self._held = text[safe:]
         return text[:safe]
 
@@ -87,11 +87,3 @@ class StopStrings:
         """Return the held text, which did not become a stop string."""
         held, self._held = self._held, ""
         return held
-
-    def _num_undecided(self, text: str) -> int:
-        """Return the length of the longest end of `text` that begins a stop string."""
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            tail = text[start:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return len(tail)
-        return 0

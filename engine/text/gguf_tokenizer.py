@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -43,14 +44,10 @@ def _digits_then_gpt2() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
 
 
-def _words(digits: int) -> Callable[[], pre_tokenizers.PreTokenizer]:
+def _words(digits: int) -> pre_tokenizers.PreTokenizer:
     """Return the pattern with runs of at most `digits` digits."""
-
-    def make() -> pre_tokenizers.PreTokenizer:
-        split = pre_tokenizers.Split(Regex(_WORDS % digits), behavior="isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-    return make
+    split = pre_tokenizers.Split(Regex(_WORDS % digits), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 _PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
@@ -59,10 +56,10 @@ _PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "smollm": _digits_then_gpt2,
     "starcoder": _digits_then_gpt2,
     "refact": _digits_then_gpt2,
-    "llama-bpe": _words(3),
-    "llama3": _words(3),
-    "qwen2": _words(1),
-    "deepseek-r1-qwen": _words(1),
+    "llama-bpe": partial(_words, 3),
+    "llama3": partial(_words, 3),
+    "qwen2": partial(_words, 1),
+    "deepseek-r1-qwen": partial(_words, 1),
 }
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3")  # a word that is a token is that token, whatever the merges
 _NFC = ("qwen2", "deepseek-r1-qwen")  # composed characters, as these models' tokenizers do

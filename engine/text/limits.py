@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ContextLengthError, InvalidRequestError, shorten
 from engine.text.chat_format import ChatFormat
-from engine.text.types import Tokenizer
+from engine.text.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class ModelLimits:
     pool_tokens: int  # positions that the whole KV pool holds
     max_logprobs: int
     has_priorities: bool
-    tokenizer: Tokenizer
+    tokenizer: TextTokenizer
     chat_format: ChatFormat = field(default_factory=ChatFormat)
 
     @classmethod
@@ -29,7 +29,7 @@ class ModelLimits:
         cls,
         config: SchedulerConfig,
         vocab_size: int,
-        tokenizer: Tokenizer,
+        tokenizer: TextTokenizer,
         *,
         max_logprobs: int,
         tool_call_parser: str = "auto",
@@ -58,22 +58,18 @@ class ModelLimits:
                 message = f"{param} has the token id {shorten(str(token_id))}; ids of this model are 0 to {self.vocab_size - 1}."
                 raise InvalidRequestError(message, param=param)
 
-    def check_length(self, text: str, param: str) -> None:
+    def check_length(self, num_chars: int, param: str) -> None:
         """Raise ContextLengthError for a text that is too long whatever its tokens are.
 
         Encoding costs a second and 180 MB for every million characters, so a text that cannot fit is not encoded.
         """
-        self.check_num_chars(len(text), param)
-
-    def check_num_chars(self, num: int, param: str) -> None:
-        """Do the same for a text of so many characters that is not rendered yet."""
         most = self.max_model_len * self.tokenizer.max_token_chars
-        if num > most:
+        if num_chars > most:
             raise ContextLengthError(
                 f"This model's maximum context length is {self.max_model_len} tokens, into which at most {most} "
-                f"characters fit, but {param} has {num}; shorten it.",
+                f"characters fit, but {param} has {num_chars}; shorten it.",
                 param=param,
-                num_prompt=-(-num // self.tokenizer.max_token_chars),  # at least
+                num_prompt=-(-num_chars // self.tokenizer.max_token_chars),  # at least
                 limit=self.max_model_len,
             )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.core.types import TokenLogprob
-from engine.text.types import Tokenizer
+from engine.text.tokenizer import TextTokenizer
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot express
 
@@ -24,7 +24,7 @@ class PromptLogprob:
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
-def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+def token_text(tokenizer: TextTokenizer, token_id: int) -> str:
     """Return a token as text; part of a character is spelled as OpenAI does."""
     raw = tokenizer.token_bytes(token_id)
     try:
@@ -38,12 +38,12 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST)
 
 
-def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], num_top: int) -> PromptLogprobs:
+def prompt_logprobs(tokenizer: TextTokenizer, entries: Sequence[TokenLogprob | None], num_top: int) -> PromptLogprobs:
     """Return the log probabilities of tokens, with `num_top` alternatives each."""
     return [None if entry is None else _by_id(tokenizer, entry, num_top) for entry in entries]
 
 
-def _by_id(tokenizer: Tokenizer, entry: TokenLogprob, num_top: int) -> dict[int, PromptLogprob]:
+def _by_id(tokenizer: TextTokenizer, entry: TokenLogprob, num_top: int) -> dict[int, PromptLogprob]:
     ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)]
     ranked.append((entry.token_id, entry.logprob, entry.rank))
     return {

@@ -1,12 +1,12 @@
 """Loads the tokenizer of a Hugging Face folder or id, or of a GGUF file.
 
-Loaded on the main thread at start-up. Nothing of transformers is kept after loading: one class serves both sources.
+Loaded on the main thread at start-up. Nothing of transformers is kept after loading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ import tokenizers
 
 from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.gguf_header import read_header
-from engine.model_check import check_entries
+from engine.model_source import check_entries
 from engine.regular_file import read_json
 from engine.speculative_config import SpeculativeConfig
 from engine.text.chat_template import ChatTemplate
 from engine.text.gguf_tokenizer import TokenType, build_tokenizer, special_token
-from engine.text.types import SamplingDefaults, Tokenizer
+from engine.text.types import SamplingDefaults
 
 # Tokens with which models end a turn. A GGUF file names one or two of them; a model may sample any.
 _END_OF_TURN = frozenset(
@@ -56,7 +56,7 @@ class TokenizerConfig:
 
 
 class TextTokenizer:
-    """Implements Tokenizer with a `tokenizers.Tokenizer` and a chat template."""
+    """A model's tokenizer, its special tokens and its chat template. Any thread."""
 
     def __init__(self, backend: tokenizers.Tokenizer, vocabulary: TokenizerConfig) -> None:
         backend.no_truncation()
@@ -141,18 +141,12 @@ def load_tokenizer(
     """
     from_file = Path(source).suffix == ".gguf"
     backend, vocabulary = _from_gguf(Path(source)) if from_file else _from_hugging_face(source, revision)
-    return TextTokenizer(
-        backend,
-        TokenizerConfig(
-            special_tokens=vocabulary.special_tokens,
-            eos_token_ids=vocabulary.eos_token_ids,
-            chat_template=chat_template or vocabulary.chat_template,
-            sampling_defaults=vocabulary.sampling_defaults if model_sampling else SamplingDefaults(),
-        ),
-    )
+    defaults = vocabulary.sampling_defaults if model_sampling else SamplingDefaults()
+    template = chat_template or vocabulary.chat_template
+    return TextTokenizer(backend, replace(vocabulary, chat_template=template, sampling_defaults=defaults))
 
 
-def check_draft_tokenizer(tokenizer: Tokenizer, speculative_config: str | Mapping[str, Any] | None) -> None:
+def check_draft_tokenizer(tokenizer: TextTokenizer, speculative_config: str | Mapping[str, Any] | None) -> None:
     """Raise ConfigError for a draft model whose tokenizer encodes differently."""
     asked = None if speculative_config is None else SpeculativeConfig.read(speculative_config)
     if asked is None or asked.model is None:
@@ -175,10 +169,10 @@ def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
     types = metadata.get("tokenizer.ggml.token_type", ())
     ends = {special_token(metadata, role) for role in ("eos", "eot", "eom")}
     ends |= {i for i, kind in enumerate(types) if kind == TokenType.CONTROL and tokens[i] in _END_OF_TURN}
-    named = {role: special_token(metadata, role) for role in ("bos", "eos", "unknown", "padding")}
     short = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    named = {name: special_token(metadata, role) for role, name in short.items()}
     return backend, TokenizerConfig(
-        special_tokens={short[role]: tokens[token_id] for role, token_id in named.items() if token_id is not None},
+        special_tokens={name: tokens[token_id] for name, token_id in named.items() if token_id is not None},
         eos_token_ids=frozenset(token_id for token_id in ends if token_id is not None),
         chat_template=metadata.get("tokenizer.chat_template"),
         sampling_defaults=SamplingDefaults(),

@@ -21,6 +21,7 @@ from rich.progress import Progress
 from engine.core.config import SchedulerConfig
 from loadtest.arguments import positive_int
 from loadtest.daemon import daemon
+from loadtest.engines import build, device_of
 from loadtest.output import progress_bar
 from loadtest.report import percentile
 from loadtest.simulation.costs import Front, StepCosts
@@ -29,7 +30,6 @@ from loadtest.simulation.observe import Observed, observe, warm_up
 from loadtest.simulation.replay import replay
 from loadtest.simulation.trace import TraceRequest
 from loadtest.simulation.variants import measured_config
-from loadtest.steps import build, runs_on_cpu
 
 _NUM_HELD_OUT = 32
 _WAVES = (1, 2, 4, 8, 16, 32, 48)  # concurrent requests, of 64 words and 64 tokens each
@@ -68,7 +68,7 @@ def _engine_alone(steps: _Steps, settings: Sequence[str]) -> StepCosts:
 
 def _measure(steps: _Steps, settings: Sequence[str], progress: Progress) -> StepCosts:
     """Measure the engine and a daemon in turns; a GPU has no room for both."""
-    if not runs_on_cpu(settings):
+    if device_of(settings) != "cpu":
         costs = _engine_alone(steps, settings)
         with daemon(settings) as port:
             waves = _Waves(port, progress)
@@ -106,13 +106,12 @@ class _Steps:
 
     def fit(self, settings: Sequence[str]) -> StepCosts:
         """Return the costs without a front, and close the engine."""
-        from loadtest.simulation.fit import fit, predict  # here, because it imports numpy
+        from loadtest.simulation.fit import fit  # here, because it imports numpy
 
         config, seconds, num_fitted = self._config, self.times.seconds, len(self._fitted)
         self._runner.close()
         costs = fit(self._fitted, seconds[:num_fitted])
-        pairs = zip(self.times.shapes, seconds, strict=True)
-        errors = [abs(predict(costs, shape) / taken - 1) for shape, taken in pairs]
+        errors = [abs(costs.step(plan) / taken - 1) for plan, taken in zip(self.times.plans, seconds, strict=True)]
         unseen = sorted(errors[num_fitted:])
         about = {
             "settings": list(settings),

@@ -28,8 +28,6 @@ class Sample(NamedTuple):
 
     time_s: float
     blocks_held: int
-    blocks_cached: int
-    num_running: int
     num_waiting: int
     num_preempted: int
 
@@ -147,5 +145,4 @@ class Replica:
 
     def _sample(self) -> Sample:
         stats = self.stats
-        queues = stats.num_running, stats.num_waiting, stats.num_preempted
-        return Sample(self.now, stats.blocks_held, stats.blocks_cached, *queues)
+        return Sample(self.now, stats.blocks_held, stats.num_waiting, stats.num_preempted)

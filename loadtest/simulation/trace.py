@@ -1,7 +1,6 @@
-"""Traces: the arrival and the lengths of requests, read from CSV files as a list of TraceRequest.
+"""Traces: arrivals and lengths of requests, read from CSV files.
 
-Besides our own column names, those of the Azure LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens) and of
-BurstGPT (Timestamp, Request tokens, Response tokens, Session ID, ...) are understood. Knows lengths only, never text.
+The column names of the Azure LLM inference traces and of BurstGPT are accepted, too.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ class TraceRequest(NamedTuple):
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
-    max_tokens: int = 0  # allowed by the client; 0: as many as the answer has
+    max_tokens: int = 0  # 0: the length of the answer
     prefix_group: str = ""  # requests of one group share ...
     prefix_tokens: int = 0  # ... this much of the beginning of their prompts
     tenant: str = ""
     priority: int = 0
-    weight: float = 0.0  # of the tenant, under the policy `fair`; 0: as all others
-    deadline_s: float = 0.0  # in which the client wants the whole answer; 0: none
+    weight: float = 0.0  # of the tenant, under the policy `fair`; 0: the default
+    deadline_s: float = 0.0  # for the whole answer; 0: none
 
 
 class Trace(NamedTuple):
-    """Requests in order of arrival, and how many lines of the file asked for nothing that can be replayed."""
+    """Requests in order of arrival, and the number of lines without output."""
 
     requests: list[TraceRequest]
-    num_unanswered: int = 0  # failed in the original: their output is empty
+    num_unanswered: int = 0
 
 
 # Field -> the names of its column, ours first. Compared without case, blanks and underscores.
@@ -63,7 +62,7 @@ _FRACTION = re.compile(r"(\.\d{6})\d+")  # Azure writes seven digits, datetime r
 
 
 def read_trace(path: Path) -> Trace:
-    """The requests of a CSV file, the first at time 0. Raises TraceError."""
+    """Return the requests of a CSV file, the first at time 0. Raises TraceError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             return _read(path, csv.reader(lines))
@@ -93,7 +92,7 @@ def _read(path: Path, rows: Iterable[list[str]]) -> Trace:
 
 
 def _places(path: Path, header: Sequence[str]) -> dict[str, int]:
-    """Where each field's column is."""
+    """Return the column of each field."""
     found = {_plain(name): place for place, name in enumerate(header)}
     places = {
         field: found[_plain(name)]
@@ -150,7 +149,7 @@ def _not_negative(values: dict[str, str], name: str, where: str) -> float:
 
 
 def _seconds(text: str, where: str) -> float:
-    """Seconds as a number, or a date and time."""
+    """Return the seconds of a number or of a date and time."""
     try:
         seconds = float(text)
     except ValueError:
@@ -191,7 +190,7 @@ def _from_zero(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """A file that read_trace reads back."""
+    """Write a file for read_trace."""
     with path.open("w", encoding="utf-8", newline="") as lines:
         writer = csv.writer(lines)
         writer.writerow(TraceRequest._fields)
@@ -218,10 +217,9 @@ def clipped(requests: Iterable[TraceRequest], max_model_len: int) -> list[TraceR
 
 
 def to_request(row: TraceRequest, index: int) -> Request:
-    """Return a row as a request. Shared beginnings of a group have equal tokens, all others differ.
+    """Return a row as a request; a group shares the tokens of its prefix.
 
-    A simulated runner draws each token as its own position (replica.py), so an answer ends where its last position is an
-    ending id, though max_tokens would allow more.
+    A simulated runner draws each token as its position (replica.py), so the last position is made an ending id.
     """
     own, shared = (index + 1) << 24, -(crc32(row.prefix_group.encode()) + 1) << 24
     prefix = range(shared, shared + row.prefix_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -32,6 +32,23 @@ class ContextEdit(RequestBody):
     keep: Literal["all"] | Amount | None = None
     trigger: Amount | None = None
 
+    def is_idle(self, turns: Sequence[Turn], max_model_len: int) -> bool:
+        """Return whether the edit certainly removes nothing of these turns."""
+        kind, num_kept, from_tokens = _CLEARS.get(self.type, ("", 0, 0))
+        trigger = self.trigger
+        if trigger is not None and trigger.type == "input_tokens":
+            from_tokens = trigger.value
+        if from_tokens >= max_model_len:
+            return True  # a prompt of that length is refused anyway
+        if not kind or self.keep == "all":
+            return bool(kind)
+        if self.keep is not None:
+            num_kept = self.keep.value
+        if trigger is not None and trigger.type == "tool_uses":
+            num_kept = max(num_kept, trigger.value)
+        found = [sum(block.type == kind for block in turn.content) for turn in turns]
+        return sum(map(bool, found) if kind == "thinking" else found) <= num_kept
+
 
 class ContextManagement(RequestBody):
     """The edits, in order."""
@@ -41,29 +58,8 @@ class ContextManagement(RequestBody):
     def check_idle(self, turns: Sequence[Turn], max_model_len: int) -> None:
         """Raise ApiError for an edit that might remove a part of these turns."""
         for number, edit in enumerate(self.edits):
-            if not _is_idle(edit, turns, max_model_len):
+            if not edit.is_idle(turns, max_model_len):
                 raise UnsupportedError(
                     f"context_management.edits.{number}",
                     f"{edit.type} may take away parts of this conversation, which is not done here; leave it out.",
                 )
-
-
-def _is_idle(edit: ContextEdit, turns: Sequence[Turn], max_model_len: int) -> bool:
-    kind, num_kept, from_tokens = _CLEARS.get(edit.type, ("", 0, 0))
-    if edit.trigger is not None and edit.trigger.type == "input_tokens":
-        from_tokens = edit.trigger.value
-    if from_tokens >= max_model_len:
-        return True  # a prompt of that length is refused anyway
-    if not kind:
-        return False
-    if edit.keep is not None:
-        num_kept = _count(kind, turns) if edit.keep == "all" else edit.keep.value
-    if edit.trigger is not None and edit.trigger.type == "tool_uses":
-        num_kept = max(num_kept, edit.trigger.value)
-    return _count(kind, turns) <= num_kept
-
-
-def _count(kind: str, turns: Sequence[Turn]) -> int:
-    """Return how many turns have thinking blocks, or how many tools were used."""
-    found: list[Any] = [[block for block in turn.content if block.type == kind] for turn in turns]
-    return sum(map(bool, found)) if kind == "thinking" else sum(map(len, found))

@@ -45,12 +45,16 @@ from server.respond import chunk_meta, respond
 _BILLING = "x-anthropic-billing-header:"
 
 
-def _system_text(blocks: Sequence[Block]) -> str:
-    """Return the system prompt, without Claude Code's billing block.
+def _chat_messages(system: Sequence[Block] | None, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Return the chat's messages, without Claude Code's billing block.
 
     That block is the first and differs between sessions: with it, no session would find the prefix of another cached.
     """
-    return joined_text([block for block in blocks if not (block.text or "").startswith(_BILLING)], "system")
+    messages = chat_messages(turns)
+    if system is not None:
+        blocks = [block for block in system if not (block.text or "").startswith(_BILLING)]
+        messages.insert(0, {"role": "system", "content": joined_text(blocks, "system")})
+    return messages
 
 
 def _overflow(error: ContextLengthError) -> str:
@@ -165,8 +169,8 @@ class CountBody(TranslatedBody):
     system: Blocks | None = None
     tools: list[MessageTool] = Field(default_factory=list)
     tool_choice: MessageToolChoice | None = None
-    thinking: ThinkingConfig | None = None
-    output_config: OutputConfig | None = None
+    thinking: ThinkingConfig = Field(default_factory=lambda: ThinkingConfig(type="adaptive"))
+    output_config: OutputConfig = Field(default_factory=OutputConfig)
     output_format: OutputFormat | None = None  # an older name of output_config.format
     context_management: ContextManagement | None = None
     metadata: Metadata | None = None
@@ -194,7 +198,7 @@ class CountBody(TranslatedBody):
         choice = self.tool_choice
         if choice is not None and choice.type in ("any", "tool") and not self.tools:
             raise InvalidRequestError("tool_choice needs tools; send them, or leave it out.", param="tool_choice")
-        if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
+        if self.output_format is not None and self.output_config.format is not None:
             message = "output_format and output_config.format mean the same; send only one."
             raise InvalidRequestError(message, param="output_format")
         return self
@@ -206,31 +210,25 @@ class CountBody(TranslatedBody):
 
     def dropped_hints(self, limits: ModelLimits) -> list[str]:
         """Return also thinking that the model lacks, and edits without effect."""
-        effort = None if self.output_config is None else self.output_config.effort
-        is_idle = {
-            "thinking": self.thinking is not None
-            and self.thinking.type == "enabled"
-            and limits.chat_format.tag_ids is None,
-            "output_config.effort": effort is not None and not limits.chat_format.takes_effort,
-            "context_management": self.context_management is not None,
-        }
+        names, chat_format = super().dropped_hints(limits), limits.chat_format
+        if self.thinking.type == "enabled" and chat_format.tag_ids is None:
+            names.append("thinking")
+        if self.output_config.effort is not None and not chat_format.takes_effort:
+            names.append("output_config.effort")
         if self.context_management is not None:
             self.context_management.check_idle(self.messages, limits.max_model_len)
-        return super().dropped_hints(limits) + [name for name, idle in is_idle.items() if idle]
+            names.append("context_management")
+        return names
 
     def to_chat(self) -> ChatBody:
         """Return the chat. A last message of the assistant is continued."""
-        messages = chat_messages(self.messages)
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": _system_text(self.system)})
+        messages = _chat_messages(self.system, self.messages)
         is_prefilled = self.messages[-1].role == "assistant"
         if is_prefilled and "tool_calls" in messages[-1]:
             message = "The last message uses tools; send what they gave as tool_result blocks of a user's message."
             raise InvalidRequestError(message, param="messages")
         choice = self.tool_choice if self.tools else None
-        thinking = self.thinking or ThinkingConfig(type="adaptive")
-        config = self.output_config or OutputConfig()
-        output_format = self.output_format or config.format
+        output_format = self.output_format or self.output_config.format
         return self.chat_body(
             {
                 "messages": messages,
@@ -240,8 +238,8 @@ class CountBody(TranslatedBody):
                 "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
                 "user": None if self.metadata is None else self.metadata.user_id,
                 "response_format": None if output_format is None else output_format.for_chat(),
-                "thinking_token_budget": thinking.budget_tokens,
-                "reasoning_effort": "none" if thinking.type == "disabled" else config.effort,
+                "thinking_token_budget": self.thinking.budget_tokens,
+                "reasoning_effort": "none" if self.thinking.type == "disabled" else self.output_config.effort,
                 **self._answer_fields(),
             }
         )
@@ -275,16 +273,13 @@ class CountBody(TranslatedBody):
 
     def _beginning(self, chat: ChatBody, place: Place) -> ChatBody:
         """Return the chat up to a place, with a placeholder if it has no message."""
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "-"}]
-        system = self.system
+        system, turns = self.system, [Turn.model_validate({"role": "user", "content": "-"})]
         if place.turn:
             *before, last = self.messages[: place.turn]
-            messages = chat_messages([*before, last.model_copy(update={"content": up_to(place, last.content)})])
+            turns = [*before, last.model_copy(update={"content": up_to(place, last.content)})]
         elif system is not None:
             system = up_to(place, system)
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": _system_text(system)})
-        shown = [Message.model_validate(message) for message in messages]
+        shown = [Message.model_validate(message) for message in _chat_messages(system, turns)]
         return chat.model_copy(update={"messages": shown, "continue_final_message": False})
 
 

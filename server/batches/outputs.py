@@ -6,9 +6,9 @@ Successful answers go to the output file, all others to the error file, both in 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic_core import from_json, to_json
 
@@ -21,13 +21,6 @@ WHY_NOT = {
     BatchStatus.CANCELLED: ("batch_cancelled", "The batch was cancelled before this request ran."),
     BatchStatus.EXPIRED: ("batch_expired", "The batch's completion window ended before this request ran."),
 }
-
-
-class Output(NamedTuple):
-    """The files of a batch; None for an empty one."""
-
-    output: FileObject | None
-    errors: FileObject | None
 
 
 def answered(line: PendingLine, reply: Reply) -> Outcome:
@@ -46,15 +39,17 @@ def unanswered(line: PendingLine, code: str, message: str) -> Outcome:
     return Outcome(line, FAILED, _entry(line.custom_id, None, (code, message)), None)
 
 
-def write_files(folder: DataFolder, batch: Batch, end: BatchStatus, now: float) -> Output:
-    """Write the files of a batch that ends; they are not in the database yet."""
-    code, message = WHY_NOT.get(end, ("", ""))
+def write_files(
+    folder: DataFolder, batch: Batch, end: BatchStatus, now: float
+) -> tuple[FileObject | None, FileObject | None]:
+    """Write the output and the error file of a batch that ends; None for an empty one."""
+    why_not = WHY_NOT.get(end)
     good = (entry for _, entry in entries(folder.database, batch.id, COMPLETED))
     bad = (entry for _, entry in entries(folder.database, batch.id, FAILED))
-    never = (_entry(name, None, (code, message)) for name, _ in entries(folder.database, batch.id, TO_RUN))
+    never = (_entry(name, None, why_not) for name, _ in entries(folder.database, batch.id, TO_RUN))
     output = _write(folder, good, f"{batch.id}_output.jsonl", now)
     try:
-        return Output(output, _write(folder, chain(bad, never), f"{batch.id}_error.jsonl", now))
+        return output, _write(folder, chain(bad, never), f"{batch.id}_error.jsonl", now)
     except Exception:  # such as a full disk: neither file is in the database
         if output is not None:
             folder.path_of(output.id).unlink(missing_ok=True)
@@ -76,7 +71,7 @@ def _write(folder: DataFolder, lines: Iterator[bytes | None], filename: str, now
     )
 
 
-def _entry(custom_id: str, response: dict[str, Any] | None, error: Sequence[str] | None) -> bytes:
+def _entry(custom_id: str, response: dict[str, Any] | None, error: tuple[str, str] | None) -> bytes:
     return to_json(
         {
             "id": f"batch_req_{uuid.uuid4().hex}",

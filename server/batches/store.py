@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -140,14 +140,13 @@ class Store:
         The content goes first: on a full disk this makes the room that the database needs.
         """
         with self._transaction() as db:
-            row = db.execute("SELECT id FROM batches WHERE is_open AND input = ?", (file_id,)).fetchone()
-            if (
-                row is None
-                and db.execute("SELECT id FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
-            ):
+            reader = db.execute("SELECT id FROM batches WHERE is_open AND input = ?", (file_id,)).fetchone()
+            if reader is not None:
+                return str(reader[0])
+            if db.execute("SELECT id FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone():
                 content.unlink(missing_ok=True)
                 db.execute("DELETE FROM files WHERE id = ?", (file_id,))
-            return None if row is None else str(row[0])
+            return None
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
@@ -250,10 +249,15 @@ class Store:
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Set outcomes. Those of lines that have one, or have ended, are ignored."""
+        query = "UPDATE lines SET outcome = ?, entry = ? WHERE batch = ? AND outcome = 0 AND number = ?"
+        new: defaultdict[str, list[Outcome]] = defaultdict(list)
         with self._transaction() as db:
-            for batch_id in {outcome.line.batch_id for outcome in outcomes}:
-                new = [each for each in outcomes if each.line.batch_id == batch_id and _set_outcome(db, each)]
-                _update(db, batch_id, partial(_count, outcomes=new))
+            for outcome in outcomes:
+                line = outcome.line
+                if db.execute(query, (outcome.outcome, outcome.entry, line.batch_id, line.number)).rowcount:
+                    new[line.batch_id].append(outcome)
+            for batch_id, counted in new.items():
+                _update(db, batch_id, partial(_count, outcomes=counted))
 
     def finish(self, batch_id: str, files: Sequence[FileObject], change: Callable[[Batch], None]) -> Batch:
         """Add a batch's files, drop its lines, and change it."""
@@ -287,13 +291,6 @@ def _update(db: sqlite3.Connection, batch_id: str, change: Callable[[Batch], Non
     row = (batch.status in OPEN, batch.model_dump_json(), batch_id)
     db.execute("UPDATE batches SET is_open = ?, document = ? WHERE id = ?", row)
     return batch
-
-
-def _set_outcome(db: sqlite3.Connection, outcome: Outcome) -> bool:
-    """Set a line's outcome; return False if it has one, or is gone."""
-    row = (outcome.outcome, outcome.entry, outcome.line.batch_id, outcome.line.number)
-    query = "UPDATE lines SET outcome = ?, entry = ? WHERE batch = ? AND outcome = 0 AND number = ?"
-    return db.execute(query, row).rowcount == 1
 
 
 def _count(batch: Batch, outcomes: Sequence[Outcome]) -> None:

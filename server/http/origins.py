@@ -112,9 +112,7 @@ def _items(value: object) -> list[str]:
         except ValueError:
             raise PydanticCustomError("json_list", 'a JSON list looks like ["first", "second"]') from None
         return _items(value) if text.startswith("[") else [item for item in value if item]
-    if not isinstance(value, list | tuple):
-        raise PydanticCustomError("list", "it must be a list of names")
-    if not all(isinstance(item, str) for item in value):
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
         raise PydanticCustomError("list", "it must be a list of names")
     return [item for each in value for item in _items(each)]
 

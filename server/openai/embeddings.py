@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import Pooling, SamplingParams
-from engine.text.choice import TextRules
 from engine.text.fields.base import Integer, Refused
 from server.context import InContext, json_body
 from server.http.bodies import ResponseBody
@@ -23,7 +22,7 @@ from server.http.slow_thread import run_slowly
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
 from server.openai.prompts import Prompts, prompt_ids
 from server.openai.usage import Usage
-from server.respond import engine_requests, submit, with_timings
+from server.respond import engine_requests, with_timings
 
 router = APIRouter()
 
@@ -96,8 +95,7 @@ async def create_embeddings(
     prompts = await prompt_ids(context, body.input, "input", add_special_tokens=body.add_special_tokens)
     body.check_lengths(prompts, "input", context.limits)
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
-    answer, generation = submit(http, context, requests, TextRules())
-    infos = await shape_each(http, answer, generation, body, lambda _, info: info)
+    infos, generation = await shape_each(http, context, body, requests, lambda _, info: info)
 
     def document() -> bytes:
         data = [body.shape(index, info.pooled or ()) for index, info in enumerate(infos)]

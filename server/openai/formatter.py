@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from engine.text.choice import Delta
 from engine.text.logprobs import PromptLogprobs, prompt_logprobs
-from engine.text.types import Tokenizer
+from engine.text.tokenizer import TextTokenizer
 from engine.version import VERSION
 from server.errors import ApiError
 from server.http.bodies import ResponseBody
@@ -25,7 +25,7 @@ class ChunkMeta:
 
     id_prefix: str
     model: str
-    tokenizer: Tokenizer
+    tokenizer: TextTokenizer
     prompts: Sequence[Sequence[int]]
     answer_id: str
     created: int = field(default_factory=lambda: int(time.time()))

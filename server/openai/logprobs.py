@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.text.choice import Delta
 from engine.text.logprobs import finite, token_text
-from engine.text.types import Tokenizer
+from engine.text.tokenizer import TextTokenizer
 from server.http.bodies import ResponseBody
 
 
@@ -35,7 +35,7 @@ class ChatLogprobs(ResponseBody):
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, delta: Delta, num_top: int, *, as_ids: bool = False
+    tokenizer: TextTokenizer, delta: Delta, num_top: int, *, as_ids: bool = False
 ) -> CompletionLogprobs:
     """Return a delta's log probabilities; the drawn token joins the alternatives."""
 
@@ -59,7 +59,7 @@ def completion_logprobs(
     )
 
 
-def chat_logprobs(tokenizer: Tokenizer, delta: Delta, *, as_ids: bool = False) -> ChatLogprobs:
+def chat_logprobs(tokenizer: TextTokenizer, delta: Delta, *, as_ids: bool = False) -> ChatLogprobs:
     """Return a delta's log probabilities; `as_ids` spells tokens as _by_id does."""
 
     def shape(token_id: int, logprob: float) -> TopLogprob:

@@ -10,13 +10,15 @@ from fastapi import Request
 
 from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import PromptInfo
+from engine.core.types import Request as EngineRequest
+from engine.text.choice import TextRules
 from engine.text.fields.base import Refused
 from engine.text.limits import ModelLimits
-from server.client import Answer
+from server.context import Context
 from server.generation import Generation
 from server.http.slow_thread import run_slowly
 from server.openai.sampling import EngineBody
-from server.respond import MAX_INLINE_TOKENS, unless_disconnected
+from server.respond import MAX_INLINE_TOKENS, submit, unless_disconnected
 
 MAX_INPUTS = 2048  # of one request; OpenAI's limit
 
@@ -56,16 +58,17 @@ Result = TypeVar("Result")
 
 async def shape_each(
     http: Request,
-    answer: Answer,
-    generation: Generation,
+    context: Context,
     body: PromptOnlyBody,
+    requests: Sequence[EngineRequest],
     shape: Callable[[int, PromptInfo], Result],
-) -> list[Result]:
-    """Return what `shape` makes of each prompt, in order.
+) -> tuple[list[Result], Generation]:
+    """Run requests, and return what `shape` makes of each prompt, in order.
 
     Each is shaped as soon as it is computed, so that the log probabilities of all prompts are never held together. A
     client that leaves ends it.
     """
+    answer, generation = submit(http, context, requests, TextRules())
     results: dict[int, Result] = {}
 
     async def shape_all() -> None:
@@ -79,7 +82,7 @@ async def shape_each(
 
     with answer:
         await unless_disconnected(http.receive, shape_all())
-    return [results[index] for index in sorted(results)]
+    return [results[index] for index in sorted(results)], generation
 
 
 def _shape_some(infos: list[tuple[int, PromptInfo]], shape: Callable[[int, PromptInfo], Result]) -> dict[int, Result]:

@@ -17,14 +17,13 @@ from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import PromptInfo, SamplingParams
-from engine.text.choice import TextRules
 from engine.text.logprobs import finite
 from server.context import InContext, aside, json_body
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
 from server.openai.usage import Usage
-from server.respond import answer_id, engine_requests, submit, with_timings
+from server.respond import answer_id, engine_requests, with_timings
 
 router = APIRouter()
 
@@ -116,14 +115,13 @@ async def create_score(
     alone = contexts * len(prompts) if len(contexts) == 1 else contexts
     firsts = await aside(lambda: list(map(_first_scored, alone, prompts)))
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
-    answer, generation = submit(http, context, requests, TextRules())
 
     def shape(index: int, info: PromptInfo) -> Score:
         values = [finite(entry.logprob) for entry in (info.logprobs or ())[firsts[index] :] if entry is not None]
         score = math.fsum(values) / (len(values) if body.reduction == "mean" else 1)
         return Score(object="score", index=index, score=score)
 
-    scores = await shape_each(http, answer, generation, body, shape)
+    scores, generation = await shape_each(http, context, body, requests, shape)
     made = Scores(
         id=f"score-{answer_id(requests)}",
         object="list",

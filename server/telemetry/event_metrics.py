@@ -7,6 +7,7 @@ are counted under vLLM's names and labels as its users do: one of n choices is o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -150,19 +151,17 @@ class VllmEventMetrics:
         """Count the requests of an answer whose choices all completed."""
         if not isinstance(event, RequestEnded) or event.is_batch or event.record.generation is None:
             return
-        choices = event.record.generation.timeline.completed()
+        choices = iter(event.record.generation.timeline.choices)
         for request in event.record.requests:
-            num_choices = request.params.n
-            completed = [choice for choice in choices[:num_choices] if choice is not None]
-            choices = choices[num_choices:]
-            if len(completed) < num_choices:
+            own = list(islice(choices, request.params.n))
+            if not all(choice.is_completed for choice in own):
                 continue
-            for choice in completed:
-                self._inference_s.observe(choice.inference_s)
-            self._n.observe(num_choices)
+            for choice in own:
+                self._inference_s.observe(choice.prefill_s + choice.decode_s)
+            self._n.observe(len(own))
             if request.params.max_tokens:
                 self._max_tokens.observe(request.params.max_tokens)
-            self._longest.observe(max(choice.num_tokens for choice in completed))
+            self._longest.observe(max(choice.num_tokens for choice in own))
 
 
 def _steps_to(limit: int) -> list[int]:

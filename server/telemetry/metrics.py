@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from engine.loop import Engine
 from engine.version import VERSION
 from server.telemetry.event_metrics import EventMetrics, VllmEventMetrics
-from server.telemetry.events import Event
+from server.telemetry.events import Listener
 from server.telemetry.loop_lag import LoopLag
 from server.telemetry.metric_rows import METRICS, VLLM_METRICS, Family, Metric
 
@@ -61,7 +61,7 @@ class LoraCollector(Collector):
 
 
 class Metrics:
-    """Everything that /metrics shows. Event loop thread, except where a method says otherwise."""
+    """Everything that /metrics shows; `listeners` count events. Event loop, unless said otherwise."""
 
     def __init__(self, engine: Engine, model_name: str, compat_vllm: bool) -> None:
         self._registry = CollectorRegistry()
@@ -71,7 +71,7 @@ class Metrics:
         self._add_engine(engine)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
-        self._listeners = [EventMetrics(self._registry).observe]
+        self.listeners: list[Listener] = [EventMetrics(self._registry).observe]  # any thread
         if compat_vllm:
             self._add_vllm(engine)
         Gauge(
@@ -79,11 +79,6 @@ class Metrics:
             "Longest time that the event loop was held up, in the last half minute to a minute.",
             registry=self._registry,
         ).set_function(lambda: self.loop_lag.seconds)
-
-    def observe(self, event: Event) -> None:
-        """Count an event. Any thread."""
-        for listen in self._listeners:
-            listen(event)
 
     def render(self) -> tuple[bytes, str]:
         """Return the exposition and its content type."""
@@ -130,7 +125,7 @@ class Metrics:
                 "enable_prefix_caching": str(config.enable_prefix_caching),
             }
         )
-        self._listeners.append(VllmEventMetrics(registry, self._model_name, config.max_model_len).observe)
+        self.listeners.append(VllmEventMetrics(registry, self._model_name, config.max_model_len).observe)
 
     def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         Gauge(name, text, ["model_name"], registry=self._registry).labels(self._model_name).set_function(read)

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine.core.stats import SequenceView
-from engine.core.types import Request
+from engine.core.types import FinishReason, Request
 from server.generation import Generation
 from server.openai.usage import Usage
 from server.telemetry.live import Place
-from server.telemetry.timeline import AnswerMetrics, Timeline
+from server.telemetry.timeline import AnswerMetrics, Spans
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT
 
@@ -28,9 +28,11 @@ _ORDER = ("running", "prefill", "preempted")  # a request has the state of its f
 
 
 class Outcome(NamedTuple):
-    """What a request has come to, so far or at its end."""
+    """The state of a request's answer, now or at its end."""
 
-    timeline: Timeline
+    spans: Spans | None
+    finish_reasons: list[FinishReason | None]
+    is_dropped: bool
     usage: Usage
     num_cached_tokens: int
 
@@ -69,20 +71,37 @@ class RequestRecord:
 
     @property
     def log_fields(self) -> dict[str, int | float | str]:
-        """Return the fields of the log line."""
-        named: dict[str, int | float | str] = {} if self.account is None else {"tenant": self.account.tenant.name}
-        return {} if self.generation is None else named | self.generation.history
+        """Return the fields of the log line: counts, and the seconds of the slowest choice."""
+        if self.generation is None:
+            return {}
+        spans, finish_reasons, _, usage, num_cached = self.outcome
+        fields: dict[str, int | float | str] = {} if self.account is None else {"tenant": self.account.tenant.name}
+        fields["prompt_tokens"] = usage.prompt_tokens
+        fields["cached_tokens"] = num_cached
+        fields["completion_tokens"] = usage.completion_tokens
+        reasons = {reason.value for reason in finish_reasons if reason is not None}
+        if reasons:  # a stream's status is 200 even if it fails
+            fields["finish_reason"] = "+".join(sorted(reasons))
+        if spans is not None:
+            fields["queue_s"] = round(spans.queue_s, 3)
+            fields["prefill_s"] = round(spans.prefill_s, 3)
+            fields["decode_s"] = round(spans.decode_s, 3)
+            if spans.num_preemptions is not None:
+                fields["preemptions"] = spans.num_preemptions
+        return fields
 
     @property
     def outcome(self) -> Outcome:
-        """Return what the request has come to."""
+        """Return the state of the answer."""
         if self.end is not None:
             return self.end[0]
         assert self.generation is not None
-        return Outcome(self.generation.timeline, self.generation.usage, self.generation.num_cached_tokens)
+        timeline, usage = self.generation.timeline, self.generation.usage
+        cached = self.generation.num_cached_tokens
+        return Outcome(timeline.spans(), timeline.finish_reasons, timeline.is_dropped, usage, cached)
 
     def close(self, status: int, seconds: float) -> None:
-        """Keep what the request came to, and drop its prompts. Idempotent."""
+        """Keep the state of the answer, and drop the prompts. Idempotent."""
         if self.generation is None:
             return
         self.end = self.outcome, status, seconds
@@ -130,33 +149,19 @@ class RequestRecord:
         }
 
     def _counts(self) -> dict[str, Any]:
-        timeline, usage, num_cached = self.outcome
-        spans = timeline.spans()
-        return {
-            "finish_reasons": [None if reason is None else reason.value for reason in timeline.finish_reasons],
-            "usage": usage.model_dump(),
-            "metrics": None
-            if spans is None or timeline.is_dropped
-            else AnswerMetrics.of(spans, num_cached).model_dump(),
-        }
+        spans, finish_reasons, is_dropped, usage, num_cached = self.outcome
+        metrics = None if spans is None or is_dropped else AnswerMetrics.of(spans, num_cached).model_dump()
+        return {"finish_reasons": finish_reasons, "usage": usage.model_dump(), "metrics": metrics}
 
     def _history(self) -> list[dict[str, Any]]:
         """Return the events so far with the seconds since arrival; of several choices the slowest counts."""
-        timeline, usage, _ = self.outcome
-        events, at_s = [("received", 0.0)], 0.0
-        spans = timeline.spans()
+        spans, _, is_dropped, usage, _ = self.outcome
+        events = [("received", 0.0)]
         if spans is not None:
-            for name, seconds in (
-                ("scheduled", spans.queue_s),
-                ("first_token", spans.prefill_s),
-                ("last_token", spans.decode_s),
-            ):
-                at_s += seconds
-                events.append((name, at_s))
-        if not usage.completion_tokens:
-            events = events[:2]  # no token was drawn so far
-        if timeline.is_dropped:
-            events[1:] = [("dropped", at) for _, at in events[1:2]]
+            events.append(("dropped" if is_dropped else "scheduled", spans.queue_s))
+            if usage.completion_tokens:
+                first_s = spans.queue_s + spans.prefill_s
+                events += [("first_token", first_s), ("last_token", first_s + spans.decode_s)]
         return [{"event": name, "at_s": round(at, 3)} for name, at in events]
 
 

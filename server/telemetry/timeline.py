@@ -27,15 +27,10 @@ class Spans(NamedTuple):
     num_accepted: int  # ... and those of them that were accepted
 
 
-class CompletedChoice(NamedTuple):
-    """A choice that ended by a stop or by its length."""
-
-    num_tokens: int
-    inference_s: float  # first scheduled until last token
-
-
 @dataclass(slots=True)
-class _Choice:
+class ChoiceTimes:
+    """What is known of a choice so far."""
+
     num_tokens: int = 0
     queue_s: float | None = None  # unknown while it waits
     prefill_s: float = 0.0
@@ -46,32 +41,27 @@ class _Choice:
     num_accepted: int = 0
     finish_reason: FinishReason | None = None
 
+    @property
+    def is_completed(self) -> bool:
+        """Return whether it ended by a stop or by its length."""
+        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
 
 class Timeline:
     """Takes every event of an answer, in order; `num_choices` counts all choices of all prompts."""
 
     def __init__(self, num_choices: int) -> None:
-        self._choices = [_Choice() for _ in range(num_choices)]
+        self.choices = [ChoiceTimes() for _ in range(num_choices)]
 
     @property
     def is_complete(self) -> bool:
         """Return whether the engine has ended every choice."""
-        return all(choice.num_preemptions is not None for choice in self._choices)
+        return all(choice.num_preemptions is not None for choice in self.choices)
 
     @property
     def finish_reasons(self) -> list[FinishReason | None]:
         """Return one per choice; None while it is open."""
-        return [choice.finish_reason for choice in self._choices]
-
-    def completed(self) -> list[CompletedChoice | None]:
-        """Return one per choice; None for one that is open, or was cut short."""
-        ends = (FinishReason.STOP, FinishReason.LENGTH)
-        return [
-            CompletedChoice(choice.num_tokens, choice.prefill_s + choice.decode_s)
-            if choice.finish_reason in ends
-            else None
-            for choice in self._choices
-        ]
+        return [choice.finish_reason for choice in self.choices]
 
     @property
     def is_dropped(self) -> bool:
@@ -80,7 +70,7 @@ class Timeline:
 
     def hear(self, index: int, event: TokenEvent) -> None:
         """Take an event of a choice. Tokens after a stop string are not counted."""
-        choice, timings = self._choices[index], event.timings
+        choice, timings = self.choices[index], event.timings
         if event.prompt is not None:
             choice.queue_s, choice.prefill_s = event.prompt.queue_s, event.prompt.prefill_s
         if event.token_ids and choice.finish_reason is None:
@@ -102,11 +92,11 @@ class Timeline:
 
     def stop(self, index: int) -> None:
         """Note that a stop string ended this choice."""
-        self._choices[index].finish_reason = FinishReason.STOP
+        self.choices[index].finish_reason = FinishReason.STOP
 
     def spans(self) -> Spans | None:
         """Return the times of all choices so far; None while all of them wait."""
-        choices = self._choices
+        choices = self.choices
         if self._begun():  # the waiting time of dropped ones does not count
             choices = [choice for choice in choices if choice.finish_reason is not FinishReason.DROPPED]
         waits = [choice.queue_s for choice in choices if choice.queue_s is not None]
@@ -127,12 +117,10 @@ class Timeline:
             num_accepted=sum(choice.num_accepted for choice in choices),
         )
 
-    def _begun(self) -> list[_Choice]:
-        return [
-            choice
-            for choice in self._choices
-            if choice.queue_s is not None and choice.finish_reason is not FinishReason.DROPPED
-        ]
+    def _begun(self) -> bool:
+        """Return whether a choice that was not dropped has begun."""
+        dropped = FinishReason.DROPPED
+        return any(choice.queue_s is not None and choice.finish_reason is not dropped for choice in self.choices)
 
 
 class AnswerMetrics(ResponseBody):

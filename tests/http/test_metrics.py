@@ -265,8 +265,8 @@ def test_health_is_told() -> None:
 def test_names_that_clients_choose_cannot_grow_without_end(engine: Engine) -> None:
     metrics = Metrics(engine, "tiny", compat_vllm=False)
     for index in range(1000):
-        metrics.observe(FieldIgnored(f"field{index}"))
-    metrics.observe(FieldIgnored("field0"))
+        metrics.listeners[0](FieldIgnored(f"field{index}"))
+    metrics.listeners[0](FieldIgnored("field0"))
     family = scrape(metrics)["quire_ignored_fields"]
     counts = {sample.labels["field"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
     assert len(counts) == MAX_NAMES + 1
@@ -276,8 +276,8 @@ def test_names_that_clients_choose_cannot_grow_without_end(engine: Engine) -> No
 
 def test_http_requests_are_counted_by_route_method_and_status(engine: Engine) -> None:
     metrics = Metrics(engine, "tiny", compat_vllm=False)
-    metrics.observe(HttpAnswered("a", "/v1/completions", "POST", 200, 0.2, None))
-    metrics.observe(HttpAnswered("b", "/v1/completions", "POST", 429, 0.001, None))
+    metrics.listeners[0](HttpAnswered("a", "/v1/completions", "POST", 200, 0.2, None))
+    metrics.listeners[0](HttpAnswered("b", "/v1/completions", "POST", 429, 0.001, None))
     families = scrape(metrics)
     requests = {
         sample.labels["status"]: sample.value

@@ -67,11 +67,11 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("server", ("engine.core.kv.manager", "engine.core.sequence", "engine.core.fake_runner"), ()),
     ("server", ("loadtest",), ("server.cli",)),
     ("server", ("engine.build",), ("server.app", "server.serve")),
-    ("loadtest", ("engine.runtime", "torch"), (*ON_THE_DEVICE, "loadtest.tuning.probe")),
+    ("loadtest", ("engine.runtime", "torch"), ON_THE_DEVICE),
     (
         "loadtest",
         ("engine.build",),
-        ("loadtest.perplexity", "loadtest.steps", "loadtest.tuning.probe", "loadtest.gpu.drive", "loadtest.house"),
+        ("loadtest.engines", "loadtest.gpu.drive", "loadtest.house"),
     ),
 ]
 

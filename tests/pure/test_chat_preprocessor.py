@@ -14,7 +14,8 @@ from engine.text.fields.base import checked
 from engine.text.fields.chat import ChatFields
 from engine.text.grammars.thinking import ThinkingGrammar
 from engine.text.limits import ModelLimits
-from engine.text.types import SamplingDefaults, Tokenizer
+from engine.text.tokenizer import TextTokenizer
+from engine.text.types import SamplingDefaults
 
 END = 999
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -40,7 +41,7 @@ class Characters:
 
 def preprocessor(template: str | None = PLAIN, **fields: Any) -> ChatPreprocessor:
     tokenizer: Any = Characters(template)
-    made: Tokenizer = tokenizer
+    made: TextTokenizer = tokenizer
     values: dict[str, Any] = {"vocab_size": 1000, "max_model_len": 900, "pool_tokens": 1000, "max_logprobs": 5}
     chat_format = ChatFormat.of(made, **fields)
     return ChatPreprocessor(ModelLimits(**values, has_priorities=False, tokenizer=made, chat_format=chat_format))

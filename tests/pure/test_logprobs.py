@@ -9,7 +9,7 @@ from typing import Any
 from engine.core.types import TokenLogprob
 from engine.text.choice import Delta
 from engine.text.logprobs import LOWEST, prompt_logprobs
-from engine.text.types import Tokenizer
+from engine.text.tokenizer import TextTokenizer
 from server.openai.logprobs import chat_logprobs, completion_logprobs
 
 HALF = 0xC3  # the first byte of a two-byte character
@@ -22,7 +22,7 @@ class OneByteEach:
         return bytes([token_id])
 
 
-TOKENIZER: Tokenizer = OneByteEach()  # type: ignore[assignment]  # all that shaping asks for
+TOKENIZER: TextTokenizer = OneByteEach()  # type: ignore[assignment]  # all that shaping asks for
 # "a" was ruled out by the model itself, and drawn by a client's bias.
 ENTRY = TokenLogprob(ord("a"), -math.inf, 3, ((ord("b"), -0.5), (HALF, -math.inf)))
 DELTA = Delta(logprobs=[ENTRY], logprob_ids=[ord("a")], offsets=[4])
@@ -44,7 +44,7 @@ def test_of_two_tokens_with_one_text_the_likelier_counts() -> None:
         def token_bytes(self, token_id: int) -> bytes:
             return bytes([token_id % 256])
 
-    doubled: Tokenizer = Doubled()  # type: ignore[assignment]
+    doubled: TextTokenizer = Doubled()  # type: ignore[assignment]
     entry = TokenLogprob(256 + ord("b"), -4.0, 9, ((ord("b"), -0.5), (256 + ord("b"), -4.0)))
     delta = Delta(logprobs=[entry], logprob_ids=[entry.token_id], offsets=[0])
     shaped = completion_logprobs(doubled, delta, 2)

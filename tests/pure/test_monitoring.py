@@ -34,8 +34,8 @@ def exposed() -> set[str]:
     """Every name of a sample that /metrics can show."""
     config = SchedulerConfig(num_blocks=8, block_size=4, max_model_len=16, max_num_seqs=2, max_num_batched_tokens=8)
     metrics = Metrics(Engine(Scheduler(config), FakeRunner(config), vocab_size=16), "m", compat_vllm=False)
-    metrics.observe(HttpAnswered("id", "/", "GET", 200, 0.0, None))
-    metrics.observe(FieldIgnored("x"))
+    metrics.listeners[0](HttpAnswered("id", "/", "GET", 200, 0.0, None))
+    metrics.listeners[0](FieldIgnored("x"))
     lines = metrics.render()[0].decode().splitlines()
     return {re.split(r"[{ ]", line)[0] for line in lines if not line.startswith("#")}
 

@@ -89,7 +89,7 @@ def addends(groups: Sequence[AdapterRows], layer: int, place: Place, x: Tensor) 
 
 def _low(low_rank: LowRank, x: Tensor) -> Tensor:
     """Return x down^T, unrounded if the native library continues with it."""
-    return low_rank.down.in_float32(x) if low_rank.down.is_native else low_rank.down(x)
+    return low_rank.down.in_float32(x) if low_rank.down.args is not None else low_rank.down(x)
 
 
 class NativeAdapters:

@@ -132,17 +132,16 @@ def check_folder(folder: Path) -> LoraConfig:
     config = read_config(folder)
     try:
         check_regular(folder / WEIGHTS)
-        return config
     except FileNotFoundError:
-        pass  # reported below
-    except OSError as error:
-        raise AdapterLoadError(f"{folder / WEIGHTS} cannot be read: {reason(error)}.") from None
-    if (folder / "adapter_model.bin").exists():
+        if not (folder / "adapter_model.bin").exists():
+            raise AdapterLoadError(f"{folder} has no {WEIGHTS}; name a folder that PEFT has saved.") from None
         raise AdapterLoadError(
             f"{folder} holds only pickled weights (adapter_model.bin), which can run code when read; save the adapter with "
             "safe_serialization=True."
-        )
-    raise AdapterLoadError(f"{folder} has no {WEIGHTS}; name a folder that PEFT has saved.")
+        ) from None
+    except OSError as error:
+        raise AdapterLoadError(f"{folder / WEIGHTS} cannot be read: {reason(error)}.") from None
+    return config
 
 
 @contextmanager

@@ -28,32 +28,29 @@ from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.lora.adapter import AdapterRows, Target
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config_file import read_model_config
-from engine.runtime.weights.checkpoint import Report, check_size
-from engine.runtime.weights.dummy import check_room
-from engine.runtime.weights.safetensors import SafetensorsCheckpoint
+from engine.runtime.weights.checkpoint import Checkpoint, Report
+from engine.runtime.weights.fill import check_size
 
 _IMPLEMENTATION = "quire_paged"
 _SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
 def load_adapter(
-    config: EngineConfig, path: Path, device: torch.device, dtype: torch.dtype, report: Report
+    config: EngineConfig,
+    path: Path,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    report: Report,
 ) -> TransformersModel:
     """Build and fill the model at `path` with transformers."""
-    if path.is_file():
-        raise ModelLoadError(
-            f"{path}: GGUF files are served by Quire's own models only; drop --model-impl transformers."
-        )
     hf_config = read_foreign_config(path)
     max_positions = _max_positions(hf_config, path)
     config.check_length(max_positions)
     report(Progress("weights", f"{hf_config.model_type}, through transformers"))
-    dummy, num_weights = config.load_format == "dummy", _num_weights(hf_config, path)
-    if dummy:
-        check_room(num_weights, dtype, device)
-    else:
-        check_size(SafetensorsCheckpoint(path, read_model_config(path)), num_weights)
-    model = (_random if dummy else _pretrained)(config, hf_config, path, dtype).to(device).eval().requires_grad_(False)
+    check_size(checkpoint, _num_weights(hf_config, path), dtype, device)
+    load = _random if config.load_format == "dummy" else _pretrained
+    model = load(config, hf_config, path, dtype).to(device).eval().requires_grad_(False)
     _fix_ropes(model, config.max_model_len or max_positions, path)
     return TransformersModel(model, max_positions, str(path))
 

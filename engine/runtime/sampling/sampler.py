@@ -60,9 +60,8 @@ class Sampler:
         self._device = device
         self._history = History()
         self._constraints: Constraints | None = None  # from the first row with a grammar on
-        self._masks: dict[
-            int, tuple[int, NDArray[np.int32]]
-        ] = {}  # by slot: the sequence, and the mask of its allowed_token_ids
+        # By slot: the sequence, and the mask of its allowed_token_ids.
+        self._masks: dict[int, tuple[int, NDArray[np.int32]]] = {}
         self._counts: TokenCounts | None = None  # replaces the history on CUDA, from the first penalty on
 
     def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor, drawn: Drawn | None = None) -> Sampled:

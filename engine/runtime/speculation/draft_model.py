@@ -116,9 +116,8 @@ class KnownPositions:
     def __init__(self, config: SchedulerConfig) -> None:
         self._block_size = config.block_size
         self._counts = [0] * config.num_blocks
-        self._full: dict[
-            int, tuple[Sequence[int], int]
-        ] = {}  # by slot: a table, and the number of its known first blocks
+        # By slot: a table, and the number of its known first blocks.
+        self._full: dict[int, tuple[Sequence[int], int]] = {}
 
     def follow(self, plan: StepPlan) -> None:
         """Note that a step writes other blocks and tokens, which voids what was there."""

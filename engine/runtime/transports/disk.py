@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from engine.core.errors import ConfigError
@@ -29,6 +29,7 @@ from engine.core.kv.tiers import Report, Transfer
 from engine.core.stats import TransferKind
 from engine.core.types import Progress
 from engine.runtime.transports.base import Opening
+from engine.runtime.transports.host import HostPool
 
 log = logging.getLogger("quire.kv_store")
 
@@ -39,8 +40,6 @@ _ENTRY_BYTES = 64
 _KINDS = (".kv", ".index")
 _MAX_LOGGED = 5  # faults in a row; more are only counted ...
 _LOG_AGAIN_S = 600.0  # ... until there was none for so long
-
-Rows = Callable[[int], memoryview]  # the bytes of a host block
 
 
 def has_blocks(folder: Path, fingerprint: str) -> bool:
@@ -60,32 +59,20 @@ def open_store(opening: Opening) -> DiskStore | None:
             f"--kv-offload-config: disk_gib is {config.kv_offload_disk_gib:g}, less than one block of K/V "
             f"({block_bytes / (1 << 20):.2f} MiB); raise it."
         )
-    pool = opening.pool
-    store = DiskStore(folder, opening.fingerprint, num_slots, block_bytes, pool.row, pool.finish_copies)
-    kept = f"{len(store.kept)} of them kept from before"
-    opening.report(Progress("kv_offload", f"{num_slots} blocks in {folder}, {kept}"))
+    store = DiskStore(folder, opening.fingerprint, num_slots, block_bytes, opening.pool)
+    detail = f"{num_slots} blocks in {folder}, {len(store.kept)} of them kept from before"
+    opening.report(Progress("kv_offload", detail))
     return store
 
 
 class DiskStore:
     """A Store over one folder. Made by the thread that starts the daemon, then the engine thread's."""
 
-    def __init__(
-        self,
-        folder: Path,
-        fingerprint: str,
-        num_slots: int,
-        block_bytes: int,
-        rows: Rows,
-        wait_for_copies: Callable[[], None],
-    ) -> None:
-        """Lock the folder, read its index and start the thread. Raises ConfigError if the folder cannot be used.
-
-        `wait_for_copies` returns once all launched copies between pool and host are done.
-        """
+    def __init__(self, folder: Path, fingerprint: str, num_slots: int, block_bytes: int, pool: HostPool) -> None:
+        """Lock the folder, read its index and start the thread. Raises ConfigError if the folder cannot be used."""
         self._stride = -(-block_bytes // _PAGE) * _PAGE
         self.num_slots = num_slots
-        self._folder = folder
+        self._folder, self._pool = folder, pool
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = _lock(folder)
@@ -107,7 +94,6 @@ class DiskStore:
         self._order = itertools.count()
         self._queue: queue.PriorityQueue[tuple[int, int, Transfer | None]] = queue.PriorityQueue()
         self._done: queue.SimpleQueue[Report] = queue.SimpleQueue()
-        self._rows, self._wait_for_copies = rows, wait_for_copies
         self._thread = threading.Thread(target=self._work, name="quire-kv-store", daemon=True)
         self._thread.start()
 
@@ -160,9 +146,9 @@ class DiskStore:
     def _work(self) -> None:
         while (transfer := self._queue.get()[2]) is not None:
             try:
-                self._wait_for_copies()
+                self._pool.finish_copies()
                 move = self._write if transfer.kind is TransferKind.SAVE else self._read
-                is_good = move(transfer, self._rows(transfer.host_block))
+                is_good = move(transfer, self._pool.row(transfer.host_block))
             except Exception as error:  # whatever it is, the engine does without
                 self._log(transfer, f"{type(error).__name__}: {error}")
                 is_good = False

@@ -62,6 +62,7 @@ def _common(file: _File) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_output.bias" in file.shapes,
         "mlp_bias": "blk.0.ffn_down.bias" in file.shapes,
         "tie_word_embeddings": "output.weight" not in file.shapes,
+        "dtype": "bfloat16",  # in which dequantised weights are computed
     }
 
 

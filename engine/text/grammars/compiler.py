@@ -24,7 +24,7 @@ from engine.core.types import Grammar
 from engine.text.grammars.cache import GrammarCache
 from engine.text.grammars.spec import ANY_OBJECT, GrammarKind, GrammarSpec
 from engine.text.grammars.trial import GrammarError, GrammarTrial, SlowError, VocabularySource
-from engine.text.types import Tokenizer
+from engine.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from engine.text.grammars.guidance import GuidanceGrammar, GuidanceVocabulary
@@ -53,7 +53,7 @@ class GrammarCompiler:
     """`compile` specs on an event loop, or `compile_now` on another thread."""
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, observe: Callable[[float], None] = lambda _: None
+        self, tokenizer: TextTokenizer, vocab_size: int, observe: Callable[[float], None] = lambda _: None
     ) -> None:
         """`observe` gets the seconds that each grammar took which was not cached."""
         self._tokenizer = tokenizer

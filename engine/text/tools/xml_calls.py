@@ -41,8 +41,8 @@ _ENDS = {
 _NAME = re.compile(r"([a-zA-Z0-9_.-]{1,64})>")
 _PART_OF_NAME = re.compile(r"[a-zA-Z0-9_.-]{0,64}")
 _PARAMETER_NAME = re.compile(r"[^\n<>]{1,256}")
-_PARAMETER = re.compile(f"{PARAMETER}({_PARAMETER_NAME.pattern})>")
-_PART_OF_PARAMETER = re.compile(PARAMETER + r"[^\n<>]{0,256}")
+_PARAMETER = re.compile(f"{PARAMETER}({_PARAMETER_NAME.pattern})>(\n|(?=.))")  # a line break is no part of the value
+_PART_OF_PARAMETER = re.compile(PARAMETER + r"[^\n<>]{0,256}>?")
 
 
 class XmlFormat(ToolFormat):
@@ -75,20 +75,18 @@ class XmlCallParser(CallParser):
         self._is_tagged = False  # the function is between tags
         self._parameters: Mapping[str, Any] = {}  # the schema of the call at hand
         self._given: set[str] = set()  # the names of its parameters so far
-        self._types: frozenset[str] = frozenset()
-        self._value = ""
-        self._is_first = True  # nothing of the value has been read
+        self._types: frozenset[str] | None = None  # of the parameter at hand; None for a repeated one, which is skipped
+        self._whole = ""  # the value so far, where its JSON is not known before its end
 
     def finish(self) -> list[Piece]:
         """Return what was held back. Ends the text."""
         rest = self._buffer
-        if self._step in (self._string, self._other):
-            rest = self._without_break(rest)
-            self._arguments(_escaped(rest) if self._types == STRING else self._value + rest)
+        if self._step == self._value and self._types is not None:
+            self._arguments(_escaped(rest) if self._types == STRING else self._whole + rest)
             rest = ""
-        elif self._step in (self._members, self._repeated):
+        elif self._step in (self._members, self._value):
             is_cut = END_FUNCTION.startswith(rest) or CLOSING.startswith(rest) or _begins_parameter(rest)
-            if is_cut or self._step == self._repeated:
+            if is_cut or self._step == self._value:
                 rest = ""
             self._end_call()
         self._buffer = rest
@@ -135,51 +133,28 @@ class XmlCallParser(CallParser):
         return True
 
     def _begin_parameter(self, name: str) -> None:
-        if name in self._given:
-            self._step = self._repeated
-            return
-        self._arguments(("{" if not self._given else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
-        self._given.add(name)
-        self._types, self._value, self._is_first = types_of(self._parameters, name), "", True
-        self._step = self._string if self._types == STRING else self._other
-        if self._types == STRING:
-            self._arguments('"')
+        """Begin a value; a repeated one is skipped, because the first may have been sent."""
+        self._step, self._types, self._whole = self._value, None, ""
+        if name not in self._given:
+            self._types = types_of(self._parameters, name)
+            quote = '"' if self._types == STRING else ""
+            begin = "{" if not self._given else ", "
+            self._arguments(f"{begin}{json.dumps(name, ensure_ascii=False)}: {quote}")
+            self._given.add(name)
 
-    def _string(self) -> bool:
-        text, has_ended = self._read_value()
-        self._arguments(_escaped(text) + ('"' if has_ended else ""))
-        return has_ended
-
-    def _other(self) -> bool:
-        text, has_ended = self._read_value()
-        self._value += text
-        if has_ended:
-            self._arguments(json_of(self._value, self._types))
-        return has_ended
-
-    def _repeated(self) -> bool:
-        """Skip the value of a repeated parameter: the first may have been sent."""
-        return self._read_value()[1]
-
-    def _read_value(self) -> tuple[str, bool]:
-        """Return more of the value, and whether it has ended."""
+    def _value(self) -> bool:
+        """Read more of a value, or its end."""
         buffer = self._buffer
-        found = first_of(buffer, _ENDS)
-        if found is None:
-            certain = len(buffer) - held_back(buffer, tuple(_ENDS))
-            self._buffer = buffer[certain:]
-            return self._without_break(buffer[:certain]), False
-        at, end = found
-        self._buffer = buffer[at + _ENDS[end] :]
-        self._step = self._members
-        return self._without_break(buffer[:at]), True
-
-    def _without_break(self, text: str) -> str:
-        """Return text of a value without the line break before the value."""
-        if text and self._is_first:
-            self._is_first = False
-            return text.removeprefix("\n")
-        return text
+        at, end = first_of(buffer, _ENDS) or (len(buffer) - held_back(buffer, tuple(_ENDS)), "")
+        text, self._buffer = buffer[:at], buffer[at + _ENDS.get(end, 0) :]
+        if end:
+            self._step = self._members
+        if self._types == STRING:
+            self._arguments(_escaped(text) + ('"' if end else ""))
+        elif self._types is not None:
+            self._whole += text
+            self._arguments(json_of(self._whole, self._types) if end else "")
+        return bool(end)
 
     def _end_call(self) -> None:
         self._arguments("}" if self._given else "{}")

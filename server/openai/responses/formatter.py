@@ -51,29 +51,35 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
         self._logprobs: list[ChatLogprob] = []  # of the open item
         self._waiting: list[ChatLogprob] = []  # of tokens whose text has not come yet
         self._finish_reason: FinishReason | None = None  # once all pieces are written
-        self._fields: dict[str, Any] = {
-            "id": f"{meta.id_prefix}_{meta.answer_id}",
-            "object": "response",
-            "created_at": meta.created,
-            "background": False,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": None,
-            "metadata": body.metadata,
-            "model": meta.model,
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": body.reasoning.effort, "summary": None},
-            "service_tier": "default",
-            "store": keep is not None,
-            "temperature": params.temperature,
-            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": body.tool_choice.document(),
-            "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": params.top_p,
-            "truncation": "disabled",
-        }
+        self._begun = ResponseDocument(
+            id=f"{meta.id_prefix}_{meta.answer_id}",
+            object="response",
+            created_at=meta.created,
+            completed_at=None,
+            status="in_progress",
+            background=False,
+            error=None,
+            incomplete_details=None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            max_tool_calls=None,
+            metadata=body.metadata,
+            model=meta.model,
+            output=[],
+            parallel_tool_calls=body.parallel_tool_calls,
+            previous_response_id=body.previous_response_id,
+            reasoning={"effort": body.reasoning.effort, "summary": None},
+            service_tier="default",
+            store=keep is not None,
+            temperature=params.temperature,
+            text={"format": body.text.format.model_dump(by_alias=True, exclude_none=True)},
+            tool_choice=body.tool_choice.document(),
+            tools=[tool.model_dump(exclude_unset=True) for tool in body.tools],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=params.top_p,
+            truncation="disabled",
+            usage=None,
+        )
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
         self._add(deltas[0])
@@ -81,10 +87,8 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
         return self._conclude(usage).json_bytes()
 
     def opening(self) -> bytes:
-        begun = self._document("in_progress")
-        return self._frames(
-            [ResponseEvent(type=f"response.{name}", response=begun) for name in ("created", "in_progress")]
-        )
+        names = ("created", "in_progress")
+        return self._frames([ResponseEvent(type=f"response.{name}", response=self._begun) for name in names])
 
     def news(self, news: Sequence[tuple[int, Delta]], usage: Callable[[], Usage]) -> bytes:  # noqa: ARG002 - at the end
         return self._frames([event for _, delta in news for event in self._add(delta)])
@@ -96,7 +100,7 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
     def failure(self, error: ApiError) -> bytes:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         failed = ResponseError(code=code, message=error.message)
-        document = self._document("failed", output=self._items, error=failed)
+        document = self._begun.model_copy(update={"status": "failed", "output": self._items, "error": failed})
         return self._frames([ResponseEvent(type="response.failed", response=document)])
 
     def _frames(self, events: Sequence[ResponseEvent]) -> bytes:
@@ -105,18 +109,14 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
         self._num_events += len(events)
         return b"".join([frame(event.json_bytes(), event.type) for event in events])
 
-    def _document(self, status: str, **fields: Any) -> ResponseDocument:
-        given = {"error": None, "incomplete_details": None, "usage": None, "completed_at": None, "output": []} | fields
-        return ResponseDocument(**self._fields, status=status, **given)
-
     def _conclude(self, usage: Usage) -> ResponseDocument:
         """Return the whole answer, after keeping it."""
         fields: dict[str, Any] = {"output": self._items, "usage": ResponseUsage.of(usage)}
         if self._finish_reason is FinishReason.LENGTH:
-            reason = IncompleteDetails(reason="max_output_tokens")
-            document = self._document("incomplete", incomplete_details=reason, **fields)
+            fields |= {"status": "incomplete", "incomplete_details": IncompleteDetails(reason="max_output_tokens")}
         else:
-            document = self._document("completed", completed_at=int(time.time()), **fields)
+            fields |= {"status": "completed", "completed_at": int(time.time())}
+        document = self._begun.model_copy(update=fields)
         if self._keep is not None:
             self._keep(document.json_bytes())
         return document

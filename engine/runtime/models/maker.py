@@ -1,0 +1,105 @@
+"""Makes the tensors and matrices of a model, and lists how a checkpoint is loaded into them.
+
+A model is made empty. Its parts name their tensors by the checkpoint's keys, and `loads` has them in the order in which
+a step reads them; weights/fill.py loads them in that order. Matrices get their memory only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.runtime.activation import Activation
+from engine.runtime.linear import Linear
+from engine.runtime.lora.adapter import Place, Target
+from engine.runtime.schemes.base import Bundle, Matrix, Scheme
+from engine.runtime.weights.checkpoint import StoredTensor
+from engine.runtime.weights.fill import Load
+
+
+class Maker(NamedTuple):
+    """Where new weights are, in which type, and how matrices are stored; shared by a model's parts."""
+
+    dtype: torch.dtype
+    device: torch.device
+    scheme: Scheme
+    loads: list[Load]
+    targets: dict[str, Target]  # the matrices that adapters can change, by checkpoint name
+    prefix: str = ""  # of checkpoint names
+    layer: int = 0
+
+    def within(self, name: str, layer: int | None = None) -> Maker:
+        """Return a maker of the parts of a module, in a layer."""
+        return self._replace(prefix=f"{self.prefix}{name}.", layer=self.layer if layer is None else layer)
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return an empty tensor into which a checkpoint's is copied."""
+        tensor, key = torch.empty(shape, dtype=dtype or self.dtype, device=self.device), self.prefix + name
+        self.loads.append(Load({key: shape}, lambda stored: stored[key].copy_to(tensor)))
+        return tensor
+
+    def linear(
+        self,
+        rows: Mapping[str, int],
+        num_inputs: int,
+        *,
+        bias: bool = False,
+        activation: Activation | None = None,
+        place: Place | None = None,
+        is_head: bool = False,
+        dense: Tensor | None = None,
+    ) -> Linear:
+        """Return the linear of a matrix merged of modules, each with so many rows. It multiplies once it is loaded.
+
+        Adapters can change it if it has a place. `dense` is an embedding that a head is tied to.
+        """
+        starts = [*accumulate(rows.values(), initial=0)]
+        shape = (starts.pop(), num_inputs)
+        parts = [
+            Bundle(self.prefix + name, first, num, {}) for (name, num), first in zip(rows.items(), starts, strict=True)
+        ]
+        if place is not None:
+            for name, first_row, num_rows, _ in parts:
+                self.targets[name] = Target(self.layer, place, first_row, num_rows, shape, activation)
+        wanted = [self.scheme.shapes(part.name, part.num_rows, num_inputs) for part in parts]
+        linear = Linear(_not_loaded, activation)
+
+        def take(stored: Mapping[str, StoredTensor]) -> None:
+            matrix = Matrix(
+                bundles=[
+                    part._replace(tensors={ending: stored[part.name + ending] for ending in shapes})
+                    for part, shapes in zip(parts, wanted, strict=True)
+                ],
+                shape=shape,
+                dtype=self.dtype,
+                device=self.device,
+                bias=self._bias(parts, stored) if bias else None,
+                activation=activation,
+                is_head=is_head,
+                dense=dense,
+            )
+            linear.product = self.scheme.product(matrix)
+
+        needed = {
+            part.name + ending: size
+            for part, shapes in zip(parts, wanted, strict=True)
+            for ending, size in shapes.items()
+        }
+        if bias:
+            needed |= {f"{part.name}.bias": (part.num_rows,) for part in parts}
+        self.loads.append(Load(needed, take))
+        return linear
+
+    def _bias(self, parts: Sequence[Bundle], stored: Mapping[str, StoredTensor]) -> Tensor:
+        bias = torch.empty(sum(part.num_rows for part in parts), dtype=self.dtype, device=self.device)
+        for part in parts:
+            stored[f"{part.name}.bias"].copy_to(bias.narrow(0, part.first_row, part.num_rows))
+        return bias
+
+
+def _not_loaded(_: Tensor) -> Tensor:
+    raise AssertionError("a matrix is loaded before it multiplies")
