@@ -30,12 +30,11 @@ from engine.text.sampling import seconds
 from server.client import Answer
 from server.context import Context
 from server.errors import REQUEST_ID, ApiError, to_api_error
-from server.generation import ChoiceDelta, Generation
+from server.generation import ChoiceDelta, Generation, Usage
 from server.http.slow_thread import run_slowly
 from server.middleware import RECORD
 from server.openai.formatter import ChunkMeta, ResponseFormatter
 from server.openai.sampling import EngineBody, SamplingBody
-from server.openai.usage import Usage
 from server.telemetry.events import RequestOpened
 from server.telemetry.request_log import RequestRecord
 from server.telemetry.timeline import AnswerMetrics, server_timing, with_metrics

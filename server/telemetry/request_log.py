@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from engine.core.stats import SequenceView
 from engine.core.types import FinishReason, Request
-from server.generation import Generation
-from server.openai.usage import Usage
+from server.generation import Generation, Usage
 from server.telemetry.live import Place
 from server.telemetry.timeline import AnswerMetrics, Spans
 from server.tenancy.tenancy import Account
