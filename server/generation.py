@@ -15,7 +15,7 @@ from engine.text.choice import Choice, Delta, TextRules
 from engine.text.tokenizer import TextTokenizer
 from server.client import Answer
 from server.http.bodies import ResponseBody
-from server.http.slow_thread import run_slowly
+from server.http.threads import run_slowly
 from server.telemetry.timeline import Timeline
 
 TURN_EVENTS = 32  # about 2 ms; a step of an answer with a thousand choices has a thousand
