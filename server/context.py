@@ -26,7 +26,7 @@ from server.batches.service import BatchService
 from server.client import EngineClient
 from server.errors import ApiError
 from server.http.bodies import BodyReader, is_large, limited
-from server.http.slow_thread import run_slowly
+from server.http.threads import run_slowly
 from server.middleware import IGNORED_FIELDS
 from server.openai.responses.store import ResponseStore
 from server.operations.handoff import Receiver

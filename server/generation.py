@@ -14,7 +14,7 @@ from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, Tok
 from engine.text.choice import Choice, Delta, TextRules
 from engine.text.tokenizer import TextTokenizer
 from server.client import Answer
-from server.http.slow_thread import run_slowly
+from server.http.threads import run_slowly
 from server.telemetry.timeline import Timeline
 from server.telemetry.usage import Usage
 

@@ -31,7 +31,7 @@ from server.client import Answer
 from server.context import Context
 from server.errors import REQUEST_ID, ApiError, to_api_error
 from server.generation import ChoiceDelta, Generation
-from server.http.slow_thread import run_slowly
+from server.http.threads import run_slowly
 from server.middleware import RECORD
 from server.openai.formatter import ChunkMeta, ResponseFormatter
 from server.openai.sampling import EngineBody, SamplingBody

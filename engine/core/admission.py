@@ -1,8 +1,7 @@
 """Refuses requests: those that can never run, by their lengths, and all while the queue is full.
 
-A refused client is given the time at which there will be a place for it: places become free one by one, at the pace at
-which recent answers were completed. Each refused client gets the time of a different place, because clients return at the
-time they were given. Knows no clock. Any thread may ask: the numbers of Stats are written by the engine thread.
+Places become free one by one, at the pace at which recent answers were completed. Each refused client is given the time
+of a different place, because clients return at the time they were given. Any thread may ask; it knows no clock.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ class QueueLimits(NamedTuple):
     def find_full(self, num_ahead: int, num_tokens: int, num_new_tokens: int) -> str:
         """Return a sentence about the limit that a request of `num_new_tokens` would exceed, or "".
 
-        `num_ahead` requests and `num_tokens` prompt tokens wait. With a free slot any request is accepted: a large one would
-        never be accepted otherwise.
+        With a free slot any request is accepted: a large one would never be accepted otherwise.
         """
         if num_ahead < 0:
             return ""

@@ -1,27 +1,7 @@
 """The errors that Quire raises on purpose; server/errors.py maps them to HTTP.
 
-    QuireError
-    ├── ClientError               the caller can mend it
-    │   ├── InvalidRequestError   a value is out of range or contradicts another
-    │   │   ├── UnsupportedError  a field is known, but not implemented here
-    │   │   └── AdapterLoadError  an adapter is damaged, of a kind that is not supported, or another model's
-    │   ├── AdapterNotFoundError  there is no such adapter
-    │   ├── AdapterConflictError  an adapter's name is taken, or there is no room for one more
-    │   ├── ContextLengthError    prompt (+ max_tokens) does not fit the model's context
-    │   └── NeverFitsError        the request can never fit this pool or this batch
-    ├── DeadlineError             it could not be in time, by its own fields; nothing of it was computed
-    ├── OverloadedError           try again later: the queue is full; carries the wait in seconds
-    └── ServerError               the caller did nothing wrong
-        ├── ConfigError           a setting is wrong, at start-up
-        ├── ModelLoadError        a model file is missing, corrupt or not supported, at start-up
-        ├── MemoryBudgetError     there is not enough memory for what was asked, at start-up
-        ├── DeviceMemoryError     a step did not fit the device's memory; the engine takes it back and plans a smaller one
-        ├── DeviceLostError       the device cannot be used any more; the engine ends on it
-        ├── ComputeError          one sequence could not be computed; it alone ends
-        ├── ShuttingDownError     the daemon drains and takes no new work
-        └── EngineDeadError       the engine thread died; every open request hears it
-
-A message is one sentence for the person who has to act: what, which value, what to do.
+A ClientError can be mended by the caller; a ServerError cannot. A message is one sentence for the person who has to act:
+what, which value, what to do.
 """
 
 from __future__ import annotations
@@ -62,7 +42,7 @@ class UnsupportedError(InvalidRequestError):
 
 
 class ContextLengthError(ClientError):
-    """The prompt, or the prompt plus max_tokens, is longer than the model's context of `limit` tokens.
+    """The prompt, or the prompt plus max_tokens, exceeds the model's context of `limit` tokens.
 
     `max_tokens` is 0 where the prompt alone is too long.
     """

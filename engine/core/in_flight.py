@@ -1,7 +1,6 @@
 """A step from its plan to its commit, or to its rollback if nothing of it was computed.
 
-It is not in step.py, which the runtime imports: the runtime must not see sequences. Owned by the scheduler, engine
-thread.
+It is not in step.py, which the runtime imports: the runtime must not see sequences. Engine thread.
 """
 
 from __future__ import annotations
@@ -65,21 +64,7 @@ class InFlightStep:
     def add_chunk(self, seq: Sequence, start: int, count: int, samples: tuple[Sample, ...]) -> None:
         """Add a slice of `count` known positions of a sequence; `samples` are taken from the last."""
         wants = seq.params.prompt_logprobs if seq.wants_prompt_logprobs else None
-        self.slices.append(
-            SequenceSlice(
-                slot=seq.slot,
-                tokens=seq.tokens,
-                num_prompt=seq.num_prompt,
-                start=start,
-                num_tokens=count,
-                block_table=seq.kv.blocks,
-                samples=samples,
-                params=seq.params,
-                prompt_logprobs=-1 if wants is None else wants,
-                seq_id=seq.seq_id,
-                window_tables=seq.kv.window_tables,
-            )
-        )
+        self.slices.append(seq.slice(start, count, samples, -1 if wants is None else wants))
         self.sequences.append(seq)
         self.num_samples += len(samples)
         seq.num_in_flight += 1
@@ -113,7 +98,7 @@ def _forget_from(seq: Sequence, filled: set[int]) -> None:
 
 
 def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
-    """Roll back the plans in flight; returns whether each of their sequences can continue from there.
+    """Roll back the plans in flight; returns whether each of their sequences can continue.
 
     A choice that was forked in them cannot, nor can a sequence whose last block was to be filled by a copy: the
     copied block may have been written to since.

@@ -18,12 +18,9 @@ class RequestOpened(NamedTuple):
 
 
 class RequestEnded(NamedTuple):
-    """A request's answer has ended: sent, failed or abandoned by its client.
+    """A request's answer has ended: sent, failed or abandoned by its client."""
 
-    The record still has its generation while listeners are called.
-    """
-
-    record: RequestRecord
+    record: RequestRecord  # still with its generation
     status: int
     seconds: float
     is_batch: bool = False  # a line of a batch

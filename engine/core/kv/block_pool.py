@@ -1,15 +1,11 @@
-"""The pool of KV blocks: the holders of each block, and the order of reuse.
-
-Every block is in exactly one of three states, which add up to the whole pool:
+"""The pool of KV blocks: the holders of each block, and the order of reuse. Engine thread.
 
     free      it has no holder and no useful content
     cached    it has no holder, but the prefix cache can find its content; reused last, in the order of eviction.py
     held      one or more page tables hold it; its reference count is the number of holders
 
-Of the cached blocks the pinned ones are reused last, least recently released first, under every policy. A pin does not
-keep a block from a sequence that needs one: it only orders eviction, and the number of pins is bounded.
-
-Integers only; the runner has the content of blocks. Owned by the scheduler, engine thread.
+Of the cached blocks the pinned ones are reused last, least recently released first. A pin does not keep a block from a
+sequence that needs one: it only orders eviction.
 """
 
 from __future__ import annotations

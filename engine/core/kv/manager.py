@@ -1,19 +1,10 @@
-"""The only way to K/V blocks: page tables, the prefix cache, and the tiers behind the pool.
+"""The only way to K/V blocks: page tables, the prefix cache, and the tiers behind the pool. Engine thread.
 
-    lookup, prefetch                       what is cached of a waiting sequence; `prefetch` starts to load it
-    allocate, cover, extend                blocks for a sequence that starts, computes a chunk, or grows
-    fork, reassign                         a sequence shares another's blocks
-    publish, leave, exclude_from_cache     make computed blocks findable for other sequences, or keep them out
-    suspend, discard, free                 a sequence is preempted, with a ticket to resume from, or ends
-    import_prefix, finish, cancel          K/V that another engine computed
-    begin, committed, rolled_back          a step that moves blocks
-
-Three rules are enforced here. A prompt's blocks are allocated together, so a prompt that has started never stalls for
-memory. A block with several holders is copied before it is written. Tails are freed before heads, so the prefix cache evicts them first.
+A prompt's blocks are allocated together, so a prompt that has started never stalls for memory. A block with several
+holders is copied before it is written. Tails are freed before heads, so the prefix cache evicts them first.
 
 The pool and the cache here are those of the layers with full attention, and they decide: what is available, who has to
-wait. Layers with sliding windows are in groups of their own beside them, see groups.py; most models have none. Owned by
-the scheduler, engine thread.
+wait. Layers with sliding windows are in groups of their own beside them, see groups.py; most models have none.
 """
 
 from __future__ import annotations
@@ -71,7 +62,7 @@ class KVCacheManager:
         return bool(self._slots)
 
     def allocate(self, seq: Sequence, *, reserve: int) -> list[tuple[int, int]] | None:
-        """Take runner rows and all blocks that the known tokens need, leaving `reserve` blocks available; None if it cannot.
+        """Take runner rows and blocks for all known tokens; None unless `reserve` blocks stay available.
 
         Cached blocks come first. Returns the blocks that the step has to load, from the sequence's ticket or host memory,
         as (host block, block).
@@ -126,7 +117,7 @@ class KVCacheManager:
         return min(num_blocks * self.block_size, len(seq.tokens) - 1)
 
     def _match(self, seq: Sequence) -> list[int]:
-        """Return the cached blocks that a sequence begins with, up to the last boundary that every group can resume from.
+        """Return the cached blocks that a sequence begins with, from which every group can resume.
 
         The last token is always computed: its hidden state is what the first draw comes from.
         """
@@ -233,8 +224,7 @@ class KVCacheManager:
     def import_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, *, reserve: int) -> PrefixImport:
         """Hold blocks for a prompt's first K/V, at most so many, leaving `reserve` blocks available.
 
-        The caller fills them, then calls `finish` or `cancel`. Until then no sequence finds or reuses them, so bytes that
-        arrive late reach no other owner.
+        The caller fills them, then calls `finish` or `cancel`. Until then no sequence finds or reuses them.
         """
         chain, pool = list(names), self.pool
         hits = self._cache.match(chain, tokens, num_blocks * self.block_size)
@@ -314,10 +304,7 @@ class KVCacheManager:
     # -- preempted sequences -----------------------------------------------------------------------------------------
 
     def suspend(self, seq: Sequence) -> bool:
-        """Save what is computed of a preempted sequence as a ticket, before it is freed; False if it is to be recomputed.
-
-        Allocating the sequence again uses the ticket. What is lost of it meanwhile is recomputed.
-        """
+        """Save a preempted sequence as a ticket, before it is freed; False if it is to be recomputed."""
         kv = seq.kv
         kv.ticket = self.tiers.host.save(seq)
         kv.num_saved = 0 if kv.ticket is None else kv.ticket.num_tokens

@@ -99,8 +99,8 @@ class ConstraintFields(RequestBody):
         )
         for kind, value in guided:
             if value is not None and value is not False:
-                asked = StructuredOutputs.of_guided(kind, value, self.guided_whitespace_pattern)
-                found.append((f"guided_{kind}", asked))
+                named = {kind: value, "whitespace_pattern": self.guided_whitespace_pattern}
+                found.append((f"guided_{kind}", StructuredOutputs.model_validate(named)))
         found += [("structured_outputs", self.structured_outputs), ("response_format", self.response_format)]
         specs = [(None if asked is None else asked.spec(), param) for param, asked in found]
         return [Constraint(spec, param) for spec, param in specs if spec is not None]
