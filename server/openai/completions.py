@@ -19,6 +19,7 @@ from engine.text.limits import ModelLimits
 from engine.text.logprobs import PromptLogprobs
 from engine.text.sampling import sampling_params, text_rules, truncated
 from server.context import InContext, aside, json_body
+from server.generation import Usage
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers
 from server.openai.formatter import ChunkFormatter, ChunkMeta
@@ -26,7 +27,6 @@ from server.openai.logprobs import CompletionLogprobs, completion_logprobs
 from server.openai.prompts import Prompts, prompt_ids
 from server.openai.sampling import HINTS, SamplingBody
 from server.respond import chunk_meta, engine_requests, respond
-from server.telemetry.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024  # of all prompts together

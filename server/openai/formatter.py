@@ -13,10 +13,10 @@ from engine.text.logprobs import PromptLogprobs, prompt_logprobs
 from engine.text.tokenizer import TextTokenizer
 from engine.version import VERSION
 from server.errors import ApiError
+from server.generation import Usage
 from server.http.bodies import ResponseBody
 from server.openai.sampling import SamplingBody, StreamOptions
 from server.telemetry.timeline import AnswerMetrics, with_metrics
-from server.telemetry.usage import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from engine.text.fields.base import Integer, Refused, RequestBody
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import Function, without_hosted
 from engine.text.limits import ModelLimits
-from server.openai.chat_request import ChatBody
+from server.openai.chat import ChatBody
 from server.openai.responses.items import Item, Items, chat_messages
 from server.openai.translated import TranslatedBody
 
