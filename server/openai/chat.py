@@ -140,12 +140,12 @@ class ChatFormatter(ChunkFormatter):
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
         choice = self._choice(index, delta, {"delta": self._message(delta)})
         if delta.prompt is None:
-            return [self._render(choice, **usage)]
+            return [self._render(choice.json_bytes(), **usage)]
         chunk = ChatCompletion(**self._chunk_fields, choices=[choice], **usage)
         self._add_prompt(chunk, delta)
         message = ChatMessage(role="assistant", content="")
         role = ChatChoice(index=index, delta=message, logprobs=None, finish_reason=None)
-        return [self._render(role, **usage), chunk.json_bytes()]
+        return [self._render(role.json_bytes(), **usage), chunk.json_bytes()]
 
     def _message(self, delta: Delta, *, is_whole: bool = False) -> ChatMessage:
         """Return a whole answer or a chunk's part of it; there is no content beside other parts only."""
