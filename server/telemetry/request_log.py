@@ -108,7 +108,7 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Opens, closes and finds records. Beyond RECENT that ended, the owner that has most of them loses its oldest."""
+    """Opens, closes and finds records; the owner with most loses its oldest."""
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, str], RequestRecord] = {}  # by owner and each of their names
@@ -134,6 +134,6 @@ class RequestLog:
                 del self._records[name]
 
     def find(self, owner: str, name: str) -> RequestRecord | None:
-        """Return an owner's record by the request's id, or by the answer's with or without its prefix."""
+        """Return an owner's record by the request's id, or by the answer's."""
         bare = next((name[len(prefix) :] for prefix in _PREFIXES if name.startswith(prefix)), name)
         return self._records.get((owner, name)) or self._records.get((owner, bare))

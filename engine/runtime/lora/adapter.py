@@ -30,7 +30,7 @@ class Place(IntEnum):
 
 
 class Target(NamedTuple):
-    """The rows of one of a checkpoint's matrices in the model's, possibly merged, matrix."""
+    """The rows of a checkpoint's matrix in the model's matrix, which may be merged."""
 
     layer: int
     place: Place

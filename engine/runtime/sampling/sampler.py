@@ -206,7 +206,7 @@ def _is_edited(piece: SequenceSlice) -> bool:
 
 
 def _constrained(row: _Row) -> Constrained:
-    """Return the constrained row; below min_tokens it ends only if nothing else is allowed."""
+    """Return the constrained row; below min_tokens, ending is the last resort."""
     params = row.params
     assert params.grammar is not None
     unwanted: frozenset[int] = frozenset()
@@ -229,7 +229,7 @@ def _bans(rows: Iterable[_Row], vocab_size: int) -> Iterator[Ban]:
 
 
 def _too_early(piece: SequenceSlice) -> frozenset[int]:
-    """Return tokens that would end the sequence before min_tokens; grammars mask theirs."""
+    """Return tokens that would end it before min_tokens; grammars mask theirs."""
     params = piece.params
     if params.grammar is not None or not _is_too_short(piece):
         return frozenset()

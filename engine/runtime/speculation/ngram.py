@@ -32,7 +32,7 @@ class _Text:
 
 
 class NgramDrafter:
-    """Searches for the last `longest` tokens, then fewer, down to `shortest`; latest match first."""
+    """Finds the latest match of the last `longest` tokens, or of fewer."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
