@@ -58,7 +58,7 @@ class CrossSiteGuard:
         return self._origin_fault(headers, hosts)
 
     def _origin_fault(self, headers: Headers, hosts: list[str]) -> ApiError | None:
-        """Return the error for a foreign origin; Sec-Fetch-Site survives a proxy, Host may not."""
+        """Return the error for a foreign origin; a proxy may have changed Host."""
         sites, origins = headers.getlist("sec-fetch-site"), headers.getlist("origin")
         if sites == ["same-origin"]:
             return None

@@ -76,7 +76,7 @@ def is_same_origin(origin: str, host: str) -> bool:
 
 
 def names_origin(allowed: Collection[str], origin: str) -> bool:
-    """Return whether --allowed-origins has an Origin; `scheme://*` is any of a scheme."""
+    """Return whether --allowed-origins has an Origin; `scheme://*` is a pattern."""
     scheme, separator, _ = origin.partition("://")
     return ANY in allowed or origin in allowed or bool(separator and f"{scheme}://{ANY}" in allowed)
 

@@ -68,7 +68,7 @@ class RequestRecord:
 
     @property
     def log_fields(self) -> dict[str, int | float | str]:
-        """Return the fields of the log line: counts, and the seconds of the slowest choice."""
+        """Return the log line's fields: counts, and the seconds of the slowest choice."""
         if self.generation is None:
             return {}
         spans, finish_reasons, _, usage, num_cached = self.outcome

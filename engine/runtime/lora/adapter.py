@@ -93,7 +93,7 @@ def _low(low_rank: LowRank, x: Tensor) -> Tensor:
 
 
 class NativeAdapters:
-    """A step's groups for the native library; `args` is valid while this object lives."""
+    """A step's groups for the native library; `args` is valid while this lives."""
 
     __slots__ = ("_layers", "_of_rows", "args")
 
@@ -108,7 +108,7 @@ class NativeAdapters:
 
 
 def _describe(layers: Sequence[Sequence[LowRank | None]]) -> Array[AdapterLayerArgs] | None:
-    """Describe the adapter to the native library, or return None if it lacks a matrix."""
+    """Describe the adapter to the native library; None if that lacks a matrix."""
     described = (AdapterLayerArgs * len(layers))()
     for layer, places in zip(described, layers, strict=True):
         for (name, _), low_rank in zip(AdapterLayerArgs._fields_, places, strict=True):

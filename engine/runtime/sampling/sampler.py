@@ -54,7 +54,7 @@ class _Row(NamedTuple):
 
 
 class Sampler:
-    """Draws every sample of a plan; keeps penalty histories, token masks and matchers."""
+    """Draws a plan's samples; keeps penalty histories, token masks and matchers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -111,9 +111,9 @@ class MainMemoryPool:
 
 
 def count_host_blocks(num_gib: float, bytes_per_block: int, room: int | None, flag: str = "--swap-space") -> int:
-    """Return the blocks in the GiB that `flag` asks for; `room` is what main memory has left, None if they go elsewhere.
+    """Return the blocks in `num_gib`. Raises ConfigError for none, or for too many.
 
-    Raises ConfigError if it is less than a block or more than there is.
+    `room` is the free main memory, None for blocks in a file.
     """
     num_blocks = int(num_gib * _GIB) // bytes_per_block
     if room is not None and num_blocks * bytes_per_block > room:

@@ -38,7 +38,7 @@ class SharedMemory:
     """Parcels in one folder, of at most `max_bytes` together."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Create the folder, for this user alone. Raises ParcelError if others may read it."""
+        """Create the folder. Raises ParcelError if other users may read it."""
         self._folder, self._max_bytes = folder, max_bytes
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
