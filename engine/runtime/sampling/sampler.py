@@ -80,11 +80,12 @@ class Sampler:
 
         edited = [row for row in rows if _is_edited(row.piece)]
         penalties = None
-        self._keep_allowed(logits, edited)
-        if edited and uses_triton(logits) and not plan.num_drafts:  # its counts are of one text for each slot
-            penalties = self._edit_in_triton(logits, edited, last_ids)
-        elif edited:
-            self._edit(logits, edited, last_ids)
+        if edited:
+            self._keep_allowed(logits, edited)
+            if uses_triton(logits) and not plan.num_drafts:  # its counts are of one text for each slot
+                penalties = self._edit_in_triton(logits, edited, last_ids)
+            else:
+                self._edit(logits, edited, last_ids)
         constrained = self._constrain(logits, [row for row in rows if row.params.grammar is not None])
         ids, is_finite = draw(logits, [_wish(row) for row in rows], penalties)
         last_ids.index_copy_(0, self._long([row.sample.slot for row in rows]), ids)
