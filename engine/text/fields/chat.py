@@ -1,7 +1,4 @@
-"""The fields of a conversation: messages, tools, and how to answer. Pure data.
-
-engine/text/chat_preprocessor.py makes a prompt and the engine's parameters of them.
-"""
+"""The fields of a conversation: messages, tools, and how to answer. Pure data."""
 
 from __future__ import annotations
 
