@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.core.types import FinishReason, Request
-from server.generation import Generation
+from server.generation import Generation, Usage
 from server.telemetry.timeline import Spans
-from server.telemetry.usage import Usage
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT
 
