@@ -45,10 +45,10 @@ def draw(logits: Tensor, wishes: Sequence[Wish], penalties: Penalties | None = N
     the caller has applied them. Seeded rows draw the same id on every device and beside any other rows. Only top_p may
     differ by one token between two implementations, where the last digits of a sum of probabilities decide.
     """
-    if uses_triton(logits):
-        return _draw_in_triton(logits, wishes, penalties)
     library = native() if logits.device.type == "cpu" and logits.is_contiguous() else None
-    return _draw_in_torch(logits, wishes) if library is None else _draw_natively(library, logits, wishes)
+    if library is not None:
+        return _draw_natively(library, logits, wishes)
+    return _draw_in_triton(logits, wishes, penalties) if uses_triton(logits) else _draw_in_torch(logits, wishes)
 
 
 def _draw_natively(library: Library, logits: Tensor, wishes: Sequence[Wish]) -> Drawn:
