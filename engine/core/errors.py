@@ -17,10 +17,6 @@ def shorten(text: str) -> str:
 class QuireError(Exception):
     """The root of the tree. `str(error)` is fit to be shown to a user."""
 
-    @property
-    def message(self) -> str:
-        return str(self)
-
 
 class ClientError(QuireError):
     """The request cannot be served as it stands. `param` names the offending field, if one is to blame."""

@@ -303,12 +303,10 @@ class KVCacheManager:
 
     # -- preempted sequences -----------------------------------------------------------------------------------------
 
-    def suspend(self, seq: Sequence) -> bool:
-        """Save a preempted sequence as a ticket, before it is freed; False if it is to be recomputed."""
-        kv = seq.kv
-        kv.ticket = self.tiers.host.save(seq)
-        kv.num_saved = 0 if kv.ticket is None else kv.ticket.num_tokens
-        return kv.ticket is not None
+    def suspend(self, seq: Sequence) -> None:
+        """Save a preempted sequence as a ticket, before it is freed, if that pays."""
+        seq.kv.ticket = self.tiers.host.save(seq)
+        seq.kv.num_saved = 0 if seq.kv.ticket is None else seq.kv.ticket.num_tokens
 
     def discard(self, seq: Sequence) -> None:
         """Release a sequence's ticket, if it has one."""
