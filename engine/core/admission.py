@@ -93,7 +93,7 @@ class QueueLimits(NamedTuple):
         return ""
 
     def count_departures(self, num_ahead: int, num_tokens: int) -> int:
-        """Return how many waiting requests have to start before there is a place for the last of `num_tokens`."""
+        """Return how many waiting requests have to start before there is a place."""
         num_departures = 1
         if self.max_requests is not None:
             num_departures = max(num_departures, num_ahead - self.max_requests + 1)
@@ -113,7 +113,7 @@ class RetryTimes:
         self._times: list[float] = []  # a heap
 
     def give(self, now: float, wait_s: float, each_s: float) -> float:
-        """Return a client's wait: `wait_s`, and `each_s` for each client that was given an earlier time and returns."""
+        """Return a client's wait: `each_s` more for each client with an earlier time."""
         while self._times and self._times[0] <= now:
             heappop(self._times)
         wait_s = max(wait_s + len(self._times) * each_s, MIN_RETRY_S)
@@ -131,7 +131,7 @@ class OverloadControl:
         self._retry_times = RetryTimes()
 
     def check(self, now: float, num_new_tokens: int, *, num_unseen: int = 0, num_unseen_tokens: int = 0) -> None:
-        """Raise OverloadedError if the queue is full. `num_unseen` requests have not reached the scheduler yet."""
+        """Raise OverloadedError if the queue is full; `num_unseen` requests are still in the inbox."""
         stats = self._stats
         num_running = stats.num_running - stats.num_background_running  # background work yields its slots
         num_waiting = stats.num_waiting + stats.num_preempted + num_unseen

@@ -63,7 +63,7 @@ class CostModel:
 
 
 class _WindowMemory:
-    """The K/V of a group of layers with a sliding window: of each position, a hash of the tokens up to it."""
+    """The K/V of layers with a sliding window: of each position, a hash of its tokens."""
 
     def __init__(self, group: WindowGroup, block_size: int) -> None:
         self._window, self._block_size = group.window, block_size
