@@ -17,7 +17,8 @@ from engine.core.stats import Stats
 from engine.core.types import Request
 
 MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After of up to two minutes
-MIN_RETRY_S = 0.1  # also how long a place takes while no answer was completed
+MIN_RETRY_S = 0.1
+UNKNOWN_S = 1.0  # until a place is free, while no answer was completed
 
 
 def peak_positions(num_prompt: int, max_tokens: int) -> int:
@@ -142,6 +143,6 @@ class OverloadControl:
             return
         stats.rejected += 1
         num_departures = self._limits.count_departures(num_ahead, num_tokens + num_new_tokens)
-        each_s = stats.answer_s / max(num_running, 1) or MIN_RETRY_S
+        each_s = stats.answer_s / max(num_running, 1) or UNKNOWN_S
         wait_s = self._retry_times.give(now, num_departures * each_s, each_s)
         raise OverloadedError(f"The queue is full: {full}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)
