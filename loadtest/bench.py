@@ -178,27 +178,16 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("the load")
     how = load.add_mutually_exclusive_group()
     how.add_argument(
-        "--concurrency",
-        metavar="N",
-        type=positive_int,
-        nargs="+",
-        default=[1, 4, 16],
+        "--concurrency", metavar="N", type=positive_int, nargs="+", default=[1, 4, 16],
         help="requests in flight; default 1 4 16",
-    )
+    )  # fmt: skip
     how.add_argument(
-        "--request-rate",
-        metavar="RATE",
-        type=positive_float,
-        nargs="+",
-        help="requests a second, sent without waiting",
+        "--request-rate", metavar="RATE", type=positive_float, nargs="+", help="requests a second, sent without waiting"
     )
     load.add_argument(
-        "--burstiness",
-        metavar="SHAPE",
-        type=positive_float,
-        default=1.0,
+        "--burstiness", metavar="SHAPE", type=positive_float, default=1.0,
         help="with --request-rate: 1 is Poisson, less is burstier",
-    )
+    )  # fmt: skip
     load.add_argument(
         "--num-prompts",
         metavar="N",
@@ -213,35 +202,24 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_request_options(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("the requests")
+    default = Length(64, 64)
     work.add_argument(
-        "--input-len",
-        metavar="N",
-        type=_length,
-        default=Length(64, 64),
-        help="words a prompt, N or LOW:HIGH; default 64",
+        "--input-len", metavar="N", type=_length, default=default, help="words a prompt, N or LOW:HIGH; default 64"
     )
     work.add_argument(
-        "--output-len",
-        metavar="N",
-        type=_length,
-        default=Length(64, 64),
-        help="tokens to generate, N or LOW:HIGH; default 64",
+        "--output-len", metavar="N", type=_length, default=default, help="tokens to generate, N or LOW:HIGH; default 64"
     )
     work.add_argument(
         "--dataset",
         metavar="FILE",
         type=Path,
-        help='JSONL of {"prompt": ..., "max_tokens": ...}, instead of random words',
+        help='JSONL of {"prompt": ..., "max_tokens": ...} instead of random words',
     )
     work.add_argument("--prefix-len", metavar="N", type=int, default=0, help="words of a prefix that prompts share")
-    work.add_argument(
-        "--num-prefixes", metavar="N", type=positive_int, default=1, help="how many such prefixes there are"
-    )
+    work.add_argument("--num-prefixes", metavar="N", type=positive_int, default=1, help="number of such prefixes")
     work.add_argument("--temperature", metavar="T", type=float, default=0.0, help="default 0: greedy")
     work.add_argument(
-        "--respect-eos",
-        action="store_true",
-        help="let answers end early; by default ignore_eos and min_tokens are sent",
+        "--respect-eos", action="store_true", help="let answers end early; default: send ignore_eos and min_tokens"
     )
 
 

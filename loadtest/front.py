@@ -87,10 +87,12 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print; return 1 if a stream failed."""
     cores = sorted(os.sched_getaffinity(0))
     server_core = cores[-1] if len(cores) > 1 else None
-    if server_core is not None:
-        os.sched_setaffinity(0, {cores[0]})
     try:
-        with fake_daemon(str(options.step_ms), core=server_core) as server:
+        if server_core is not None:
+            os.sched_setaffinity(0, {server_core})  # which the server inherits
+        with fake_daemon(str(options.step_ms)) as server:
+            if server_core is not None:
+                os.sched_setaffinity(0, {cores[0]})
             found = asyncio.run(drive(server, options.streams, options.tokens, options.endpoint))
     finally:
         os.sched_setaffinity(0, cores)

@@ -111,7 +111,11 @@ def cases() -> Sequence[Case]:
         Case("a tool of 10,000 properties", CHAT, lambda: _chat(tools=[_tool(wide)])),
         Case("a strict tool, nested 60 deep", CHAT, lambda: _chat(tools=[_tool(_nested(60))])),
         Case("12 MB of responses' items", RESPONSES, lambda: _json({"input": _messages(11_000, text)})),
-        Case("12 MB of Anthropic's messages", MESSAGES, lambda: _anthropic(11_000, text)),
+        Case(
+            "12 MB of Anthropic's messages",
+            MESSAGES,
+            lambda: _json({"max_tokens": 1, "messages": _messages(11_000, text)}),
+        ),
         Case("30 MB of instructions", RESPONSES, lambda: _json({"input": "x", "instructions": text * 30_000})),
         Case("900,000 token ids", COMPLETIONS, lambda: _json({"prompt": list(range(900_000)), "max_tokens": 1})),
         Case("1,000 prompts of 900 ids", COMPLETIONS, lambda: _json({"prompt": [[7] * 900] * 1000, "max_tokens": 1})),
@@ -143,10 +147,6 @@ def _nested(depth: int) -> dict[str, Any]:
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
     return schema
-
-
-def _anthropic(num: int, text: str) -> bytes:
-    return _json({"max_tokens": 1, "messages": _messages(num, text)})
 
 
 WARM_UP = Case("warm-up", CHAT, lambda: _chat(messages=_messages(1, "x" * MIB)))

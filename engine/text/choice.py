@@ -83,10 +83,7 @@ class Choice:
         self.is_done = False
 
     def accept(self, event: TokenEvent) -> bool:
-        """Process an event; return True if it was the last to be shown.
-
-        Raises the event's error, if it has one, or ShuttingDownError if the daemon cut the answer short.
-        """
+        """Process an event; return True if it was the last to be shown. Raises its error."""
         if event.finish_reason in _FAILURES:
             raise _failure(event)
         if event.prompt is not None:

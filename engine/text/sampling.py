@@ -1,4 +1,4 @@
-"""Makes the engine's sampling parameters and the text rules of a request's fields. Pure."""
+"""Makes engine parameters and text rules of a request's fields. Pure."""
 
 from __future__ import annotations
 
@@ -35,10 +35,7 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Return the engine's parameters. Raises InvalidRequestError.
-
-    A field that both have is passed on as it is, unless it is converted here.
-    """
+    """Return the engine's parameters. Raises InvalidRequestError."""
     limits.check_logprobs(fields.prompt_logprobs, "prompt_logprobs")
     if fields.min_tokens > max_tokens:
         _refuse("min_tokens", f"min_tokens is {fields.min_tokens}, more than max_tokens ({max_tokens}); lower it.")
@@ -46,6 +43,7 @@ def sampling_params(
         limits.check_ids(fields.stop_token_ids, "stop_token_ids")
     if fields.use_beam_search:
         _check_width(fields, limits)
+    # A field of the same name is passed on as it is, unless it is converted below.
     values = {name: getattr(fields, name) for name in _SHARED}
     for name in _MODELS_OWN:
         if values[name] is None:

@@ -1,7 +1,4 @@
-"""Loads the tokenizer of a Hugging Face folder or id, or of a GGUF file.
-
-Loaded on the main thread at start-up. Nothing of transformers is kept after loading.
-"""
+"""The tokenizer of a Hugging Face folder or id, or of a GGUF file."""
 
 from __future__ import annotations
 
@@ -132,9 +129,7 @@ class TextTokenizer:
 def load_tokenizer(
     source: str, *, revision: str | None = None, chat_template: str | None = None, model_sampling: bool = False
 ) -> TextTokenizer:
-    """Return the tokenizer of a .gguf file, or of a Hugging Face folder or id.
-
-    Raises ModelLoadError.
+    """Return the tokenizer of a file, folder or hub id. Raises ModelLoadError.
 
     `chat_template` replaces the source's. Sampling defaults are OpenAI's unless `model_sampling` asks for those of the
     source's generation_config, so that a request means the same on every model.

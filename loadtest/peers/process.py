@@ -20,13 +20,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from loadtest.errors import LoadtestError
+
 _POLL_S = 0.1
 _SAMPLE_S = 0.5
 _STOP_LIMIT_S = 20.0
 _LOG_LINES = 15
 
 
-class PeerError(Exception):
+class PeerError(LoadtestError):
     """A server did not start or has died; the message ends with the end of its log."""
 
 
@@ -72,6 +74,10 @@ class ServerProcess:
                 raise PeerError(f"it was not ready within {limit_s:g} s.\n{self.log_tail()}")
             time.sleep(_POLL_S)
         self.ready_s = time.perf_counter() - self._started
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def is_alive(self) -> bool:
         return self._process.poll() is None

@@ -12,6 +12,7 @@ import asyncio
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -94,7 +95,8 @@ class _Steps:
         self._rounds = [len(range(turn, rounds, _NUM_TURNS)) for turn in range(_NUM_TURNS)]
         self._fitted, self._held_out = grid(self._config), held_out(self._config, _NUM_HELD_OUT)
         shapes = [*self._fitted, *self._held_out]
-        self._on_step = _advance(progress, progress.add_task("steps of the engine", total=len(shapes) * (rounds + 1)))
+        task = progress.add_task("steps of the engine", total=len(shapes) * (rounds + 1))
+        self._on_step = partial(progress.advance, task)
         fill_pool(self._runner, self._config, shapes, engine.vocab_size)
         self.times = Times(self._runner, self._config, shapes, engine.vocab_size)
         self.times.measure(1, self._on_step)  # memory is touched
@@ -131,10 +133,6 @@ def _plain(config: SchedulerConfig) -> dict[str, Any]:
     return {name: value for name, value in asdict(config).items() if isinstance(value, (int, float, str))}
 
 
-def _advance(progress: Progress, task: Any) -> Callable[[], None]:
-    return lambda: progress.advance(task)
-
-
 class _Waves:
     """Loads on the daemon as clients see them; the requests of a wave are sent concurrently."""
 
@@ -143,7 +141,7 @@ class _Waves:
         self._waves = [[TraceRequest(0.0, 64, 64)] * num for num in _WAVES]
         self._single = [TraceRequest(_APART_S * index, words, 4) for index, words in enumerate(_PROMPTS * _NUM_SINGLE)]
         total = _NUM_TURNS * sum(map(len, [*self._waves, self._single]))
-        self._on_answer = _advance(progress, progress.add_task("the daemon", total=total))
+        self._on_answer = partial(progress.advance, progress.add_task("the daemon", total=total))
         self.seen: list[list[Observed]] = []
         asyncio.run(warm_up(port))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
@@ -109,34 +109,25 @@ class _Adapter(NamedTuple):
         return sha256(self.name.encode()).digest()
 
 
-class _Ids(Protocol):
-    """Reads token ids; see engine/recording.py."""
+class _Ids:
+    """Reads token ids that the recording has as they were; see engine/recording.py."""
 
     def prompt(self, written: Any) -> tuple[int, ...]:
-        """Return a prompt's ids."""
-        ...
-
-    def ending(self, eos: Any, stop: Any) -> tuple[frozenset[int], frozenset[int]]:
-        """Return the ids that end an answer."""
-        ...
-
-    def draws(self, piece: SequenceSlice, slot: int, depth: int, written: Sequence[Any]) -> list[int]:
-        """Return the ids of tokens drawn after the first `depth` of a slice's sequence."""
-        ...
-
-
-class _PlainIds:
-    def prompt(self, written: Any) -> tuple[int, ...]:
+        """Return the ids of a prompt."""
         return tuple(written)
 
     def ending(self, eos: Any, stop: Any) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the ids that end an answer."""
         return frozenset(eos or ()), frozenset(stop or ())
 
     def draws(self, piece: SequenceSlice, slot: int, depth: int, written: Sequence[Any]) -> list[int]:  # noqa: ARG002
+        """Return the ids drawn after the first `depth` tokens of a sequence."""
         return list(written)
 
 
-class _ShownIds:
+class _ShownIds(_Ids):
+    """Reads token ids that the recording hides."""
+
     def __init__(self) -> None:
         self._tree = TokenTree()
 
@@ -177,7 +168,7 @@ class Replayer:
         self.done = Replayed(Stats(itl_s=gaps), gaps)
         self._scheduler = Scheduler(config, self.done.stats)
         self._runner = FakeRunner(config, memory=False)
-        self._ids: _Ids = _PlainIds() if header["contents"] == "ids" else _ShownIds()
+        self._ids = _Ids() if header["contents"] == "ids" else _ShownIds()
         self._launched: deque[StepPlan] = deque()
 
     def take(self, line: dict[str, Any]) -> None:

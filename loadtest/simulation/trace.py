@@ -112,40 +112,45 @@ def _plain(name: str) -> str:
 
 
 def _request(values: dict[str, str], where: str) -> TraceRequest:
-    def whole(name: str, least: int | None) -> int:
-        text = values.get(name, "")
-        if not text and name not in _REQUIRED:
-            return 0
-        try:
-            number = float(text)  # pandas writes whole numbers as 12.0 where a column has gaps
-        except ValueError:
-            number = math.nan
-        if not number.is_integer() or (least is not None and number < least):
-            bound = "" if least is None else f" from {least}"
-            raise TraceError(f"{where}: {name} is {text!r}; it must be a whole number{bound}.")
-        return int(number)
-
-    prompt, output = whole("prompt_tokens", 1), whole("output_tokens", 0)
-    max_tokens, prefix = whole("max_tokens", 0), whole("prefix_tokens", 0)
+    prompt, output = _number(values, "prompt_tokens", 1, where), _number(values, "output_tokens", 0, where)
+    max_tokens, prefix = _number(values, "max_tokens", 0, where), _number(values, "prefix_tokens", 0, where)
     if 0 < max_tokens < output:
         raise TraceError(f"{where}: max_tokens is {max_tokens}, less than the {output} tokens of output.")
     if prefix > prompt:
         raise TraceError(f"{where}: prefix_tokens is {prefix}, more than the {prompt} tokens of the prompt.")
     group, tenant = values.get("prefix_group", ""), values.get("tenant", "")
-    arrival_s, priority = _seconds(values["arrival_s"], where), whole("priority", None)
-    more = [_not_negative(values, name, where) for name in ("weight", "deadline_s")]
-    return TraceRequest(arrival_s, prompt, output, max_tokens, group, prefix, tenant, priority, *more)
+    arrival_s, priority = _seconds(values["arrival_s"], where), _number(values, "priority", -math.inf, where)
+    weight, deadline_s = (_not_negative(values, name, where) for name in ("weight", "deadline_s"))
+    return TraceRequest(
+        arrival_s, prompt, output, max_tokens, group, prefix, tenant, priority, weight=weight, deadline_s=deadline_s
+    )
+
+
+def _number(values: dict[str, str], name: str, least: float, where: str) -> int:
+    """Return a whole number; 0 for an empty cell of an optional column."""
+    text = values.get(name, "")
+    if not text and name not in _REQUIRED:
+        return 0
+    number = _float(text)  # pandas writes whole numbers as 12.0 where a column has gaps
+    if not number.is_integer() or number < least:
+        bound = f" from {least}" if math.isfinite(least) else ""
+        raise TraceError(f"{where}: {name} is {text!r}; it must be a whole number{bound}.")
+    return int(number)
 
 
 def _not_negative(values: dict[str, str], name: str, where: str) -> float:
     text = values.get(name, "")
-    try:
-        number = float(text or 0)
-    except ValueError:
-        number = math.nan
+    number = _float(text or "0")
     if not 0 <= number < math.inf:
         raise TraceError(f"{where}: {name} is {text!r}; it must be a number from 0, which is the same as none.")
     return number
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _seconds(text: str, where: str) -> float:

@@ -118,17 +118,6 @@ def templates(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
     return rows
 
 
-def apps(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Return bursts of a dozen tenants; the answers of each are of similar length."""
-    medians = {f"app-{index}": median for index, median in enumerate(_medians(rng, 12))}
-    rows = []
-    for at in arrival_times(rng, num, rate, 0.2):
-        app = rng.choice(list(medians))
-        output = min(_length(rng, medians[app], 0.5), _ALLOWED)
-        rows.append(TraceRequest(at, _length(rng, 120, 0.7), output, _ALLOWED, tenant=app))
-    return rows
-
-
 def unpredictable(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
     """Return bursts of similar requests with answers of unpredictable length."""
     return [
@@ -179,7 +168,6 @@ WORKLOADS: Mapping[str, Workload] = {
     "greedy-tenant": Workload("five steady tenants, and one that floods", greedy_tenant, 6.0, 600),
     "batch-interactive": Workload("a batch of jobs, and people beside it", batch_and_interactive, 5.0, 600),
     "templates": Workload("lengths of answers follow from the prompt template", templates, 7.0, 1200),
-    "apps": Workload("lengths of answers follow from the tenant", apps, 7.0, 1200),
     "long-answers": Workload("many concurrent answers of about 500 tokens", long_answers, 1000.0, 600),
     "long-prompt": Workload("streams and short requests beside a prompt of 7,000 tokens", long_prompt, 2.0, 129),
     "bursts-in-turns": Workload("equal tenants that burst in turns", bursts_in_turns, 12.0, 600),

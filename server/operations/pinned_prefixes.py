@@ -26,7 +26,7 @@ from engine.text.fields.chat import Message
 from engine.text.limits import num_common
 from server.context import Context
 from server.errors import ApiError, to_api_error
-from server.openai.chat_request import ChatBody
+from server.openai.chat import ChatBody
 from server.openai.completions import CompletionBody
 from server.settings.files import read_setting_file
 

@@ -1,7 +1,4 @@
-"""The fields of sampling, stopping and queueing: names, types and ranges.
-
-engine/text/sampling.py makes the engine's parameters of them.
-"""
+"""The fields of sampling, stopping and queueing: names, types and ranges."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""OpenAI's response_format and vLLM's structured_outputs. Pure data.
-
-Each becomes a GrammarSpec, or None where it constrains nothing. The answer is valid whether or not the prompt asks for
-the format, but better if it does.
-"""
+"""OpenAI's response_format and vLLM's structured_outputs, as grammars."""
 
 from __future__ import annotations
 
@@ -52,10 +48,7 @@ WhitespacePattern = Annotated[str, Field(max_length=200)]
 
 
 class JsonSchemaFormat(RequestBody):
-    """`strict` refuses keywords that cannot be enforced, and closes objects.
-
-    See `close_schema` in engine/text/grammars/spec.py.
-    """
+    """`strict` refuses keywords that cannot be enforced, and closes objects."""
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"description"})
 

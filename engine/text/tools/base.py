@@ -1,4 +1,4 @@
-"""What every format of tool calls has: its marks, its parser and its grammar. Pure.
+"""The base of tool-call formats: signs, markup, parser and grammar. Pure.
 
 To add a format, write one file with a ToolFormat, and its line in formats.py.
 """
@@ -67,12 +67,14 @@ class ToolFormat(ABC):
     """How a family of models writes calls."""
 
     name: str
-    signs: tuple[str, ...] = ()  # a chat template with all of these texts teaches the format
+    signs: tuple[
+        str, ...
+    ] = ()  # a chat template with all of these texts teaches the format; without any it is not detected
     id_length: int = 0  # of a call's id, where templates insist on one
 
     def is_taught_by(self, template: str) -> bool:
         """Return True if a chat template uses this format."""
-        return all(sign in template for sign in self.signs)
+        return bool(self.signs) and all(sign in template for sign in self.signs)
 
     @property
     def markup(self) -> frozenset[str]:
@@ -85,7 +87,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def grammar(self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:
-        """Return Lark for free text with calls in it, valid ones where their tool is strict.
+        """Return Lark for free text with calls in it, valid ones of strict tools.
 
         Raises InvalidRequestError for a schema that cannot be enforced. llguidance's structural tags do not suffice: a
         tag begins with one literal text, its number is not bounded, and a call needs a mark.

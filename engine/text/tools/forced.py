@@ -1,8 +1,4 @@
-"""Grammars of answers that must call tools. Pure.
-
-They leave nothing but calls, or a JSON answer instead, where an answer that has a schema may be one: its grammar alone would
-rule calls out. Each tool's schema is a separate grammar, so its references mean that schema's definitions.
-"""
+"""Grammars of answers that must call tools, or answer in JSON. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 def forced_grammar(
     tools: Sequence[OfferedTool], tool_format: JsonFormat, *, max_calls: int | None, answer: GrammarSpec | None = None
 ) -> str:
-    """Return Lark for calls in Hermes' marks or as a list, or a JSON `answer` instead."""
+    """Return Lark for calls in marks or as a list, or a JSON `answer` instead."""
     more = (max_calls or MAX_CALLS) - 1
     lines = [
         "start: calls" + (" | answer" if answer else ""),
