@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the request, which other APIs are translated to, its answer and its chunks.
+"""POST /v1/chat/completions: the request, its answer and its chunks.
 
 Event loop; long texts are rendered and encoded on other threads.
 """
@@ -148,7 +148,7 @@ class ChatFormatter(ChunkFormatter):
         return [self._render(role.json_bytes(), **usage), chunk.json_bytes()]
 
     def _message(self, delta: Delta, *, is_whole: bool = False) -> ChatMessage:
-        """Return a whole answer or a chunk's part of it; there is no content beside other parts only."""
+        """Return an answer, or a chunk's part of it."""
         message = ChatMessage(role="assistant", content=None, refusal=None) if is_whole else ChatMessage()
         if delta.text or not (delta.reasoning or delta.calls):
             message.content = delta.text

@@ -93,20 +93,16 @@ Items = Annotated[list[Item], BeforeValidator(_as_items, json_schema_input_type=
 def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return messages; adjacent reasoning, text and calls are one of the assistant."""
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # the assistant's open message
     names: dict[str, str] = {}  # of calls, by their id
     for item in items:
         if item.type == "function_call_output":
-            turn = None
             messages.append(_result(item, names))
         elif item.type == "message" and item.role != "assistant":
-            turn = None
             messages.append({"role": item.role, "content": item.content})
         else:
-            if turn is None or not _can_go_on(turn, item):
-                turn = {"role": "assistant", "content": ""}
-                messages.append(turn)
-            _go_on(turn, item, names)
+            if not messages or not _can_go_on(messages[-1], item):
+                messages.append({"role": "assistant", "content": ""})
+            _go_on(messages[-1], item, names)
     return messages
 
 
@@ -122,6 +118,9 @@ def _result(item: Item, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _can_go_on(turn: dict[str, Any], item: Item) -> bool:
+    """Return whether an item of the assistant belongs to the last message."""
+    if turn["role"] != "assistant":
+        return False
     if item.type == "function_call":
         return True
     is_fresh = not turn["content"] and "tool_calls" not in turn
