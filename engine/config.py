@@ -14,12 +14,12 @@ from engine.core.config import FEW_TOKENS
 from engine.core.errors import ConfigError
 from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.queues import POLICIES
+from engine.runtime.attention import BACKENDS, GPU_BACKENDS, LIBRARIES
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.weights.formats import FORMATS
 from engine.setting import Conflict, check, feature, section
 from engine.speculative_config import SpeculativeConfig
 
-ATTENTION_BACKENDS = ("auto", "cpu_native", "cpu", "torch", "reference", "triton", "torch_varlen", "flashinfer")
 RECORD_CONTENTS = ("lengths", "ids")
 DEFAULT_MAX_LORAS = 8  # where adapters may be loaded while the daemon runs
 
@@ -92,7 +92,7 @@ class EngineConfig:
         "auto",
         "",
         "attention implementation; auto takes the best one for the device",
-        choices=ATTENTION_BACKENDS,
+        choices=("auto", *BACKENDS, *GPU_BACKENDS, *LIBRARIES),
     )
     cpu_kernels: str = _device(
         "auto",

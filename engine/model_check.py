@@ -50,10 +50,10 @@ def _check_one(config: EngineConfig) -> ModelFacts:
     path = resolve_model_path(config.model, config.revision, weights=False)
     if path.is_dir():
         check_entries(path)
-    file_format = choose_format(config.load_format, path)
-    model = servable(file_format.read_config(path))
+    checkpoint = choose_format(config.load_format, path).open(path)
+    model = servable(checkpoint.config)
     if Path(config.model).expanduser().exists():  # of a hub's model, the weights are not here yet
-        file_format.check(path)
+        checkpoint.check()
     if not is_native(config, model, path):
         return ModelFacts(False)
     own = read_config(model.values, model.source)

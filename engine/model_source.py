@@ -43,15 +43,14 @@ def find_model(model: str | None) -> ModelSource:
     """
     if model is None:
         return ModelSource(str(_embedded_model()), DEFAULT_NAME)
-    path = Path(model).expanduser()
-    _check_kind(model, path)
+    path = _local_path(model)
+    if path is None:
+        return ModelSource(model, model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelLoadError(
             f"{model} has no config.json; name a folder with config.json, tokenizer.json and *.safetensors, or a "
             f"{' or '.join(SUFFIXES)} file."
         )
-    if _local_path(model) is None:
-        return ModelSource(model, model)
     return ModelSource(str(path), path.resolve().stem if path.is_file() else path.resolve().name)
 
 
@@ -66,19 +65,12 @@ def resolve_model_path(model: str, revision: str | None = None, *, weights: bool
 
 def check_tokenizer_source(source: str) -> None:
     """Raise ConfigError for a --tokenizer that is no folder, .gguf file or id."""
-    path = Path(source).expanduser()
     try:
-        _check_kind(source, path)
-        if path.is_dir():
+        path = _local_path(source)
+        if path is not None and path.is_dir():
             check_entries(path)
     except ModelLoadError as error:
         raise ConfigError(f"--tokenizer is {source!r}: {error}") from error
-    if path.is_file() and path.suffix != ".gguf":
-        raise ConfigError(
-            f"--tokenizer is {source!r}, which is a plain file; name the folder it is in, or a .gguf file."
-        )
-    if not path.exists() and _can_only_be_local(source, path):
-        raise ConfigError(f"--tokenizer is {source!r}, which does not exist; name a folder, a .gguf file or an id.")
 
 
 def check_entries(folder: Path) -> None:
@@ -100,32 +92,18 @@ def _local_path(model: str) -> Path | None:
     """Return the path of a local model, None for a Hugging Face id. Raises ModelLoadError."""
     path = Path(model).expanduser()
     try:
-        is_present = path.exists()
-    except OSError as error:
-        raise ModelLoadError(f"{model:.200} cannot be read: {error.strerror}.") from error
-    if is_present:
-        if not is_model(path):
-            raise ModelLoadError(f"{model} is a {path.suffix or 'plain'} file; name {LOCAL}.")
-        return path
-    if _can_only_be_local(model, path):
-        raise ModelLoadError(f"There is no model at {model!r}; name {LOCAL}, or a Hugging Face id.")
-    return None
-
-
-def _check_kind(source: str, path: Path) -> None:
-    """Raise ModelLoadError for a path that is no folder, regular file or absent."""
-    try:
         if not path.is_dir():
             check_regular(path)
-    except FileNotFoundError:
-        return
+    except (FileNotFoundError, NotADirectoryError):
+        if path.suffix in SUFFIXES or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+            raise ModelLoadError(f"{model!r} does not exist; name {LOCAL}, or a Hugging Face id.") from None
+        return None
     except (OSError, ValueError) as error:  # ValueError: a null character
         why = reason(error) if isinstance(error, OSError) else str(error)
-        raise ModelLoadError(f"{source!r:.200} cannot be read: {why}; name {LOCAL}.") from error
-
-
-def _can_only_be_local(source: str, path: Path) -> bool:
-    return path.suffix in SUFFIXES or path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
+        raise ModelLoadError(f"{model!r:.200} cannot be read: {why}; name {LOCAL}.") from error
+    if not is_model(path):
+        raise ModelLoadError(f"{model} is a {path.suffix or 'plain'} file; name {LOCAL}.")
+    return path
 
 
 def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:

@@ -102,7 +102,7 @@ def is_large(raw: bytes | bytearray) -> bool:
 
 
 def limited(request: Request, max_bytes: int, message: str) -> AsyncIterator[bytes]:
-    """Return a request's body; raises a 413 beyond a limit, immediately if Content-Length exceeds it."""
+    """Return a request's body; raises a 413, as soon as the limit is known exceeded."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise ApiError(413, "request_too_large", message)
@@ -152,7 +152,7 @@ class BodyReader:
             self._num_held_bytes -= num_bytes
 
     async def read(self, model: type[Checked], raw: bytearray) -> Checked:
-        """Return a large body as a model; empties `raw`. Raises ApiError, ValidationError or ClientError."""
+        """Return a large body as a model, and empty `raw`. Raises ApiError and others."""
         parts = await asyncio.get_running_loop().run_in_executor(self._asking, self._ask, model, raw)
         return await run_slowly(lambda: model.model_validate(unpack(parts)))
 

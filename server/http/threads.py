@@ -45,7 +45,7 @@ def _work(function: Callable[[], Result]) -> Result:
 
 
 async def run_detached(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-    """Run a blocking call on a new thread and return its result; cancelling does not stop the call."""
+    """Run a call on a new thread and return its result; it cannot be cancelled."""
     outcome: Future[Result] = Future()
     outcome.set_running_or_notify_cancel()  # so that the result can be set, even if the waiting task was cancelled
 

@@ -39,7 +39,7 @@ async def retrieve_request(context: InContext, owner: InOwner, name: str) -> dic
 
 
 def _document(record: RequestRecord, views: Sequence[SequenceView], place: Place | None) -> dict[str, Any]:
-    """Return a record as JSON; `views` and `place` are its state in the engine, while it is open."""
+    """Return a record as JSON; `views` and `place` are of an open one."""
     spans, finish_reasons, is_dropped, usage, num_cached = outcome = record.outcome
     history = _history(outcome)
     document = {
@@ -82,7 +82,7 @@ def _sequence(record: RequestRecord, view: SequenceView) -> dict[str, Any]:
 
 
 def _history(outcome: Outcome) -> list[dict[str, Any]]:
-    """Return the events so far with the seconds since arrival; of several choices the slowest counts."""
+    """Return the events so far; of several choices the slowest counts."""
     events, spans = [("received", 0.0)], outcome.spans
     if spans is not None:
         events.append(("dropped" if outcome.is_dropped else "scheduled", spans.queue_s))

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.core.types import FinishReason, Request
-from server.generation import Generation
+from server.generation import Generation, Usage
 from server.telemetry.timeline import Spans
-from server.telemetry.usage import Usage
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT
 
@@ -68,7 +67,7 @@ class RequestRecord:
 
     @property
     def log_fields(self) -> dict[str, int | float | str]:
-        """Return the fields of the log line: counts, and the seconds of the slowest choice."""
+        """Return the log line's fields: counts, and the seconds of the slowest choice."""
         if self.generation is None:
             return {}
         spans, finish_reasons, _, usage, num_cached = self.outcome
@@ -108,7 +107,7 @@ class RequestRecord:
 
 
 class RequestLog:
-    """Opens, closes and finds records. Beyond RECENT that ended, the owner that has most of them loses its oldest."""
+    """Opens, closes and finds records; the owner with most loses its oldest."""
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, str], RequestRecord] = {}  # by owner and each of their names
@@ -134,6 +133,6 @@ class RequestLog:
                 del self._records[name]
 
     def find(self, owner: str, name: str) -> RequestRecord | None:
-        """Return an owner's record by the request's id, or by the answer's with or without its prefix."""
+        """Return an owner's record by the request's id, or by the answer's."""
         bare = next((name[len(prefix) :] for prefix in _PREFIXES if name.startswith(prefix)), name)
         return self._records.get((owner, name)) or self._records.get((owner, bare))

@@ -157,9 +157,9 @@ def test_where_a_model_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert resolve_model_path(str(tmp_path)) == tmp_path
     (tmp_path / "notes.txt").write_text("no model")
     for name, sentence in {
-        str(tmp_path / "nowhere"): "There is no model at",
-        "./nowhere": "There is no model at",
-        "nowhere.gguf": "There is no model at",
+        str(tmp_path / "nowhere"): "does not exist",
+        "./nowhere": "does not exist",
+        "nowhere.gguf": "does not exist",
         str(tmp_path / "notes.txt"): r"is a \.txt file; name a model folder or a \.gguf file",
     }.items():
         with pytest.raises(ModelLoadError, match=sentence):

@@ -14,7 +14,6 @@ from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.models.load import load_model
-from engine.runtime.weights.hf_config import HFConfig
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny
 
@@ -145,7 +144,7 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
 def test_an_index_names_weights_beside_itself(name: object, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ModelLoadError, match=r"the weights must be \.safetensors files beside it"):
-        next(SafetensorsCheckpoint(folder, HFConfig({}, "")).tensors({}))
+        next(SafetensorsCheckpoint(folder).tensors({}))
 
 
 @pytest.mark.parametrize("text", ['{"weight_map": 3}', "{}", "[]", "{"])

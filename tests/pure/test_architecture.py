@@ -129,8 +129,7 @@ OPENERS = {
     "engine.regular_file",
     "engine.gguf_header",  # checked, then mapped
     "engine.runtime.transports.shared_memory",
-    "engine.runtime.host_cpus",
-    "engine.runtime.host_memory",
+    "engine.runtime.control_groups",  # /proc and /sys
     "engine.runtime.mapped_file",
     "engine.runtime.models.load",  # /proc/cpuinfo
     "engine.runtime.native.build",

@@ -19,7 +19,18 @@ from engine.core.kv.eviction import EVICTION_POLICIES, EvictionOrder, Lru
 class BlockPool:
     """alloc / fork / free over `num_blocks` blocks; writers copy shared ones (`is_shared`)."""
 
-    __slots__ = ("_cached", "_free", "_indexed", "_on_evict", "_pinned", "_refs", "_spared", "max_pinned", "num_blocks")
+    __slots__ = (
+        "_cached",
+        "_free",
+        "_indexed",
+        "_notes_finds",
+        "_on_evict",
+        "_pinned",
+        "_refs",
+        "_spared",
+        "max_pinned",
+        "num_blocks",
+    )
 
     def __init__(
         self,
@@ -34,6 +45,7 @@ class BlockPool:
         # A dict used as an ordered set: O(1) to remove a block from the middle or the end.
         self._free = dict.fromkeys(range(num_blocks - 1, -1, -1))
         self._cached = EVICTION_POLICIES[eviction](num_blocks)
+        self._notes_finds = eviction != "lru"
         self._pinned: dict[int, None] = {}  # cached or held, pinned longest ago first ...
         self._spared = Lru()  # ... and those of them that are cached
         self._indexed: set[int] = set()
@@ -127,7 +139,8 @@ class BlockPool:
 
     def found(self, blocks: Sequence[int]) -> None:
         """Report to the eviction order that an admitted prompt begins with these blocks."""
-        self._cached.found(blocks)
+        if self._notes_finds:
+            self._cached.found(blocks)
 
     def pin(self, block: int) -> None:
         """Evict this findable block after all that are not pinned.

@@ -31,11 +31,11 @@ _GEMMA3 = {
 
 def read_model_config(path: Path, load_format: str = "auto") -> HFConfig:
     """Return the language model's settings. Raises ModelLoadError for unservable kinds, too."""
-    return servable(choose_format(load_format, path).read_config(path))
+    return servable(choose_format(load_format, path).open(path).config)
 
 
 def servable(config: HFConfig) -> HFConfig:
-    """Return the language model's settings in a config. Raises ModelLoadError for unservable kinds."""
+    """Return the language model's settings. Raises ModelLoadError for unservable kinds."""
     values = config.values
     refuse_unservable(values, config.source)
     if values.get("model_type") != "gemma3" or not config.has("text_config"):

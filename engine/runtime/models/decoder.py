@@ -19,8 +19,8 @@ from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.layers import MLP, Angles, Attention, LayerAdapters, NoNorm, RMSNorm
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.rope import Rotary
-from engine.runtime.native.decoder import LayerParts, NativeDecoder
-from engine.runtime.native.library import DTYPES, DecoderArgs, native
+from engine.runtime.native.decoder import NativeDecoder, describe_layer
+from engine.runtime.native.library import DTYPES, DecoderArgs, LayerArgs, native
 from engine.runtime.schemes.base import Scheme
 
 # Checkpoint names of the norms before attention, after it, before the MLP and after it.
@@ -77,15 +77,15 @@ class DecoderLayer:
         attended = self._after_attention(self._attention(normed, angles, attention, adapters))
         return self._after_mlp(self._mlp(self._before_mlp.add(x, attended, self._scale), adapters))
 
-    def parts(self, rotary: int | None) -> LayerParts | None:
-        """Return the layer for the native library, None if that lacks a matrix."""
+    def describe(self, rotary: int | None) -> LayerArgs | None:
+        """Describe the layer to the native library, or return None if that lacks a matrix."""
         matrices = (self._attention.qkv, self._attention.o, self._mlp.gate_up, self._mlp.down)
         linears = [linear.args for linear in matrices if linear.args is not None]
         if len(linears) < len(matrices):
             return None
         places = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
         norms = [norm.weight if isinstance(norm, RMSNorm) else None for norm in places]
-        return LayerParts(linears, norms, self._attention.head_norms, self._window, rotary)
+        return describe_layer(linears, norms, self._attention.head_norms, self._window, rotary)
 
 
 class Decoder:
@@ -203,8 +203,8 @@ class Decoder:
         """Describe the model to the native library, if that holds every matrix."""
         library, config = native(), self._config
         ropes = [rope if rope < len(self._rotaries) else None for rope in self._rope_of]
-        described = [layer.parts(rope) for layer, rope in zip(self._layers, ropes, strict=True)]
-        layers = [parts for parts in described if parts is not None]
+        described = [layer.describe(rope) for layer, rope in zip(self._layers, ropes, strict=True)]
+        layers = [layer for layer in described if layer is not None]
         if library is None or self._embedding.device.type != "cpu" or len(layers) < len(described):
             return None
         description = DecoderArgs(

@@ -5,7 +5,6 @@ models/decoder.py serves the families that it implements; transformers' code, th
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from engine.config import EngineConfig
 from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress
 from engine.model_source import resolve_model_path
+from engine.runtime.lazy import load
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config, servable
 from engine.runtime.models.decoder import Decoder
@@ -63,10 +63,7 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, r
 
 def choose_scheme(asked: str, here: Circumstances) -> Scheme:
     """Return the scheme of --quantization. Raises ConfigError for one that is not available."""
-    schemes: dict[str, type[Scheme]] = {}
-    for name, place in SCHEMES.items():
-        module, _, attribute = place.partition(":")
-        schemes[name] = getattr(import_module(module), attribute)
+    schemes: dict[str, type[Scheme]] = {name: load(place) for name, place in SCHEMES.items()}
     if asked == "auto":
         return next((scheme for scheme in schemes.values() if scheme.is_default(here)), Scheme)()
     reason = schemes[asked].refusal(here)

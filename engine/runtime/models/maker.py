@@ -22,7 +22,7 @@ from engine.runtime.weights.fill import Load
 
 
 class Maker(NamedTuple):
-    """Where new weights are, in which type, and how matrices are stored; shared by a model's parts."""
+    """The device, type and scheme of new weights; shared by a model's parts."""
 
     dtype: torch.dtype
     device: torch.device
@@ -53,26 +53,27 @@ class Maker(NamedTuple):
         is_head: bool = False,
         dense: Tensor | None = None,
     ) -> Linear:
-        """Return the linear of a matrix merged of modules, each with so many rows. It multiplies once it is loaded.
+        """Return a linear, to be loaded, of modules merged row by row: their names, and rows.
 
         Adapters can change it if it has a place. `dense` is an embedding that a head is tied to.
         """
-        starts = [*accumulate(rows.values(), initial=0)]
-        shape = (starts.pop(), num_inputs)
+        shape, firsts = (sum(rows.values()), num_inputs), accumulate(rows.values(), initial=0)
         parts = [
-            Bundle(self.prefix + name, first, num, {}) for (name, num), first in zip(rows.items(), starts, strict=True)
+            Bundle(self.prefix + name, first, num, {})
+            for first, (name, num) in zip(firsts, rows.items(), strict=False)  # the last is the end
         ]
         if place is not None:
-            for name, first_row, num_rows, _ in parts:
-                self.targets[name] = Target(self.layer, place, first_row, num_rows, shape, activation)
-        wanted = [self.scheme.shapes(part.name, part.num_rows, num_inputs) for part in parts]
+            for part in parts:
+                self.targets[part.name] = Target(self.layer, place, part.first_row, part.num_rows, shape, activation)
         linear = Linear(_not_loaded, activation)
+
+        def shapes_of(part: Bundle) -> Mapping[str, tuple[int, ...]]:
+            return self.scheme.shapes(part.name, part.num_rows, num_inputs)
 
         def take(stored: Mapping[str, StoredTensor]) -> None:
             matrix = Matrix(
                 bundles=[
-                    part._replace(tensors={ending: stored[part.name + ending] for ending in shapes})
-                    for part, shapes in zip(parts, wanted, strict=True)
+                    part._replace(tensors={end: stored[part.name + end] for end in shapes_of(part)}) for part in parts
                 ],
                 shape=shape,
                 dtype=self.dtype,
@@ -84,14 +85,10 @@ class Maker(NamedTuple):
             )
             linear.product = self.scheme.product(matrix)
 
-        needed = {
-            part.name + ending: size
-            for part, shapes in zip(parts, wanted, strict=True)
-            for ending, size in shapes.items()
-        }
+        wanted = {part.name + end: size for part in parts for end, size in shapes_of(part).items()}
         if bias:
-            needed |= {f"{part.name}.bias": (part.num_rows,) for part in parts}
-        self.loads.append(Load(needed, take))
+            wanted |= {f"{part.name}.bias": (part.num_rows,) for part in parts}
+        self.loads.append(Load(wanted, take))
         return linear
 
     def _bias(self, parts: Sequence[Bundle], stored: Mapping[str, StoredTensor]) -> Tensor:

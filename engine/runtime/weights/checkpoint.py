@@ -41,9 +41,13 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint(Protocol):
-    """An open checkpoint."""
+    """A checkpoint; making one reads its config."""
 
     config: HFConfig
+
+    def check(self) -> None:
+        """Raise ModelLoadError for weights that cannot be opened; without torch."""
+        ...
 
     @property
     def num_weights(self) -> int | None:

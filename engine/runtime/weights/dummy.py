@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.formats import choose_format
-from engine.runtime.weights.hf_config import HFConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,28 +22,18 @@ _NUM_DRAWN = (1 << 22) - 3  # odd, so that the rows of a matrix differ
 _ELEMENT_BYTES = 2  # as a file would have them
 
 
-def read_config(path: Path) -> HFConfig:
-    """Return the config of a model of any format."""
-    return choose_format("auto", path).read_config(path)
-
-
-def check(path: Path) -> None:
-    """Accept any model: its weights are not read."""
-
-
-def open_checkpoint(path: Path, seed: int) -> DummyCheckpoint:
-    return DummyCheckpoint(read_config(path), seed)
-
-
 class DummyCheckpoint:
-    """Norms of 1, biases of 0, and random matrices."""
+    """Norms of 1, biases of 0, and random matrices, for a model of any other format."""
 
     num_weights = None
 
-    def __init__(self, config: HFConfig, seed: int) -> None:
-        self.config = config
+    def __init__(self, path: Path, seed: int) -> None:
+        self.config = choose_format("auto", path).open(path).config
         self._seed = seed
         self._drawn: Tensor | None = None
+
+    def check(self) -> None:
+        """Do nothing: the model's weights are not read."""
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:
         for name, shape in wanted.items():

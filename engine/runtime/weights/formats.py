@@ -1,28 +1,26 @@
-"""The formats of weight files, by the names of --load-format. A format is one module and one line of FORMATS.
+"""The formats of weight files, by the names of --load-format. A format is one class and one line of FORMATS.
 
-The module has three functions: `read_config(path)` returns the HFConfig without importing torch, `check(path)` raises
-ModelLoadError for weights that cannot be opened, also without torch, and `open_checkpoint(path, seed)` returns a
-Checkpoint. Standard library only; a format's module is imported when a path is of that format.
+The class is a Checkpoint (checkpoint.py), made of a path and a seed for random weights. Making one reads the config, and
+imports no torch. Standard library only; the class is imported when a path is of that format.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.core.errors import ModelLoadError
+from engine.runtime.lazy import load
 
 if TYPE_CHECKING:
     from engine.runtime.weights.checkpoint import Checkpoint
-    from engine.runtime.weights.hf_config import HFConfig
 
 
 class FileFormat(NamedTuple):
     """Where weights come from."""
 
     suffix: str | None  # of the files that users name; "" for a folder, None for anything
-    module: str
+    reader: str
 
     def accepts(self, path: Path) -> bool:
         """Return whether an existing path is of this format."""
@@ -30,25 +28,16 @@ class FileFormat(NamedTuple):
             return path.suffix == self.suffix and path.is_file()
         return self.suffix is None or path.is_dir()
 
-    def read_config(self, path: Path) -> HFConfig:
-        """Return the model's config as config.json spells it. Raises ModelLoadError."""
-        config: HFConfig = import_module(self.module).read_config(path)
-        return config
-
-    def check(self, path: Path) -> None:
-        """Raise ModelLoadError for weights that cannot be opened."""
-        import_module(self.module).check(path)
-
-    def open(self, path: Path, seed: int) -> Checkpoint:
-        """Return the checkpoint; `seed` is for random weights. Raises ModelLoadError."""
-        checkpoint: Checkpoint = import_module(self.module).open_checkpoint(path, seed)
+    def open(self, path: Path, seed: int = 0) -> Checkpoint:
+        """Return the checkpoint, its config read. Raises ModelLoadError."""
+        checkpoint: Checkpoint = load(self.reader)(path, seed)
         return checkpoint
 
 
 FORMATS = {  # `auto` takes the first that accepts the path
-    "safetensors": FileFormat("", "engine.runtime.weights.safetensors"),
-    "gguf": FileFormat(".gguf", "engine.runtime.weights.gguf"),
-    "dummy": FileFormat(None, "engine.runtime.weights.dummy"),
+    "safetensors": FileFormat("", "engine.runtime.weights.safetensors:SafetensorsCheckpoint"),
+    "gguf": FileFormat(".gguf", "engine.runtime.weights.gguf:GGUFCheckpoint"),
+    "dummy": FileFormat(None, "engine.runtime.weights.dummy:DummyCheckpoint"),
 }
 
 SUFFIXES = tuple(each.suffix for each in FORMATS.values() if each.suffix)

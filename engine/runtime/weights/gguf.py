@@ -76,23 +76,10 @@ class GGUFTensor(NamedTuple):
     rows: np.ndarray
 
 
-def read_config(path: Path) -> HFConfig:
-    """Return a file's metadata as a config.json. Raises ModelLoadError."""
-    return GGUFCheckpoint(path).config
-
-
-def check(path: Path) -> None:
-    """Accept a file whose config could be read: its header has been checked."""
-
-
-def open_checkpoint(path: Path, seed: int) -> GGUFCheckpoint:  # noqa: ARG001 - for random weights
-    return GGUFCheckpoint(path)
-
-
 class GGUFCheckpoint:
     """One .gguf file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, seed: int = 0) -> None:  # noqa: ARG002 - for random weights
         header = read_header(path)
         self._stored = _read_tensors(path, header.tensors)
         for tensor in self._stored.values():
@@ -105,6 +92,9 @@ class GGUFCheckpoint:
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self._arch, values = hf_config(header.metadata, shapes, ropes, str(path))
         self.config = HFConfig(values, str(path))
+
+    def check(self) -> None:
+        """Do nothing: the header has been checked."""
 
     @property
     def num_weights(self) -> int:
@@ -171,7 +161,7 @@ def _values(tensor: GGUFTensor) -> list[float]:
 
 
 def _read_tensors(path: Path, infos: Iterable[TensorInfo]) -> dict[str, GGUFTensor]:
-    """Return a file's tensors as rows of a memory map. Raises ModelLoadError for an incomplete file."""
+    """Return tensors as rows of a memory map. Raises ModelLoadError for a cut file."""
     data = np.memmap(path, np.uint8, "r").view(np.ndarray)
     try:
         return {info.name: _tensor(data, info) for info in infos}

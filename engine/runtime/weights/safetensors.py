@@ -29,27 +29,17 @@ _BODY = ("embed_tokens.", "layers.", "norm.")
 _ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 
 
-def read_config(folder: Path) -> HFConfig:
-    """Return a folder's config.json. Raises ModelLoadError."""
-    path = folder / "config.json"
-    return HFConfig(_read_object(path), str(path))
-
-
-def check(folder: Path) -> None:
-    """Raise ModelLoadError for missing or unreadable weights."""
-    _weight_files(folder)
-
-
-def open_checkpoint(folder: Path, seed: int) -> SafetensorsCheckpoint:  # noqa: ARG001 - for random weights
-    return SafetensorsCheckpoint(folder, read_config(folder))
-
-
 class SafetensorsCheckpoint:
     """A folder in the hub's layout; its weight files are opened when needed."""
 
-    def __init__(self, folder: Path, config: HFConfig) -> None:
+    def __init__(self, folder: Path, seed: int = 0) -> None:  # noqa: ARG002 - for random weights
+        path = folder / "config.json"
         self._folder = folder
-        self.config = config
+        self.config = HFConfig(_read_object(path), str(path))
+
+    def check(self) -> None:
+        """Raise ModelLoadError for missing or unreadable weights."""
+        _weight_files(self._folder)
 
     @property
     def num_weights(self) -> int:
