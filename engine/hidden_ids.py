@@ -71,15 +71,10 @@ class TokenTree:
     def hide_draw(self, slot: int, seq_id: int, tokens: Sequence[int], depth: int, token: int) -> Step:
         """Return the step from a sequence's first `depth` tokens to the next one.
 
-        Raises TreeFullError. `slot` is the sequence's own, where the next draw is looked for first; -1 for an alternative, or a child's draw.
+        Raises TreeFullError. `slot` is the sequence's own, where the next draw is looked for first; -1 for an alternative,
+        or a child's draw.
         """
-        node = self._locate(slot, seq_id, tokens, depth)
-        if node.children or depth < node.end or node.parent is None:
-            node, step = self._follow(node, depth, token)
-        else:  # most draws: what _follow does for a leaf, without the calls
-            self._num_tokens += 1
-            node.tokens.append(token)
-            step = 0
+        node, step = self._follow(self._locate(slot, seq_id, tokens, depth), depth, token)
         if slot >= 0:
             self._places[slot] = seq_id, depth + 1, node
         return step

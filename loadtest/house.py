@@ -123,7 +123,7 @@ def measure_sources() -> list[Row]:
 
 
 class Circles(NamedTuple):
-    """Groups that import each other: files, the top packages, and packages below them."""
+    """Groups that import each other: files, top packages, inner packages."""
 
     files: list[list[str]]
     tops: list[list[str]]

@@ -21,7 +21,7 @@ from server.settings.reference import settings_section
 
 HEAD = """# Reference
 
-Made from the code by `python -m server.operations.reference`; a test compares, so it tells what this version does.
+Made from the code by `python -m server.operations.reference`; a test compares them, so this page describes this version.
 
 A field is *honoured*, a *no-op* that by its meaning cannot change the answer, a *hint* that is dropped, or *refused* with a
 400 that names it because the answer would be silently wrong without it, unless its value asks for what is done anyway. null

@@ -67,12 +67,14 @@ class ToolFormat(ABC):
     """How a family of models writes calls."""
 
     name: str
-    signs: tuple[str, ...] = ()  # a chat template with all of these texts teaches the format
+    signs: tuple[
+        str, ...
+    ] = ()  # a chat template with all of these texts teaches the format; without any it is not detected
     id_length: int = 0  # of a call's id, where templates insist on one
 
     def is_taught_by(self, template: str) -> bool:
         """Return True if a chat template uses this format."""
-        return all(sign in template for sign in self.signs)
+        return bool(self.signs) and all(sign in template for sign in self.signs)
 
     @property
     def markup(self) -> frozenset[str]:

@@ -50,9 +50,11 @@ class JsonFormat(ToolFormat):
         return frozenset(mark for pair in self.marks for mark in pair) | {self.name_end}
 
     def parser(self, tools: Tools) -> JsonCallParser:
+        """Return a parser of one answer that may call these tools."""
         return JsonCallParser(self, frozenset(tools))
 
     def grammar(self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:
+        """Return Lark for free text with calls in it."""
         return _grammar(self, tools, special_tokens, parallel=parallel)
 
 
