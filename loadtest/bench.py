@@ -56,7 +56,7 @@ class Asking:
 
 
 class Level(NamedTuple):
-    """One point of a sweep. `concurrency` None is an open loop: jobs go out at their arrival times."""
+    """One point of a sweep; `concurrency` None is an open loop."""
 
     load: str
     value: float
@@ -66,14 +66,14 @@ class Level(NamedTuple):
 
 @dataclass(slots=True)
 class Sweep:
-    """The points measured so far; an interrupted one is summarized from its answered requests."""
+    """The points measured so far; an interrupted one has its answered requests."""
 
     points: list[Point] = field(default_factory=list)
     outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
     is_interrupted: bool = False
 
     async def run(self, client: Client, asking: Asking, warm_up: Sequence[Job], levels: Sequence[Level]) -> None:
-        """Warm up, then measure every level in turn. Raises ClientError if even the warm-up fails."""
+        """Warm up, then measure each level. Raises ClientError if the warm-up fails."""
         try:
             warmed: list[Outcome] = []
             await closed_loop(client, asking, warm_up, 1, warmed.append)
@@ -121,7 +121,7 @@ async def closed_loop(
 async def open_loop(
     client: Client, asking: Asking, jobs: Sequence[Job], record: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Send every job at its arrival time; return the outcomes in the order of the jobs."""
+    """Send every job at its arrival time; return the outcomes in order."""
     started = time.perf_counter()
 
     async def send(job: Job) -> Outcome:
@@ -143,7 +143,7 @@ async def first_model(client: Client) -> str:
 
 
 async def measure(port: int, warm_up: Sequence[Job], level: Level, temperature: float = 0.0) -> list[Point]:
-    """Return the point of one level on a local daemon. Raises ClientError if the warm-up fails."""
+    """Return the point of one level on a local daemon. Raises ClientError."""
     client, sweep = Client(Target.parse(f"http://127.0.0.1:{port}")), Sweep()
     try:
         asking = Asking(await first_model(client), temperature=temperature)
@@ -274,7 +274,7 @@ def _jobs(options: argparse.Namespace, num: int, seed: int) -> list[Job]:
 
 
 def _levels(options: argparse.Namespace) -> list[Level]:
-    """Return the points of the sweep, with different prompts, so that no prefix cache answers."""
+    """Return the points of the sweep, whose prompts differ."""
     levels = []
     for index, level in enumerate(options.request_rate or options.concurrency):
         seed = options.seed + 1 + index

@@ -1,4 +1,4 @@
-"""A fast HTTP/1.1 client for OpenAI-compatible event streams, which records when their chunks arrive.
+"""A fast HTTP/1.1 client that records when the chunks of event streams arrive.
 
 It is written on asyncio's transports, because a general client spends more time on a chunk than the server. Each piece
 of the socket's data gets a timestamp before it is parsed. Connections are kept alive and reused.
@@ -79,7 +79,7 @@ class Target(NamedTuple):
 
 
 class Connection(asyncio.Protocol):
-    """One keep-alive connection: at most one exchange at a time. Event loop thread only."""
+    """One keep-alive connection, for one exchange at a time on the event loop."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -210,7 +210,7 @@ def _sentence(error: Any) -> str:
 
 
 class Client:
-    """Sends requests to one target over a pool of connections. Event loop thread only."""
+    """Sends requests to one target over a pool of connections, on the event loop."""
 
     def __init__(self, target: Target, timeout_s: float = 600.0) -> None:
         self.target = target

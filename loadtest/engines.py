@@ -1,4 +1,4 @@
-"""Builds the real engine in this process, without HTTP, for benchmarks that time its steps.
+"""Builds the real engine in this process, for benchmarks of its steps.
 
 Imports are inside the functions, because `quire bench` needs neither torch nor pydantic.
 """
@@ -11,7 +11,7 @@ from engine.loop import Engine
 
 
 def build(settings: Sequence[str]) -> Engine:
-    """Return the engine of a daemon with these flags, one step at a time and not started."""
+    """Return a daemon's engine, one step at a time and not started."""
     from engine.build import build_engine
     from engine.model_source import find_model
     from server.settings.flags import load_settings

@@ -1,4 +1,4 @@
-"""Serves the real HTTP app, tokenizer and engine thread over a runner that invents tokens, until SIGTERM.
+"""Serves the real app and engine thread over a runner that invents tokens.
 
 `python -m loadtest.fake_server STEP_MS [STEP_TOKENS] --port N`; loadtest/daemon.py starts it.
 """

@@ -1,4 +1,4 @@
-"""Measures HTTP alone: the real app and engine thread over a runner that invents tokens.
+"""Measures HTTP alone: the real app over a runner that invents tokens.
 
 Server and client run on different cores. If the client is busy all the time, it is the limit.
 """
@@ -29,7 +29,7 @@ class FrontError(LoadtestError):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a run; `cpu_us_per_event` is CPU time of all threads of the server."""
+    """The figures of a run; CPU time is of all threads of the server."""
 
     events: int
     seconds: float

@@ -1,4 +1,4 @@
-"""Sends hostile and heavy bodies to a daemon, and measures the delay of its /health probes.
+"""Sends hostile and heavy bodies to a daemon, and measures its /health probes.
 
 Probes have a fixed schedule, so that a stall delays all that are due in it. Without --base-url the daemon is
 loadtest/fake_server.py: the real front over invented tokens.
@@ -41,7 +41,7 @@ _ECHO = {"prompt": [*range(1000, 9000)], "max_tokens": 1, "echo": True, "logprob
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A body, which is made when the case begins, and the number of clients that send it."""
+    """A body, and the number of clients that send it."""
 
     name: str
     path: str
@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The effect of a case: milliseconds of /health, and growth of the daemon and its children."""
+    """The effect of a case: milliseconds of /health, and growth in MiB."""
 
     name: str
     body_mib: float
@@ -153,7 +153,7 @@ WARM_UP = Case("warm-up", CHAT, lambda: _chat(messages=_messages(1, "x" * MIB)))
 
 
 class Prober:
-    """Probes /health on a fixed schedule, and measures the memory of the daemon and its children."""
+    """Probes /health on a fixed schedule, and measures the daemon's memory."""
 
     def __init__(self, target: Target, pid: int | None) -> None:
         self._target = target

@@ -1,4 +1,4 @@
-"""Measures the perplexity of a text under settings of the daemon, to judge a number format.
+"""Measures the perplexity of a text under settings of the daemon.
 
     python -m loadtest perplexity "--dtype bfloat16" "--dtype bfloat16 --kv-cache-dtype int8"
 
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_text(path: Path | None) -> str:
-    """Return the file's text, or pydoc's 465,000 characters, which differ between Pythons."""
+    """Return the file's text, or pydoc's 465,000 characters."""
     if path is None:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
         return "\n\n".join(topics[name] for name in sorted(topics))
@@ -80,7 +80,7 @@ def read_text(path: Path | None) -> str:
 
 
 def cut_windows(tokens: Sequence[int], prefix: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
-    """Yield windows of `size` tokens, each after `prefix`, without a rest of one token."""
+    """Yield windows of `size` tokens, each after `prefix`; no rest of one token."""
     step = size - len(prefix)
     for begin in range(0, len(tokens), step):
         window = (*prefix, *tokens[begin : begin + step])
@@ -117,7 +117,7 @@ def _measure(settings: str, options: argparse.Namespace, text: str) -> Score:
 
 
 def sum_up(outputs: Sequence[RequestOutput], skipped: int) -> tuple[float, int]:
-    """Return the negative log likelihood of the tokens after the first `skipped`, and their number."""
+    """Return the negative log likelihood after `skipped` tokens, and their number."""
     logprobs = []
     for output in outputs:
         pairs = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)

@@ -1,4 +1,4 @@
-"""The shapes of the models that are compared with other servers and measured on a GPU."""
+"""The shapes of the models of the comparison and of the GPU part."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from engine.core.stats import Stats
 from engine.core.types import Request
 
 MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After of up to two minutes
-MIN_RETRY_S = 0.1  # also how long a place takes while no answer was completed
+MIN_RETRY_S = 0.1
+UNKNOWN_S = 1.0  # until a place is free, while no answer was completed
 
 
 def peak_positions(num_prompt: int, max_tokens: int) -> int:
@@ -93,7 +94,7 @@ class QueueLimits(NamedTuple):
         return ""
 
     def count_departures(self, num_ahead: int, num_tokens: int) -> int:
-        """Return how many waiting requests have to start before there is a place for the last of `num_tokens`."""
+        """Return how many waiting requests have to start before there is a place."""
         num_departures = 1
         if self.max_requests is not None:
             num_departures = max(num_departures, num_ahead - self.max_requests + 1)
@@ -113,7 +114,7 @@ class RetryTimes:
         self._times: list[float] = []  # a heap
 
     def give(self, now: float, wait_s: float, each_s: float) -> float:
-        """Return a client's wait: `wait_s`, and `each_s` for each client that was given an earlier time and returns."""
+        """Return a client's wait: `each_s` more for each client with an earlier time."""
         while self._times and self._times[0] <= now:
             heappop(self._times)
         wait_s = max(wait_s + len(self._times) * each_s, MIN_RETRY_S)
@@ -131,7 +132,7 @@ class OverloadControl:
         self._retry_times = RetryTimes()
 
     def check(self, now: float, num_new_tokens: int, *, num_unseen: int = 0, num_unseen_tokens: int = 0) -> None:
-        """Raise OverloadedError if the queue is full. `num_unseen` requests have not reached the scheduler yet."""
+        """Raise OverloadedError if the queue is full; `num_unseen` requests are still in the inbox."""
         stats = self._stats
         num_running = stats.num_running - stats.num_background_running  # background work yields its slots
         num_waiting = stats.num_waiting + stats.num_preempted + num_unseen
@@ -142,6 +143,6 @@ class OverloadControl:
             return
         stats.rejected += 1
         num_departures = self._limits.count_departures(num_ahead, num_tokens + num_new_tokens)
-        each_s = stats.answer_s / max(num_running, 1) or MIN_RETRY_S
+        each_s = stats.answer_s / max(num_running, 1) or UNKNOWN_S
         wait_s = self._retry_times.give(now, num_departures * each_s, each_s)
         raise OverloadedError(f"The queue is full: {full}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)

@@ -74,7 +74,7 @@ class _Candidate(NamedTuple):
 
 
 def row_params(params: SamplingParams) -> SamplingParams:
-    """Return a beam's parameters for the runner: enough of the likeliest tokens that `width` of them do not end it."""
+    """Return a beam's parameters for the runner: `width` of the tokens do not end it."""
     assert params.beam is not None
     num_needed = params.beam.width + len(params.eos_token_ids | params.stop_token_ids)
     return replace(params, temperature=0.0, logprobs=max(num_needed, params.logprobs or 0))
@@ -99,7 +99,7 @@ class BeamSearch:
         return self._beam.width
 
     def put(self, beam: int, top: Top) -> bool:
-        """Take in a beam's likeliest next tokens; returns whether those of all beams are known and `advance` is due."""
+        """Take in a beam's likeliest next tokens; returns whether `advance` is due."""
         self._tops[beam] = top
         return len(self._tops) == len(self._sums)
 
@@ -167,7 +167,7 @@ class BeamSearch:
 
 
 def _in_places(candidates: abc.Sequence[_Candidate]) -> list[_Candidate]:
-    """Return the candidates in places: each parent's best in the parent's place, the others where no beam continues."""
+    """Return the candidates in places: each parent's best stays, the others fill the rest."""
     staying: dict[int, _Candidate] = {}
     moving: list[_Candidate] = []
     for candidate in candidates:
@@ -206,7 +206,7 @@ class BeamGroup:
         self.members[0].seq_id = seq_id
 
     def disband(self) -> list[Sequence]:
-        """Remove all beams but the first and return them. A restart needs room for the blocks that all of them had."""
+        """Remove and return all beams but the first; a restart needs room for all of them."""
         first, others = self.members[0], self.members[1:]
         held = {block for beam in self.members for block in beam.kv.blocks}
         self.headroom = max(len(held) - blocks_for(first.num_prompt, first.kv.block_size), 0)
@@ -252,7 +252,7 @@ class BeamSearches:
         return self._answers(group.search, first, now)
 
     def _go_on(self, group: BeamGroup, continuations: abc.Sequence[Continuation]) -> None:
-        """Give every beam its next token. A beam that continues another shares its blocks, which are copied on write."""
+        """Give every beam its next token; a beam that continues another shares its blocks."""
         beams = group.members
         if len(beams) < len(continuations):
             slots = beams[0].kv.slots

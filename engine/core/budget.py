@@ -36,7 +36,7 @@ _NUM_SWEEPS = 8  # over the costs at each observed step: 4 leave the first estim
 
 
 class Load(NamedTuple):
-    """What a step computes. A context is a sum over tokens, of the positions that each of them attends to."""
+    """What a step computes. A context is the sum of the positions that tokens attend to."""
 
     num_decodes: int = 0
     decode_context: int = 0
@@ -90,7 +90,7 @@ class StepTime:
 
     @property
     def is_known(self) -> bool:
-        """Return whether there were as many steps with prompts as there are costs: fewer cannot tell them apart."""
+        """Return whether there were enough steps with prompts to tell the costs apart."""
         return self._num_chunks >= len(self.costs)
 
     def observe(self, load: Load, seconds: float) -> None:
@@ -121,11 +121,11 @@ class StepTime:
         return expected
 
     def chunk_s(self, start: int, count: int) -> float:
-        """Return the seconds that `count` positions of a prompt from `start` add to a step that has prompts already."""
+        """Return the seconds that a chunk adds to a step that has prompts already."""
         return count * (self.costs.token_s + self.costs.context_s * (start + count / 2))
 
     def tokens_within(self, seconds: float, start: int) -> float:
-        """Return how many positions of a prompt from `start` can be added for `seconds`: the inverse of `chunk_s`."""
+        """Return how many positions can be added for `seconds`: the inverse of `chunk_s`."""
         if seconds <= 0 or seconds == inf:
             return max(seconds, 0.0)
         slope = self.costs.token_s + self.costs.context_s * start
@@ -160,7 +160,7 @@ class StepBudget:
     def observe(
         self, prompts: Load | None, slices: abc.Collection[SequenceSlice], num_drafts: int, seconds: float
     ) -> None:
-        """Learn from a step that took `seconds`. `prompts` is its load, or None if all of its slices are decodes."""
+        """Learn from a step; `prompts` is its load, or None if all of its slices are decodes."""
         self._limit = min(self._limit + self._limit // _GROWTH + 1, self._max_tokens)
         self._num_skipped += 1
         if slices and (prompts is not None or self._num_skipped >= _DECODES_SKIPPED):
@@ -194,7 +194,7 @@ class Allowance:
         return self._load
 
     def begin_prompts(self, *, holds_back: bool) -> None:
-        """Start with the prompts. With `holds_back`, a part of the allowance is kept for long ones until `release`."""
+        """Start with the prompts; `holds_back` keeps a part for long ones until `release`."""
         self.seconds = self._prompts_s()
         if holds_back:
             self._num_held = -(-self.num_tokens // RESERVE)

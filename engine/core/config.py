@@ -1,4 +1,4 @@
-"""SchedulerConfig: the scheduler's settings, resolved to numbers and checked; engine/build.py makes it."""
+"""The scheduler's settings, resolved to numbers and checked; engine/build.py makes them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Deadlines:
         heappush(self._heap, (min(self._last_starts(seq, 0)), seq.seq_id, seq))
 
     def take_hopeless(self, now: float) -> list[tuple[Sequence, Target, DeadlineError]]:
-        """Return the waiting sequences that cannot be in time any more, with the target they miss and an error."""
+        """Return the sequences that cannot be in time any more, with target and error."""
         hopeless = []
         while self._heap and self._heap[0][0] < now:
             _, seq_id, seq = heappop(self._heap)
@@ -60,7 +60,7 @@ class Deadlines:
         return request.arrival_s + by_deadline, request.arrival_s + by_queue
 
     def _least_s(self, seq: Sequence, num_cached: int) -> float:
-        """Return the seconds it takes alone: the prompt in steps as large as possible, then at least min_tokens."""
+        """Return the seconds it takes alone: its prompt, then at least min_tokens."""
         if not self._times.is_known:
             return 0.0
         costs, params = self._times.costs, seq.request.params

@@ -17,10 +17,6 @@ def shorten(text: str) -> str:
 class QuireError(Exception):
     """The root of the tree. `str(error)` is fit to be shown to a user."""
 
-    @property
-    def message(self) -> str:
-        return str(self)
-
 
 class ClientError(QuireError):
     """The request cannot be served as it stands. `param` names the offending field, if one is to blame."""
@@ -82,7 +78,7 @@ class OverloadedError(QuireError):
 
 
 class DeadlineError(QuireError):
-    """The request was dropped from the queue: it set a time that cannot be kept any more. Nothing of it was computed."""
+    """The request set a time that cannot be kept any more; nothing of it was computed."""
 
 
 class ServerError(QuireError):
@@ -102,15 +98,15 @@ class MemoryBudgetError(ServerError):
 
 
 class DeviceMemoryError(ServerError):
-    """A step did not fit the memory that the device has left. Nothing of it counts; a smaller one may fit."""
+    """A step did not fit the memory of the device. Nothing of it counts."""
 
 
 class CopyError(DeviceMemoryError):
-    """Blocks could not be copied between the pool and host memory. Nothing of the step counts; it can do without."""
+    """Blocks could not be copied to or from host memory. Nothing of the step counts."""
 
 
 class DeviceLostError(ServerError):
-    """The device, or this process's hold on it, is broken: nothing can be computed until the process is restarted."""
+    """The device is broken, or lost to this process, which must be restarted."""
 
 
 class ComputeError(ServerError):
@@ -118,7 +114,7 @@ class ComputeError(ServerError):
 
 
 class ShuttingDownError(ServerError):
-    """The daemon is draining. `retry_after_s` is the time until it has ended, so that another may have taken its place."""
+    """The daemon is draining; it has ended in `retry_after_s`."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -130,4 +126,4 @@ class EngineDeadError(ServerError):
 
 
 class ParcelError(Exception):
-    """K/V could not be handed from one daemon to another; the message says why. The prompt is computed instead."""
+    """K/V could not be handed over; the prompt is computed instead."""

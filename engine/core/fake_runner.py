@@ -23,14 +23,12 @@ from engine.core.stats import TransferKind
 from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
 from engine.core.types import TokenLogprob
 
-_MASK = (1 << 64) - 1
-
 
 def mix(*values: int) -> int:
     """Return a 64-bit hash of integers, the same in every process."""
     state = 0x9E3779B97F4A7C15
     for value in values:
-        state = ((state ^ (value & _MASK)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = (state ^ (value % (1 << 64))) * 0xBF58476D1CE4E5B9 % (1 << 64)
         state ^= state >> 29
     return state
 
@@ -65,7 +63,7 @@ class CostModel:
 
 
 class _WindowMemory:
-    """The K/V of a group of layers with a sliding window: of each position, a hash of the tokens up to it."""
+    """The K/V of layers with a sliding window: of each position, a hash of its tokens."""
 
     def __init__(self, group: WindowGroup, block_size: int) -> None:
         self._window, self._block_size = group.window, block_size

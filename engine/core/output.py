@@ -146,7 +146,7 @@ class OutputProcessor:
             events.append(TokenEvent(first.request_id, 0, ()))  # no token is certain yet, but the search moved on
 
     def _accept_drafted(self, seq: Sequence, start: int, drafted: Drafted, now: float, events: Entries) -> None:
-        """Append the tokens of a slice with drafts, up to one that ends the sequence. No step in flight is behind it."""
+        """Append the tokens of a slice with drafts, up to one that ends the sequence."""
         if seq.status is Status.DONE:
             self.settle(seq)
             return
@@ -301,7 +301,7 @@ class OutputProcessor:
         self._queue.enqueue(seq)
 
     def _leave(self, seq: Sequence) -> bool:
-        """Return whether a step in flight names the sequence, so that its blocks have to stay until the commit."""
+        """Return whether a step in flight names the sequence, which keeps its blocks."""
         seq.is_leaving = seq.num_in_flight > 0
         self.num_leaving += seq.is_leaving
         return seq.is_leaving

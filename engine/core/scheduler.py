@@ -94,7 +94,7 @@ class Scheduler:
         return events
 
     def abort(self, request_id: str, cause: AbortCause, now: float, choice: int | None = None) -> list[TokenEvent]:
-        """End a request, or one of its choices once its prompt is computed. Unknown or ended ones are ignored."""
+        """End a request, or one of its forked choices; others are ignored."""
         reason = FinishReason.STOP if cause is AbortCause.STOP_STRING else FinishReason.ABORT
         events: list[TokenEvent] = []
         for seq in list(self._queue.requests.get(request_id, ())):
@@ -174,7 +174,7 @@ class Scheduler:
         return [seq for seq in catching_up if seq.status is Status.PREFILL]
 
     def _is_ready(self, seq: Sequence, catching_up: list[Sequence], copies: list[tuple[int, int]]) -> bool:
-        """Give a sequence what it needs for its next position; returns whether it is one of this step's decodes."""
+        """Prepare a sequence for its next position; returns whether it decodes in this step."""
         if seq.status is not Status.RUNNING:
             catching_up.append(seq)
             return False
@@ -187,7 +187,7 @@ class Scheduler:
         return True
 
     def _make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """Give a sequence a block for its next position, preempting others from the end; False if it has to wait."""
+        """Allocate a block for the next position, preempting from the end; False if it must wait."""
         while not self.kv.extend(seq, copies):
             if self._output.num_leaving:
                 return False  # the next commit frees blocks
@@ -296,7 +296,7 @@ class Scheduler:
         return events
 
     def give_up_copies(self) -> None:
-        """Stop copying blocks to and from host memory, after a copy failed; preempted sequences are recomputed."""
+        """Stop copying blocks to and from host memory; preempted sequences are recomputed."""
         self.kv.give_up_copies()
         self.stats.failed_copies += 1
         self._queue.update_gauges()

@@ -56,7 +56,7 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 class Account:
-    """A tenant's service and its share of the batch. Policies other than `fair` use one Account for all tenants."""
+    """A tenant's service and its share of the batch; policies but `fair` use one for all."""
 
     __slots__ = ("num_running", "served", "weight")
 
@@ -77,7 +77,7 @@ class Account:
 
 @dataclass(slots=True)
 class History:
-    """What happened to a sequence, for statistics; decode steps do not touch it. Times are -1.0 until they are known."""
+    """What happened to a sequence, for statistics. Times are -1.0 until they are known."""
 
     first_scheduled_s: float = -1.0
     first_token_s: float = -1.0
@@ -97,7 +97,7 @@ class DraftHistory:
 
 
 class Group(Protocol):
-    """Sequences of one request that run, are preempted and end together: the beams of a search, see beams.py."""
+    """Sequences that run, are preempted and end together: the beams of a search."""
 
     members: list[Sequence]  # the first is the request's own
     headroom: int  # blocks beyond the first one's that have to be available for a start
@@ -239,7 +239,7 @@ class Sequence:
 
     @property
     def needs_every_position(self) -> bool:
-        """Return whether the whole prompt has to be computed in one go, so that cached K/V cannot stand in for it."""
+        """Return whether cached K/V cannot stand in for any part of the prompt."""
         return self.wants_prompt_logprobs or self.params.pooling is Pooling.MEAN
 
     def pool(self, states: abc.Sequence[int]) -> None:
@@ -286,7 +286,7 @@ class Sequence:
         self._make_slices()
 
     def follow(self, other: Sequence, seq_id: int) -> None:
-        """Copy the state of another answer to the same prompt, sharing its blocks. The caller counts the references."""
+        """Copy another answer's state, sharing its blocks. The caller counts the references."""
         self.seq_id = seq_id  # a runner relies on this: under one id tokens are only ever appended
         self.tokens = list(other.tokens)
         self.num_computed = other.num_computed

@@ -188,7 +188,7 @@ class Stats:
 
     @property
     def kv_cache_usage_ratio(self) -> float:
-        """Return the share of the pool that live sequences hold; cached blocks are available and do not count."""
+        """Return the share of the pool that sequences hold; cached blocks do not count."""
         total = self.blocks_free + self.blocks_cached + self.blocks_held
         return self.blocks_held / total if total else 0.0
 

@@ -174,7 +174,7 @@ class Pin(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What was asked, after validation. `request_id` is ours, unique in the engine, never chosen by a client."""
+    """What was asked, after validation. `request_id` is unique in the engine, and ours."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -226,7 +226,7 @@ class RequestTimings(NamedTuple):
 
 
 class TokenEvent(NamedTuple):
-    """What happened to one sequence in one step. Exactly one event of each (request_id, choice) is terminal."""
+    """What happened to one sequence in one step. Each (request_id, choice) ends once."""
 
     request_id: str
     choice: int  # which of the request's n, from 0

@@ -112,7 +112,7 @@ def _random(shape: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _narrow(shape: Sequence[int], kv: str, device: torch.device) -> Tensor:
-    """Return a pool of one number, whose bytes are the scale 0.0115; the values do not affect the speed."""
+    """Return a pool of one number; the values do not affect the speed."""
     pool = torch.full((*shape[:-1], shape[-1] + SCALE_BYTES), 0x3C, dtype=torch.int8, device=device)
     return pool.view(torch.float8_e4m3fn) if kv == "fp8" else pool
 

@@ -1,4 +1,4 @@
-"""`python -m loadtest.gpu.compile`: compiles every kernel for several GPUs, without a GPU, and prints its resources.
+"""Compiles every kernel for several GPUs without one, and prints its resources.
 
 The launches of each kernel's host function are compiled instead of run; Triton brings the assembler and the
 disassembler. A line shows registers a thread, bytes of spilled registers, shared memory a block and, for attention,
@@ -125,7 +125,7 @@ def _run_tool(name: str, *arguments: str) -> str:
 
 
 def longest_loop(listing: str) -> int:
-    """Return the instructions of the longest loop with a matrix product, from nvdisasm."""
+    """Return the number of instructions of the longest loop with a product."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     longest = 0

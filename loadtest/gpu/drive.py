@@ -57,7 +57,7 @@ class Drive:
         temperature: float = 0.0,
         on_step: OnStep | None = None,
     ) -> Iterator[Step]:
-        """Send all requests together and yield the steps. Raises PartError if a request fails.
+        """Send all requests together and yield the steps. Raises PartError.
 
         The engine thread calls `on_step` after each step with the number of sequences in it.
         """

@@ -61,7 +61,7 @@ def _calls(task: Task, device: torch.device) -> list[partial[None]]:
 
 
 def _report(task: Task, name: str, num_bytes: int, make: Callable[[], Callable[[], Tensor]]) -> None:
-    """Time calls that `make` returns, each on different data, against a copy of the same bytes."""
+    """Time calls that `make` returns, against a copy of the same bytes."""
     calls = _calls_of(num_bytes, make)
     seconds = median_s(calls)
     limit = task.rates().copy_bytes_per_s / 1e9
@@ -70,7 +70,7 @@ def _report(task: Task, name: str, num_bytes: int, make: Callable[[], Callable[[
 
 
 def _calls_of(num_bytes: int, make: Callable[[], Callable[[], Tensor]]) -> list[Callable[[], Tensor]]:
-    """Return calls whose data together exceed the caches. Raises RuntimeError if a result is not finite."""
+    """Return calls whose data exceed the caches. Raises RuntimeError."""
     calls = [make() for _ in range(num_copies(num_bytes))]
     if not bool(calls[0]().isfinite().all()):
         raise RuntimeError("the result is not finite")

@@ -1,4 +1,4 @@
-"""Measures the engine without HTTP, on random weights: the nano-vllm workload, steps, prompts and idle time.
+"""Measures the engine without HTTP, on random weights.
 
 Each part builds one engine. Prompts are new random ids each time, so that the prefix cache finds nothing.
 """
@@ -50,7 +50,7 @@ def run(task: Task, shape_name: str) -> None:
 
 
 def run_variant(task: Task, shape_name: str, label: str, settings: dict[str, str], itemsizes: dict[str, float]) -> None:
-    """Measure the workload with narrower numbers, and its gain over the figures of `run`."""
+    """Measure the workload with narrower numbers, and its gain."""
     try:
         measure = _Measure(task, shape_name, label, settings, itemsizes)
     except ConfigError as error:

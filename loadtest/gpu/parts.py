@@ -1,4 +1,4 @@
-"""The parts of a run, the most important first, their time limits, and the targets."""
+"""The parts of a run, the most important first, and the targets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loadtest.shapes import ON_GPU
 
 
 class Part(NamedTuple):
-    """A part, which runs in a separate process, so that an error of the device ends only this part."""
+    """A part, whose process an error of the device ends alone."""
 
     name: str
     budget_s: float

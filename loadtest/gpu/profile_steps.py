@@ -1,4 +1,4 @@
-"""Profiles a decode run: the idle time of the GPU, and the kernels that take the rest.
+"""Profiles a decode run: the idle time of the GPU, and its kernels.
 
 The GPU is busy while a kernel or a copy runs. Tracing slows graphs down a little, so the seconds of a step are reported
 with and without it.

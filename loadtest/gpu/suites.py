@@ -1,4 +1,4 @@
-"""Runs the tests on the device, in several processes; those that measure memory run alone.
+"""Runs the tests on the device, in several processes.
 
 A process that exceeds its time is interrupted, and pytest reports the tests until then. Warnings are not errors here:
 the versions of the machine's packages may deprecate what the tests use.
@@ -36,7 +36,7 @@ class _Process(NamedTuple):
 
 
 def run_kernels(task: Task) -> None:
-    """Run tests/kernels; Triton's compiler takes most of the time, with one core a process."""
+    """Run tests/kernels; Triton's compiler needs a core a process."""
     num = 2 if task.is_rehearsal else max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) - 2))
     chosen = ["-k", "this_machine_has_triton or large_numbers"] if task.is_rehearsal else []
     _run(task, ["tests/kernels", *chosen], num)

@@ -1,4 +1,4 @@
-"""The inputs of a part: its folder, the rates of the GPU, and whether it rehearses."""
+"""The inputs of a part: its folder, the rates of the GPU, the mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times short work on the device; on CUDA inside a graph, which excludes Python's launches."""
+"""Times short work on the device, on CUDA inside a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bash loadtest/gpu.sh --tune`: searches better sizes for the attention kernels on the GPU itself.
+"""`bash loadtest/gpu.sh --tune`: searches sizes for the attention kernels.
 
 It starts from the table in engine/runtime/cuda/attention_tuning.py, changes one size after another, and keeps what is
 faster: each combination takes seconds to compile, so not all are tried. Sizes that the GPU cannot hold are skipped. The
@@ -127,7 +127,7 @@ def _time(task: Task, device: torch.device, dim: int, tuning: Tuning, load: Load
 
 
 def _tiny(search: Search) -> Search:
-    """Return a search of one field and one value, which the interpreter runs in seconds."""
+    """Return a search of one field and one value, for the interpreter."""
     field, values = search.fields[0]
     loads = [Load([min(n, 3) for n in load.queries[:2]], [40] * len(load.queries[:2])) for load in search.loads[:1]]
     return Search(search.part, ((field, values[:1]),), loads)

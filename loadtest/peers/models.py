@@ -1,4 +1,4 @@
-"""Writes the models of a comparison in each server's format, with the same weights.
+"""Writes the models of a comparison in each server's format.
 
 A model's folder has `hf/` (bfloat16 safetensors, config, tokenizer), `bf16.gguf` and `f16.gguf`, and in eight bits
 `q8_0.gguf` and `w8a8/` (int8 rows with a scale each). SmolLM2's weights are dequantised from the embedded file. The
@@ -49,7 +49,7 @@ _FILE_TYPES = {
 
 
 def prepare(shape: Shape, source: Path, folder: Path, say: Callable[[str], None]) -> None:
-    """Write the missing files of a model under `folder`; `source` is the embedded GGUF file."""
+    """Write the missing files of a model; `source` is the embedded GGUF file."""
     metadata = read_header(source).metadata
     tensors = _Stored(shape, source) if shape.is_embedded else _Random(shape)
     writers: dict[str, Callable[[Path], None]] = {
@@ -72,7 +72,7 @@ def prepare(shape: Shape, source: Path, folder: Path, say: Callable[[str], None]
 
 
 class Weights:
-    """The tensors of a model by their GGUF names, as float32 numbers that bfloat16 can hold."""
+    """The tensors of a model by their GGUF names, in float32."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -99,7 +99,7 @@ class Weights:
         raise NotImplementedError
 
     def hf(self, name: str) -> Matrix:
-        """Return a tensor as in transformers, where Llama rotates halves; in GGUF it rotates pairs."""
+        """Return a tensor in transformers' order: Llama rotates halves, not pairs."""
         values = self.get(name)
         role = name.split(".")[-2]
         if self.shape.arch != "llama" or role not in ("attn_q", "attn_k"):
@@ -135,7 +135,7 @@ class _Random(Weights):
 
 
 def bfloat16_bits(values: Matrix) -> NDArray[np.uint16]:
-    """Return the upper half of each float32, rounded to nearest even; numbers are finite."""
+    """Return the bits of bfloat16, rounded to nearest even; numbers are finite."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -181,7 +181,7 @@ def _write_hf(shape: Shape, tensors: Weights, metadata: dict[str, Any], path: Pa
 
 
 def _write_w8a8(shape: Shape, tensors: Weights, metadata: dict[str, Any], path: Path) -> None:
-    """Write int8 rows in vLLM's compressed-tensors layout; the tied head stays in bfloat16."""
+    """Write int8 rows in vLLM's compressed-tensors layout."""
     path.mkdir(exist_ok=True)
     _write_tokenizer(shape, metadata, path)
     _write_json(path / "config.json", _hf_config(shape) | {"quantization_config": _W8A8})

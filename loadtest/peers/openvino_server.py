@@ -1,4 +1,4 @@
-"""Serves OpenVINO GenAI's continuous batching at `/v1/completions`, for greedy streaming requests.
+"""Serves OpenVINO GenAI's continuous batching to greedy streaming requests.
 
 The peer's Python runs this file, so it imports only openvino_genai and the standard library. The engine thread owns the
 pipeline: it takes requests from a queue, steps, and hands all tokens of a step to the event loop in one call.
@@ -20,7 +20,7 @@ _HEAD = b"HTTP/1.1 %s\r\nContent-Type: %s\r\nConnection: close\r\n\r\n"
 
 
 class Job(NamedTuple):
-    """A request for the engine thread, and the queue of its token ids, which None ends."""
+    """A request for the engine thread; None ends the queue of its token ids."""
 
     prompt: str
     max_tokens: int

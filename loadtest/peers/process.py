@@ -1,4 +1,4 @@
-"""Starts, watches and stops one server of a comparison, with all of its descendants.
+"""Starts, watches and stops one server with all of its descendants.
 
 A server leads a new session, so that its descendants are found by the session's number in /proc. A thread samples their
 memory; everything else happens on the main thread.
@@ -43,7 +43,7 @@ class Command(NamedTuple):
 
 
 class ServerProcess:
-    """A running server. `ready_s` is the time from its start to the end of its first one-token answer."""
+    """A running server; `ready_s` is the time until its first answer."""
 
     def __init__(self, command: Command, port: int, log: Path) -> None:
         self.command = command

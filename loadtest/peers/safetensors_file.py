@@ -27,7 +27,7 @@ class Entry(NamedTuple):
 
 
 def write_safetensors(path: Path, entries: Sequence[Entry]) -> None:
-    """Write the length of the header, the header as JSON, then all bytes in its order."""
+    """Write the header's length, the header as JSON, then the tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:

@@ -129,12 +129,12 @@ class _Steps:
 
 
 def _plain(config: SchedulerConfig) -> dict[str, Any]:
-    """Return the settings that are numbers and words; others are measured by the engine."""
+    """Return the settings that are numbers and words."""
     return {name: value for name, value in asdict(config).items() if isinstance(value, (int, float, str))}
 
 
 class _Waves:
-    """Loads on the daemon as clients see them; the requests of a wave are sent concurrently."""
+    """The daemon under waves of concurrent requests."""
 
     def __init__(self, port: int, progress: Progress) -> None:
         self._port = port

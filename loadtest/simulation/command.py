@@ -1,4 +1,4 @@
-"""`quire simulate`: replays traces or recordings and sizes fleets, on a virtual clock.
+"""`quire simulate`: replays and fleets on a virtual clock.
 
 The scheduler is the one that serves.
 """

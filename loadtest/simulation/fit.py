@@ -1,4 +1,4 @@
-"""Fits StepCosts to measured steps: non-negative least squares of relative errors.
+"""Fits StepCosts to measured steps: non-negative least squares.
 
 A table is a sum of ramps. A ramp is 0 before a point, 1 from the next one on and linear between them. With weights of 0
 or more the sum never falls: despite noise, more rows never take less time.
@@ -50,7 +50,7 @@ def _num_samples(shape: Shape) -> int:
 
 
 def _features(shape: Shape, rows_at: Sequence[int], samples_at: Sequence[int]) -> list[float]:
-    """Return the base, the ramps of both tables, the decoding context and the pairs of chunks."""
+    """Return the base, the ramps of both tables, the context and the pairs."""
     pairs = sum(count * (start + (count + 1) / 2) for start, count in shape.chunks)
     ramps = [*_ramps(shape.num_tokens, rows_at), *_ramps(_num_samples(shape), samples_at)]
     return [1.0, *ramps, float(sum(shape.contexts)), pairs]
@@ -81,7 +81,7 @@ def non_negative(design: Matrix, wanted: Matrix) -> Matrix:
 
 
 def least_deviations(design: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
-    """Return the x >= 0 with the smallest sum of |design x - wanted|, robust to outliers."""
+    """Return the x >= 0 with the least absolute deviations."""
     matrix, target = np.array(design), np.array(wanted)
     found = non_negative(matrix, target)
     for _ in range(30):

@@ -53,7 +53,7 @@ def capacity(
     depth: int = 0,
     new_replica: Callable[..., Replica] = Replica,
 ) -> float:
-    """Return the highest request rate at which `share` of all requests meet the targets."""
+    """Return the highest request rate at which `share` of them meet the targets."""
 
     def is_good(speed: float) -> bool:
         faster = at_speed(rows, speed)

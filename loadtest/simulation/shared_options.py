@@ -1,4 +1,4 @@
-"""Options of `simulate replay` and `simulate fleet`: workloads, costs, settings and targets."""
+"""Options of `simulate replay` and `simulate fleet`."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from loadtest.errors import LoadtestError
 
 
 class TraceError(LoadtestError):
-    """A trace cannot be read or replayed; the message names the file, the line and the value."""
+    """A trace cannot be read; the message names the file, line and value."""
 
 
 class TraceRequest(NamedTuple):
-    """One line of a trace. Lengths are tokens; times are seconds from the start of the trace."""
+    """One line of a trace; times are seconds from its start."""
 
     arrival_s: float
     prompt_tokens: int
@@ -175,7 +175,7 @@ def _timestamp(text: str) -> float:
 
 
 def _with_prefixes(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """Set shared lengths that are missing to all but one token of the group's shortest prompt."""
+    """Set missing shared lengths to the group's shortest prompt less one token."""
     shortest: dict[str, int] = {}
     for request in requests:
         group = request.prefix_group
@@ -208,7 +208,7 @@ def at_speed(requests: Iterable[TraceRequest], speed: float) -> list[TraceReques
 
 
 def clipped(requests: Iterable[TraceRequest], max_model_len: int) -> list[TraceRequest]:
-    """Return the requests, cut to the length of the model: outputs first, to half of it at least."""
+    """Return the requests, cut to the model's length: outputs first, by half at most."""
     cut = []
     for request in requests:
         output = min(request.output_tokens, max(max_model_len - request.prompt_tokens, max_model_len // 2))

@@ -1,4 +1,4 @@
-"""`quire tune`: the command line, the picture and the file for `quire serve --config`."""
+"""`quire tune`: the command line, the picture and the file of settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times single steps of the real engine: sequences that decode, and a chunk of a prompt beside them.
+"""Times single steps of the real engine.
 
 The runner is called on this thread, without scheduler or HTTP.
 """
@@ -24,7 +24,7 @@ _LARGEST = {"cpu": (2048, 512), "cuda": (16384, 1024)}  # tokens and sequences o
 
 
 class Load(NamedTuple):
-    """The content of a step: sequences that decode at a context length, and a chunk of a prompt."""
+    """A step: sequences that decode at a context length, and a chunk."""
 
     num_seqs: int
     context: int

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 
 def largest(is_good: Callable[[int], bool], low: int, high: int, *, grain: int = 1) -> int:
-    """Return the largest good multiple of `grain` from `low` to `high`; 0 if none is good.
+    """Return the largest good multiple of `grain` from `low` to `high`, or 0.
 
     All values below a good one must be good. Each value is measured once.
     """
@@ -23,7 +23,7 @@ def largest(is_good: Callable[[int], bool], low: int, high: int, *, grain: int =
 
 
 def knee(rate: Callable[[int], float], sizes: Sequence[int], share: float) -> int:
-    """Return the smallest of ascending sizes whose rate is at least `share` of the best."""
+    """Return the smallest size whose rate is at least `share` of the best."""
     rates = [rate(size) for size in sizes]
     best = max(rates)
     return next(size for size, found in zip(sizes, rates, strict=True) if found >= share * best)

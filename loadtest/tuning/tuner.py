@@ -31,7 +31,7 @@ OpenProbe = Callable[[int], AbstractContextManager[Probe]]  # for a block size
 
 
 class Goal(NamedTuple):
-    """The length of the sequences to tune for, and the longest acceptable gap between two tokens in seconds."""
+    """The length of the sequences, and the longest acceptable gap in seconds."""
 
     context: int
     target_s: float | None = None
@@ -65,7 +65,7 @@ class Tuned:
 
 
 def tune(open_probe: OpenProbe, goal: Goal, block_sizes: Sequence[int], largest_chunk: int, report: Report) -> Tuned:
-    """Return the best settings; all but the block size are searched with the first one."""
+    """Return the best settings; the first block size serves the other searches."""
     with open_probe(block_sizes[0]) as probe:
         longest = probe.config.max_model_len
         if goal.context >= longest:
@@ -178,7 +178,7 @@ def _measure_block(probe: Probe, goal: Goal, tuned: Tuned) -> BlockFigure:
 
 
 def choose_block(figures: Sequence[BlockFigure]) -> int:
-    """Return the smallest block size that is nearly the fastest in decoding and in prompts."""
+    """Return the smallest block size that is nearly the fastest."""
     decode = max(figure.decode_tokens_per_s for figure in figures)
     prompt = max(figure.prompt_tokens_per_s for figure in figures)
     good = [

@@ -117,7 +117,7 @@ def test_findings_are_on_the_disk_as_they_are_made(tmp_path: Path) -> None:
     assert found.details == {"raw": [1, 2]}
 
 
-def test_without_the_cards_rates_there_are_no_limits(tmp_path: Path) -> None:
+def test_without_measured_rates_there_are_no_limits(tmp_path: Path) -> None:
     rates = Task("kernels", tmp_path, is_rehearsal=True).rates()
     assert all(math.isnan(rate) for rate in rates)
 
@@ -132,7 +132,7 @@ def lines(found: Results) -> list[str]:
     return [re.sub(" +", " ", line) for line in found.table()]
 
 
-def test_the_table_tells_targets_that_are_met_missed_and_not_measured() -> None:
+def test_the_table_shows_targets_that_are_met_missed_and_not_measured() -> None:
     measured = (
         Figure(names.throughput("qwen3-0.6b"), 30_000, "tok/s", 36_000),
         Figure(names.throughput("llama-3.1-8b"), 9_000, "tok/s", 13_300),
@@ -148,7 +148,7 @@ def test_the_table_tells_targets_that_are_met_missed_and_not_measured() -> None:
 
 
 def test_a_rehearsal_is_marked_everywhere(tmp_path: Path) -> None:
-    rehearsed = results("no card", Figure("x", 1.0, "ms"), is_rehearsal=True)
+    rehearsed = results("no GPU", Figure("x", 1.0, "ms"), is_rehearsal=True)
     rehearsed.write(tmp_path)
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["rehearsal"] is True

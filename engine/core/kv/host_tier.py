@@ -91,7 +91,7 @@ class HostTier(BlockIndex):
         return due
 
     def settle(self, step: InFlightStep, *, is_done: bool) -> list[tuple[bytes, int]]:
-        """Take in the end of a step, committed or rolled back; returns the contents that arrived, with their blocks."""
+        """Take in the end of a step; returns the contents that arrived, with their blocks."""
         self.release(step.loaded_hosts)
         arrived: list[tuple[bytes, int]] = []
         for _, host in step.swap_out:

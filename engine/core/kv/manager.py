@@ -103,7 +103,7 @@ class KVCacheManager:
         return list(zip(hosts, seq.kv.blocks[len(hits) :], strict=False))
 
     def prefetch(self, seq: Sequence, now: float) -> bool:
-        """Start loading a new sequence's blocks that only a store has; returns whether to park it until they arrive."""
+        """Start loading blocks that only a store has; returns whether to park the sequence."""
         if not (self._caching and self.tiers.stores) or seq.needs_every_position:
             return False
         return self.tiers.prefetch(seq, len(self._match(seq)), now)
@@ -155,7 +155,7 @@ class KVCacheManager:
         return zip(self._windows, seq.kv.window_tables, strict=False)
 
     def extend(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """Give a sequence a block that it may write its next position to; False if there is none. May add to `copies`."""
+        """Give a sequence a block for its next position; False if there is none."""
         blocks, pool = seq.kv.blocks, self.pool
         if not seq.kv.shares_tail:
             if pool.is_exhausted:
@@ -252,7 +252,7 @@ class KVCacheManager:
             self.pool.free(*reversed(imported.blocks))
 
     def publish(self, seq: Sequence) -> None:
-        """Make all blocks of a sequence findable that are full and computed, and free those before its windows."""
+        """Publish all full, computed blocks, and free those before its windows."""
         # With overlap, the K/V of a token may be there that an abort discarded: the token is unknown.
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
         if seq.kv.is_cacheable:
@@ -303,12 +303,10 @@ class KVCacheManager:
 
     # -- preempted sequences -----------------------------------------------------------------------------------------
 
-    def suspend(self, seq: Sequence) -> bool:
-        """Save a preempted sequence as a ticket, before it is freed; False if it is to be recomputed."""
-        kv = seq.kv
-        kv.ticket = self.tiers.host.save(seq)
-        kv.num_saved = 0 if kv.ticket is None else kv.ticket.num_tokens
-        return kv.ticket is not None
+    def suspend(self, seq: Sequence) -> None:
+        """Save a preempted sequence as a ticket, before it is freed, if that pays."""
+        seq.kv.ticket = self.tiers.host.save(seq)
+        seq.kv.num_saved = 0 if seq.kv.ticket is None else seq.kv.ticket.num_tokens
 
     def discard(self, seq: Sequence) -> None:
         """Release a sequence's ticket, if it has one."""
@@ -317,7 +315,7 @@ class KVCacheManager:
             seq.kv.ticket = None
 
     def give_up_copies(self) -> None:
-        """Stop copying blocks to and from host memory, after a copy failed. Suspended sequences are recomputed."""
+        """Stop copying blocks to and from host memory; suspended sequences are recomputed."""
         self.tiers.host.give_up()
 
     # -- steps -------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Pinned prefixes: contents that are evicted last, until their time is over. Engine thread.
 
 A pin is on a content, by its name, and not on a block. It applies in the pool, in host memory and in stores, survives
-eviction, and applies again when the content is recomputed. At most a share of the pool's blocks is pinned; beyond it pins
-are refused. A block is pinned only after one that is pinned for at least as long: prefixes stay whole. A pin only orders
-eviction: a sequence that needs a block gets it.
+eviction, and applies again when the content is recomputed. At most a share of the pool's blocks is pinned; beyond it a
+pin replaces the one that ends soonest, if that ends sooner than itself. A block is pinned only after one that is pinned
+for at least as long: prefixes stay whole. A pin only orders eviction: a sequence that needs a block gets it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Pins:
         """Pin a chain's block `index` until a time, or as long as it is; False without a place."""
         digest = chain[index + 1]
         has_parent = not index or self.until.get(chain[index], -inf) >= until
-        if not (has_parent and (digest in self.until or len(self.until) < self._max_pinned)):
+        if not (has_parent and (digest in self.until or self._make_place(until))):
             self._stats.pins_refused += 1
             return False
         if digest not in self.until:
@@ -54,9 +54,22 @@ class Pins:
         while self._heap and self._heap[0][0] <= now:
             until, _, digest = heappop(self._heap)
             if self.until.get(digest) == until:
-                del self.until[digest]
-                for target in self.targets:
-                    target.unpin(digest)
+                self._drop(digest)
+
+    def _make_place(self, until: float) -> bool:
+        if len(self.until) < self._max_pinned:
+            return True
+        while self._heap and self.until.get(self._heap[0][2]) != self._heap[0][0]:
+            heappop(self._heap)
+        if not self._heap or self._heap[0][0] >= until:
+            return False
+        self._drop(self._heap[0][2])
+        return True
+
+    def _drop(self, digest: bytes) -> None:
+        del self.until[digest]
+        for target in self.targets:
+            target.unpin(digest)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the bound holds and every pin has its end in the heap."""

@@ -63,7 +63,7 @@ def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size
 
 
 class BlockIndex:
-    """A BlockPool whose blocks are found by the names of their contents; `pins` are names that are evicted last."""
+    """A BlockPool whose blocks are found by name; contents in `pins` are evicted last."""
 
     __slots__ = ("_block_of", "_name_of", "_next_checked", "_pins", "pool")
 

@@ -42,11 +42,11 @@ class Transport(Protocol):
     """Moves a store's bytes, beside the engine thread, which it never blocks."""
 
     def start(self, transfers: Iterable[Transfer]) -> None:
-        """Queue transfers, loads first. None begins before the copies of all plans that were launched are done."""
+        """Queue transfers, loads first, to begin after the copies of all launched plans."""
         ...
 
     def finished(self, wait_s: float) -> list[Report]:
-        """Return the transfers that ended since the last call; if there are none, wait up to `wait_s` for one."""
+        """Return the transfers that ended; waits up to `wait_s` for the first."""
         ...
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class Tiers:
         return found
 
     def take(self, seq: Sequence, found: Seq[int]) -> None:
-        """Hold the host blocks that a sequence is admitted with, and count its tokens by the tier they came from."""
+        """Hold the host blocks that a sequence is admitted with, and count them by tier."""
         if not seq.is_resuming:
             seq.kv.num_from = {}
             for host in found:
@@ -137,7 +137,7 @@ class Tiers:
         return seq.kv.num_awaited > 0
 
     def _find_stored(self, seq: Sequence, first: int) -> list[tuple[bytes, str]]:
-        """Return the (name, store) of blocks that host memory lacks, up to the first that no store has either."""
+        """Return the (name, store) of blocks that host memory lacks, as far as stores have them."""
         wanted: list[tuple[bytes, str]] = []
         for index in range(first, (len(seq.tokens) - 1) // self._size):
             name = name_block(seq.kv.chain, seq.tokens, index, self._size)
@@ -211,7 +211,7 @@ class Tiers:
         return ready
 
     def restore(self, tier: str, kept: Iterable[tuple[bytes, int]]) -> None:
-        """Index the blocks a store kept from an earlier process, (name, slot), oldest first. Called once, first."""
+        """Index the blocks (name, slot) a store kept, oldest first. Called once, first."""
         store = self.stores[tier]
         slots = store.pool.alloc_many(store.pool.num_blocks)
         for name, slot in kept:

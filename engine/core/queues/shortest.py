@@ -68,7 +68,7 @@ class LengthPredictor:
 
 
 def _digests(request: Request) -> tuple[int, int, int, int]:
-    """Return the keys of the four levels, the same in every process. max_tokens is rounded to a power of two."""
+    """Return the keys of the four levels; max_tokens is rounded to a power of two."""
     tenant = crc32(request.tenant.encode("utf-8", "surrogatepass"))
     allowance = crc32(b"%d" % request.params.max_tokens.bit_length(), tenant)
     return 0, tenant, allowance, crc32(array("q", request.prompt[:PREFIX_TOKENS]).tobytes(), allowance)

@@ -61,7 +61,6 @@ class Circumstances:
 class Scheme:
     """Weights as floats, copied and multiplied in the model's type."""
 
-    name = "none"
     is_native = False  # the native library multiplies, which adds adapters' terms in float32 and bfloat16 only
 
     @classmethod

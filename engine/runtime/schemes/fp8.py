@@ -17,8 +17,6 @@ FIRST_CAPABILITY = (9, 0)  # compute capability; the first with a product that s
 class Fp8Scheme(Scheme):
     """Any weights but the head's; only asked for by name."""
 
-    name = "fp8"
-
     def __init__(self) -> None:
         self._num_fp8 = self._num_plain = 0
 

@@ -11,7 +11,6 @@ from engine.runtime.schemes.base import Circumstances, Matrix, Scheme, native_re
 class GGUFScheme(Scheme):
     """A matrix is kept as stored if all of its parts are quantised, else dequantised."""
 
-    name = "gguf"
     is_native = True
 
     @classmethod

@@ -11,7 +11,6 @@ from engine.runtime.schemes.base import Circumstances, Matrix, Scheme, native_re
 class Int8Scheme(Scheme):
     """Any weights; only asked for by name."""
 
-    name = "int8"
     is_native = True
 
     @classmethod
