@@ -28,13 +28,17 @@ from engine.runtime.weights.hf_config import HFConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.runtime.native.library import Library
+
 _FLOATS = (Kind.F32, Kind.F16, Kind.BF16)
 _KINDS = (
-    *_FLOATS, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K,
+    *_FLOATS, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K,
+    Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_XXS, Kind.IQ3_S, Kind.MXFP4,
 )  # fmt: skip
-# Elements dequantised at a time. They stay in the cache, and torch converts so few without waking its threads, which
-# wait for each other on a busy machine (the default model: 0.6 s; chunks of 2^20 took 1.6 s there).
+# Elements dequantised at a time without the native library. They stay in the cache, and torch converts so few without
+# waking its threads, which wait for each other on a busy machine (the default model: 0.6 s; chunks of 2^20 took 1.6 s).
 _CHUNK = 1 << 15
+_NATIVE_CHUNK = 1 << 24  # with it, for a device with memory of its own
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -116,16 +120,14 @@ class GGUFCheckpoint:
                 )
 
     def _copy(self, tensor: GGUFTensor, target: Tensor) -> None:
-        from torch import from_numpy  # a config is read before torch is imported
+        from engine.runtime.native.library import native  # a config is read before torch is imported
 
-        rows, matrix = self._ordered(tensor), target.view(-1, target.shape[-1])
-        stored_offset = np.float32(self._arch in _OFFSET_NORMS and tensor.name.endswith("norm.weight"))
-        step = max(1, _CHUNK // matrix.shape[1])
-        for start in range(0, matrix.shape[0], step):
-            with np.errstate(all="ignore"):  # damaged weights; the check of the first forward pass finds them
-                part = dequantize(rows[start : start + step], tensor.kind)
-                # The subtraction also makes the copy that torch needs: the map is read-only.
-                matrix[start : start + step].copy_(from_numpy(part - stored_offset))
+        library, rows, matrix = native(), self._ordered(tensor), target.view(-1, target.shape[-1])
+        if library is not None and tensor.kind not in _FLOATS:
+            _dequantise(library, QuantisedRows(int(tensor.kind), rows), matrix)
+        else:
+            offset = self._arch in _OFFSET_NORMS and tensor.name.endswith("norm.weight")
+            _convert(rows, tensor.kind, matrix, np.float32(offset))
 
     def _quantised(self, tensor: GGUFTensor) -> QuantisedRows:
         return QuantisedRows(int(tensor.kind), self._ordered(tensor))
@@ -143,6 +145,34 @@ class GGUFCheckpoint:
             )
         pairs = tensor.rows.reshape(heads, outputs // heads // 2, 2, -1)
         return pairs.swapaxes(1, 2).reshape(tensor.rows.shape)
+
+
+def _dequantise(library: Library, stored: QuantisedRows, target: Tensor) -> None:
+    """Dequantise rows of blocks in C."""
+    import torch
+
+    from engine.runtime.native.quantised import dequantise
+
+    if target.device.type == "cpu" and target.is_contiguous():
+        dequantise(library, stored, target)
+        return
+    step = max(1, _NATIVE_CHUNK // target.shape[1])
+    for some, part in zip(np.split(stored.rows, range(step, len(target), step)), target.split(step), strict=True):
+        floats = torch.empty(part.shape, dtype=part.dtype)
+        dequantise(library, QuantisedRows(stored.kind, some), floats)
+        part.copy_(floats)
+
+
+def _convert(rows: np.ndarray, kind: Kind, target: Tensor, stored_offset: np.float32) -> None:
+    """Dequantise rows by numpy, which reads floats as well; weights are stored plus an offset."""
+    from torch import from_numpy
+
+    step = max(1, _CHUNK // target.shape[1])
+    for start in range(0, target.shape[0], step):
+        with np.errstate(all="ignore"):  # damaged weights; the check of the first forward pass finds them
+            part = dequantize(rows[start : start + step], kind)
+            # The subtraction also makes the copy that torch needs: the map is read-only.
+            target[start : start + step].copy_(from_numpy(part - stored_offset))
 
 
 def _hf_name(name: str, names: Mapping[str, str]) -> str:
