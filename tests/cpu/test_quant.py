@@ -55,7 +55,7 @@ def scale_places(kind: Kind) -> list[int]:
     _, size = gguf.GGML_QUANT_SIZES[kind]
     one = [Kind.Q4_0, Kind.Q5_0, Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_XXS, Kind.IQ3_S]
     ends = {Kind.Q6_K: [size - 2], Kind.Q3_K: [size - 2], Kind.Q2_K: [size - 4, size - 2], Kind.MXFP4: []}
-    return (ends | dict.fromkeys(one, [0])).get(kind, [0, 2])
+    return (ends | {key: [0] for key in one}).get(kind, [0, 2])
 
 
 def random_rows(num_rows: int, num_inputs: int, kind: Kind, *, scale: float = 2**-7) -> np.ndarray:

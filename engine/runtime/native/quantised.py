@@ -99,7 +99,8 @@ def _grid_address(kind: int) -> int | None:
 def dequantise(library: Library, rows: QuantisedRows, out: Tensor) -> None:
     """Write rows as floats to `out` [rows, inputs]: contiguous, on the CPU, of one of DTYPES."""
     stored = np.ascontiguousarray(rows.rows)
-    assert out.is_contiguous() and len(out) == len(stored)
+    assert out.is_contiguous()
+    assert len(out) == len(stored)
     args = DequantArgs(stored.ctypes.data, out.data_ptr(), _grid_address(rows.kind), stored.shape[1], *out.shape)
     args.kind, args.dtype = rows.kind, DTYPES[out.dtype]
     library.dequantise(args)

@@ -20,7 +20,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from engine.core.errors import ModelLoadError
-from engine.gguf_header import TensorInfo, read_header
+from engine.gguf_header import TensorInfo
+from engine.gguf_parts import read_parts
 from engine.runtime.weights.checkpoint import QuantisedRows, StoredTensor
 from engine.runtime.weights.gguf_config import hf_config
 from engine.runtime.weights.hf_config import HFConfig
@@ -78,18 +79,22 @@ class GGUFTensor(NamedTuple):
     shape: tuple[int, ...]
     kind: Kind
     rows: np.ndarray
+    file: str
 
 
 class GGUFCheckpoint:
-    """One .gguf file."""
+    """One .gguf file, or the parts of a split one by the path of the first."""
 
     def __init__(self, path: Path, seed: int = 0) -> None:  # noqa: ARG002 - for random weights
-        header = read_header(path)
-        self._stored = _read_tensors(path, header.tensors)
+        parts = read_parts(path)
+        header = parts[path]
+        self._stored: dict[str, GGUFTensor] = {}
+        for part, its_header in parts.items():
+            self._stored |= _read_tensors(part, its_header.tensors)
         for tensor in self._stored.values():
             if tensor.kind not in _KINDS:
                 raise ModelLoadError(
-                    f"{path}: tensor {tensor.name!r} is stored as {tensor.kind.name}; Quire reads "
+                    f"{tensor.file}: tensor {tensor.name!r} is stored as {tensor.kind.name}; Quire reads "
                     f"{', '.join(kind.name for kind in _KINDS)}."
                 )
         ropes = {name: _values(self._stored[name]) for name in _ROPE_TENSORS if name in self._stored}
@@ -114,7 +119,7 @@ class GGUFCheckpoint:
                     _hf_name(name, names),
                     tensor.shape,
                     tensor.rows.nbytes,
-                    self.config.source,
+                    tensor.file,
                     partial(self._copy, tensor),
                     quantised,
                 )
@@ -141,7 +146,7 @@ class GGUFCheckpoint:
         outputs = tensor.shape[0]  # rows of a weight, elements of a bias
         if outputs % (2 * heads):
             raise ModelLoadError(
-                f"{self.config.source}: tensor {tensor.name!r} has {outputs} outputs, which {heads} heads cannot share."
+                f"{tensor.file}: tensor {tensor.name!r} has {outputs} outputs, which {heads} heads cannot share."
             )
         pairs = tensor.rows.reshape(heads, outputs // heads // 2, 2, -1)
         return pairs.swapaxes(1, 2).reshape(tensor.rows.shape)
@@ -194,12 +199,12 @@ def _read_tensors(path: Path, infos: Iterable[TensorInfo]) -> dict[str, GGUFTens
     """Return tensors as rows of a memory map. Raises ModelLoadError for a cut file."""
     data = np.memmap(path, np.uint8, "r").view(np.ndarray)
     try:
-        return {info.name: _tensor(data, info) for info in infos}
+        return {info.name: _tensor(data, info, str(path)) for info in infos}
     except ValueError as error:
         raise ModelLoadError(f"The model file {path} is truncated or damaged ({error}); download it again.") from None
 
 
-def _tensor(data: np.ndarray, info: TensorInfo) -> GGUFTensor:
+def _tensor(data: np.ndarray, info: TensorInfo, file: str) -> GGUFTensor:
     kind = Kind(info.kind)
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if not info.shape or 0 in info.shape or info.shape[-1] % block:
@@ -208,4 +213,4 @@ def _tensor(data: np.ndarray, info: TensorInfo) -> GGUFTensor:
     end = info.start + num_rows * row_bytes
     if end > len(data):
         raise ValueError(f"it ends at byte {len(data)}, inside tensor {info.name!r}")
-    return GGUFTensor(info.name, info.shape, kind, data[info.start : end].reshape(num_rows, row_bytes))
+    return GGUFTensor(info.name, info.shape, kind, data[info.start : end].reshape(num_rows, row_bytes), file)
