@@ -121,6 +121,16 @@ def test_an_answer_can_be_stopped(serve: Serve, open_page: Open, how: str) -> No
         expect(card(page).get_by_role("button", name="Send")).to_be_enabled()
 
 
+def test_a_question_is_answered_before_the_list_of_models_has_arrived(serve: Serve, open_page: Open) -> None:
+    page, held = open_page(serve(step_s=0.02)), []
+    page.route("**/v1/models", held.append)
+    page.reload()
+    ask_without_end(page)
+    assert page.locator("#settings [name=model]").input_value() == ""
+    for route in held:
+        route.continue_()
+
+
 def test_a_wrong_key_is_told_and_a_right_one_kept_in_the_tab(serve: Serve, open_page: Open) -> None:
     page = open_page(serve(api_keys=("rïght→",)))
     dialog = page.get_by_role("dialog")
