@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from tests.http.harness import Live, eventually
 
@@ -122,8 +122,9 @@ def test_an_answer_can_be_stopped(serve: Serve, open_page: Open, how: str) -> No
 
 
 def test_a_question_is_answered_before_the_list_of_models_has_arrived(serve: Serve, open_page: Open) -> None:
-    page, held = open_page(serve(step_s=0.02)), []
-    page.route("**/v1/models", held.append)
+    page = open_page(serve(step_s=0.02))
+    held: list[Route] = []
+    page.route("**/v1/models", lambda route: held.append(route))  # noqa: PLW0108 - Playwright inspects it
     page.reload()
     ask_without_end(page)
     assert page.locator("#settings [name=model]").input_value() == ""
