@@ -23,7 +23,6 @@ from engine.text.message_fallbacks import spell_out_tools
 from engine.text.sampling import sampling_params, text_rules, truncated
 from engine.text.tools.base import ToolFormat
 from engine.text.tools.forced import forced_grammar
-from engine.text.tools.json_calls import FORCED, HERMES, JsonFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +138,7 @@ class ChatPreprocessor:
         """
         chat_format, choice = self._format, chat.choice
         if choice.mode != "auto" or (constraint is not None and not chat_format.calls_stay_text):
-            can_spell_marks = chat_format.tool_format is HERMES and chat_format.hidden_ids is None
-            forced = HERMES if can_spell_marks else FORCED
-            return self._forced_calls(chat, choice, forced, constraint), forced
+            return self._forced_calls(chat, choice, constraint)
         if chat_format.calls_stay_text:
             return constraint, None
         if chat_format.tool_format is None:
@@ -153,9 +150,9 @@ class ChatPreprocessor:
         return self._strict_calls(chat, chat_format.tool_format), chat_format.tool_format
 
     def _forced_calls(
-        self, chat: ChatFields, choice: ToolChoice, tool_format: JsonFormat, constraint: Constraint | None
-    ) -> Constraint:
-        """Return a grammar of calls, perhaps with a JSON answer instead of them."""
+        self, chat: ChatFields, choice: ToolChoice, constraint: Constraint | None
+    ) -> tuple[Constraint, ToolFormat]:
+        """Return a grammar of calls, perhaps with a JSON answer instead of them, and their format."""
         answer = None
         if constraint is not None:
             answer, param = constraint
@@ -165,13 +162,14 @@ class ChatPreprocessor:
                     param=param,
                 )
         tools = [tool.function for tool in chat.tools or [] if choice.name in (None, tool.function.name)]
-        grammar = forced_grammar(
+        grammar, tool_format = forced_grammar(
             [tool.offered() for tool in tools],
-            tool_format,
+            self._format.tool_format,
+            self._tokenizer.special_tokens,
             max_calls=1 if choice.name or not chat.parallel_tool_calls else None,
             answer=answer if choice.mode == "auto" else None,
         )
-        return Constraint(GrammarSpec.of_lark(grammar), "tools")
+        return Constraint(GrammarSpec.of_lark(grammar), "tools"), tool_format
 
     def _strict_calls(self, chat: ChatFields, tool_format: ToolFormat) -> Constraint | None:
         """Return the grammar of an answer with strict calls, or None without any."""

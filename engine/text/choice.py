@@ -41,6 +41,7 @@ class CallDelta:
     index: int
     name: str | None
     arguments: str
+    id: str = ""  # the model's, if it gave one
 
 
 @dataclass(slots=True)
@@ -179,7 +180,7 @@ class Choice:
                 if self._num_calls == self._rules.max_calls:
                     self._finish(FinishReason.STOP, None)
                     return
-                calls.append(CallDelta(self._num_calls, piece.name, ""))
+                calls.append(CallDelta(self._num_calls, piece.name, "", piece.id))
                 self._num_calls += 1
             elif not isinstance(piece, CallArguments):
                 self._delta.reasoning += piece.text

@@ -146,7 +146,7 @@ def pieces_of(delta: Delta) -> list[Piece]:
         pieces.append(Content(delta.text))
     for call in calls:
         assert call.name is not None, "only the first can go on with one begun before"
-        pieces.append(CallBegin(call.name))
+        pieces.append(CallBegin(call.name, call.id))
         if call.arguments:
             pieces.append(CallArguments(call.arguments))
     return pieces
