@@ -17,6 +17,7 @@ from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasonin
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+CHANNEL_NAMES = ("harmony", "openai_gptoss")  # of --reasoning-parser; the latter is vLLM's
 FUNCTIONS = "functions."
 _TO = " to="  # may come before the channel
 _AFTER_BODY = (*ENDS, START, CHANNEL)

@@ -19,7 +19,7 @@ from engine.text.fields.tools import ToolChoice
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.grammars.thinking import EFFORT_BUDGETS, Thinking, ThinkingGrammar
 from engine.text.limits import ModelLimits
-from engine.text.message_fallbacks import spell_out_tools
+from engine.text.message_fallbacks import EarlierCalls
 from engine.text.sampling import sampling_params, text_rules, truncated
 from engine.text.tools.base import ToolFormat
 from engine.text.tools.forced import forced_grammar
@@ -61,12 +61,13 @@ class ChatPreprocessor:
                 param="messages",
             )
         self.limits.check_length(chat.num_chars, "messages")
-        messages: Sequence[Mapping[str, Any]] = [message.for_template() for message in chat.messages]
-        tools = [tool.model_dump(exclude_unset=True) for tool in chat.shown_tools]
+        messages: Sequence[Mapping[str, Any]] = [
+            message.for_template(arguments_as_text=chat_format.earlier_calls is EarlierCalls.WITH_TEXT)
+            for message in chat.messages
+        ]
+        tools: Sequence[Mapping[str, Any]] = [tool.model_dump(exclude_unset=True) for tool in chat.shown_tools]
         if tools or not chat.is_plain:
-            messages = chat_format.roles.fit(messages)
-            if not chat_format.shows_tools:
-                messages, tools = spell_out_tools(messages, tools), []
+            messages, tools = chat_format.fit(messages, tools)
         wants_answer, variables = chat.add_generation_prompt, chat.chat_template_kwargs
         if chat.effort is not None:
             variables = {**chat_format.template_kwargs(chat.effort), **variables}

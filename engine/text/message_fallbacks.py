@@ -1,20 +1,23 @@
-"""Rewrites messages for chat templates without their roles, or without tools.
+"""Rewrites messages for chat templates without their roles, tools or tool calls.
 
 Templates differ in their treatment of `developer` messages and of `system` messages after the first turn, both of which
 coding agents send: many refuse the latter, and some drop a role they do not know. Each is therefore tried once, at
-start-up. A template without a section for tools gets them in the system message, to be called in Hermes' format. Pure.
+start-up, and so is the form in which the template wants the arguments of earlier calls. A template without a section for
+tools gets them in the system message, to be called in Hermes' format. Pure.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from engine.core.errors import InvalidRequestError
 from engine.text.chat_template import ChatTemplate
 
 _PROBE = "quire-probe"
+_PROBE_NAME, _PROBE_KEY = "quire_probe", "quire_probe_key"
 _INTRODUCTION = """You can call these functions, each described by a line of JSON:
 {tools}
 To call one, write its name and its arguments as JSON between two tags, like this:
@@ -71,6 +74,44 @@ class KnownRoles(NamedTuple):
 ALL_ROLES = KnownRoles()
 
 
+class EarlierCalls(Enum):
+    """How a template shows the calls of earlier turns."""
+
+    WITH_OBJECTS = auto()  # it writes the arguments' objects itself
+    WITH_TEXT = auto()  # it takes the arguments as JSON
+    NOT = auto()
+
+    @classmethod
+    def of(cls, template: ChatTemplate | None) -> EarlierCalls:
+        """Return how a template shows calls, found by trying both forms of arguments."""
+        if template is None:
+            return cls.WITH_OBJECTS
+        with_object = _with_call(template, {_PROBE_KEY: "x"})
+        shows_object = with_object is not None and _PROBE_NAME in with_object
+        if shows_object and f"'{_PROBE_KEY}'" not in (with_object or ""):  # as Python writes a dictionary
+            return cls.WITH_OBJECTS
+        with_text = _with_call(template, json.dumps({_PROBE_KEY: "x"}))
+        if with_text is not None and _PROBE_NAME in with_text:
+            return cls.WITH_TEXT
+        is_refused = with_object is None and with_text is None
+        return cls.WITH_OBJECTS if shows_object or is_refused else cls.NOT
+
+
+def put_calls_in_content(
+    messages: Sequence[Message], spelled: Callable[[Sequence[Message]], str]
+) -> Sequence[dict[str, Any]]:
+    """Return the conversation with earlier calls at the end of their message's content."""
+    return [
+        {
+            **{name: value for name, value in message.items() if name != "tool_calls"},
+            "content": "\n".join(filter(None, (message["content"], spelled(message["tool_calls"])))),
+        }
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
+
+
 def spell_out_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the conversation with tools, calls and results in plain text."""
     spelled: list[dict[str, Any]] = []
@@ -85,9 +126,7 @@ def spell_out_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, An
                 spelled[-1]["content"] += "\n" + plain["content"]  # templates want turns to alternate
                 continue
         spelled.append(plain)
-    if tools:
-        _introduce(spelled, tools)
-    return spelled
+    return introduce_tools(spelled, tools, _INTRODUCTION)
 
 
 def _spell_call(function: Mapping[str, Any]) -> str:
@@ -95,20 +134,42 @@ def _spell_call(function: Mapping[str, Any]) -> str:
     return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
-def _introduce(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
-    """Describe the tools in the system message."""
+def introduce_tools(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], introduction: str
+) -> list[dict[str, Any]]:
+    """Return the conversation with tools in the system message."""
+    introduced = [dict(message) for message in messages]
+    if not tools:
+        return introduced
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
-    introduction = _INTRODUCTION.format(tools="\n".join(lines))
-    if messages[0]["role"] in ("system", "developer"):
-        messages[0]["content"] += "\n\n" + introduction
+    text = introduction.format(tools="\n".join(lines))
+    if introduced and introduced[0]["role"] in ("system", "developer"):
+        introduced[0]["content"] += "\n\n" + text
     else:
-        messages.insert(0, {"role": "system", "content": introduction})
+        introduced.insert(0, {"role": "system", "content": text})
+    return introduced
 
 
-def _shows(template: ChatTemplate, *messages: Mapping[str, str]) -> bool:
+def _shows(template: ChatTemplate, *messages: Message) -> bool:
     """Return True if the template shows the probe."""
+    return _PROBE in (_rendered(template, messages) or "")
+
+
+def _with_call(template: ChatTemplate, arguments: Any) -> str | None:
+    """Return a conversation with a call and its result, or None if the template refuses it."""
+    call = {"id": "a0b1c2d3e", "type": "function", "function": {"name": _PROBE_NAME, "arguments": arguments}}
+    return _rendered(
+        template,
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "b", "name": _PROBE, "tool_call_id": call["id"]},
+        ],
+    )
+
+
+def _rendered(template: ChatTemplate, messages: Sequence[Message]) -> str | None:
     try:
-        text = template.render(messages, add_generation_prompt=True, continue_final_message=False, template_kwargs={})
+        return template.render(messages, add_generation_prompt=True, continue_final_message=False, template_kwargs={})
     except InvalidRequestError:
-        return False
-    return _PROBE in text
+        return None

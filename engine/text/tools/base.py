@@ -130,9 +130,14 @@ class ToolFormat(ABC):
         """
         return None
 
-    def spelled(self, calls: Sequence[Message]) -> str:  # noqa: ARG002 - most templates write calls themselves
-        """Return earlier calls as text, for templates that leave them out; "" if unknown."""
-        return ""
+    @property
+    def spells_calls(self) -> bool:
+        """True if the format can write earlier calls itself."""
+        return False
+
+    def spelled(self, calls: Sequence[Message]) -> str:
+        """Return earlier calls as text, for templates that leave them out."""
+        raise NotImplementedError
 
     def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages as the templates of this format want them."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from engine.core.errors import InvalidRequestError
-from engine.text.channels import CHANNEL, CONSTRAIN, MARKS, MESSAGE, START, ChannelParser
-from engine.text.tools.base import OfferedTool, ToolFormat, Tools, any_of, literal
+from engine.text.channels import CHANNEL, CONSTRAIN, FUNCTIONS, MARKS, MESSAGE, START, ChannelParser
+from engine.text.tools.base import Message, OfferedTool, ToolFormat, Tools, any_of, literal
 
 
 class HarmonyFormat(ToolFormat):
@@ -48,5 +50,61 @@ class HarmonyFormat(ToolFormat):
             ]
         return "\n".join(lines)
 
+    def forced(
+        self,
+        tools: Sequence[OfferedTool],
+        special_tokens: Mapping[str, int],
+        *,
+        max_calls: int,  # noqa: ARG002
+    ) -> list[str] | None:
+        """Return Lark for thoughts and one call, which ends the turn; None if the marks are no tokens."""
+        if not special_tokens.keys() >= self.markup:
+            return None
+        start, channel, message, constrain, end = (
+            literal(mark, special_tokens) for mark in (START, CHANNEL, MESSAGE, CONSTRAIN, "<|end|>")
+        )
+        lines = [
+            f'calls: ({channel} "analysis" {message} TEXT {end} {start} "assistant")* {channel} call',
+            "TEXT: /(?s:.*)/",
+            f"call: {any_of('call', len(tools))}",
+        ]
+        for index, tool in enumerate(tools):
+            head = json.dumps(f"commentary to={FUNCTIONS}{tool.name} ")
+            lines += [f'call_{index}: {head} {constrain} "json" {message} arguments_{index}']
+            lines += [f"arguments_{index}: {tool.arguments({})}"]
+        return lines
 
-HARMONY = HarmonyFormat(name="harmony", signs=(CHANNEL, MESSAGE))
+    def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages with one call each, and its result behind it, as the template shows them."""
+        fitted: list[Message] = []
+        left = deque(messages)
+        while left:
+            message = left.popleft()
+            calls, thoughts = message.get("tool_calls") or [], message.get("reasoning_content")
+            if thoughts and not (calls and message["content"]):  # the template takes one of both beside a call
+                message = {"thinking": thoughts, **message}
+            if len(calls) < 2:
+                fitted.append(message)
+                continue
+            results = []
+            while left and left[0]["role"] == "tool":
+                results.append(left.popleft())
+            for call in calls:
+                fitted.append({**message, "tool_calls": [call]})
+                message = {"role": message["role"], "content": ""}
+                own = next(
+                    (one for one in results if one.get("tool_call_id") == call["id"]), results[0] if results else None
+                )
+                if own is not None:
+                    results.remove(own)
+                    fitted.append(own)
+            fitted += results
+        return fitted
+
+
+HARMONY = HarmonyFormat(
+    name="harmony",
+    aliases=("openai",),
+    signs=(CHANNEL, MESSAGE),
+    may_answer_instead=False,  # an answer always begins with a channel
+)

@@ -87,10 +87,12 @@ class JsonFormat(ToolFormat):
             lines = [f'calls: {literal(opening, special_tokens)} "[" {repeated("call", ", ", max_calls - 1)} "]"']
         return lines + forced_objects(tools)
 
+    @property
+    def spells_calls(self) -> bool:
+        return bool(self.marks) and not self.is_bare
+
     def spelled(self, calls: Sequence[Message]) -> str:
         written = [json.dumps(_call_of(call), ensure_ascii=False) for call in calls]
-        if not self.marks or self.is_bare:
-            return ""
         opening, closing = self.marks[0]
         if not closing:
             return f"{opening}[{', '.join(written)}]"
