@@ -21,7 +21,7 @@ from engine.text.tools.base import CallParser, OfferedTool, ToolFormat, Tools, a
 from engine.text.tools.text_values import (
     TextValuesParser,
     ValueGrammar,
-    is_free,
+    check_is_closed,
     properties_of,
     refusal,
     required_of,
@@ -128,9 +128,10 @@ def _calls(rule: str, tools: Sequence[OfferedTool], special_tokens: Mapping[str,
     ]
     for index, tool in enumerate(tools):
         name = json.dumps(tool.name)
-        if is_free(tool, is_forced=is_forced):
+        if not (tool.strict or is_forced):
             lines.append(f"call_{index}: {name} free")
             continue
+        check_is_closed(tool)
         parameters = close_schema(tool.parameters) if tool.strict else tool.parameters
         required, members = required_of(parameters), []
         for place, (each, schema) in enumerate(properties_of(parameters).items()):

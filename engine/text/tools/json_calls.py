@@ -59,7 +59,7 @@ class JsonFormat(ToolFormat):
 
     @property
     def markup(self) -> frozenset[str]:
-        return frozenset(mark for pair in self.marks for mark in pair) | {self.name_end}
+        return frozenset(mark for pair in self.marks for mark in pair if mark) | ({self.name_end} - {""})
 
     def parser(self, tools: Tools) -> JsonCallParser:
         return JsonCallParser(self, frozenset(tools))

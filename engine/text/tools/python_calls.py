@@ -31,7 +31,7 @@ from engine.text.tools.base import (
 )
 from engine.text.tools.python_literals import LiteralReader
 from engine.text.tools.schema_types import types_of
-from engine.text.tools.text_values import is_free, properties_of, refusal, required_of
+from engine.text.tools.text_values import check_is_closed, properties_of, refusal, required_of
 from engine.text.types import Piece
 
 _NAME = r"[a-zA-Z_][a-zA-Z0-9_.-]{0,127}"
@@ -275,7 +275,7 @@ def _calls(tools: Sequence[OfferedTool], *, is_forced: bool) -> list[str]:
         if not re.fullmatch(_NAME, tool.name):
             raise refusal(f"a function cannot be named {tool.name!r}", "rename it")
         lines.append(f'call_{index}: "{tool.name}(" arguments_{index}')
-        if is_free(tool, is_forced=is_forced):
+        if not (tool.strict or is_forced):
             lines.append(f"arguments_{index}: free")
         else:
             lines += _arguments(index, tool)
@@ -287,6 +287,7 @@ def _arguments(index: int, tool: OfferedTool) -> list[str]:
 
     Each rule is the rest of the arguments from one on: `first` if there was none before it, else `more`.
     """
+    check_is_closed(tool)
     parameters = close_schema(tool.parameters) if tool.strict else tool.parameters
     required, properties = required_of(parameters), properties_of(parameters)
     lines = [f"arguments_{index}: first_{index}_0"]

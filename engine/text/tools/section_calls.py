@@ -31,6 +31,7 @@ from engine.text.tools.base import (
 from engine.text.tools.json_calls import ArgumentsParser, JsonScanner
 
 _NAME = r"(?P<name>[a-zA-Z0-9_.-]{1,128})"
+_NUMBER = "{number}"  # of a call, in a header
 _MAX_HEADER = 300  # characters; a longer one is not a header
 
 
@@ -86,11 +87,9 @@ class SectionFormat(ToolFormat):
         return lines
 
     def _head(self, name: str, special_tokens: Mapping[str, int]) -> str:
-        parts = []
-        for part in self.written:
-            text = part.format(name=name)
-            parts.append("number" if part == "{number}" else literal(text, special_tokens))
-        return " ".join(parts)
+        return " ".join(
+            "number" if part == _NUMBER else literal(part.format(name=name), special_tokens) for part in self.written
+        )
 
 
 class KimiFormat(SectionFormat):
@@ -131,7 +130,7 @@ KIMI_K2 = KimiFormat(
     call=("<|tool_call_begin|>", "<|tool_call_end|>"),
     inner=("<|tool_call_argument_begin|>",),
     header=rf"\s*(?P<id>(?:functions\.)?{_NAME}(?::[0-9]+)?)\s*<\|tool_call_argument_begin\|>\s*",
-    written=("functions.{name}:", "{number}", "<|tool_call_argument_begin|>"),
+    written=("functions.{name}:", _NUMBER, "<|tool_call_argument_begin|>"),
     has_ids=True,
     ends_thoughts=True,
 )

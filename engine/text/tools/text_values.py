@@ -125,14 +125,9 @@ class ValueGrammar(NamedTuple):
     def value(self, name: str, schema: Any, tool: OfferedTool) -> str:
         """Return Lark for a value and the texts around it.
 
-        Raises InvalidRequestError if a strict tool's value cannot be enforced; another tool's is any text then.
+        Raises InvalidRequestError if the schema cannot be enforced.
         """
-        try:
-            value = self._value(name, schema, tool)
-        except InvalidRequestError:
-            if tool.strict:
-                raise
-            value = None
+        value = self._value(name, schema, tool)
         before = [json.dumps(self.before)] if self.before else []
         return " ".join([*before, "string" if value is None else f"{value} {self._end()}"])
 
@@ -148,8 +143,6 @@ class ValueGrammar(NamedTuple):
         parameters = tool.parameters
         types = types_of(parameters, name)
         if "string" not in types:
-            if not types and not tool.strict:
-                return None
             shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
             whole = {**shared, **schema} if isinstance(schema, Mapping) else shared
             return embedded(whole, lenient=not tool.strict)
@@ -182,9 +175,10 @@ def required_of(parameters: Mapping[str, Any]) -> Sequence[Any]:
     return required if isinstance(required, list) else ()
 
 
-def is_free(tool: OfferedTool, *, is_forced: bool) -> bool:
-    """Return True if a tool's parameters may be any: its call is free text, or its schema names not all of them."""
-    return not tool.strict and (not is_forced or any(key in tool.parameters for key in OPEN_ENDED))
+def check_is_closed(tool: OfferedTool) -> None:
+    """Raise InvalidRequestError if a tool's schema does not name all parameters."""
+    if not tool.strict and any(tool.parameters.get(key, False) is not False for key in OPEN_ENDED):
+        raise refusal(f"{tool.name} needs a list of its parameters", "list them")
 
 
 def refusal(why: str, instead: str) -> InvalidRequestError:

@@ -21,7 +21,14 @@ from collections.abc import Mapping, Sequence
 
 from engine.text.grammars.spec import close_schema
 from engine.text.tools.base import SPACE, CallParser, OfferedTool, ToolFormat, Tools, any_of, literal, repeated
-from engine.text.tools.text_values import TextValuesParser, ValueGrammar, is_free, properties_of, refusal, required_of
+from engine.text.tools.text_values import (
+    TextValuesParser,
+    ValueGrammar,
+    check_is_closed,
+    properties_of,
+    refusal,
+    required_of,
+)
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
@@ -144,9 +151,10 @@ def _calls(tools: Sequence[OfferedTool], *, is_forced: bool) -> list[str]:
         *values.lines(),
     ]
     for index, tool in enumerate(tools):
-        if is_free(tool, is_forced=is_forced):
+        if not (tool.strict or is_forced):
             lines.append(f'call_{index}: "{tool.name}>" free')
             continue
+        check_is_closed(tool)
         parameters = close_schema(tool.parameters) if tool.strict else tool.parameters
         required = required_of(parameters)
         members = []
