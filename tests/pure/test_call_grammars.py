@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from functools import cache
 from typing import Any
 
+import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -212,3 +214,45 @@ def test_schemas_of_any_kind_make_a_grammar(name: str) -> None:
         made = LLMatcher(tokenizer, grammar, log_level=0)
         refused = "required" in parameters or "properties" in parameters
         assert refused or not made.is_error(), made.get_error()
+
+
+def wander(name: str, kind: str, seed: int) -> str | None:
+    """Return an answer of random tokens that the grammar allows, or None if it does not end soon."""
+    first, vocabulary = matcher(name, kind, are_tokens=True)
+    made, chance = first.deep_copy(), random.Random(seed)
+    names = {token_id: mark.encode() for mark, token_id in special_tokens(name, are_tokens=True).items()}
+    text = b""
+    for _ in range(500):
+        if made.is_accepting() and (kind != "free" or chance.random() < 0.05):
+            return text.decode()
+        bits = made.compute_bitmask()
+        allowed = [place for place in range(len(vocabulary.tokens)) if bits[place // 8] >> place % 8 & 1]
+        allowed = [token for token in allowed if token != vocabulary.eos_token_id]
+        if not allowed:
+            return text.decode()
+        ending = [token for token in allowed if token in names or vocabulary.tokens[token] in _ENDING]
+        token = chance.choice(ending if ending and chance.random() < 0.7 else allowed)
+        assert made.consume_token(token)
+        text += names.get(token, vocabulary.tokens[token])
+    return None
+
+
+_ENDING = {bytes([byte]) for byte in b'"</>aegmnprtv_l\n]})'}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_a_grammar_lets_through_is_read_as_valid_calls(name: str) -> None:
+    num_calls = 0
+    for kind in ("one", "some", "free"):
+        for seed in range(4):
+            text = wander(name, kind, seed)
+            if text is None:
+                continue
+            found = read(name, text)
+            assert found or kind == "free", text
+            num_calls += len(found)
+            for function, arguments in found:
+                assert isinstance(arguments, dict), text
+                if function == "weather":
+                    jsonschema.validate(arguments, WEATHER)
+    assert num_calls

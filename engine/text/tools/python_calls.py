@@ -256,10 +256,10 @@ class PythonCallParser(CallParser):
 
 _FREE = [
     'free: (named (SEPARATOR named)*)? ")"',
-    f"named: /{_KEY}=/ item",
+    "named: /[a-zA-Z_][a-zA-Z0-9_]{0,127}=/ item",
     'item: ITEM | "[" (item (SEPARATOR item)*)? "]" | "{" (pair (SEPARATOR pair)*)? "}"',
     "pair: item COLON item",
-    r"""ITEM: /"(\\.|[^"\\\n])*"|'(\\.|[^'\\\n])*'|True|False|None|-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?/""",
+    r"""ITEM: /"(\\.|[^"\\\n])*"|'(\\.|[^'\\\n])*'|True|False|None|-?[0-9]{1,18}(\.[0-9]{1,18})?([eE][-+]?[0-9]{1,2})?/""",
     "COLON: /: ?/",
     "SEPARATOR: /,[ \\n]?/",
 ]
