@@ -19,9 +19,9 @@ class HarmonyFormat(ToolFormat):
         """The texts around calls; those that are special tokens are shown to the parser."""
         return frozenset(MARKS)
 
-    def parser(self, tools: Tools) -> ChannelParser:  # noqa: ARG002 - a recipient names a function, known or not
+    def parser(self, tools: Tools) -> ChannelParser:
         """Return a parser of one answer's channels, thoughts included."""
-        return ChannelParser(reads_calls=True)
+        return ChannelParser(reads_calls=True, tools=tools)
 
     def grammar(self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:  # noqa: ARG002
         """Return Lark for messages in channels. Raises InvalidRequestError."""
