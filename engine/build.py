@@ -26,6 +26,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.step import StepResult
 from engine.core.types import Progress
 from engine.loop import Engine
+from engine.model_source import resolve_model_path
 from engine.recording import RecordingFile, RecordingScheduler, check_path
 from engine.runtime import kv_cache
 from engine.runtime.attention.table import describe_choice, load_backend
@@ -56,9 +57,8 @@ from engine.runtime.kv_cache import (
 from engine.runtime.lora.config import check_folder, naming
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.base import CausalLM
-from engine.runtime.models.config_file import is_native
+from engine.runtime.models.config_file import is_native, read_model_config
 from engine.runtime.models.load import load_model, resolve_dtype
-from engine.runtime.models.source import resolve_model_path
 from engine.runtime.native.build import must_compile
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.runner import ModelRunner, warm_up_plan
@@ -81,7 +81,7 @@ _MAX_QUEUED_POOLS = 8  # prompt tokens that may wait, in multiples of the pool's
 def check_foreign(config: EngineConfig) -> None:
     """Raise ModelLoadError if the model needs transformers' code, which cannot run it; reads its config alone."""
     path = resolve_model_path(config.model, config.revision, weights=False)
-    if is_native(config, path):
+    if is_native(config, read_model_config(path, config.load_format), path):
         return
     from engine.runtime.models.transformers_adapter import read_foreign_config
 

@@ -1,7 +1,7 @@
 """The engine's settings as a user gives them, each declared once.
 
 None means "choose for me"; engine/build.py resolves it and derives the core's SchedulerConfig. Everything else made from a
-setting (flag, variable, YAML key, --help, docs/reference.md) follows from its field here. Standard library and core only.
+setting (flag, variable, YAML key, --help, docs/reference.md) follows from its field here. Imports no third-party module.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from engine.core.config import FEW_TOKENS
 from engine.core.errors import ConfigError
 from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.queues import POLICIES
+from engine.runtime.attention import BACKENDS, GPU_BACKENDS, LIBRARIES
+from engine.runtime.schemes import SCHEMES
+from engine.runtime.weights.formats import FORMATS
 from engine.setting import Conflict, check, feature, section
 from engine.speculative_config import SpeculativeConfig
 
-ATTENTION_BACKENDS = ("auto", "cpu_native", "cpu", "torch", "reference", "triton", "torch_varlen", "flashinfer")
 RECORD_CONTENTS = ("lengths", "ids")
 DEFAULT_MAX_LORAS = 8  # where adapters may be loaded while the daemon runs
 
@@ -47,7 +49,7 @@ class EngineConfig:
         "auto",
         "",
         "where weights come from; dummy makes random ones",
-        choices=("auto", "safetensors", "gguf", "dummy"),
+        choices=("auto", *FORMATS),
     )
     model_impl: str = _model(
         "auto", "", "whose model code runs; auto prefers Quire's", choices=("auto", "quire", "transformers")
@@ -62,7 +64,7 @@ class EngineConfig:
         "auto",
         "",
         "weights on a CPU: gguf as the file stores them (auto, unless --dtype names another format), or int8; on CUDA: fp8",
-        choices=("auto", "none", "gguf", "int8", "fp8"),
+        choices=("auto", *SCHEMES),
     )
     max_model_len: int | None = _model(
         None,
@@ -90,7 +92,7 @@ class EngineConfig:
         "auto",
         "",
         "attention implementation; auto takes the best one for the device",
-        choices=ATTENTION_BACKENDS,
+        choices=("auto", *BACKENDS, *GPU_BACKENDS, *LIBRARIES),
     )
     cpu_kernels: str = _device(
         "auto",

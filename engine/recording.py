@@ -34,7 +34,7 @@ from engine.version import VERSION
 
 log = logging.getLogger("quire.engine")
 
-FORMAT = 1
+FORMAT = 2
 REQUEST_FIELDS = ("priority", "num_public", "deadline_s", "max_queue_s", "is_background", "weight")
 PARAM_FIELDS = ("max_tokens", "n", "min_tokens", "prompt_logprobs")
 MAX_BYTES = 1 << 28  # of a file

@@ -49,6 +49,11 @@ def _within(text: str, fits: Callable[[float], bool], what: str) -> float:
     return value
 
 
+def given(options: argparse.Namespace) -> dict[str, object]:
+    """Return the options as a document shows them: without functions and the key."""
+    return {name: value for name, value in vars(options).items() if name != "api_key" and not callable(value)}
+
+
 def refuse_unwritable(options: argparse.Namespace) -> None:
     """Raise OutputError for a file that could not be written at the end."""
     for name in _WRITTEN:

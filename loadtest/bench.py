@@ -10,13 +10,13 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
-from loadtest.arguments import positive_float, positive_int
+from loadtest.arguments import given, positive_float, positive_int
 from loadtest.client import Client, ClientError, Outcome, Target
 from loadtest.output import progress_bar, save_json
 from loadtest.plots import draw_bench, require_matplotlib
@@ -56,7 +56,7 @@ class Asking:
 
 
 class Level(NamedTuple):
-    """One point of a sweep. `concurrency` None is an open loop: jobs go out at their arrival times."""
+    """One point of a sweep; `concurrency` None is an open loop."""
 
     load: str
     value: float
@@ -66,14 +66,14 @@ class Level(NamedTuple):
 
 @dataclass(slots=True)
 class Sweep:
-    """The points measured so far; an interrupted one is summarized from its answered requests."""
+    """The points measured so far; an interrupted one has its answered requests."""
 
     points: list[Point] = field(default_factory=list)
     outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
     is_interrupted: bool = False
 
     async def run(self, client: Client, asking: Asking, warm_up: Sequence[Job], levels: Sequence[Level]) -> None:
-        """Warm up, then measure every level in turn. Raises ClientError if even the warm-up fails."""
+        """Warm up, then measure each level. Raises ClientError if the warm-up fails."""
         try:
             warmed: list[Outcome] = []
             await closed_loop(client, asking, warm_up, 1, warmed.append)
@@ -121,7 +121,7 @@ async def closed_loop(
 async def open_loop(
     client: Client, asking: Asking, jobs: Sequence[Job], record: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Send every job at its arrival time; return the outcomes in the order of the jobs."""
+    """Send every job at its arrival time; return the outcomes in order."""
     started = time.perf_counter()
 
     async def send(job: Job) -> Outcome:
@@ -143,7 +143,7 @@ async def first_model(client: Client) -> str:
 
 
 async def measure(port: int, warm_up: Sequence[Job], level: Level, temperature: float = 0.0) -> list[Point]:
-    """Return the point of one level on a local daemon. Raises ClientError if the warm-up fails."""
+    """Return the point of one level on a local daemon. Raises ClientError."""
     client, sweep = Client(Target.parse(f"http://127.0.0.1:{port}")), Sweep()
     try:
         asking = Asking(await first_model(client), temperature=temperature)
@@ -178,27 +178,16 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("the load")
     how = load.add_mutually_exclusive_group()
     how.add_argument(
-        "--concurrency",
-        metavar="N",
-        type=positive_int,
-        nargs="+",
-        default=[1, 4, 16],
+        "--concurrency", metavar="N", type=positive_int, nargs="+", default=[1, 4, 16],
         help="requests in flight; default 1 4 16",
-    )
+    )  # fmt: skip
     how.add_argument(
-        "--request-rate",
-        metavar="RATE",
-        type=positive_float,
-        nargs="+",
-        help="requests a second, sent without waiting",
+        "--request-rate", metavar="RATE", type=positive_float, nargs="+", help="requests a second, sent without waiting"
     )
     load.add_argument(
-        "--burstiness",
-        metavar="SHAPE",
-        type=positive_float,
-        default=1.0,
+        "--burstiness", metavar="SHAPE", type=positive_float, default=1.0,
         help="with --request-rate: 1 is Poisson, less is burstier",
-    )
+    )  # fmt: skip
     load.add_argument(
         "--num-prompts",
         metavar="N",
@@ -213,35 +202,24 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_request_options(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("the requests")
+    default = Length(64, 64)
     work.add_argument(
-        "--input-len",
-        metavar="N",
-        type=_length,
-        default=Length(64, 64),
-        help="words a prompt, N or LOW:HIGH; default 64",
+        "--input-len", metavar="N", type=_length, default=default, help="words a prompt, N or LOW:HIGH; default 64"
     )
     work.add_argument(
-        "--output-len",
-        metavar="N",
-        type=_length,
-        default=Length(64, 64),
-        help="tokens to generate, N or LOW:HIGH; default 64",
+        "--output-len", metavar="N", type=_length, default=default, help="tokens to generate, N or LOW:HIGH; default 64"
     )
     work.add_argument(
         "--dataset",
         metavar="FILE",
         type=Path,
-        help='JSONL of {"prompt": ..., "max_tokens": ...}, instead of random words',
+        help='JSONL of {"prompt": ..., "max_tokens": ...} instead of random words',
     )
     work.add_argument("--prefix-len", metavar="N", type=int, default=0, help="words of a prefix that prompts share")
-    work.add_argument(
-        "--num-prefixes", metavar="N", type=positive_int, default=1, help="how many such prefixes there are"
-    )
+    work.add_argument("--num-prefixes", metavar="N", type=positive_int, default=1, help="number of such prefixes")
     work.add_argument("--temperature", metavar="T", type=float, default=0.0, help="default 0: greedy")
     work.add_argument(
-        "--respect-eos",
-        action="store_true",
-        help="let answers end early; by default ignore_eos and min_tokens are sent",
+        "--respect-eos", action="store_true", help="let answers end early; default: send ignore_eos and min_tokens"
     )
 
 
@@ -273,9 +251,7 @@ async def _bench(options: argparse.Namespace) -> int:
     finally:
         client.close()
     show(sweep.points)
-    settings = {key: value for key, value in vars(options).items() if key not in ("run", "api_key")}
-    points = [asdict(point) for point in sweep.points]
-    save_json(options.json, {"settings": settings | {"model": model}, "points": points})
+    save_json(options.json, {"settings": given(options) | {"model": model}, "points": sweep.points})
     if options.plot and sweep.points:
         draw_bench(options.plot, sweep.points, sweep.outcomes)
     if sweep.is_interrupted:
@@ -298,7 +274,7 @@ def _jobs(options: argparse.Namespace, num: int, seed: int) -> list[Job]:
 
 
 def _levels(options: argparse.Namespace) -> list[Level]:
-    """Return the points of the sweep, with different prompts, so that no prefix cache answers."""
+    """Return the points of the sweep, whose prompts differ."""
     levels = []
     for index, level in enumerate(options.request_rate or options.concurrency):
         seed = options.seed + 1 + index

@@ -34,7 +34,7 @@ _ALONE_S = 4.0  # of streams, before the long prompt and after it: their context
 
 
 class Figures(NamedTuple):
-    """The figures of one round in milliseconds; NaN if no gap fell beside the long prompt."""
+    """The milliseconds of one round; NaN if no gap fell beside the long prompt."""
 
     gap_p99: float  # between tokens of streams that are alone
     gap_p99_beside: float
@@ -49,7 +49,7 @@ class Figures(NamedTuple):
 
 
 class Drive:
-    """One daemon and its load. Prompts are random token ids, so the prefix cache finds nothing."""
+    """One daemon and its load: prompts of random ids, which no prefix cache has."""
 
     def __init__(self, url: str, api_key: str, num_streams: int, long: int, seed: int) -> None:
         self._client = Client(Target.parse(url, api_key))

@@ -1,8 +1,7 @@
-"""A lean HTTP/1.1 client for OpenAI-compatible event streams, and the times at which their chunks arrive.
+"""A fast HTTP/1.1 client that records when the chunks of event streams arrive.
 
-It is written on asyncio's transports because a load generator must not be the bottleneck: a general client spends more
-on one chunk than the server it drives. One timestamp is taken for each piece of the socket's data, before anything is
-parsed. Connections are kept alive and reused.
+It is written on asyncio's transports, because a general client spends more time on a chunk than the server. Each piece
+of the socket's data gets a timestamp before it is parsed. Connections are kept alive and reused.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ OnData = Callable[[float, bytes], None]  # arrival time of a piece of the body, 
 
 
 class ClientError(LoadtestError):
-    """The exchange failed; the message is one sentence for the report's error table."""
+    """The exchange failed; the message is one sentence."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of one request. Times are seconds of the client's monotonic clock; `chunks` holds text arrivals."""
+    """The outcome of a request; `chunks` are the times at which text arrived."""
 
     start_s: float
     end_s: float = 0.0
@@ -42,11 +41,11 @@ class Outcome:
 
 
 class Target(NamedTuple):
-    """Where to send requests."""
+    """The address of a server, and the key for it."""
 
     host: str
     port: int
-    authority: str  # host and port as they were written
+    authority: str  # host and port as in the URL
     tls: bool
     prefix: str  # path before "/v1"
     api_key: str = ""
@@ -66,7 +65,7 @@ class Target(NamedTuple):
         return cls(url.hostname, port or (443 if tls else 80), url.netloc.rpartition("@")[2], tls, prefix, api_key)
 
     def head(self, method: str, path: str, length: int) -> bytes:
-        """Request line and headers."""
+        """Return the request line and the headers."""
         lines = [
             f"{method} {self.prefix}{path} HTTP/1.1",
             f"Host: {self.authority}",
@@ -80,7 +79,7 @@ class Target(NamedTuple):
 
 
 class Connection(asyncio.Protocol):
-    """One keep-alive connection: at most one exchange at a time. Event loop thread only."""
+    """One keep-alive connection, for one exchange at a time on the event loop."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -89,9 +88,9 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[int] | None = None
 
     async def exchange(self, request: bytes, on_data: OnData) -> int:
-        """Send a request, hand on every piece of the answer's body, return the status.
+        """Send a request, pass each piece of the body to `on_data`, return the status.
 
-        Raises ClientError if the connection ends first or the answer is not HTTP or not what on_data can read.
+        Raises ClientError if the connection ends early or the answer cannot be read.
         """
         assert self.transport is not None
         self.received = False
@@ -181,7 +180,7 @@ class EventReader:
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self.tail = b""  # what no blank line has ended yet: the whole body, if the answer is not a stream
+        self.tail = b""  # the rest without a blank line; all of the body if it is not a stream
 
     def feed(self, now: float, data: bytes) -> None:
         *events, self.tail = (self.tail + data).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -211,7 +210,7 @@ def _sentence(error: Any) -> str:
 
 
 class Client:
-    """Sends requests to one target over a pool of connections. Event loop thread only."""
+    """Sends requests to one target over a pool of connections, on the event loop."""
 
     def __init__(self, target: Target, timeout_s: float = 600.0) -> None:
         self.target = target
@@ -220,9 +219,9 @@ class Client:
         self._tls = ssl.create_default_context() if target.tls else None
 
     async def stream(self, path: str, body: dict[str, Any], outcome: Outcome | None = None) -> Outcome:
-        """POST a streaming request and time its answer. Faults end up in `Outcome.error`, never as an exception.
+        """POST a streaming request and time its answer; an error is in `Outcome.error`.
 
-        A given `outcome` is filled as the answer comes, for who means to cancel it.
+        A given `outcome` is filled while the answer arrives, for callers that cancel the request.
         """
         payload = json.dumps(body).encode()
         request = self.target.head("POST", path, len(payload)) + payload
@@ -240,15 +239,6 @@ class Client:
             outcome.error = str(error)
         outcome.end_s = time.perf_counter()
         return outcome
-
-    async def post(self, path: str, body: dict[str, Any]) -> int:
-        """POST a request for an answer in one piece; its status. Raises ClientError or OSError."""
-        payload = json.dumps(body).encode()
-        request = self.target.head("POST", path, len(payload)) + payload
-        try:
-            return await asyncio.wait_for(self._exchange(request, lambda *_: None), self.timeout_s)
-        except asyncio.TimeoutError:
-            raise ClientError(f"no complete answer within {self.timeout_s:g} s") from None
 
     async def get(self, path: str) -> Any:
         """GET a JSON document. Raises ClientError."""
@@ -274,7 +264,7 @@ class Client:
             except BaseException as error:
                 connection.close()
                 if reused and isinstance(error, ClientError) and not connection.received:
-                    continue  # the server had closed an idle connection: nothing was answered yet
+                    continue  # the server closed the idle connection before it answered
                 raise
             if not connection.closed:
                 self._idle.append(connection)

@@ -1,4 +1,4 @@
-"""Compares Quire with other servers on this machine, with the same model and the same requests.
+"""Compares Quire with other servers, with the same model and requests.
 
 `python -m loadtest compare --vllm PYTHON --llama-server FILE ...` starts one server after another on loopback, drives
 each through the chosen workloads, stops it, and starts the next round. A server that dies or hangs is reported with the
@@ -25,12 +25,12 @@ from loadtest.client import Client, ClientError, Target
 from loadtest.comparison import IDLE_LOAD, ROOT, Drive, Results, describe_host
 from loadtest.errors import LoadtestError
 from loadtest.peers.process import PeerError, ServerProcess, free_port, running
-from loadtest.peers.shapes import SHAPES
 from loadtest.peers.table import DEFAULT_EXECUTABLES, PEERS, PRECISIONS, Peer, Setup, installed_bytes, version
 from loadtest.plots import require_matplotlib
+from loadtest.shapes import COMPARED
 from loadtest.workload import Job, Length, synthetic
 
-_MODELS = tuple(SHAPES)
+_MODELS = tuple(COMPARED)
 _MARGIN_TOKENS = 64  # of a context, beyond the words of a workload
 
 
@@ -39,7 +39,7 @@ class CompareError(LoadtestError):
 
 
 class Workload(NamedTuple):
-    """Requests of one kind; a point sends `waves` times its concurrency, and at least `at_least`."""
+    """Requests of one kind; a point sends `waves` times its concurrency."""
 
     name: str
     prompt: int
@@ -70,7 +70,7 @@ WORKLOADS = (
 
 
 class PeerAsking(Asking):
-    """Requests without `min_tokens`, which slows some servers down; ignore_eos is enough."""
+    """Requests without `min_tokens`, which slows some servers down."""
 
     def body(self, job: Job) -> dict[str, Any]:
         body = super().body(job)
@@ -161,7 +161,7 @@ class Turn(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """The servers, workloads and their order; points that took too long are not repeated."""
+    """The servers, workloads and their order, without points that took too long."""
 
     options: argparse.Namespace
     wanted: Sequence[str]
@@ -210,7 +210,7 @@ class Plan:
         )
 
     def points(self, turn: Turn) -> Iterator[tuple[Workload, Level]]:
-        """Yield the points; every server gets the same prompts, and none gets a prompt twice."""
+        """Yield the points: the same prompts for each server, each of them once."""
         for index, load in enumerate(self.workloads):
             for level in self.levels:
                 if level < self.skipped.get((turn.model, turn.peer.name, load.name), sys.maxsize):
@@ -269,7 +269,7 @@ def _drive(plan: Plan, turn: Turn, results: Results) -> None:
 def _measure(
     plan: Plan, turn: Turn, drive: Drive, server: ServerProcess, asking: Asking, load: Workload, level: Level
 ) -> None:
-    """Measure one point. Raises PeerError if the server died, KeyboardInterrupt after a signal."""
+    """Measure one point. Raises PeerError, or KeyboardInterrupt after a signal."""
     limit_s = plan.options.point_limit
     warm_up = load.jobs(2, -1 - int(level.value)) if level.value == plan.levels[0] else []
     sweep = asyncio.run(_sweep(server.port, asking, warm_up, level, limit_s))
@@ -323,5 +323,5 @@ def _prepare(options: argparse.Namespace) -> int:
 
     source = Path(find_model(None).path)
     for model in options.models:
-        prepare(SHAPES[model], source, options.models_dir, print)
+        prepare(COMPARED[model], source, options.models_dir, print)
     return 0

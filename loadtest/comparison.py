@@ -1,4 +1,4 @@
-"""The results of a comparison: the raw figures, their medians, tables, and ratios to Quire."""
+"""The results of a comparison: figures, medians, tables and ratios to Quire."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Figure(NamedTuple):
-    """A number of a point: one of its keys, or a quantile of seconds, shown in milliseconds."""
+    """A number of a point: one of its keys, or a quantile in milliseconds."""
 
     title: str
     key: str
@@ -68,7 +68,7 @@ Row = dict[str, dict[Figure, float]]  # of one workload at one concurrency: each
 
 @dataclass(slots=True)
 class Results:
-    """Everything measured so far; `peers` has the version and the size of each server that is here."""
+    """Everything measured so far; `peers` describes the servers."""
 
     host: dict[str, Any]
     settings: dict[str, Any]
@@ -77,7 +77,7 @@ class Results:
     is_interrupted: bool = False
 
     def rows(self, model: str) -> Iterator[tuple[str, int, Row]]:
-        """Yield workload, concurrency and medians over the rounds; failed points are left out."""
+        """Yield workload, concurrency and medians; failed points are left out."""
         for load in self.settings["workloads"]:
             for level in self.settings["concurrency"]:
                 row: Row = {}
@@ -101,7 +101,7 @@ class Results:
 
     def write(self, folder: Path) -> None:
         """Write results.json and table.md."""
-        save_json(folder / "results.json", asdict(self))
+        save_json(folder / "results.json", self)
         (folder / "table.md").write_text(self.markdown() + "\n", encoding="utf-8")
 
     def draw(self, folder: Path) -> None:
@@ -143,7 +143,7 @@ class Results:
         yield from markdown(("server", "version", "first token after", "peak RSS", "installed"), servers, 2)
         yield from self._against_best(model)
         for workload in dict.fromkeys(name for name, _, _ in self.rows(model)):
-            yield f"\n{self._told(workload)}\n"
+            yield f"\n{self._describe(workload)}\n"
             rows = []
             for name, level, row in self.rows(model):
                 for peer, figures in row.items() if name == workload else ():
@@ -166,14 +166,14 @@ class Results:
             leads.append((name, level, *(f"{lead:.2f} {peer}" for peer, lead in best)))
         yield from markdown(("workload", "concurrent", *(figure.title for figure in FIGURES)), leads, 2)
 
-    def _told(self, workload: str) -> str:
+    def _describe(self, workload: str) -> str:
         load = next(load for load in self.settings["workloads"] if load["name"] == workload)
         shared = f"{load['prefix']} shared words, then " if load["prefix"] else ""
         return f"**{workload}**: {shared}{load['prompt']} words of prompt, {load['output']} tokens out"
 
 
 def lead_over_best(row: Row, figure: Figure) -> tuple[str, float]:
-    """Return the best other server by one figure, and Quire's lead; below 1 Quire is behind."""
+    """Return the best other server by one figure, and Quire's lead over it."""
     others = {
         peer: figures[figure] for peer, figures in row.items() if peer != QUIRE and not math.isnan(figures[figure])
     }

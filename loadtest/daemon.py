@@ -1,60 +1,55 @@
-"""A real daemon for a benchmark: started with given flags on a free port of the loopback, stopped at the end."""
+"""Runs a real or fake daemon for a benchmark, on a free port of the loopback."""
 
 from __future__ import annotations
 
 import contextlib
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from loadtest.errors import LoadtestError
+from loadtest.peers.process import Command, free_port, running
 
 _START_LIMIT_S = 180.0
 
 
-class DaemonError(LoadtestError):
-    """The daemon did not start; one sentence."""
+class Daemon(NamedTuple):
+    """A running daemon."""
+
+    port: int
+    pid: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
 
 @contextlib.contextmanager
-def daemon(flags: Sequence[str], tree: Path | None = None) -> Iterator[int]:
-    """The port of a `quire serve` with these flags, from ready to stopped. Raises DaemonError.
+def daemon(flags: Sequence[str]) -> Iterator[int]:
+    """Run `quire serve` with these flags and yield its port. Raises PeerError."""
+    with _daemon("server", "serve", *flags) as started:
+        yield started.port
 
-    `tree` is another checkout of the code, to be compared with this one.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    command = [sys.executable, "-m", "server", "serve", *flags, "--port", str(port)]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=tree)  # noqa: S603 - our own command
-        try:
-            deadline = time.monotonic() + _START_LIMIT_S
-            while not _is_ready(port):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    raise DaemonError(f"`{' '.join(command)}` did not start: {log.read().decode()[-500:]}")
-                time.sleep(0.2)
-            yield port
-        finally:
-            process.terminate()
-            process.wait()
+
+def fake_daemon(*arguments: str) -> contextlib.AbstractContextManager[Daemon]:
+    """Run loadtest.fake_server. Raises PeerError."""
+    return _daemon("loadtest.fake_server", *arguments)
+
+
+@contextlib.contextmanager
+def _daemon(*module: str) -> Iterator[Daemon]:
+    port = free_port()
+    command = Command([sys.executable, "-m", *module, "--port", str(port)], {})
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running(command, port, Path(folder) / "log", {"prompt": "x", "max_tokens": 1}, _START_LIMIT_S) as server,
+    ):
+        yield Daemon(port, server.pid)
 
 
 def get(port: int, path: str) -> str:
     """Return the body of a GET."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
         return str(answer.read().decode())
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        get(port, "/ready")
-    except OSError:
-        return False
-    return True

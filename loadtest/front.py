@@ -1,24 +1,21 @@
-"""Measures the HTTP front alone: the real app and engine thread over a runner that only invents tokens.
+"""Measures HTTP alone: the real app over a runner that invents tokens.
 
-Server and client each get a core of their own; a client that is busy all the time is the limit, and not the front.
-Server CPU is read from the kernel's accounting.
+Server and client run on different cores. If the client is busy all the time, it is the limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from loadtest.arguments import positive_int
 from loadtest.bench import Asking, closed_loop
 from loadtest.client import Client, Outcome, Target
+from loadtest.daemon import Daemon, fake_daemon
 from loadtest.errors import LoadtestError
 from loadtest.output import save_json
 from loadtest.workload import Job
@@ -32,46 +29,26 @@ class FrontError(LoadtestError):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run. `cpu_us_per_event` is the server's CPU time, all its threads, over the events it sent."""
+    """The figures of a run; CPU time is of all threads of the server."""
 
     events: int
     seconds: float
     events_per_s: float
     cpu_us_per_event: float
-    client_busy: float  # share of its core that the client used: near 1 means that it was the limit
+    client_busy: float  # share of its core that the client used
     failed: int
     tokens_per_event: float
 
 
-@contextlib.contextmanager
-def child(module: str, core: int | None, arguments: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Run `python -m module`, which prints its port once it listens; yields the process and the port."""
-    process = subprocess.Popen(  # noqa: S603 - our own module
-        [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        if core is not None:
-            os.sched_setaffinity(process.pid, {core})
-        line = process.stdout.readline()
-        if not line.strip().isdecimal():
-            raise FrontError(f"{module} did not start: it said {line.strip()!r} where its port was expected.")
-        yield process, int(line)
-    finally:
-        process.terminate()
-        process.wait()
-        process.stdout.close()
-
-
 def cpu_s(pid: int) -> float:
-    """User and system seconds that a process, with all its threads, has used."""
+    """Return the CPU seconds of a process and its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def drive(port: int, pid: int, num_streams: int, num_tokens: int, endpoint: str) -> Figures:
-    """Read concurrent streams to their ends, after one round that warms both sides up."""
-    client = Client(Target.parse(f"http://127.0.0.1:{port}"))
+async def drive(server: Daemon, num_streams: int, num_tokens: int, endpoint: str) -> Figures:
+    """Measure concurrent streams, after a warm-up."""
+    client, pid = Client(Target.parse(server.url)), server.pid
     asking = Asking("fake", endpoint)
     outcomes: list[Outcome] = []
     jobs = [Job("hello", num_tokens)] * num_streams
@@ -99,22 +76,24 @@ async def drive(port: int, pid: int, num_streams: int, num_tokens: int, endpoint
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `front`."""
-    parser.add_argument("--streams", type=int, default=256, help="open at the same time; default %(default)s")
-    parser.add_argument("--tokens", type=int, default=256, help="events a stream; default %(default)s")
+    parser.add_argument("--streams", type=positive_int, default=256, help="open at the same time; default %(default)s")
+    parser.add_argument("--tokens", type=positive_int, default=256, help="events a stream; default %(default)s")
     parser.add_argument("--step-ms", type=float, default=5.0, help="time of a step; default %(default)s")
     parser.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
     parser.add_argument("--json", type=Path, metavar="FILE")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print. 1 if a stream failed."""
+    """Measure and print; return 1 if a stream failed."""
     cores = sorted(os.sched_getaffinity(0))
     server_core = cores[-1] if len(cores) > 1 else None
-    if server_core is not None:
-        os.sched_setaffinity(0, {cores[0]})
     try:
-        with child("loadtest.fake_server", server_core, [str(options.step_ms)]) as (process, port):
-            found = asyncio.run(drive(port, process.pid, options.streams, options.tokens, options.endpoint))
+        if server_core is not None:
+            os.sched_setaffinity(0, {server_core})  # which the server inherits
+        with fake_daemon(str(options.step_ms)) as server:
+            if server_core is not None:
+                os.sched_setaffinity(0, {cores[0]})
+            found = asyncio.run(drive(server, options.streams, options.tokens, options.endpoint))
     finally:
         os.sched_setaffinity(0, cores)
     print(
@@ -126,5 +105,5 @@ def run(options: argparse.Namespace) -> int:
     )
     if server_core is None:
         print("server and client shared the only core, so both figures are too low.")
-    save_json(options.json, asdict(found))
+    save_json(options.json, found)
     return 1 if found.failed else 0

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # One GPU in one command: tests on the device, every kernel, the engine, the server. Needs no network.
 #
-#   bash loadtest/gpu.sh                  run it: under 8 minutes, results to $OUT or loadtest/results/gpu-CARD-DATE
-#   bash loadtest/gpu.sh --rehearse       run every part on a CPU with tiny shapes, to see that the script works
-#   bash loadtest/gpu.sh --tune           look for better tile sizes for attention, and nothing else
+#   bash loadtest/gpu.sh                  run it: under 8 minutes, results to $OUT or loadtest/results/gpu-NAME-DATE
+#   bash loadtest/gpu.sh --rehearse       run every part on a CPU with tiny shapes, to check the script
+#   bash loadtest/gpu.sh --tune           search better tile sizes for attention, nothing else
 #   bash loadtest/gpu.sh --wheels DIR     fetch what an image with torch and transformers lacks (loadtest/gpu/wheels.txt)
 #
-# Wheels in the folder wheels/, or in $QUIRE_WHEELS, are used where there are any. Other arguments go to
+# Wheels in the folder wheels/, or in $QUIRE_WHEELS, are used. Other arguments go to
 # `python -m loadtest.gpu`: --only PART ..., --limit SECONDS, --commit HASH.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,8 +44,8 @@ if [ -n "${OUT:-}" ]; then
 elif [[ " $* " == *" --rehearse "* ]]; then
     out=${TMPDIR:-/tmp}/quire-gpu-rehearsal
 else
-    card=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr -cs '[:alnum:]\n' - || true)
-    out=loadtest/results/gpu-${card:-unknown}-$(date -u +%Y-%m-%d)
+    name=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr -cs '[:alnum:]\n' - || true)
+    out=loadtest/results/gpu-${name:-unknown}-$(date -u +%Y-%m-%d)
 fi
 mkdir -p "$out"
 

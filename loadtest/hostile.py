@@ -1,8 +1,7 @@
-"""Sends hostile and heavy bodies to a daemon, and measures what its /health probes see meanwhile.
+"""Sends hostile and heavy bodies to a daemon, and measures its /health probes.
 
-One thread probes on a fixed schedule, so a stall delays every probe that was due in it, not one; others send. A case is
-sent again and again for a while. Without --base-url the daemon is loadtest/fake_server.py: the real front over invented
-tokens.
+Probes have a fixed schedule, so that a stall delays all that are due in it. Without --base-url the daemon is
+loadtest/fake_server.py: the real front over invented tokens.
 """
 
 from __future__ import annotations
@@ -11,20 +10,21 @@ import argparse
 import contextlib
 import http.client
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loadtest.client import Target
-from loadtest.front import child
-from loadtest.output import save_json
+from loadtest.daemon import fake_daemon
+from loadtest.output import print_table, save_json
+from loadtest.peers.process import rss_bytes
+from loadtest.report import percentile
 
-MOST_MS = 50.0  # that /health's p99 may rise by
+MOST_MS = 50.0  # by which the p99 of /health may rise
 PROBE_EVERY_S = 0.01
 TIMEOUT_S = 300.0
 MIB = 1 << 20
@@ -41,7 +41,7 @@ _ECHO = {"prompt": [*range(1000, 9000)], "max_tokens": 1, "echo": True, "logprob
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A body, made when it is sent first; so many clients send it side by side."""
+    """A body, and the number of clients that send it."""
 
     name: str
     path: str
@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The effect of a case: milliseconds of /health, and MiB by which the daemon and its children grew at most."""
+    """The effect of a case: milliseconds of /health, and growth in MiB."""
 
     name: str
     body_mib: float
@@ -72,7 +72,7 @@ def _chat(**fields: Any) -> bytes:
 
 
 def _inserted(name: str, item: bytes, num: int, around: bytes = b"[]") -> bytes:
-    """A chat with one more field, a list or object of so many items."""
+    """Return a chat with one more field, a list or object of many items."""
     items = b",".join(item % index if b"%d" in item else item for index in range(num))
     return _chat()[:-1] + b',"%s":%s%s%s}' % (name.encode(), around[:1], items, around[1:])
 
@@ -86,7 +86,7 @@ def _tool(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases() -> Sequence[Case]:
-    """Every kind of body that has ever held up a daemon, or might."""
+    """Return every kind of body that has delayed a daemon, or might."""
     text = "The quick brown fox, " * 50
     wide = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(10_000)}}
     regex = {"structured_outputs": {"regex": "((a{1000}){1000}){1000}"}, "max_tokens": 4}
@@ -111,7 +111,11 @@ def cases() -> Sequence[Case]:
         Case("a tool of 10,000 properties", CHAT, lambda: _chat(tools=[_tool(wide)])),
         Case("a strict tool, nested 60 deep", CHAT, lambda: _chat(tools=[_tool(_nested(60))])),
         Case("12 MB of responses' items", RESPONSES, lambda: _json({"input": _messages(11_000, text)})),
-        Case("12 MB of Anthropic's messages", MESSAGES, lambda: _anthropic(11_000, text)),
+        Case(
+            "12 MB of Anthropic's messages",
+            MESSAGES,
+            lambda: _json({"max_tokens": 1, "messages": _messages(11_000, text)}),
+        ),
         Case("30 MB of instructions", RESPONSES, lambda: _json({"input": "x", "instructions": text * 30_000})),
         Case("900,000 token ids", COMPLETIONS, lambda: _json({"prompt": list(range(900_000)), "max_tokens": 1})),
         Case("1,000 prompts of 900 ids", COMPLETIONS, lambda: _json({"prompt": [[7] * 900] * 1000, "max_tokens": 1})),
@@ -145,15 +149,11 @@ def _nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-def _anthropic(num: int, text: str) -> bytes:
-    return _json({"max_tokens": 1, "messages": _messages(num, text)})
-
-
 WARM_UP = Case("warm-up", CHAT, lambda: _chat(messages=_messages(1, "x" * MIB)))
 
 
 class Prober:
-    """Probes /health on a fixed schedule, and notes how large the daemon and its children are."""
+    """Probes /health on a fixed schedule, and measures the daemon's memory."""
 
     def __init__(self, target: Target, pid: int | None) -> None:
         self._target = target
@@ -164,7 +164,7 @@ class Prober:
 
     @contextlib.contextmanager
     def probing(self) -> Iterator[Prober]:
-        """Probe until left."""
+        """Probe until the context ends."""
         threads = [threading.Thread(target=self._probe), threading.Thread(target=self._weigh)]
         for thread in threads:
             thread.start()
@@ -176,9 +176,8 @@ class Prober:
                 thread.join()
 
     def ms(self, share: float) -> float:
-        """The delay that this share of the probes does not exceed."""
-        ordered = sorted(self.delays_s)
-        return 1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+        """Return a quantile of the delays."""
+        return 1e3 * percentile(sorted(self.delays_s), share)
 
     def _weigh(self) -> None:
         while self._pid is not None and not self._is_over.wait(PROBE_EVERY_S):
@@ -191,7 +190,7 @@ class Prober:
             connection.request("GET", self._target.prefix + "/health")
             connection.getresponse().read()
             now = time.perf_counter()
-            while due_s <= now:  # all that were due while this one waited
+            while due_s <= now:  # all that were due during this one
                 self.delays_s.append(now - due_s)
                 due_s += PROBE_EVERY_S
             time.sleep(max(due_s - time.perf_counter(), 0))
@@ -199,20 +198,16 @@ class Prober:
 
 
 def family_bytes(pid: int) -> int:
-    """Resident memory of a process and its direct children."""
+    """Return the resident memory of a process and its direct children."""
     pids = [pid]
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
             pids += map(int, (task / "children").read_text(encoding="ascii").split())
-    total = 0
-    for each in pids:
-        with contextlib.suppress(OSError):
-            total += int(Path(f"/proc/{each}/statm").read_text(encoding="ascii").split()[1])
-    return total * os.sysconf("SC_PAGE_SIZE")
+    return sum(map(rss_bytes, pids))
 
 
 def run_case(target: Target, pid: int | None, case: Case, seconds: float) -> Row:
-    """Send a case again and again, from all its clients."""
+    """Send a case from all its clients for some seconds."""
     body = case.make()
     statuses: dict[str, int] = {}
     slowest_s = 0.0
@@ -229,7 +224,7 @@ def run_case(target: Target, pid: int | None, case: Case, seconds: float) -> Row
 
 
 def _send(target: Target, path: str, body: bytes, give_up_s: float) -> list[tuple[str, float]]:
-    """Statuses, and how long each answer took."""
+    """Return the status and the seconds of each answer."""
     outcomes: list[tuple[str, float]] = []
     headers = {"content-type": "application/json"}
     if target.api_key:
@@ -263,11 +258,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure every case. 1 if /health was held up by more than MOST_MS, or a body brought a 500."""
+    """Measure every case; return 1 if /health was late or a body caused a 500."""
     if options.base_url:
         return _run(Target.parse(options.base_url, options.api_key), options.pid, options)
-    with child("loadtest.fake_server", None, ["5"]) as (process, port):
-        return _run(Target.parse(f"http://127.0.0.1:{port}"), process.pid, options)
+    with fake_daemon("5") as server:
+        return _run(Target.parse(server.url), server.pid, options)
 
 
 def _run(target: Target, pid: int | None, options: argparse.Namespace) -> int:
@@ -276,26 +271,27 @@ def _run(target: Target, pid: int | None, options: argparse.Namespace) -> int:
     with prober.probing():
         time.sleep(max(options.seconds, 1.0))
     idle = Row("idle", 0.0, {}, prober.ms(0.5), prober.ms(0.99), prober.ms(1), 0.0, 0.0)
-    print(f"{'':<34}{'MiB':>6}  {'/health p50':>11} {'p99':>8} {'max':>8} ms  {'slowest':>8}  {'grew':>8}   answers")
-    _show(idle)
     rows = []
     for case in cases():
         if options.only in case.name:
+            print(case.name, flush=True)
             rows.append(run_case(target, pid, case, options.seconds))
-            _show(rows[-1])
+    _show([idle, *rows])
     late = [row.name for row in rows if row.p99_ms > idle.p99_ms + MOST_MS]
     broken = [row.name for row in rows if any(status == "500" or not status.isdecimal() for status in row.statuses)]
     print(f"/health p99 within {MOST_MS:.0f} ms of idle: {'yes' if not late else 'no: ' + ', '.join(late)}")
     if broken:
         print(f"answered by a 500, or not at all: {', '.join(broken)}")
-    save_json(options.json, {"idle": asdict(idle), "cases": [asdict(row) for row in rows]})
+    save_json(options.json, {"idle": idle, "cases": rows})
     return 1 if late or broken else 0
 
 
-def _show(row: Row) -> None:
-    answers = ", ".join(f"{count} x {status}" for status, count in sorted(row.statuses.items()))
-    print(
-        f"{row.name:<34}{row.body_mib:>6.1f}  {row.p50_ms:>11.1f} {row.p99_ms:>8.1f} {row.max_ms:>8.1f}     "
-        f"{row.slowest_s:>6.2f} s  {row.growth_mib:>4.0f} MiB   {answers}",
-        flush=True,
-    )
+def _show(rows: Sequence[Row]) -> None:
+    cells = []
+    for row in rows:
+        delays = [f"{delay:.1f}" for delay in (row.p50_ms, row.p99_ms, row.max_ms)]
+        answers = ", ".join(f"{count} x {status}" for status, count in sorted(row.statuses.items()))
+        cells.append(
+            (row.name, f"{row.body_mib:.1f}", *delays, f"{row.slowest_s:.2f}", f"{row.growth_mib:.0f}", answers)
+        )
+    print_table(("case", "MiB", "/health p50 ms", "p99", "max", "slowest s", "grew MiB", "answers"), cells)

@@ -90,16 +90,11 @@ def measure() -> list[Row]:
         Row("traced token: lines of the functions that run", f"{sum(traced.values()):,}", "2,700"),
         Row(
             "traced token: files / lines in them",
-            f"{len(traced)} / {sum(map(_count, traced_paths(traced))):,}",
+            f"{len(traced)} / {_total([ROOT / name for name in traced]):,}",
             "50 / 8,500",
         ),
         *measure_sources(),
     ]
-
-
-def traced_paths(traced: dict[str, int]) -> list[Path]:
-    """Return the files of a trace."""
-    return [ROOT / name for name in traced]
 
 
 def measure_sources() -> list[Row]:
@@ -128,7 +123,7 @@ def measure_sources() -> list[Row]:
 
 
 class Circles(NamedTuple):
-    """Groups that import each other: files, the top packages, and packages below them."""
+    """Groups that import each other: files, top packages, inner packages."""
 
     files: list[list[str]]
     tops: list[list[str]]
@@ -260,7 +255,10 @@ def run(options: argparse.Namespace) -> int:
             print(f"{num_lines:>5} of {_count(ROOT / name):>4}  {name}")
         return 0
     rows = measure()
-    print_table(("figure", "now", "wanted", ""), rows)
+    print_table(("figure", "now", "wanted"), (row[:3] for row in rows))
+    for row in rows:
+        if row.detail:
+            print(f"{row.name}: {row.detail}")
     for circle in import_circles().packages:
         print(f"these packages import each other in a circle: {', '.join(circle)}")
     if options.update:

@@ -1,4 +1,4 @@
-"""Measures the effect of settings: real daemons that differ in one setting, driven in turns by one workload.
+"""Measures the effect of settings: daemons that differ in one, driven in turns.
 
 All variants of a setting run side by side and get the same requests round by round, so that a drift of the machine's
 speed affects all of them. The table shows medians of the rounds.

@@ -1,4 +1,4 @@
-"""How all commands report: tables in Markdown, figures as JSON, and progress on stderr."""
+"""Reports: tables in Markdown, figures as JSON, progress on stderr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures the perplexity of a text under settings of the daemon, to judge a number format.
+"""Measures the perplexity of a text under settings of the daemon.
 
     python -m loadtest perplexity "--dtype bfloat16" "--dtype bfloat16 --kv-cache-dtype int8"
 
@@ -14,17 +14,16 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
-from engine.core.types import Request, SamplingParams, StepEvents, TokenEvent
-from engine.loop import Engine
 from loadtest.errors import LoadtestError
-from loadtest.output import print_table, progress_bar, save_json
+from loadtest.output import print_table, save_json
 
-_SCORE = SamplingParams(max_tokens=0, prompt_logprobs=0)
+if TYPE_CHECKING:
+    from engine.llm.job import RequestOutput
 
 
 class PerplexityError(LoadtestError):
@@ -65,12 +64,12 @@ def run(options: argparse.Namespace) -> int:
     scores = [_measure(settings, options, text) for settings in options.settings]
     _print(scores)
     about = {"python": sys.version.split()[0], "text": str(options.text or "pydoc_data.topics")}
-    save_json(options.json, about | {"scores": [asdict(score) for score in scores]})
+    save_json(options.json, about | {"scores": scores})
     return 0
 
 
 def read_text(path: Path | None) -> str:
-    """Return the file's text, or pydoc's 465,000 characters, which differ between Pythons."""
+    """Return the file's text, or pydoc's 465,000 characters."""
     if path is None:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
         return "\n\n".join(topics[name] for name in sorted(topics))
@@ -81,7 +80,7 @@ def read_text(path: Path | None) -> str:
 
 
 def cut_windows(tokens: Sequence[int], prefix: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
-    """Yield windows of `size` tokens, each after `prefix`, without a rest of one token."""
+    """Yield windows of `size` tokens, each after `prefix`; no rest of one token."""
     step = size - len(prefix)
     for begin in range(0, len(tokens), step):
         window = (*prefix, *tokens[begin : begin + step])
@@ -90,57 +89,40 @@ def cut_windows(tokens: Sequence[int], prefix: Sequence[int], size: int) -> Iter
 
 
 def _measure(settings: str, options: argparse.Namespace, text: str) -> Score:
-    from engine.build import build_engine  # here, for they bring torch and pydantic, and `quire bench` needs neither
+    from engine.config import EngineConfig  # here, because other commands need neither torch nor pydantic
     from engine.model_source import find_model
+    from engine.setting import declared
     from engine.text.tokenizer import load_tokenizer
+    from quire import LLM, SamplingParams
     from server.settings.flags import load_settings
 
     given = load_settings([*([options.model] if options.model else []), *shlex.split(settings)])
-    source = find_model(given.model)
-    tokenizer = load_tokenizer(given.tokenizer or source.path, revision=given.revision)
+    tokenizer = load_tokenizer(given.tokenizer or find_model(given.model).path, revision=given.revision)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) < options.tokens:
         raise PerplexityError(f"The text has {len(tokens)} tokens, fewer than --tokens {options.tokens}.")
-    prefix = tokenizer.encode("", add_special_tokens=True)  # a model that learned with one predicts badly without
-    engine = build_engine(given.engine_config(source.path), lambda _: None)
-    if engine.config.max_model_len < options.window or options.window <= len(prefix):
+    prefix = tokenizer.encode("", add_special_tokens=True)  # models trained with one need it
+    if options.window <= len(prefix):
         raise PerplexityError(
-            f"--window is {options.window}; it must be at most {engine.config.max_model_len} here, and more than the "
-            f"{len(prefix)} tokens that begin every prompt."
+            f"--window is {options.window}; each prompt begins with {len(prefix)} special tokens; raise it."
         )
     windows = list(cut_windows(tokens[: options.tokens], prefix, options.window))
-    started_s = time.monotonic()
-    negative, num_tokens = score_windows(engine, windows, max(1, len(prefix)), settings or "default settings")
-    return Score(settings, math.exp(negative / num_tokens), num_tokens, time.monotonic() - started_s)
+    names = {each.name for each in declared(EngineConfig)} & given.model_fields_set - {"model"}
+    with LLM(given.model, **{name: getattr(given, name) for name in names}) as llm:
+        started_s = time.monotonic()
+        outputs = llm.generate(windows, SamplingParams(max_tokens=0, prompt_logprobs=0))
+        seconds = time.monotonic() - started_s
+    negative, num_tokens = sum_up(outputs, max(1, len(prefix)))
+    return Score(settings, math.exp(negative / num_tokens), num_tokens, seconds)
 
 
-def score_windows(engine: Engine, windows: Sequence[tuple[int, ...]], skipped: int, title: str) -> tuple[float, int]:
-    """Return the negative log likelihood of the tokens after the first `skipped`, and their number."""
-    answers: SimpleQueue[StepEvents] = SimpleQueue()
-    negative, num_tokens = 0.0, 0
-    engine.start(answers.put)
-    try:
-        with progress_bar() as bar:
-            task = bar.add_task(title, total=sum(map(len, windows)))
-            for index, window in enumerate(windows):
-                engine.submit(Request(request_id=str(index), prompt=window, params=_SCORE, arrival_s=engine.clock()))
-                for entry in _entries(answers.get())[skipped:]:
-                    negative -= entry
-                    num_tokens += 1
-                bar.update(task, advance=len(window), description=f"{title}: {math.exp(negative / num_tokens):.3f}")
-    finally:
-        engine.stop(drain_s=0.0)
-    return negative, num_tokens
-
-
-def _entries(events: Iterable[TokenEvent]) -> list[float]:
-    """Return the log probability of each token of a window; NaN for the first."""
-    (event,) = events
-    if event.error is not None:
-        raise event.error
-    assert event.prompt is not None
-    assert event.prompt.logprobs is not None
-    return [math.nan if entry is None else entry.logprob for entry in event.prompt.logprobs]
+def sum_up(outputs: Sequence[RequestOutput], skipped: int) -> tuple[float, int]:
+    """Return the negative log likelihood after `skipped` tokens, and their number."""
+    logprobs = []
+    for output in outputs:
+        pairs = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
+        logprobs += [entry[token].logprob for token, entry in list(pairs)[skipped:] if entry is not None]
+    return -sum(logprobs), len(logprobs)
 
 
 def _print(scores: Sequence[Score]) -> None:

@@ -39,7 +39,7 @@ def log_y(plt: Any, axes: Any) -> None:
 
 
 def draw_bench(path: Path, points: Sequence[Point], outcomes: Mapping[str, Sequence[Outcome]]) -> None:
-    """Draw throughput, latency against throughput, and the distributions of TTFT and ITL."""
+    """Draw throughput, latency, and the distributions of TTFT and ITL."""
     plt = require_matplotlib()
     figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
     (throughput, trade), (first, between) = axes

@@ -48,7 +48,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The load and the results of one point of a sweep. Rates are per second of wall time."""
+    """The load and the results of one point of a sweep; rates are a second."""
 
     load: str  # "concurrency 16" or "4 requests/s"
     level: float

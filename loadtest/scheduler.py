@@ -1,4 +1,4 @@
-"""Times the scheduler alone: one plan and one commit with 16, 64 and 256 sequences running."""
+"""Times the scheduler alone: one plan and one commit of a decode step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGET_US = 300.0  # at 256 sequences
 
 
 def decode_step_us(num_seqs: int, num_steps: int) -> list[float]:
-    """Microseconds of each plan + commit while `num_seqs` sequences decode; the runner's time is left out."""
+    """Return the microseconds of each plan and commit while sequences decode."""
     config = SchedulerConfig(
         num_blocks=num_seqs * (PROMPT_LEN + num_steps) // 16 + num_seqs,
         block_size=16,

@@ -1,9 +1,9 @@
-"""Times the parts of a step: the real engine on this thread, without HTTP.
+"""Times the parts of a decode step: the real engine on this thread, without HTTP.
 
-`python -m loadtest steps --num-seqs 1 8 32 -- --dtype bfloat16` decodes with so many sequences, as a daemon of
-these settings would, and prints the median microseconds of each part: plan, index tensors, model, LM head, sampler,
-reading the result, commit. `rest` is the remaining time of the step. The parts are found by name in the runner and
-timed by wrapping them, so this file knows the runner's insides and is the only one that may.
+    python -m loadtest steps --num-seqs 1 8 32 -- --dtype bfloat16
+
+The parts are methods of the engine, found by name and wrapped. `rest` is the remaining time of the step, `host` the sum
+of the parts that run on the CPU.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from typing import Any
 from engine.core.types import Adapter, Request, SamplingParams
 from engine.loop import Engine
 from loadtest.arguments import positive_int
+from loadtest.engines import build
 from loadtest.output import print_table, save_json
 
-_PARTS = {  # name -> where the engine keeps it, and the method that is timed
+_PARTS = {  # name -> the path of its object in the engine, and its method
     "plan": ("_scheduler", "plan"),
     "tensors": ("_runner._batches", "build"),
     "prepare": ("_runner._backend", "prepare"),
@@ -44,7 +45,7 @@ class Stopwatch:
         self._now: dict[str, float] = {}
 
     def wrap(self, owner: Any, method: str, name: str) -> None:
-        """Have every call of owner's method counted under `name`."""
+        """Time every call of a method under `name`."""
         inner: Callable[..., Any] = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +58,7 @@ class Stopwatch:
         setattr(owner, method, timed)
 
     def step(self, turn: Callable[[], None]) -> None:
-        """One turn of the engine."""
+        """Time one turn of the engine."""
         self._now = defaultdict(float)
         begun = time.perf_counter()
         turn()
@@ -65,7 +66,7 @@ class Stopwatch:
         self.steps.append({**self._now, "rest": total - sum(self._now.values()), "step": total})
 
     def medians_us(self) -> dict[str, float]:
-        """By part, in microseconds."""
+        """Return the median microseconds of each part."""
         names = (*_PARTS, "rest", "step")
         return {name: 1e6 * statistics.median([step.get(name, 0.0) for step in self.steps]) for name in names}
 
@@ -78,7 +79,7 @@ def decode(
     params: SamplingParams,
     adapters: Sequence[Adapter | None] = (None,),
 ) -> dict[str, float]:
-    """Return medians of pure decode steps of `num_seqs` sequences, with these adapters in turn."""
+    """Return medians of pure decode steps; the sequences use the adapters in turn."""
     rng = random.Random(num_seqs)  # prompts differ between levels, so that the prefix cache finds nothing
     for index in range(num_seqs):
         prompt = tuple(rng.randrange(engine.vocab_size) for _ in range(64))
@@ -90,7 +91,7 @@ def decode(
         before = stats.generation_tokens
         watch.step(turn)
         if stats.generation_tokens - before == num_seqs:
-            break  # every prompt is through
+            break  # all prompts are computed
     watch.steps.clear()
     for _ in range(num_steps):
         watch.step(turn)
@@ -99,24 +100,6 @@ def decode(
         turn()
     watch.steps.clear()
     return found
-
-
-def build(settings: Sequence[str]) -> Engine:
-    """An engine as a daemon of these settings has it, one step at a time, unstarted."""
-    from engine.build import build_engine  # here, for they bring torch and pydantic, and `quire bench` needs neither
-    from engine.model_source import find_model
-    from server.settings.flags import load_settings
-
-    given = load_settings([*settings, "--no-async-scheduling"])
-    return build_engine(given.engine_config(find_model(given.model).path), lambda _: None)
-
-
-def runs_on_cpu(settings: Sequence[str]) -> bool:
-    """Where an engine of these settings computes."""
-    from engine.build import resolve_device
-    from server.settings.flags import load_settings
-
-    return resolve_device(load_settings(settings).device).type == "cpu"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ class WorkloadError(LoadtestError):
 
 
 class Job(NamedTuple):
-    """One request to send: its text, how many tokens to ask for, and when (seconds from the start of the run)."""
+    """One request: its text, its max_tokens, and its arrival in seconds."""
 
     text: str
     max_tokens: int
@@ -81,7 +81,7 @@ def copying(num: int, *, prompt: Length, output: Length, seed: int) -> list[Job]
 
 
 def dataset(path: Path, num: int, *, output: Length, seed: int) -> list[Job]:
-    """Return jobs of a JSONL file of prompts, with or without max_tokens. Raises WorkloadError."""
+    """Return jobs of a JSONL file of prompts. Raises WorkloadError."""
     rng = random.Random(seed)
     try:
         rows = list(_rows(path))

@@ -45,7 +45,7 @@ from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.request_log import RequestLog
 from server.tenancy.tenancy import Tenancy
-from server.tenancy.tenant_file import Tenant, read_tenants
+from server.tenancy.tenant_file import read_tenants
 
 # One line an endpoint: its module's `router` is served, and described by /openapi.json and docs/reference.md.
 ENDPOINTS = [
@@ -112,10 +112,17 @@ def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Con
     telemetry = Telemetry(request_log, *metrics.listeners, log_answer)
     emit = telemetry.emit
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
-    limits = _limits(engine, tokenizer, config)
+    limits = ModelLimits.of(
+        engine.config,
+        engine.vocab_size,
+        tokenizer,
+        max_logprobs=config.max_logprobs,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
     tenancy = Tenancy(
         config.api_keys,
-        _tenants(config),
+        None if config.tenants is None else read_tenants(config.tenants, config.api_keys),
         lambda tenant, limit: emit(TenantRefused(tenant, limit)),
         shares_prefixes=config.share_prefix_cache,
     )
@@ -140,21 +147,6 @@ def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Con
         if handover and config.role == "decode"
         else None,
     )
-
-
-def _limits(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> ModelLimits:
-    return ModelLimits.of(
-        engine.config,
-        engine.vocab_size,
-        tokenizer,
-        max_logprobs=config.max_logprobs,
-        tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
-    )
-
-
-def _tenants(config: AppConfig) -> tuple[Tenant, ...] | None:
-    return None if config.tenants is None else read_tenants(config.tenants, config.api_keys)
 
 
 async def _start(context: Context, prefixes: Sequence[Request]) -> None:

@@ -26,7 +26,7 @@ from server.batches.service import BatchService
 from server.client import EngineClient
 from server.errors import ApiError
 from server.http.bodies import BodyReader, is_large, limited
-from server.http.slow_thread import run_slowly
+from server.http.threads import run_slowly
 from server.middleware import IGNORED_FIELDS
 from server.openai.responses.store import ResponseStore
 from server.operations.handoff import Receiver
@@ -116,7 +116,7 @@ class Context:
         def encode_all() -> list[list[int]]:
             return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-        return await for_text(sum(map(len, texts)), encode_all)
+        return await aside(encode_all, sum(map(len, texts)))
 
 
 async def _context(request: Request) -> Context:  # async, as FastAPI runs plain functions on a thread
@@ -182,16 +182,11 @@ async def _read(pieces: AsyncIterator[bytes], context: Context, model: type[Body
         return context.bodies.read_here(model, raw)
 
 
-async def for_text(num_chars: int, function: Callable[[], Result]) -> Result:
-    """Run a function that encodes so many characters, on a thread if they are many."""
+async def aside(function: Callable[[], Result], num_chars: int = 0) -> Result:
+    """Run work on the body, or on so many characters; on another thread if that takes long."""
     if _IS_LARGE.get():
         return await run_slowly(function)
     return function() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(function)
-
-
-async def aside(function: Callable[[], Result]) -> Result:
-    """Run work in proportion to the body: on the slow thread if that is large."""
-    return await run_slowly(function) if _IS_LARGE.get() else function()
 
 
 def _report_ignored(request: Request, context: Context, names: list[str]) -> None:

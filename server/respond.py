@@ -30,12 +30,11 @@ from engine.text.sampling import seconds
 from server.client import Answer
 from server.context import Context
 from server.errors import REQUEST_ID, ApiError, to_api_error
-from server.generation import ChoiceDelta, Generation
-from server.http.slow_thread import run_slowly
+from server.generation import ChoiceDelta, Generation, Usage
+from server.http.threads import run_slowly
 from server.middleware import RECORD
 from server.openai.formatter import ChunkMeta, ResponseFormatter
 from server.openai.sampling import EngineBody, SamplingBody
-from server.openai.usage import Usage
 from server.telemetry.events import RequestOpened
 from server.telemetry.request_log import RequestRecord
 from server.telemetry.timeline import AnswerMetrics, server_timing, with_metrics
@@ -99,8 +98,7 @@ def submit(
     Raises what the tenant's limits or the engine refuse with.
     """
     account: Account | None = getattr(http.state, TENANT, None)
-    if account is not None:
-        requests = _admit(context, account, requests)
+    requests = _admit(http, context, requests)
     answer = context.client.submit(requests)
     if account is not None:
         account.open(requests)
@@ -121,24 +119,13 @@ def submit(
     return answer, generation
 
 
-def _admit(context: Context, account: Account, requests: Sequence[Request]) -> Sequence[Request]:
-    """Return the requests on an account. Raises OverloadedError."""
+def _admit(http: HttpRequest, context: Context, requests: Sequence[Request]) -> Sequence[Request]:
+    """Return the requests on the caller's account, if it has one. Raises OverloadedError."""
+    account: Account | None = getattr(http.state, TENANT, None)
+    if account is None:
+        return requests
     account.check(request_s=context.engine.stats.e2e_s.mean)
     return [context.public_prefixes.mark(request) for request in account.sign(requests)]
-
-
-async def _prefill_elsewhere(http: HttpRequest, context: Context, requests: Sequence[Request]) -> None:
-    """Have the prefill daemon compute the prompts.
-
-    Raises what `submit` would refuse these requests with.
-    """
-    assert context.receiver is not None
-    for request in requests:
-        check_request(request, context.engine.config)
-    account: Account | None = getattr(http.state, TENANT, None)
-    if account is not None:
-        requests = _admit(context, account, requests)
-    await unless_disconnected(http.receive, context.receiver.fetch(requests))
 
 
 async def respond(
@@ -154,7 +141,9 @@ async def respond(
     Raises what the engine refuses with, before anything is sent.
     """
     if context.receiver is not None:
-        await _prefill_elsewhere(http, context, requests)
+        for request in requests:
+            check_request(request, context.engine.config)
+        await unless_disconnected(http.receive, context.receiver.fetch(_admit(http, context, requests)))
     answer, generation = submit(http, context, requests, rules, stream=body.stream)
     if body.stream:
         status = partial(context.live.status, [request.request_id for request in requests])

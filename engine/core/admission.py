@@ -1,8 +1,7 @@
 """Refuses requests: those that can never run, by their lengths, and all while the queue is full.
 
-A refused client is given the time at which there will be a place for it: places become free one by one, at the pace at
-which recent answers were completed. Each refused client gets the time of a different place, because clients return at the
-time they were given. Knows no clock. Any thread may ask: the numbers of Stats are written by the engine thread.
+Places become free one by one, at the pace at which recent answers were completed. Each refused client is given the time
+of a different place, because clients return at the time they were given. Any thread may ask; it knows no clock.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from engine.core.stats import Stats
 from engine.core.types import Request
 
 MAX_RETRY_S = 120.0  # OpenAI's clients obey a Retry-After of up to two minutes
-MIN_RETRY_S = 0.1  # also how long a place takes while no answer was completed
+MIN_RETRY_S = 0.1
+UNKNOWN_S = 1.0  # until a place is free, while no answer was completed
 
 
 def peak_positions(num_prompt: int, max_tokens: int) -> int:
@@ -83,8 +83,7 @@ class QueueLimits(NamedTuple):
     def find_full(self, num_ahead: int, num_tokens: int, num_new_tokens: int) -> str:
         """Return a sentence about the limit that a request of `num_new_tokens` would exceed, or "".
 
-        `num_ahead` requests and `num_tokens` prompt tokens wait. With a free slot any request is accepted: a large one would
-        never be accepted otherwise.
+        With a free slot any request is accepted: a large one would never be accepted otherwise.
         """
         if num_ahead < 0:
             return ""
@@ -95,7 +94,7 @@ class QueueLimits(NamedTuple):
         return ""
 
     def count_departures(self, num_ahead: int, num_tokens: int) -> int:
-        """Return how many waiting requests have to start before there is a place for the last of `num_tokens`."""
+        """Return how many waiting requests have to start before there is a place."""
         num_departures = 1
         if self.max_requests is not None:
             num_departures = max(num_departures, num_ahead - self.max_requests + 1)
@@ -115,7 +114,7 @@ class RetryTimes:
         self._times: list[float] = []  # a heap
 
     def give(self, now: float, wait_s: float, each_s: float) -> float:
-        """Return a client's wait: `wait_s`, and `each_s` for each client that was given an earlier time and returns."""
+        """Return a client's wait: `each_s` more for each client with an earlier time."""
         while self._times and self._times[0] <= now:
             heappop(self._times)
         wait_s = max(wait_s + len(self._times) * each_s, MIN_RETRY_S)
@@ -133,7 +132,7 @@ class OverloadControl:
         self._retry_times = RetryTimes()
 
     def check(self, now: float, num_new_tokens: int, *, num_unseen: int = 0, num_unseen_tokens: int = 0) -> None:
-        """Raise OverloadedError if the queue is full. `num_unseen` requests have not reached the scheduler yet."""
+        """Raise OverloadedError if the queue is full; `num_unseen` requests are still in the inbox."""
         stats = self._stats
         num_running = stats.num_running - stats.num_background_running  # background work yields its slots
         num_waiting = stats.num_waiting + stats.num_preempted + num_unseen
@@ -144,6 +143,6 @@ class OverloadControl:
             return
         stats.rejected += 1
         num_departures = self._limits.count_departures(num_ahead, num_tokens + num_new_tokens)
-        each_s = stats.answer_s / max(num_running, 1) or MIN_RETRY_S
+        each_s = stats.answer_s / max(num_running, 1) or UNKNOWN_S
         wait_s = self._retry_times.give(now, num_departures * each_s, each_s)
         raise OverloadedError(f"The queue is full: {full}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)

@@ -1,17 +1,12 @@
 """Beam search: the next tokens, the finished answers, and the end of a search.
 
-    BeamSearch      the arithmetic of one search: pure numbers, no sequences and no blocks
-    BeamGroup       the beams of one search as sequences
-    BeamSearches    advances the searches with the results of each step
-
 The rules are those of transformers' `generate`, so that a search finds the same answers with the same scores. Of the
 `width` best continuations, those that end are finished answers. The `width` best continuations that do not end are the
 next beams. A finished answer's score is the sum of its tokens' log probabilities, its end token's included, divided by
 their number to the power of length_penalty. The search is over when max_tokens are reached, or when there are `width`
 finished answers and early_stopping says that this is enough.
 
-Beams wait for each other, so no step in flight names one when it continues another. Owned by the scheduler, engine
-thread.
+Beams wait for each other, so no step in flight names one when it continues another. Engine thread.
 """
 
 from __future__ import annotations
@@ -79,7 +74,7 @@ class _Candidate(NamedTuple):
 
 
 def row_params(params: SamplingParams) -> SamplingParams:
-    """Return a beam's parameters for the runner: enough of the likeliest tokens that `width` of them do not end it."""
+    """Return a beam's parameters for the runner: `width` of the tokens do not end it."""
     assert params.beam is not None
     num_needed = params.beam.width + len(params.eos_token_ids | params.stop_token_ids)
     return replace(params, temperature=0.0, logprobs=max(num_needed, params.logprobs or 0))
@@ -104,15 +99,14 @@ class BeamSearch:
         return self._beam.width
 
     def put(self, beam: int, top: Top) -> bool:
-        """Take in a beam's likeliest next tokens; returns whether those of all beams are known and `advance` is due."""
+        """Take in a beam's likeliest next tokens; returns whether `advance` is due."""
         self._tops[beam] = top
         return len(self._tops) == len(self._sums)
 
     def advance(self) -> list[Continuation]:
         """Return the next beams, each in its place; none when the search is over.
 
-        A beam that continues keeps its place, with the best of its continuations. Its other continuations take the places
-        of beams that end here.
+        A beam that continues keeps its place. Its other continuations take the places of beams that end here.
         """
         width, is_last = self._beam.width, self._length + 1 == self._max_tokens
         candidates = self._candidates()
@@ -173,7 +167,7 @@ class BeamSearch:
 
 
 def _in_places(candidates: abc.Sequence[_Candidate]) -> list[_Candidate]:
-    """Return the candidates in places: each parent's best in the parent's place, the others where no beam continues."""
+    """Return the candidates in places: each parent's best stays, the others fill the rest."""
     staying: dict[int, _Candidate] = {}
     moving: list[_Candidate] = []
     for candidate in candidates:
@@ -186,7 +180,7 @@ def _in_places(candidates: abc.Sequence[_Candidate]) -> list[_Candidate]:
 
 
 class BeamGroup:
-    """The beams of one search as sequences. The first is the request's own, and reports all events.
+    """The beams of one search as sequences; the first is the request's own, and reports all events.
 
     A beam's max_total is one more than the tokens it has, so it waits until the tokens of all beams are known.
     """
@@ -212,7 +206,7 @@ class BeamGroup:
         self.members[0].seq_id = seq_id
 
     def disband(self) -> list[Sequence]:
-        """Remove all beams but the first and return them. A restart needs room for the blocks that all of them had."""
+        """Remove and return all beams but the first; a restart needs room for all of them."""
         first, others = self.members[0], self.members[1:]
         held = {block for beam in self.members for block in beam.kv.blocks}
         self.headroom = max(len(held) - blocks_for(first.num_prompt, first.kv.block_size), 0)
@@ -240,7 +234,7 @@ class BeamSearches:
         self._kv, self._queue, self._recorder = kv, queue, recorder
 
     def accept(self, seq: Sequence, entry: TokenLogprob, now: float) -> list[TokenEvent] | None:
-        """Take in a beam's likeliest next tokens; returns None while those of other beams are missing.
+        """Take in a beam's likeliest tokens; returns None while those of other beams are missing.
 
         When the search is over, returns its answers as events, best first; else an empty list.
         """
@@ -250,14 +244,15 @@ class BeamSearches:
             return None
         first = group.members[0]
         if first.history.first_token_s < 0:
-            self._recorder.began_search(first, now)
+            first.history.first_token_s = now
+            self._recorder.prompt_computed(first, now)
         if continuations := group.search.advance():
             self._go_on(group, continuations)
             return []
         return self._answers(group.search, first, now)
 
     def _go_on(self, group: BeamGroup, continuations: abc.Sequence[Continuation]) -> None:
-        """Give every beam its next token. A beam that continues another shares its blocks, which are copied on write."""
+        """Give every beam its next token; a beam that continues another shares its blocks."""
         beams = group.members
         if len(beams) < len(continuations):
             slots = beams[0].kv.slots

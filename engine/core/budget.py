@@ -1,19 +1,13 @@
-"""Limits the tokens and seconds of a step.
+"""Limits the tokens and seconds of a step. Engine thread.
 
-    StepBudget    counts tokens and seconds for one step after another
-    Allowance     what one step has left for prompts and drafts
-    StepTime      estimates what a step takes, from the steps that were committed
-
-A prompt that fits one step is not held back: it delays running sequences once. If there are many such prompts, they are
-the load, and throughput matters. A long prompt is paced, because each of its steps delays running sequences:
+A prompt that fits one step is not held back: it delays running sequences once. A long prompt is paced, because each of
+its steps delays running sequences:
 
     beside others    SHARE * n * n of what the step takes without long prompts, where n long prompts are running
     alone            ALONE * n times the fixed cost of a step: a request that arrives waits for the step that runs
 
 With a target ITL, all prompts of a step share the time it leaves, and nothing else holds them back. With a target TTFT,
 a long prompt takes the time it needs to meet it, if it still can. Until the estimate is known, nothing is held back.
-
-Owned by the scheduler, engine thread. It knows no clock, only the seconds it is given.
 """
 
 from __future__ import annotations
@@ -32,16 +26,17 @@ RESERVE = 8  # one token in so many is kept for long prompts if a long one is fi
 SHARE = 0.32  # a step with one long prompt takes 1.32 times as long, which running streams hardly show
 ALONE = 8  # fixed costs a step: the last of them is the eighth that pacing costs a prompt which runs alone
 AIM = 0.9  # of a target, and of all time if a target TTFT is at risk: steps vary by about a tenth
-FLOOR = 0.1  # of the time for decoding, which prompts have at least: else an unattainable target ITL would starve them
+FLOOR = (
+    1 - AIM
+)  # of the time for decoding, which prompts have at least: else an unattainable target ITL would starve them
 _GROWTH = 8  # after out-of-memory the limit grows by one part of so many a step: it doubles in about six steps
 _DECODES_SKIPPED = 8  # one step without prompts of so many is observed: they are frequent and alike
 _FORGETTING = 0.993  # weight of the past at each observed step: of fewer than 140 steps the estimate is unsteady
 _NUM_SWEEPS = 8  # over the costs at each observed step: 4 leave the first estimates 5 % off, 16 take twice the time
-_MIN_CHUNKS = 4  # steps with prompts before the estimate is used: fewer cannot tell its parts from each other
 
 
 class Load(NamedTuple):
-    """What a step computes. A context is a sum over tokens, of the positions that each of them attends to."""
+    """What a step computes. A context is the sum of the positions that tokens attend to."""
 
     num_decodes: int = 0
     decode_context: int = 0
@@ -80,10 +75,9 @@ def decode_load(slices: abc.Collection[SequenceSlice]) -> Load:
 
 
 class StepTime:
-    """An estimate of a step's duration: least squares with exponential forgetting, and no cost below 0.
+    """An estimate of a step's duration: least squares with exponential forgetting, no cost below 0.
 
-    An error counts relative to the step's duration, or to the estimate if that is longer. So a step that was interrupted
-    moves the estimate little.
+    An error counts relative to the step's duration, or to the estimate if that is longer: an interruption moves it little.
     """
 
     __slots__ = ("_num_chunks", "_products", "_totals", "costs")
@@ -96,8 +90,8 @@ class StepTime:
 
     @property
     def is_known(self) -> bool:
-        """Return whether there were enough steps with prompts."""
-        return self._num_chunks >= _MIN_CHUNKS
+        """Return whether there were enough steps with prompts to tell the costs apart."""
+        return self._num_chunks >= len(self.costs)
 
     def observe(self, load: Load, seconds: float) -> None:
         """Learn from a step of this load that took `seconds`."""
@@ -127,11 +121,11 @@ class StepTime:
         return expected
 
     def chunk_s(self, start: int, count: int) -> float:
-        """Return the seconds that `count` positions of a prompt from `start` add to a step that has prompts already."""
+        """Return the seconds that a chunk adds to a step that has prompts already."""
         return count * (self.costs.token_s + self.costs.context_s * (start + count / 2))
 
     def tokens_within(self, seconds: float, start: int) -> float:
-        """Return how many positions of a prompt from `start` can be added for `seconds`: the inverse of `chunk_s`."""
+        """Return how many positions can be added for `seconds`: the inverse of `chunk_s`."""
         if seconds <= 0 or seconds == inf:
             return max(seconds, 0.0)
         slope = self.costs.token_s + self.costs.context_s * start
@@ -142,12 +136,12 @@ class StepTime:
 class StepBudget:
     """Sets the size of each step, and learns from its duration."""
 
-    __slots__ = ("_limit", "_max_tokens", "_num_skipped", "_target_itl_s", "_target_ttft_s", "times")
+    __slots__ = ("_limit", "_max_tokens", "_num_skipped", "target_itl_s", "target_ttft_s", "times")
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.times = StepTime()
         self._max_tokens = self._limit = config.max_num_batched_tokens
-        self._target_ttft_s, self._target_itl_s = config.target_ttft_s, config.target_itl_s
+        self.target_ttft_s, self.target_itl_s = config.target_ttft_s, config.target_itl_s
         self._num_skipped = 0  # steps without prompts since one was observed
 
     def begin(self, *, has_foreground: bool) -> Allowance:
@@ -166,51 +160,13 @@ class StepBudget:
     def observe(
         self, prompts: Load | None, slices: abc.Collection[SequenceSlice], num_drafts: int, seconds: float
     ) -> None:
-        """Learn from a step that took `seconds`. `prompts` is its load, or None if all of its slices are decodes."""
+        """Learn from a step; `prompts` is its load, or None if all of its slices are decodes."""
         self._limit = min(self._limit + self._limit // _GROWTH + 1, self._max_tokens)
         self._num_skipped += 1
         if slices and (prompts is not None or self._num_skipped >= _DECODES_SKIPPED):
             self._num_skipped = 0
             load = prompts or decode_load(slices)
             self.times.observe(load._replace(num_decodes=load.num_decodes + num_drafts), seconds)
-
-    def prompts_s(self, decodes: Load) -> float:
-        """Return the seconds that the prompts of a step with such decodes may take, beyond the cost of having any."""
-        target_s, times = self._target_itl_s, self.times
-        if target_s is None or not decodes.num_decodes or not times.is_known:
-            return inf
-        base_s = times.seconds(decodes) + times.costs.chunked_s
-        return max(AIM * target_s - base_s, FLOOR * base_s)
-
-    def long_s(self, others: Load, long: abc.Sequence[Sequence], now: float) -> float:
-        """Return the seconds that long prompts may take of `prompts_s`. `others` are decodes and short prompts."""
-        times, costs, num_long = self.times, self.times.costs, len(long)
-        if not times.is_known or (others.num_decodes and self._target_itl_s is not None):
-            return inf
-        if not others.num_decodes and not others.num_prompt_tokens:
-            return ALONE * num_long * (costs.fixed_s + costs.chunked_s)
-        urgency = self._urgency(long, now)
-        share_s = max(SHARE * num_long**2, urgency / (1 - urgency)) * times.seconds(others)
-        if others.num_prompt_tokens:
-            return share_s
-        return max(share_s - costs.chunked_s, costs.chunked_s)
-
-    def drafts_s(self, load: Load) -> float:
-        """Return the seconds that drafts may add to a step of this load."""
-        target_s, times = self._target_itl_s, self.times
-        return inf if target_s is None or not times.is_known else AIM * target_s - times.seconds(load)
-
-    def _urgency(self, long: abc.Sequence[Sequence], now: float) -> float:
-        """Return the share of all time that long prompts need to meet the target TTFT, counting those that still can."""
-        if self._target_ttft_s is None:
-            return 0.0
-        target_s, urgency = self._target_ttft_s, 0.0
-        for seq in long:
-            waited_s = now - seq.request.arrival_s
-            needed_s = self.times.chunk_s(seq.num_planned, len(seq.tokens) - seq.num_planned)
-            if needed_s > 0 and seq.history.first_token_s < 0 and waited_s + needed_s < target_s:
-                urgency += needed_s / max(AIM * target_s - waited_s, needed_s)
-        return min(urgency, AIM)
 
 
 class Allowance:
@@ -238,8 +194,8 @@ class Allowance:
         return self._load
 
     def begin_prompts(self, *, holds_back: bool) -> None:
-        """Start with the prompts. With `holds_back`, a part of the allowance is kept for long ones until `release`."""
-        self.seconds = self._budget.prompts_s(self.load)
+        """Start with the prompts; `holds_back` keeps a part for long ones until `release`."""
+        self.seconds = self._prompts_s()
         if holds_back:
             self._num_held = -(-self.num_tokens // RESERVE)
             if self._num_held and self.seconds < inf:
@@ -270,9 +226,41 @@ class Allowance:
         return count
 
     def long_s(self, long: abc.Sequence[Sequence], now: float) -> float:
-        """Return the seconds that long prompts may take in this step."""
-        return min(self._budget.long_s(self.load, long, now), self.seconds)
+        """Return the seconds that long prompts may take, beside decodes and short prompts."""
+        times, costs, num_long, others = self._budget.times, self._budget.times.costs, len(long), self.load
+        if not times.is_known or (others.num_decodes and self._budget.target_itl_s is not None):
+            return self.seconds
+        if not others.num_decodes and not others.num_prompt_tokens:
+            return min(ALONE * num_long * (costs.fixed_s + costs.chunked_s), self.seconds)
+        urgency = self._urgency(long, now)
+        share_s = max(SHARE * num_long**2, urgency / (1 - urgency)) * times.seconds(others)
+        if not others.num_prompt_tokens:
+            share_s = max(share_s - costs.chunked_s, costs.chunked_s)
+        return min(share_s, self.seconds)
 
     def drafts_s(self) -> float:
         """Return the seconds that drafts may add to the step, which is otherwise complete."""
-        return min(self.seconds, self._budget.drafts_s(self.load))
+        target_s, times = self._budget.target_itl_s, self._budget.times
+        if target_s is None or not times.is_known:
+            return self.seconds
+        return min(AIM * target_s - times.seconds(self.load), self.seconds)
+
+    def _prompts_s(self) -> float:
+        """Return the seconds that prompts may take, beyond the cost of having any."""
+        target_s, times, decodes = self._budget.target_itl_s, self._budget.times, self.load
+        if target_s is None or not decodes.num_decodes or not times.is_known:
+            return inf
+        base_s = times.seconds(decodes) + times.costs.chunked_s
+        return max(AIM * target_s - base_s, FLOOR * base_s)
+
+    def _urgency(self, long: abc.Sequence[Sequence], now: float) -> float:
+        """Return the share of all time that those long prompts need that can still meet the target TTFT."""
+        target_s, times, urgency = self._budget.target_ttft_s, self._budget.times, 0.0
+        if target_s is None:
+            return 0.0
+        for seq in long:
+            waited_s = now - seq.request.arrival_s
+            needed_s = times.chunk_s(seq.num_planned, len(seq.tokens) - seq.num_planned)
+            if needed_s > 0 and seq.history.first_token_s < 0 and waited_s + needed_s < target_s:
+                urgency += needed_s / max(AIM * target_s - waited_s, needed_s)
+        return min(urgency, AIM)

@@ -1,7 +1,4 @@
-"""SchedulerConfig: the scheduler's settings, resolved to numbers and checked.
-
-engine/build.py derives it from EngineConfig (engine/config.py), the model and measured memory.
-"""
+"""The scheduler's settings, resolved to numbers and checked; engine/build.py makes them."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ class SchedulerConfig:
         return max(self.max_num_seqs, min(self.max_num_seqs * (1 + self.num_speculative_tokens), _MAX_DRAFTED_ROWS))
 
     def least_window_blocks(self, window: int) -> int:
-        """Return the blocks that a group with this window needs for all sequences, with two steps in flight.
+        """Return the blocks that a group with this window needs, with two steps in flight.
 
         A sequence holds its window, drafts that were not confirmed, and two blocks that are partly outside.
         """

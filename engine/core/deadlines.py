@@ -1,10 +1,8 @@
 """Drops waiting requests that can no longer meet their `deadline_ms` or `max_queue_ms`.
 
-A request is dropped once it would be late even if it started immediately and had the engine to itself, by the estimate of
-what steps take. That is the least time it needs, so nothing is dropped that might have been in time. A request that has
-started is never dropped. A deadline also moves a request forward in the queue, within a bound (queues/keyed.py). Only
-requests with such fields cost anything: a heap of the times at which they are checked. Owned by the scheduler, engine
-thread.
+A request is dropped once it would be late even if it started immediately and had the engine to itself, so nothing is
+dropped that might have been in time. A request that has started is never dropped. Only requests with such fields cost
+anything: a heap of the times at which they are checked. Engine thread.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Deadlines:
         heappush(self._heap, (min(self._last_starts(seq, 0)), seq.seq_id, seq))
 
     def take_hopeless(self, now: float) -> list[tuple[Sequence, Target, DeadlineError]]:
-        """Return the waiting sequences that cannot be in time any more, with the target they miss and an error."""
+        """Return the sequences that cannot be in time any more, with target and error."""
         hopeless = []
         while self._heap and self._heap[0][0] < now:
             _, seq_id, seq = heappop(self._heap)
@@ -49,10 +47,9 @@ class Deadlines:
             by_deadline, by_queue = self._last_starts(seq, self._kv.lookup(seq))
             if now <= min(by_deadline, by_queue):  # the estimate has changed, or its prompt is cached now
                 heappush(self._heap, (min(by_deadline, by_queue), seq_id, seq))
-            elif by_queue < now:
-                hopeless.append((seq, Target.QUEUE, DeadlineError(_queue_sentence(seq, now))))
             else:
-                hopeless.append((seq, Target.DEADLINE, DeadlineError(self._deadline_sentence(seq, now))))
+                target = Target.QUEUE if by_queue < now else Target.DEADLINE
+                hopeless.append((seq, target, DeadlineError(self._sentence(seq, target, now))))
         return hopeless
 
     def _last_starts(self, seq: Sequence, num_cached: int) -> tuple[float, float]:
@@ -63,7 +60,7 @@ class Deadlines:
         return request.arrival_s + by_deadline, request.arrival_s + by_queue
 
     def _least_s(self, seq: Sequence, num_cached: int) -> float:
-        """Return the seconds it takes alone: the prompt in steps as large as possible, then at least min_tokens."""
+        """Return the seconds it takes alone: its prompt, then at least min_tokens."""
         if not self._times.is_known:
             return 0.0
         costs, params = self._times.costs, seq.request.params
@@ -74,27 +71,19 @@ class Deadlines:
         context = num_decodes * len(seq.tokens) + num_decodes * (num_decodes - 1) // 2
         return prompt_s + num_decodes * (costs.fixed_s + costs.decode_s) + costs.decode_context_s * context
 
-    def _deadline_sentence(self, seq: Sequence, now: float) -> str:
+    def _sentence(self, seq: Sequence, target: Target, now: float) -> str:
         request, waited_s = seq.request, now - seq.request.arrival_s
-        assert request.deadline_s is not None
-        least = ""
-        if waited_s < request.deadline_s:
-            least_s = self._least_s(seq, self._kv.lookup(seq))
-            least = f", and computing it takes at least {_ms(least_s)} ms"
+        if target is Target.QUEUE:
+            return (
+                f"The request was not started in time: max_queue_ms is {_ms(request.max_queue_s)}, and it has been waiting "
+                f"for {_ms(waited_s)} ms. Nothing of it was computed."
+            )
+        least_s = self._least_s(seq, self._kv.lookup(seq))
         return (
             f"The answer cannot be there in time: deadline_ms is {_ms(request.deadline_s)}, of which {_ms(waited_s)} have "
-            f"passed in the queue{least}. Nothing of it was computed."
+            f"passed in the queue, and computing it takes at least {_ms(least_s)} ms. Nothing of it was computed."
         )
 
 
-def _queue_sentence(seq: Sequence, now: float) -> str:
-    request = seq.request
-    assert request.max_queue_s is not None
-    return (
-        f"The request was not started in time: max_queue_ms is {_ms(request.max_queue_s)}, and it has been waiting for "
-        f"{_ms(now - request.arrival_s)} ms. Nothing of it was computed."
-    )
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f}"
+def _ms(seconds: float | None) -> str:
+    return f"{1e3 * (seconds or 0.0):.0f}"

@@ -1,13 +1,11 @@
 """Speculation in the scheduler: the number of draft tokens of each sequence in a step.
 
-The runner drafts the tokens and computes them in the same step, so a plan has counts and no values here either. Drafts
-use only the rest of each budget: of tokens, of the samples that memory is measured for, of the seconds that a target ITL
-allows, and of blocks. No sequence is preempted for a draft.
+The runner drafts the tokens and computes them in the same step. Drafts use only the rest of each budget: of tokens, of
+samples, of the seconds that a target ITL allows, and of blocks. No sequence is preempted for a draft.
 
 A step that is bound by reading weights computes a few more rows for next to nothing; one that is bound by arithmetic pays
 for each. So drafts are added as long as each raises the expected tokens per second of the step. Each sequence has a
-moving average of how often its drafts are right, which starts at the average of all sequences. For a sequence without
-drafts it rises slowly, so that drafting is tried again. Owned by the scheduler, engine thread.
+moving average of how often its drafts are right. Engine thread.
 """
 
 from __future__ import annotations
@@ -26,51 +24,45 @@ from engine.core.step import Drafted
 
 HOPE = 0.8  # the chance of a draft before any was checked
 _MEMORY = 0.8  # weight of a sequence's past at each draft that was checked: about five count
-_LONG_MEMORY = 0.95  # weight of the past of all sequences at each such draft: about twenty count
 _FADING = 0.997  # weight of a sequence's chance at each step without drafts: it tries again after some hundred steps
 
 
 class DraftPlanner:
     """Adds drafts to a plan that is otherwise complete, and learns from how many are accepted."""
 
-    __slots__ = ("_costs", "_kv", "_max_drafts", "_max_rows", "_stats", "_usual")
+    __slots__ = ("_costs", "_kv", "_max_drafts", "_max_rows", "_num_checked", "_stats")
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, stats: Stats) -> None:
         self._kv, self._stats = kv, stats
         self._max_drafts, self._costs = config.num_speculative_tokens, config.draft_costs
         self._max_rows = config.max_num_rows
-        self._usual = HOPE
+        self._num_checked = 0  # drafts of all sequences
         stats.spec_accepted_at = [0] * self._max_drafts
 
     def plan(self, step: InFlightStep, num_tokens: int, allowance: Allowance, num_reserved: int) -> None:
-        """Add drafts to the decodes of a step of `num_tokens`, within what the allowance has left.
-
-        `num_reserved` blocks stay available for sequences that are about to grow.
-        """
+        """Add drafts to the decodes of a step, leaving `num_reserved` blocks for sequences that grow."""
         sequences = step.sequences[: step.num_decodes]
         budget = min(allowance.num_tokens, self._max_rows - step.num_samples)
         most = min(self._max_drafts, budget)
+        histories = [self._history(seq) for seq in sequences]
+        chances = [history.chance for history in histories]
         rooms = [
-            min(most, seq.max_total - 1 - seq.num_planned) if seq.drafts is None or seq.drafts.is_allowed else 0
-            for seq in sequences
+            min(most, seq.max_total - 1 - seq.num_planned) if history.is_allowed else 0
+            for seq, history in zip(sequences, histories, strict=True)
         ]
-        chances = [self._chance(seq) for seq in sequences]
         lengths = choose_lengths(chances, rooms, num_tokens, self._costs, allowance.drafts_s())
-        for index, (seq, chance, length) in enumerate(zip(sequences, chances, lengths, strict=True)):
+        for index, (seq, length) in enumerate(zip(sequences, lengths, strict=True)):
             num_drafts = self._make_room(seq, min(length, budget), step, num_reserved) if length else 0
             if num_drafts:
                 step.num_drafts[index] = num_drafts
                 budget -= num_drafts
             else:
-                self._history(seq).chance = HOPE + (chance - HOPE) * _FADING
-
-    def _chance(self, seq: Sequence) -> float:
-        """Return how likely a sequence's next draft is right."""
-        return self._usual if seq.drafts is None else seq.drafts.chance
+                histories[index].chance = HOPE + (chances[index] - HOPE) * _FADING
 
     def _history(self, seq: Sequence) -> DraftHistory:
+        """Return a sequence's history, which begins with the average of all sequences."""
         if seq.drafts is None:
-            seq.drafts = DraftHistory(self._usual)
+            seq.drafts = DraftHistory((HOPE + self._stats.spec_accepted_tokens) / (1 + self._num_checked))
         return seq.drafts
 
     def _make_room(self, seq: Sequence, num_drafts: int, step: InFlightStep, num_reserved: int) -> int:
@@ -82,7 +74,7 @@ class DraftPlanner:
         return num_drafts
 
     def observe(self, seq: Sequence, drafted: Drafted) -> None:
-        """Learn from a sequence's checked drafts. If nothing was sampled at all, the sequence gets no more drafts."""
+        """Learn from checked drafts. If nothing was sampled at all, the sequence gets no more."""
         history = self._history(seq)
         if not drafted.token_ids:
             history.is_allowed = False
@@ -99,7 +91,7 @@ class DraftPlanner:
         num_checked = min(num_accepted + 1, drafted.num_drafts)
         share = num_accepted / num_checked
         history.chance = share + (history.chance - share) * _MEMORY**num_checked
-        self._usual = share + (self._usual - share) * _LONG_MEMORY**num_checked
+        self._num_checked += num_checked
 
 
 def seconds(points: Points, count: int) -> float:
@@ -117,8 +109,7 @@ def seconds(points: Points, count: int) -> float:
 def lower_hull(points: abc.Iterable[tuple[int, float]]) -> Points:
     """Return the lower convex hull of the points, made non-decreasing.
 
-    So an interrupted measurement counts less, and each further row costs at least as much as the one before. Therefore
-    the best drafts can be found one by one.
+    So each further row costs at least as much as the one before, and the best drafts can be found one by one.
     """
     hull: list[tuple[int, float]] = []
     least = inf
@@ -141,8 +132,8 @@ def choose_lengths(
 ) -> list[int]:
     """Return how many tokens to draft for each sequence of a step of `num_rows` rows, at most its room.
 
-    Together they add at most `spare_s` to the step. `chances` say how likely a draft is right if those before it were.
-    The likeliest draft is taken first. There are none if the step has more expected tokens per second without them.
+    `chances` say how likely a draft is right if those before it were; the likeliest is taken first. Together they add at
+    most `spare_s` to the step. There are none if the step has more expected tokens per second without them.
     """
     lengths = [0] * len(chances)
     candidates = [(-chance, index) for index, chance in enumerate(chances) if rooms[index] > 0]

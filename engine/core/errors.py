@@ -1,27 +1,7 @@
 """The errors that Quire raises on purpose; server/errors.py maps them to HTTP.
 
-    QuireError
-    ├── ClientError               the caller can mend it
-    │   ├── InvalidRequestError   a value is out of range or contradicts another
-    │   │   ├── UnsupportedError  a field is known, but not implemented here
-    │   │   └── AdapterLoadError  an adapter is damaged, of a kind that is not supported, or another model's
-    │   ├── AdapterNotFoundError  there is no such adapter
-    │   ├── AdapterConflictError  an adapter's name is taken, or there is no room for one more
-    │   ├── ContextLengthError    prompt (+ max_tokens) does not fit the model's context
-    │   └── NeverFitsError        the request can never fit this pool or this batch
-    ├── DeadlineError             it could not be in time, by its own fields; nothing of it was computed
-    ├── OverloadedError           try again later: the queue is full; carries the wait in seconds
-    └── ServerError               the caller did nothing wrong
-        ├── ConfigError           a setting is wrong, at start-up
-        ├── ModelLoadError        a model file is missing, corrupt or not supported, at start-up
-        ├── MemoryBudgetError     there is not enough memory for what was asked, at start-up
-        ├── DeviceMemoryError     a step did not fit the device's memory; the engine takes it back and plans a smaller one
-        ├── DeviceLostError       the device cannot be used any more; the engine ends on it
-        ├── ComputeError          one sequence could not be computed; it alone ends
-        ├── ShuttingDownError     the daemon drains and takes no new work
-        └── EngineDeadError       the engine thread died; every open request hears it
-
-A message is one sentence for the person who has to act: what, which value, what to do.
+A ClientError can be mended by the caller; a ServerError cannot. A message is one sentence for the person who has to act:
+what, which value, what to do.
 """
 
 from __future__ import annotations
@@ -36,10 +16,6 @@ def shorten(text: str) -> str:
 
 class QuireError(Exception):
     """The root of the tree. `str(error)` is fit to be shown to a user."""
-
-    @property
-    def message(self) -> str:
-        return str(self)
 
 
 class ClientError(QuireError):
@@ -62,7 +38,7 @@ class UnsupportedError(InvalidRequestError):
 
 
 class ContextLengthError(ClientError):
-    """The prompt, or the prompt plus max_tokens, is longer than the model's context of `limit` tokens.
+    """The prompt, or the prompt plus max_tokens, exceeds the model's context of `limit` tokens.
 
     `max_tokens` is 0 where the prompt alone is too long.
     """
@@ -102,7 +78,7 @@ class OverloadedError(QuireError):
 
 
 class DeadlineError(QuireError):
-    """The request was dropped from the queue: it set a time that cannot be kept any more. Nothing of it was computed."""
+    """The request set a time that cannot be kept any more; nothing of it was computed."""
 
 
 class ServerError(QuireError):
@@ -122,15 +98,15 @@ class MemoryBudgetError(ServerError):
 
 
 class DeviceMemoryError(ServerError):
-    """A step did not fit the memory that the device has left. Nothing of it counts; a smaller one may fit."""
+    """A step did not fit the memory of the device. Nothing of it counts."""
 
 
 class CopyError(DeviceMemoryError):
-    """Blocks could not be copied between the pool and host memory. Nothing of the step counts; it can do without."""
+    """Blocks could not be copied to or from host memory. Nothing of the step counts."""
 
 
 class DeviceLostError(ServerError):
-    """The device, or this process's hold on it, is broken: nothing can be computed until the process is restarted."""
+    """The device is broken, or lost to this process, which must be restarted."""
 
 
 class ComputeError(ServerError):
@@ -138,7 +114,7 @@ class ComputeError(ServerError):
 
 
 class ShuttingDownError(ServerError):
-    """The daemon is draining. `retry_after_s` is the time until it has ended, so that another may have taken its place."""
+    """The daemon is draining; it has ended in `retry_after_s`."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -150,4 +126,4 @@ class EngineDeadError(ServerError):
 
 
 class ParcelError(Exception):
-    """K/V could not be handed from one daemon to another; the message says why. The prompt is computed instead."""
+    """K/V could not be handed over; the prompt is computed instead."""

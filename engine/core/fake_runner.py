@@ -2,11 +2,9 @@
 
 With memory, a step writes each token into the block and offset that its page table names and draws the next token from
 a hash of *everything it reads back through the page table*. A block that was freed too early, shared without a copy or
-mapped to the wrong place therefore changes the tokens, so equality of token streams proves the paging. Each group of
-layers with a sliding window has a memory too, in which a position holds a hash of the tokens up to it; a step asserts
-that it finds these in the window of every position that it computes. Without memory
-a draw costs a few hundred nanoseconds, for simulations and for loading the HTTP front. Used by tests, `quire simulate`
-and benchmarks; single-threaded like every Runner.
+mapped to the wrong place therefore changes the tokens. Each group of layers with a sliding window has a memory too, in
+which a position holds a hash of the tokens up to it; a step asserts that it finds these in the window of every position
+that it computes. Without memory a draw costs a few hundred nanoseconds.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from array import array
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -24,14 +23,12 @@ from engine.core.stats import TransferKind
 from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
 from engine.core.types import TokenLogprob
 
-_MASK = (1 << 64) - 1
-
 
 def mix(*values: int) -> int:
     """Return a 64-bit hash of integers, the same in every process."""
     state = 0x9E3779B97F4A7C15
     for value in values:
-        state = ((state ^ (value & _MASK)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = (state ^ (value % (1 << 64))) * 0xBF58476D1CE4E5B9 % (1 << 64)
         state ^= state >> 29
     return state
 
@@ -66,7 +63,7 @@ class CostModel:
 
 
 class _WindowMemory:
-    """The K/V of a group of layers with a sliding window: of each position, a hash of the tokens up to it."""
+    """The K/V of layers with a sliding window: of each position, a hash of its tokens."""
 
     def __init__(self, group: WindowGroup, block_size: int) -> None:
         self._window, self._block_size = group.window, block_size
@@ -92,27 +89,22 @@ Choose = Callable[[abc.Sequence[int], int], int]
 
 
 class FakeStep:
-    """A launched fake step; `before_wait` spends the time it takes."""
+    """A launched fake step."""
 
-    __slots__ = ("_before_wait", "_result")
-
-    def __init__(self, result: StepResult, before_wait: Callable[[], None] | None) -> None:
-        self._result = result
-        self._before_wait = before_wait
+    def __init__(self, result: StepResult, before_wait: Callable[[], None]) -> None:
+        self._result, self._before_wait = result, before_wait
 
     def wait(self) -> StepResult:
         """Return the result, after the simulated time."""
-        if self._before_wait is not None:
-            self._before_wait()
+        self._before_wait()
         return self._result
 
 
 class FakeRunner:
     """Answers plans for a vocabulary of `vocab_size` tokens.
 
-    `choose` replaces the hash (it implies memory). `sleep` is called with each step's cost in seconds, if a cost
-    model is given. `fail` maps a slice to a sentence for requests that shall fail, or returns None. Where a plan has room
-    for drafts it drafts what it is going to draw, and of these tokens a share of `acceptance` are right.
+    `choose` replaces the hash (it implies memory). `sleep` is called with each step's cost in seconds. `fail` maps a slice to
+    a sentence for requests that shall fail. Of drafted tokens a share of `acceptance` are right.
     """
 
     def __init__(
@@ -123,7 +115,7 @@ class FakeRunner:
         memory: bool = True,
         choose: Choose | None = None,
         cost: CostModel | None = None,
-        sleep: Callable[[float], None] | None = None,
+        sleep: Callable[[float], None] = lambda _: None,
         fail: Callable[[SequenceSlice], str | None] | None = None,
         acceptance: float = 0.8,
     ) -> None:
@@ -147,12 +139,12 @@ class FakeRunner:
     def run(self, plan: StepPlan) -> FakeStep:
         """Compute a step; nothing of the plan is kept."""
         self.num_steps += 1
-        result = StepResult(token_ids=[])
         errors: dict[int, Fault] = {}
         logprobs: dict[int, TokenLogprob] = {}
         prompt_logprobs: dict[int, abc.Sequence[TokenLogprob]] = {}
         pooled: dict[int, abc.Sequence[int]] = {}
         drafted: dict[int, Drafted] = {}
+        result = StepResult([], logprobs, prompt_logprobs, pooled, errors, (), drafted)
         if self._pages is not None:
             self._move_blocks(plan, self._pages)
         for index, piece in enumerate(plan.slices):
@@ -177,9 +169,8 @@ class FakeRunner:
             if piece.pooled_positions:
                 states = [hidden_state(history[: piece.start + i + 1]) for i in piece.pooled_positions]
                 pooled[index] = [sum(column) for column in zip(*states, strict=True)]
-        result.errors, result.logprobs = errors, logprobs
-        result.prompt_logprobs, result.pooled, result.drafted = prompt_logprobs, pooled, drafted
-        return FakeStep(result, self._timer(plan))
+        seconds = self._cost.seconds(plan) if self._cost is not None else 0.0
+        return FakeStep(result, partial(self._sleep, seconds))
 
     def transfer(self, transfer: Transfer, slots: dict[int, list[int]]) -> None:
         """Carry out what a Transport would, between host blocks and a store's `slots`."""
@@ -208,13 +199,6 @@ class FakeRunner:
 
     def close(self) -> None:
         """Do nothing."""
-
-    def _timer(self, plan: StepPlan) -> Callable[[], None] | None:
-        cost, sleep = self._cost, self._sleep
-        if cost is None or sleep is None:
-            return None
-        seconds = cost.seconds(plan)
-        return lambda: sleep(seconds)
 
     def _move_blocks(self, plan: StepPlan, pages: list[list[int]]) -> None:
         """Move blocks out of the pool as early, and into it as late, as the contract allows."""

@@ -1,7 +1,6 @@
 """A step from its plan to its commit, or to its rollback if nothing of it was computed.
 
-It is not in step.py, which the runtime imports: the runtime must not see sequences. Owned by the scheduler, engine
-thread.
+It is not in step.py, which the runtime imports: the runtime must not see sequences. Engine thread.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class InFlightStep:
         return sum([piece.num_tokens for piece in self.slices])
 
     def largest(self, request_ids: Container[str]) -> str | None:
-        """Return the request of `request_ids` with the most tokens and samples in the step; of equals, the last."""
+        """Return the request with the most tokens and samples in the step; of equals, the last."""
         sizes = [piece.num_tokens + len(piece.samples) for piece in self.slices]
         ours = [i for i, seq in enumerate(self.sequences) if seq.request_id in request_ids]
         return self.sequences[max(ours, key=lambda i: (sizes[i], i))].request_id if ours else None
@@ -65,61 +64,36 @@ class InFlightStep:
     def add_chunk(self, seq: Sequence, start: int, count: int, samples: tuple[Sample, ...]) -> None:
         """Add a slice of `count` known positions of a sequence; `samples` are taken from the last."""
         wants = seq.params.prompt_logprobs if seq.wants_prompt_logprobs else None
-        self.slices.append(
-            SequenceSlice(
-                slot=seq.slot,
-                tokens=seq.tokens,
-                num_prompt=seq.num_prompt,
-                start=start,
-                num_tokens=count,
-                block_table=seq.kv.blocks,
-                samples=samples,
-                params=seq.params,
-                prompt_logprobs=-1 if wants is None else wants,
-                seq_id=seq.seq_id,
-                window_tables=seq.kv.window_tables,
-            )
-        )
+        self.slices.append(seq.slice(start, count, samples, -1 if wants is None else wants))
         self.sequences.append(seq)
         self.num_samples += len(samples)
         seq.num_in_flight += 1
 
-    def undo(self) -> dict[Sequence, bool]:
-        """Undo this step; see `roll_back`."""
-        filled = {destination for _, destination in self.copies}
-        stand: dict[Sequence, bool] = {}
-        for index, (piece, seq) in enumerate(zip(self.slices, self.sequences, strict=True)):
-            children = self.children.get(index, ())
-            stand[seq] = filled.isdisjoint(seq.kv.blocks)
-            stand.update(dict.fromkeys(children, False))
-            seq.num_planned = piece.start
-            if not stand[seq]:
-                _forget_from(seq, filled)
-            for child in children:  # of the blocks it was forked with, only published ones are surely computed
-                child.num_computed = min(child.num_computed, child.kv.num_published * child.kv.block_size)
-            for each in (seq, *children):
-                each.num_in_flight -= 1
-        for seq, num_found in self.arrivals.items():  # they keep their blocks, whose contents are lost
-            stand.setdefault(seq, True)
-            seq.num_planned = seq.num_computed = num_found
-            seq.num_in_flight -= 1
-        return stand
-
-
-def _forget_from(seq: Sequence, filled: set[int]) -> None:
-    """Count a sequence's positions as computed up to the first block that was to be `filled`."""
-    first = next(index for index, block in enumerate(seq.kv.blocks) if block in filled)
-    seq.num_computed = min(seq.num_computed, first * seq.kv.block_size)
-
 
 def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
-    """Roll back the plans in flight; returns whether each of their sequences can continue from there.
+    """Roll back the plans in flight; returns whether each of their sequences can continue.
 
     A choice that was forked in them cannot, nor can a sequence whose last block was to be filled by a copy: the
     copied block may have been written to since.
     """
     stand: dict[Sequence, bool] = {}
     while in_flight:
-        for seq, is_whole in in_flight.pop().undo().items():
-            stand[seq] = stand.get(seq, True) and is_whole
+        step = in_flight.pop()
+        filled = {destination for _, destination in step.copies}
+        for index, (piece, seq) in enumerate(zip(step.slices, step.sequences, strict=True)):
+            children = step.children.get(index, ())
+            lost = [place for place, block in enumerate(seq.kv.blocks) if block in filled]
+            stand[seq] = stand.get(seq, True) and not lost
+            seq.num_planned = piece.start
+            if lost:
+                seq.num_computed = min(seq.num_computed, lost[0] * seq.kv.block_size)
+            for child in children:  # of the blocks it was forked with, only published ones are surely computed
+                stand[child] = False
+                child.num_computed = min(child.num_computed, child.kv.num_published * child.kv.block_size)
+            for each in (seq, *children):
+                each.num_in_flight -= 1
+        for seq, num_found in step.arrivals.items():  # they keep their blocks, whose contents are lost
+            stand.setdefault(seq, True)
+            seq.num_planned = seq.num_computed = num_found
+            seq.num_in_flight -= 1
     return stand

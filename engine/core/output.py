@@ -1,7 +1,7 @@
 """Processes step results: tokens, events, ends and preemptions of sequences.
 
 Every end and every preemption passes here. Blocks and slots are freed immediately, or at the commit of the last step in
-flight that names them. Owned by the scheduler, engine thread.
+flight that names them. Engine thread.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class OutputProcessor:
         """Take in the result of every slice; returns the events in plan order."""
         made = StepEvents()
         events = made.entries
-        special = {*step.children, *result.errors, *result.prompt_logprobs, *result.pooled, *result.drafted}
-        num_plain = 0 if special or result.ended or result.logprobs else step.num_decodes
+        has_special = result.errors or result.logprobs or result.drafted or result.ended
+        num_plain = 0 if has_special else step.num_decodes
         self._process_decodes(step.sequences[:num_plain], result.token_ids, now, events)
         cursor = num_plain
         for index in range(num_plain, len(step.slices)):
-            self._process_slice(index, step, result, cursor, now, events, is_special=index in special)
+            self._process_slice(index, step, result, cursor, now, events)
             cursor += len(step.slices[index].samples)
         return made
 
@@ -76,42 +76,17 @@ class OutputProcessor:
         self._processed_s = now
 
     def _process_slice(
-        self,
-        index: int,
-        step: InFlightStep,
-        result: StepResult,
-        cursor: int,
-        now: float,
-        events: Entries,
-        *,
-        is_special: bool,
+        self, index: int, step: InFlightStep, result: StepResult, cursor: int, now: float, events: Entries
     ) -> None:
         """Take in the result of any slice; the first of its samples has the index `cursor` among all."""
         piece, seq = step.slices[index], step.sequences[index]
-        seq.num_in_flight -= 1
-        seq.num_computed = piece.start + piece.num_tokens
-        if is_special:
-            self._process_special(index, step, result, cursor, now, events)
-        elif not piece.samples:
-            self._accept_chunk(seq, now, events)
-        elif seq.beam_group is not None:
-            self._accept_beam(seq, result.logprobs[cursor], now, events)
-        else:
-            logprob = result.logprobs.get(cursor)
-            self._accept(seq, result.token_ids[cursor], logprob, cursor in result.ended, now, events)
-
-    def _process_special(
-        self, index: int, step: InFlightStep, result: StepResult, cursor: int, now: float, events: Entries
-    ) -> None:
-        """Take in a slice that failed, forked or had drafts, or that has log probabilities or hidden states of its prompt."""
-        piece, seq = step.slices[index], step.sequences[index]
+        drawing = (seq, *step.children.get(index, ()))
+        for each in drawing:
+            each.num_in_flight -= 1
+            each.num_computed = piece.start + piece.num_tokens
         seq.prompt_logprobs += result.prompt_logprobs.get(index, ())
         if index in result.pooled:
             seq.pool(result.pooled[index])
-        drawing = (seq, *step.children.get(index, ()))
-        for child in drawing[1:]:
-            child.num_in_flight -= 1
-            child.num_computed = seq.num_computed
         if index in result.errors:
             for failed in drawing:
                 self._fail(failed, result.errors[index], now, events)
@@ -127,13 +102,7 @@ class OutputProcessor:
                 self._accept(drawer, result.token_ids[place], result.logprobs.get(place), is_end, now, events)
 
     def _accept(
-        self,
-        seq: Sequence,
-        token: int,
-        logprob: TokenLogprob | None,
-        is_end: bool,
-        now: float,
-        events: Entries,
+        self, seq: Sequence, token: int, logprob: TokenLogprob | None, is_end: bool, now: float, events: Entries
     ) -> None:
         """Append a sampled token, and end the sequence if that was its last; `is_end`: by its grammar."""
         if seq.status is Status.DONE:
@@ -177,7 +146,7 @@ class OutputProcessor:
             events.append(TokenEvent(first.request_id, 0, ()))  # no token is certain yet, but the search moved on
 
     def _accept_drafted(self, seq: Sequence, start: int, drafted: Drafted, now: float, events: Entries) -> None:
-        """Append the tokens of a slice with drafts, up to one that ends the sequence. No step in flight is behind it."""
+        """Append the tokens of a slice with drafts, up to one that ends the sequence."""
         if seq.status is Status.DONE:
             self.settle(seq)
             return
@@ -270,7 +239,7 @@ class OutputProcessor:
         ]
 
     def retire(self, seq: Sequence) -> None:
-        """Remove a sequence from its queue and its request, and free the blocks that no step in flight names."""
+        """Remove a sequence from its queue and its request, and free what no step in flight names."""
         self._drop_beams(seq)
         if seq.status in (Status.PREFILL, Status.RUNNING):
             self._queue.stop(seq)
@@ -289,7 +258,7 @@ class OutputProcessor:
     def preempt(self, seq: Sequence) -> None:
         """Preempt a running sequence; it waits again, now or once no step in flight names it.
 
-        A beam is preempted with its whole search, which starts again: the other beams cannot continue without it.
+        A beam is preempted with its whole search: the other beams cannot continue without it.
         """
         seq = seq.first_beam
         self._drop_beams(seq)
@@ -322,10 +291,7 @@ class OutputProcessor:
                 self._kv.free(beam)
 
     def _suspend(self, seq: Sequence) -> None:
-        """Free a preempted sequence after saving it to host memory if possible; it keeps its tokens and its place.
-
-        A beam search drops its tokens: it finds the same ones again.
-        """
+        """Free a preempted sequence, with a ticket if possible. A search starts again from the prompt."""
         if seq.beam_group is None:
             self._kv.suspend(seq)
         else:
@@ -335,7 +301,7 @@ class OutputProcessor:
         self._queue.enqueue(seq)
 
     def _leave(self, seq: Sequence) -> bool:
-        """Return whether a step in flight names the sequence, so that its blocks have to stay until the commit."""
+        """Return whether a step in flight names the sequence, which keeps its blocks."""
         seq.is_leaving = seq.num_in_flight > 0
         self.num_leaving += seq.is_leaving
         return seq.is_leaving

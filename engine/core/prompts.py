@@ -1,14 +1,9 @@
 """Plans the prompt chunks of a step, of new requests and of preempted ones that resume.
 
-A prompt is planned in chunks, as the budgets of its steps allow. Its last chunk samples the first token of each of the
-request's choices; a request with n > 1 forks there.
-
 No prompt blocks the queue. Short prompts come first, whole and in order. Long prompts, which no single step can hold,
 share the rest of the budget: half is for the first, half for the one that needs the fewest tokens. The first prompt
 makes progress in every step: a step holds at least 1 token of it, and if it is long, 1 / RESERVE of the tokens are kept
-from short prompts.
-
-Owned by the scheduler, engine thread.
+from short prompts. Engine thread.
 """
 
 from __future__ import annotations
@@ -71,7 +66,7 @@ class PromptPlan:
                     break
 
     def finish(self, now: float) -> None:
-        """Add the chunks of long prompts; in an otherwise empty step, a chunk of a sequence whose blocks are loading."""
+        """Add the chunks of long prompts; if a step would be empty, one whose blocks are loading."""
         self._allowance.release()
         # Some may have been preempted for others that were admitted.
         if long := [seq for seq in self._long if seq.status is Status.PREFILL]:
@@ -106,7 +101,7 @@ class PromptPlan:
         self._step.add_chunk(seq, start, count, samples)
 
     def _first_samples(self, seq: Sequence) -> tuple[Sample, ...]:
-        """Return the samples at the end of a prompt, one a choice; n > 1 forks here, sharing all blocks."""
+        """Return the samples at the end of a prompt, one a choice; n > 1 forks here."""
         if not seq.params.max_tokens:
             return ()
         drawing = [seq]

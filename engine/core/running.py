@@ -1,6 +1,6 @@
-"""The running sequences, the waiting ones, and all living ones by request.
+"""The running sequences, the waiting ones, and all living ones by request. Engine thread.
 
-Running sequences are sorted by `place`: best first, victims last. Owned by the scheduler, engine thread.
+Running sequences are sorted by `place`: best first, victims last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.core.queues import POLICIES
 from engine.core.queues.keyed import KeyedQueue
 from engine.core.sequence import Sequence
 from engine.core.stats_recorder import StatsRecorder
-from engine.core.types import FinishReason
+from engine.core.types import FinishReason, Request
 
 _place = attrgetter("place")
 _is_background = attrgetter("is_background")
@@ -41,9 +41,9 @@ class RunningQueue:
         self._next_seq_id += 1
         return self._next_seq_id
 
-    def queue_of(self, *, is_background: bool) -> KeyedQueue:
-        """Return the queue in which such requests wait."""
-        return self.background if is_background else self.foreground
+    def queue_of(self, request: Request) -> KeyedQueue:
+        """Return the queue in which a request waits."""
+        return self.background if request.is_background else self.foreground
 
     @property
     def first_waiting(self) -> Sequence | None:
@@ -55,9 +55,12 @@ class RunningQueue:
         """Return all waiting sequences in the order of admission, parked ones last."""
         return [*self.foreground, *self.background, *self.parked]
 
-    def enqueue(self, seq: Sequence) -> None:
-        """Add a sequence to its waiting queue."""
-        self.queue_of(is_background=seq.is_background).push(seq)
+    def enqueue(self, seq: Sequence, *, is_parked: bool = False) -> None:
+        """Add a sequence to its waiting queue, or hold it outside until `unpark`."""
+        if is_parked:
+            self.parked[seq] = None
+        else:
+            self.queue_of(seq.request).push(seq)
         self._recorder.queued(seq, 1)
 
     def dequeue(self, seq: Sequence) -> None:
@@ -65,50 +68,36 @@ class RunningQueue:
         if seq in self.parked:
             del self.parked[seq]
         else:
-            self.queue_of(is_background=seq.is_background).remove(seq)
+            self.queue_of(seq.request).remove(seq)
         self._recorder.queued(seq, -1)
 
-    def park(self, seq: Sequence) -> None:
-        """Hold a new sequence outside the queues, until `unpark`."""
-        self.parked[seq] = None
-        self._recorder.queued(seq, 1)
-
-    def unpark(self, seq: Sequence) -> None:
-        """Move a parked sequence to its waiting queue."""
-        del self.parked[seq]
-        self.queue_of(is_background=seq.is_background).push(seq)
+    def unpark(self, sequences: Iterable[Sequence]) -> None:
+        """Move those of these sequences that are parked to their waiting queues."""
+        for seq in sequences:
+            if seq in self.parked:
+                del self.parked[seq]
+                self.queue_of(seq.request).push(seq)
 
     def start(self, seq: Sequence) -> None:
         """Add a sequence to the running ones."""
-        self.queue_of(is_background=seq.is_background).started(seq)
+        self.queue_of(seq.request).started(seq)
         insort(self.running, seq, key=_place)
 
     def stop(self, seq: Sequence) -> None:
         """Remove a running sequence."""
-        self.queue_of(is_background=seq.is_background).stopped(seq)
+        self.queue_of(seq.request).stopped(seq)
         position = bisect_left(self.running, seq.place, key=_place)
         assert self.running[position] is seq
         del self.running[position]
 
-    def arrange(self) -> None:
-        """Sort the running sequences so that the last is preempted first; called before any may have to be."""
-        self.foreground.arrange(self.running)
-
-    def charge(self, step: InFlightStep) -> None:
-        """Charge tenants for the tokens that a committed step sampled."""
-        self.foreground.charge(step.all_sequences)
-
     def completed(self, seq: Sequence, reason: FinishReason, num_generated: int) -> None:
         """Report the length of an answer that has ended to the policy, if it was not cut short."""
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and seq.params.max_tokens:
-            queue = self.queue_of(is_background=seq.is_background)
+            queue = self.queue_of(seq.request)
             queue.completed(seq, num_generated, is_cut=reason is FinishReason.LENGTH)
 
     def takeable(self, seq: Sequence) -> list[Sequence]:
-        """Return the sequences that may be preempted for a waiting one, the first to go first.
-
-        They are background work if any runs, else those that the policy names.
-        """
+        """Return the sequences that may be preempted for a waiting one, background work first."""
         if seq.is_background or not self.running:
             return []
         if num_background := self.num_background:
@@ -144,14 +133,9 @@ class RunningQueue:
             return 0
         return len(self.running) - bisect_left(self.running, True, key=_is_background)
 
-    @property
-    def num_due(self) -> int:
-        """Return how many running sequences are to be planned: background work pauses while there is other work."""
-        return len(self.running) - (self.num_background if self.has_foreground else 0)
-
     def due(self, limit: int) -> list[Sequence]:
-        """Return the best running sequences, at most `limit` that can be planned."""
-        due = self.running[: self.num_due]
+        """Return the best running sequences that can be planned; background work pauses for other work."""
+        due = self.running[: len(self.running) - (self.num_background if self.has_foreground else 0)]
         if len(due) <= limit:
             return due
         return [seq for seq in due if not seq.is_waiting][:limit]

@@ -1,11 +1,8 @@
 """The scheduler: which tokens of which sequences run next, and in which blocks.
 
-One `plan` and one `commit` a step. A plan gives every running sequence its next token, continues prompts in chunks within
-the same token budget, admits requests that fit, and preempts when the pool is exhausted. A commit takes the sampled ids,
-ends sequences and frees their blocks. With overlap two steps are in flight: planning needs counts, never token values,
-and blocks that a step in flight names are freed at its commit, never before.
-
-Owned by the engine thread. It knows no clock (time is an argument), no tensors, no text.
+One `plan` and one `commit` a step. With overlap two steps are in flight: planning needs counts, never token values, and
+blocks that a step in flight names are freed at its commit, never before. Engine thread. It knows no clock (time is an
+argument), no tensors, no text.
 """
 
 from __future__ import annotations
@@ -31,8 +28,6 @@ from engine.core.stats import FailureCause, Snapshot, Stats
 from engine.core.stats_recorder import StatsRecorder
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
-
-MAX_LISTED = 64  # waiting sequences in a snapshot: a long queue would make it slow
 
 
 class Scheduler:
@@ -76,7 +71,7 @@ class Scheduler:
         check_request(request, self.config)
         assert request.request_id not in self._queue.requests, f"request id {request.request_id} is taken"
         names = self.kv.first_names(request)
-        queue = self._queue.queue_of(is_background=request.is_background)
+        queue = self._queue.queue_of(request)
         num_expected = queue.expect(request)
         seq_id = self._queue.take_seq_id()
         key, account = queue.key(request, num_expected), queue.account(request)
@@ -85,10 +80,7 @@ class Scheduler:
         if request.params.beam is not None:
             BeamGroup(seq)
         self._queue.requests[request.request_id] = [seq]
-        if self.kv.prefetch(seq, request.arrival_s):
-            self._queue.park(seq)
-        else:
-            self._queue.enqueue(seq)
+        self._queue.enqueue(seq, is_parked=self.kv.prefetch(seq, request.arrival_s))
         if request.deadline_s is not None or request.max_queue_s is not None:
             self._deadlines = self._deadlines or Deadlines(self.kv, self._budget.times, self.config)
             self._deadlines.watch(seq)
@@ -102,7 +94,7 @@ class Scheduler:
         return events
 
     def abort(self, request_id: str, cause: AbortCause, now: float, choice: int | None = None) -> list[TokenEvent]:
-        """End a request, or one of its choices once its prompt is computed. Unknown or ended ones are ignored."""
+        """End a request, or one of its forked choices; others are ignored."""
         reason = FinishReason.STOP if cause is AbortCause.STOP_STRING else FinishReason.ABORT
         events: list[TokenEvent] = []
         for seq in list(self._queue.requests.get(request_id, ())):
@@ -123,9 +115,9 @@ class Scheduler:
         assert len(self._in_flight) < 2, "two steps may be in flight: a decoding sequence has slices for no more"
         self.kv.expire(now)
         if self._queue.parked:
-            self._unpark([seq for seq in self._queue.parked if seq.kv.awaits_until_s <= now])
+            self._queue.unpark([seq for seq in self._queue.parked if seq.kv.awaits_until_s <= now])
         if self.kv.pool.num_available < len(self._queue.running):
-            self._queue.arrange()  # some may be preempted
+            self._queue.foreground.arrange(self._queue.running)  # some may be preempted
         step = InFlightStep(planned_s=now)
         allowance = self._budget.begin(has_foreground=self._queue.has_foreground)
         limit = allowance.num_tokens
@@ -159,7 +151,7 @@ class Scheduler:
         return StepPlan(step.step_id, step.slices, *moves, step.num_drafts, self.kv.take_window_copies())
 
     def _plan_decodes(self, step: InFlightStep, due: list[Sequence]) -> list[Sequence]:
-        """Give every running sequence in `due` its next position; returns the prompts that are not computed yet.
+        """Give every running sequence in `due` its next position; returns the prompts not computed yet.
 
         The queue is walked from its front, and victims are taken from its end. So a planned sequence is preempted only as
         a beam of a search whose other beams are.
@@ -182,7 +174,7 @@ class Scheduler:
         return [seq for seq in catching_up if seq.status is Status.PREFILL]
 
     def _is_ready(self, seq: Sequence, catching_up: list[Sequence], copies: list[tuple[int, int]]) -> bool:
-        """Give a sequence what it needs for its next position; returns whether it is one of this step's decodes."""
+        """Prepare a sequence for its next position; returns whether it decodes in this step."""
         if seq.status is not Status.RUNNING:
             catching_up.append(seq)
             return False
@@ -195,7 +187,7 @@ class Scheduler:
         return True
 
     def _make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """Give a sequence a block for its next position, preempting others from the end; False if it has to wait."""
+        """Allocate a block for the next position, preempting from the end; False if it must wait."""
         while not self.kv.extend(seq, copies):
             if self._output.num_leaving:
                 return False  # the next commit frees blocks
@@ -206,13 +198,13 @@ class Scheduler:
         return True
 
     def _admit_first(self, now: float, step: InFlightStep) -> None:
-        """Let the policy preempt sequences for the next waiting one, before the step has slices of them."""
+        """Let the policy preempt sequences for the next waiting one, before the step has slices."""
         seq = self._queue.first_waiting
         if seq is not None and seq.kv.ticket is None and not seq.is_background and self._claim(seq, step):
             self._start(seq, now)
 
     def _admit(self, now: float, step: InFlightStep) -> Iterator[Sequence]:
-        """Start waiting sequences, strictly in order, while slots and blocks last; yields one at a time.
+        """Start waiting sequences, in order, while slots and blocks last; yields one at a time.
 
         One block stays available for each running sequence, which may need it next.
         """
@@ -271,7 +263,7 @@ class Scheduler:
             seq.num_in_flight -= 1
             self._output.settle(seq)
         events = self._output.process(step, result, now)
-        self._queue.charge(step)
+        self._queue.foreground.charge(step.all_sequences)
         self._recorder.stepped(plan, now, is_background=next(step.all_sequences).is_background)
         self._queue.update_gauges()
         return events
@@ -279,8 +271,7 @@ class Scheduler:
     def roll_back(self, now: float, failure: str | None = None) -> list[TokenEvent]:
         """Undo the plans in flight, for which the device had no memory, and halve the next steps.
 
-        With `failure`, an error message, the request with the largest part in the oldest step ends with that error. All
-        others keep their blocks: the pool's memory is allocated anyway.
+        With `failure`, an error message, the request with the largest part in the oldest step ends with that error.
         """
         oldest = self._in_flight[0]
         for step in self._in_flight:
@@ -305,21 +296,15 @@ class Scheduler:
         return events
 
     def give_up_copies(self) -> None:
-        """Stop copying blocks to and from host memory, after a copy failed; preempted sequences are recomputed."""
+        """Stop copying blocks to and from host memory; preempted sequences are recomputed."""
         self.kv.give_up_copies()
         self.stats.failed_copies += 1
         self._queue.update_gauges()
 
     def transferred(self, reports: Iterable[Report]) -> None:
         """Take in the ends of transfers between host memory and the stores."""
-        self._unpark(self.kv.transferred(reports))
+        self._queue.unpark(self.kv.transferred(reports))
         self._queue.update_gauges()
-
-    def _unpark(self, sequences: Iterable[Sequence]) -> None:
-        """Move the parked ones of these sequences to the waiting queue."""
-        for seq in sequences:
-            if seq in self._queue.parked:
-                self._queue.unpark(seq)
 
     @property
     def has_parked(self) -> bool:
@@ -337,11 +322,11 @@ class Scheduler:
         return list(self._queue.running)
 
     def snapshot(self) -> Snapshot:
-        """Return the pool and all sequences; of those without blocks, the first MAX_LISTED."""
+        """Return the pool and all sequences; of those without blocks, no more than may run."""
         listed, num_empty = [], 0
         for seq in self._queue.holders(self._in_flight):
             num_empty += not seq.kv.blocks
-            if seq.kv.blocks or num_empty <= MAX_LISTED:
+            if seq.kv.blocks or num_empty <= self.config.max_num_seqs:
                 listed.append(seq.view())
         pool, queue = self.kv.pool, [seq.request_id for seq in self._queue.waiting]
         return Snapshot(pool.num_free, pool.num_held, pool.cached_blocks, tuple(listed), tuple(queue))

@@ -1,4 +1,4 @@
-"""A sequence: one answer to a request, with its tokens, K/V and state.
+"""A sequence: one answer to a request, with its tokens, K/V and state. Engine thread.
 
             admit             prompt planned           stop, length, abort, error
     WAITING ------> PREFILL ----------------> RUNNING ----------------------------> DONE
@@ -9,27 +9,25 @@
 
 A step that is rolled back leads from RUNNING to PREFILL: all of the sequence's tokens are known again.
 
-There is no prefill step and no decode step: a sequence has positions still to compute, and a step computes some.
-
     num_computed <= num_planned < max_total
 
 num_computed positions have their K/V in the pool; num_planned adds those of steps in flight. In PREFILL all tokens are
 known and num_planned catches up with them. In RUNNING exactly one token is ahead of num_planned: it is known, or a step
-in flight is still sampling it. So planning needs counts, never values. Engine thread only.
+in flight is still sampling it. So planning needs counts, never values.
 """
 
 from __future__ import annotations
 
 from collections import abc
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from engine.core.kv.page_table import SequenceKV
 from engine.core.stats import SequenceView
 from engine.core.step import POOLED_UNIT, Sample, SequenceSlice
-from engine.core.types import Pooling, PromptInfo, Request, TokenLogprob
+from engine.core.types import Pooling, PromptInfo, Request, SamplingParams, TokenLogprob
 
 
 class Status(Enum):
@@ -58,7 +56,7 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 class Account:
-    """A tenant's service and its share of the batch. Policies other than `fair` use one Account for all tenants."""
+    """A tenant's service and its share of the batch; policies but `fair` use one for all."""
 
     __slots__ = ("num_running", "served", "weight")
 
@@ -79,7 +77,7 @@ class Account:
 
 @dataclass(slots=True)
 class History:
-    """What happened to a sequence, for statistics; decode steps do not touch it. Times are -1.0 until they are known."""
+    """What happened to a sequence, for statistics. Times are -1.0 until they are known."""
 
     first_scheduled_s: float = -1.0
     first_token_s: float = -1.0
@@ -99,7 +97,7 @@ class DraftHistory:
 
 
 class Group(Protocol):
-    """Sequences of one request that run, are preempted and end together: the beams of a search, see beams.py."""
+    """Sequences that run, are preempted and end together: the beams of a search."""
 
     members: list[Sequence]  # the first is the request's own
     headroom: int  # blocks beyond the first one's that have to be available for a start
@@ -113,84 +111,58 @@ class Group(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """Mutable, slotted, and touched by the scheduler alone."""
 
-    __slots__ = (
-        "account",
-        "beam_group",
-        "choice",
-        "drafts",
-        "ending_ids",
-        "fast_commit_until",
-        "fast_path_until",
-        "history",
-        "is_chunked_prefill",
-        "is_forked",
-        "is_leaving",
-        "kv",
-        "last_token_s",
-        "max_total",
-        "num_charged",
-        "num_computed",
-        "num_in_flight",
-        "num_planned",
-        "num_prompt",
-        "order",
-        "params",
-        "place",
-        "pooled",
-        "prompt_logprobs",
-        "request",
-        "request_id",
-        "samples",
-        "seq_id",
-        "slices",
-        "slot",
-        "status",
-        "tokens",
-    )
+    request: Request
+    choice: int
+    seq_id: int
+    key: InitVar[float]
+    block_size: InitVar[int]
+    names: InitVar[abc.Sequence[bytes]]
+    account: Account
+    request_id: str = field(init=False)
+    params: SamplingParams = field(init=False)
+    status: Status = Status.WAITING
+    # Places in the queues: among those that wait, by policy and arrival, and among those that run.
+    order: tuple[float, ...] = field(init=False)
+    place: tuple[float, ...] = field(init=False)
+    num_charged: int = 0  # tokens that the account was charged for; a prompt is charged as a whole
+    tokens: list[int] = field(init=False)
+    num_prompt: int = field(init=False)
+    max_total: int = field(init=False)
+    ending_ids: frozenset[int] = field(init=False)
+    num_computed: int = 0
+    num_planned: int = 0
+    num_in_flight: int = 0  # launched steps that name this sequence
+    # Below these positions a decode only takes a place in the plan, and its token is only appended.
+    fast_path_until: int = 0
+    fast_commit_until: int = 0
+    kv: SequenceKV = field(init=False)  # the KVCacheManager's
+    slot: int = -1  # the runner row
+    samples: tuple[Sample, ...] = ()
+    slices: tuple[SequenceSlice, ...] = ()  # of its decode steps, while it has a slot
+    is_forked: bool = field(init=False)
+    is_leaving: bool = False  # out of the queues, but a step in flight still names its blocks
+    is_chunked_prefill: bool = False  # no single step could hold what was to compute when it was admitted
+    beam_group: Group | None = None
+    drafts: DraftHistory | None = None
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    pooled: list[int] = field(default_factory=list)  # the sum of hidden states so far, as StepResult has it
+    last_token_s: float = -1.0
+    history: History = field(default_factory=History)
 
-    def __init__(
-        self,
-        request: Request,
-        choice: int,
-        seq_id: int,
-        key: float,
-        block_size: int,
-        names: abc.Sequence[bytes],
-        account: Account,
-    ) -> None:
-        params = request.params
-        self.request, self.request_id, self.params = request, request.request_id, params
-        self.choice, self.seq_id = choice, seq_id
-        self.status = Status.WAITING
-        # Places in the queues: among those that wait, by policy and arrival, and among those that run.
-        self.order: tuple[float, ...] = (key, seq_id)
-        self.place: tuple[float, ...] = (self.is_background, *self.order)
-        self.account = account
-        self.num_charged = 0  # tokens that the account was charged for; a prompt is charged as a whole
-        self.tokens = list(request.prompt)
+    def __post_init__(self, key: float, block_size: int, names: abc.Sequence[bytes]) -> None:
+        self.request_id, self.params = self.request.request_id, self.request.params
+        self.order = (key, self.seq_id)
+        self.place = (self.is_background, *self.order)
+        self.tokens = list(self.request.prompt)
         self.num_prompt = len(self.tokens)
-        self.max_total = self.num_prompt + params.max_tokens
-        self.ending_ids = params.eos_token_ids | params.stop_token_ids
-        self.num_computed = self.num_planned = 0
-        self.num_in_flight = 0  # launched steps that name this sequence
-        # Below these positions a decode only takes a place in the plan, and its token is only appended.
-        self.fast_path_until = self.fast_commit_until = 0
-        self.kv = SequenceKV(block_size, names)  # the KVCacheManager's
-        self.slot = -1  # the runner row
-        self.samples: tuple[Sample, ...] = ()
-        self.slices: tuple[SequenceSlice, ...] = ()  # of its decode steps, while it has a slot
-        self.is_forked = params.num_sequences == 1
-        self.is_leaving = False  # out of the queues, but a step in flight still names its blocks
-        self.is_chunked_prefill = False  # no single step could hold what was to compute when it was admitted
-        self.beam_group: Group | None = None
-        self.drafts: DraftHistory | None = None
-        self.prompt_logprobs: list[TokenLogprob | None] = [None]
-        self.pooled: list[int] = []  # the sum of hidden states so far, as StepResult has it
-        self.last_token_s = -1.0
-        self.history = History()
+        self.max_total = self.num_prompt + self.params.max_tokens
+        self.ending_ids = self.params.eos_token_ids | self.params.stop_token_ids
+        self.kv = SequenceKV(block_size, list(names))
+        self.is_forked = self.params.num_sequences == 1
 
     @property
     def is_background(self) -> bool:
@@ -203,7 +175,7 @@ class Sequence:
         self.fast_path_until = self.fast_commit_until = 0
 
     def update_fast_path(self) -> None:
-        """Set the positions up to which a step only samples one token: no end, no new block, nothing to publish.
+        """Set the positions below which a step samples one token and nothing else happens.
 
         Called when a token was sampled, so nothing of the prompt is in flight.
         """
@@ -215,13 +187,17 @@ class Sequence:
     def _make_slices(self) -> None:
         """Make two slices for decode steps to use in turns: one may be in flight while the next is planned.
 
-        Only `start` differs from one step to the next, and writing it takes a tenth of the time of a new slice.
+        Writing `start`, all that differs between steps, takes a tenth of the time of a new slice.
         """
-        fields = (self.slot, self.tokens, self.num_prompt, 0, 1, self.kv.blocks, self.samples, self.params)
-        windows = self.kv.window_tables
-        self.slices = tuple(
-            [SequenceSlice(*fields, prompt_logprobs=-1, seq_id=self.seq_id, window_tables=windows) for _ in range(2)]
-        )
+        self.slices = (self.slice(0, 1, self.samples), self.slice(0, 1, self.samples))
+
+    def slice(
+        self, start: int, num_tokens: int, samples: tuple[Sample, ...], prompt_logprobs: int = -1
+    ) -> SequenceSlice:
+        """Return the part of this sequence that a step computes."""
+        kv = self.kv
+        fields = (self.slot, self.tokens, self.num_prompt, start, num_tokens, kv.blocks, samples, self.params)
+        return SequenceSlice(*fields, prompt_logprobs, self.seq_id, window_tables=kv.window_tables)
 
     @property
     def is_waiting(self) -> bool:
@@ -263,7 +239,7 @@ class Sequence:
 
     @property
     def needs_every_position(self) -> bool:
-        """Return whether the whole prompt has to be computed in one go, so that cached K/V cannot stand in for it."""
+        """Return whether cached K/V cannot stand in for any part of the prompt."""
         return self.wants_prompt_logprobs or self.params.pooling is Pooling.MEAN
 
     def pool(self, states: abc.Sequence[int]) -> None:
@@ -310,7 +286,7 @@ class Sequence:
         self._make_slices()
 
     def follow(self, other: Sequence, seq_id: int) -> None:
-        """Copy the state of another answer to the same prompt, sharing its blocks. The caller counts the references."""
+        """Copy another answer's state, sharing its blocks. The caller counts the references."""
         self.seq_id = seq_id  # a runner relies on this: under one id tokens are only ever appended
         self.tokens = list(other.tokens)
         self.num_computed = other.num_computed
@@ -341,8 +317,7 @@ class Sequence:
         """Forget all computed state, for a later start from scratch; its blocks are freed."""
         self.kv.clear()
         self.num_computed = self.num_planned = 0
-        self.samples = ()
-        self.slices = ()
+        self.samples, self.slices = (), ()
         if self.wants_prompt_logprobs:
             self.prompt_logprobs = [None]
         self.pooled = []

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from engine.core.types import AbortCause, FinishReason
@@ -91,16 +92,9 @@ class Histogram:
         return self.sum / max(self.count, 1)
 
 
-def _token_seconds() -> Histogram:
-    return Histogram(TOKEN_BUCKETS_S)
-
-
-def _request_seconds() -> Histogram:
-    return Histogram(REQUEST_BUCKETS_S)
-
-
-def _counts() -> Histogram:
-    return Histogram(COUNT_BUCKETS)
+_token_seconds = partial(Histogram, TOKEN_BUCKETS_S)
+_request_seconds = partial(Histogram, REQUEST_BUCKETS_S)
+_counts = partial(Histogram, COUNT_BUCKETS)
 
 
 @dataclass(slots=True)
@@ -194,7 +188,7 @@ class Stats:
 
     @property
     def kv_cache_usage_ratio(self) -> float:
-        """Return the share of the pool that live sequences hold; cached blocks are available and do not count."""
+        """Return the share of the pool that sequences hold; cached blocks do not count."""
         total = self.blocks_free + self.blocks_cached + self.blocks_held
         return self.blocks_held / total if total else 0.0
 

@@ -1,6 +1,6 @@
-"""Counts events of sequences and steps in Stats, one method for each event.
+"""Counts events of sequences and steps in Stats, one method for each event. Engine thread.
 
-Engine thread. Background work is counted, but its waits and gaps, which are long by intent, are left out of the latencies.
+Background work is counted, but its waits and gaps, which are long by intent, are left out of the latencies.
 """
 
 from __future__ import annotations
@@ -16,30 +16,12 @@ from engine.core.step import StepPlan
 from engine.core.types import FinishReason, RequestTimings
 
 _NUM_RECENT = 1024  # completed sequences whose lengths are kept: minutes of a busy server, and milliseconds to sort
-_NEWEST = 0.02  # weight of an answer in the mean time of answers: about fifty count
 
 
 class StatsRecorder:
     """Counts equal gaps between tokens together, once a step, to keep the path of a token short."""
 
-    __slots__ = (
-        "_host_pool",
-        "_pool",
-        "_stats",
-        "_store_pools",
-        "_target_itl_s",
-        "_target_ttft_s",
-        "gaps",
-        "lengths",
-    )
-
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        stats: Stats,
-        pool: BlockPool,
-        tiers: Tiers,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, stats: Stats, pool: BlockPool, tiers: Tiers) -> None:
         self._target_ttft_s, self._target_itl_s = config.target_ttft_s, config.target_itl_s
         self._stats = stats
         self._pool = pool
@@ -88,13 +70,10 @@ class StatsRecorder:
         if not seq.is_background:
             self._stats.ttft_s.observe(now - seq.request.arrival_s)
         if seq.choice == 0:
-            self._stats.prompt_tokens += seq.num_prompt
-            if not seq.is_background:
-                self._stats.prefill_s.observe(now - seq.history.first_scheduled_s)
+            self.prompt_computed(seq, now)
 
-    def began_search(self, seq: Sequence, now: float) -> None:
-        """Count the prompt of a beam search; its tokens are counted when its answers are known."""
-        seq.history.first_token_s = now
+    def prompt_computed(self, seq: Sequence, now: float) -> None:
+        """Count the prompt of a request that goes on to generate."""
         self._stats.prompt_tokens += seq.num_prompt
         if not seq.is_background:
             self._stats.prefill_s.observe(now - seq.history.first_scheduled_s)
@@ -160,7 +139,7 @@ class StatsRecorder:
         self._judge(seq, now, num_generated)
         self._stats.e2e_s.observe(now - seq.request.arrival_s)
         answer_s = now - seq.history.first_scheduled_s
-        weight = max(1 / self._stats.num_completed, _NEWEST)
+        weight = 1 / min(self._stats.num_completed, _NUM_RECENT)
         self._stats.answer_s += weight * (answer_s - self._stats.answer_s)
         if seq.history.first_token_s >= 0:
             self._stats.decode_s.observe(decode_s)
@@ -168,10 +147,7 @@ class StatsRecorder:
             self._stats.tpot_s.observe(decode_s / (num_generated - 1))
 
     def _judge(self, seq: Sequence, now: float, num_generated: int) -> None:
-        """Count which targets a completed answer missed: the operator's latencies, and its own deadlines.
-
-        Its times are those that the engine sees: a token's way to the client is not in them.
-        """
+        """Count which targets a completed answer missed, by the times that the engine sees."""
         request, first_token_s, num_gaps = seq.request, seq.history.first_token_s, num_generated - 1
         first_s, mean_gap_s = (first_token_s if first_token_s >= 0 else now), 0.0
         if num_gaps > 0:

@@ -1,9 +1,8 @@
 """The contract between scheduler and runner: StepPlan in, StepResult out.
 
 A plan is integers and references; it needs counts, never token values, so the next step can be planned while this one
-runs. The engine thread makes plans and hands them to a Runner; a Runner reads them until the end of `wait` and keeps
-nothing of them afterwards: the lists that a slice refers to are the scheduler's own and grow on, and a decoding
-sequence's slices are rewritten when the step has been committed.
+runs. A Runner reads a plan until the end of `wait` and keeps nothing of it: the lists that a slice refers to grow on, and
+a decoding sequence's slices are rewritten when the step has been committed.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ class Sample(NamedTuple):
 class SequenceSlice:
     """The part of one sequence that a step computes: positions start .. start + num_tokens - 1.
 
-    `tokens` are the ids known so far; when the last position's id is not among them (len(tokens) == start +
-    num_tokens - 1) it is the one drawn for `slot` by the step before. `block_table` maps logical to physical blocks
-    and covers every position of the slice; `window_tables` do so for each group of layers with sliding windows, where
-    the entries before the window of the first position are undefined. `samples` is empty where a chunk ends before the sequence does, and has n
-    entries where a prompt of n > 1 completes. `prompt_logprobs` >= 0 asks for that many alternatives at each prompt
-    position of the slice; -1 for none.
+    `tokens` are the ids known so far; if the last position's id is not among them, it is the one drawn for `slot` by the
+    step before. `block_table` maps logical to physical blocks and covers every position of the slice; `window_tables` do so
+    for each group of layers with sliding windows, where entries before the window of the first position are undefined.
+    `samples` is empty where a chunk ends before the sequence does, and has n entries where a prompt of n > 1 completes.
+    `prompt_logprobs` >= 0 asks for that many alternatives at each prompt position; -1 for none.
     """
 
     slot: int
@@ -88,8 +86,8 @@ class StepPlan(NamedTuple):
     Blocks move in this order: `swap_out` before anything of the step is written to the pool, `copies` (copy-on-write),
     then `swap_in`, which has to be done before the first slice that reads it, and that may be a later step's.
 
-    `num_drafts`, by slice index, is how many positions behind the slice the runner may draft and compute as well: its
-    block table covers them. Whatever is written there and not confirmed by a draw is written again by a later step.
+    `num_drafts`, by slice index, is how many positions behind the slice the runner may draft and compute as well. What is
+    written there and not confirmed by a draw is written again by a later step.
     """
 
     step_id: int
@@ -176,7 +174,7 @@ class Runner(Protocol):
         """Launch a step. With overlap the next `run` may be called before this step's `wait`.
 
         Raises DeviceMemoryError, as `wait` may, if the device has no memory for it: then nothing of it counts, and a
-        later plan, with the same positions and blocks, repeats it. Any other exception ends the engine.
+        later plan repeats it. Any other exception ends the engine.
         """
         ...
 

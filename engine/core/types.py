@@ -1,7 +1,6 @@
-"""The types that cross the threads: requests in, token events out.
+"""The types that cross the threads: requests in, token events out; immutable.
 
-Everything here is immutable, so either thread may hold it. Nothing here knows text, HTTP or tensors: the engine
-sees token ids only, and times are seconds of one monotonic clock.
+The engine sees token ids only, never text; times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -122,11 +121,9 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch the filter off. Penalties follow OpenAI (presence,
     frequency: over generated tokens) and CTRL (repetition: over prompt and generated tokens, 1 is off).
     `logprobs` None returns none, k >= 0 the sampled token's and the k best, of the model's raw distribution.
-    `max_tokens` 0 computes the prompt only: for scoring, and for `pooling`, which needs it. With a `grammar` only what it
-    allows is drawn, the rest of this within that; the sequence stops where the grammar is complete, eos_token_ids and
-    min_tokens or not. An `adapter` changes the model itself, prompt included. With `beam` nothing is drawn: the n best of a
-    search are the answers, reported at its end; it uses the model's own log probabilities, and what would change them
-    (from temperature to logit_bias) is not looked at.
+    `max_tokens` 0 computes the prompt only: for scoring, and for `pooling`, which needs it. With a `grammar` the sequence
+    stops where the grammar is complete. With `beam` the n best answers of a search are reported at its end; it uses the
+    model's own log probabilities, and ignores the fields from temperature to logit_bias.
     """
 
     max_tokens: int
@@ -177,7 +174,7 @@ class Pin(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What was asked, after validation. `request_id` is ours, unique in the engine, never chosen by a client."""
+    """What was asked, after validation. `request_id` is unique in the engine, and ours."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -229,7 +226,7 @@ class RequestTimings(NamedTuple):
 
 
 class TokenEvent(NamedTuple):
-    """What happened to one sequence in one step. Exactly one event of each (request_id, choice) is terminal."""
+    """What happened to one sequence in one step. Each (request_id, choice) ends once."""
 
     request_id: str
     choice: int  # which of the request's n, from 0
@@ -250,7 +247,7 @@ PlainToken = tuple[str, int, int]  # request id, choice, token id: an event that
 class StepEvents:
     """The events of a step, in plan order; any thread may iterate over them.
 
-    Most are single tokens of sequences that go on. These are kept as plain tuples and become events in the iterator, which
+    Most are single tokens of sequences that go on. They are kept as plain tuples and become events in the iterator, which
     costs three times as much, but not on the engine thread.
     """
 

@@ -1,4 +1,4 @@
-"""The offline API's sampling parameters: the fields of requests, as keyword arguments."""
+"""The offline API's sampling parameters: the request fields as arguments."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from engine.block_size import CANDIDATES, with_block_size
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.kv.page_table import blocks_for
-from engine.core.step import Sample, SequenceSlice, StepPlan
+from engine.core.step import StepPlan
 from engine.core.types import SamplingParams
-from engine.runtime.runner import ModelRunner
+from engine.runtime.runner import ModelRunner, synthetic_slice
 
 _NUM_SEQS, _CONTEXT = 8, 512  # of the step that is timed
 _NUM_STEPS, _NUM_ROUNDS = 5, 2
@@ -55,18 +55,7 @@ def _decode_plan(config: SchedulerConfig) -> StepPlan:
     num_seqs = min(_NUM_SEQS, config.max_num_seqs, config.num_blocks // per_sequence)
     params = SamplingParams(max_tokens=1, temperature=0.0)
     slices = [
-        SequenceSlice(
-            slot=slot,
-            tokens=[0] * (context + 1),
-            num_prompt=context + 1,
-            start=context,
-            num_tokens=1,
-            block_table=range(slot * per_sequence, (slot + 1) * per_sequence),
-            samples=(Sample(slot, 0),),
-            params=params,
-            prompt_logprobs=-1,
-            seq_id=-1 - slot,
-        )
+        synthetic_slice(slot, context + 1, 1, range(slot * per_sequence, (slot + 1) * per_sequence), params)
         for slot in range(num_seqs)
     ]
     return StepPlan(0, slices, [], num_seqs, num_seqs)

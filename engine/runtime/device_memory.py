@@ -16,9 +16,9 @@ import torch
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import MemoryBudgetError
-from engine.core.step import Sample, SequenceSlice, StepPlan
+from engine.core.step import StepPlan
 from engine.core.types import SamplingParams
-from engine.runtime.runner import ModelRunner, warm_up_plan
+from engine.runtime.runner import ModelRunner, synthetic_slice, warm_up_plan
 
 _GIB = 1 << 30
 _SEGMENT = 2 << 20  # torch reserves large tensors in multiples of this
@@ -89,9 +89,7 @@ def other_steps(config: SchedulerConfig) -> list[StepPlan]:
     for num, temperature in ((8, 0.0), (128, 1.0)):
         length = min(num, context, config.max_num_batched_tokens)
         params = SamplingParams(max_tokens=1, temperature=temperature)
-        start, samples = context - length, (Sample(0, 0),)
-        piece = SequenceSlice(0, [0] * context, context, start, length, table, samples, params, -1, -1)
-        plans.append(StepPlan(0, [piece], [], length, 1))
+        plans.append(StepPlan(0, [synthetic_slice(0, context, length, table, params)], [], length, 1))
     return plans
 
 

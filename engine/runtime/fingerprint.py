@@ -14,11 +14,12 @@ from pathlib import Path
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.runtime.models.source import resolve_model_path
+from engine.model_source import resolve_model_path
 from engine.runtime.native.library import native
+from engine.runtime.weights.formats import SUFFIXES
 
 _VERSION = 1  # version of a block's content; raise it when a kernel's results change
-_TOLD_BY = (".safetensors", ".gguf", ".json")
+_TOLD_BY = (".safetensors", ".json", *SUFFIXES)
 
 
 def fingerprint(config: EngineConfig, dtype: str, blocks: Sequence[Tensor]) -> str:

@@ -90,12 +90,8 @@ class KVCache:
             ) from error
 
         is_native = backend.capabilities.native
-        self._paged_step: PagedStep | None = backend.paged_step(self._keys, self._values) if is_native else None
-
-    @property
-    def paged_step(self) -> PagedStep | None:
-        """Return the whole pool for attention in the native library."""
-        return self._paged_step
+        # The whole pool, for attention in the native library.
+        self.paged_step: PagedStep | None = backend.paged_step(self._keys, self._values) if is_native else None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one layer over the prepared batch."""

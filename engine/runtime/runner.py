@@ -11,6 +11,7 @@ Engine thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -235,7 +236,7 @@ class ModelRunner:
         needs_all = any(piece.prompt_logprobs >= 0 or piece.params.pooling is not None for piece in plan.slices)
         rows = None if needs_all else batch.sample_rows
         hidden = self._forward(plan, batch, rows)
-        first_rows = _first_rows(batch)
+        first_rows = [*accumulate(batch.query_lens_host[:-1], initial=0)]
         scores = [
             self._score(index, piece, first_row, hidden)
             for index, (piece, first_row) in enumerate(zip(plan.slices, first_rows, strict=True))
@@ -327,18 +328,18 @@ def warm_up_plan(config: SchedulerConfig, num_seqs: int, num_tokens: int) -> Ste
         num_blocks = -(-length // config.block_size)
         table = [(block + i) % config.num_blocks for i in range(num_blocks)]
         block += num_blocks
-        slices.append(
-            SequenceSlice(slot, [0] * length, length, 0, length, table, (Sample(slot, 0),), params, -1, -1 - slot)
-        )
+        slices.append(synthetic_slice(slot, length, length, table, params))
     return StepPlan(0, slices, [], num_tokens, num_seqs)
 
 
-def _first_rows(batch: Batch) -> list[int]:
-    rows, row = [], 0
-    for length in batch.query_lens_host:
-        rows.append(row)
-        row += length
-    return rows
+def synthetic_slice(
+    slot: int, context: int, num_tokens: int, table: Sequence[int], params: SamplingParams
+) -> SequenceSlice:
+    """Return the last tokens of a prompt of zeros, which draws; K/V before them was never computed."""
+    samples = (Sample(slot, 0),)
+    return SequenceSlice(
+        slot, [0] * context, context, context - num_tokens, num_tokens, table, samples, params, -1, -1 - slot
+    )
 
 
 def _to_host(logprobs: Logprobs) -> Logprobs:

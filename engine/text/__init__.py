@@ -1,4 +1,1 @@
-"""Prompts, request fields, parsers and grammars: text before and after the engine.
-
-No torch, no HTTP.
-"""
+"""Prompts, fields, parsers and grammars: text before and after the engine."""

@@ -168,7 +168,7 @@ class ChatFormat:
 
         def make() -> MessageParser:
             calls = None if tool_format is None else tool_format.parser(tools)
-            if isinstance(calls, ChannelParser):
+            if isinstance(calls, ChannelParser):  # which separates thoughts too
                 return MessageParser(calls, None)
             if self.has_channels:
                 return MessageParser(ChannelParser(reads_calls=False), calls)

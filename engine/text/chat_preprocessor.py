@@ -1,7 +1,6 @@
 """Makes a conversation's prompt, parameters, parser and grammar in one call.
 
-Used by every API that has messages and by the offline LLM. The fields only declare; what the model and its chat format
-make of them is decided here. Pure, any thread: long conversations are prepared on a worker thread.
+The fields only declare; what the model and its chat format make of them is decided here. Pure, any thread.
 """
 
 from __future__ import annotations
@@ -86,12 +85,7 @@ class ChatPreprocessor:
         return truncated(chat, ids, self.limits)
 
     def prepare(self, chat: ChatFields, text: str | None = None) -> PreparedChat:
-        """Return what the engine takes.
-
-        `text` is the rendered prompt, if `render` was called before.
-
-        Raises ClientError for a conversation that cannot be answered.
-        """
+        """Return what the engine takes. `text` is the rendered prompt. Raises ClientError."""
         text = self.render(chat) if text is None else text
         prompt = self.encode(chat, text)
         params = self._params(chat, len(prompt))

@@ -84,10 +84,7 @@ class Choice:
         self.is_done = False
 
     def accept(self, event: TokenEvent) -> bool:
-        """Process an event; return True if it was the last to be shown.
-
-        Raises the event's error, if it has one, or ShuttingDownError if the daemon cut the answer short.
-        """
+        """Process an event; return True if it was the last to be shown. Raises its error."""
         if event.finish_reason in _FAILURES:
             raise _failure(event)
         if event.prompt is not None:
@@ -157,12 +154,10 @@ class Choice:
 
     def _read(self, text: str) -> None:
         """Show text, or the pieces that the parser finds in it."""
-        if self._parser is None:
+        parser = self._parser
+        if parser is None:
             self._show_text(text)
-        else:
-            self._parse(self._parser, text)
-
-    def _parse(self, parser: MessageParser, text: str) -> None:
+            return
         was_reasoning = parser.is_reasoning
         self._show(parser.push(text))
         if was_reasoning or parser.is_reasoning:  # thoughts come first, so all tokens so far are theirs

@@ -1,7 +1,4 @@
-"""From token ids to text: incremental detokenization, and stop strings.
-
-Pure; one object of each for a choice.
-"""
+"""From token ids to text: incremental detokenization, and stop strings. Pure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Builds a `tokenizers.Tokenizer` from a GGUF file's metadata.
 
-Two families cover the supported models: byte-level BPE ("gpt2", with several ways to split text into words before the
-merges) and SentencePiece BPE ("llama", scores instead of merges). An unknown kind is refused: a nearly right tokenizer
-makes a model subtly worse, and such a fault is hard to trace.
+Byte-level BPE ("gpt2", with several ways to split text into words before the merges) and SentencePiece BPE ("llama",
+scores instead of merges). An unknown kind is refused: a nearly right tokenizer makes a model subtly worse.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Base of the parsers that read a model's text while it is being written.
 
-A parser returns pieces as soon as they are certain; the pieces do not depend on how the text was cut. One parser for each
-choice, on the event loop; never raises.
+Pieces do not depend on how the text was cut. One parser for each choice; never raises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Makes the engine's sampling parameters and the text rules of a request's fields.
-
-Pure, any thread.
-"""
+"""Makes engine parameters and text rules of a request's fields. Pure."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Return the engine's parameters. Raises InvalidRequestError.
-
-    A field that both have is passed on as it is, unless it is converted here.
-    """
+    """Return the engine's parameters. Raises InvalidRequestError."""
     limits.check_logprobs(fields.prompt_logprobs, "prompt_logprobs")
     if fields.min_tokens > max_tokens:
         _refuse("min_tokens", f"min_tokens is {fields.min_tokens}, more than max_tokens ({max_tokens}); lower it.")
@@ -49,17 +43,20 @@ def sampling_params(
         limits.check_ids(fields.stop_token_ids, "stop_token_ids")
     if fields.use_beam_search:
         _check_width(fields, limits)
+    # A field of the same name is passed on as it is, unless it is converted below.
     values = {name: getattr(fields, name) for name in _SHARED}
     for name in _MODELS_OWN:
         if values[name] is None:
             values[name] = getattr(limits.tokenizer.sampling_defaults, name)
-    bad_words = _bad_words(fields, limits)
+    bad_words = _bad_words(fields, limits) if fields.bad_words else ()
     values |= {
         "max_tokens": max_tokens,
         "temperature": values["temperature"] if values["temperature"] >= GREEDY_BELOW else 0.0,
         "top_k": max(values["top_k"], 0),
-        "logit_bias": _logit_bias(fields, limits),
-        "allowed_token_ids": _allowed_ids(fields, limits, bad_words),
+        "logit_bias": _logit_bias(fields, limits) if fields.logit_bias else (),
+        "allowed_token_ids": _allowed_ids(fields.allowed_token_ids, limits, bad_words)
+        if fields.allowed_token_ids
+        else None,
         "bad_words": bad_words,
         "seed": secrets.randbits(63) if fields.seed is None else fields.seed & (2**64 - 1),
         "n": fields.num_drawn,
@@ -110,8 +107,6 @@ def _check_width(fields: SamplingFields, limits: ModelLimits) -> None:
 
 
 def _logit_bias(fields: SamplingFields, limits: ModelLimits) -> tuple[tuple[int, float], ...]:
-    if not fields.logit_bias:
-        return ()
     if not all(key.isascii() and key.isdecimal() and len(key) < 20 for key in fields.logit_bias):
         _refuse("logit_bias", "logit_bias has a key that is not a token id; keys are ids in decimal digits.")
     biases = {int(key): bias for key, bias in fields.logit_bias.items()}
@@ -119,13 +114,9 @@ def _logit_bias(fields: SamplingFields, limits: ModelLimits) -> tuple[tuple[int,
     return tuple(biases.items())
 
 
-def _allowed_ids(
-    fields: SamplingFields, limits: ModelLimits, bad_words: tuple[tuple[int, ...], ...]
-) -> frozenset[int] | None:
-    if fields.allowed_token_ids is None:
-        return None
-    allowed = frozenset(fields.allowed_token_ids)
-    limits.check_ids(tuple(allowed), "allowed_token_ids")
+def _allowed_ids(ids: list[int], limits: ModelLimits, bad_words: tuple[tuple[int, ...], ...]) -> frozenset[int]:
+    limits.check_ids(ids, "allowed_token_ids")
+    allowed = frozenset(ids)
     if {(token_id,) for token_id in allowed} <= set(bad_words):
         _refuse("allowed_token_ids", "allowed_token_ids has nothing that bad_words does not rule out; allow more.")
     return allowed

@@ -1,7 +1,7 @@
 """Runs the parts of `bash loadtest/gpu.sh`, each in a process with a time limit.
 
-After each part everything found so far is written. A part that fails, or whose time is up, stops nothing but itself; the
-exit status is 1 then. This process never imports torch, so that it cannot be what breaks.
+All results so far are written after each part. A part that fails or exceeds its time does not stop the others; the exit
+status is then 1. This process never imports torch, so that a GPU error cannot end it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from types import FrameType
 from loadtest.comparison import ROOT, describe_host
 from loadtest.gpu.figures import PartError, read_findings
 from loadtest.gpu.parts import MACHINE, PARTS, TUNE, Part
-from loadtest.gpu.report import NO_CARD, Results
+from loadtest.gpu.report import NO_GPU, Results
 from loadtest.gpu.task import Task
-from loadtest.plots import PlotError
 
 _RESULTS = ROOT / "loadtest" / "results"
-_GRACE_S = 25.0  # for a part that was told to stop
-_LEAST_S = 12.0  # left, or a part is not begun
+_GRACE_S = 25.0  # after SIGTERM
+_LEAST_S = 12.0  # a part is not begun with less time left
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the parts, or, in a process of its own, one of them."""
+    """Run the parts in processes, or one of them in this process."""
     options = _parse(argv)
     if options.part:
         return _run_here(options)
     if options.rehearse and options.out.resolve().is_relative_to(_RESULTS):
-        print(f"A rehearsal's numbers mean nothing and do not go to {_RESULTS}; name another folder.", file=sys.stderr)
+        print(f"Figures of a rehearsal are not written to {_RESULTS}; name another folder.", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     host = describe_host()
@@ -50,13 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             _run(part, Path(scratch), options, deadline, results)
             results.write(options.out)
-            if part.name == MACHINE and results.card == NO_CARD and not options.rehearse:
+            if part.name == MACHINE and results.gpu == NO_GPU and not options.rehearse:
                 print("torch sees no CUDA device here; --rehearse runs this without one.", file=sys.stderr)
                 return 2
-    try:
-        results.draw(options.out)
-    except PlotError as error:
-        print(f"No picture: {error}")
     print("\n" + "\n".join(results.table()))
     print(f"\nwritten: {options.out}")
     return int(any(status != "done" for status in results.statuses.values()))
@@ -68,9 +63,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results go")
     parser.add_argument("--rehearse", action="store_true", help="run everything on a CPU, with tiny shapes")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"some of {', '.join(names)}")
-    parser.add_argument("--tune", action="store_true", help="only look for better tiles for attention, and print them")
+    parser.add_argument("--tune", action="store_true", help="search tile sizes for attention, nothing else")
     parser.add_argument("--limit", type=float, default=480.0, metavar="S", help="for all; default %(default)g")
-    parser.add_argument("--commit", metavar="HASH", help="where git cannot tell it")
+    parser.add_argument("--commit", metavar="HASH", help="if the folder has no git history")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -85,8 +80,8 @@ def _run(part: Part, scratch: Path, options: argparse.Namespace, deadline: float
     command = [sys.executable, "-m", "loadtest.gpu", "--part", part.name, "--scratch", str(scratch)]
     command += ["--out", str(options.out), *(["--rehearse"] if options.rehearse else [])]
     begun = time.monotonic()
-    # A session of its own, so that its children can be stopped with it.
-    process = subprocess.Popen(command, start_new_session=True)  # noqa: S603 - our own
+    # In a new session, so that its children are stopped with it.
+    process = subprocess.Popen(command, start_new_session=True)  # noqa: S603 - our module
     try:
         status = "done" if process.wait(min(part.budget_s, left)) == 0 else "failed"
     except subprocess.TimeoutExpired:
@@ -111,7 +106,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _run_here(options: argparse.Namespace) -> int:
     def leave(number: int, _: FrameType | None) -> None:
-        raise SystemExit(f"stopped by signal {number}")  # so that what it started is stopped too
+        raise SystemExit(f"stopped by signal {number}")  # runs the cleanup of the part
 
     signal.signal(signal.SIGTERM, leave)
     part = next(part for part in (*PARTS, TUNE) if part.name == options.part)
@@ -120,7 +115,7 @@ def _run_here(options: argparse.Namespace) -> int:
         part.run(task)
     except PartError as error:
         task.notebook.fail(str(error))
-    except Exception as error:  # whatever it is, it is this part's alone
+    except Exception as error:  # any error ends only this part
         traceback.print_exc()
         task.notebook.fail(f"{type(error).__name__}: {error}")
     return int(task.notebook.has_failed)

@@ -1,7 +1,6 @@
-"""The time of paged attention on the device: batches that decode, and whole prompts.
+"""Times paged attention on the device: batches that decode, and whole prompts.
 
-Through the backend's own protocol, so a call also stores the new K and V, as it does when it serves: a few rows beside a
-context. Blocks are handed out in random order, as they are after a while of serving.
+A call of the backend also stores the new K and V. Blocks are in random order, as after some time of serving.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from engine.runtime.attention.base import Batch
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
 from loadtest.gpu import names
 from loadtest.gpu.figures import Figure
-from loadtest.gpu.shapes import attention_flops
+from loadtest.gpu.limits import attention_flops
 from loadtest.gpu.task import Task
 from loadtest.gpu.timing import median_s, num_copies
 
@@ -30,7 +29,7 @@ _KV_HEADS, _HEAD_DIM = 8, 128
 
 
 class Decode(NamedTuple):
-    """A batch that decodes; `kv` is the format of K and V where it is not bfloat16."""
+    """A batch that decodes; `kv` is the format of K and V, "" for bfloat16."""
 
     heads: int
     batch: int
@@ -56,7 +55,7 @@ PREFILLS = (*(Prefill(heads, num, length) for heads in (32, 16) for num, length 
 
 
 def time_decode(task: Task, device: torch.device, case: Decode) -> None:
-    """GB/s of the K and V that are read."""
+    """Measure the GB/s of the K and V that are read."""
     kv_heads, dim = _heads(task)
     num_bytes = 2 * case.batch * case.context * kv_heads * (dim + SCALE_BYTES if case.kv else 2 * dim)
     lens = [1] * case.batch, [case.context] * case.batch
@@ -66,7 +65,7 @@ def time_decode(task: Task, device: torch.device, case: Decode) -> None:
 
 
 def time_prefill(task: Task, device: torch.device, case: Prefill) -> None:
-    """TFLOP/s of the two products below the diagonal."""
+    """Measure the TFLOP/s of the two products below the diagonal."""
     kv_heads, dim = _heads(task)
     lens = [case.length] * case.num
     seconds = attend_s(device, case.heads, kv_heads, dim, lens, lens, 1)
@@ -90,8 +89,8 @@ def attend_s(
     kv: str = "",
     tuning: Tuning | None = None,
 ) -> float:
-    """Seconds of one call, which sees a different one of `copies` pools each time."""
-    # Here, for it brings Triton, whose interpreter a rehearsal chooses first.
+    """Return the seconds of a call, which uses one of `copies` pools in turn."""
+    # Here, because it imports Triton, whose interpreter a rehearsal must choose first.
     from engine.runtime.attention.triton_paged import TritonPagedAttention
 
     backend = TritonPagedAttention(tuning)
@@ -113,7 +112,7 @@ def _random(shape: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _narrow(shape: Sequence[int], kv: str, device: torch.device) -> Tensor:
-    """Of one number, whose bytes as a scale are 0.0115: what the bytes are makes no difference to a reader of them."""
+    """Return a pool of one number; the values do not affect the speed."""
     pool = torch.full((*shape[:-1], shape[-1] + SCALE_BYTES), 0x3C, dtype=torch.int8, device=device)
     return pool.view(torch.float8_e4m3fn) if kv == "fp8" else pool
 

@@ -1,11 +1,8 @@
-"""`python -m loadtest.gpu.compile`: compile every kernel for several GPUs, without one, and print what each takes.
+"""Compiles every kernel for several GPUs without one, and prints its resources.
 
-Each kernel's host function is called as a device would see it, and its launches are compiled instead of run; Triton
-brings the assembler and the disassembler. One line for each kernel that differs: registers a thread, bytes of registers
-that spilled to memory, shared memory a block and, for the attention kernels, instructions a warp for 64 keys. The exit
-status is 1 where a kernel spills more than a few or asks for more shared memory than its GPU has.
-
-Attention, its pools and fp8 are compiled in the shapes of Qwen3-0.6B and Llama-3.1-8B, all else in a few more.
+The launches of each kernel's host function are compiled instead of run; Triton brings the assembler and the
+disassembler. A line shows registers a thread, bytes of spilled registers, shared memory a block and, for attention,
+instructions a warp for 64 keys. The exit status is 1 if a kernel spills too much or exceeds the shared memory.
 """
 
 from __future__ import annotations
@@ -44,11 +41,11 @@ from engine.runtime.sampling.bans import Ban
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
-# Bytes of shared memory that a block of threads may have, by compute capability.
+# Bytes of shared memory of a block, by compute capability.
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 _FIRST_WITH_FP8 = 89
-_KEYS = 64  # instructions are counted for so many
-_MOST_SPILLED = 64  # bytes of registers a thread; a tile small enough to keep them costs more
+_KEYS = 64  # for which instructions are counted
+_MOST_SPILLED = 64  # bytes of registers a thread; smaller tiles would cost more
 
 
 class Kernel(NamedTuple):
@@ -63,7 +60,7 @@ class Kernel(NamedTuple):
 
 
 class _Target:
-    """As much of a driver as the compiler asks."""
+    """The part of a driver that the compiler uses."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -79,7 +76,7 @@ class _Target:
 
 
 class Compiler:
-    """Compiles what is launched within `compiling`, for one compute capability."""
+    """Compiles the launches of functions for one compute capability."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -88,7 +85,7 @@ class Compiler:
         self._known: set[str] = set()
 
     def compile(self, cases: Sequence[tuple[str, Callable[[], object]]]) -> None:
-        """Call each case's function, and add what it launches to `kernels`."""
+        """Call the function of each case, and add the launched kernels to `kernels`."""
         run = JITFunction.run
         triton.runtime.driver.set_active(_Target(self.capability))
         JITFunction.run = self._instead_of(run)
@@ -122,13 +119,13 @@ class Compiler:
 
 
 def _run_tool(name: str, *arguments: str) -> str:
-    """What one of the assembler's companions prints."""
+    """Return the output of one of the assembler's tools."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     return subprocess.run([path, *arguments], check=True, capture_output=True, text=True).stdout  # noqa: S603 - Triton's
 
 
 def longest_loop(listing: str) -> int:
-    """Instructions of the longest loop with a matrix product, in what nvdisasm prints."""
+    """Return the number of instructions of the longest loop with a product."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     longest = 0
@@ -146,13 +143,11 @@ def longest_loop(listing: str) -> int:
     return longest
 
 
-# -- what is compiled: a name, and what launches it --------------------------------------------------------------------
-
 Case = tuple[str, Callable[[], object]]
 
 
 def brief_cases(capability: int) -> Iterator[Case]:
-    """Each kernel once, and attention over each type of pool."""
+    """Yield each kernel once, and attention over each type of pool."""
     narrow = (INT8, FP8) if capability >= _FIRST_WITH_FP8 else (INT8,)
     spec = AttentionSpec(32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
     for kv_dtype in (BF16, *narrow):
@@ -171,7 +166,7 @@ def brief_cases(capability: int) -> Iterator[Case]:
 
 
 def attention_cases(capability: int) -> Iterator[Case]:
-    """Decodes whole and in parts, chunks of prompts, and a few tokens behind a context, over every type of pool."""
+    """Yield decodes, chunks of prompts and short turns, over each type of pool."""
     narrow = (INT8, FP8) if capability >= _FIRST_WITH_FP8 else (INT8,)
     for num_heads in (16, 32):
         spec = AttentionSpec(num_heads, num_kv_heads=8, head_dim=128, scale=128**-0.5)
@@ -196,7 +191,7 @@ def _attend(
     capability: int,
     prompt_cut: Cut | None = None,
 ) -> Iterator[Case]:
-    """A step of two slices, which stores and attends."""
+    """Yield a step of two slices, which stores and attends."""
     tuning = choose_tuning(
         spec.head_dim, dtype.itemsize, divmod(capability, 10), has_narrow_pool=kv_dtype.itemsize == 1
     )
@@ -221,14 +216,14 @@ def _attend(
 
 
 def _empty_pool(num_kv_heads: int, dim: int, dtype: torch.dtype) -> PoolView:
-    """Two blocks of 16, as a backend of this type has them."""
+    """Return a pool of two blocks of 16."""
     width = dim + SCALE_BYTES * (dtype.itemsize == 1)
     k, v = (torch.zeros(2, num_kv_heads, 16, width).to(dtype) for _ in "kv")
     return view_pool(k, v)
 
 
 def layer_cases(capability: int) -> Iterator[Case]:
-    """What stands between a layer's products."""
+    """Yield the kernels between the products of a layer."""
     narrow = (INT8, FP8) if capability >= _FIRST_WITH_FP8 else (INT8,)
     for dtype in (BF16, F16, F32):
         for width in (576, 4096):
@@ -237,9 +232,9 @@ def layer_cases(capability: int) -> Iterator[Case]:
             yield f"{_name(dtype)}, {name}", partial(act, torch.zeros(3, 2 * 1536, dtype=dtype))
         for dim, rope_dim, has_norm in ((64, 64, False), (128, 128, True), (80, 32, False), (256, 0, True)):
             for kv_dtype in (dtype, *narrow) if dtype == BF16 else (dtype,):
-                told = f"{_name(dtype)}, K/V {_name(kv_dtype)}, heads of {dim}"
-                yield told, partial(_rotate, dtype, kv_dtype, dim, rope_dim, has_norm=has_norm)
-    for width in (1024, 2048, 3072, 4096, 14_336) if FP8 in narrow else ():  # of what goes into a linear
+                shape = f"{_name(dtype)}, K/V {_name(kv_dtype)}, heads of {dim}"
+                yield shape, partial(_rotate, dtype, kv_dtype, dim, rope_dim, has_norm=has_norm)
+    for width in (1024, 2048, 3072, 4096, 14_336) if FP8 in narrow else ():  # of the input of a linear layer
         x = torch.zeros(3, width)
         yield f"width {width}", partial(quantise_rows, x.to(BF16), x.to(FP8), torch.zeros(3))
 
@@ -259,7 +254,7 @@ def _rotate(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, rope_dim: int, 
 
 
 def sampling_cases() -> Iterator[Case]:
-    """From logits to ids."""
+    """Yield the kernels from logits to ids."""
     for num_rows, vocab_size in ((1, 49_152), (2, 1000), (64, 151_936)):
         yield f"{num_rows} rows of {vocab_size}", partial(_sample, num_rows, vocab_size)
 

@@ -13,14 +13,14 @@ from engine.config import EngineConfig
 from engine.core.types import Progress, Request, SamplingParams, StepEvents
 from loadtest.gpu.figures import PartError
 
-_PATIENCE_S = 120.0  # without a token, the engine hangs
+_PATIENCE_S = 120.0  # without a token for so long, the engine hangs
 
 
 OnStep = Callable[[int], None]
 
 
 class Step(NamedTuple):
-    """What one step of the engine brought."""
+    """The tokens of one step of the engine."""
 
     time_s: float  # of time.perf_counter
     num_tokens: int
@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 
 class Drive:
-    """One engine from its building to its end. Used from one thread."""
+    """One engine; used from one thread."""
 
     def __init__(self, model: Path, **settings: object) -> None:
         fields = {"model": str(model), "load_format": "dummy"} | settings
@@ -44,7 +44,7 @@ class Drive:
         self.engine.stop(0.0)
 
     def _deliver(self, events: StepEvents) -> None:
-        """On the engine's thread."""
+        """Take the events of a step, on the engine thread."""
         self._events.put((time.perf_counter(), events))
         if self._on_step is not None:
             self._on_step(len(events))
@@ -57,9 +57,9 @@ class Drive:
         temperature: float = 0.0,
         on_step: OnStep | None = None,
     ) -> Iterator[Step]:
-        """Send all at once and yield the steps until all are answered. Raises PartError if one fails.
+        """Send all requests together and yield the steps. Raises PartError.
 
-        `on_step` is called on the engine's thread after each step, with the number of sequences that it advanced.
+        The engine thread calls `on_step` after each step with the number of sequences in it.
         """
         self._on_step = on_step
         requests = [

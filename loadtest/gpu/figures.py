@@ -1,7 +1,7 @@
-"""The findings of a part, and their JSON file, rewritten after every finding.
+"""The findings of a part, and their JSON file.
 
-So a part that fails, or that is stopped when its time is up, leaves what it had measured. Written by the part's process,
-read by the one that runs the parts. Standard library only.
+The process of the part rewrites the file after every finding, so that a part that fails or is stopped leaves its
+figures. The process that runs the parts reads it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ class PartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number. `limit` is what the card's measured rates leave possible, in the same unit: NaN where they are
-    not known, None for what has none."""
+    """One measured number.
+
+    `limit` is the best value that the measured rates of the GPU allow: NaN if they are unknown, None if there is none.
+    """
 
     name: str
     value: float
@@ -31,14 +33,14 @@ class Figure:
 
     @property
     def share(self) -> float | None:
-        """How much of the limit is reached, 1 at the most."""
+        """Return the share of the limit that is reached, at most 1."""
         if not self.limit or not self.value or math.isnan(self.limit):
             return None
         return self.limit / self.value if self.less_is_better else self.value / self.limit
 
 
 class Target(NamedTuple):
-    """What a figure should come to on the card of TARGET_CARD; `of_limit`: as a share of its limit."""
+    """The target of a figure on TARGET_GPU; `of_limit`: as a share of its limit."""
 
     bound: float
     of_limit: bool = False
@@ -49,7 +51,7 @@ class Target(NamedTuple):
         return figure.value <= self.bound if figure.less_is_better else figure.value >= self.bound
 
     def describe(self, figure: Figure) -> str:
-        """As it stands in a table."""
+        """Return the target for a table."""
         if self.of_limit:
             return f">= {self.bound:.0%} of the limit"
         return f"{'<=' if figure.less_is_better else '>='} {self.bound:,.10g} {figure.unit}"
@@ -66,7 +68,7 @@ class Findings:
 
 
 class Notebook:
-    """Findings on their way to the disk. What is added is also said on stdout."""
+    """Collects findings, writes them to the file and prints them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,18 +85,18 @@ class Notebook:
         self._write()
 
     def note(self, sentence: str) -> None:
-        """Something to know about the figures."""
+        """Add a remark about the figures."""
         print(f"  {sentence}", flush=True)
         self._findings.notes.append(sentence)
         self._write()
 
     def fail(self, sentence: str) -> None:
-        """Something that should have worked; the part goes on, and the run's exit status will tell."""
+        """Add an error; the part continues, and the exit status of the run is 1."""
         self._findings.has_failed = True
         self.note(f"FAILED: {sentence}")
 
     def detail(self, name: str, data: Any) -> None:
-        """Raw data for whoever wants more than the table."""
+        """Add raw data, which only the JSON file has."""
         self._findings.details[name] = data
         self._write()
 
@@ -105,7 +107,7 @@ class Notebook:
 
 
 def read_findings(path: Path) -> Findings:
-    """Of a part that has ended, however; empty where it wrote nothing."""
+    """Return the findings of a part that has ended; empty if it wrote nothing."""
     if not path.exists():
         return Findings()
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -113,7 +115,7 @@ def read_findings(path: Path) -> Findings:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """How much of a line (begin, end) lie on, where they overlap once."""
+    """Return the length of the union of intervals."""
     total, reached = 0.0, -math.inf
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))

@@ -1,7 +1,7 @@
-"""Measures every CUDA kernel alone, beside the GPU's own copies and products.
+"""Measures each CUDA kernel alone, beside the copies and products of the GPU.
 
-Bytes are counted once for each number that must be read or written, so a share says how far a kernel is from a copy of
-the same data. Tests say that results are right; here they are only seen to be finite.
+Each number that must be read or written counts once, so a share compares a kernel with a copy of the same data. Tests
+check the results; here they must only be finite.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _ROWS = (256, 8192)  # of a decode step and of a step of prompts
 
 
 def run(task: Task) -> None:
-    """All of them; one that fails does not stop the others."""
+    """Time all kernels; one that fails does not stop the others."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
-        # Triton's interpreter, mended as the kernels' own tests need it; before anything imports Triton.
+        # Triton's interpreter, corrected as in the tests of the kernels, before anything imports Triton.
         importlib.import_module("tests.conftest")
         importlib.import_module("tests.kernels.conftest")
     for call in _calls(task, device):
@@ -35,10 +35,10 @@ def run(task: Task) -> None:
                 call()
         except Exception as error:  # a kernel that does not compile, an interface that has changed
             arguments = " ".join(str(argument) for argument in call.args[2:])
-            told = " ".join(str(error).split())[:300]
-            task.notebook.fail(f"{call.func.__name__} {arguments}: {type(error).__name__}: {told}")
+            message = " ".join(str(error).split())[:300]
+            task.notebook.fail(f"{call.func.__name__} {arguments}: {type(error).__name__}: {message}")
             if isinstance(error, torch.AcceleratorError):
-                raise  # the device's context is lost, and all that follows would fail with it
+                raise  # the device's context is lost, so everything after it would fail
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -47,6 +47,7 @@ def _calls(task: Task, device: torch.device) -> list[partial[None]]:
     decodes: Sequence[Decode] = DECODES
     prefills: Sequence[Prefill] = PREFILLS
     rows: Sequence[int] = _ROWS
+    formats = (False, True) if device.type == "cuda" else (False,)
     if task.is_rehearsal:
         decodes = [Decode(4, 2, 40, kv) for kv in ("", "int8", "fp8")]
         prefills, rows = (Prefill(4, 2, 24),), (3,)
@@ -55,31 +56,39 @@ def _calls(task: Task, device: torch.device) -> list[partial[None]]:
         *(partial(time_prefill, task, device, case) for case in prefills),
         *(partial(kind, task, device, num) for kind in (_time_norm, _time_rotation, _time_activation) for num in rows),
         *(partial(_time_sampling, task, device, rows[0], is_ranking) for is_ranking in (False, True)),
-        *(partial(_time_product, task, device, num) for num in (1, 32, 256)),
-        *(partial(_time_fp8_product, task, device, num) for num in (1, 32, 256) if device.type == "cuda"),
+        *(partial(_time_product, task, device, num, is_fp8) for is_fp8 in formats for num in (1, 32, 256)),
     ]
 
 
-def _report(task: Task, name: str, num_bytes: int, calls: list[Callable[[], Tensor]]) -> None:
-    if not bool(calls[0]().isfinite().all()):
-        raise RuntimeError("the result is not finite")
+def _report(task: Task, name: str, num_bytes: int, make: Callable[[], Callable[[], Tensor]]) -> None:
+    """Time calls that `make` returns, against a copy of the same bytes."""
+    calls = _calls_of(num_bytes, make)
     seconds = median_s(calls)
     limit = task.rates().copy_bytes_per_s / 1e9
     task.notebook.detail(name, {"microseconds": seconds * 1e6, "bytes": num_bytes})
     task.notebook.figure(Figure(name, num_bytes / seconds / 1e9, "GB/s", limit))
 
 
+def _calls_of(num_bytes: int, make: Callable[[], Callable[[], Tensor]]) -> list[Callable[[], Tensor]]:
+    """Return calls whose data exceed the caches. Raises RuntimeError."""
+    calls = [make() for _ in range(num_copies(num_bytes))]
+    if not bool(calls[0]().isfinite().all()):
+        raise RuntimeError("the result is not finite")
+    return calls
+
+
 def _time_norm(task: Task, device: torch.device, num_rows: int) -> None:
     from engine.runtime.cuda.norm import add_rms_norm
 
     width = task.shape("llama-3.1-8b").hidden
-    num_bytes = 4 * 2 * num_rows * width  # the stream and what is added to it, both read; the stream and the result
     weight = torch.ones(width, dtype=torch.bfloat16, device=device)
-    calls: list[Callable[[], Tensor]] = []
-    for _ in range(num_copies(num_bytes)):
+
+    def make() -> Callable[[], Tensor]:
         stream = torch.randn(num_rows, width, dtype=torch.bfloat16, device=device)
-        calls.append(partial(add_rms_norm, stream, torch.zeros_like(stream), weight, 1e-5))
-    _report(task, f"residual and norm, {num_rows} rows", num_bytes, calls)
+        return partial(add_rms_norm, stream, torch.zeros_like(stream), weight, 1e-5)
+
+    # It reads the stream and an addend, and writes the stream and the result.
+    _report(task, f"residual and norm, {num_rows} rows", 4 * 2 * num_rows * width, make)
 
 
 def _time_rotation(task: Task, device: torch.device, num_rows: int) -> None:
@@ -87,33 +96,29 @@ def _time_rotation(task: Task, device: torch.device, num_rows: int) -> None:
     from engine.runtime.cuda.store import view_pool
 
     shape = task.shape("qwen3-0.6b")
-    heads, dim, block_size = shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, 16
-    num_bytes = 2 * 2 * num_rows * heads * dim
-    make = partial(torch.randn, dtype=torch.bfloat16, device=device)
+    heads, dim, block_size = shape.heads + 2 * shape.kv_heads, shape.head_dim, 16
+    random = partial(torch.randn, dtype=torch.bfloat16, device=device)
     norms = (torch.ones(dim, dtype=torch.bfloat16, device=device),) * 2
-    angles = make(num_rows, dim), make(num_rows, dim)
+    angles = random(num_rows, dim), random(num_rows, dim)
     num_blocks = -(-num_rows // block_size)
     slots = torch.randperm(num_blocks * block_size)[:num_rows].to(device)
-    calls: list[Callable[[], Tensor]] = []
-    for _ in range(num_copies(num_bytes)):
-        pool = view_pool(*(make(num_blocks, shape.num_kv_heads, block_size, dim) for _ in "kv"))
-        qkv = make(num_rows, heads, dim)
-        calls.append(partial(rotate_and_store, qkv, angles, norms, 1e-6, pool, slots))
-    _report(task, f"head norms, rotation and store, {num_rows} rows", num_bytes, calls)
+
+    def make() -> Callable[[], Tensor]:
+        pool = view_pool(*(random(num_blocks, shape.kv_heads, block_size, dim) for _ in "kv"))
+        return partial(rotate_and_store, random(num_rows, heads, dim), angles, norms, 1e-6, pool, slots)
+
+    _report(task, f"head norms, rotation and store, {num_rows} rows", 2 * 2 * num_rows * heads * dim, make)
 
 
 def _time_activation(task: Task, device: torch.device, num_rows: int) -> None:
     from engine.runtime.cuda.activation import silu_mul
 
     width = task.shape("llama-3.1-8b").ffn
-    num_bytes = 3 * 2 * num_rows * width
-    make = partial(torch.randn, num_rows, 2 * width, dtype=torch.bfloat16, device=device)
-    _report(
-        task,
-        f"gated activation, {num_rows} rows",
-        num_bytes,
-        [partial(silu_mul, make()) for _ in range(num_copies(num_bytes))],
-    )
+
+    def make() -> Callable[[], Tensor]:
+        return partial(silu_mul, torch.randn(num_rows, 2 * width, dtype=torch.bfloat16, device=device))
+
+    _report(task, f"gated activation, {num_rows} rows", 3 * 2 * num_rows * width, make)
 
 
 def _time_sampling(task: Task, device: torch.device, num_rows: int, is_ranking: bool) -> None:
@@ -121,7 +126,6 @@ def _time_sampling(task: Task, device: torch.device, num_rows: int, is_ranking: 
     from engine.runtime.cuda.sampling_row import Draws
 
     vocab = task.shape("qwen3-0.6b").vocab
-    num_bytes = 4 * num_rows * vocab  # every logit once; the kernels read them more than once
     column = partial(torch.full, (num_rows,), device=device)
     draws = Draws(
         temperature=column(0.6, dtype=torch.float32),
@@ -135,43 +139,41 @@ def _time_sampling(task: Task, device: torch.device, num_rows: int, is_ranking: 
     def draw(logits: Tensor) -> Tensor:
         return sample(logits, draws, is_ranking=is_ranking).ids
 
-    logits = [torch.randn(num_rows, vocab, device=device) for _ in range(num_copies(num_bytes))]
     kind = "top_k 20 and top_p 0.95" if is_ranking else "temperature alone"
-    _report(task, f"sampling, {num_rows} rows, {kind}", num_bytes, [partial(draw, some) for some in logits])
+    # Each logit is counted once; the kernels read them more than once.
+    _report(
+        task,
+        f"sampling, {num_rows} rows, {kind}",
+        4 * num_rows * vocab,
+        lambda: partial(draw, torch.randn(num_rows, vocab, device=device)),
+    )
 
 
-def _time_product(task: Task, device: torch.device, num_rows: int) -> None:
-    """Not ours but torch's: a decode step is mostly these, and can be no better than they are."""
-    shape = task.shape("llama-3.1-8b")
+def _time_product(task: Task, device: torch.device, num_rows: int, is_fp8: bool) -> None:
+    """Time torch's product, of which a decode step mostly consists, or ours in fp8."""
+    shape, rates = task.shape("llama-3.1-8b"), task.rates()
     size = (2 * shape.ffn, shape.hidden)
-    num_bytes = 2 * size[0] * size[1]
-    make = partial(torch.randn, dtype=torch.bfloat16, device=device)
-    x = make(num_rows, shape.hidden)
-    seconds = median_s([partial(F.linear, x, make(*size)) for _ in range(num_copies(num_bytes))])
-    rates = task.rates()
-    limit = 1e6 * max(num_bytes / rates.copy_bytes_per_s, num_rows * num_bytes / rates.bf16_flops)
-    name = f"torch's product, {num_rows} rows, weights {size[0]} x {size[1]}"
-    task.notebook.figure(Figure(name, seconds * 1e6, "us", limit, less_is_better=True))
+    num_bytes = (1 if is_fp8 else 2) * size[0] * size[1]
+    x = torch.randn(num_rows, shape.hidden, dtype=torch.bfloat16, device=device)
+
+    def make() -> Callable[[], Tensor]:
+        if is_fp8:
+            return partial(_fp8_linear(size, device), x)
+        return partial(F.linear, x, torch.randn(size, dtype=torch.bfloat16, device=device))
+
+    read_s = num_bytes / rates.copy_bytes_per_s
+    multiply_s = 0.0 if is_fp8 else num_rows * num_bytes / rates.bf16_flops
+    name = f"{'product in fp8' if is_fp8 else 'product of torch'}, {num_rows} rows, weights {size[0]} x {size[1]}"
+    microseconds = 1e6 * median_s(_calls_of(num_bytes, make))
+    task.notebook.figure(Figure(name, microseconds, "us", 1e6 * max(read_s, multiply_s), less_is_better=True))
 
 
-def _fill(rows: Tensor) -> None:
-    rows.normal_()
-
-
-def _time_fp8_product(task: Task, device: torch.device, num_rows: int) -> None:
-    """The same in fp8, the quantising of x included; its limit is that of reading the weights."""
+def _fp8_linear(size: tuple[int, int], device: torch.device) -> Callable[[Tensor], Tensor]:
     from engine.runtime.cuda.fp8_linear import Fp8Linear
 
-    shape = task.shape("llama-3.1-8b")
-    size = (2 * shape.ffn, shape.hidden)
-    x = torch.randn(num_rows, shape.hidden, dtype=torch.bfloat16, device=device)
-    calls: list[Callable[[], Tensor]] = []
-    for _ in range(num_copies(size[0] * size[1])):
-        linear = Fp8Linear(torch.empty(size, dtype=torch.float8_e4m3fn, device=device), None)
-        linear.load(0, size[0], _fill)
-        calls.append(partial(linear, x))
-    if not bool(calls[0]().isfinite().all()):
-        raise RuntimeError("the result is not finite")
-    limit = 1e6 * size[0] * size[1] / task.rates().copy_bytes_per_s
-    name = f"product in fp8, {num_rows} rows, weights {size[0]} x {size[1]}"
-    task.notebook.figure(Figure(name, median_s(calls) * 1e6, "us", limit, less_is_better=True))
+    def fill(rows: Tensor) -> None:
+        rows.normal_()
+
+    linear = Fp8Linear(torch.empty(size, dtype=torch.float8_e4m3fn, device=device), None)
+    linear.load(0, size[0], fill)
+    return linear

@@ -1,4 +1,4 @@
-"""Measures the GPU's own rates, to which all other figures are compared."""
+"""Measures the rates of the GPU, to which all other figures are compared."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _MATRIX_ROWS = 8192
 
 def run(task: Task) -> None:
     """Name the machine, copy memory, multiply matrices."""
-    on_card = torch.cuda.is_available()
-    if not on_card and not task.is_rehearsal:
-        raise PartError("there is no card to measure")
-    device = torch.device("cuda" if on_card else "cpu")
-    task.notebook.detail("card", _describe(device))
-    num_bytes, rows = (_COPY_BYTES, _MATRIX_ROWS) if on_card else (1 << 24, 256)
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu and not task.is_rehearsal:
+        raise PartError("there is no GPU to measure")
+    device = torch.device("cuda" if has_gpu else "cpu")
+    task.notebook.detail("gpu", _describe(device))
+    num_bytes, rows = (_COPY_BYTES, _MATRIX_ROWS) if has_gpu else (1 << 24, 256)
 
     source, target = (torch.ones(num_bytes // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
     copy_s = median_s([partial(target.copy_, source)])
     task.notebook.figure(Figure(COPY_BANDWIDTH, 2 * num_bytes / copy_s / 1e9, "GB/s"))
     del source, target
 
-    # Of random numbers: a card that runs into its power limit multiplies zeros faster.
+    # Random numbers: a GPU at its power limit multiplies zeros faster.
     left, right = (torch.randn(rows, rows, dtype=torch.bfloat16, device=device) for _ in range(2))
     product_s = median_s([partial(torch.mm, left, right)])
     task.notebook.figure(Figure(BF16_RATE, 2 * rows**3 / product_s / 1e12, "TFLOP/s"))

@@ -1,8 +1,6 @@
-"""Model folders that nothing need be fetched for: a published shape's config.json, and a tokenizer made on the spot.
+"""Writes model folders for `--load-format dummy`: a config.json and a tokenizer.
 
-Weights come from `--load-format dummy`. The tokenizer knows all bytes and the words that `quire bench` writes, each as one
-token, and has a name for every other id of the vocabulary, so that whatever a random model draws is text to be decoded
-and sent like any other.
+Each byte and each word of `quire bench` is a token. Every other id has a name, so that all drawn tokens become text.
 """
 
 from __future__ import annotations
@@ -12,18 +10,18 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from loadtest.gpu.shapes import Shape
+from loadtest.shapes import Shape
 from loadtest.workload import WORDS
 
 
 def write_model(shape: Shape, folder: Path) -> Path:
-    """The folder of one shape under `folder`."""
+    """Write the folder of one shape under `folder`, and return it."""
     path = folder / shape.name
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(dict(shape.config), indent=2), encoding="utf-8")
+    (path / "config.json").write_text(json.dumps(shape.config(), indent=2), encoding="utf-8")
     _tokenizer(shape.vocab).save(str(path / "tokenizer.json"))
-    told = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    (path / "tokenizer_config.json").write_text(json.dumps(told), encoding="utf-8")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return path
 
 

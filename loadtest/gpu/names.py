@@ -1,4 +1,4 @@
-"""The names of figures, for parts.py's targets. Standard library only."""
+"""The names of the figures that have targets in parts.py."""
 
 from __future__ import annotations
 
@@ -23,16 +23,12 @@ def prefill(model: str, length: int) -> str:
     return f"{model}: prefill, prompts of {length}"
 
 
-def first_token(model: str, length: int) -> str:
-    return f"{model}: first token of {length}"
-
-
 def idle(model: str) -> str:
     return f"{model}: GPU idle while decoding"
 
 
 def memory(model: str) -> str:
-    return f"{model}: memory of the card in use"
+    return f"{model}: GPU memory in use"
 
 
 def gain(model: str) -> str:

@@ -1,6 +1,6 @@
-"""The engine without HTTP, on random weights: the nano-vllm workload, steps of one to many sequences, prompts, idle time.
+"""Measures the engine without HTTP, on random weights.
 
-Each part builds one engine of one shape. Prompts are random ids, different every time, so the prefix cache finds nothing.
+Each part builds one engine. Prompts are new random ids each time, so that the prefix cache finds nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SETTLED = 4  # steps in which all decode, before one counts
 
 
 class Sizes(NamedTuple):
-    """How much is asked; a rehearsal asks for next to nothing."""
+    """The sizes of the measurements."""
 
     batches: tuple[int, ...] = (1, 32, 128, 256)
     prompt_len: int = 960
@@ -42,7 +42,7 @@ _TINY = Sizes((1, 2), 24, 24, ((4, 64),), 2, 8)
 
 
 def run(task: Task, shape_name: str) -> None:
-    """Everything about one shape in bfloat16."""
+    """Measure one shape in bfloat16."""
     with closing(_Measure(task, shape_name, shape_name)) as measure:
         measure.warm_up()
         for figures in (measure.throughput, measure.decode_steps, measure.prefills, measure.idle):
@@ -50,11 +50,11 @@ def run(task: Task, shape_name: str) -> None:
 
 
 def run_variant(task: Task, shape_name: str, label: str, settings: dict[str, str], itemsizes: dict[str, float]) -> None:
-    """The workload again with fewer bits somewhere, and what that gains over what `run` has measured."""
+    """Measure the workload with narrower numbers, and its gain."""
     try:
         measure = _Measure(task, shape_name, label, settings, itemsizes)
     except ConfigError as error:
-        task.notebook.note(f"Not measured, for this Quire refuses it: {error}")
+        task.notebook.note(f"Not measured: {error}")
         return
     with closing(measure):
         measure.warm_up()
@@ -67,7 +67,7 @@ def run_variant(task: Task, shape_name: str, label: str, settings: dict[str, str
 
 
 class _Measure:
-    """One engine and what is asked of it."""
+    """One engine and its measurements."""
 
     def __init__(
         self,
@@ -92,37 +92,37 @@ class _Measure:
         self._drive.stop()
 
     def warm_up(self) -> None:
-        """Have every kind of step computed once: what is compiled or chosen at first sight is not the engine's speed."""
+        """Compute every kind of step once, so that everything is compiled."""
         num = max(self._sizes.batches)
         list(self._drive.run(self._prompts(num, 16), [4 + index % 16 for index in range(num)], temperature=0.6))
         for _, length in self._sizes.prefills:
             list(self._drive.run(self._prompts(2, length), [2, 2]))
 
     def attempt(self, figures: Callable[[], object]) -> None:
-        """What fails here need not stop what comes after it."""
+        """Make one measurement; an error does not stop the next ones."""
         try:
             figures()
         except (PartError, QuireError) as error:
             self._notebook.fail(f"{figures.__name__}: {error}")
 
     def throughput(self) -> float:
-        """Output tokens a second from the first request to the last answer."""
+        """Measure output tokens a second from the first request to the last answer."""
         work = nano_vllm() if not self._is_rehearsal else draw_requests(6, 4, 12, highest_id=self._shape.vocab - 1)
         begun = self._drive.engine.clock()
         steps = list(self._drive.run(work.prompts, work.output_lens, temperature=0.6))
         seconds = self._drive.engine.clock() - begun
         if sum(step.num_tokens for step in steps) != sum(work.output_lens):
-            raise PartError("The engine answered with another number of tokens than were asked for.")
+            raise PartError("The engine returned a wrong number of tokens.")
         value = sum(work.output_lens) / seconds
         limit = sum(work.output_lens) / self._limits.generate_s(work.prompt_lens, work.output_lens)
         self._notebook.figure(Figure(names.throughput(self._label), value, "tok/s", limit))
-        told = {"seconds": seconds, "steps": len(steps), "preemptions": self._drive.engine.stats.preemptions}
-        self._notebook.detail("workload", told)
+        preemptions = self._drive.engine.stats.preemptions
+        self._notebook.detail("workload", {"seconds": seconds, "steps": len(steps), "preemptions": preemptions})
         self._memory()
         return value
 
     def decode_steps(self) -> None:
-        """Milliseconds of a step; of one sequence, its time a token."""
+        """Measure the milliseconds of decode steps."""
         sizes = self._sizes
         for batch in sizes.batches:
             steps = self._drive.run(self._prompts(batch, sizes.prompt_len), [sizes.answer_len] * batch)
@@ -134,7 +134,7 @@ class _Measure:
             )
 
     def prefills(self) -> None:
-        """Prompt tokens a second of many prompts, and milliseconds to the first token of one alone."""
+        """Measure the rate of many prompts, and the first token of one alone."""
         for num, length in self._sizes.prefills:
             begun = self._drive.engine.clock()
             list(self._drive.run(self._prompts(num, length), [1] * num))
@@ -147,18 +147,18 @@ class _Measure:
                 list(self._drive.run(self._prompts(1, length), [1]))
                 alone.append(self._drive.engine.clock() - begun)
             limit = 1e3 * self._limits.prefill_s([length])
-            name = names.first_token(self._label, length)
+            name = f"{self._label}: first token of {length}"
             self._notebook.figure(Figure(name, statistics.median(alone) * 1e3, "ms", limit, less_is_better=True))
 
     def idle(self) -> None:
-        """The share of a decode run in which nothing runs on the card."""
+        """Measure the share of a decode run in which the GPU is idle."""
         batch, length = self._sizes.traced_batch, self._sizes.traced_prompt
         step_s = _step_s(self._drive.run(self._prompts(batch, length), [160] * batch), batch)
         tracer = Tracer(batch)
         list(self._drive.run(self._prompts(batch, length), [160] * batch, on_step=tracer))
         traced = tracer.read()
         if traced is None:
-            self._notebook.fail("the profiler saw nothing of the steps it traced")
+            self._notebook.fail("the profiler saw nothing in the traced steps")
             return
         figure = Figure(names.idle(self._label), 100 * traced.idle_share, "%", less_is_better=True)
         self._notebook.figure(figure)
@@ -185,9 +185,9 @@ class _Measure:
 
 
 def _step_s(steps: Iterator[Step], batch: int) -> float:
-    """Mean seconds of the steps in which all of `batch` decode and nothing else happens."""
+    """Return the mean seconds of the steps in which all of `batch` decode."""
     times = [step.time_s for step in steps if step.num_tokens == batch]
     times = times[_SETTLED:]
     if len(times) < 2:
-        raise PartError(f"There were never steps in which all {batch} sequences decoded.")
+        raise PartError(f"There were no steps in which all {batch} sequences decoded.")
     return (times[-1] - times[0]) / (len(times) - 1)

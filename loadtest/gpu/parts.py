@@ -1,4 +1,4 @@
-"""The parts of a run in the order of their worth, how long each may take, and what their figures should come to."""
+"""The parts of a run, the most important first, and the targets."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from loadtest.gpu import names
 from loadtest.gpu.figures import Target
-from loadtest.gpu.shapes import SHAPES
 from loadtest.gpu.task import Task
+from loadtest.shapes import ON_GPU
 
 
 class Part(NamedTuple):
-    """A process of its own: what breaks the device for one does not for the next."""
+    """A part, whose process an error of the device ends alone."""
 
     name: str
     budget_s: float
@@ -28,9 +28,9 @@ class Part(NamedTuple):
 
 _FP8_KV, _INT8_KV = "qwen3-0.6b, fp8 K/V", "qwen3-0.6b, int8 K/V"
 _FP8_WEIGHTS = "llama-3.1-8b, fp8 weights"
-_VARIANT = "offline:run_variant"  # of a shape: what it is called, the settings, and the bytes of a number
+_VARIANT = "offline:run_variant"  # arguments: a shape, a label, settings, and the bytes of a number
 _NARROW = {"kv_bytes": 132 / 128}  # a row has a float32 scale beside its 128 numbers
-MACHINE = "machine"  # whose rates the others are held against
+MACHINE = "machine"  # measures the rates that limit the other figures
 PARTS = (
     Part(MACHINE, 40, "machine:run"),
     Part("kernel-tests", 130, "suites:run_kernels"),
@@ -44,12 +44,12 @@ PARTS = (
     Part("int8-kv", 60, _VARIANT, ("qwen3-0.6b", _INT8_KV, {"kv_cache_dtype": "int8"}, _NARROW)),
     Part("http-8b", 80, "serving:run", ("llama-3.1-8b",)),
 )
-# Only where it is asked for, and after the machine alone.
+# Runs only with --tune, after the part `machine`.
 TUNE = Part("tune", 420, "tune:run")
 
-TARGET_CARD = "H200"
-# Prefill attention: 60 % of the best rate that FlashAttention-3's authors publish for an H100, a forward pass of head
-# dimension 128 in 16 bits, 648 TFLOP/s. That is of 16k tokens; for 8k we have no figure, and this one asks for more.
+TARGET_GPU = "H200"
+# Prefill attention: 60 % of 648 TFLOP/s, the best published rate of FlashAttention-3 on an H100 for a forward pass with
+# heads of 128 in 16 bits and 16k tokens. No figure is published for 8k tokens, which are slower.
 TARGETS = {
     **{names.decode_attention(32, 128, context): Target(0.85, of_limit=True) for context in (1024, 4096, 8192)},
     names.prefill_attention(32, 1, 8192): Target(0.6 * 648),
@@ -58,7 +58,7 @@ TARGETS = {
     names.decode_step("qwen3-0.6b", 1): Target(1.2),
     names.decode_step("llama-3.1-8b", 1): Target(4.3),
     names.prefill("llama-3.1-8b", 1024): Target(35_000),
-    **{names.idle(model): Target(3.0) for model in SHAPES},
-    **{names.memory(model): Target(91.0) for model in SHAPES},  # what was asked for, within one hundredth
+    **{names.idle(model): Target(3.0) for model in ON_GPU},
+    **{names.memory(model): Target(91.0) for model in ON_GPU},  # the default share, and one percent
     names.gain(_FP8_KV): Target(1.4),
 }

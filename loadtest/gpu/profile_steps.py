@@ -1,7 +1,7 @@
-"""Profiles a decode run: the GPU's idle time, and what the rest is spent on.
+"""Profiles a decode run: the idle time of the GPU, and its kernels.
 
-Busy is every moment in which a kernel or a copy runs, from the first to the last of a window of steps. Tracing makes
-kernels of a graph a little longer and hands them out a little later; the step's length with and without it is told.
+The GPU is busy while a kernel or a copy runs. Tracing slows graphs down a little, so the seconds of a step are reported
+with and without it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from loadtest.gpu.figures import covered
 _SETTLING_STEPS = 16
 TRACED_STEPS = 48
 _NUM_NAMED = 15
-_SKIPPED = 10  # the first tenth: the tracer's own start held up the steps it belongs to
+_SKIPPED = 10  # the first tenth, which the start of the tracer delays
 
 ACTIVITY = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Of most of the traced steps, seconds."""
+    """The activities of the traced steps, in seconds."""
 
     span_s: float
     busy_s: float
@@ -38,14 +38,14 @@ class Trace:
 
 
 class Tracer:
-    """Traces some of the steps in which all of `batch` decode. Called on the engine's thread, which launches them."""
+    """Traces some steps in which all of `batch` decode; called on the engine thread."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
         self._num_full = 0
         self._profile = profile(activities=[ACTIVITY])
         with profile(activities=[ACTIVITY]):
-            pass  # the tracer takes long to start for the first time
+            pass  # the first start of the tracer is slow
 
     def __call__(self, num_sequences: int) -> None:
         if num_sequences != self._batch:
@@ -57,7 +57,7 @@ class Tracer:
             self._profile.stop()
 
     def read(self) -> Trace | None:
-        """Once the steps are over; None if there were too few, or nothing was seen of them."""
+        """Return the trace after the steps; None if there were too few, or no activity."""
         return _read(self._profile) if self._num_full >= _SETTLING_STEPS + TRACED_STEPS else None
 
 

@@ -1,4 +1,4 @@
-"""Writes a run's results: results.json, table.md and a picture."""
+"""Writes the results of a run: results.json and table.md."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.gpu.figures import Figure, Findings
-from loadtest.gpu.parts import TARGET_CARD, TARGETS
+from loadtest.gpu.parts import TARGET_GPU, TARGETS
 from loadtest.output import markdown, save_json
-from loadtest.plots import PlotError, require_matplotlib
 
-NO_CARD = "no card"
-_REHEARSAL = "A REHEARSAL on a CPU with tiny shapes: no number here says anything about any card."
+NO_GPU = "no GPU"
+_REHEARSAL = "A REHEARSAL on a CPU with tiny shapes: the figures have no meaning."
 
 
 @dataclass(slots=True)
 class Results:
-    """Of one run. `statuses`: "done", "failed", "out of time" or "not begun" by part."""
+    """The results of a run; a part is "done", "failed", "out of time" or "not begun"."""
 
     host: dict[str, Any]
     is_rehearsal: bool
@@ -27,21 +26,21 @@ class Results:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
-    def card(self) -> str:
+    def gpu(self) -> str:
         machine = self.findings.get("machine", Findings())
-        return str(machine.details.get("card", {}).get("name", NO_CARD))
+        return str(machine.details.get("gpu", {}).get("name", NO_GPU))
 
     def figures(self) -> Iterator[Figure]:
         for findings in self.findings.values():
             yield from findings.figures
 
     def write(self, folder: Path) -> None:
-        """Everything so far."""
+        """Write all results so far."""
         parts = {
             name: {"status": self.statuses[name], "seconds": self.seconds.get(name)} | self._part(name)
             for name in self.statuses
         }
-        document = {"rehearsal": self.is_rehearsal, "card": self.card, "host": self.host, "parts": parts}
+        document = {"rehearsal": self.is_rehearsal, "gpu": self.gpu, "host": self.host, "parts": parts}
         save_json(folder / "results.json", document)
         (folder / "table.md").write_text("\n".join(self.table()) + "\n", encoding="utf-8")
 
@@ -51,11 +50,11 @@ class Results:
         return {"figures": figures, "notes": found.notes, "details": found.details}
 
     def table(self) -> Iterator[str]:
-        """The figures beside their limits and targets, what was not measured, and how the parts ended."""
-        yield f"# {'Rehearsal' if self.is_rehearsal else self.card}, {self.host['date']}, commit {self.host['commit']}\n"
+        """Yield the figures with their limits and targets, and the outcome of each part."""
+        yield f"# {'Rehearsal' if self.is_rehearsal else self.gpu}, {self.host['date']}, commit {self.host['commit']}\n"
         if self.is_rehearsal:
             yield _REHEARSAL + "\n"
-        has_targets = TARGET_CARD in self.card
+        has_targets = TARGET_GPU in self.gpu
         rows = []
         for figure in self.figures():
             target = TARGETS.get(figure.name) if has_targets else None
@@ -72,26 +71,9 @@ class Results:
             yield f"- {name}: {status}, {self.seconds.get(name, 0.0):.0f} s"
             yield from (f"  - {_first_line(note)}" for note in self.findings.get(name, Findings()).notes[:12])
 
-    def draw(self, folder: Path) -> None:
-        """How much of its limit each figure reaches, and throughput over HTTP. Raises PlotError without matplotlib."""
-        plt = require_matplotlib()
-        bars = [(figure.name, figure.share) for figure in self.figures() if figure.share is not None]
-        if not bars:
-            raise PlotError("there is no figure to draw")
-        names, shares = zip(*reversed(bars), strict=True)
-        figure, axis = plt.subplots(figsize=(10, 1 + 0.24 * len(bars)), constrained_layout=True)
-        axis.barh(names, [100 * share for share in shares])
-        axis.axvline(100, color="tab:red", linestyle="--")
-        axis.set(xlabel="% of what the card's measured rates allow", xlim=(0, 110), ylim=(-0.6, len(bars) - 0.4))
-        axis.tick_params(axis="y", labelsize=8)
-        title = "REHEARSAL, of no meaning" if self.is_rehearsal else self.card
-        figure.suptitle(f"{title}, {self.host['date'][:10]}, commit {self.host['commit']}", fontsize="medium")
-        figure.savefig(folder / "shares.png", dpi=100)
-        plt.close(figure)
-
 
 def number(value: float) -> str:
-    """Four digits or so, as people write them."""
+    """Return about four digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

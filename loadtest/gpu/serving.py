@@ -1,4 +1,4 @@
-"""Drives the daemon over HTTP: closed loops of one to many streams on this machine."""
+"""Drives the daemon over HTTP: closed loops of one to many streams."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The tests on the device, in several processes side by side but for those that measure memory, which have it alone.
+"""Runs the tests on the device, in several processes.
 
-A process whose time is up is interrupted: pytest then writes what it has found. It is told to treat warnings as what they
-are: these tests run on whatever versions a machine has, and another version's deprecations are no fault of a kernel.
+A process that exceeds its time is interrupted, and pytest reports the tests until then. Warnings are not errors here:
+the versions of the machine's packages may deprecate what the tests use.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ET  # of files that our own pytest has just written
+import xml.etree.ElementTree as ET  # of files that pytest has just written
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,33 +24,33 @@ from loadtest.gpu.task import Task
 SHARE_VARIABLE = "GPU_TEST_SHARE"  # "2/12": every twelfth test from the third
 _MOST_PROCESSES = 12
 _ENGINE_PROCESSES = 6
-_GRACE_S = 12.0  # for all that were interrupted; less than a part has
-_INTERRUPTED = 2  # as pytest says it
+_GRACE_S = 12.0  # after an interrupt; less than that of a part
+_INTERRUPTED = 2  # pytest's exit status
 
 
 class _Process(NamedTuple):
-    """One pytest, and what it will write."""
+    """One pytest, and the report that it writes."""
 
     handle: subprocess.Popen[bytes]
     report: Path
 
 
 def run_kernels(task: Task) -> None:
-    """tests/kernels; most of their time is Triton's compiler, which has one core a process."""
+    """Run tests/kernels; Triton's compiler needs a core a process."""
     num = 2 if task.is_rehearsal else max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) - 2))
     chosen = ["-k", "this_machine_has_triton or large_numbers"] if task.is_rehearsal else []
     _run(task, ["tests/kernels", *chosen], num)
 
 
 def run_engine(task: Task) -> None:
-    """tests/gpu; those of memory last and alone."""
+    """Run tests/gpu, those of memory last and alone."""
     memory = "tests/gpu/test_memory_cuda.py"
     _run(task, ["tests/gpu", f"--ignore={memory}"], 1 if task.is_rehearsal else _ENGINE_PROCESSES)
     _run(task, [memory], 1)
 
 
 def pytest_configure() -> None:
-    """As a pytest plugin: heed an interrupt, also where a shell that runs us in the background has it ignored."""
+    """As a pytest plugin: accept interrupts, which background shells ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -67,9 +67,9 @@ def _run(task: Task, arguments: Sequence[str], num_processes: int) -> None:
     try:
         for process in processes:
             process.handle.wait()
-    finally:  # when the part's time is up, too
+    finally:  # also if the part exceeds its time
         _interrupt(processes)
-        _tell(task, arguments[0], processes)
+        _report(task, arguments[0], processes)
 
 
 def _start(task: Task, arguments: Sequence[str], index: int, num: int) -> _Process:
@@ -92,7 +92,7 @@ def _interrupt(processes: Sequence[_Process]) -> None:
         handle.kill()
 
 
-def _tell(task: Task, name: str, processes: Sequence[_Process]) -> None:
+def _report(task: Task, name: str, processes: Sequence[_Process]) -> None:
     counts: Counter[str] = Counter()
     for handle, report in processes:
         status = handle.wait()
@@ -101,7 +101,7 @@ def _tell(task: Task, name: str, processes: Sequence[_Process]) -> None:
             task.notebook.fail(f"{name}: pytest {outcome}:\n{task.log_tail(report.with_suffix('.log'))}")
         if report.exists():
             counts += _read(task, report)
-            # The one in whose middle it was interrupted is in the report, and nothing wrong with it.
+            # The report has the interrupted test as passed.
             counts["passed"] -= status == _INTERRUPTED
     task.notebook.detail(f"{name}: outcomes", dict(counts))
     for outcome in ("passed", "failed", "skipped"):
@@ -117,8 +117,8 @@ def _read(task: Task, report: Path) -> Counter[str]:
         wrong = [child for child in case if child.tag in ("failure", "error")]
         skipped = case.find("skipped")
         if wrong:
-            told = (wrong[0].text or wrong[0].get("message") or "").strip()[-1500:]
-            task.notebook.fail(f"{name}\n{told}")
+            error = (wrong[0].text or wrong[0].get("message") or "").strip()[-1500:]
+            task.notebook.fail(f"{name}\n{error}")
             counts["failed"] += 1
         elif skipped is not None:
             counts["skipped"] += 1

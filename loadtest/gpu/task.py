@@ -1,21 +1,32 @@
-"""The inputs of a part: its folder, the GPU's abilities, and whether it rehearses."""
+"""The inputs of a part: its folder, the rates of the GPU, the mode."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from loadtest.gpu.figures import Notebook, read_findings
-from loadtest.gpu.shapes import SHAPES, TINY_SHAPES, Limits, Rates, Shape
+from loadtest.gpu.limits import Limits, Rates
+from loadtest.shapes import ON_GPU, Shape
 
 COPY_BANDWIDTH = "copy bandwidth"
 BF16_RATE = "bf16 matrix rate"
+_TINY: dict[str, Any] = {
+    "hidden": 64,
+    "ffn": 128,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "vocab": 1024,
+}
 
 
 @dataclass(slots=True)
 class Task:
-    """One part's. `scratch` is a folder that all parts of a run share."""
+    """The inputs of one part; all parts of a run share the folder `scratch`."""
 
     name: str
     scratch: Path
@@ -26,12 +37,13 @@ class Task:
         self.notebook = Notebook(self.scratch / f"{self.name}.json")
 
     def rates(self) -> Rates:
-        """What the part called machine measured; NaN where it failed."""
+        """Return the rates that the part `machine` measured; NaN if it failed."""
         found = {figure.name: figure.value for figure in read_findings(self.scratch / "machine.json").figures}
         return Rates(found.get(COPY_BANDWIDTH, math.nan) * 1e9, found.get(BF16_RATE, math.nan) * 1e12)
 
     def shape(self, name: str) -> Shape:
-        return (TINY_SHAPES if self.is_rehearsal else SHAPES)[name]
+        """Return a shape of ON_GPU, which a rehearsal makes tiny."""
+        return replace(ON_GPU[name], **_TINY) if self.is_rehearsal else ON_GPU[name]
 
     def limits(self, shape: Shape, **itemsizes: float) -> Limits:
         return Limits(shape, self.rates(), **itemsizes)

@@ -1,4 +1,4 @@
-"""Seconds of short device work. On a CUDA device calls are timed inside a graph, so that Python's launches cost nothing."""
+"""Times short work on the device, on CUDA inside a graph."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 _REPLAYS = 7
-_LEAST_CALLS = 20  # a graph has; its own launch is then lost among them
-L2_BYTES = 256 << 20  # inputs that are to come from memory take turns until they are together this large
+_LEAST_CALLS = 20  # in a graph, so that its launch is negligible
+L2_BYTES = 256 << 20  # inputs take turns until they exceed the cache together
 
 
 def median_s(calls: Sequence[Callable[[], object]]) -> float:
-    """Median over some rounds of the mean seconds of a call. The calls do the same to different data, in turn.
+    """Return the median over rounds of the mean seconds of a call.
 
-    They may allocate; they must not wait for the device. Each is run once before, which compiles what must be compiled.
+    The calls do the same work on different data. They may allocate, and must not wait for the device. Each runs once
+    before, which compiles the kernels.
     """
     for call in calls:
         call()
@@ -24,7 +25,7 @@ def median_s(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def num_copies(num_bytes: int) -> int:
-    """How many sets of inputs of this size outgrow the caches."""
+    """Return the number of inputs of this size that together exceed the caches."""
     return max(1, min(64, -(-L2_BYTES // max(num_bytes, 1)))) if torch.cuda.is_available() else 1
 
 

@@ -1,8 +1,8 @@
-"""`bash loadtest/gpu.sh --tune`: better sizes for the attention kernels than their table has, found on the card itself.
+"""`bash loadtest/gpu.sh --tune`: searches sizes for the attention kernels.
 
-One size after another is changed, and kept where that is faster, from what engine/runtime/cuda/attention_tuning.py says
-now: a pass over the neighbours, not every combination, each of which would cost seconds of compiling. What a card cannot
-hold is passed over. The lines that this prints are what the table should say for such a card.
+It starts from the table in engine/runtime/cuda/attention_tuning.py, changes one size after another, and keeps what is
+faster: each combination takes seconds to compile, so not all are tried. Sizes that the GPU cannot hold are skipped. The
+printed lines are to be entered in the table.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class Load(NamedTuple):
-    """A step that is timed: queries and contexts of its sequences."""
+    """A timed step: queries and contexts of its sequences."""
 
     queries: list[int]
     contexts: list[int]
 
 
 class Search(NamedTuple):
-    """Fields of one part of a Tuning, the values to try of each, and the steps that they are tried on."""
+    """Fields of one part of a Tuning, the values to try, and the steps to time."""
 
     part: str
     fields: Sequence[tuple[str, Sequence[int]]]
@@ -49,17 +49,17 @@ SEARCHES = (
     Search("short", (("rows", (64,)), *_TILES, ("stages", (2, 3, 4))), (_TURNS,)),
     Search("prompt_cut", (("programs_per_sm", (1, 2, 4)), ("min_keys", (256, 512, 1024))), (_TURNS,)),
 )
-_HEADS, _KV_HEADS, _HEAD_DIMS = 32, 8, (128, 64, 256)  # the dimension that most models have comes first
+_HEADS, _KV_HEADS, _HEAD_DIMS = 32, 8, (128, 64, 256)  # the most common first
 
 
 def run(task: Task) -> None:
-    """Every search for every head_dim; what is found is written at once."""
+    """Make every search for every head_dim; each result is written immediately."""
     from engine.runtime.cuda.attention_tuning import choose_tuning
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     capability = (0, 0)
     if device.type == "cpu":
-        # As in kernels.py: the interpreter, mended, before anything imports Triton.
+        # As in kernels.py: the corrected interpreter, before anything imports Triton.
         importlib.import_module("tests.conftest")
         importlib.import_module("tests.kernels.conftest")
     else:
@@ -71,7 +71,7 @@ def run(task: Task) -> None:
 
 
 def _search(task: Task, device: torch.device, dim: int, tuning: Tuning, search: Search) -> Tuning:
-    """The tuning with the best of one part; every candidate's seconds become a detail."""
+    """Return the tuning with the best sizes of one part."""
     times: dict[str, list[float]] = {}
     part = getattr(tuning, search.part)
 
@@ -96,7 +96,7 @@ def _search(task: Task, device: torch.device, dim: int, tuning: Tuning, search: 
 
 
 def climb(part: Part, fields: Sequence[tuple[str, Sequence[int]]], cost: Callable[[Part], float]) -> Part:
-    """Change one field after another to the value that costs least; what is 1 % better is no better."""
+    """Change one field after another to the best value, if it saves more than 1 %."""
     best = part
     for field, values in fields:
         for value in values:
@@ -107,11 +107,11 @@ def climb(part: Part, fields: Sequence[tuple[str, Sequence[int]]], cost: Callabl
 
 
 def ratio(seconds: Sequence[float], begun: Sequence[float]) -> float:
-    """Geometric mean over the loads; infinite where one failed."""
+    """Return the geometric mean over the loads; infinite if one failed."""
     return math.prod(a / b for a, b in zip(seconds, begun, strict=True)) ** (1 / len(begun))
 
 
-def _time(task: Task, device: torch.device, dim: int, tuning: Tuning, load: Load, told: str) -> float:
+def _time(task: Task, device: torch.device, dim: int, tuning: Tuning, load: Load, part: str) -> float:
     from loadtest.gpu.attention import attend_s
 
     heads, kv_heads = (4, 2) if task.is_rehearsal else (_HEADS, _KV_HEADS)
@@ -119,15 +119,15 @@ def _time(task: Task, device: torch.device, dim: int, tuning: Tuning, load: Load
     try:
         with torch.inference_mode():
             return attend_s(device, heads, kv_heads, dim, *load, num_copies(num_bytes), tuning=tuning)
-    except Exception as error:  # more shared memory or registers than there are
+    except Exception as error:  # too little shared memory or too few registers
         if isinstance(error, torch.AcceleratorError):
             raise
-        task.notebook.detail(f"head_dim {dim}, {told}: passed over", f"{type(error).__name__}: {str(error)[:200]}")
+        task.notebook.detail(f"head_dim {dim}, {part}: skipped", f"{type(error).__name__}: {str(error)[:200]}")
         return math.inf
 
 
 def _tiny(search: Search) -> Search:
-    """Something that the interpreter has done with in seconds: one field, one value that is not the table's."""
+    """Return a search of one field and one value, for the interpreter."""
     field, values = search.fields[0]
     loads = [Load([min(n, 3) for n in load.queries[:2]], [40] * len(load.queries[:2])) for load in search.loads[:1]]
     return Search(search.part, ((field, values[:1]),), loads)

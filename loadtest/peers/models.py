@@ -1,10 +1,8 @@
-"""Makes the models of a comparison from the embedded GGUF, in each server's format.
+"""Writes the models of a comparison in each server's format.
 
-Each model is written once under one folder, with the same weights: `hf/` (bfloat16 safetensors, config, tokenizer),
-`bf16.gguf` and `f16.gguf`, and in eight bits `q8_0.gguf` and `w8a8/` (safetensors of int8 rows with a scale each). SmolLM2's weights
-are those of the embedded file, dequantised; the shapes of Qwen2.5 get random weights from a seed and SmolLM2's
-tokenizer, filled up to their vocabulary, because a speed needs a shape and not a meaning. Runs for a minute or two, in
-`--prepare`; needs numpy and gguf, never torch.
+A model's folder has `hf/` (bfloat16 safetensors, config, tokenizer), `bf16.gguf` and `f16.gguf`, and in eight bits
+`q8_0.gguf` and `w8a8/` (int8 rows with a scale each). SmolLM2's weights are dequantised from the embedded file. The
+shapes of Qwen2.5 have random weights and SmolLM2's tokenizer, extended to their vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from tokenizers import Tokenizer
 from engine.gguf_header import read_header
 from engine.text.gguf_tokenizer import build_tokenizer
 from loadtest.peers.safetensors_file import Entry, write_safetensors
-from loadtest.peers.shapes import Shape
+from loadtest.shapes import Shape
 
 Matrix = NDArray[np.float32]
 
@@ -51,7 +49,7 @@ _FILE_TYPES = {
 
 
 def prepare(shape: Shape, source: Path, folder: Path, say: Callable[[str], None]) -> None:
-    """Write what is missing of one model under `folder`; `source` is the embedded GGUF file."""
+    """Write the missing files of a model; `source` is the embedded GGUF file."""
     metadata = read_header(source).metadata
     tensors = _Stored(shape, source) if shape.is_embedded else _Random(shape)
     writers: dict[str, Callable[[Path], None]] = {
@@ -74,7 +72,7 @@ def prepare(shape: Shape, source: Path, folder: Path, say: Callable[[str], None]
 
 
 class Weights:
-    """A model's tensors under GGUF's names, in any order and as often as asked, as float32 on their way to bfloat16."""
+    """The tensors of a model by their GGUF names, in float32."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -101,7 +99,7 @@ class Weights:
         raise NotImplementedError
 
     def hf(self, name: str) -> Matrix:
-        """As transformers lays it out: Llama's rotation turns halves there and neighbours in GGUF."""
+        """Return a tensor in transformers' order: Llama rotates halves, not pairs."""
         values = self.get(name)
         role = name.split(".")[-2]
         if self.shape.arch != "llama" or role not in ("attn_q", "attn_k"):
@@ -112,7 +110,7 @@ class Weights:
 
 
 class _Stored(Weights):
-    """The embedded file's own, dequantised."""
+    """The weights of the embedded file, dequantised."""
 
     def __init__(self, shape: Shape, source: Path) -> None:
         super().__init__(shape)
@@ -124,7 +122,7 @@ class _Stored(Weights):
 
 
 class _Random(Weights):
-    """Normal, as wide as the real one's, with its norms 1 and its biases 0; a tensor follows from its name."""
+    """Normal weights seeded by the tensor's name; norms are 1 and biases 0."""
 
     def get(self, name: str) -> Matrix:
         size = self.shapes[name]
@@ -137,18 +135,18 @@ class _Random(Weights):
 
 
 def bfloat16_bits(values: Matrix) -> NDArray[np.uint16]:
-    """The upper half of each float32, rounded to nearest even; infinities and NaNs do not occur in weights."""
+    """Return the bits of bfloat16, rounded to nearest even; numbers are finite."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def _through_bfloat16(values: Matrix) -> Matrix:
-    """What bfloat16 leaves of the values: eight bits are made of the same numbers that sixteen-bit servers run."""
+    """Round to bfloat16, so that eight-bit weights are made of the same numbers."""
     return (bfloat16_bits(values).astype(np.uint32) << 16).view(np.float32)
 
 
 def int8_rows(values: Matrix) -> tuple[NDArray[np.int8], Matrix]:
-    """Each row as int8 and the scale that its largest element decides."""
+    """Return each row as int8, and the scales of the rows."""
     scales = np.maximum(np.abs(values).max(axis=1, keepdims=True), 1e-12) / np.float32(127)
     return np.rint(values / scales).astype(np.int8), scales.astype(np.float32)
 
@@ -183,7 +181,7 @@ def _write_hf(shape: Shape, tensors: Weights, metadata: dict[str, Any], path: Pa
 
 
 def _write_w8a8(shape: Shape, tensors: Weights, metadata: dict[str, Any], path: Path) -> None:
-    """Eight-bit rows in the layout called compressed-tensors, which vLLM reads; the tied head stays in sixteen."""
+    """Write int8 rows in vLLM's compressed-tensors layout."""
     path.mkdir(exist_ok=True)
     _write_tokenizer(shape, metadata, path)
     _write_json(path / "config.json", _hf_config(shape) | {"quantization_config": _W8A8})
@@ -220,28 +218,11 @@ _W8A8 = {
 
 
 def _hf_config(shape: Shape) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM" if shape.arch == "llama" else "Qwen2ForCausalLM"],
-        "model_type": shape.arch,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": shape.context,
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_base,
-        "vocab_size": shape.vocab,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-    }
+    return shape.config() | {"bos_token_id": 1, "eos_token_id": 2}
 
 
 def _fillers(shape: Shape, known: int) -> Iterator[str]:
-    """Tokens beyond the tokenizer's own: no text becomes one, but a model that draws one has something to say."""
+    """Yield names for the ids that the tokenizer lacks; a random model may draw them."""
     return (f"Ġfill{index}" for index in range(known, shape.vocab))
 
 
@@ -273,7 +254,7 @@ def _write_json(path: Path, document: dict[str, Any]) -> None:
 def _write_gguf(
     shape: Shape, tensors: Weights, metadata: dict[str, Any], path: Path, kind: GGMLQuantizationType
 ) -> None:
-    """Matrices in `kind`, vectors in float32, as llama.cpp's own converter does."""
+    """Write matrices in `kind` and vectors in float32, as llama.cpp's converter does."""
     writer = GGUFWriter(path, shape.arch, use_temp_file=False)
     writer.add_name(shape.name)
     writer.add_block_count(shape.layers)

@@ -1,7 +1,7 @@
-"""One server of a comparison as a process: started, awaited, watched and stopped, with everything it starts itself.
+"""Starts, watches and stops one server with all of its descendants.
 
-A server leads a session of its own, so its descendants are found by that session's number in /proc however they were
-forked, their memory is summed, and none outlives a run. Used from the main thread; a small thread samples the memory.
+A server leads a new session, so that its descendants are found by the session's number in /proc. A thread samples their
+memory; everything else happens on the main thread.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from loadtest.errors import LoadtestError
+
 _POLL_S = 0.1
 _SAMPLE_S = 0.5
 _STOP_LIMIT_S = 20.0
 _LOG_LINES = 15
 
 
-class PeerError(Exception):
-    """A server could not be started or has died; the message ends with the last lines of its log."""
+class PeerError(LoadtestError):
+    """A server did not start or has died; the message ends with the end of its log."""
 
 
 class Command(NamedTuple):
-    """What starts a server: variables are added to those of the comparison itself."""
+    """The command of a server, and variables that are added to the environment."""
 
     argv: Sequence[str]
     environ: Mapping[str, str]
@@ -41,7 +43,7 @@ class Command(NamedTuple):
 
 
 class ServerProcess:
-    """A running server. `ready_s` is the time from its start to the end of its first one-token answer."""
+    """A running server; `ready_s` is the time until its first answer."""
 
     def __init__(self, command: Command, port: int, log: Path) -> None:
         self.command = command
@@ -64,7 +66,7 @@ class ServerProcess:
         self._sampler.start()
 
     def wait_ready(self, body: Mapping[str, object], limit_s: float) -> None:
-        """Ask for one token until one comes. Raises PeerError."""
+        """Request one token until the server answers. Raises PeerError."""
         while not _answers(self.port, body, self._started + limit_s - time.perf_counter()):
             if not self.is_alive():
                 raise PeerError(f"it ended with status {self._process.returncode} while starting.\n{self.log_tail()}")
@@ -72,6 +74,10 @@ class ServerProcess:
                 raise PeerError(f"it was not ready within {limit_s:g} s.\n{self.log_tail()}")
             time.sleep(_POLL_S)
         self.ready_s = time.perf_counter() - self._started
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -81,7 +87,7 @@ class ServerProcess:
         return "\n".join(line[:300] for line in lines[-_LOG_LINES:])
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL for whatever of its session is left. A second Ctrl-C waits until that is done."""
+        """Send SIGTERM, then SIGKILL to the rest of the session; a second Ctrl-C waits."""
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self._stop()
@@ -100,7 +106,7 @@ class ServerProcess:
             for pid in members:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(_POLL_S / 10)  # it takes the kernel a moment
+            time.sleep(_POLL_S / 10)  # the kernel needs a moment
         self._stopping.set()
         self._sampler.join()
 
@@ -114,7 +120,7 @@ class ServerProcess:
 def running(
     command: Command, port: int, log: Path, first_body: Mapping[str, object], limit_s: float
 ) -> Iterator[ServerProcess]:
-    """A server from its first answer to its end. Raises PeerError; stops the server whatever is raised inside."""
+    """Run a server from its first answer until the context ends. Raises PeerError."""
     try:
         server = ServerProcess(command, port, log)
     except OSError as error:
@@ -134,7 +140,7 @@ def free_port() -> int:
 
 
 def session_members(session: int) -> list[int]:
-    """Living processes of a session, from /proc; none where there is no /proc."""
+    """Return the living processes of a session, from /proc."""
     members = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -147,7 +153,7 @@ def session_members(session: int) -> list[int]:
 
 
 def rss_bytes(pid: int) -> int:
-    """Resident memory; pages that two processes share count twice."""
+    """Return resident memory; pages that two processes share count twice."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):

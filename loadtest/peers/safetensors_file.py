@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor: sizes are known before values, so no more than one is ever held."""
+"""Writes a safetensors file with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BYTES = {"BF16": 2, "F32": 4, "I8": 1}
 
 
 class Entry(NamedTuple):
-    """A tensor to be: `make` is called when its turn has come, and gives its elements' bits."""
+    """A tensor; `make` returns the bits of its elements, when they are written."""
 
     name: str
     dtype: str
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
 
 
 def write_safetensors(path: Path, entries: Sequence[Entry]) -> None:
-    """The format: the header's length in eight bytes, the header as JSON, then all bytes in the header's order."""
+    """Write the header's length, the header as JSON, then the tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:

@@ -1,4 +1,4 @@
-"""The servers that are compared, and the flags that suit each best on a few cores: one entry a server.
+"""The servers that are compared, with the flags that suit each on a few cores.
 
 A server takes part if its executable is named; nothing is searched for or installed. All get the same model weights,
 number formats, bytes of K/V and number of slots, as far as their flags allow.
@@ -69,7 +69,7 @@ def _quire(python: str, setup: Setup) -> Command:
 
 
 def _vllm(python: str, setup: Setup) -> Command:
-    """vLLM's advice for CPUs: K/V space, threads bound to cores, Intel's OpenMP preloaded."""
+    """Follow vLLM's advice for CPUs: bound threads, Intel's OpenMP preloaded."""
     environ = {
         "VLLM_CPU_KVCACHE_SPACE": str(setup.kv_gib),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.num_threads - 1}",
@@ -92,7 +92,7 @@ def _vllm(python: str, setup: Setup) -> Command:
 
 
 def _llama_server(executable: str, setup: Setup) -> Command:
-    """Give each slot room for the longest request: in a shared cache each attends over all of it."""
+    """Give each slot room for the longest request."""
     argv = [
         executable,
         *("-m", str(setup.model / ("bf16.gguf" if setup.precision == "bf16" else "q8_0.gguf"))),

@@ -1,4 +1,1 @@
-"""`quire simulate`: the real scheduler over simulated step times.
-
-routers.py lists the routers of a fleet.
-"""
+"""`quire simulate`: the real scheduler over simulated step times."""

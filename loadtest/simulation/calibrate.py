@@ -12,6 +12,7 @@ import asyncio
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +22,7 @@ from rich.progress import Progress
 from engine.core.config import SchedulerConfig
 from loadtest.arguments import positive_int
 from loadtest.daemon import daemon
+from loadtest.engines import build, device_of
 from loadtest.output import progress_bar
 from loadtest.report import percentile
 from loadtest.simulation.costs import Front, StepCosts
@@ -29,7 +31,6 @@ from loadtest.simulation.observe import Observed, observe, warm_up
 from loadtest.simulation.replay import replay
 from loadtest.simulation.trace import TraceRequest
 from loadtest.simulation.variants import measured_config
-from loadtest.steps import build, runs_on_cpu
 
 _NUM_HELD_OUT = 32
 _WAVES = (1, 2, 4, 8, 16, 32, 48)  # concurrent requests, of 64 words and 64 tokens each
@@ -68,7 +69,7 @@ def _engine_alone(steps: _Steps, settings: Sequence[str]) -> StepCosts:
 
 def _measure(steps: _Steps, settings: Sequence[str], progress: Progress) -> StepCosts:
     """Measure the engine and a daemon in turns; a GPU has no room for both."""
-    if not runs_on_cpu(settings):
+    if device_of(settings) != "cpu":
         costs = _engine_alone(steps, settings)
         with daemon(settings) as port:
             waves = _Waves(port, progress)
@@ -94,7 +95,8 @@ class _Steps:
         self._rounds = [len(range(turn, rounds, _NUM_TURNS)) for turn in range(_NUM_TURNS)]
         self._fitted, self._held_out = grid(self._config), held_out(self._config, _NUM_HELD_OUT)
         shapes = [*self._fitted, *self._held_out]
-        self._on_step = _advance(progress, progress.add_task("steps of the engine", total=len(shapes) * (rounds + 1)))
+        task = progress.add_task("steps of the engine", total=len(shapes) * (rounds + 1))
+        self._on_step = partial(progress.advance, task)
         fill_pool(self._runner, self._config, shapes, engine.vocab_size)
         self.times = Times(self._runner, self._config, shapes, engine.vocab_size)
         self.times.measure(1, self._on_step)  # memory is touched
@@ -106,13 +108,12 @@ class _Steps:
 
     def fit(self, settings: Sequence[str]) -> StepCosts:
         """Return the costs without a front, and close the engine."""
-        from loadtest.simulation.fit import fit, predict  # here, because it imports numpy
+        from loadtest.simulation.fit import fit  # here, because it imports numpy
 
         config, seconds, num_fitted = self._config, self.times.seconds, len(self._fitted)
         self._runner.close()
         costs = fit(self._fitted, seconds[:num_fitted])
-        pairs = zip(self.times.shapes, seconds, strict=True)
-        errors = [abs(predict(costs, shape) / taken - 1) for shape, taken in pairs]
+        errors = [abs(costs.step(plan) / taken - 1) for plan, taken in zip(self.times.plans, seconds, strict=True)]
         unseen = sorted(errors[num_fitted:])
         about = {
             "settings": list(settings),
@@ -128,23 +129,19 @@ class _Steps:
 
 
 def _plain(config: SchedulerConfig) -> dict[str, Any]:
-    """Return the settings that are numbers and words; others are measured by the engine."""
+    """Return the settings that are numbers and words."""
     return {name: value for name, value in asdict(config).items() if isinstance(value, (int, float, str))}
 
 
-def _advance(progress: Progress, task: Any) -> Callable[[], None]:
-    return lambda: progress.advance(task)
-
-
 class _Waves:
-    """Loads on the daemon as clients see them; the requests of a wave are sent concurrently."""
+    """The daemon under waves of concurrent requests."""
 
     def __init__(self, port: int, progress: Progress) -> None:
         self._port = port
         self._waves = [[TraceRequest(0.0, 64, 64)] * num for num in _WAVES]
         self._single = [TraceRequest(_APART_S * index, words, 4) for index, words in enumerate(_PROMPTS * _NUM_SINGLE)]
         total = _NUM_TURNS * sum(map(len, [*self._waves, self._single]))
-        self._on_answer = _advance(progress, progress.add_task("the daemon", total=total))
+        self._on_answer = partial(progress.advance, progress.add_task("the daemon", total=total))
         self.seen: list[list[Observed]] = []
         asyncio.run(warm_up(port))
 

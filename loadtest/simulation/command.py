@@ -1,4 +1,4 @@
-"""`quire simulate`: replays traces or recordings and sizes fleets, on a virtual clock.
+"""`quire simulate`: replays and fleets on a virtual clock.
 
 The scheduler is the one that serves.
 """
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engine.core.queues import POLICIES
-from loadtest.arguments import positive_int, share
+from loadtest.arguments import given, positive_int, share
 from loadtest.output import progress_bar, save_json
 from loadtest.plots import require_matplotlib
 from loadtest.simulation import shared_options
@@ -60,7 +60,7 @@ def _replay_recordings(options: argparse.Namespace) -> int:
     replayed = {source: replay_recording(Path(source)) for source in options.source}
     show_recordings(replayed)
     figures = {source: {**recording_figures(done), "difference": done.difference} for source, done in replayed.items()}
-    save_json(options.json, {**shared_options.asked(options), "recordings": figures})
+    save_json(options.json, {"settings": given(options), "recordings": figures})
     return int(any(done.difference for done in replayed.values()))
 
 
@@ -93,7 +93,7 @@ def _replay(options: argparse.Namespace) -> int:
     _print_refusals(rows, histories)
     figures = [{"workload": row.workload, "variant": row.variant, **asdict(row.figures)} for row in rows]
     settings = {variant.name: asdict(variant.config) for variant in variants}
-    save_json(options.json, {**shared_options.asked(options), "variants": settings, "replays": figures})
+    save_json(options.json, {"settings": given(options), "variants": settings, "replays": figures})
     if options.plot:
         from loadtest.simulation.plots import draw_replays
 
@@ -127,7 +127,7 @@ def _fleet(options: argparse.Namespace) -> int:
     goal = f"{options.share:.0%} with TTFT up to {options.target_ttft_ms:g} ms and TPOT up to {options.target_tpot_ms:g} ms"
     show_fleets(found, goal)
     fleets = [{"router": router, "replicas": num, "requests_per_s": rate} for (router, num), rate in found.items()]
-    save_json(options.json, {**shared_options.asked(options), "config": asdict(config), "fleets": fleets})
+    save_json(options.json, {"settings": given(options), "config": asdict(config), "fleets": fleets})
     return 0
 
 

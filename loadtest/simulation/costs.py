@@ -1,4 +1,4 @@
-"""The time of a step by its content, and the time that the HTTP front adds; `quire calibrate` measures both.
+"""The time of a step by its content, and the time that HTTP adds.
 
 A step takes the sum of four parts: a table over its rows, a table over the rows that are sampled, the context that
 decoding sequences read, and the pairs of a chunk's positions and their contexts. Kernels work in tiles, so tables are
@@ -41,7 +41,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The time that HTTP takes from the engine, whose cores and interpreter it shares."""
+    """The time that HTTP takes from the engine, whose cores it shares."""
 
     intake_s: float = 0.0  # added by a request to the step after its arrival
     step_s: float = 0.0  # added to any step
@@ -51,7 +51,7 @@ class Front:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step; `settings` are the scheduler's, of the engine that was measured."""
+    """The seconds of a step; `settings` are those of the measured scheduler."""
 
     rows: Table
     samples: Table
@@ -73,7 +73,7 @@ class StepCosts:
         return self.rows(num_tokens) + self.samples(num_samples) + front.step_s + streamed_s
 
     def decode_step(self, num_seqs: int, context: int) -> float:
-        """Return the seconds of a pure decode step; `context` is the sum over all sequences."""
+        """Return the seconds of a decode step; `context` is the sum of all."""
         known = self._decode_steps
         fixed = known[num_seqs] if num_seqs < len(known) else self._fixed(num_seqs, num_seqs)
         return fixed + self.decode_context_s * context

@@ -1,4 +1,4 @@
-"""The figures of a replay: latencies, goodput and memory, for all requests and by tenant."""
+"""The figures of a replay: latencies, goodput and memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a replay. Times are seconds, rates are a second of simulated time."""
+    """The figures of a replay. Times are simulated seconds."""
 
     num_served: int
     num_refused: int

@@ -1,7 +1,7 @@
-"""From measured steps to StepCosts: non-negative least squares of relative errors, over ramps between a table's points.
+"""Fits StepCosts to measured steps: non-negative least squares.
 
-A ramp is 0 before a point, 1 from the next one on and linear between, so any sum of them with weights of 0 or more is a
-function that never falls: no more rows take less time, whatever the noise.
+A table is a sum of ramps. A ramp is 0 before a point, 1 from the next one on and linear between them. With weights of 0
+or more the sum never falls: despite noise, more rows never take less time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _num_samples(shape: Shape) -> int:
 
 
 def _features(shape: Shape, rows_at: Sequence[int], samples_at: Sequence[int]) -> list[float]:
-    """The base, the ramps of both tables, the context of decoding and the pairs of chunks."""
+    """Return the base, the ramps of both tables, the context and the pairs."""
     pairs = sum(count * (start + (count + 1) / 2) for start, count in shape.chunks)
     ramps = [*_ramps(shape.num_tokens, rows_at), *_ramps(_num_samples(shape), samples_at)]
     return [1.0, *ramps, float(sum(shape.contexts)), pairs]
@@ -61,7 +61,7 @@ def _ramps(count: int, at: Sequence[int]) -> list[float]:
 
 
 def non_negative(design: Matrix, wanted: Matrix) -> Matrix:
-    """The x >= 0 that minimizes |design x - wanted|, by descent along one coordinate at a time."""
+    """Return the x >= 0 that minimizes |design x - wanted|, by coordinate descent."""
     scale = np.linalg.norm(design, axis=0)
     scale[scale == 0] = 1.0
     scaled = design / scale
@@ -81,17 +81,10 @@ def non_negative(design: Matrix, wanted: Matrix) -> Matrix:
 
 
 def least_deviations(design: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
-    """The x >= 0 with the smallest sum of |design x - wanted|: a few wild values do not bend it."""
+    """Return the x >= 0 with the least absolute deviations."""
     matrix, target = np.array(design), np.array(wanted)
     found = non_negative(matrix, target)
     for _ in range(30):
         weights = np.sqrt(1.0 / np.maximum(np.abs(matrix @ found - target), 1e-4))
         found = non_negative(matrix * weights[:, None], target * weights)
     return [float(each) for each in found]
-
-
-def predict(costs: StepCosts, shape: Shape) -> float:
-    """Return the predicted time of a shape."""
-    pairs = sum(count * (start + (count + 1) / 2) for start, count in shape.chunks)
-    fixed = costs.rows(shape.num_tokens) + costs.samples(_num_samples(shape))
-    return fixed + costs.decode_context_s * sum(shape.contexts) + costs.prefill_pair_s * pairs

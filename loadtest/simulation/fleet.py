@@ -20,12 +20,12 @@ _MIN_SPEED, _MAX_SPEED = 1e-3, 1e4
 
 
 def natural_rate(rows: Sequence[TraceRequest]) -> float:
-    """Requests a second of a trace as it is."""
+    """Return the requests a second of a trace."""
     return (len(rows) - 1) / rows[-1].arrival_s
 
 
 def highest_speed(is_good: Callable[[float], bool]) -> float:
-    """The highest speed that is good, to _PRECISION; 0 if not even the lowest is."""
+    """Return the highest good speed, to _PRECISION; 0 if there is none."""
     low, high = 0.0, 1.0
     while high < _MAX_SPEED and is_good(high):
         low, high = high, 2 * high
@@ -53,7 +53,7 @@ def capacity(
     depth: int = 0,
     new_replica: Callable[..., Replica] = Replica,
 ) -> float:
-    """Requests a second that so many replicas can take, with `share` of all requests within the targets."""
+    """Return the highest request rate at which `share` of them meet the targets."""
 
     def is_good(speed: float) -> bool:
         faster = at_speed(rows, speed)

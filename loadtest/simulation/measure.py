@@ -1,4 +1,4 @@
-"""Times single steps of the real engine on this thread: plans of known shape, run by its runner.
+"""Times single steps of the real engine on this thread.
 
 The pool's blocks are filled first: memory that was never written is faster to read.
 """
@@ -25,7 +25,7 @@ OnStep = Callable[[], None]
 
 
 class Shape(NamedTuple):
-    """A step: the context of each decoding sequence, and (start, count) of each prompt's chunk."""
+    """A step: the contexts of decoding sequences, and chunks (start, count)."""
 
     contexts: tuple[int, ...] = ()
     chunks: tuple[tuple[int, int], ...] = ()
@@ -97,17 +97,17 @@ class Times:
     def __init__(self, runner: Runner, config: SchedulerConfig, shapes: Sequence[Shape], vocab_size: int) -> None:
         self.shapes = shapes
         self._runner = runner
-        self._plans = [shape.plan(config, vocab_size) for shape in shapes]
+        self.plans = [shape.plan(config, vocab_size) for shape in shapes]
         self._found: list[list[float]] = [[] for _ in shapes]
         self._rng = random.Random(0)
 
     def measure(self, rounds: int, on_step: OnStep) -> None:
-        """Measure each shape once a round, in random order, since the machine's speed drifts."""
-        order = list(range(len(self._plans)))
+        """Measure each shape once a round, in random order."""
+        order = list(range(len(self.plans)))
         for _ in range(rounds):
             self._rng.shuffle(order)
             for index in order:
-                plan = self._plans[index]
+                plan = self.plans[index]
                 self._runner.run(plan).wait()  # restores the slots and caches that another shape used
                 begun = time.perf_counter()
                 self._runner.run(plan).wait()

@@ -1,4 +1,4 @@
-"""Sends requests to a real daemon and records the times that clients see, to calibrate the simulator.
+"""Sends requests to a real daemon and records the times that clients see.
 
 Prompts are made of common words, about a token each; lengths are those that the server counted.
 """
@@ -43,7 +43,7 @@ async def observe(port: int, rows: Sequence[TraceRequest], *, seed: int, on_answ
 
 
 async def warm_up(port: int) -> None:
-    """Send traffic before measuring: a daemon is slower in its first seconds, when it touches memory first."""
+    """Send traffic before measuring: a daemon is slower in its first seconds."""
     rows = [TraceRequest(index * 0.2, 100, 64) for index in range(_NUM_WARM_UP)]
     await observe(port, rows, seed=-1, on_answer=lambda: None)
 

@@ -14,7 +14,7 @@ _QUANTILES = ("p50", "p90", "p99")
 
 
 def draw_replays(path: Path, rows: Sequence[Row], histories: Sequence[History]) -> None:
-    """Draw a column for each workload: blocks held, queue, TTFT, TPOT, and TTFT by tenant."""
+    """Draw a column for each workload: blocks, queue, TTFT, TPOT, tenants."""
     plt = require_matplotlib()
     workloads = list(dict.fromkeys(row.workload for row in rows))
     num_rows = 5 if any(row.figures.tenants for row in rows) else 4

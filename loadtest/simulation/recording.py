@@ -1,7 +1,7 @@
 """Replays a recording of `quire serve --record` on FakeRunner.
 
-The scheduler gets the recorded calls with the recorded clock readings. Every plan is compared with the recorded one; the first that differs ends the replay. Results of steps are taken from the
-recording, so the replay needs no model. engine/recording.py says what a line holds.
+The scheduler gets the recorded calls, clock readings and results, so the replay needs no model. The first plan that
+differs from the recorded one ends the replay. engine/recording.py describes the lines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
@@ -35,6 +35,7 @@ from engine.recording import FORMAT, PARAM_FIELDS, REQUEST_FIELDS, PlanNote, is_
 from loadtest.simulation.replica import Gaps, SimulationError
 
 _EOS, _STOP = "end", "stop"
+_OPS = ("add", "drop", "abort", "plan", "commit", "roll_back", "give_up_copies", "end")  # methods of a Replayer
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class Replayed:
 
 
 def is_recording(path: Path) -> bool:
-    """Whether a file begins as a recording does."""
+    """Return whether a file begins like a recording."""
     try:
         with path.open("rb") as file:
             return file.read(64).startswith(b'{"quire_recording"')
@@ -108,34 +109,25 @@ class _Adapter(NamedTuple):
         return sha256(self.name.encode()).digest()
 
 
-class _Ids(Protocol):
-    """How token ids are read; see engine/recording.py."""
+class _Ids:
+    """Reads token ids that the recording has as they were; see engine/recording.py."""
 
     def prompt(self, written: Any) -> tuple[int, ...]:
-        """Return a prompt's ids."""
-        ...
-
-    def ending(self, eos: Any, stop: Any) -> tuple[frozenset[int], frozenset[int]]:
-        """Return the ids that end an answer."""
-        ...
-
-    def draws(self, piece: SequenceSlice, slot: int, depth: int, written: Sequence[Any]) -> list[int]:
-        """Return the ids of tokens drawn after the first `depth` of a slice's sequence."""
-        ...
-
-
-class _PlainIds:
-    def prompt(self, written: Any) -> tuple[int, ...]:
+        """Return the ids of a prompt."""
         return tuple(written)
 
     def ending(self, eos: Any, stop: Any) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the ids that end an answer."""
         return frozenset(eos or ()), frozenset(stop or ())
 
     def draws(self, piece: SequenceSlice, slot: int, depth: int, written: Sequence[Any]) -> list[int]:  # noqa: ARG002
+        """Return the ids drawn after the first `depth` tokens of a sequence."""
         return list(written)
 
 
-class _ShownIds:
+class _ShownIds(_Ids):
+    """Reads token ids that the recording hides."""
+
     def __init__(self) -> None:
         self._tree = TokenTree()
 
@@ -161,10 +153,10 @@ class _ShownIds:
 
 
 class Replayer:
-    """Made from the header, it takes line after line; `done` is the outcome so far."""
+    """Replays line after line; `done` is the outcome so far."""
 
     def __init__(self, header: dict[str, Any]) -> None:
-        """Raises SimulationError if the header is that of another version."""
+        """Read the header. Raises SimulationError if it is that of another version."""
         known = {each.name for each in fields(SchedulerConfig)}
         if header.get("quire_recording") != FORMAT or header["scheduler"].keys() != known:
             raise SimulationError(
@@ -176,7 +168,7 @@ class Replayer:
         self.done = Replayed(Stats(itl_s=gaps), gaps)
         self._scheduler = Scheduler(config, self.done.stats)
         self._runner = FakeRunner(config, memory=False)
-        self._ids: _Ids = _PlainIds() if header["contents"] == "ids" else _ShownIds()
+        self._ids = _Ids() if header["contents"] == "ids" else _ShownIds()
         self._launched: deque[StepPlan] = deque()
 
     def take(self, line: dict[str, Any]) -> None:
@@ -184,7 +176,7 @@ class Replayer:
         op = line["op"]
         if op not in _OPS:
             raise ValueError(f"there is no operation {op!r}")
-        _OPS[op](self, line)
+        getattr(self, op)(line)
 
     def add(self, line: dict[str, Any]) -> None:
         """Add a request."""
@@ -218,7 +210,7 @@ class Replayer:
         self.done.num_requests += 1
 
     def drop(self, line: dict[str, Any]) -> None:
-        """End the requests that cannot be in time any more."""
+        """End the requests that will miss their deadline."""
         self._note(self._scheduler.drop_hopeless(line["at"]))
 
     def abort(self, line: dict[str, Any]) -> None:
@@ -268,27 +260,15 @@ class Replayer:
         self._note(self._scheduler.roll_back(line["at"], "failed as recorded" if line["failed"] else None))
 
     def give_up_copies(self, _line: dict[str, Any]) -> None:
-        """Compute instead of copying from now on."""
+        """Recompute instead of copying from now on."""
         self._scheduler.give_up_copies()
 
     def end(self, line: dict[str, Any]) -> None:
-        """The recording ends."""
+        """Note why the recording ends."""
         self.done.end = line["why"]
 
     def _note(self, events: Iterable[TokenEvent]) -> None:
         self.done.ttfts_s += [each.prompt.queue_s + each.prompt.prefill_s for each in events if each.prompt is not None]
-
-
-_OPS = {
-    "add": Replayer.add,
-    "drop": Replayer.drop,
-    "abort": Replayer.abort,
-    "plan": Replayer.plan,
-    "commit": Replayer.commit,
-    "roll_back": Replayer.roll_back,
-    "give_up_copies": Replayer.give_up_copies,
-    "end": Replayer.end,
-}
 
 
 def _items(line: dict[str, Any], name: str) -> Iterable[tuple[str, Any]]:

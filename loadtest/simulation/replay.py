@@ -103,7 +103,7 @@ def replay(
     Requests that can never be served are refused, as the daemon refuses them.
     """
     history = History()
-    settings = {"depth": depth, "sample_every_s": sampling_s(rows), "on_finish": history.finish}
+    settings = {"depth": depth, "sample_every_s": rows[-1].arrival_s / _NUM_SAMPLES, "on_finish": history.finish}
     history.replicas += [new_replica(config, costs, **settings) for _ in range(num_replicas)]
     with timed(history):
         for index, row in enumerate(rows):
@@ -116,11 +116,6 @@ def replay(
     for replica in history.replicas:
         replica.check_integrity()
     return history
-
-
-def sampling_s(rows: Sequence[TraceRequest]) -> float:
-    """Return the seconds between two samples of a replica."""
-    return rows[-1].arrival_s / _NUM_SAMPLES
 
 
 @contextmanager

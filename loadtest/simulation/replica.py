@@ -1,4 +1,4 @@
-"""A simulated daemon: the real scheduler, driven as engine/loop.py drives it, on a virtual clock.
+"""A simulated daemon: the real scheduler on a virtual clock.
 
 StepCosts give the time of a step. A drawn token is its own position, so that answers end where they did in the trace.
 """
@@ -28,8 +28,6 @@ class Sample(NamedTuple):
 
     time_s: float
     blocks_held: int
-    blocks_cached: int
-    num_running: int
     num_waiting: int
     num_preempted: int
 
@@ -86,7 +84,7 @@ class Replica:
         return stats.num_running + stats.num_waiting + stats.num_preempted
 
     def submit(self, request: Request, at_s: float) -> None:
-        """Take a request at a time not before the simulated one. Raises ClientError or OverloadedError."""
+        """Take a request. Raises ClientError or OverloadedError."""
         self._overload.check(at_s, len(request.prompt))
         if not self._scheduler.has_work:
             self.now = max(self.now, at_s)
@@ -147,5 +145,4 @@ class Replica:
 
     def _sample(self) -> Sample:
         stats = self.stats
-        queues = stats.num_running, stats.num_waiting, stats.num_preempted
-        return Sample(self.now, stats.blocks_held, stats.blocks_cached, *queues)
+        return Sample(self.now, stats.blocks_held, stats.num_waiting, stats.num_preempted)

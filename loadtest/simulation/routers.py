@@ -1,4 +1,4 @@
-"""Routers: each returns the replica that takes a request, from the replicas, the request and its number.
+"""Routers: each returns the replica that takes a request.
 
 They exist in the simulator only. Quire serves one replica; a gateway in front of several routes.
 """
@@ -34,7 +34,7 @@ def least_loaded(replicas: Sequence[Replica], _row: TraceRequest, count: int) ->
 
 
 def prefix_affinity(replicas: Sequence[Replica], row: TraceRequest, count: int) -> int:
-    """Return the replica that owns a prefix by rendezvous hashing, unless it is clearly busier than others."""
+    """Return the owner of a prefix by rendezvous hashing, unless it is busy."""
     if row.prefix_group:
         place = max(range(len(replicas)), key=lambda place: crc32(f"{place} {row.prefix_group}".encode()))
         mean = sum(replica.num_requests for replica in replicas) / len(replicas)

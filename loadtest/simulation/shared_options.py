@@ -1,4 +1,4 @@
-"""Options of `simulate replay` and `simulate fleet`: workloads, costs, settings and targets."""
+"""Options of `simulate replay` and `simulate fleet`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from engine.core.admission import QueueLimits
 from loadtest.arguments import positive_float, positive_int
@@ -80,12 +79,3 @@ def targets(options: argparse.Namespace) -> Targets:
 def new_replica(options: argparse.Namespace) -> Callable[..., Replica]:
     """Return a constructor of replicas with the queue limits of the options."""
     return partial(Replica, limits=QueueLimits(options.max_num_queued_reqs, options.max_num_queued_tokens))
-
-
-def asked(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that a file of figures shows."""
-    kept = (
-        "source", "num", "rate", "speed", "clip", "seed", "depth", "max_num_queued_reqs", "max_num_queued_tokens",
-        "target_ttft_ms", "target_tpot_ms",
-    )  # fmt: skip
-    return {"asked": {name: getattr(options, name) for name in kept}}

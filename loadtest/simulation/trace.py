@@ -1,7 +1,6 @@
-"""Traces: the arrival and the lengths of requests, read from CSV files as a list of TraceRequest.
+"""Traces: arrivals and lengths of requests, read from CSV files.
 
-Besides our own column names, those of the Azure LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens) and of
-BurstGPT (Timestamp, Request tokens, Response tokens, Session ID, ...) are understood. Knows lengths only, never text.
+The column names of the Azure LLM inference traces and of BurstGPT are accepted, too.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from loadtest.errors import LoadtestError
 
 
 class TraceError(LoadtestError):
-    """A trace cannot be read or replayed; the message names the file, the line and the value."""
+    """A trace cannot be read; the message names the file, line and value."""
 
 
 class TraceRequest(NamedTuple):
-    """One line of a trace. Lengths are tokens; times are seconds from the start of the trace."""
+    """One line of a trace; times are seconds from its start."""
 
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
-    max_tokens: int = 0  # allowed by the client; 0: as many as the answer has
+    max_tokens: int = 0  # 0: the length of the answer
     prefix_group: str = ""  # requests of one group share ...
     prefix_tokens: int = 0  # ... this much of the beginning of their prompts
     tenant: str = ""
     priority: int = 0
-    weight: float = 0.0  # of the tenant, under the policy `fair`; 0: as all others
-    deadline_s: float = 0.0  # in which the client wants the whole answer; 0: none
+    weight: float = 0.0  # of the tenant, under the policy `fair`; 0: the default
+    deadline_s: float = 0.0  # for the whole answer; 0: none
 
 
 class Trace(NamedTuple):
-    """Requests in order of arrival, and how many lines of the file asked for nothing that can be replayed."""
+    """Requests in order of arrival, and the number of lines without output."""
 
     requests: list[TraceRequest]
-    num_unanswered: int = 0  # failed in the original: their output is empty
+    num_unanswered: int = 0
 
 
 # Field -> the names of its column, ours first. Compared without case, blanks and underscores.
@@ -63,7 +62,7 @@ _FRACTION = re.compile(r"(\.\d{6})\d+")  # Azure writes seven digits, datetime r
 
 
 def read_trace(path: Path) -> Trace:
-    """The requests of a CSV file, the first at time 0. Raises TraceError."""
+    """Return the requests of a CSV file, the first at time 0. Raises TraceError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             return _read(path, csv.reader(lines))
@@ -93,7 +92,7 @@ def _read(path: Path, rows: Iterable[list[str]]) -> Trace:
 
 
 def _places(path: Path, header: Sequence[str]) -> dict[str, int]:
-    """Where each field's column is."""
+    """Return the column of each field."""
     found = {_plain(name): place for place, name in enumerate(header)}
     places = {
         field: found[_plain(name)]
@@ -113,44 +112,49 @@ def _plain(name: str) -> str:
 
 
 def _request(values: dict[str, str], where: str) -> TraceRequest:
-    def whole(name: str, least: int | None) -> int:
-        text = values.get(name, "")
-        if not text and name not in _REQUIRED:
-            return 0
-        try:
-            number = float(text)  # pandas writes whole numbers as 12.0 where a column has gaps
-        except ValueError:
-            number = math.nan
-        if not number.is_integer() or (least is not None and number < least):
-            bound = "" if least is None else f" from {least}"
-            raise TraceError(f"{where}: {name} is {text!r}; it must be a whole number{bound}.")
-        return int(number)
-
-    prompt, output = whole("prompt_tokens", 1), whole("output_tokens", 0)
-    max_tokens, prefix = whole("max_tokens", 0), whole("prefix_tokens", 0)
+    prompt, output = _number(values, "prompt_tokens", 1, where), _number(values, "output_tokens", 0, where)
+    max_tokens, prefix = _number(values, "max_tokens", 0, where), _number(values, "prefix_tokens", 0, where)
     if 0 < max_tokens < output:
         raise TraceError(f"{where}: max_tokens is {max_tokens}, less than the {output} tokens of output.")
     if prefix > prompt:
         raise TraceError(f"{where}: prefix_tokens is {prefix}, more than the {prompt} tokens of the prompt.")
     group, tenant = values.get("prefix_group", ""), values.get("tenant", "")
-    arrival_s, priority = _seconds(values["arrival_s"], where), whole("priority", None)
-    more = [_not_negative(values, name, where) for name in ("weight", "deadline_s")]
-    return TraceRequest(arrival_s, prompt, output, max_tokens, group, prefix, tenant, priority, *more)
+    arrival_s, priority = _seconds(values["arrival_s"], where), _number(values, "priority", -math.inf, where)
+    weight, deadline_s = (_not_negative(values, name, where) for name in ("weight", "deadline_s"))
+    return TraceRequest(
+        arrival_s, prompt, output, max_tokens, group, prefix, tenant, priority, weight=weight, deadline_s=deadline_s
+    )
+
+
+def _number(values: dict[str, str], name: str, least: float, where: str) -> int:
+    """Return a whole number; 0 for an empty cell of an optional column."""
+    text = values.get(name, "")
+    if not text and name not in _REQUIRED:
+        return 0
+    number = _float(text)  # pandas writes whole numbers as 12.0 where a column has gaps
+    if not number.is_integer() or number < least:
+        bound = f" from {least}" if math.isfinite(least) else ""
+        raise TraceError(f"{where}: {name} is {text!r}; it must be a whole number{bound}.")
+    return int(number)
 
 
 def _not_negative(values: dict[str, str], name: str, where: str) -> float:
     text = values.get(name, "")
-    try:
-        number = float(text or 0)
-    except ValueError:
-        number = math.nan
+    number = _float(text or "0")
     if not 0 <= number < math.inf:
         raise TraceError(f"{where}: {name} is {text!r}; it must be a number from 0, which is the same as none.")
     return number
 
 
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def _seconds(text: str, where: str) -> float:
-    """Seconds as a number, or a date and time."""
+    """Return the seconds of a number or of a date and time."""
     try:
         seconds = float(text)
     except ValueError:
@@ -171,7 +175,7 @@ def _timestamp(text: str) -> float:
 
 
 def _with_prefixes(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """Set shared lengths that are missing to all but one token of the group's shortest prompt."""
+    """Set missing shared lengths to the group's shortest prompt less one token."""
     shortest: dict[str, int] = {}
     for request in requests:
         group = request.prefix_group
@@ -191,7 +195,7 @@ def _from_zero(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """A file that read_trace reads back."""
+    """Write a file for read_trace."""
     with path.open("w", encoding="utf-8", newline="") as lines:
         writer = csv.writer(lines)
         writer.writerow(TraceRequest._fields)
@@ -204,7 +208,7 @@ def at_speed(requests: Iterable[TraceRequest], speed: float) -> list[TraceReques
 
 
 def clipped(requests: Iterable[TraceRequest], max_model_len: int) -> list[TraceRequest]:
-    """Return the requests, cut to the length of the model: outputs first, to half of it at least."""
+    """Return the requests, cut to the model's length: outputs first, by half at most."""
     cut = []
     for request in requests:
         output = min(request.output_tokens, max(max_model_len - request.prompt_tokens, max_model_len // 2))
@@ -218,10 +222,9 @@ def clipped(requests: Iterable[TraceRequest], max_model_len: int) -> list[TraceR
 
 
 def to_request(row: TraceRequest, index: int) -> Request:
-    """Return a row as a request. Shared beginnings of a group have equal tokens, all others differ.
+    """Return a row as a request; a group shares the tokens of its prefix.
 
-    A simulated runner draws each token as its own position (replica.py), so an answer ends where its last position is an
-    ending id, though max_tokens would allow more.
+    A simulated runner draws each token as its position (replica.py), so the last position is made an ending id.
     """
     own, shared = (index + 1) << 24, -(crc32(row.prefix_group.encode()) + 1) << 24
     prefix = range(shared, shared + row.prefix_tokens)

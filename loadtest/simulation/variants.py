@@ -1,4 +1,4 @@
-"""The schedulers that a simulation compares: combinations of fields of SchedulerConfig."""
+"""The schedulers that a simulation compares."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_variants(
 
 
 def _config(settings: dict[str, Any]) -> SchedulerConfig:
-    """Return settings as a SchedulerConfig. Raises SimulationError for settings that no engine has."""
+    """Return settings as a SchedulerConfig. Raises SimulationError."""
     try:
         return SchedulerConfig(**settings)
     except AssertionError as error:

@@ -17,7 +17,7 @@ _MIN_TOKENS = 4
 
 
 class Workload(NamedTuple):
-    """A summary, a function that draws the rows, and a rate that keeps the default costs busy."""
+    """A function that draws requests, and a rate that keeps the default costs busy."""
 
     summary: str
     draw: Callable[[int, float, random.Random], list[TraceRequest]]
@@ -26,19 +26,19 @@ class Workload(NamedTuple):
 
 
 def generate(name: str, *, num: int, rate: float | None, seed: int, max_model_len: int) -> list[TraceRequest]:
-    """Return the requests of a workload in order of arrival, cut to the length of the model."""
+    """Return the requests of a workload, cut to the length of the model."""
     workload = WORKLOADS[name]
     rows = workload.draw(num, rate or workload.rate, random.Random(seed))
     return clipped(sorted(rows, key=lambda row: row.arrival_s), max_model_len)
 
 
 def _length(rng: random.Random, median: float, spread: float) -> int:
-    """Return a log-normal length; two thirds are within a factor e^spread of the median."""
+    """Return a log-normal length; two thirds are within e^spread of the median."""
     return max(int(rng.lognormvariate(log(median), spread)), _MIN_TOKENS)
 
 
 def _ask(rng: random.Random, arrival_s: float, prompt: int, output: int, **more: Any) -> TraceRequest:
-    """Return a request whose max_tokens is one to four times its answer, as with real clients."""
+    """Return a request whose max_tokens is one to four times its answer."""
     allowed = (1 << output.bit_length()) * rng.choice((1, 2))
     return TraceRequest(arrival_s, prompt, output, allowed, **more)
 
@@ -73,7 +73,7 @@ def long_documents(num: int, rate: float, rng: random.Random) -> list[TraceReque
 
 
 def greedy_tenant(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Return a third of the requests from five steady tenants, the rest from one in three floods."""
+    """Return five steady tenants, and one that sends two thirds in three floods."""
     num_steady = num // 3
     times = arrival_times(rng, num_steady, rate / 3)
     rows = [
@@ -87,7 +87,7 @@ def greedy_tenant(num: int, rate: float, rng: random.Random) -> list[TraceReques
 
 
 def batch_and_interactive(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Return a batch that arrives at time 0 with priority 1, and interactive users with priority 0."""
+    """Return a batch of priority 1 at time 0, and users of priority 0."""
     batch = [
         _ask(rng, 0.0, _length(rng, 200, 0.5), _length(rng, 150, 0.4), tenant="batch", priority=1)
         for _ in range(num // 2)
@@ -100,12 +100,12 @@ _ALLOWED = 1024  # the max_tokens of clients that all send the same
 
 
 def _medians(rng: random.Random, num: int) -> list[float]:
-    """Return lengths spread evenly from 4 to 600 tokens, so that all seeds have equal work."""
+    """Return lengths spread evenly from 4 to 600 tokens, for equal work."""
     return rng.sample([4.0 * 150 ** ((index + 0.5) / num) for index in range(num)], num)
 
 
 def templates(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Return bursts of four tenants with six templates each, whose answers are of similar length."""
+    """Return bursts of 24 templates; the answers of each have similar lengths."""
     kinds = [
         (f"tenant-{index % 4}", f"template-{index}", rng.randrange(48, 320), median)
         for index, median in enumerate(_medians(rng, 24))
@@ -115,17 +115,6 @@ def templates(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
         tenant, template, shared, median = rng.choice(kinds)
         prompt, output = shared + _length(rng, 40, 0.7), min(_length(rng, median, 0.35), _ALLOWED)
         rows.append(TraceRequest(at, prompt, output, _ALLOWED, template, shared, tenant))
-    return rows
-
-
-def apps(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Return bursts of a dozen tenants; the answers of each are of similar length."""
-    medians = {f"app-{index}": median for index, median in enumerate(_medians(rng, 12))}
-    rows = []
-    for at in arrival_times(rng, num, rate, 0.2):
-        app = rng.choice(list(medians))
-        output = min(_length(rng, medians[app], 0.5), _ALLOWED)
-        rows.append(TraceRequest(at, _length(rng, 120, 0.7), output, _ALLOWED, tenant=app))
     return rows
 
 
@@ -143,7 +132,7 @@ def long_answers(num: int, rate: float, rng: random.Random) -> list[TraceRequest
 
 
 def long_prompt(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
-    """Return eight streams, short requests, and in the middle a prompt of 7,000 tokens."""
+    """Return eight streams, short requests, and a prompt of 7,000 tokens."""
     rows = [TraceRequest(0.0, 64, 4000, tenant="streams") for _ in range(8)]
     times = arrival_times(rng, num - 9, rate)
     rows.append(TraceRequest(times[-1] / 2, 7000, 1, tenant="long prompt"))
@@ -179,7 +168,6 @@ WORKLOADS: Mapping[str, Workload] = {
     "greedy-tenant": Workload("five steady tenants, and one that floods", greedy_tenant, 6.0, 600),
     "batch-interactive": Workload("a batch of jobs, and people beside it", batch_and_interactive, 5.0, 600),
     "templates": Workload("lengths of answers follow from the prompt template", templates, 7.0, 1200),
-    "apps": Workload("lengths of answers follow from the tenant", apps, 7.0, 1200),
     "long-answers": Workload("many concurrent answers of about 500 tokens", long_answers, 1000.0, 600),
     "long-prompt": Workload("streams and short requests beside a prompt of 7,000 tokens", long_prompt, 2.0, 129),
     "bursts-in-turns": Workload("equal tenants that burst in turns", bursts_in_turns, 12.0, 600),

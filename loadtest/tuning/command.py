@@ -1,9 +1,9 @@
-"""`quire tune`: the command line, the picture and the file for `quire serve --config`."""
+"""`quire tune`: the command line, the picture and the file of settings."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tune`."""
     parser.add_argument("--model", metavar="MODEL", help="as `quire serve` takes it; default: the embedded one")
     parser.add_argument(
-        "--target-itl-ms",
-        metavar="MS",
-        type=positive_float,
-        help="no gap between two tokens should be longer; default: the most tokens a second",
+        "--target-itl-ms", metavar="MS", type=positive_float,
+        help="the longest acceptable gap between two tokens; default: the most tokens a second",
+    )  # fmt: skip
+    parser.add_argument(
+        "--context", metavar="TOKENS", type=positive_int, default=512, help="length of sequences; default %(default)s"
     )
     parser.add_argument(
-        "--context",
-        metavar="TOKENS",
-        type=positive_int,
-        default=512,
-        help="length of the sequences in mind; default %(default)s",
-    )
-    parser.add_argument(
-        "--block-sizes",
-        metavar="N",
-        type=_block_size,
-        nargs="+",
-        default=[16, 8, 32, 64],
-        help="to try; default 16 8 32 64",
+        "--block-sizes", metavar="N", type=_block_size, nargs="+", default=[16, 8, 32, 64], help="default 16 8 32 64"
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("quire.yaml"), help="default %(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture of all measurements, .png or .svg")
@@ -131,12 +120,14 @@ def _show(tuned: Tuned, goal: Goal) -> None:
 def _draw(path: Path, tuned: Tuned, goal: Goal) -> None:
     plt = require_matplotlib()
     figure, (prompts, decode, blocks) = plt.subplots(1, 3, figsize=(15, 4.5), constrained_layout=True)
-    _draw_steps(prompts, tuned, lambda load: load.num_prompt_tokens if not load.num_seqs else 0, "")
+    alone = {load: load.num_prompt_tokens for load in tuned.seconds if not load.num_seqs}
+    _draw_steps(prompts, tuned, alone, "")
     prompts.axvline(tuned.chunk, color="tab:red", linestyle="--", label=f"chosen: {tuned.chunk}")
     prompts.set(title="A part of a prompt", xlabel="tokens", ylabel="ms / step", xscale="log", ylim=(0, None))
     for beside in sorted({load.num_prompt_tokens for load in tuned.seconds if load.num_seqs}):
         label = f"beside {beside} tokens of a prompt" if beside else "decoding alone"
-        _draw_steps(decode, tuned, _sequences_beside(beside), label)
+        chosen = {load: load.num_seqs for load in tuned.seconds if load.num_prompt_tokens == beside}
+        _draw_steps(decode, tuned, chosen, label)
     decode.axvline(tuned.max_num_seqs, color="tab:red", linestyle="--", label=f"chosen: {tuned.max_num_seqs}")
     decode.set(title=f"Sequences of {goal.context} tokens", xlabel="sequences", ylabel="ms / step", ylim=(0, None))
     for axis in (prompts, decode):
@@ -157,12 +148,8 @@ def _draw(path: Path, tuned: Tuned, goal: Goal) -> None:
     plt.close(figure)
 
 
-def _sequences_beside(beside: int) -> Callable[[Load], int]:
-    return lambda load: load.num_seqs if load.num_prompt_tokens == beside else 0
-
-
-def _draw_steps(axis: Any, tuned: Tuned, size: Callable[[Load], int], label: str) -> None:
-    """Plot step times over the size of each load that has one."""
-    points = sorted((size(load), seconds * 1e3) for load, seconds in tuned.seconds.items() if size(load))
+def _draw_steps(axis: Any, tuned: Tuned, sizes: Mapping[Load, int], label: str) -> None:
+    """Plot the step times of loads over their sizes; a size of 0 is left out."""
+    points = sorted((size, tuned.seconds[load] * 1e3) for load, size in sizes.items() if size)
     if points:
         axis.plot(*zip(*points, strict=True), marker="o", label=label or None)

@@ -1,4 +1,4 @@
-"""Searches over measured values, which are passed in as functions and called as seldom as possible."""
+"""Searches over values that are expensive to measure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 
 def largest(is_good: Callable[[int], bool], low: int, high: int, *, grain: int = 1) -> int:
-    """The largest multiple of `grain` from `low` to `high` that is good, where all below a good one are; 0 if none is.
+    """Return the largest good multiple of `grain` from `low` to `high`, or 0.
 
-    Measured values are noisy, so the answer is exact only as far as they are; each value is asked for once.
+    All values below a good one must be good. Each value is measured once.
     """
     first, last = -(-low // grain), high // grain
     if first > last or not is_good(first * grain):
@@ -23,14 +23,14 @@ def largest(is_good: Callable[[int], bool], low: int, high: int, *, grain: int =
 
 
 def knee(rate: Callable[[int], float], sizes: Sequence[int], share: float) -> int:
-    """The smallest of some ascending sizes whose rate comes to at least `share` of the best of all."""
+    """Return the smallest size whose rate is at least `share` of the best."""
     rates = [rate(size) for size in sizes]
     best = max(rates)
     return next(size for size, found in zip(sizes, rates, strict=True) if found >= share * best)
 
 
 def doublings(low: int, high: int) -> list[int]:
-    """low, twice that, and so on, ending with `high`."""
+    """Return low, twice that, and so on, ending with `high`."""
     sizes = []
     while low < high:
         sizes.append(low)

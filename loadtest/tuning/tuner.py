@@ -1,12 +1,11 @@
-"""The decisions of `quire tune`, in order. All measurements come from a Probe; no engine is known here.
+"""The decisions of `quire tune`, in order; a Probe makes the measurements.
 
-1. How much of a prompt a step should take: the fewest tokens that compute at nearly the machine's best rate. With a
-   target, no more than fits into half of it, since a sequence that decodes beside a prompt waits for the whole step.
-2. How many sequences: with a target, the most that decode beside such a part of a prompt within it, by binary search;
-   without one, the fewest that come to nearly the best rate of tokens.
-3. How large a step: all of these sequences and the part of a prompt; with a target, not more than would miss it if it
-   were all of prompts.
-4. How large a block: the smallest that is nearly as fast as the fastest. Smaller blocks waste less memory.
+1. The prompt chunk of a step: the fewest tokens that compute at nearly the best rate. With a target, a chunk takes at
+   most half of it, since sequences that decode beside a prompt wait for the whole step.
+2. The number of sequences: with a target, the most that decode beside such a chunk within it, by binary search; without
+   one, the fewest that reach nearly the best rate.
+3. The tokens of a step: all sequences and the chunk; with a target, no more than prompts alone compute within it.
+4. The block size: the smallest that is nearly as fast as the fastest. Smaller blocks waste less memory.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from loadtest.errors import LoadtestError
 from loadtest.tuning.probe import Load, Probe
 from loadtest.tuning.search import doublings, knee, largest
 
-NEARLY = 0.97  # of the best rate; two measurements of one thing differ by as much
+NEARLY = 0.97  # of the best rate; repeated measurements differ by as much
 _SMALLEST_CHUNK = 16
-_SEQS_GRAIN = 4  # beyond the first few sequences the search is no finer than this
+_SEQS_GRAIN = 4  # of the search, beyond the first few sequences
 _CHUNK_GRAIN = 8
-_BLOCK_ROUNDS = 2  # times that every block size is measured; the best counts, for what disturbs only makes slower
+_BLOCK_ROUNDS = 2  # the best counts: disturbances only slow a step down
 
-Told = Callable[[str], None]
+Report = Callable[[str], None]
 OpenProbe = Callable[[int], AbstractContextManager[Probe]]  # for a block size
 
 
 class Goal(NamedTuple):
-    """The length of the sequences to tune for, and the longest acceptable gap between two tokens in seconds."""
+    """The length of the sequences, and the longest acceptable gap in seconds."""
 
     context: int
     target_s: float | None = None
 
 
 class BlockFigure(NamedTuple):
-    """One block size: tokens a second of decoding, and of prompts, at the chosen batch."""
+    """The rates of a block size in decoding and in prompts, at the chosen batch."""
 
     block_size: int
     decode_tokens_per_s: float
@@ -47,7 +46,7 @@ class BlockFigure(NamedTuple):
 
 
 class TuneError(LoadtestError):
-    """The goal cannot be met on this machine; the message is one sentence that says what to change."""
+    """The goal cannot be met on this machine; the message says what to change."""
 
 
 @dataclass(slots=True)
@@ -62,19 +61,19 @@ class Tuned:
     full_step_s: float  # beside a part of a prompt
     seconds: dict[Load, float] = field(default_factory=dict)
     blocks: list[BlockFigure] = field(default_factory=list)
-    spread: float = 0.0  # between steps of one load, to their median; of the measurements the median
+    spread: float = 0.0  # of the steps of one load, relative; the median of all loads
 
 
-def tune(open_probe: OpenProbe, goal: Goal, block_sizes: Sequence[int], largest_chunk: int, tell: Told) -> Tuned:
-    """Find settings. The first of `block_sizes` is the one with which all else is searched."""
+def tune(open_probe: OpenProbe, goal: Goal, block_sizes: Sequence[int], largest_chunk: int, report: Report) -> Tuned:
+    """Return the best settings; the first block size serves the other searches."""
     with open_probe(block_sizes[0]) as probe:
         longest = probe.config.max_model_len
         if goal.context >= longest:
             raise TuneError(
                 f"--context is {goal.context}, and the longest sequence here has {longest} tokens; lower it."
             )
-        chunk = _find_chunk(probe, goal, largest_chunk, tell)
-        num_seqs = _find_num_seqs(probe, goal, chunk, tell)
+        chunk = _find_chunk(probe, goal, largest_chunk, report)
+        num_seqs = _find_num_seqs(probe, goal, chunk, report)
         tuned = Tuned(
             max_num_seqs=num_seqs,
             chunk=chunk,
@@ -86,17 +85,17 @@ def tune(open_probe: OpenProbe, goal: Goal, block_sizes: Sequence[int], largest_
             spread=median(probe.spreads),
         )
     if len(block_sizes) > 1:
-        tuned.blocks = _measure_blocks(open_probe, goal, tuned, block_sizes, tell)
+        tuned.blocks = _measure_blocks(open_probe, goal, tuned, block_sizes, report)
         tuned.block_size = choose_block(tuned.blocks)
     return tuned
 
 
-def _find_chunk(probe: Probe, goal: Goal, largest_chunk: int, tell: Told) -> int:
+def _find_chunk(probe: Probe, goal: Goal, largest_chunk: int, report: Report) -> int:
     most = min(largest_chunk, probe.config.max_model_len)
 
     def rate(chunk: int) -> float:
         seconds = probe.step_s(Load(0, 0, chunk))
-        tell(f"a prompt's {chunk} tokens: {seconds * 1e3:.1f} ms, {chunk / seconds:,.0f} tokens/s")
+        report(f"a prompt's {chunk} tokens: {seconds * 1e3:.1f} ms, {chunk / seconds:,.0f} tokens/s")
         return chunk / seconds
 
     chunk = knee(rate, doublings(min(_SMALLEST_CHUNK, most), most), NEARLY)
@@ -113,7 +112,7 @@ def _find_chunk(probe: Probe, goal: Goal, largest_chunk: int, tell: Told) -> int
     return fitting
 
 
-def _find_num_seqs(probe: Probe, goal: Goal, chunk: int, tell: Told) -> int:
+def _find_num_seqs(probe: Probe, goal: Goal, chunk: int, report: Report) -> int:
     most = probe.most_sequences(goal.context)
     if most < 1:
         raise TuneError(
@@ -124,7 +123,7 @@ def _find_num_seqs(probe: Probe, goal: Goal, chunk: int, tell: Told) -> int:
     def step_s(num_seqs: int, beside: int) -> float:
         seconds = probe.step_s(Load(num_seqs, goal.context, beside))
         prompt = f" beside {beside} of a prompt" if beside else ""
-        tell(f"{num_seqs} sequences{prompt}: {seconds * 1e3:.1f} ms, {num_seqs / seconds:,.0f} tokens/s")
+        report(f"{num_seqs} sequences{prompt}: {seconds * 1e3:.1f} ms, {num_seqs / seconds:,.0f} tokens/s")
         return seconds
 
     target_s = goal.target_s
@@ -150,13 +149,13 @@ def _find_num_tokens(probe: Probe, goal: Goal, num_seqs: int, chunk: int) -> int
 
 
 def _measure_blocks(
-    open_probe: OpenProbe, goal: Goal, tuned: Tuned, block_sizes: Sequence[int], tell: Told
+    open_probe: OpenProbe, goal: Goal, tuned: Tuned, block_sizes: Sequence[int], report: Report
 ) -> list[BlockFigure]:
     best: dict[int, BlockFigure] = {}
     for block_size in _BLOCK_ROUNDS * [*block_sizes]:
         with open_probe(block_size) as probe:
             figure = _measure_block(probe, goal, tuned)
-        tell(
+        report(
             f"blocks of {block_size}: {figure.decode_tokens_per_s:,.0f} tokens/s decoding, "
             f"{figure.prompt_tokens_per_s:,.0f} of prompts"
         )
@@ -179,7 +178,7 @@ def _measure_block(probe: Probe, goal: Goal, tuned: Tuned) -> BlockFigure:
 
 
 def choose_block(figures: Sequence[BlockFigure]) -> int:
-    """The smallest block that is nearly as fast as the fastest, in decoding and in prompts alike."""
+    """Return the smallest block size that is nearly the fastest."""
     decode = max(figure.decode_tokens_per_s for figure in figures)
     prompt = max(figure.prompt_tokens_per_s for figure in figures)
     good = [

@@ -12,10 +12,10 @@ from engine.text.choice import Delta
 from engine.text.tools.formats import new_call_id
 from engine.text.types import CallBegin, Piece, Reasoning
 from server.errors import ApiError
+from server.generation import Usage
 from server.http.bodies import ResponseBody
 from server.openai.formatter import ChunkMeta, frame
 from server.openai.translated import PieceWriter
-from server.openai.usage import Usage
 from server.telemetry.timeline import AnswerMetrics
 
 # A block's type -> the type and the field of its deltas.

@@ -38,7 +38,7 @@ from server.anthropic.formatter import AnthropicError, AnthropicMessage, Message
 from server.context import Context, InContext, aside, json_body
 from server.errors import ApiError
 from server.http.openapi import answers
-from server.openai.chat_request import ChatBody, count_common, prepare, prompt_ids
+from server.openai.chat import ChatBody, count_common, prepare, prompt_ids
 from server.openai.translated import TranslatedBody
 from server.respond import chunk_meta, respond
 

@@ -1,4 +1,4 @@
-"""The parts that run batches, and the lookups of an owner's files and batches. Event loop.
+"""The parts that run batches, and lookups of files and batches. Event loop.
 
 Files and batches belong to an owner (server/tenancy/tenancy.py); for other owners they are a 404.
 """

@@ -53,7 +53,7 @@ class Form:
         self._parser = MultipartParser(boundary, callbacks)  # type: ignore[arg-type]  # a TypedDict of the same names
 
     async def read(self, stream: AsyncIterable[bytes]) -> str:
-        """Read the body; return the file's name. Raises a 400 if malformed, or without a file."""
+        """Return the file's name after reading the body. Raises a 400 without a file."""
         try:
             async for data in stream:
                 self._parser.write(data)

@@ -56,7 +56,7 @@ class Running(NamedTuple):
 
 
 class _NotNowError(Exception):
-    """The tenant is at its limit; the line returns to the queue."""
+    """The engine is full, or the tenant at its limit; the line returns to the queue."""
 
 
 class BatchWorker:
@@ -222,11 +222,9 @@ class BatchWorker:
             logger.error("a batch's input cannot be read any more: %s", error)  # noqa: TRY400 - nothing to trace
             return unanswered(line, "input_lost", INPUT_LOST)
         reply = await dispatcher.ask(line.endpoint, document, account)
-        while reply.status in NOT_NOW:
+        if reply.status in NOT_NOW:
             await asyncio.sleep(RETRY_S)
-            if account is not None:
-                raise _NotNowError
-            reply = await dispatcher.ask(line.endpoint, document, account)
+            raise _NotNowError
         return None if reply.status >= 500 and self._is_dead() else answered(line, reply)
 
     async def _record(self) -> None:

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from engine.child_process import ChildCrashError, ChildError, ChildProcess, ChildTimeoutError
 from server.errors import ApiError
 from server.http.packed_json import unpack
-from server.http.slow_thread import run_slowly
+from server.http.threads import run_slowly
 
 logger = logging.getLogger(__name__)
 
@@ -96,21 +96,13 @@ def parse(raw: bytes | bytearray) -> Any:
         raise ApiError(400, "invalid_json", f"Invalid JSON: {error}") from error
 
 
-def read(model: type[Checked], raw: bytes | bytearray) -> Checked:
-    """Return a document as a model. Raises ApiError or ValidationError."""
-    return model.model_validate(parse(raw))
-
-
 def is_large(raw: bytes | bytearray) -> bool:
     """Return whether a body is too large to be read on the event loop."""
     return len(raw) > INLINE_BYTES or most_values(raw) > INLINE_VALUES
 
 
 def limited(request: Request, max_bytes: int, message: str) -> AsyncIterator[bytes]:
-    """Return a request's body, which ends in a 413 beyond a limit.
-
-    Raises the 413 now if Content-Length exceeds the limit.
-    """
+    """Return a request's body; raises a 413, as soon as the limit is known exceeded."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise ApiError(413, "request_too_large", message)
@@ -160,10 +152,7 @@ class BodyReader:
             self._num_held_bytes -= num_bytes
 
     async def read(self, model: type[Checked], raw: bytearray) -> Checked:
-        """Return a large body as a model; empties `raw`.
-
-        Raises ApiError, ValidationError or ClientError.
-        """
+        """Return a large body as a model, and empty `raw`. Raises ApiError and others."""
         parts = await asyncio.get_running_loop().run_in_executor(self._asking, self._ask, model, raw)
         return await run_slowly(lambda: model.model_validate(unpack(parts)))
 
@@ -172,13 +161,13 @@ class BodyReader:
         if is_large(raw):
             return model.model_validate(unpack(self._ask(model, bytearray(raw))))
         check_count(raw, self._max_values)
-        return read(model, raw)
+        return model.model_validate(parse(raw))
 
     def read_member(self, model: type[Checked], raw: bytes, member: str) -> bytes:
         """Return one member of a body, as JSON."""
         if is_large(raw):
             return bytes(self._ask(model, bytearray(raw), member)[0])
-        return to_json(getattr(read(model, raw), member), inf_nan_mode="constants")
+        return to_json(getattr(model.model_validate(parse(raw)), member), inf_nan_mode="constants")
 
     def close(self) -> None:
         """End the child."""

@@ -27,7 +27,7 @@ _PER_BODY_BYTE = 2.5
 
 
 def memory(num_bytes: int) -> int:
-    """Return the memory for a question of this size; with the daemon's share, 64 MiB and 4 times the body."""
+    """Return the memory for a question: with the daemon's, 64 MiB + 4 times the body."""
     return _BASE_BYTES + int(_PER_BODY_BYTE * num_bytes)
 
 
@@ -45,7 +45,7 @@ def answer(parts: Parts) -> list[bytes]:
 
 
 def _read(raw: bytearray, *, model: str, most: int, member: str | None) -> list[bytes]:
-    """Return the document in parts, or only the JSON of `member`. Raises ApiError and others."""
+    """Return the document in parts, or the JSON of `member`."""
     check_count(raw, most)
     tree = parse(raw)
     raw.clear()

@@ -31,7 +31,7 @@ _END_OF_AUTHORITY = re.compile(rb"[/?#]")
 
 
 class _Flow(FlowControl):
-    """Keeps reading paused while the connection is full, even if a request asks for more of its body."""
+    """Keeps reading paused while the connection is full, whatever a request asks."""
 
     is_full = False
 
@@ -41,7 +41,7 @@ class _Flow(FlowControl):
 
 
 class _AnswerTransport:
-    """The transport that an answer is written to; the connection decides when to close it."""
+    """An answer's transport; the connection decides when to close it."""
 
     def __init__(self, connection: Connection) -> None:
         self.write = connection.transport.write
@@ -67,7 +67,7 @@ class Connection(HttpToolsProtocol):
         self._answer_transport = _AnswerTransport(self)
 
     def close_once_read(self) -> None:
-        """Close the connection, once an answered request that is still being sent has arrived."""
+        """Close the connection, once the rest of an answered request has arrived."""
         self._is_ending = self.cycle is not None and self.cycle.response_complete and self.cycle.more_body
         if not self._is_ending:
             self.transport.close()
@@ -146,7 +146,7 @@ class Connection(HttpToolsProtocol):
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the running request, too."""
+        """Inform the running request, too."""
         if self._linger is not None:
             self._linger.cancel()
         if self._is_answering_another:
@@ -162,7 +162,7 @@ class Connection(HttpToolsProtocol):
         return running is not None and running is not self.cycle and not running.response_complete
 
     def shutdown(self) -> None:
-        """Close when the server stops: after the running answers, without waiting for a request still being sent."""
+        """Close when the server stops: after running answers, but not half-sent requests."""
         if self._linger is not None:
             self._is_ending = True
             return
@@ -177,7 +177,7 @@ class Connection(HttpToolsProtocol):
         self._refuse(ApiError(400, "invalid_http", "This is not a valid HTTP/1.1 request; check the client or proxy."))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Ignore a request to change the protocol; uvicorn's warning asks the operator to install a package."""
+        """Ignore a request to change the protocol; uvicorn would log a warning."""
 
     def _refuse(self, error: ApiError) -> None:
         """Answer a request that cannot be read, after the ones before it, and hang up."""

@@ -58,7 +58,7 @@ class CrossSiteGuard:
         return self._origin_fault(headers, hosts)
 
     def _origin_fault(self, headers: Headers, hosts: list[str]) -> ApiError | None:
-        """Return the error for a foreign origin. Sec-Fetch-Site counts first: a proxy may have changed Host."""
+        """Return the error for a foreign origin; a proxy may have changed Host."""
         sites, origins = headers.getlist("sec-fetch-site"), headers.getlist("origin")
         if sites == ["same-origin"]:
             return None
@@ -77,7 +77,7 @@ class CrossSiteGuard:
 
 
 def _host_fault(hosts: list[str], allowed: Collection[str]) -> ApiError | None:
-    """Return the error for a Host that is not allowed. Browsers always send one; a request without is no browser's."""
+    """Return the error for a Host that is not allowed; browsers always send one."""
     if len(hosts) > 1:
         return ApiError(400, "invalid_host", "The request has several Host headers; send one.")
     if not hosts or not hosts[0]:
@@ -96,7 +96,7 @@ def _host_fault(hosts: list[str], allowed: Collection[str]) -> ApiError | None:
 
 
 class Cors(CORSMiddleware):
-    """Starlette's CORS with the patterns of --allowed-origins, behind the guard, which refuses all other origins."""
+    """Starlette's CORS with --allowed-origins; the guard refuses other origins."""
 
     def is_allowed_origin(self, origin: str) -> bool:
         """Return whether pages of an origin may read answers."""

@@ -23,7 +23,7 @@ _PORTS = {"http": "80", "https": "443"}
 
 
 class Authority(NamedTuple):
-    """The host[:port] of a Host header, the host in lower case and without a final dot."""
+    """A Host header's host[:port], in lower case and without a final dot."""
 
     host: str
     port: str  # "" if absent
@@ -46,7 +46,7 @@ class Authority(NamedTuple):
 
 
 def _is_ipv4(name: str) -> bool:
-    """Return whether a host is an IPv4 address in any notation that browsers take, such as 127.1 and 0x7f000001."""
+    """Return whether a host is an IPv4 address in any notation, such as 127.1."""
     try:
         socket.inet_aton(name)
     except OSError:
@@ -55,18 +55,18 @@ def _is_ipv4(name: str) -> bool:
 
 
 def is_loopback_name(name: str) -> bool:
-    """Return whether a name is localhost or under it, which never leaves the machine (RFC 6761)."""
+    """Return whether a name never leaves the machine: localhost (RFC 6761)."""
     return name == "localhost" or name.endswith(".localhost")
 
 
 def names_host(allowed: Collection[str], name: str) -> bool:
-    """Return whether --allowed-hosts has a name; `*.example.com` is every name under example.com."""
+    """Return whether --allowed-hosts has a name; `*.example.com` is every subdomain."""
     parents = [f"*{name[index:]}" for index, letter in enumerate(name) if letter == "."]
     return not {ANY, name, *parents}.isdisjoint(allowed)
 
 
 def is_same_origin(origin: str, host: str) -> bool:
-    """Return whether an Origin and a Host header name one server; the scheme may differ behind a TLS proxy."""
+    """Return whether Origin and Host name one server; a TLS proxy changes the scheme."""
     scheme, _, rest = origin.partition("://")
     ours, theirs = Authority.parse(host), Authority.parse(rest)
     default = _PORTS.get(scheme)
@@ -76,7 +76,7 @@ def is_same_origin(origin: str, host: str) -> bool:
 
 
 def names_origin(allowed: Collection[str], origin: str) -> bool:
-    """Return whether --allowed-origins has an Origin; `chrome-extension://*` is every extension."""
+    """Return whether --allowed-origins has an Origin; `scheme://*` is a pattern."""
     scheme, separator, _ = origin.partition("://")
     return ANY in allowed or origin in allowed or bool(separator and f"{scheme}://{ANY}" in allowed)
 
@@ -92,7 +92,7 @@ def read_hosts(value: object) -> tuple[str, ...]:
 
 
 def read_origins(value: object) -> tuple[str, ...]:
-    """Return the entries of --allowed-origins, spelled as browsers send them. Raises PydanticCustomError."""
+    """Return --allowed-origins as browsers spell them. Raises PydanticCustomError."""
     origins = [_origin(item) for item in _items(value)]
     if None in origins:
         sentence = (
@@ -104,7 +104,7 @@ def read_origins(value: object) -> tuple[str, ...]:
 
 
 def _items(value: object) -> list[str]:
-    """Return the items of a list, of comma-separated text, or of a JSON list like vLLM's; lists may hold such texts."""
+    """Return the items of a list, of comma-separated text, or of a JSON list."""
     if isinstance(value, str):
         text = value.strip()
         try:

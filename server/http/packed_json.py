@@ -22,7 +22,7 @@ Place = list[str | int]
 
 
 def pack(tree: Any) -> list[bytes]:
-    """Return a document as parts that are cheap to read again: what is long travels beside the JSON."""
+    """Return a document as parts that are cheap to read: long items beside the JSON."""
     places: list[Place] = []
     parts: list[bytes] = []
     small = _without_long(tree, [], places, parts)

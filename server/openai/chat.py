@@ -1,25 +1,70 @@
-"""POST /v1/chat/completions: the route, its answer and its chunks."""
+"""POST /v1/chat/completions: the request, its answer and its chunks.
+
+Event loop; long texts are rendered and encoded on other threads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
+from fastapi import Request as HttpRequest
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from engine.core.types import FinishReason
+from engine.core.errors import ClientError, InvalidRequestError
+from engine.core.types import FinishReason, Request
+from engine.text.chat_preprocessor import PreparedChat
 from engine.text.choice import CallDelta, Delta
+from engine.text.fields.base import Integer, Refused
+from engine.text.fields.chat import ChatFields
+from engine.text.limits import num_common
 from engine.text.logprobs import PromptLogprobs
 from engine.text.tools.formats import new_call_id
-from server.context import InContext, json_body
+from server.context import Context, InContext, aside, json_body
+from server.errors import ApiError
+from server.generation import Usage
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers
-from server.openai.chat_request import ChatBody, prepare
 from server.openai.formatter import ChunkFormatter, ChunkMeta
 from server.openai.logprobs import ChatLogprobs, chat_logprobs
-from server.openai.usage import Usage
-from server.respond import chunk_meta, respond
+from server.openai.sampling import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
+from server.respond import chunk_meta, engine_requests, respond
+
+
+class ChatBody(SamplingBody, ChatFields):
+    """The request of /v1/chat/completions, which other APIs are translated to."""
+
+    NO_OPS: ClassVar[frozenset[str]] = NO_OPS | {"prediction"}
+    HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "verbosity": ("medium",)}
+    UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
+        **UNSUPPORTED,
+        **dict.fromkeys(("audio", "functions", "moderation", "web_search_options"), Refused()),
+        "best_of": Refused((1,), "answers are ranked by /v1/completions only; send n to have several"),
+        "echo": Refused((False,)),
+        "function_call": Refused(("none",)),
+        "modalities": Refused((["text"],)),
+    }
+
+    max_completion_tokens: Integer | None = Field(None, ge=1)
+    max_tokens: Integer | None = Field(None, ge=1)
+    include_reasoning: bool = True
+
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> ChatBody:
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            raise InvalidRequestError(
+                f"max_tokens is {both[0]} and max_completion_tokens {both[1]}; they mean the same, send one.",
+                param="max_tokens",
+            )
+        return self
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        """Return the most tokens of an answer, where the request names them."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class ChatFunction(ResponseBody):
@@ -95,15 +140,15 @@ class ChatFormatter(ChunkFormatter):
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
         choice = self._choice(index, delta, {"delta": self._message(delta)})
         if delta.prompt is None:
-            return [self._render(choice, **usage)]
+            return [self._render(choice.json_bytes(), **usage)]
         chunk = ChatCompletion(**self._chunk_fields, choices=[choice], **usage)
         self._add_prompt(chunk, delta)
         message = ChatMessage(role="assistant", content="")
         role = ChatChoice(index=index, delta=message, logprobs=None, finish_reason=None)
-        return [self._render(role, **usage), chunk.json_bytes()]
+        return [self._render(role.json_bytes(), **usage), chunk.json_bytes()]
 
     def _message(self, delta: Delta, *, is_whole: bool = False) -> ChatMessage:
-        """Return a whole answer or a chunk's part of it; there is no content beside other parts only."""
+        """Return an answer, or a chunk's part of it."""
         message = ChatMessage(role="assistant", content=None, refusal=None) if is_whole else ChatMessage()
         if delta.text or not (delta.reasoning or delta.calls):
             message.content = delta.text
@@ -145,12 +190,38 @@ class ChatFormatter(ChunkFormatter):
             answer.prompt_logprobs = logprobs
 
 
+async def prepare(context: Context, body: ChatBody) -> tuple[PreparedChat, list[Request]]:
+    """Return a prepared conversation and its engine requests."""
+    text = await context.render(body)
+    chat = await aside(lambda: context.preprocessor.prepare(body, text), len(text))
+    grammar = None if chat.constraint is None else await context.grammars.compile(*chat.constraint)
+    chat = chat.constrained(grammar)
+    return chat, engine_requests(context, body, [chat.prompt], [chat.params])
+
+
+async def prompt_ids(context: Context, body: ChatBody) -> list[int]:
+    """Return the tokens of a conversation's prompt. Raises ClientError."""
+    text = await context.render(body)
+    return await aside(lambda: context.preprocessor.encode(body, text), len(text))
+
+
+async def count_common(context: Context, body: ChatBody, chat: PreparedChat) -> int:
+    """Return how many tokens a prompt shares with another conversation; 0 on errors."""
+    try:
+        rendered = await context.render(body)
+        common = await aside(lambda: chat.text[: num_common(rendered, chat.text)])
+        [ids] = await context.encode([common], "messages", add_special_tokens=body.add_special_tokens)
+    except (ClientError, ApiError):
+        return 0
+    return num_common(ids, chat.prompt)
+
+
 router = APIRouter()
 
 
 @router.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True))
 async def create_chat_completion(
-    http: Request, context: InContext, body: Annotated[ChatBody, Depends(json_body(ChatBody))]
+    http: HttpRequest, context: InContext, body: Annotated[ChatBody, Depends(json_body(ChatBody))]
 ) -> Response:
     """Answer a conversation."""
     model = context.check_model(body.model)

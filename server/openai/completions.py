@@ -19,13 +19,13 @@ from engine.text.limits import ModelLimits
 from engine.text.logprobs import PromptLogprobs
 from engine.text.sampling import sampling_params, text_rules, truncated
 from server.context import InContext, aside, json_body
+from server.generation import Usage
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers
 from server.openai.formatter import ChunkFormatter, ChunkMeta
 from server.openai.logprobs import CompletionLogprobs, completion_logprobs
 from server.openai.prompts import Prompts, prompt_ids
 from server.openai.sampling import HINTS, SamplingBody
-from server.openai.usage import Usage
 from server.respond import chunk_meta, engine_requests, respond
 
 DEFAULT_MAX_TOKENS = 16
@@ -117,8 +117,9 @@ class CompletionFormatter(ChunkFormatter):
         super().__init__(body, meta, Completion(**meta.fields("text_completion"), choices=[]))
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
-        choices = [self._choice(index, delta) for index, delta in enumerate(self._best(deltas))]
-        return self._render(*choices, usage=usage)
+        # Each choice is written alone: a thousand in one call would hold the GIL for long.
+        choices = [self._choice(index, delta).json_bytes() for index, delta in enumerate(self._best(deltas))]
+        return self._render(b",".join(choices), usage=usage)
 
     def _best(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
         """Return the n likeliest answers of each prompt, best first."""
@@ -129,7 +130,7 @@ class CompletionFormatter(ChunkFormatter):
         return [delta for drawn in prompts for delta in sorted(drawn, key=_mean_logprob, reverse=True)[:n]]
 
     def chunks(self, index: int, delta: Delta, **usage: Usage | None) -> list[bytes]:
-        return [self._render(self._choice(index, delta), **usage)]
+        return [self._render(self._choice(index, delta).json_bytes(), **usage)]
 
     def _choice(self, index: int, delta: Delta) -> CompletionChoice:
         finish = delta.finish_reason

@@ -16,12 +16,12 @@ from engine.core.errors import InvalidRequestError
 from engine.core.types import Pooling, SamplingParams
 from engine.text.fields.base import Integer, Refused
 from server.context import InContext, json_body
+from server.generation import Usage
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers
-from server.http.slow_thread import run_slowly
+from server.http.threads import run_slowly
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
 from server.openai.prompts import Prompts, prompt_ids
-from server.openai.usage import Usage
 from server.respond import engine_requests, with_timings
 
 router = APIRouter()

@@ -13,9 +13,9 @@ from engine.text.logprobs import PromptLogprobs, prompt_logprobs
 from engine.text.tokenizer import TextTokenizer
 from engine.version import VERSION
 from server.errors import ApiError
+from server.generation import Usage
 from server.http.bodies import ResponseBody
 from server.openai.sampling import SamplingBody, StreamOptions
-from server.openai.usage import Usage
 from server.telemetry.timeline import AnswerMetrics, with_metrics
 
 
@@ -98,7 +98,7 @@ class ChunkFormatter(ABC):
         return b"".join([frame(chunk) for index, delta in news for chunk in self.chunks(index, delta, **shown)])
 
     def closing(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:
-        last = self._render(usage=usage)
+        last = self._render(b"", usage=usage)
         if metrics is not None:
             return frame(with_metrics(last, metrics)) + DONE
         return frame(last) + DONE if self._options.include_usage else DONE
@@ -106,12 +106,12 @@ class ChunkFormatter(ABC):
     def failure(self, error: ApiError) -> bytes:
         return frame(error.body()) + DONE
 
-    def _render(self, *choices: ResponseBody, **usage: Usage | None) -> bytes:
-        """Return a whole chunk; each choice is written alone, as a thousand in one call would hold the GIL for long."""
-        shown = b",".join([choice.json_bytes() for choice in choices])
-        for value in usage.values():
-            return b'%s%s],"usage":%s}' % (self._head, shown, b"null" if value is None else value.json_bytes())
-        return self._head + shown + b"]}"
+    def _render(self, choices: bytes, **usage: Usage | None) -> bytes:
+        """Return a whole chunk. `usage` is given, perhaps None, if the client wants it."""
+        if not usage:
+            return self._head + choices + b"]}"
+        counts = usage["usage"]
+        return b'%s%s],"usage":%s}' % (self._head, choices, b"null" if counts is None else counts.json_bytes())
 
     def _prompt_logprobs(self, delta: Delta) -> PromptLogprobs | None:
         """Return the prompt's log probabilities, if the request asked for them."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from server.context import Context, InContext
@@ -68,8 +68,6 @@ class ModelPage(ResponseBody):
 
 class ModelPageQuery(BaseModel):
     """The query of a page."""
-
-    model_config = ConfigDict(extra="ignore")
 
     limit: int = Field(20, ge=1, le=1000)
     after_id: str | None = None

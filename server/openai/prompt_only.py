@@ -16,7 +16,7 @@ from engine.text.fields.base import Refused
 from engine.text.limits import ModelLimits
 from server.context import Context
 from server.generation import Generation
-from server.http.slow_thread import run_slowly
+from server.http.threads import run_slowly
 from server.openai.sampling import EngineBody
 from server.respond import MAX_INLINE_TOKENS, submit, unless_disconnected
 

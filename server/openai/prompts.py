@@ -39,17 +39,14 @@ async def prompt_ids(
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     encoded = iter(await context.encode(texts, param, add_special_tokens=add_special_tokens))
 
-    def check_all() -> list[list[int]]:
-        found: list[list[int]] = []
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                ids = next(encoded)
-            else:
-                ids = prompt
-                context.limits.check_ids(ids, param)
-            if not ids:
-                raise InvalidRequestError(f"The {param} has no tokens; send at least one.", param=param)
-            found.append(ids)
-        return found
+    def check(prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            ids = next(encoded)
+        else:
+            context.limits.check_ids(prompt, param)
+            ids = prompt
+        if not ids:
+            raise InvalidRequestError(f"The {param} has no tokens; send at least one.", param=param)
+        return ids
 
-    return await aside(check_all)
+    return await aside(lambda: list(map(check, prompts)))

@@ -19,10 +19,10 @@ from engine.core.errors import InvalidRequestError
 from engine.core.types import PromptInfo, SamplingParams
 from engine.text.logprobs import finite
 from server.context import InContext, aside, json_body
+from server.generation import Usage
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
-from server.openai.usage import Usage
 from server.respond import answer_id, engine_requests, with_timings
 
 router = APIRouter()

@@ -19,7 +19,7 @@ from engine.text.fields.base import Refused, RequestBody
 from engine.text.limits import ModelLimits
 from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
 from server.errors import ApiError, to_api_error
-from server.openai.chat_request import ChatBody
+from server.openai.chat import ChatBody
 from server.openai.sampling import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
 
 # Fields that these APIs spell otherwise, or for whose result their answers have no place.

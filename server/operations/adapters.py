@@ -17,7 +17,7 @@ from engine.core.errors import AdapterConflictError
 from engine.text.fields.base import Refused, RequestBody
 from server.context import Context, InContext, InOwner, check_operator, json_body
 from server.errors import ApiError
-from server.http.detached import run_detached
+from server.http.threads import run_detached
 
 MAX_NAME = 256  # characters
 

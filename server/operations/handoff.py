@@ -64,7 +64,7 @@ class Receiver:
         self._is_well = True  # the last prompt that was asked for came
 
     async def fetch(self, requests: Sequence[Request]) -> None:
-        """Have the prefix cache hold the beginnings of some prompts, as far as that goes well."""
+        """Fill the prefix cache with the beginnings of prompts, if possible."""
         await asyncio.gather(*(self._fetch(request) for request in requests))
 
     async def close(self) -> None:
@@ -90,7 +90,7 @@ class Receiver:
             self._note(HandoffOutcome.RECEIVED if parcel else HandoffOutcome.FAILED)
 
     def _patience_s(self, request: Request) -> float:
-        """Return the seconds that the prefill daemon may take; fewer if the request has a deadline."""
+        """Return how long the prefill daemon may take; less if there is a deadline."""
         limits = [limit for limit in (request.deadline_s, request.max_queue_s) if limit is not None]
         return min([self._timeout_s, *(limit / 2 for limit in limits)])
 
@@ -126,7 +126,7 @@ class Receiver:
 
 
 def _remote_salt(request: Request) -> str:
-    """Return the salt that keeps owners apart on the prefill daemon, which knows no tenants but this daemon's key."""
+    """Return the salt that keeps owners apart on the prefill daemon."""
     if not request.cache_owner:
         return request.cache_salt
     return chain_root(request.cache_salt, owner=request.cache_owner).hex()

@@ -75,7 +75,7 @@ def _sequence(view: SequenceView) -> dict[str, Any]:
 
 
 def runs(blocks: Iterable[int]) -> list[list[int]]:
-    """Return [first, length] of each run of adjacent blocks, in order: the pool hands out few and long runs."""
+    """Return [first, length] of each run of adjacent blocks, in order."""
     found: list[list[int]] = []
     for block in blocks:
         if found and block == found[-1][0] + found[-1][1]:

@@ -26,7 +26,7 @@ from engine.text.fields.chat import Message
 from engine.text.limits import num_common
 from server.context import Context
 from server.errors import ApiError, to_api_error
-from server.openai.chat_request import ChatBody
+from server.openai.chat import ChatBody
 from server.openai.completions import CompletionBody
 from server.settings.files import read_setting_file
 
@@ -53,7 +53,7 @@ def read_prefixes(path: Path, context: Context) -> list[Request]:
 
 async def compute_prefixes(requests: Sequence[Request], context: Context) -> None:
     """Compute the prefixes; log those that failed or found no room."""
-    clock, size = context.engine.clock, context.engine.config.block_size
+    clock, config = context.engine.clock, context.engine.config
     begun_s = logged_s = clock()
     num_tokens = num_pinned = num_failed = 0
     log.info("computing %d pinned prefixes, %d tokens", len(requests), sum(len(one.prompt) for one in requests))
@@ -63,27 +63,18 @@ async def compute_prefixes(requests: Sequence[Request], context: Context) -> Non
             log.info("%d of %d pinned prefixes are computed", number, len(requests))
         try:
             num_pinned += await _compute(request, context)
-            num_tokens += len(request.prompt) // size * size
+            num_tokens += len(request.prompt) // config.block_size * config.block_size
         except QuireError as error:
             if context.client.is_draining:
                 log.info("Stopped before all pinned prefixes were computed.")
                 return
             num_failed += 1
             log.error("Pinned prefix %d of %d failed: %s", number + 1, len(requests), error)  # noqa: TRY400 - a sentence
-    num_computed = len(requests) - num_failed
-    log.info(
-        "pinned prefixes: %d, %d tokens in whole blocks, computed in %.1f s",
-        num_computed,
-        num_tokens,
-        clock() - begun_s,
-    )
+    message = "pinned prefixes: %d, %d tokens in whole blocks, computed in %.1f s"
+    log.info(message, len(requests) - num_failed, num_tokens, clock() - begun_s)
     if num_pinned < num_tokens:
-        log.warning(
-            "Only %d of these tokens are pinned: --pinned-prefix-share is %g of a pool of %d tokens; raise either",
-            num_pinned,
-            context.engine.config.pinned_share,
-            context.limits.pool_tokens,
-        )
+        message = "Only %d of these tokens are pinned: --pinned-prefix-share is %g of a pool of %d tokens; raise either"
+        log.warning(message, num_pinned, config.pinned_share, context.limits.pool_tokens)
 
 
 async def _compute(request: Request, context: Context) -> int:

@@ -21,7 +21,7 @@ from server.settings.reference import settings_section
 
 HEAD = """# Reference
 
-Made from the code by `python -m server.operations.reference`; a test compares, so it tells what this version does.
+Made from the code by `python -m server.operations.reference`; a test compares them, so this page describes this version.
 
 A field is *honoured*, a *no-op* that by its meaning cannot change the answer, a *hint* that is dropped, or *refused* with a
 400 that names it because the answer would be silently wrong without it, unless its value asks for what is done anyway. null
@@ -40,7 +40,11 @@ class Reference:
     """Renders an OpenAPI document as Markdown."""
 
     def __init__(self, document: Schema) -> None:
-        self._paths = document["paths"]
+        self._operations: list[tuple[str, Schema]] = [
+            (f"{method.upper()} {path}", methods[method])
+            for path, methods in document["paths"].items()
+            for method in sorted(methods, key=_METHODS.index)
+        ]
         self._schemas = document["components"]["schemas"]
         self._classes = {body.__name__: body for body in _subclasses(RequestBody)}
         self._sections: dict[str, None] = {}  # schemas with a section, in order
@@ -49,7 +53,7 @@ class Reference:
         """Return the page."""
         parts = [HEAD, *settings_section(), "## Endpoints\n", *self._endpoints(), "\n## Bodies\n"]
         bodies: dict[str, list[str]] = {}
-        for endpoint, operation in self._operations():
+        for endpoint, operation in self._operations:
             if name := _body_name(operation):
                 bodies.setdefault(name, []).append(endpoint)
         self._sections.update(dict.fromkeys(bodies))
@@ -61,15 +65,9 @@ class Reference:
             done += 1
         return "\n".join(parts).rstrip() + "\n"
 
-    def _operations(self) -> Iterator[tuple[str, Schema]]:
-        for path, methods in self._paths.items():
-            for method in _METHODS:
-                if method in methods:
-                    yield f"{method.upper()} {path}", methods[method]
-
     def _endpoints(self) -> Iterator[str]:
         yield "| endpoint | | body |\n|---|---|---|"
-        for endpoint, operation in self._operations():
+        for endpoint, operation in self._operations:
             name = _body_name(operation)
             text = " ".join(operation.get("description", operation.get("summary", "")).split())
             yield f"| `{endpoint}` | {_cell(text)} | {_link(name) if name else ''} |"
@@ -132,15 +130,13 @@ def _others(body: type[RequestBody]) -> Iterator[str]:
     """Yield the rows of fields that are known without being declared."""
     for field in sorted(PASSED_ON) if issubclass(body, TranslatedBody) else ():
         yield f"| `{field}` | as in [ChatBody](#chatbody) | | honoured |"
-    for field in sorted(body.NO_OPS - body.model_fields.keys()):
-        yield f"| `{field}` | anything | | no-op |"
-    for field in sorted(body.HINTS.keys() - body.model_fields.keys()):
-        yield f"| `{field}` | anything | | hint |"
+    for kind, names in (("no-op", body.NO_OPS), ("hint", body.HINTS.keys())):
+        for field in sorted(names - body.model_fields.keys()):
+            yield f"| `{field}` | anything | | {kind} |"
     for field in sorted(body.UNSUPPORTED.keys() - body.model_fields.keys()):
         neutral, instead = body.UNSUPPORTED[field]
-        takes = (
-            "only " + ", ".join(dict.fromkeys(f"`{json.dumps(value)}`" for value in neutral)) if neutral else "nothing"
-        )
+        values = ", ".join(dict.fromkeys(f"`{json.dumps(value)}`" for value in neutral))
+        takes = f"only {values}" if neutral else "nothing"
         yield f"| `{field}` | {takes} | | refused{_cell(f': {instead}') if instead else ''} |"
 
 

@@ -16,7 +16,7 @@ from engine.text.logprobs import token_text
 from server.context import InContext, aside, json_body
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers
-from server.http.slow_thread import run_slowly
+from server.http.threads import run_slowly
 
 
 class TokenizeBody(Conversation):

@@ -123,7 +123,7 @@ class _Names:
 
 
 class VllmEventMetrics:
-    """Metrics of completed requests under vLLM's names; lines of batches are left out."""
+    """Metrics of completed requests under vLLM's names, without lines of batches."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, max_model_len: int) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:

@@ -18,12 +18,9 @@ class RequestOpened(NamedTuple):
 
 
 class RequestEnded(NamedTuple):
-    """A request's answer has ended: sent, failed or abandoned by its client.
+    """A request's answer has ended: sent, failed or abandoned by its client."""
 
-    The record still has its generation while listeners are called.
-    """
-
-    record: RequestRecord
+    record: RequestRecord  # still with its generation
     status: int
     seconds: float
     is_batch: bool = False  # a line of a batch
@@ -60,7 +57,7 @@ class GrammarCompiled(NamedTuple):
 
 
 class PrefillDelegated(NamedTuple):
-    """The decode daemon tried the prefill daemon for a prompt; `outcome` is the result."""
+    """The decode daemon asked the prefill daemon for a prompt."""
 
     outcome: str
 
@@ -70,7 +67,7 @@ Listener = Callable[[Event], None]
 
 
 class Telemetry:
-    """Takes every event: the listeners' metrics and log lines first, then the request log, which closes a record."""
+    """Passes events to listeners, then to the request log, which closes a record."""
 
     def __init__(self, requests: RequestLog, *listeners: Listener) -> None:
         self._requests, self._listeners = requests, listeners

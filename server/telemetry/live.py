@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 class LiveView:
-    """Answers any number of callers from one snapshot at a time. Methods raise a 503 if the engine hangs."""
+    """Answers all callers from one snapshot; raises a 503 if the engine hangs."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -49,7 +49,7 @@ class LiveView:
         return [view for view in (await self.snapshot()).sequences if view.request_id in wanted]
 
     async def place(self, request_ids: Sequence[str]) -> Place | None:
-        """Return the first place that some requests have in the queue; None if none of them waits."""
+        """Return the first place of some requests in the queue; None if none waits."""
         snapshot = await self.snapshot()
         if snapshot is not self._read:
             self._positions = {name: i for i, name in reversed(list(enumerate(snapshot.queue, 1)))}

@@ -53,7 +53,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class StandardError(logging.Handler):
-    """Writes to the current sys.stderr, which a progress bar replaces while it is shown."""
+    """Writes to the current sys.stderr, which a progress bar may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
@@ -65,7 +65,7 @@ class StandardError(logging.Handler):
 
 
 def configure_logging(level: str, layout: str) -> None:
-    """Send Quire's lines of at least `level`, and all libraries' warnings, to standard error."""
+    """Log Quire's lines from `level`, and libraries' warnings, to standard error."""
     handler = StandardError()
     tracebacks = level == "debug"
     handler.setFormatter(

@@ -30,7 +30,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row: a name, its meaning, and its value. With a `label`, the value has a number per label value."""
+    """One row; with a `label`, its value is a number per label value."""
 
     kind: Kind
     name: str

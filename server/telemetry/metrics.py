@@ -43,7 +43,7 @@ class EngineCollector(Collector):
 
 
 class LoraCollector(Collector):
-    """The metric that vLLM's routers read: the value is the time, the labels are lists."""
+    """The metric that vLLM's routers read: its labels are lists, its value the time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -61,7 +61,7 @@ class LoraCollector(Collector):
 
 
 class Metrics:
-    """Everything that /metrics shows; `listeners` count events. Event loop, unless said otherwise."""
+    """Everything that /metrics shows; `listeners` count events. Event loop."""
 
     def __init__(self, engine: Engine, model_name: str, compat_vllm: bool) -> None:
         self._registry = CollectorRegistry()

@@ -11,20 +11,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from engine.core.stats import SequenceView
 from engine.core.types import FinishReason, Request
-from server.generation import Generation
-from server.openai.usage import Usage
-from server.telemetry.live import Place
-from server.telemetry.timeline import AnswerMetrics, Spans
+from server.generation import Generation, Usage
+from server.telemetry.timeline import Spans
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT
 
 RECENT = 1000  # about a kilobyte each
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
-_ORDER = ("running", "prefill", "preempted")  # a request has the state of its foremost sequence
 
 
 class Outcome(NamedTuple):
@@ -71,7 +67,7 @@ class RequestRecord:
 
     @property
     def log_fields(self) -> dict[str, int | float | str]:
-        """Return the fields of the log line: counts, and the seconds of the slowest choice."""
+        """Return the log line's fields: counts, and the seconds of the slowest choice."""
         if self.generation is None:
             return {}
         spans, finish_reasons, _, usage, num_cached = self.outcome
@@ -109,64 +105,9 @@ class RequestRecord:
             self.account.close(self.generation.num_drawn_tokens)
         self.generation, self.requests = None, ()
 
-    def document(self, views: Sequence[SequenceView], place: Place | None) -> dict[str, Any]:
-        """Return the record as JSON; `views` and `place` are its state in the engine, while it is open."""
-        head = {
-            "id": self.request_id,
-            "object": "request",
-            "answer_id": self.answer_id,
-            "endpoint": self.endpoint,
-            "adapter": self.adapter,
-            "stream": self.stream,
-            "tenant": None if self.account is None else self.account.tenant.name,
-            "created": self.created,
-        }
-        if self.end is not None:
-            _, status, seconds = self.end
-            ended = {"status": status or None, "seconds": round(seconds, 3)}
-            history = [*self._history(), {"event": "finished", "at_s": round(seconds, 3)}]
-            return head | {"state": "finished", **self._counts(), **ended, "history": history}
-        states = [view.status for view in views]
-        state = next((name for name in _ORDER if name in states), "waiting" if place or not states else states[0])
-        return head | {
-            "state": state,
-            "queue": None if place is None else place._asdict(),
-            **self._counts(),
-            "sequences": [self._sequence(view) for view in views],
-            "history": self._history(),
-        }
-
-    def _sequence(self, view: SequenceView) -> dict[str, Any]:
-        prompt = self.engine_ids.index(view.request_id)
-        return {
-            "choice": prompt * self.requests[prompt].params.n + view.choice,
-            "state": view.status,
-            "tokens": view.num_tokens,
-            "computed_tokens": view.num_computed,
-            "cached_tokens": view.num_cached,
-            "blocks": len(view.blocks),
-            "preemptions": view.num_preemptions,
-        }
-
-    def _counts(self) -> dict[str, Any]:
-        spans, finish_reasons, is_dropped, usage, num_cached = self.outcome
-        metrics = None if spans is None or is_dropped else AnswerMetrics.of(spans, num_cached).model_dump()
-        return {"finish_reasons": finish_reasons, "usage": usage.model_dump(), "metrics": metrics}
-
-    def _history(self) -> list[dict[str, Any]]:
-        """Return the events so far with the seconds since arrival; of several choices the slowest counts."""
-        spans, _, is_dropped, usage, _ = self.outcome
-        events = [("received", 0.0)]
-        if spans is not None:
-            events.append(("dropped" if is_dropped else "scheduled", spans.queue_s))
-            if usage.completion_tokens:
-                first_s = spans.queue_s + spans.prefill_s
-                events += [("first_token", first_s), ("last_token", first_s + spans.decode_s)]
-        return [{"event": name, "at_s": round(at, 3)} for name, at in events]
-
 
 class RequestLog:
-    """Opens, closes and finds records. Beyond RECENT that ended, the owner that has most of them loses its oldest."""
+    """Opens, closes and finds records; the owner with most loses its oldest."""
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, str], RequestRecord] = {}  # by owner and each of their names
@@ -192,6 +133,6 @@ class RequestLog:
                 del self._records[name]
 
     def find(self, owner: str, name: str) -> RequestRecord | None:
-        """Return an owner's record by the request's id, or by the answer's with or without its prefix."""
+        """Return an owner's record by the request's id, or by the answer's."""
         bare = next((name[len(prefix) :] for prefix in _PREFIXES if name.startswith(prefix)), name)
         return self._records.get((owner, name)) or self._records.get((owner, bare))

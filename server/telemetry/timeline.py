@@ -15,7 +15,7 @@ from server.http.bodies import ResponseBody
 
 
 class Spans(NamedTuple):
-    """An answer's seconds, of the slowest of its choices in each part, and its tokens' pace."""
+    """An answer's seconds, of its slowest choice in each part, and its pace."""
 
     queue_s: float  # arrival until first scheduled
     prefill_s: float  # first scheduled until first token
@@ -48,7 +48,7 @@ class ChoiceTimes:
 
 
 class Timeline:
-    """Takes every event of an answer, in order; `num_choices` counts all choices of all prompts."""
+    """Takes every event of an answer, in order, by choice of all prompts."""
 
     def __init__(self, num_choices: int) -> None:
         self.choices = [ChoiceTimes() for _ in range(num_choices)]
@@ -124,7 +124,7 @@ class Timeline:
 
 
 class AnswerMetrics(ResponseBody):
-    """An answer's times for clients, under vLLM's names where they mean the same; of several choices the slowest."""
+    """An answer's times for clients, under vLLM's names; of choices the slowest."""
 
     queue_time_ms: float
     prefill_time_ms: float
@@ -154,7 +154,7 @@ class AnswerMetrics(ResponseBody):
 
 
 def server_timing(spans: Spans, cached_tokens: int) -> str:
-    """Return the header's value: durations in milliseconds, and counts as descriptions, since it has no numbers."""
+    """Return the header's value: durations in milliseconds, counts as descriptions."""
     entries = [
         f"queue;dur={_ms(spans.queue_s)}",
         f"prefill;dur={_ms(spans.prefill_s)}",

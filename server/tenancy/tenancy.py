@@ -1,4 +1,4 @@
-"""Tenants' accounts: who owns what a request stores, and the limits of --tenants. Event loop.
+"""Tenants' accounts: owners of stored objects, and limits. Event loop.
 
 With --tenants the key decides the tenant, so inventing users gains no share. Without, all callers are trusted alike, and the
 field `user` (or `safety_identifier`) distinguishes them.
@@ -66,7 +66,7 @@ class Account:
         return self._tokens
 
     def check(self, request_s: float) -> None:
-        """Raise OverloadedError if no more requests may be opened now; a request takes `request_s` on average."""
+        """Raise OverloadedError at a limit; requests take `request_s` on average."""
         tenant, limit = self.tenant, self.tenant.max_concurrent_requests
         if limit is not None and self.num_open >= limit:
             self._count_refusal(tenant.name, "concurrent_requests")
@@ -80,15 +80,12 @@ class Account:
             raise self._refusal(why, (1 - tokens) * 60 / rate, mean * 60 / rate, num_before=0)
 
     def _refusal(self, why: str, wait_s: float, each_s: float, num_before: int = 1) -> OverloadedError:
-        """Return the refusal; the wait grows by `each_s` for every refused client that returns earlier, and `num_before`."""
+        """Return the refusal; each client that returns earlier adds `each_s` to the wait."""
         wait_s = self._retry_times.give(self._clock(), wait_s + num_before * each_s, each_s)
         return OverloadedError(f"{why}; try again in {ceil(wait_s)} s.", retry_after_s=wait_s)
 
     def room_for_lines(self, num_running: int) -> float:
-        """Return how many more lines of batches may begin beside `num_running`; infinite without a limit.
-
-        One request of the limit is left to the tenant's clients, if the limit is above one.
-        """
+        """Return how many more batch lines may begin; one request is left to clients."""
         if self.tenant.tokens_per_minute is not None and self._fill() <= 0:
             return 0
         limit = self.tenant.max_concurrent_requests
@@ -100,13 +97,13 @@ class Account:
         return [replace(request, tenant=name, weight=weight, cache_owner=cache_owner) for request in requests]
 
     def open(self, requests: Sequence[Request]) -> None:
-        """Count requests that were submitted together as one open request, and charge their prompts."""
+        """Count requests submitted together as one, and charge their prompts."""
         self.num_open += 1
         self._num_opened += 1
         self._spend(sum([len(request.prompt) for request in requests]))
 
     def close(self, num_drawn_tokens: int) -> None:
-        """Charge an ended request for its tokens. A beam search draws more than its answer's usage counts."""
+        """Charge an ended request for the tokens drawn, of a search in all beams."""
         self.num_open -= 1
         self._spend(num_drawn_tokens)
 
@@ -156,10 +153,7 @@ class Tenancy:
 
     @property
     def owners(self) -> Mapping[str, Account | None]:
-        """Return the account that each owner's batches run on; without a file there is one owner, without an account.
-
-        A tenant that left the file is absent: its files are kept, and its batches pause until it returns.
-        """
+        """Return each owner's account; without a file there is one owner, without one."""
         return self._accounts if self.has_file else {DEFAULT: None}
 
     def replace(self, tenants: Iterable[Tenant]) -> None:

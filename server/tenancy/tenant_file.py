@@ -57,7 +57,7 @@ class Tenant:
 
 
 class _Terms(BaseModel):
-    """Terms that tiers and tenants share. None is absent; null is refused, as a limit without a value limits nothing."""
+    """Terms of tiers and tenants. A null is refused: it would limit nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -94,7 +94,7 @@ class _File(BaseModel):
 
 
 def read_tenants(path: Path, api_keys: Iterable[str] = ()) -> tuple[Tenant, ...]:
-    """Return the tenants of a file, none of which may have one of `api_keys`. Raises ConfigError."""
+    """Return a file's tenants; none may have an API key. Raises ConfigError."""
     try:
         file = _File.model_validate(read_yaml("--tenants", path, has_secrets=True))
         tenants = tuple([_resolve(entry, file.tiers) for entry in file.tenants])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime import linear
-from engine.runtime.linear import Linear
+from engine.runtime.linear import Dense, Linear
 from tests.cpu.test_models_families import CASES, load, save_tiny
 
 
@@ -34,7 +34,7 @@ def test_sums_are_not_rounded_to_the_weights_type(products: list[str], has_bias:
     weight, x = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((48, 32), (3, 32)))
     bias = torch.randn(48, dtype=torch.bfloat16) if has_bias else None
     out = torch.empty(3, 48) if has_out else None
-    found = Linear(weight, bias).in_float32(x, out)
+    found = Linear(Dense(weight, bias)).in_float32(x, out)
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     assert found.dtype == torch.float32
     assert (found.double() - exact).abs().max() < 1e-5, "bfloat16 is off by 1e-2"
@@ -52,7 +52,7 @@ def test_a_model_leaves_its_logits_where_it_is_told(tmp_path: Path) -> None:
 
 def test_other_weights_are_multiplied_as_ever(products: list[str]) -> None:
     weight, x, out = torch.randn(48, 32), torch.randn(3, 32), torch.empty(3, 48)
-    found = Linear(weight).in_float32(x, out)
+    found = Linear(Dense(weight)).in_float32(x, out)
     assert found is out
     torch.testing.assert_close(found, x @ weight.t())
     assert not products

@@ -12,7 +12,7 @@ from loadtest.gpu.tune import SEARCHES, climb, ratio
 FIELDS = (("keys", (32, 64, 128)), ("warps", (2, 4, 8)))
 
 
-def test_it_climbs_one_field_after_another_past_what_a_card_cannot_hold() -> None:
+def test_it_climbs_one_field_after_another_past_sizes_that_the_gpu_cannot_hold() -> None:
     tried = []
 
     def cost(tile: DecodeTile) -> float:

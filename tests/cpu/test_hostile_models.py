@@ -18,8 +18,9 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError, QuireError
 from engine.model_check import check_model
-from engine.runtime.models.layers import Maker
 from engine.runtime.models.load import load_model
+from engine.runtime.models.maker import Maker
+from engine.runtime.schemes.base import Matrix, Scheme
 from engine.text.tokenizer import load_tokenizer
 from tests.cpu.lora_folders import load_adapter, save_adapter
 from tests.cpu.served_models import refusal, save_servable, save_tokenizer
@@ -69,13 +70,18 @@ MOST_ELEMENTS = 1 << 24
 @pytest.fixture(autouse=True)
 def nothing_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail a test that allocates a large tensor for a model."""
-    make = Maker.empty
+    make, dense = Maker.tensor, Scheme.dense
 
-    def empty(self: Maker, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def tensor(self: Maker, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         assert math.prod(shape) <= MOST_ELEMENTS, f"{shape} is allocated"
-        return make(self, *shape, dtype=dtype)
+        return make(self, name, *shape, dtype=dtype)
 
-    monkeypatch.setattr(Maker, "empty", empty)
+    def weight(self: Scheme, matrix: Matrix) -> torch.Tensor:
+        assert math.prod(matrix.shape) <= MOST_ELEMENTS, f"{matrix.shape} is allocated"
+        return dense(self, matrix)
+
+    monkeypatch.setattr(Maker, "tensor", tensor)
+    monkeypatch.setattr(Scheme, "dense", weight)
 
 
 def loads(path: Path, **settings: Any) -> bool:

@@ -13,12 +13,12 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.model_check import check_model
+from engine.model_source import resolve_model_path
 from engine.runtime import linear
 from engine.runtime.models import load as load_module
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_model, resolve_dtype
-from engine.runtime.models.source import resolve_model_path
 from engine.runtime.models.transformers_adapter import TransformersModel
 from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny
 
@@ -125,9 +125,8 @@ def test_a_packed_weight_multiplies_alike(kernel: str, monkeypatch: pytest.Monke
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((48, 32), (48,), (5, 32)))
     for dtype in (torch.float32, torch.bfloat16):
-        product = linear.Linear(weight.to(dtype), bias.to(dtype))
-        product.pack()
-        assert (product.weight.numel() > 0) == (kernel == "plain"), "a packed weight is held once"
+        product = linear.Linear(linear.pack(weight.to(dtype), bias.to(dtype)))
+        assert isinstance(product.product, linear.Dense) == (kernel == "plain")
         expected = F.linear(x.to(dtype), weight.to(dtype), bias.to(dtype))
         torch.testing.assert_close(product(x.to(dtype)), expected)
         assert product(x[:0].to(dtype)).shape == (0, 48)
@@ -161,7 +160,7 @@ def test_where_a_model_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         str(tmp_path / "nowhere"): "does not exist",
         "./nowhere": "does not exist",
         "nowhere.gguf": "does not exist",
-        str(tmp_path / "notes.txt"): r"is a \.txt file; name a \.gguf file or a model folder",
+        str(tmp_path / "notes.txt"): r"is a \.txt file; name a model folder or a \.gguf file",
     }.items():
         with pytest.raises(ModelLoadError, match=sentence):
             resolve_model_path(name)

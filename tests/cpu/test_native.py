@@ -12,9 +12,10 @@ from test_attention import empty_pools, make_batch, make_tables
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.runtime.attention import cpu_native
+from engine.runtime.attention import table
 from engine.runtime.attention.cpu_native import CpuNativeAttention
 from engine.runtime.attention.reference import dense_attention
+from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 from engine.runtime.native import ops
 from engine.runtime.native.library import Library, native
@@ -316,9 +317,9 @@ def test_torch_says_the_same_where_the_library_is_missing(monkeypatch: pytest.Mo
 
 
 def test_without_the_library_the_backend_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_native, "native", lambda: None)
-    with pytest.raises(ConfigError, match="no C compiler to make them; install one"):
-        CpuNativeAttention()
+    monkeypatch.setattr(table, "native", lambda: None)
+    with pytest.raises(ConfigError, match=r"neither them nor a C compiler \(cc, gcc, clang\) to build them"):
+        load_backend("cpu_native", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", TYPES)

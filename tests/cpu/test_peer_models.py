@@ -14,12 +14,12 @@ from engine.gguf_header import read_header
 from engine.model_source import find_model
 from engine.runtime.weights.gguf import GGUFCheckpoint
 from loadtest.peers.models import bfloat16_bits, int8_rows, prepare
-from loadtest.peers.shapes import SHAPES, Shape
+from loadtest.shapes import COMPARED, Shape
 
 VOCAB = 49152 + 8  # the embedded tokenizer's, and some of the fillers that a larger shape needs
 TINY = {
-    "llama": Shape("tiny-llama", "llama", 2, 32, 4, 2, 64, VOCAB, 128, 100000.0, 1e-5, bias=False),
-    "qwen2": Shape("tiny-qwen2", "qwen2", 2, 32, 4, 2, 64, VOCAB, 128, 1e6, 1e-6, bias=True),
+    "llama": Shape("tiny-llama", "llama", 2, 32, 4, 2, 8, 64, VOCAB, 128, 100000.0, 1e-5),
+    "qwen2": Shape("tiny-qwen2", "qwen2", 2, 32, 4, 2, 8, 64, VOCAB, 128, 1e6, 1e-6, bias=True),
 }
 
 
@@ -44,7 +44,7 @@ def test_the_gguf_holds_the_same_model(prepared: tuple[Shape, Path]) -> None:
     _, folder = prepared
     wanted = load_file(folder / "hf" / "model.safetensors")
     for name, tolerance in (("bf16.gguf", 0.0), ("f16.gguf", 1e-6), ("q8_0.gguf", 1e-3)):
-        stored = {tensor.name: tensor for tensor in GGUFCheckpoint(folder / name).tensors()}
+        stored = {tensor.name: tensor for tensor in GGUFCheckpoint(folder / name).tensors({})}
         assert stored.keys() == wanted.keys()
         for key, tensor in stored.items():
             read = torch.empty(tensor.shape)
@@ -95,7 +95,7 @@ def test_a_row_of_zeros_has_a_scale() -> None:
 
 
 def test_the_embedded_model_has_its_shape() -> None:
-    shape = next(shape for shape in SHAPES.values() if shape.is_embedded)
+    shape = next(shape for shape in COMPARED.values() if shape.is_embedded)
     stored = {tensor.name: tensor.shape for tensor in read_header(Path(find_model(None).path)).tensors}
     assert stored["token_embd.weight"] == (shape.vocab, shape.hidden)
     assert stored["blk.0.attn_k.weight"] == (shape.kv_heads * shape.head_dim, shape.hidden)

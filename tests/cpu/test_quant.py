@@ -24,7 +24,8 @@ from engine.core.errors import ConfigError
 from engine.runtime.models import load as load_module
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Isa, Library, WeightFormat, native
-from engine.runtime.native.quantised import QuantisedLinear, QuantisedRows, is_served_quantised
+from engine.runtime.native.quantised import QuantisedLinear, is_served_quantised
+from engine.runtime.weights.checkpoint import QuantisedRows
 from tests.cpu.test_models_families import load, logits_of
 
 KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
@@ -234,6 +235,8 @@ def test_what_cannot_be_quantised_is_said(
 ) -> None:
     theirs, tensors = tiny(tmp_path / "hf")
     path = write(tmp_path / "model.gguf", "llama", theirs.config, tensors)
+    if "model_impl" in settings:
+        path = tmp_path / "hf"  # transformers' code reads no GGUF files
     monkeypatch.setattr(load_module, "native", lambda: object() if has_library else None)
     config = EngineConfig(model=str(path), **settings)  # type: ignore[arg-type]  # mixed value types
     with pytest.raises(ConfigError, match=rf"--quantization is '{settings['quantization']}', but .*{reason}"):

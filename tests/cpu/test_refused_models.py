@@ -168,7 +168,7 @@ SETTINGS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "--kv-transfer-config: folder is '/dev/null/a', which cannot be used: /dev/null is no folder",
     ),
     "model-name-too-long": (lambda at: ["a" * 5000], "File name too long"),
-    "model-null": (lambda at: ["./\udcff" + "b" * 3], "There is no model at"),
+    "model-null": (lambda at: ["./\udcff" + "b" * 3], "does not exist"),
     "draft-name-too-long": (lambda at: ["--speculative-config", json.dumps({"model": "/" + "a" * 5000})], "too long"),
     "adapter-name-too-long": (lambda at: ["--lora-modules", "a=/" + "a" * 5000], "too long"),
     "draft-absent": (
@@ -186,7 +186,7 @@ SETTINGS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "The chat template cannot be read",
     ),
     "tokenizer-fifo": (lambda at: ["--tokenizer", str(fifo(at / "t.gguf"))], "it is a FIFO"),
-    "tokenizer-absent": (lambda at: ["--tokenizer", str(at / "none")], "which does not exist"),
+    "tokenizer-absent": (lambda at: ["--tokenizer", str(at / "none")], "does not exist"),
     "pins-fifo": (lambda at: ["--pinned-prefixes", str(fifo(at / "p"))], "--pinned-prefixes is"),
     "tenants-fifo": (lambda at: ["--tenants", str(fifo(at / "t"))], "which cannot be read: it is a FIFO"),
     "tenants-device": (lambda at: ["--tenants", "/dev/zero"], "it is a device, not a regular file"),
@@ -241,11 +241,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     assert "'w100', the tokenizer's id 100, and the model has 5 tokens" in written.splitlines()[-1]
 
 
-def test_the_names_of_backends_are_those_of_the_table() -> None:
-    from engine.config import ATTENTION_BACKENDS
-    from engine.runtime.attention.table import BACKENDS, GPU_BACKENDS, LIBRARIES
-
-    assert set(ATTENTION_BACKENDS) == {"auto", *BACKENDS, *GPU_BACKENDS, *LIBRARIES}
+def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match="--attention-backend is 'flashy'; choose one of auto"):
         EngineConfig(model="", attention_backend="flashy")
 

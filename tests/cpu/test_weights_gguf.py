@@ -166,7 +166,7 @@ def test_quantisation(name: str, tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (stored,) = GGUFCheckpoint(tmp_path / "model.gguf").tensors()
+    (stored,) = GGUFCheckpoint(tmp_path / "model.gguf").tensors({})
     found = torch.empty(128, 256)
     stored.copy_to(found)
     assert (stored.name, stored.shape) == ("model.embed_tokens.weight", (128, 256))
@@ -201,7 +201,7 @@ def test_llama3_rope_factors_come_from_their_tensor(tmp_path: Path) -> None:
 def test_rope_scaling_metadata(extra: dict[str, Any], scaling: dict[str, Any], tmp_path: Path) -> None:
     theirs, tensors = tiny(tmp_path / "hf")
     path = write(tmp_path / "model.gguf", "llama", theirs.config, tensors, **extra)
-    found = read_config(GGUFCheckpoint(path).config, "here").layers[0].rope
+    found = read_config(GGUFCheckpoint(path).config.values, "here").layers[0].rope
     expected = read_config(theirs.config.to_dict() | {"rope_parameters": {"rope_theta": 10000.0, **scaling}}, "here")
     rope = expected.layers[0].rope
     assert found is not None
@@ -228,7 +228,7 @@ def test_any_header_byte_may_be_wrong(tmp_path: Path) -> None:
     for at in range(4, 900, 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xA5]) + whole[at + 1 :])
         try:
-            read_config(GGUFCheckpoint(path).config, str(path))
+            read_config(GGUFCheckpoint(path).config.values, str(path))
         except ModelLoadError:
             refused += 1
     assert refused > 50

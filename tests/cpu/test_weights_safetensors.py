@@ -144,7 +144,7 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
 def test_an_index_names_weights_beside_itself(name: object, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ModelLoadError, match=r"the weights must be \.safetensors files beside it"):
-        next(SafetensorsCheckpoint(folder, {}).tensors())
+        next(SafetensorsCheckpoint(folder).tensors({}))
 
 
 @pytest.mark.parametrize("text", ['{"weight_map": 3}', "{}", "[]", "{"])

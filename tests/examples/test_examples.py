@@ -18,9 +18,11 @@ from engine.core.queues import POLICIES
 from engine.core.queues.keyed import KeyedQueue
 from engine.core.scheduler import Scheduler
 from engine.offload import Offload
+from engine.text.tools.formats import TOOL_FORMATS
 from tests.examples.cache_tier import CompressedStore, open_store
 from tests.examples.queue_key import short_prompts
 from tests.examples.queue_turns import TurnsQueue
+from tests.examples.tool_format import CALL_TAGS
 from tests.http.harness import Live
 from tests.patience import PATIENCE_S
 from tests.pure.driver import Driver, config, request
@@ -66,6 +68,21 @@ def test_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     with Live().serving() as live, httpx.Client(base_url=live.url) as client:
         assert client.post("/v1/count_words", json={"text": "one two three"}).json()["num_words"] == 3
         assert "/v1/count_words" in client.get("/openapi.json").json()["paths"]
+
+
+def test_a_tool_call_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TOOL_FORMATS, "call_tags", CALL_TAGS)
+    template = "{% if tools %}{# <call name>{...}</call> #}{% endif %}{{ messages[-1].content }}|"
+    function = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    text = 'Well. <call add>{"a": 1}</call> <call me> <call add>{"a": 2}'
+    with Live(template=template).serving() as live, httpx.Client(base_url=live.url) as client:
+        for strict in (False, True):
+            tools = [{"type": "function", "function": {**function, "strict": strict}}]
+            asked = {"messages": [{"role": "user", "content": text}], "tools": tools, "max_tokens": len(text)}
+            message = client.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
+            calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+            assert calls[0] == ("add", '{"a": 1}')
+            assert message["content"].startswith("Well.")
 
 
 class HostPages(list["array[int]"]):

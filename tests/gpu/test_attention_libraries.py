@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine.core.errors import ConfigError
-from engine.runtime.attention.table import LIBRARIES, load_backend
+from engine.runtime.attention import LIBRARIES
+from engine.runtime.attention.table import load_backend
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from tests.kernels.test_triton_attention import Case, make_spec
 

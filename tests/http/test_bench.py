@@ -13,7 +13,7 @@ import pytest
 from loadtest.__main__ import main
 from loadtest.bench import Asking, Level, Sweep, closed_loop, first_model, open_loop
 from loadtest.client import Client, ClientError, Outcome, Target
-from loadtest.front import child
+from loadtest.daemon import fake_daemon
 from loadtest.workload import Job
 from tests.patience import PATIENCE_S
 
@@ -236,8 +236,8 @@ def test_a_bad_url_is_one_sentence(url: str, capsys: pytest.CaptureFixture[str])
 
 def test_the_command_sweeps_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, plot = tmp_path / "bench.json", tmp_path / "bench.png"
-    with child("loadtest.fake_server", None, ["1"]) as (_, port):
-        arguments = ["--base-url", f"http://127.0.0.1:{port}", "--concurrency", "1", "4"]
+    with fake_daemon("1") as server:
+        arguments = ["--base-url", server.url, "--concurrency", "1", "4"]
         arguments += ["--num-prompts", "8", "--output-len", "5", "--json", str(report), "--plot", str(plot)]
         assert main(["bench", *arguments]) == 0
     points = json.loads(report.read_text())["points"]
@@ -254,9 +254,9 @@ def test_requests_beside_a_long_prompt_are_measured_on_each_daemon_in_turns(
         monkeypatch.setattr(f"loadtest.beside.{name}", value)
     monkeypatch.setattr("loadtest.beside._STREAM_ANSWER", 4000)
     report = tmp_path / "beside.json"
-    step = ["5", "1024"]  # the long prompt takes several
-    with child("loadtest.fake_server", None, step) as (_, one), child("loadtest.fake_server", None, step) as (_, two):
-        urls = [f"http://127.0.0.1:{port}" for port in (one, two)]
+    step = ("5", "1024")  # the long prompt takes several
+    with fake_daemon(*step) as one, fake_daemon(*step) as two:
+        urls = [one.url, two.url]
         assert main(["beside", *urls, "--rounds", "2", "--json", str(report)]) == 0
     told, rounds = capsys.readouterr().out, json.loads(report.read_text())
     assert list(rounds) == urls

@@ -89,7 +89,7 @@ def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) 
         (["--port", "x"], 2, "quire: --port is 'x'; it must be a whole number."),
         (["--dtype", "float8"], 2, "--dtype is 'float8'; choose one of auto, float32, bfloat16, float16."),
         (["--host", "192.0.2.1"], 2, "--host is '192.0.2.1', which is no address of this machine"),
-        (["/no/model"], 1, "There is no model at '/no/model'"),
+        (["/no/model"], 1, "'/no/model' does not exist"),
         (["--kv-cache-memory-bytes", "1"], 1, "--kv-cache-memory-bytes is 1, too little for one block."),
     ],
 )

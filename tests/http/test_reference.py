@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from server.app import routers
-from server.openai.chat_request import ChatBody
+from server.openai.chat import ChatBody
 from server.openai.completions import CompletionBody
 from server.operations.reference import reference
 

@@ -118,6 +118,7 @@ def test_who_leaves_the_queue_was_never_scheduled(serve: Callable[..., Live]) ->
     live.gate.close()
     with streaming(live, "endless"), streaming(live) as second:
         name = second.headers["x-request-id"]
+    eventually(lambda: not live.context.client.num_open)  # the server knows that both have left
     live.gate.open()
     eventually(lambda: told(live, name)["state"] == "finished")
     left = told(live, name)

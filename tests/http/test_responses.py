@@ -27,11 +27,11 @@ from engine.text.choice import CallDelta, Choice, Delta, TextRules
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.tools.json_calls import HERMES
 from engine.text.types import CallArguments, CallBegin, Content
+from server.generation import Usage
 from server.openai.formatter import ChunkMeta
 from server.openai.responses.body import ResponsesBody
 from server.openai.responses.formatter import ResponsesFormatter
 from server.openai.translated import pieces_of
-from server.openai.usage import Usage
 
 Serve = Callable[..., Live]
 PATH = "/v1/responses"

@@ -83,7 +83,7 @@ if not torch.cuda.is_available() and find_spec("triton"):
 def compiling(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """`python -m loadtest.gpu.compile` in a process for each GPU, since kernels are either interpreted or compiled.
 
-    All shapes for a Hopper card, and each kernel once for its neighbours: a minute of a core. Other tests of this folder
+    All shapes for a Hopper GPU, and each kernel once for its neighbours: a minute of a core. Other tests of this folder
     need only one, and run meanwhile.
     """
     if not any("test_triton_compiles" in item.nodeid for item in request.session.items):

@@ -15,10 +15,14 @@ from engine.core.errors import ConfigError
 from engine.core.types import Progress
 from engine.runtime.activation import Activation
 from engine.runtime.cuda.fp8_linear import Fp8Linear, quantise_rows
-from engine.runtime.linear import FP8_FIRST_CAPABILITY, FP8_MULTIPLE, Linear, Quantization
+from engine.runtime.linear import Linear
 from engine.runtime.models import load
 from engine.runtime.models.decoder import Decoder
+from engine.runtime.schemes import fp8 as fp8_scheme
+from engine.runtime.schemes.base import Bundle, Circumstances, Matrix, Scheme
+from engine.runtime.schemes.fp8 import FIRST_CAPABILITY, MULTIPLE, Fp8Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
+from engine.runtime.weights.formats import choose_format
 from tests.cpu.test_models_families import CASES, logits_of, save_tiny
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -27,7 +31,7 @@ pytestmark = [
     # The interpreter computes with NumPy, which speaks up where infinities and NaN are meant.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.skipif(
-        DEVICE.type == "cuda" and torch.cuda.get_device_capability() < FP8_FIRST_CAPABILITY,
+        DEVICE.type == "cuda" and torch.cuda.get_device_capability() < FIRST_CAPABILITY,
         reason="this card has no product of fp8 rows: it needs compute capability 9.0",
     ),
 ]
@@ -54,7 +58,7 @@ def scaled_mm(
     assert a.dtype == b.dtype == FP8
     assert a.is_contiguous()
     assert b.t().is_contiguous()
-    assert a.shape[1] % FP8_MULTIPLE == b.shape[1] % FP8_MULTIPLE == 0
+    assert a.shape[1] % MULTIPLE == b.shape[1] % MULTIPLE == 0
     assert scale_a.dtype == scale_b.dtype == torch.float32
     assert (scale_a.shape, scale_b.shape) == ((a.shape[0], 1), (1, b.shape[1]))
     assert scale_a.is_contiguous()
@@ -135,15 +139,22 @@ def test_products_are_near_to_those_in_float64(num_rows: int, inputs: int, outpu
 
 @pytest.mark.parametrize("activation", [None, Activation.SILU])
 def test_a_linear_is_filled_part_by_part(activation: Activation | None) -> None:
-    """As a checkpoint holds gates and ups, in any order, and packed afterwards like any other."""
+    """As a checkpoint holds gates and ups, in any order."""
     parts = [random(32, 64), random(32, 64)]
-    weight = torch.empty(64, 64, device=DEVICE).to(FP8)
-    linear = Linear(weight, activation=activation)
-    for index in (1, 0):
-        linear.keep(32 * index, StoredTensor("part", (32, 64), 0, "file", lambda rows, i=index: rows.copy_(parts[i])))
-    linear.pack()
-    assert linear.weight.nbytes == 64 * 64
-    assert not linear.is_native
+    stored = [StoredTensor("part", (32, 64), 0, "file", lambda rows, i=i: rows.copy_(parts[i])) for i in range(2)]
+    matrix = Matrix(
+        bundles=[Bundle("part", 32 * i, 32, {".weight": stored[i]}) for i in (1, 0)],
+        shape=(64, 64),
+        dtype=BF16,
+        device=DEVICE,
+        bias=None,
+        activation=activation,
+        is_head=False,
+        dense=None,
+    )
+    linear = Linear(Fp8Scheme().product(matrix), activation)
+    assert isinstance(linear.product, Fp8Linear)
+    assert linear.args is None
     x = random(5, 64)
     exact = F.linear(x.double(), torch.cat(parts).double())
     if activation is not None:
@@ -155,10 +166,9 @@ def test_a_linear_is_filled_part_by_part(activation: Activation | None) -> None:
 
 def matrices(model: Decoder) -> list[Linear]:
     return [
-        matrix.linear
+        linear
         for layer in model._layers
-        for part in (layer._attention, layer._mlp)
-        for matrix in part.matrices()
+        for linear in (layer._attention.qkv, layer._attention.o, layer._mlp.gate_up, layer._mlp.down)
     ]
 
 
@@ -169,13 +179,9 @@ def test_a_model_is_loaded_into_fp8(name: str, load_format: str, tmp_path: Path)
     save_tiny(CASES[name], tmp_path)
     config = EngineConfig(model=str(tmp_path), load_format=load_format, quantization="fp8")
     told: list[Progress] = []
-    plain, fp8 = (
-        load._load_decoder(config, tmp_path, DEVICE, BF16, quantization, told.append)
-        for quantization in (Quantization.NONE, Quantization.FP8)
-    )
-    assert isinstance(fp8, Decoder)
-    assert {linear.weight.dtype for linear in matrices(fp8)} == {FP8}
-    assert fp8._head.weight.dtype != FP8
+    plain, fp8 = (decoder(config, tmp_path, scheme, told) for scheme in (Scheme(), Fp8Scheme()))
+    assert {type(linear.product) for linear in matrices(fp8)} == {Fp8Linear}
+    assert not isinstance(fp8._head.product, Fp8Linear)
     assert [line.detail for line in told if line.stage == "quantization"] == ["fp8: 21 matrices"]
     ids = torch.arange(3, 15, device=DEVICE)
     found, expected = (run(model, ids) for model in (fp8, plain))
@@ -190,12 +196,16 @@ def test_matrices_of_odd_sides_stay_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = EngineConfig(model=str(tmp_path), load_format="dummy", quantization="fp8")
     told: list[Progress] = []
-    model = load._load_decoder(config, tmp_path, DEVICE, BF16, Quantization.FP8, told.append)
-    assert isinstance(model, Decoder)
-    assert [linear.weight.dtype == FP8 for linear in matrices(model)][:4] == [True, True, False, False]
+    model = decoder(config, tmp_path, Fp8Scheme(), told)
+    assert [isinstance(linear.product, Fp8Linear) for linear in matrices(model)][:4] == [True, True, False, False]
     detail = next(line.detail for line in told if line.stage == "quantization")
     assert detail == "fp8: 12 matrices; 9, of sides that are no multiples of 16, stay as they are"
     assert run(model, torch.arange(3, 15, device=DEVICE)).isfinite().all()
+
+
+def decoder(config: EngineConfig, path: Path, scheme: Scheme, told: list[Progress]) -> Decoder:
+    checkpoint = choose_format(config.load_format, path).open(path, config.seed)
+    return load.load_decoder(config, checkpoint, DEVICE, BF16, scheme, told.append)
 
 
 def run(model: Decoder, ids: Tensor) -> Tensor:
@@ -215,8 +225,17 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+    here = Circumstances(
+        has_gguf_rows=False,
+        is_dtype_named=False,
+        device=torch.device("cuda"),
+        dtype=dtype,
+        is_own=True,
+        library=None,
+    )
+    monkeypatch.setattr(fp8_scheme, "has_triton", lambda device: True)
     with pytest.raises(ConfigError, match=rf"--quantization is 'fp8', .*{reason}"):
-        load._require_fp8(torch.device("cuda"), dtype)
+        load.choose_scheme("fp8", here)
 
 
 def test_a_cpu_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there is no device."""
     for module in (draw, sampler):
         monkeypatch.setattr(module, "uses_triton", lambda x: True)
+    monkeypatch.setattr(draw, "native", lambda: None)
 
 
 def params(**fields: object) -> SamplingParams:

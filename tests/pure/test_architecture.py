@@ -67,11 +67,11 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("server", ("engine.core.kv.manager", "engine.core.sequence", "engine.core.fake_runner"), ()),
     ("server", ("loadtest",), ("server.cli",)),
     ("server", ("engine.build",), ("server.app", "server.serve")),
-    ("loadtest", ("engine.runtime", "torch"), (*ON_THE_DEVICE, "loadtest.tuning.probe")),
+    ("loadtest", ("engine.runtime", "torch"), ON_THE_DEVICE),
     (
         "loadtest",
         ("engine.build",),
-        ("loadtest.perplexity", "loadtest.steps", "loadtest.tuning.probe", "loadtest.gpu.drive", "loadtest.house"),
+        ("loadtest.engines", "loadtest.gpu.drive", "loadtest.house"),
     ),
 ]
 
@@ -129,8 +129,7 @@ OPENERS = {
     "engine.regular_file",
     "engine.gguf_header",  # checked, then mapped
     "engine.runtime.transports.shared_memory",
-    "engine.runtime.host_cpus",
-    "engine.runtime.host_memory",
+    "engine.runtime.control_groups",  # /proc and /sys
     "engine.runtime.mapped_file",
     "engine.runtime.models.load",  # /proc/cpuinfo
     "engine.runtime.native.build",

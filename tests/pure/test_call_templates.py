@@ -15,6 +15,7 @@ from engine.text.fields.base import checked
 from engine.text.fields.chat import ChatFields
 from engine.text.limits import ModelLimits
 from engine.text.message_fallbacks import EarlierCalls
+from engine.text.tokenizer import _turn_ends
 from engine.text.tools.formats import TOOL_FORMATS, detect_tool_format
 from engine.text.types import CallArguments, CallBegin, Content, Reasoning, SamplingDefaults
 
@@ -243,3 +244,24 @@ def test_a_call_ends_thoughts_that_were_not_closed(name: str, mark: str) -> None
     assert {type(piece) for piece in without.push(f"Hm. {mark}<")} == {Reasoning}
     hermes = chat_format.parser_factory(TOOL_FORMATS["deepseek_v31"], {}, begins_within=True)()
     assert not any(isinstance(piece, Content) for piece in hermes.push(f"Hm. {mark}<"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "named", "ends"),
+    [
+        (["<|im_end|>", "<|im_start|>", "<|end|>"], {0}, {0, 2}),
+        (
+            ["<|return|>", "<|end|>", "<|call|>", "<|channel|>"],
+            {0, 1},
+            {0, 2},
+        ),  # gpt-oss: a message ends before the turn
+        (
+            ["<|endoftext|>", "<|user|>", "<|observation|>", "<|assistant|>"],
+            {0},
+            {0, 1, 2},
+        ),  # GLM has no mark of an end
+        (["<|end|>", "<|user|>", "<|assistant|>"], {0}, {0}),
+    ],
+)
+def test_the_ends_of_a_turn_in_a_gguf_vocabulary(tokens: list[str], named: set[int], ends: set[int]) -> None:
+    assert _turn_ends({token: index for index, token in enumerate(tokens)}, named) == ends

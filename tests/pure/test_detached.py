@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from server.http.detached import run_detached
+from server.http.threads import run_detached
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ async def test_the_result_of_a_cancelled_call_is_dropped() -> None:
 def test_the_process_ends_while_a_call_hangs() -> None:
     code = """
 import asyncio, threading
-from server.http.detached import run_detached
+from server.http.threads import run_detached
 async def main():
     task = asyncio.ensure_future(run_detached(threading.Event().wait))
     await asyncio.sleep(0)

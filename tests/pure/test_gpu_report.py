@@ -14,11 +14,12 @@ import pytest
 
 from loadtest.gpu import names, suites
 from loadtest.gpu.figures import Figure, Findings, Notebook, Target, covered, read_findings
+from loadtest.gpu.limits import Limits, Rates
 from loadtest.gpu.parts import MACHINE, PARTS, TARGETS
 from loadtest.gpu.report import Results
-from loadtest.gpu.shapes import LLAMA_8B, QWEN3_06B, SHAPES, Limits, Rates, Shape
 from loadtest.gpu.task import Task
 from loadtest.gpu.workload import draw_requests, nano_vllm
+from loadtest.shapes import COMPARED, LLAMA_8B, ON_GPU, QWEN3_06B, Shape
 
 H200 = Rates(4.3e12, 790e12)
 HOST = {"date": "2026-11-21T00:00:00+00:00", "commit": "abc"}
@@ -47,6 +48,17 @@ def test_a_decode_step_takes_what_was_worked_out_by_hand(shape: Shape, batch: in
 )
 def test_a_prefill_takes_what_was_worked_out_by_hand(shape: Shape, length: int, tokens_per_s: float) -> None:
     assert length / Limits(shape, H200).prefill_s([length]) == pytest.approx(tokens_per_s, rel=0.005)
+
+
+def test_shapes_have_the_size_in_their_name() -> None:
+    sizes = {name: shape.decode_weights / 1e6 for name, shape in (COMPARED | ON_GPU).items()}
+    assert sizes == {
+        "smollm2-135m": pytest.approx(134.5, abs=0.5),
+        "qwen2.5-0.5b": pytest.approx(494, abs=1),
+        "qwen2.5-1.5b": pytest.approx(1543, abs=2),
+        "qwen3-0.6b": pytest.approx(596, abs=1),
+        "llama-3.1-8b": pytest.approx(7504, abs=2),  # the embedding, which is not tied, is not multiplied
+    }
 
 
 def test_the_workload_is_the_published_one() -> None:
@@ -105,13 +117,13 @@ def test_findings_are_on_the_disk_as_they_are_made(tmp_path: Path) -> None:
     assert found.details == {"raw": [1, 2]}
 
 
-def test_without_the_cards_rates_there_are_no_limits(tmp_path: Path) -> None:
+def test_without_measured_rates_there_are_no_limits(tmp_path: Path) -> None:
     rates = Task("kernels", tmp_path, is_rehearsal=True).rates()
     assert all(math.isnan(rate) for rate in rates)
 
 
-def results(card: str, *figures: Figure, is_rehearsal: bool = False) -> Results:
-    machine = Findings(list(figures), details={"card": {"name": card}})
+def results(gpu: str, *figures: Figure, is_rehearsal: bool = False) -> Results:
+    machine = Findings(list(figures), details={"gpu": {"name": gpu}})
     return Results(HOST, is_rehearsal, {"machine": machine}, {"machine": "done", "http": "not begun"}, {"machine": 1.0})
 
 
@@ -120,7 +132,7 @@ def lines(found: Results) -> list[str]:
     return [re.sub(" +", " ", line) for line in found.table()]
 
 
-def test_the_table_tells_targets_that_are_met_missed_and_not_measured() -> None:
+def test_the_table_shows_targets_that_are_met_missed_and_not_measured() -> None:
     measured = (
         Figure(names.throughput("qwen3-0.6b"), 30_000, "tok/s", 36_000),
         Figure(names.throughput("llama-3.1-8b"), 9_000, "tok/s", 13_300),
@@ -136,7 +148,7 @@ def test_the_table_tells_targets_that_are_met_missed_and_not_measured() -> None:
 
 
 def test_a_rehearsal_is_marked_everywhere(tmp_path: Path) -> None:
-    rehearsed = results("no card", Figure("x", 1.0, "ms"), is_rehearsal=True)
+    rehearsed = results("no GPU", Figure("x", 1.0, "ms"), is_rehearsal=True)
     rehearsed.write(tmp_path)
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["rehearsal"] is True
@@ -158,7 +170,7 @@ def test_results_are_json_that_every_reader_takes(tmp_path: Path) -> None:
 
 def test_the_parts_fit_into_a_run() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
-    assert {part.name for part in PARTS} >= set(SHAPES)
+    assert {part.name for part in PARTS} >= set(ON_GPU)
     assert PARTS[0].name == MACHINE  # other parts are compared with its rates
 
 
@@ -174,7 +186,7 @@ def test_tests_that_are_interrupted_have_told_what_they_found(tmp_path: Path) ->
         assert process.handle.poll() is None
         time.sleep(0.02)
     suites._interrupt([process])
-    suites._tell(task, "some", [process])
+    suites._report(task, "some", [process])
     found = read_findings(tmp_path / "tests.json")
     assert {figure.name: figure.value for figure in found.figures} == {
         "some: passed": 1,

@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 
-from engine.core.admission import MAX_RETRY_S, MIN_RETRY_S, OverloadControl, QueueLimits
+from engine.core.admission import MAX_RETRY_S, UNKNOWN_S, OverloadControl, QueueLimits
 from engine.core.config import SchedulerConfig
 from engine.core.errors import OverloadedError
 from engine.core.stats import Stats
@@ -157,7 +157,7 @@ def told(door: OverloadControl, num_tokens: int = 3, now: float = 0.0) -> float:
 
 def test_places_become_free_at_the_pace_of_recent_answers() -> None:
     assert told(full(QueueLimits(max_requests=1), 8.0)) == pytest.approx(2.0)
-    assert told(full(QueueLimits(max_requests=1), 0.0)) == MIN_RETRY_S, "no answer was completed yet"
+    assert told(full(QueueLimits(max_requests=1), 0.0)) == UNKNOWN_S, "no answer was completed yet"
 
 
 def test_each_refused_client_is_told_of_another_place_until_its_time_has_come() -> None:

@@ -1,18 +1,15 @@
-"""The perplexity script: what is cut into windows, and what is summed, over a fake engine."""
+"""The windows that `loadtest perplexity` cuts, and the sum over their tokens."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from engine.core.config import SchedulerConfig
-from engine.core.fake_runner import FakeRunner
-from engine.core.scheduler import Scheduler
-from engine.core.types import TokenLogprob
-from engine.loop import Engine
 from loadtest.__main__ import main
-from loadtest.perplexity import cut_windows, read_text, score_windows
+from loadtest.perplexity import cut_windows, read_text, sum_up
 
 
 @pytest.mark.parametrize("num_tokens", [2, 7, 8, 9, 16, 17, 30])
@@ -25,21 +22,14 @@ def test_windows_hold_every_token_once_behind_the_prefix(num_tokens: int, prefix
     assert told == (tokens[:-1] if len(tokens) % 8 == 1 and not prefix else tokens)  # one alone predicts nothing
 
 
-class _Runner(FakeRunner):
-    """The larger a token's number, the less likely it is."""
-
-    def _logprob(self, token: int, num_top: int) -> TokenLogprob:
-        return super()._logprob(token, num_top)._replace(logprob=-token / 8)
-
-
 def test_the_sum_is_of_every_token_but_those_skipped() -> None:
-    config = SchedulerConfig(num_blocks=64, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8)
-    windows = [tuple(range(20)), tuple(range(5, 12))]
-    negative, num_tokens = score_windows(
-        Engine(Scheduler(config), _Runner(config), vocab_size=512), windows, 2, "title"
-    )
+    def output(ids: list[int]) -> Any:
+        logprobs = [None, *({token: SimpleNamespace(logprob=-token / 8)} for token in ids[1:])]
+        return SimpleNamespace(prompt_token_ids=ids, prompt_logprobs=logprobs)
+
+    windows = [list(range(20)), list(range(5, 12))]
     scored = [token for window in windows for token in window[2:]]
-    assert (num_tokens, negative) == (len(scored), sum(scored) / 8)
+    assert sum_up([output(window) for window in windows], 2) == (sum(scored) / 8, len(scored))
 
 
 def test_the_default_text_is_found_anywhere_and_long_enough() -> None:

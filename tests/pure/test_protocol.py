@@ -19,7 +19,7 @@ from engine.text.sampling import _SHARED
 from engine.text.types import SamplingDefaults
 from server.anthropic.messages import MessagesBody
 from server.errors import to_api_error
-from server.openai.chat_request import ChatBody
+from server.openai.chat import ChatBody
 from server.openai.completions import CompletionBody, completion_params
 from server.openai.responses.body import ResponsesBody
 from server.openai.sampling import StreamOptions

@@ -15,7 +15,7 @@ from engine.core.fake_runner import FakeRunner
 from loadtest.__main__ import main
 from loadtest.simulation.calibrate import fit_front
 from loadtest.simulation.costs import Front, StepCosts, Table
-from loadtest.simulation.fit import fit, non_negative, predict
+from loadtest.simulation.fit import fit, non_negative
 from loadtest.simulation.measure import Shape, Times, fill_pool, grid, held_out
 from loadtest.simulation.observe import Observed
 from loadtest.simulation.replay import replay
@@ -58,15 +58,10 @@ def test_non_negative_least_squares_are_the_best_of_all_that_are() -> None:
 def test_a_fit_finds_what_made_the_steps() -> None:
     shapes, unseen = grid(CONFIG), held_out(CONFIG, 40)
     found = fit(shapes, [seconds(shape, COSTS) for shape in shapes])
-    errors = [abs(predict(found, shape) / seconds(shape, COSTS) - 1) for shape in unseen]
+    errors = [abs(seconds(shape, found) / seconds(shape, COSTS) - 1) for shape in unseen]
     assert max(errors) < 0.03
     assert found.decode_context_s == pytest.approx(7e-7, rel=0.05)
     assert found.prefill_pair_s == pytest.approx(1e-7, rel=0.05)
-
-
-def test_a_prediction_is_what_the_simulator_takes_a_step_for() -> None:
-    for shape in held_out(CONFIG, 20, seed=3):
-        assert predict(COSTS, shape) == pytest.approx(seconds(shape, COSTS))
 
 
 def test_measured_steps_fit_the_scheduler_and_the_runner() -> None:

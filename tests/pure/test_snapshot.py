@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.fake_runner import FakeRunner
-from engine.core.scheduler import MAX_LISTED, Scheduler
+from engine.core.scheduler import Scheduler
 from engine.core.stats import Snapshot
 from engine.core.types import AbortCause
 from engine.loop import Engine
@@ -67,11 +67,11 @@ def test_a_sequence_is_shown_as_far_as_it_is() -> None:
 
 
 def test_of_many_that_wait_only_some_are_shown_and_all_are_counted() -> None:
-    driver = Driver(config())
-    for index in range(MAX_LISTED + 10):
+    driver = Driver(config(max_num_seqs=6))
+    for index in range(16):
         driver.add(request(f"r{index}"))
     snapshot = driver.scheduler.snapshot()
-    assert (len(snapshot.sequences), len(snapshot.queue)) == (MAX_LISTED, MAX_LISTED + 10)
+    assert (len(snapshot.sequences), len(snapshot.queue)) == (6, 16)
 
 
 def test_a_look_is_answered_while_idle() -> None:

@@ -320,18 +320,13 @@ def test_only_values_that_are_named_may_be_given(schema: dict[str, Any], values:
         assert (first.deep_copy().try_consume_tokens(ids) == len(ids)) is (value in values), value
 
 
-@pytest.mark.parametrize(
-    ("one", "why"),
-    [
-        ({"anyOf": [{"$ref": "#/$defs/a0"}] * 30}, "may stand 16 deep"),
-        ({"anyOf": [{"$ref": "#/$defs/a1"}] * 30}, "at most 1024 alternatives"),
-    ],
-)
-def test_references_that_go_in_circles_or_multiply_are_refused_at_once(one: dict[str, Any], why: str) -> None:
+@pytest.mark.parametrize("first", ["a0", "a1"])
+def test_references_that_go_in_circles_or_multiply_are_refused_at_once(first: str) -> None:
     """Expanded they would be 30 ** 8 alternatives, more than memory holds; the plain parser reads them all the same."""
+    one = {"anyOf": [{"$ref": f"#/$defs/{first}"}] * 30}
     places = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 30} for i in range(1, 7)}
     parameters = {"properties": {"a": one}, "$defs": {**places, "a0": one, "a7": {"type": "string"}}}
     strict = {**parameters, "properties": {"a": {"anyOf": [*one["anyOf"], {"type": "string"}]}}}
-    with pytest.raises(InvalidRequestError, match=why):
+    with pytest.raises(InvalidRequestError, match="at most 1024 alternatives"):
         XML.grammar([OfferedTool("f", strict, strict=True)], {}, parallel=True)
-    assert types_of(parameters, "a") == (frozenset() if "a0" in str(one) else {"string"})
+    assert types_of(parameters, "a") == (frozenset() if first == "a0" else {"string"})

@@ -1,4 +1,1 @@
-"""K/V blocks: the pool, the prefix cache, and the tiers behind it.
-
-Other packages allocate and free blocks through manager.py alone.
-"""
+"""K/V blocks: the pool, the prefix cache and the tiers; other packages use manager.py alone."""

@@ -1,15 +1,11 @@
-"""The pool of KV blocks: the holders of each block, and the order of reuse.
-
-Every block is in exactly one of three states, which add up to the whole pool:
+"""The pool of KV blocks: the holders of each block, and the order of reuse. Engine thread.
 
     free      it has no holder and no useful content
     cached    it has no holder, but the prefix cache can find its content; reused last, in the order of eviction.py
     held      one or more page tables hold it; its reference count is the number of holders
 
-Of the cached blocks the pinned ones are reused last, least recently released first, under every policy. A pin does not
-keep a block from a sequence that needs one: it only orders eviction, and the number of pins is bounded.
-
-Integers only; the runner has the content of blocks. Owned by the scheduler, engine thread.
+Of the cached blocks the pinned ones are reused last, least recently released first. A pin does not keep a block from a
+sequence that needs one: it only orders eviction.
 """
 
 from __future__ import annotations
@@ -23,7 +19,18 @@ from engine.core.kv.eviction import EVICTION_POLICIES, EvictionOrder, Lru
 class BlockPool:
     """alloc / fork / free over `num_blocks` blocks; writers copy shared ones (`is_shared`)."""
 
-    __slots__ = ("_cached", "_free", "_indexed", "_on_evict", "_pinned", "_refs", "_spared", "max_pinned", "num_blocks")
+    __slots__ = (
+        "_cached",
+        "_free",
+        "_indexed",
+        "_notes_finds",
+        "_on_evict",
+        "_pinned",
+        "_refs",
+        "_spared",
+        "max_pinned",
+        "num_blocks",
+    )
 
     def __init__(
         self,
@@ -38,6 +45,7 @@ class BlockPool:
         # A dict used as an ordered set: O(1) to remove a block from the middle or the end.
         self._free = dict.fromkeys(range(num_blocks - 1, -1, -1))
         self._cached = EVICTION_POLICIES[eviction](num_blocks)
+        self._notes_finds = eviction != "lru"
         self._pinned: dict[int, None] = {}  # cached or held, pinned longest ago first ...
         self._spared = Lru()  # ... and those of them that are cached
         self._indexed: set[int] = set()
@@ -131,7 +139,8 @@ class BlockPool:
 
     def found(self, blocks: Sequence[int]) -> None:
         """Report to the eviction order that an admitted prompt begins with these blocks."""
-        self._cached.found(blocks)
+        if self._notes_finds:
+            self._cached.found(blocks)
 
     def pin(self, block: int) -> None:
         """Evict this findable block after all that are not pinned.

@@ -1,12 +1,17 @@
-"""The eviction order of cached blocks without holders: four policies.
+"""The eviction order of cached blocks without holders: four policies. Engine thread.
 
     lru     least recently released first
     slru    the same, but blocks that were found again are behind all others, in a segment of bounded size
     lfu     least often found first; counts age, so popularity ends
     cost    least computing saved first: finding a block saves it and all blocks found after it
 
-A sequence releases its tail before its head, and equals keep that order, so a chain is evicted from its end. Owned by
-the block pool, engine thread.
+A sequence releases its tail before its head, and equals keep that order, so a chain is evicted from its end.
+
+    add        a block has lost its last holder
+    remove     a block has a holder again
+    evict      remove and return the next block, of at least one, and drop its statistics
+    forget     drop the statistics of a block that is not here; its content was discarded
+    found      a prompt begins with these blocks, in order; they may be cached or held
 """
 
 from __future__ import annotations
@@ -14,42 +19,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
 # Of slru, for blocks that were found again: their largest share of the pool, and how many times the pool's size is
 # evicted before one that is not found again goes too.
 _PROTECTED_SHARE = 0.8
 _MAX_TURNOVERS = 4
-
-
-class EvictionOrder(Protocol):
-    """Cached blocks, in the order of eviction."""
-
-    def add(self, block: int) -> None:
-        """Add a block that has lost its last holder."""
-        ...
-
-    def remove(self, block: int) -> None:
-        """Remove a block that has a holder again."""
-        ...
-
-    def evict(self) -> int:
-        """Remove and return the next block, of at least one, and drop its statistics."""
-        ...
-
-    def forget(self, block: int) -> None:
-        """Drop the statistics of a block that is not here; its content was discarded."""
-        ...
-
-    def found(self, blocks: Sequence[int]) -> None:
-        """Note that a prompt begins with these blocks, in order; they may be cached or held."""
-        ...
-
-    def __contains__(self, block: object) -> bool: ...
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[int]: ...
 
 
 class Lru(OrderedDict[int, None]):
@@ -63,22 +37,20 @@ class Lru(OrderedDict[int, None]):
     remove = OrderedDict.__delitem__
 
     def evict(self) -> int:
-        """Remove and return the oldest."""
         return self.popitem(last=False)[0]
 
     def forget(self, block: int) -> None:
-        """There are no statistics."""
+        """Do nothing: there are no statistics."""
 
     def found(self, blocks: Sequence[int]) -> None:
-        """Nothing to note."""
+        """Do nothing: only the time of release counts."""
 
 
 class Slru:
     """Two queues: a block enters the first one, and the second one after it was found.
 
     Blocks beyond the second queue's bound fall back to the first, and blocks that stayed there while the pool was
-    turned over several times are evicted. Otherwise blocks that are no longer found would stay, and new ones would
-    never be found.
+    turned over several times are evicted: they are no longer found.
     """
 
     __slots__ = ("_found", "_max_protected", "_num_evicted", "_patience", "_probation", "_protected")
@@ -103,7 +75,6 @@ class Slru:
             self._probation.add(fallen)
 
     def remove(self, block: int) -> None:
-        """Remove from the queue that it is in."""
         if self._protected.pop(block, None) is None:
             self._probation.remove(block)
 
@@ -165,12 +136,11 @@ class Ranked:
     def remove(self, block: int) -> None:
         """Remove; its heap entry stays until it comes up or outdated entries are the majority."""
         del self._entries[block]
-        if len(self._heap) > 2 * len(self._entries) + 64:
+        if len(self._heap) > 2 * len(self._entries):
             self._heap = list(self._entries.values())
             heapify(self._heap)
 
     def evict(self) -> int:
-        """Remove and return the block with the smallest key."""
         entry = heappop(self._heap)
         while self._entries.get(entry[2]) != entry:
             entry = heappop(self._heap)
@@ -198,6 +168,8 @@ class Ranked:
     def __iter__(self) -> Iterator[int]:
         return iter([block for _, _, block in sorted(self._entries.values())])
 
+
+EvictionOrder = Lru | Slru | Ranked
 
 # A policy returns the order for a pool of a given size.
 EVICTION_POLICIES: dict[str, Callable[[int], EvictionOrder]] = {

@@ -1,7 +1,6 @@
-"""Groups of layers with sliding-window attention, beside the group with full attention.
+"""Groups of layers with sliding-window attention, beside the group with full attention. Engine thread.
 
-The layers of a group read the same positions, so they share a pool and a page table. Group 0 has full attention: its
-pool and prefix cache are the manager's, its table is `seq.kv.blocks`. Each WindowPool here is one more group, whose
+The layers of a group read the same positions, so they share a pool and a page table. Each WindowPool is a group whose
 layers read the last `window` positions only; its table of a sequence is `seq.kv.window_tables[i]`.
 
     admission        a sequence resumes at the longest boundary that every group can resume from, see `resumable`
@@ -9,13 +8,10 @@ layers read the last `window` positions only; its table of a sequence is `seq.kv
     each commit      blocks before the window of the next position are freed: no step in flight reads them
     rollback         blocks for what was not computed are freed; they are taken again with the next chunk
 
-So a sequence holds its window and its chunks in flight, in whole blocks, and SchedulerConfig demands a pool that has
-them for all runner rows. No allocation here can fail, and group 0 alone decides who is admitted and preempted. Blocks have the same names
-in all groups; with windows every block is named when it is full.
-
-A group with windows combines with chunks, overlap, drafts, n > 1, beams and rollbacks. Host blocks, stores and pins
-are refused (SchedulerConfig). Copying the beginning of a cached block is left out, and K/V of another engine fills
-group 0 alone: both are recomputed. No group for recurrent state exists. The real runner reads group 0 only.
+SchedulerConfig demands a pool that has the windows and chunks of all runner rows. So no allocation here can fail, and the
+group with full attention alone decides who is admitted and preempted. Blocks have the same names in all groups; with
+windows every block is named when it is full. Host blocks, stores and pins are refused, and K/V of another engine is
+recomputed in these groups. The real runner reads the group with full attention only.
 """
 
 from __future__ import annotations

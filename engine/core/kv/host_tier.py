@@ -1,15 +1,10 @@
-"""Host memory behind the pool: cached blocks, and tickets of preempted sequences.
+"""Host memory behind the pool: cached blocks, and tickets of preempted sequences. Engine thread.
 
-    offload    the pool evicts a cached block: the next plan copies it to a host block first
-    save       a preempted sequence gets a ticket: host blocks with the K/V of its first positions
-    release    a ticket or a step no longer needs its host blocks
-
-Cached blocks and tickets share one pool of host blocks. Full blocks of a ticket keep their names, so a block that is
-already in host memory is not copied, and any sequence may find it. Blocks without a name (of a sequence that is not
-cacheable, or not full) are private to the ticket. A ticket holds its blocks until its sequence resumes or ends, so
-only cached blocks are evicted for others. Copies ride in plans: out before anything is written to the pool, in after
-the copy-on-write copies. If a step is rolled back its copies never happened, and tickets end before the first block
-that was lost. Owned by the scheduler, engine thread.
+Full blocks of a ticket keep their names, so a block that is already in host memory is not copied, and any sequence may
+find it. Blocks without a name (of a sequence that is not cacheable, or not full) are private to the ticket. A ticket
+holds its blocks until its sequence resumes or ends, so only cached blocks are evicted for others. Copies ride in plans:
+out before anything is written to the pool, in after the copy-on-write copies. If a step is rolled back its copies never
+happened, and tickets end before the first block that was lost.
 """
 
 from __future__ import annotations
@@ -48,7 +43,7 @@ class HostTier(BlockIndex):
             self.pool.free(host)
 
     def save(self, seq: Sequence) -> Ticket | None:
-        """Schedule the copy of a preempted sequence's K/V, before its blocks are freed; None if that does not pay.
+        """Schedule the copy of a preempted sequence's K/V; None if that does not pay.
 
         Recomputing one block takes no longer than its copy. For more blocks, copying takes a hundredth of the time of
         computing on a CPU, and a quarter or less on a GPU.
@@ -96,7 +91,7 @@ class HostTier(BlockIndex):
         return due
 
     def settle(self, step: InFlightStep, *, is_done: bool) -> list[tuple[bytes, int]]:
-        """Take in the end of a step, committed or rolled back; returns the contents that arrived, with their blocks."""
+        """Take in the end of a step; returns the contents that arrived, with their blocks."""
         self.release(step.loaded_hosts)
         arrived: list[tuple[bytes, int]] = []
         for _, host in step.swap_out:

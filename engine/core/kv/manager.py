@@ -1,19 +1,10 @@
-"""The only way to K/V blocks: page tables, the prefix cache, and the tiers behind the pool.
+"""The only way to K/V blocks: page tables, the prefix cache, and the tiers behind the pool. Engine thread.
 
-    lookup, prefetch                       what is cached of a waiting sequence; `prefetch` starts to load it
-    allocate, cover, extend                blocks for a sequence that starts, computes a chunk, or grows
-    fork, reassign                         a sequence shares another's blocks
-    publish, leave, exclude_from_cache     make computed blocks findable for other sequences, or keep them out
-    suspend, discard, free                 a sequence is preempted, with a ticket to resume from, or ends
-    import_prefix, finish, cancel          K/V that another engine computed
-    begin, committed, rolled_back          a step that moves blocks
-
-Three rules are enforced here. A prompt's blocks are allocated together, so a prompt that has started never stalls for
-memory. A block with several holders is copied before it is written. Tails are freed before heads, so the prefix cache evicts them first.
+A prompt's blocks are allocated together, so a prompt that has started never stalls for memory. A block with several
+holders is copied before it is written. Tails are freed before heads, so the prefix cache evicts them first.
 
 The pool and the cache here are those of the layers with full attention, and they decide: what is available, who has to
-wait. Layers with sliding windows are in groups of their own beside them, see groups.py; most models have none. Owned by
-the scheduler, engine thread.
+wait. Layers with sliding windows are in groups of their own beside them, see groups.py; most models have none.
 """
 
 from __future__ import annotations
@@ -71,7 +62,7 @@ class KVCacheManager:
         return bool(self._slots)
 
     def allocate(self, seq: Sequence, *, reserve: int) -> list[tuple[int, int]] | None:
-        """Take runner rows and all blocks that the known tokens need, leaving `reserve` blocks available; None if it cannot.
+        """Take runner rows and blocks for all known tokens; None unless `reserve` blocks stay available.
 
         Cached blocks come first. Returns the blocks that the step has to load, from the sequence's ticket or host memory,
         as (host block, block).
@@ -112,7 +103,7 @@ class KVCacheManager:
         return list(zip(hosts, seq.kv.blocks[len(hits) :], strict=False))
 
     def prefetch(self, seq: Sequence, now: float) -> bool:
-        """Start loading a new sequence's blocks that only a store has; returns whether to park it until they arrive."""
+        """Start loading blocks that only a store has; returns whether to park the sequence."""
         if not (self._caching and self.tiers.stores) or seq.needs_every_position:
             return False
         return self.tiers.prefetch(seq, len(self._match(seq)), now)
@@ -126,7 +117,7 @@ class KVCacheManager:
         return min(num_blocks * self.block_size, len(seq.tokens) - 1)
 
     def _match(self, seq: Sequence) -> list[int]:
-        """Return the cached blocks that a sequence begins with, up to the last boundary that every group can resume from.
+        """Return the cached blocks that a sequence begins with, from which every group can resume.
 
         The last token is always computed: its hidden state is what the first draw comes from.
         """
@@ -164,7 +155,7 @@ class KVCacheManager:
         return zip(self._windows, seq.kv.window_tables, strict=False)
 
     def extend(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """Give a sequence a block that it may write its next position to; False if there is none. May add to `copies`."""
+        """Give a sequence a block for its next position; False if there is none."""
         blocks, pool = seq.kv.blocks, self.pool
         if not seq.kv.shares_tail:
             if pool.is_exhausted:
@@ -233,8 +224,7 @@ class KVCacheManager:
     def import_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, *, reserve: int) -> PrefixImport:
         """Hold blocks for a prompt's first K/V, at most so many, leaving `reserve` blocks available.
 
-        The caller fills them, then calls `finish` or `cancel`. Until then no sequence finds or reuses them, so bytes that
-        arrive late reach no other owner.
+        The caller fills them, then calls `finish` or `cancel`. Until then no sequence finds or reuses them.
         """
         chain, pool = list(names), self.pool
         hits = self._cache.match(chain, tokens, num_blocks * self.block_size)
@@ -262,7 +252,7 @@ class KVCacheManager:
             self.pool.free(*reversed(imported.blocks))
 
     def publish(self, seq: Sequence) -> None:
-        """Make all blocks of a sequence findable that are full and computed, and free those before its windows."""
+        """Publish all full, computed blocks, and free those before its windows."""
         # With overlap, the K/V of a token may be there that an abort discarded: the token is unknown.
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
         if seq.kv.is_cacheable:
@@ -313,15 +303,10 @@ class KVCacheManager:
 
     # -- preempted sequences -----------------------------------------------------------------------------------------
 
-    def suspend(self, seq: Sequence) -> bool:
-        """Save what is computed of a preempted sequence as a ticket, before it is freed; False if it is to be recomputed.
-
-        Allocating the sequence again uses the ticket. What is lost of it meanwhile is recomputed.
-        """
-        kv = seq.kv
-        kv.ticket = self.tiers.host.save(seq)
-        kv.num_saved = 0 if kv.ticket is None else kv.ticket.num_tokens
-        return kv.ticket is not None
+    def suspend(self, seq: Sequence) -> None:
+        """Save a preempted sequence as a ticket, before it is freed, if that pays."""
+        seq.kv.ticket = self.tiers.host.save(seq)
+        seq.kv.num_saved = 0 if seq.kv.ticket is None else seq.kv.ticket.num_tokens
 
     def discard(self, seq: Sequence) -> None:
         """Release a sequence's ticket, if it has one."""
@@ -330,7 +315,7 @@ class KVCacheManager:
             seq.kv.ticket = None
 
     def give_up_copies(self) -> None:
-        """Stop copying blocks to and from host memory, after a copy failed. Suspended sequences are recomputed."""
+        """Stop copying blocks to and from host memory; suspended sequences are recomputed."""
         self.tiers.host.give_up()
 
     # -- steps -------------------------------------------------------------------------------------------------------

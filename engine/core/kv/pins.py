@@ -1,15 +1,9 @@
-"""Pinned prefixes: contents that are evicted last, until their time is over.
+"""Pinned prefixes: contents that are evicted last, until their time is over. Engine thread.
 
-A pin is on a content, by its digest, and not on a block. It applies in the pool, in host memory and in stores, survives
-eviction, and applies again when the content is recomputed (in an answer, once a request looks for it: until then the
-content has no name). There are three rules:
-
-    bound    at most a share of the pool's blocks is pinned
-    order    a block is pinned only after one that is pinned for at least as long: prefixes stay whole
-    place    beyond the bound a pin replaces the one that ends soonest, if that ends sooner than itself
-
-The operator's pins never end, so they are not replaced. A pin only orders eviction: a sequence that needs a block gets
-it. Owned by the scheduler, engine thread; knows no clock, only the times it is given.
+A pin is on a content, by its name, and not on a block. It applies in the pool, in host memory and in stores, survives
+eviction, and applies again when the content is recomputed. At most a share of the pool's blocks is pinned; beyond it a
+pin replaces the one that ends soonest, if that ends sooner than itself. A block is pinned only after one that is pinned
+for at least as long: prefixes stay whole. A pin only orders eviction: a sequence that needs a block gets it.
 """
 
 from __future__ import annotations
@@ -17,23 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import Protocol
 
+from engine.core.kv.prefix_cache import BlockIndex
 from engine.core.stats import Stats
-
-_MIN_PRUNED = 64  # entries of the heap above which outdated ones may be cleared
-
-
-class PinTarget(Protocol):
-    """An index of blocks by content; it asks whether a content that appears is pinned."""
-
-    def pin(self, digest: bytes) -> None:
-        """Evict this content last, if it is here."""
-        ...
-
-    def unpin(self, digest: bytes) -> None:
-        """Treat this content like any other."""
-        ...
 
 
 class Pins:
@@ -44,7 +24,7 @@ class Pins:
     def __init__(self, stats: Stats, max_pinned: int) -> None:
         self._stats = stats
         self._max_pinned = max_pinned
-        self.targets: list[PinTarget] = []
+        self.targets: list[BlockIndex] = []
         self.until: dict[bytes, float] = {}
         # The first to end is first; of those that end together, the furthest from its root. Some entries are outdated.
         self._heap: list[tuple[float, int, bytes]] = []
@@ -64,7 +44,9 @@ class Pins:
             self.until[digest] = until
             self._num_kept += 1
             heappush(self._heap, (until, -self._num_kept, digest))
-            self._prune()
+            if len(self._heap) > 2 * len(self.until):
+                self._heap = [entry for entry in self._heap if self.until.get(entry[2]) == entry[0]]
+                heapify(self._heap)
         return True
 
     def expire(self, now: float) -> None:
@@ -77,25 +59,17 @@ class Pins:
     def _make_place(self, until: float) -> bool:
         if len(self.until) < self._max_pinned:
             return True
-        if not self.until:
-            return False
-        while self.until.get(self._heap[0][2]) != self._heap[0][0]:
+        while self._heap and self.until.get(self._heap[0][2]) != self._heap[0][0]:
             heappop(self._heap)
-        first_until, _, digest = self._heap[0]
-        if first_until >= until:
+        if not self._heap or self._heap[0][0] >= until:
             return False
-        self._drop(digest)
+        self._drop(self._heap[0][2])
         return True
 
     def _drop(self, digest: bytes) -> None:
         del self.until[digest]
         for target in self.targets:
             target.unpin(digest)
-
-    def _prune(self) -> None:
-        if len(self._heap) > 2 * len(self.until) + _MIN_PRUNED:
-            self._heap = [entry for entry in self._heap if self.until.get(entry[2]) == entry[0]]
-            heapify(self._heap)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the bound holds and every pin has its end in the heap."""

@@ -32,8 +32,8 @@ def first_names(
 ) -> list[bytes]:
     """Return the beginning of a chain: its root, or the names of blocks whose tokens are public.
 
-    Public blocks are shared, except the last one: it and all blocks after it have names of the request's root. So a
-    block with tokens that are not public is never found from a public one.
+    The last public block and all after it have names of the request's root, so that a block with tokens that are not
+    public is never found from a public one.
     """
     if not num_public:
         return [root]
@@ -63,7 +63,7 @@ def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size
 
 
 class BlockIndex:
-    """A BlockPool whose blocks are found by the names of their contents; `pins` are names that are evicted last."""
+    """A BlockPool whose blocks are found by name; contents in `pins` are evicted last."""
 
     __slots__ = ("_block_of", "_name_of", "_next_checked", "_pins", "pool")
 
@@ -166,7 +166,7 @@ class PrefixCache(BlockIndex):
     def match(self, chain: list[bytes], tokens: Sequence[int], max_tokens: int) -> list[int]:
         """Return the longest run of cached blocks that starts `tokens`, up to `max_tokens`.
 
-        `chain` begins with the root and is extended in place, as far as the search goes, for later calls.
+        `chain` begins with the root and is extended in place for later calls.
         """
         size = self.block_size
         blocks: list[int] = []

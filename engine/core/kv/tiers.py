@@ -1,17 +1,8 @@
-"""Decides which blocks move between the pool, host memory and stores.
+"""Decides which blocks move between the pool, host memory and stores; transports move the bytes.
 
-engine/runtime/transports moves the bytes.
-
-    find        returns host blocks that continue a prompt where the pool's blocks end; the plan that admits it copies them
-    prefetch    loads the blocks of a new request that only a store has to host blocks; the request is parked until they
-                arrive or a deadline passes
-    spill       saves new blocks of the pool to the stores while the engine is idle, to survive the process
-    start       returns the transfers for a transport to begin; the transport reports them to `finish`
-
-Each block that arrives in host memory is saved to every store that lacks it. A transfer alone holds the host block that
-it writes to until it is reported, even if the waiting request ends. So late bytes never reach another owner. A second
-report of a transfer is ignored. A store keeps blocks behind host memory, on a disk for example; core knows its name,
-size and content. Owned by the scheduler, engine thread.
+A store keeps blocks behind host memory, on a disk for example; core knows its name, size and content. Each block that
+arrives in host memory is saved to every store that lacks it. A transfer alone holds the host block that it writes to
+until it is reported, even if the waiting request ends. So late bytes never reach another owner. Engine thread.
 """
 
 from __future__ import annotations
@@ -30,9 +21,7 @@ from engine.core.sequence import Sequence
 from engine.core.stats import Stats, TransferKind
 
 MAX_PARKED_S = 0.5  # that a request waits for its transfers, while the time to compute it is unknown
-MAX_TRANSFERS = (
-    16  # under way, beyond which no save begins: if blocks come faster than a store writes, some are not saved
-)
+MAX_TRANSFERS = 16  # under way, beyond which no save begins: a store that writes too slowly gets some blocks only
 
 
 class Transfer(NamedTuple):
@@ -53,11 +42,11 @@ class Transport(Protocol):
     """Moves a store's bytes, beside the engine thread, which it never blocks."""
 
     def start(self, transfers: Iterable[Transfer]) -> None:
-        """Queue transfers, loads first. None begins before the copies of all plans that were launched are done."""
+        """Queue transfers, loads first, to begin after the copies of all launched plans."""
         ...
 
     def finished(self, wait_s: float) -> list[Report]:
-        """Return the transfers that ended since the last call; if there are none, wait up to `wait_s` for one."""
+        """Return the transfers that ended; waits up to `wait_s` for the first."""
         ...
 
     def close(self) -> None:
@@ -82,9 +71,7 @@ class Tiers:
         self._landed: dict[bytes, int] = {}  # host blocks that are to be saved, oldest first
         self._num_begun = 0
         self._orders: list[Transfer] = []  # not yet given to a transport
-        self._under_way: dict[int, Transfer] = {}  # by id, until they are reported
-        self._loading: set[bytes] = set()
-        self._saving: set[tuple[str, bytes]] = set()
+        self._under_way: dict[tuple[TransferKind, str, bytes], Transfer] = {}  # until they are reported
         self._parked: dict[bytes, list[Sequence]] = {}  # sequences by the names that they wait for
 
     # -- the pool and host memory --------------------------------------------------------------------------------------
@@ -111,7 +98,7 @@ class Tiers:
         return found
 
     def take(self, seq: Sequence, found: Seq[int]) -> None:
-        """Hold the host blocks that a sequence is admitted with, and count its tokens by the tier they came from."""
+        """Hold the host blocks that a sequence is admitted with, and count them by tier."""
         if not seq.is_resuming:
             seq.kv.num_from = {}
             for host in found:
@@ -131,19 +118,18 @@ class Tiers:
     # -- host memory and the stores ------------------------------------------------------------------------------------
 
     def prefetch(self, seq: Sequence, first: int, now: float) -> bool:
-        """Start loading a prompt's blocks from `first` on that stores have; returns whether to park the sequence.
+        """Start loading a prompt's blocks from `first` on that stores have; returns whether to park it.
 
         It is parked for at most the time that computing these blocks would take.
         """
         wanted = [] if self.host.is_given_up else self._find_stored(seq, first)
         for name, tier in wanted:
-            if name not in self._loading:
+            if (TransferKind.LOAD, tier, name) not in self._under_way:
                 if not self.host.pool.num_expendable:
                     break
                 slot = self.stores[tier].find(name)
                 self.stores[tier].pool.fork(slot)
-                self._loading.add(name)
-                self._begin(tier, TransferKind.LOAD, name, self.host.pool.alloc(), slot)
+                self._begin(TransferKind.LOAD, tier, name, self.host.pool.alloc(), slot)
             self._parked.setdefault(name, []).append(seq)
             seq.kv.num_awaited += 1
         computed_s = self._times.chunk_s(first * self._size, len(wanted) * self._size)
@@ -151,7 +137,7 @@ class Tiers:
         return seq.kv.num_awaited > 0
 
     def _find_stored(self, seq: Sequence, first: int) -> list[tuple[bytes, str]]:
-        """Return the (name, store) of blocks that host memory lacks, up to the first that no store has either."""
+        """Return the (name, store) of blocks that host memory lacks, as far as stores have them."""
         wanted: list[tuple[bytes, str]] = []
         for index in range(first, (len(seq.tokens) - 1) // self._size):
             name = name_block(seq.kv.chain, seq.tokens, index, self._size)
@@ -199,16 +185,16 @@ class Tiers:
     def finish(self, reports: Iterable[Report]) -> list[Sequence]:
         """Take in the ends of transfers; returns the sequences that wait for no other transfer."""
         ready: list[Sequence] = []
-        for (transfer_id, tier, kind, name, host, slot), is_good in reports:
-            if self._under_way.pop(transfer_id, None) is None:
+        for transfer, is_good in reports:
+            _, tier, kind, name, host, slot = transfer
+            if self._under_way.get((kind, tier, name)) != transfer:
                 continue  # it was reported before
+            del self._under_way[kind, tier, name]
             store = self.stores[tier]
             if kind is TransferKind.SAVE:
-                self._saving.discard((tier, name))
                 if is_good:
                     store.put(name, slot)
             else:
-                self._loading.discard(name)
                 if not is_good:
                     store.forget(slot)  # a block that cannot be read once is not read again
                 elif self.host.find(name) < 0:
@@ -225,7 +211,7 @@ class Tiers:
         return ready
 
     def restore(self, tier: str, kept: Iterable[tuple[bytes, int]]) -> None:
-        """Index the blocks a store kept from an earlier process, (name, slot), oldest first. Called once, first."""
+        """Index the blocks (name, slot) a store kept, oldest first. Called once, first."""
         store = self.stores[tier]
         slots = store.pool.alloc_many(store.pool.num_blocks)
         for name, slot in kept:
@@ -242,7 +228,8 @@ class Tiers:
         self.host.check_integrity([*holders, hosts])
         for tier, store in self.stores.items():
             store.check_integrity([[transfer.slot for transfer in transfers if transfer.tier == tier]])
-        assert self._parked.keys() <= self._loading, "a sequence waits for a block that is not being loaded"
+        loading = {transfer.name for transfer in transfers if transfer.kind is TransferKind.LOAD}
+        assert self._parked.keys() <= loading, "a sequence waits for a block that is not being loaded"
 
     @property
     def _may_save(self) -> bool:
@@ -257,18 +244,19 @@ class Tiers:
         return [
             tier
             for tier, store in self.stores.items()
-            if store.find(name) < 0 and (tier, name) not in self._saving and store.pool.num_expendable
+            if store.find(name) < 0
+            and (TransferKind.SAVE, tier, name) not in self._under_way
+            and store.pool.num_expendable
         ]
 
     def _save(self, name: bytes, host: int) -> None:
         """Save a host block to every store that lacks it."""
         for tier in self._lacking(name):
             self.host.pool.fork(host)
-            self._saving.add((tier, name))
-            self._begin(tier, TransferKind.SAVE, name, host, self.stores[tier].pool.alloc())
+            self._begin(TransferKind.SAVE, tier, name, host, self.stores[tier].pool.alloc())
 
-    def _begin(self, tier: str, kind: TransferKind, name: bytes, host: int, slot: int) -> None:
+    def _begin(self, kind: TransferKind, tier: str, name: bytes, host: int, slot: int) -> None:
         self._num_begun += 1
         transfer = Transfer(self._num_begun, tier, kind, name, host, slot)
-        self._under_way[transfer.transfer_id] = transfer
+        self._under_way[kind, tier, name] = transfer
         self._orders.append(transfer)

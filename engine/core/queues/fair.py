@@ -50,17 +50,11 @@ class FairQueue(KeyedQueue):
         account = self._accounts.get(request.tenant)
         if account is None:
             if len(self._accounts) >= MAX_IDLE_ACCOUNTS:
-                self._forget_idle()
+                held = {*self._lanes, *(each for each in self._accounts.values() if each.num_running)}
+                self._accounts = {tenant: each for tenant, each in self._accounts.items() if each in held}
             account = self._accounts[request.tenant] = Account()
         account.weight = request.weight
         return account
-
-    def _forget_idle(self) -> None:
-        self._accounts = {
-            tenant: account
-            for tenant, account in self._accounts.items()
-            if account.num_running or account in self._lanes
-        }
 
     def push(self, seq: Sequence) -> None:
         """Put a sequence in its lane. A tenant that did not wait gets no credit for it."""

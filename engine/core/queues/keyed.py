@@ -35,7 +35,7 @@ def sjf(request: Request, num_expected: float) -> float:
 
 
 def priority(request: Request, num_expected: float) -> float:  # noqa: ARG001 - a key's parameters
-    """Return the key of priority: lower first; a request gains one level for every PRIORITY_STEP_S it waits."""
+    """Return the key of priority: lower first, one level for PRIORITY_STEP_S of waiting."""
     return request.arrival_s + PRIORITY_STEP_S * request.priority
 
 

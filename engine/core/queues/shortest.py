@@ -1,13 +1,10 @@
 """The policy sjf: shortest job first, by predicted lengths of answers.
 
 There are means at four levels: all answers, the tenant's, those of them with about the same max_tokens, and those of them
-whose prompts begin alike. A finer level counts the more, the more answers it has seen; before any, max_tokens counts.
-Clients often set max_tokens to what they expect: without that level, sjf loses to max_tokens alone where nothing else
-helps. No answer is expected to be longer than its max_tokens. An answer that max_tokens cut off would have been longer, so
-it counts only where it was longer than expected. A level's mean is of about its last WINDOW answers. Levels are tables of
-fixed size; keys that fall into the same place share a mean.
-
-Owned by the scheduler, engine thread. It knows token ids as numbers, and no clock.
+whose prompts begin alike. A finer level counts the more, the more answers it has seen: all coarser ones together count as one answer.
+No answer is expected to be longer than its max_tokens. An answer that max_tokens cut off counts only where it was longer
+than expected. A level's mean is of about its last WINDOW answers. Levels are tables of fixed size; keys that fall into
+the same place share a mean. Engine thread.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from engine.core.types import Request
 
 PREFIX_TOKENS = 32  # long enough to tell one system prompt or template from another
 NUM_PLACES = 8192  # of a level's table: 128 KiB, and few keys share a place with thousands of tenants or templates
-TRUST = 2.0  # answers after which a level counts as much as all coarser ones together
 WINDOW = 64  # answers: enough for a steady mean, few enough to follow a change within minutes
 
 
@@ -38,7 +34,7 @@ class _Means:
         """Return the expected length, given what coarser levels expect."""
         place = digest % NUM_PLACES
         count = self._counts[place]
-        return (count * self._means[place] + TRUST * expected) / (count + TRUST)
+        return (count * self._means[place] + expected) / (count + 1)
 
     def learn(self, digest: int, num_tokens: int, *, is_cut: bool) -> None:
         """Count one more answer."""
@@ -72,7 +68,7 @@ class LengthPredictor:
 
 
 def _digests(request: Request) -> tuple[int, int, int, int]:
-    """Return the keys of the four levels, the same in every process. max_tokens is rounded to a power of two."""
+    """Return the keys of the four levels; max_tokens is rounded to a power of two."""
     tenant = crc32(request.tenant.encode("utf-8", "surrogatepass"))
     allowance = crc32(b"%d" % request.params.max_tokens.bit_length(), tenant)
     return 0, tenant, allowance, crc32(array("q", request.prompt[:PREFIX_TOKENS]).tobytes(), allowance)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.kv_layout import AttentionSpec, head_major_shape
 
 
 @dataclass(slots=True)
@@ -57,21 +57,22 @@ class BackendCapabilities:
 class AttentionBackend(ABC):
     """Paged attention over one pool of K/V blocks."""
 
-    capabilities: ClassVar[BackendCapabilities]
+    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities()
+    batch: Batch  # the step's, once it is prepared
 
     def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:  # noqa: B027 - by default all
         """Raise ConfigError for a layer and pool that the backend has no kernel for."""
 
-    @abstractmethod
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Return the shape of one layer's K (and V) in this backend's layout, head_dim last.
+        """Return the shape of one layer's K (and V) in this backend's layout, head_dim last; head-major by default.
 
         With int8 K/V the tensors are int8 and their last dimension is longer, as described in engine/runtime/kv_layout.py.
         """
+        return head_major_shape(spec, num_blocks, block_size)
 
-    @abstractmethod
     def prepare(self, batch: Batch) -> None:
         """Build what all layers of this step share."""
+        self.batch = batch
 
     @abstractmethod
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError
 from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch
-from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, head_major_shape
+from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.native.library import DTYPES, AttendArgs, Pool, StoreArgs, native
 
@@ -24,24 +24,17 @@ class CpuNativeAttention(AttentionBackend):
     capabilities = BackendCapabilities(native=True, interleaves=True)
 
     def __init__(self) -> None:
-        """Raises ConfigError without the native library."""
         library = native()
-        if library is None:
-            raise ConfigError(
-                "--attention-backend is 'cpu_native' but there are no native kernels for this machine and no C compiler "
-                "to make them; install one (cc, gcc or clang), or use 'cpu'."
-            )
+        assert library is not None, "table.py has refused this backend without it"
         self._library = library
-        self._batch: Batch | None = None
         self._store, self._attend = StoreArgs(), AttendArgs()
 
-    def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Head-major; head_dim must be even."""
+    def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:  # noqa: ARG002
+        """Raise ConfigError for an odd head_dim."""
         if spec.head_dim % 2:
             raise ConfigError(
                 f"--attention-backend 'cpu_native' needs an even head_dim, not {spec.head_dim}; use 'cpu'."
             )
-        return head_major_shape(spec, num_blocks, block_size)
 
     def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> PagedStep:
         """Return all layers, for a forward pass that is one call."""
@@ -49,7 +42,7 @@ class CpuNativeAttention(AttentionBackend):
 
     def prepare(self, batch: Batch) -> None:
         """Point the arguments that all layers share at the step's index tensors."""
-        self._batch = batch  # this also keeps the memory below alive
+        self.batch = batch  # this also keeps the memory below alive
         assert all(
             x.is_contiguous() for x in (batch.kv_slots, batch.query_starts, batch.context_lens, batch.block_tables)
         )
@@ -63,7 +56,6 @@ class CpuNativeAttention(AttentionBackend):
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend."""
-        assert self._batch is not None, "prepare comes before attend"
         assert q.dtype == k.dtype == v.dtype, "one type for queries, keys and values"
         assert k_pool.dtype == v_pool.dtype
         assert k_pool.dtype in (q.dtype, torch.int8)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch
+from engine.runtime.attention.base import AttentionBackend, Batch
 from engine.runtime.attention.slices import SliceView, attend_slice, view_slice
 from engine.runtime.attention.tiles import TILE_TOKENS, TileBatch, attend_tiles, cut_tiles
-from engine.runtime.kv_layout import AttentionSpec, head_major_shape, store
+from engine.runtime.kv_layout import AttentionSpec, store
 
 MIN_TILED = 6  # number of sequences from which one batch of tiles is faster than a fused call for each
 MAX_TILED_RUN = 1024  # tokens from which reading adjacent blocks in place is faster than gathering them
@@ -33,25 +33,15 @@ class _Layout(NamedTuple):
 class CpuPagedAttention(AttentionBackend):
     """Head-major pool, no gather-and-pad."""
 
-    capabilities = BackendCapabilities()
-
-    def __init__(self) -> None:
-        self._batch: Batch | None = None
+    def prepare(self, batch: Batch) -> None:
+        """Forget the last step; a layout is made when the first layer with a given window asks."""
+        self.batch = batch
         self._layouts: dict[int | None, _Layout] = {}  # by window
         self._fresh: Tensor | None = None  # last blocks whose first slot this step writes
 
-    def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Head-major."""
-        return head_major_shape(spec, num_blocks, block_size)
-
-    def prepare(self, batch: Batch) -> None:
-        """Forget the last step; a layout is made when the first layer with a given window asks."""
-        self._batch, self._layouts = batch, {}
-
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend."""
-        batch = self._batch
-        assert batch is not None, "prepare comes before attend"
+        batch = self.batch
         if not self._layouts:
             self._fresh = _fresh_blocks(batch, k_pool.shape[2])
         if spec.window not in self._layouts:

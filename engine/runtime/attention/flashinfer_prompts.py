@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.core.errors import ConfigError
 from engine.runtime.attention.base import Batch
 from engine.runtime.attention.prompt_library import HALVES
 from engine.runtime.kv_layout import AttentionSpec
@@ -38,14 +37,9 @@ class FlashInferPrompts:
     name = "flashinfer"
 
     def __init__(self, device: torch.device) -> None:
-        reason = absence(device)
-        if reason is not None:
-            raise ConfigError(f"--attention-backend 'flashinfer' {reason}.")
         self._wrap = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: list[dict[tuple[object, ...], Any]] = [{}, {}]  # by kind of layer
-        self._planned: dict[tuple[object, ...], Any] = {}  # this step's
-        self._batch: Batch | None = None
 
     def refusal(self, spec: AttentionSpec, dtype: torch.dtype) -> str | None:
         """Return what it lacks: sinks need another kernel, narrow pools have a scale a head."""
@@ -57,7 +51,8 @@ class FlashInferPrompts:
 
     def prepare(self, batch: Batch) -> None:
         """Switch to the other wrappers."""
-        self._batch, self._planned = batch, {}
+        self._batch = batch
+        self._planned: dict[tuple[object, ...], Any] = {}  # this step's
         self._wrappers.reverse()
 
     def attend(self, spec: AttentionSpec, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
@@ -70,7 +65,6 @@ class FlashInferPrompts:
 
     def _plan(self, kind: tuple[object, ...], spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> Any:
         batch, wrappers = self._batch, self._wrappers[0]
-        assert batch is not None, "prepare comes before attend"
         if kind not in wrappers:
             wrappers[kind] = self._wrap(self._workspace, "HND")
         contexts = batch.context_lens_host

@@ -22,7 +22,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class PromptLibrary(Protocol):
-    """An adapter of a library, one for each engine; raises ConfigError without the library."""
+    """An adapter of a library, one for each engine; table.py has asked whether the library is there."""
 
     name: str
 

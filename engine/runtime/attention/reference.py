@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch
+from engine.runtime.attention.base import AttentionBackend
 from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 
 
@@ -40,23 +40,13 @@ def dense_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start:
 class ReferenceAttention(AttentionBackend):
     """A backend whose pool is [num_blocks, block_size, num_kv_heads, head_dim]."""
 
-    capabilities = BackendCapabilities()
-
-    def __init__(self) -> None:
-        self._batch: Batch | None = None
-
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Token-major: one slot is one row of all heads."""
         return (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
 
-    def prepare(self, batch: Batch) -> None:
-        """Keep the batch; nothing else is shared between layers."""
-        self._batch = batch
-
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend slice by slice."""
-        batch = self._batch
-        assert batch is not None, "prepare comes before attend"
+        batch = self.batch
         for pool, rows in ((k_pool, k), (v_pool, v)):
             pool.flatten(0, 1)[batch.kv_slots] = to_pool(rows, pool.dtype)
         pieces, row = [], 0

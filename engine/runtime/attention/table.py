@@ -1,32 +1,17 @@
-"""The attention backends by name, and the default of each device."""
+"""Chooses and loads an attention backend: the named one, or the device's default."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 import torch
 
 from engine.core.errors import ConfigError
+from engine.runtime.attention import BACKENDS, GPU_BACKENDS, LIBRARIES
 from engine.runtime.attention.base import AttentionBackend
 from engine.runtime.cuda.available import has_triton
+from engine.runtime.lazy import load
 from engine.runtime.native.library import native
-
-BACKENDS = {
-    "cpu_native": "engine.runtime.attention.cpu_native:CpuNativeAttention",
-    "cpu": "engine.runtime.attention.cpu_paged:CpuPagedAttention",
-    "torch": "engine.runtime.attention.torch_paged:TorchPagedAttention",
-    "reference": "engine.runtime.attention.reference:ReferenceAttention",
-}
-GPU_BACKENDS = {
-    "triton": "engine.runtime.attention.triton_paged:TritonPagedAttention",
-}
-# Optional libraries for prompts over the Triton backend's pool; only used when named.
-LIBRARIES = {
-    "torch_varlen": "engine.runtime.attention.torch_varlen:TorchVarlen",
-    "flashinfer": "engine.runtime.attention.flashinfer_prompts:FlashInferPrompts",
-}
 
 _NO_KERNELS = "needs native kernels, and this machine has neither them nor a C compiler (cc, gcc, clang) to build them"
 
@@ -41,12 +26,12 @@ def load_backend(name: str, device: torch.device) -> AttentionBackend:
         raise ConfigError(
             f"--attention-backend is {chosen!r}, which {reason}; this machine has {usable}, or use 'auto'."
         )
-    backend: AttentionBackend
+    made: AttentionBackend
     if chosen in LIBRARIES:
-        backend = _load(GPU_BACKENDS["triton"])(library=_load(LIBRARIES[chosen])(device))
+        made = load(GPU_BACKENDS["triton"])(library=load(LIBRARIES[chosen])(device))
     else:
-        backend = _load(table[chosen])()
-    return backend
+        made = load(table[chosen])()
+    return made
 
 
 def describe_choice(name: str, device: torch.device) -> str:
@@ -70,12 +55,6 @@ def _absence(name: str, device: torch.device) -> str | None:
         reason: str | None = import_module(LIBRARIES[name].partition(":")[0]).absence(device)
         return reason
     return None
-
-
-def _load(place: str) -> Callable[..., Any]:
-    module, _, attribute = place.partition(":")
-    made: Callable[..., Any] = getattr(import_module(module), attribute)
-    return made
 
 
 def _best(device: torch.device) -> str:

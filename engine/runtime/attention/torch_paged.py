@@ -8,32 +8,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch
+from engine.runtime.attention.base import AttentionBackend, Batch
 from engine.runtime.attention.slices import SliceView, attend_slice, view_slice
-from engine.runtime.kv_layout import AttentionSpec, head_major_shape, store
+from engine.runtime.kv_layout import AttentionSpec, store
 
 
 class TorchPagedAttention(AttentionBackend):
     """Head-major pool; adjacent blocks are read through a view, others are gathered."""
 
-    capabilities = BackendCapabilities()
-
-    def __init__(self) -> None:
-        self._batch: Batch | None = None
-        self._views: dict[int | None, list[SliceView]] = {}  # by window
-
-    def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Head-major."""
-        return head_major_shape(spec, num_blocks, block_size)
-
     def prepare(self, batch: Batch) -> None:
         """Forget the last step; views are made for the first layer with each window."""
-        self._batch, self._views = batch, {}
+        self.batch = batch
+        self._views: dict[int | None, list[SliceView]] = {}  # by window
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend slice by slice."""
-        batch = self._batch
-        assert batch is not None, "prepare comes before attend"
+        batch = self.batch
         store(k_pool, batch.kv_slots, k)
         store(v_pool, batch.kv_slots, v)
         if spec.window not in self._views:

@@ -13,7 +13,6 @@ from inspect import signature
 import torch
 from torch import Tensor
 
-from engine.core.errors import ConfigError
 from engine.runtime.attention.base import Batch
 from engine.runtime.attention.prompt_library import HALVES
 from engine.runtime.kv_layout import AttentionSpec
@@ -43,14 +42,10 @@ class TorchVarlen:
     name = "torch_varlen"
 
     def __init__(self, device: torch.device) -> None:
-        reason = absence(device)
-        if reason is not None:
-            raise ConfigError(f"--attention-backend 'torch_varlen' {reason}.")
         self._has_fa3 = _has_fa3(device)
         if self._has_fa3:
             torch.nn.attention.activate_flash_attention_impl("FA3")
         self._attend = _varlen_attn()
-        self._batch: Batch | None = None
 
     def refusal(self, spec: AttentionSpec, dtype: torch.dtype) -> str | None:
         """Return what it lacks: soft caps and sinks, and with cuDNN windows too."""
@@ -73,7 +68,6 @@ class TorchVarlen:
     def attend(self, spec: AttentionSpec, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Attend in one call; a window of w is w - 1 keys to the left of a query."""
         batch = self._batch
-        assert batch is not None, "prepare comes before attend"
         out: Tensor = self._attend(
             q,
             k_pool.transpose(1, 2),

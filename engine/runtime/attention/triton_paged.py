@@ -9,6 +9,7 @@ Engine thread.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -65,10 +66,8 @@ class TritonPagedAttention(AttentionBackend):
 
     def __init__(self, tuning: Tuning | None = None, library: PromptLibrary | None = None) -> None:
         """`library` takes steps with prompts, if given; `tuning` replaces the table's sizes."""
-        self._step: _Step | None = None
         self._tuning, self._library = tuning, library
         self._checked: set[tuple[object, ...]] = set()
-        self._device: _Device | None = None  # until the first step
 
     def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
         """Raise ConfigError for unsupported head dimensions and types; also check the library."""
@@ -102,7 +101,7 @@ class TritonPagedAttention(AttentionBackend):
     def prepare(self, batch: Batch) -> None:
         """Separate decodes from prompts; tiles of prompts are made for the first layer."""
         device = batch.kv_slots.device
-        self._device = self._device or _describe(device)
+        self._device = _describe(device)
         lens = batch.query_lens_host
         tensors = _Tensors(batch.kv_slots, batch.query_starts, batch.context_lens, batch.block_tables)
         decodes = [s for s, length in enumerate(lens) if length == 1]
@@ -117,7 +116,6 @@ class TritonPagedAttention(AttentionBackend):
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend."""
         step = self._step
-        assert step is not None, "prepare comes before attend"
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         assert k_pool.dtype == v_pool.dtype
         assert k_pool.dtype in (q.dtype, *PEAKS)
@@ -130,7 +128,6 @@ class TritonPagedAttention(AttentionBackend):
     ) -> Tensor:
         """Norm, rotate and store in one launch, then attend."""
         step = self._step
-        assert step is not None, "prepare comes before attend"
         norms, eps, angles = rotation
         pool = view_pool(k_pool, v_pool)
         q = rotate_and_store(qkv, angles, norms, eps, pool, step.tensors.kv_slots)
@@ -140,7 +137,6 @@ class TritonPagedAttention(AttentionBackend):
         if step.prefills and self._library is not None:
             return self._library.attend(spec, q, pool.k, pool.v)
         tensors, device = step.tensors, self._device
-        assert device is not None
         tuning = self._tuning or choose_tuning(
             spec.head_dim, q.dtype.itemsize, device.capability, has_narrow_pool=pool.k_scales is not None
         )
@@ -170,6 +166,7 @@ def _work(step: _Step, spec: AttentionSpec, tile: PromptTile, tuning: Tuning, nu
     return step.work[key]
 
 
+@cache
 def _describe(device: torch.device) -> _Device:
     """Describe the device; the interpreter is one multiprocessor, of no generation."""
     if device.type != "cuda":

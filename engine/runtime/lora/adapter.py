@@ -30,7 +30,7 @@ class Place(IntEnum):
 
 
 class Target(NamedTuple):
-    """The rows of one of a checkpoint's matrices in the model's, possibly merged, matrix."""
+    """The rows of a checkpoint's matrix in the model's matrix, which may be merged."""
 
     layer: int
     place: Place
@@ -89,11 +89,11 @@ def addends(groups: Sequence[AdapterRows], layer: int, place: Place, x: Tensor) 
 
 def _low(low_rank: LowRank, x: Tensor) -> Tensor:
     """Return x down^T, unrounded if the native library continues with it."""
-    return low_rank.down.in_float32(x) if low_rank.down.is_native else low_rank.down(x)
+    return low_rank.down.in_float32(x) if low_rank.down.args is not None else low_rank.down(x)
 
 
 class NativeAdapters:
-    """A step's groups for the native library; `args` is valid while this object lives."""
+    """A step's groups for the native library; `args` is valid while this lives."""
 
     __slots__ = ("_layers", "_of_rows", "args")
 
@@ -108,7 +108,7 @@ class NativeAdapters:
 
 
 def _describe(layers: Sequence[Sequence[LowRank | None]]) -> Array[AdapterLayerArgs] | None:
-    """Describe the adapter to the native library, or return None if it lacks a matrix."""
+    """Describe the adapter to the native library; None if that lacks a matrix."""
     described = (AdapterLayerArgs * len(layers))()
     for layer, places in zip(described, layers, strict=True):
         for (name, _), low_rank in zip(AdapterLayerArgs._fields_, places, strict=True):

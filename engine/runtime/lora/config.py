@@ -61,7 +61,7 @@ class LoraConfig:
 
 
 def read_config(folder: Path) -> LoraConfig:
-    """Return the adapter's settings. Raises AdapterLoadError that names the wrong key."""
+    """Return the adapter's settings. Raises AdapterLoadError with the wrong key."""
     path = folder / "adapter_config.json"
     missing = f"{folder} has no adapter_config.json; name a folder that PEFT has saved."
     values = read_object(path, _MAX_CONFIG_BYTES, AdapterLoadError, missing)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.core.errors import AdapterLoadError
-from engine.runtime.linear import Linear
+from engine.runtime.linear import Linear, pack
 from engine.runtime.lora.adapter import LoraAdapter, LowRank, Place, Target
 from engine.runtime.lora.config import WEIGHTS, LoraConfig, check_folder
 from engine.runtime.native.arena import Arena
@@ -144,13 +144,11 @@ class LoraLoader:
             down[at : at + own_rank] = a
             up[target.first_row : target.first_row + target.num_rows, at : at + own_rank] = b.float() * scale
             at += own_rank
-        made = LowRank(
-            Linear(down.to(self._device, self._dtype)),
-            Linear(up.to(self._device, self._dtype), activation=parts[0][0].target.activation),
+        down, up = (side.to(self._device, self._dtype) for side in (down, up))
+        activation = parts[0][0].target.activation
+        return LowRank(
+            Linear(pack(down, arena=arena)), Linear(pack(up, activation=activation, arena=arena), activation)
         )
-        for linear in made:
-            linear.pack(arena)
-        return made
 
 
 def _open(folder: Path) -> Any:

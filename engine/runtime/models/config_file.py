@@ -1,4 +1,4 @@
-"""Reads config.json of a model folder, without torch.
+"""Reads a model's config, without torch: of a folder, or of a file that holds its metadata.
 
 A Gemma 3 checkpoint with vision holds the text model's settings under `text_config`; they replace the whole config,
 because the text model is served alone.
@@ -6,14 +6,14 @@ because the text model is served alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from engine.config import EngineConfig
+from engine.core.errors import ConfigError
 from engine.runtime.models.families import FAMILIES
 from engine.runtime.models.servable import refuse_unservable
-from engine.runtime.weights.weight_files import read_object
+from engine.runtime.weights.formats import choose_format
+from engine.runtime.weights.hf_config import HFConfig
 
 # The sizes that Gemma 3's published checkpoints with vision leave out, as transformers' Gemma3TextConfig has them.
 _GEMMA3 = {
@@ -29,19 +29,29 @@ _GEMMA3 = {
 }
 
 
-def read_model_config(folder: Path) -> dict[str, Any]:
+def read_model_config(path: Path, load_format: str = "auto") -> HFConfig:
     """Return the language model's settings. Raises ModelLoadError for unservable kinds, too."""
-    values = read_object(folder / "config.json")
-    refuse_unservable(values, str(folder / "config.json"))
-    text = values.get("text_config")
-    if values.get("model_type") != "gemma3" or not isinstance(text, Mapping):
-        return values
+    return servable(choose_format(load_format, path).open(path).config)
+
+
+def servable(config: HFConfig) -> HFConfig:
+    """Return the language model's settings. Raises ModelLoadError for unservable kinds."""
+    values = config.values
+    refuse_unservable(values, config.source)
+    if values.get("model_type") != "gemma3" or not config.has("text_config"):
+        return config
     stored = {key: values[key] for key in ("dtype", "torch_dtype") if values.get(key)}
-    return {**_GEMMA3, **stored, **text, "model_type": "gemma3_text"}
+    text = config.section("text_config").values
+    return HFConfig({**_GEMMA3, **stored, **text, "model_type": "gemma3_text"}, config.source)
 
 
-def is_native(config: EngineConfig, path: Path) -> bool:
-    """Return whether Quire's decoder runs the model, instead of transformers' code."""
-    if config.model_impl != "auto":
-        return config.model_impl == "quire"
-    return path.suffix == ".gguf" or read_model_config(path).get("model_type") in FAMILIES
+def is_native(config: EngineConfig, model: HFConfig, path: Path) -> bool:
+    """Return whether Quire's decoder runs the model, instead of transformers' code.
+
+    Raises ConfigError if transformers' is asked for and cannot read the file."""
+    if config.model_impl == "transformers" and path.is_file():
+        kind = path.suffix.removeprefix(".").upper()
+        raise ConfigError(
+            f"--model-impl is 'transformers', and {path} is a {kind} file, which Quire's own models alone serve; leave it out."
+        )
+    return model.values.get("model_type") in FAMILIES if config.model_impl == "auto" else config.model_impl == "quire"

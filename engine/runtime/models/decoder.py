@@ -1,12 +1,11 @@
 """The decoder of the Llama lineage: one class, configured by a ModelConfig.
 
-It is created empty on its device, filled through `tensors` by a loader, and completed by `finish`. Then the engine
-thread calls `forward` and `logits`. It knows tokens and positions, not sequences, blocks or slots.
+It is created empty, loaded by `loads`, and completed by `finish`. Then the engine thread calls `forward` and `logits`. It knows tokens and positions, not sequences, blocks or slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -14,15 +13,15 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.linear import Linear, Quantization
-from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, Place, Target, addends
+from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, Target, addends
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
-from engine.runtime.models.layers import MLP, Angles, Attention, LayerAdapters, Maker, Matrix, Named, NoNorm, RMSNorm
+from engine.runtime.models.layers import MLP, Angles, Attention, LayerAdapters, NoNorm, RMSNorm
+from engine.runtime.models.maker import Maker
 from engine.runtime.models.rope import Rotary
-from engine.runtime.native.decoder import LayerParts, NativeDecoder
-from engine.runtime.native.library import DTYPES, DecoderArgs, native
-from engine.runtime.weights.checkpoint import Keep
+from engine.runtime.native.decoder import NativeDecoder, describe_layer
+from engine.runtime.native.library import DTYPES, DecoderArgs, LayerArgs, native
+from engine.runtime.schemes.base import Scheme
 
 # Checkpoint names of the norms before attention, after it, before the MLP and after it.
 _NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
@@ -50,23 +49,17 @@ class DecoderLayer:
         "_before_attention",
         "_before_mlp",
         "_mlp",
-        "_norms",
         "_scale",
         "_window",
     )
 
     def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
-        self._attention = Attention(index, config, make)
-        self._mlp = MLP(config, make)
+        self._attention = Attention(index, config, make.within("self_attn"))
+        self._mlp = MLP(config, make.within("mlp"))
         self._scale = config.residual_multiplier
         names = _NORM_NAMES[config.norm_placement]
-        norms = [
-            RMSNorm(config.hidden_size, config.norm_eps, make, offset=config.norm_offset) if name else None
-            for name in names
-        ]
-        self._norms = {name: norm for name, norm in zip(names, norms, strict=True) if name and norm}
+        places = [RMSNorm(make, name, config.hidden_size, config) if name else NoNorm() for name in names]
         self._window = config.layers[index].window
-        places = [norm or NoNorm() for norm in norms]
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = places
 
     def __call__(
@@ -84,46 +77,15 @@ class DecoderLayer:
         attended = self._after_attention(self._attention(normed, angles, attention, adapters))
         return self._after_mlp(self._mlp(self._before_mlp.add(x, attended, self._scale), adapters))
 
-    def tensors(self) -> Named:
-        for name, norm in self._norms.items():
-            yield f"{name}.weight", norm.weight
-        for name, tensor in self._attention.tensors():
-            yield f"self_attn.{name}", tensor
-        for name, tensor in self._mlp.tensors():
-            yield f"mlp.{name}", tensor
-
-    def keepers(self) -> Iterator[tuple[str, Keep]]:
-        for part, matrix in self._matrices():
-            yield from ((f"{part}.{name}", keep) for name, keep in matrix.keepers())
-
-    def adapter_targets(self, index: int) -> Iterator[tuple[str, Target]]:
-        for place, (part, matrix) in zip(Place, self._matrices(), strict=True):
-            for name, first_row, num_rows in matrix.parts():
-                yield (
-                    f"{part}.{name}",
-                    Target(index, place, first_row, num_rows, matrix.linear.shape, matrix.linear.activation),
-                )
-
-    def _matrices(self) -> Iterator[tuple[str, Matrix]]:
-        """Return all matrices, in the order of Place."""
-        yield from (("self_attn", matrix) for matrix in self._attention.matrices())
-        yield from (("mlp", matrix) for matrix in self._mlp.matrices())
-
-    def finish(self) -> None:
-        self._attention.finish()
-        self._mlp.finish()
-        for norm in self._norms.values():
-            norm.finish()
-
-    def parts(self, rotary: int | None) -> LayerParts | None:
-        """Return the layer for the native library, None if that lacks a matrix."""
+    def describe(self, rotary: int | None) -> LayerArgs | None:
+        """Describe the layer to the native library, or return None if that lacks a matrix."""
         matrices = (self._attention.qkv, self._attention.o, self._mlp.gate_up, self._mlp.down)
         linears = [linear.args for linear in matrices if linear.args is not None]
         if len(linears) < len(matrices):
             return None
         places = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
         norms = [norm.weight if isinstance(norm, RMSNorm) else None for norm in places]
-        return LayerParts(linears, norms, self._attention.head_norms, self._window, rotary)
+        return describe_layer(linears, norms, self._attention.head_norms, self._window, rotary)
 
 
 class Decoder:
@@ -136,9 +98,10 @@ class Decoder:
         served_len: int,
         dtype: torch.dtype,
         device: torch.device,
-        quantization: Quantization = Quantization.NONE,
+        scheme: Scheme,
     ) -> None:
-        make = Maker(dtype, device, quantization)
+        make = Maker(dtype, device, scheme, loads=[], targets={})
+        self.loads = make.loads
         self.attention_specs: Sequence[AttentionSpec] = [
             AttentionSpec(
                 num_heads=config.num_heads,
@@ -154,19 +117,28 @@ class Decoder:
         self.max_model_len = config.max_positions
         self.dtype = dtype
         self._config = config
-        self._embedding = make.empty(config.vocab_size, config.hidden_size)
+        self._targets = make.targets
+        self._embedding = make.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._embed: Callable[[Tensor], Tensor] = self._look_up
         # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
-        self._layers = [DecoderLayer(index, config, make) for index in range(len(config.layers))]
-        self._norm = RMSNorm(config.hidden_size, config.norm_eps, make, offset=config.norm_offset)
-        head = self._embedding if config.tied_head else make.empty(config.vocab_size, config.hidden_size)
-        self._head = Linear(head, quantization=quantization)
+        self._layers = [
+            DecoderLayer(index, config, make.within(f"model.layers.{index}", index))
+            for index in range(len(config.layers))
+        ]
+        self._norm = RMSNorm(make, "model.norm", config.hidden_size, config)
+        head, tied = "model.embed_tokens" if config.tied_head else "lm_head", self.tied_embedding
+        self._head = make.linear({head: config.vocab_size}, config.hidden_size, is_head=True, dense=tied)
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
         self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
         self._native: NativeDecoder | None = None
         # The rotary of each layer; the index after the last rotary stands for a layer without positions.
         self._rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.layers]
+
+    @property
+    def tied_embedding(self) -> Tensor | None:
+        """Return the embedding if it is the head's matrix, too."""
+        return self._embedding if self._config.tied_head else None
 
     def _look_up(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self._embedding)
@@ -174,7 +146,7 @@ class Decoder:
     @property
     def capabilities(self) -> ModelCapabilities:
         """Return whether the native library computes the products."""
-        return ModelCapabilities(adapters=True, graphs=True, native=self._head.is_native)
+        return ModelCapabilities(adapters=True, graphs=True, native=self._head.args is not None)
 
     def forward(
         self,
@@ -211,49 +183,28 @@ class Decoder:
             logits.div_(self._config.logit_softcap).tanh_().mul_(self._config.logit_softcap)
         return logits
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every weight under its checkpoint name, as a view to fill."""
-        named = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm.weight}
-        if not self._config.tied_head:
-            named["lm_head.weight"] = self._head.weight
-        for index, layer in enumerate(self._layers):
-            named.update((f"model.layers.{index}.{name}", tensor) for name, tensor in layer.tensors())
-        return named
-
-    def keepers(self) -> dict[str, Keep]:
-        """Return sinks for matrices that stay quantised or become fp8, by checkpoint name."""
-        head = "model.embed_tokens.weight" if self._config.tied_head else "lm_head.weight"
-        named: dict[str, Keep] = {head: partial(self._head.keep, 0)}
-        for index, layer in enumerate(self._layers):
-            named.update((f"model.layers.{index}.{name}", keep) for name, keep in layer.keepers())
-        return named
-
     def adapter_targets(self) -> dict[str, Target]:
         """Return the matrices that adapters can change, by checkpoint name."""
-        layers = enumerate(self._layers)
-        return {f"model.layers.{i}.{name}": target for i, layer in layers for name, target in layer.adapter_targets(i)}
+        return self._targets
 
     def finish(self) -> None:
-        """Fold and pack the loaded weights; views from `tensors` are invalid afterwards.
+        """Complete a loaded model.
 
         A tied matrix is held once: it is packed for the head, and the embedding reads its rows from there. If it is
         quantised, or packed for oneDNN, its rows cannot be read, and the embedding is kept as well.
         """
-        for layer in self._layers:
-            layer.finish()
-        self._norm.finish()
-        self._head.pack()
         if self._config.tied_head and self._head.rows is not None:
             self._embed = self._head.rows
             self._embedding = self._embedding.new_empty(0)
+        self.loads.clear()  # they hold the embedding
         self._native = self._describe()
 
     def _describe(self) -> NativeDecoder | None:
         """Describe the model to the native library, if that holds every matrix."""
         library, config = native(), self._config
         ropes = [rope if rope < len(self._rotaries) else None for rope in self._rope_of]
-        described = [layer.parts(rope) for layer, rope in zip(self._layers, ropes, strict=True)]
-        layers = [parts for parts in described if parts is not None]
+        described = [layer.describe(rope) for layer, rope in zip(self._layers, ropes, strict=True)]
+        layers = [layer for layer in described if layer is not None]
         if library is None or self._embedding.device.type != "cpu" or len(layers) < len(described):
             return None
         description = DecoderArgs(

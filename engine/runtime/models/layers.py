@@ -1,78 +1,30 @@
-"""The parts of a decoder layer over a flat token batch: norm, attention, MLP, embedding.
+"""The parts of a decoder layer over a flat token batch: norm, attention, MLP.
 
-Plain objects that hold tensors; the engine thread calls them. Each part names its tensors by the checkpoint's keys
-(`tensors`), as views into the merged weights, so loading is one copy. A torch call costs about 5 us on a CPU and there
-are thirty layers, so the code makes few calls.
+Plain objects that hold tensors; the engine thread calls them. A Maker (maker.py) makes the tensors, and loads them. A
+torch call costs about 5 us on a CPU and there are thirty layers, so the code makes few calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from engine.runtime.activation import Activation
 from engine.runtime.attention.base import Rotation
-from engine.runtime.linear import FP8_MULTIPLE, Addend, Linear, Quantization
+from engine.runtime.linear import Addend
 from engine.runtime.lora.adapter import Place
 from engine.runtime.models.base import LayerAttention
 from engine.runtime.models.config import ModelConfig, QKNorm
+from engine.runtime.models.maker import Maker
 from engine.runtime.models.rope import rotate
 from engine.runtime.ops import add_rms_norm
-from engine.runtime.weights.checkpoint import Keep
+from engine.runtime.weights.fill import Load
 
-Named = Iterator[tuple[str, Tensor]]
 Angles = tuple[Tensor, Tensor]
 # The terms that a step's adapters add to the product of x with a matrix of one layer.
 LayerAdapters = Callable[[Place, Tensor], Sequence[Addend]]
-
-
-class Maker(NamedTuple):
-    """The device and type of new weights."""
-
-    dtype: torch.dtype
-    device: torch.device
-    quantization: Quantization = Quantization.NONE  # of linears; fp8 where their dimensions allow it
-
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-
-    def linear(self, inputs: int, outputs: int, *, bias: bool, activation: Activation | None = None) -> Linear:
-        has_sides = inputs % FP8_MULTIPLE == outputs % FP8_MULTIPLE == 0
-        is_fp8 = self.quantization is Quantization.FP8 and has_sides
-        weight = self.empty(outputs, inputs, dtype=torch.float8_e4m3fn if is_fp8 else None)
-        added = self.empty(outputs) if bias else None
-        return Linear(weight, added, quantization=self.quantization, activation=activation)
-
-
-class Matrix(NamedTuple):
-    """A linear, and the checkpoint names of its parts, one for each entry of `rows`."""
-
-    linear: Linear
-    names: Sequence[str]
-    rows: Sequence[int] = ()
-
-    def tensors(self) -> Named:
-        """Return the parts, as views to fill."""
-        for name, first_row, num_rows in self.parts():
-            yield f"{name}.weight", self.linear.weight.narrow(0, first_row, num_rows)
-            if self.linear.bias is not None:
-                yield f"{name}.bias", self.linear.bias.narrow(0, first_row, num_rows)
-
-    def keepers(self) -> Iterator[tuple[str, Keep]]:
-        """Return the sinks of parts that keep their file's format."""
-        for name, first_row, _ in self.parts():
-            yield f"{name}.weight", partial(self.linear.keep, first_row)
-
-    def parts(self) -> Iterator[tuple[str, int, int]]:
-        """Yield name, first row and number of rows of each part."""
-        rows = self.rows if len(self.names) > 1 else self.linear.shape[:1]
-        yield from zip(self.names, accumulate(rows, initial=0), rows, strict=False)
 
 
 class RMSNorm:
@@ -81,17 +33,13 @@ class RMSNorm:
     With `offset` the scale is 1 + weight and stays in float32, as Gemma needs it.
     """
 
-    __slots__ = ("_eps", "_offset", "weight")
+    __slots__ = ("_eps", "weight")
 
-    def __init__(self, size: int, eps: float, make: Maker, *, offset: bool) -> None:
-        self.weight = make.empty(size, dtype=torch.float32 if offset else None)
-        self._eps = eps
-        self._offset = offset
-
-    def finish(self) -> None:
-        """Fold in the offset after loading."""
-        if self._offset:
-            self.weight.add_(1.0)
+    def __init__(self, make: Maker, name: str, size: int, config: ModelConfig) -> None:
+        self.weight = make.tensor(f"{name}.weight", size, dtype=torch.float32 if config.norm_offset else None)
+        self._eps = config.norm_eps
+        if config.norm_offset:
+            make.loads.append(Load({}, lambda _: self.weight.add_(1.0)))
 
     def __call__(self, x: Tensor) -> Tensor:
         return add_rms_norm(x, None, self.weight, self._eps)
@@ -120,16 +68,13 @@ class HeadNorm:
     __slots__ = ("_heads", "_offset", "_scale", "eps", "k", "q")
 
     def __init__(self, config: ModelConfig, make: Maker) -> None:
-        self.q = RMSNorm(config.head_dim, config.norm_eps, make, offset=config.norm_offset)
-        self.k = RMSNorm(config.head_dim, config.norm_eps, make, offset=config.norm_offset)
+        self.q, self.k = (RMSNorm(make, name, config.head_dim, config) for name in ("q_norm", "k_norm"))
         self.eps = config.norm_eps
         self._offset = config.norm_offset
         self._heads = (config.num_heads, config.num_kv_heads)
-        self._scale = self.q.weight
+        make.loads.append(Load({}, self._join))
 
-    def finish(self) -> None:
-        self.q.finish()
-        self.k.finish()
+    def _join(self, _: object) -> None:
         num_heads, num_kv_heads = self._heads
         self._scale = torch.cat((self.q.weight.expand(num_heads, -1), self.k.weight.expand(num_kv_heads, -1)))
 
@@ -145,12 +90,8 @@ class FullNorm:
 
     def __init__(self, config: ModelConfig, make: Maker) -> None:
         self._num_heads = config.num_heads
-        self.q = RMSNorm(config.num_heads * config.head_dim, config.norm_eps, make, offset=config.norm_offset)
-        self.k = RMSNorm(config.num_kv_heads * config.head_dim, config.norm_eps, make, offset=config.norm_offset)
-
-    def finish(self) -> None:
-        self.q.finish()
-        self.k.finish()
+        self.q = RMSNorm(make, "q_norm", config.num_heads * config.head_dim, config)
+        self.k = RMSNorm(make, "k_norm", config.num_kv_heads * config.head_dim, config)
 
     def __call__(self, qk: Tensor) -> Tensor:
         flat = qk.flatten(1)
@@ -171,18 +112,19 @@ _QK_NORMS: Mapping[QKNorm, Callable[[ModelConfig, Maker], HeadNorm | FullNorm]] 
 class Attention:
     """Queries, keys and values from one matrix, rotated, attended, projected."""
 
-    __slots__ = ("_heads", "_index", "_merged", "_norm", "_num_heads", "_shape", "o", "qkv")
+    __slots__ = ("_heads", "_index", "_norm", "_num_heads", "_shape", "o", "qkv")
 
     def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
         self._index = index
         self._num_heads = config.num_heads
         self._heads = config.num_heads + config.num_kv_heads  # the heads that are normalised and rotated
         self._shape = (-1, self._heads + config.num_kv_heads, config.head_dim)
-        self._merged = config.merged_checkpoint
-        width = config.num_heads * config.head_dim
-        kv_width = config.num_kv_heads * config.head_dim
-        self.qkv = make.linear(config.hidden_size, width + 2 * kv_width, bias=config.qkv_bias)
-        self.o = make.linear(width, config.hidden_size, bias=config.o_bias)
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        rows = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
+        if config.merged_checkpoint:
+            rows = {"qkv_proj": sum(rows.values())}
+        self.qkv = make.linear(rows, config.hidden_size, bias=config.qkv_bias, place=Place.QKV)
+        self.o = make.linear({"o_proj": config.hidden_size}, width, bias=config.o_bias, place=Place.O)
         self._norm = None if config.qk_norm is QKNorm.NONE else _QK_NORMS[config.qk_norm](config, make)
 
     def __call__(
@@ -219,25 +161,6 @@ class Attention:
             return Rotation((self._norm.q.weight, self._norm.k.weight), self._norm.eps, angles)
         return Rotation(None, 0.0, angles)
 
-    def tensors(self) -> Named:
-        for matrix in self.matrices():
-            yield from matrix.tensors()
-        if self._norm is not None:
-            yield "q_norm.weight", self._norm.q.weight
-            yield "k_norm.weight", self._norm.k.weight
-
-    def matrices(self) -> Iterator[Matrix]:
-        head_dim = self._shape[2]
-        rows = [self._num_heads * head_dim] + [(self._heads - self._num_heads) * head_dim] * 2
-        yield Matrix(self.qkv, ("qkv_proj",) if self._merged else ("q_proj", "k_proj", "v_proj"), rows)
-        yield Matrix(self.o, ("o_proj",))
-
-    def finish(self) -> None:
-        self.qkv.pack()
-        self.o.pack()
-        if self._norm is not None:
-            self._norm.finish()
-
     @property
     def head_norms(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the weights of the norms of queries and keys."""
@@ -247,29 +170,14 @@ class Attention:
 class MLP:
     """down(act(gate x) * up x), gate and up from one matrix."""
 
-    __slots__ = ("_merged", "_width", "down", "gate_up")
+    __slots__ = ("down", "gate_up")
 
     def __init__(self, config: ModelConfig, make: Maker) -> None:
-        self._merged = config.merged_checkpoint
-        self._width = config.intermediate_size
-        self.gate_up = make.linear(
-            config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias, activation=config.activation
-        )
-        self.down = make.linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        rows = {"gate_up_proj": 2 * width} if config.merged_checkpoint else {"gate_proj": width, "up_proj": width}
+        self.gate_up = make.linear(rows, hidden, bias=bias, activation=config.activation, place=Place.GATE_UP)
+        self.down = make.linear({"down_proj": hidden}, width, bias=bias, place=Place.DOWN)
 
     def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
         inner = self.gate_up(x, _addends(adapters, Place.GATE_UP, x))
         return self.down(inner, _addends(adapters, Place.DOWN, inner))
-
-    def tensors(self) -> Named:
-        for matrix in self.matrices():
-            yield from matrix.tensors()
-
-    def matrices(self) -> Iterator[Matrix]:
-        names = ("gate_up_proj",) if self._merged else ("gate_proj", "up_proj")
-        yield Matrix(self.gate_up, names, [self._width] * 2)
-        yield Matrix(self.down, ("down_proj",))
-
-    def finish(self) -> None:
-        self.gate_up.pack()
-        self.down.pack()

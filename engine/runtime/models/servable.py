@@ -32,7 +32,7 @@ _OWN_ATTENTION = (
     "biogpt", "bloom", "codegen", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt",
     "reformer", "stablelm", "xglm", "xlnet",
 )  # fmt: skip
-_SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
+SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 _OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "vq_config", "visual")
 _WITH_TEXT_TOWER = ("gemma3",)  # served as text models, see config_file.py
 # Endings of the class names under `architectures` whose heads do not predict the next token.
@@ -77,7 +77,7 @@ def _why(values: Mapping[str, Any]) -> str | None:
             f"{head} does not predict the next token; serve the causal model it was made from (its class ends in "
             "ForCausalLM), and compare texts with /v1/score or /v1/embeddings"
         )
-    layers = set(_texts(values.get("layer_types"))) - _SERVABLE_LAYERS
+    layers = set(_texts(values.get("layer_types"))) - SERVABLE_LAYERS
     if kind in _RECURRENT or layers:
         named = f"layers of type {', '.join(sorted(layers))}" if layers else "layers of type linear_attention"
         return (

@@ -28,32 +28,29 @@ from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.lora.adapter import AdapterRows, Target
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config_file import read_model_config
-from engine.runtime.weights.checkpoint import Report, check_size
-from engine.runtime.weights.dummy import check_room
-from engine.runtime.weights.safetensors import SafetensorsCheckpoint
+from engine.runtime.models.servable import SERVABLE_LAYERS
+from engine.runtime.weights.checkpoint import Checkpoint, Report
+from engine.runtime.weights.fill import check_size
 
 _IMPLEMENTATION = "quire_paged"
-_SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
 def load_adapter(
-    config: EngineConfig, path: Path, device: torch.device, dtype: torch.dtype, report: Report
+    config: EngineConfig,
+    path: Path,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    report: Report,
 ) -> TransformersModel:
     """Build and fill the model at `path` with transformers."""
-    if path.is_file():
-        raise ModelLoadError(
-            f"{path}: GGUF files are served by Quire's own models only; drop --model-impl transformers."
-        )
     hf_config = read_foreign_config(path)
     max_positions = _max_positions(hf_config, path)
     config.check_length(max_positions)
     report(Progress("weights", f"{hf_config.model_type}, through transformers"))
-    dummy, num_weights = config.load_format == "dummy", _num_weights(hf_config, path)
-    if dummy:
-        check_room(num_weights, dtype, device)
-    else:
-        check_size(SafetensorsCheckpoint(path, read_model_config(path)), num_weights)
-    model = (_random if dummy else _pretrained)(config, hf_config, path, dtype).to(device).eval().requires_grad_(False)
+    check_size(checkpoint, _num_weights(hf_config, path), dtype, device)
+    load = _random if config.load_format == "dummy" else _pretrained
+    model = load(config, hf_config, path, dtype).to(device).eval().requires_grad_(False)
     _fix_ropes(model, config.max_model_len or max_positions, path)
     return TransformersModel(model, max_positions, str(path))
 
@@ -225,7 +222,7 @@ def read_foreign_config(path: Path) -> Any:
         raise _refusal(
             path, "its language model is part of another model; leave --model-impl at auto, or serve a text model"
         )
-    foreign = set(getattr(text, "layer_types", None) or ()) - _SERVABLE_LAYERS
+    foreign = set(getattr(text, "layer_types", None) or ()) - SERVABLE_LAYERS
     if foreign:
         raise _refusal(path, f"it has layers of type {', '.join(sorted(foreign))}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -240,11 +237,8 @@ def read_foreign_config(path: Path) -> Any:
 
 def _num_weights(hf_config: Any, path: Path) -> int:
     """Return the number of the model's parameters, without allocating them."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation=_IMPLEMENTATION)
-    except Exception as error:
-        raise ModelLoadError(f"{path}: transformers cannot build it ({_line(error)}).") from error
+    with torch.device("meta"):
+        model = _build(hf_config, path)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -274,13 +268,16 @@ def _pretrained(_: EngineConfig, hf_config: Any, path: Path, dtype: torch.dtype)
 def _random(config: EngineConfig, hf_config: Any, path: Path, dtype: torch.dtype) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        try:
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=_IMPLEMENTATION)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a library's code over values that may be anything
-            raise ModelLoadError(f"{path}: transformers cannot build it ({_line(error)}).") from error
-    return model
+        return _build(hf_config, path, dtype=dtype)
+
+
+def _build(hf_config: Any, path: Path, **settings: Any) -> Any:
+    try:
+        return AutoModelForCausalLM.from_config(hf_config, attn_implementation=_IMPLEMENTATION, **settings)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a library's code over values that may be anything
+        raise ModelLoadError(f"{path}: transformers cannot build it ({_line(error)}).") from error
 
 
 def _name_of(body: nn.Module, model: nn.Module) -> str:

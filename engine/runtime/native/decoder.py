@@ -38,15 +38,17 @@ class PagedStep:
     attend: AttendArgs
 
 
-@dataclass(frozen=True, slots=True)
-class LayerParts:
-    """One layer's weights; a norm is None where the family has none."""
-
-    linears: Sequence[LinearArgs]  # qkv, o, gate_up, down
-    norms: Sequence[Tensor | None]  # before attention, after it, before the MLP, after it
-    qk_norms: tuple[Tensor | None, Tensor | None]
-    window: int | None
-    rotary: int | None
+def describe_layer(
+    linears: Sequence[LinearArgs],
+    norms: Sequence[Tensor | None],
+    qk_norms: Sequence[Tensor | None],
+    window: int | None,
+    rotary: int | None,
+) -> LayerArgs:
+    """Describe a layer: qkv, o, gate_up, down; the norms around attention and MLP, None where the family has none."""
+    return LayerArgs(
+        *linears, *map(_norm, norms), *map(_norm, qk_norms), window=window or 0, rotary=-1 if rotary is None else rotary
+    )
 
 
 class NativeDecoder:
@@ -56,7 +58,7 @@ class NativeDecoder:
         self,
         library: Library,
         description: DecoderArgs,
-        layers: Sequence[LayerParts],
+        layers: Sequence[LayerArgs],
         rotaries: Sequence[tuple[Tensor, float]],
         *,
         embedding: Tensor | LinearArgs,
@@ -65,16 +67,11 @@ class NativeDecoder:
     ) -> None:
         """`description` has its numbers set; rotaries are (frequencies [dim / 2], magnitude).
 
-        An embedding given as LinearArgs is the matrix of a head that is tied to it.
+        C holds the tensors' addresses, and the model the tensors. An embedding given as LinearArgs is the matrix of a
+        head that is tied to it.
         """
         self._library, self._decoder = library, description
-        self._tensors = (
-            embedding,
-            norm,
-            [inverse for inverse, _ in rotaries],
-            layers,
-        )  # kept alive: C holds their addresses
-        self._layers = (LayerArgs * len(layers))(*map(_layer, layers))
+        self._layers = (LayerArgs * len(layers))(*layers)
         self._rotaries = (RotaryArgs * len(rotaries))(
             *(RotaryArgs(inverse.data_ptr(), 2 * len(inverse), magnitude) for inverse, magnitude in rotaries)
         )
@@ -113,14 +110,6 @@ class NativeDecoder:
             layer.pool = pool
             layer.pool.dtype = self._decoder.dtype  # the type of the pool does not matter
         self._bound = step
-
-
-def _layer(parts: LayerParts) -> LayerArgs:
-    qkv, o, gate_up, down = parts.linears
-    return LayerArgs(
-        qkv, o, gate_up, down, *map(_norm, parts.norms), *map(_norm, parts.qk_norms),
-        window=parts.window or 0, rotary=-1 if parts.rotary is None else parts.rotary,
-    )  # fmt: skip
 
 
 def _norm(weight: Tensor | None) -> NormWeight:

@@ -13,6 +13,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_vo
 from enum import IntEnum
 from functools import cache
 from struct import Struct
+from typing import Any
 
 import torch
 
@@ -221,18 +222,15 @@ class Library:
     def __init__(self, path: str) -> None:
         """Raises OSError if the file cannot be loaded here."""
         functions = ctypes.CDLL(path)
-        self._set_threads = functions.quire_set_threads
-        self._set_threads.argtypes, self._set_threads.restype = (c_int32,), None
-        self._use_isa = functions.quire_use_isa
-        self._use_isa.argtypes = (c_int32,)
-        self._keep_memory = functions.quire_keep_memory
-        self._keep_memory.argtypes, self._keep_memory.restype = (), None
-        self._gemm_pack = functions.quire_gemm_pack
-        self._gemm_pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32)
-        self._quant_bytes = functions.quire_quant_bytes
-        self._quant_bytes.argtypes, self._quant_bytes.restype = (c_int32, c_int64, c_int64), c_int64
-        self._low_dtype = functions.quire_low_dtype
-        self._low_dtype.argtypes, self._low_dtype.restype = (POINTER(LinearArgs),), c_int32
+        self._set_threads = _declare(functions.quire_set_threads, None, c_int32)
+        self._use_isa = _declare(functions.quire_use_isa, c_int32, c_int32)
+        # Keeps freed memory in the process from now on, up to 256 MiB, for the next step.
+        self.keep_memory = _declare(functions.quire_keep_memory, None)
+        pack = functions.quire_gemm_pack
+        self._gemm_pack = _declare(pack, c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32)
+        # The bytes of a packed matrix in a quantised format: format, rows, columns.
+        self.quant_bytes = _declare(functions.quire_quant_bytes, c_int64, c_int32, c_int64, c_int64)
+        self._low_dtype = _declare(functions.quire_low_dtype, c_int32, POINTER(LinearArgs))
         self.store = _entry(functions.quire_store, StoreArgs)
         self.attend = _entry(functions.quire_attend, AttendArgs)
         self.gemm = _entry(functions.quire_gemm, GemmArgs)
@@ -260,10 +258,6 @@ class Library:
         self._set_threads(num_threads)
         self.num_threads = num_threads
 
-    def keep_memory(self) -> None:
-        """Keep freed memory in the process from now on, up to 256 MiB, for the next step."""
-        self._keep_memory()
-
     def gemm_pack(self, weight: int, linear: LinearArgs) -> None:
         """Pack the matrix at an address into `linear`'s memory: zeros, n rounded up to PANEL."""
         self._gemm_pack(weight, linear.packed, linear.n, linear.k, linear.format, linear.activation)
@@ -272,14 +266,15 @@ class Library:
         """Return the type of the factors that `up` is multiplied with."""
         return next(dtype for dtype, code in DTYPES.items() if code == self._low_dtype(up))
 
-    def quant_bytes(self, format: WeightFormat, num_rows: int, num_columns: int) -> int:  # noqa: A002 - as C has it
-        """Return the bytes of a packed matrix in a quantised format."""
-        return int(self._quant_bytes(format, num_rows, num_columns))
+
+def _declare(function: ctypes._NamedFuncPointer, result: Any, *arguments: Any) -> Callable[..., Any]:
+    function.restype, function.argtypes = result, arguments
+    return function
 
 
 def _entry(function: ctypes._NamedFuncPointer, args: type[Structure]) -> Callable[[Structure], None]:
     # ctypes passes a structure by reference where a pointer to it is declared.
-    function.argtypes, function.restype = (POINTER(args),), c_int32
+    _declare(function, c_int32, POINTER(args))
     function.errcheck = _check  # type: ignore[assignment] # typeshed wants a result of the C type
     return function
 
@@ -298,7 +293,7 @@ def native() -> Library | None:
 
 
 def choose_kernels(setting: str) -> None:
-    """Set the kernels that `native` returns, from CPU_KERNELS in core/config.py.
+    """Set the kernels that `native` returns, from --cpu-kernels.
 
     Raises ConfigError for an instruction set that this machine does not have.
     """

@@ -15,13 +15,7 @@ from torch import Tensor
 
 from engine.runtime.native.library import DTYPES, Library, LinearArgs, QuantSource, WeightFormat
 from engine.runtime.native.ops import PANEL, NativeLinear
-
-
-class QuantisedRows(NamedTuple):
-    """Rows of a matrix as in a GGUF file, [rows, bytes of a row]; `kind` is GGUF's type."""
-
-    kind: int
-    rows: np.ndarray
+from engine.runtime.weights.checkpoint import QuantisedRows
 
 
 class _Needs(NamedTuple):

@@ -13,7 +13,7 @@ from engine.core.step import SequenceSlice
 
 
 class Ban(NamedTuple):
-    """A banned token of a row: always, or if the last token drawn for `slot` is `drawn`."""
+    """A banned token of a row: always, or if `slot` drew the token `drawn` last."""
 
     row: int
     token: int
@@ -22,7 +22,7 @@ class Ban(NamedTuple):
 
 
 def bad_endings(row: int, piece: SequenceSlice) -> Iterator[Ban]:
-    """Yield the bans of a slice whose answer ends, or may end, with the start of a bad word."""
+    """Yield the bans of a slice whose answer may end with the start of a bad word."""
     position = piece.start + piece.num_tokens
     for word in piece.params.bad_words:
         begin, num_before = position - len(word) + 1, len(word) - 1

@@ -11,6 +11,7 @@ matcher consumes the drafts one by one for their masks, and is then rewound. Eng
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -91,7 +92,7 @@ class ConstrainedStep:
         self.read: Callable[[], Sequence[int]] | None = None  # waits for the step's ids; set after the launch
 
     def settle(self) -> Outcome:
-        """Wait for the tokens and advance the matchers; later calls return the same result."""
+        """Wait for the tokens and advance the matchers, once; return the outcome."""
         if self._outcome is None:
             # A step whose launch ran out of memory is planned again; its tokens are not drawn yet.
             self._outcome = Outcome() if self.read is None else self._advance(self.read())
@@ -141,7 +142,7 @@ class Constraints:
         return step
 
     def count_allowed(self, each: Constrained, drafts: Sequence[int]) -> int:
-        """Return the length of the longest accepted prefix of `tokens`, without advancing."""
+        """Return the length of the longest accepted prefix of `drafts`."""
         if self._last is not None:
             self._last.settle()
         return self._catch_up(each).matcher.count_allowed(drafts)
@@ -174,16 +175,13 @@ class Constraints:
 
 
 def _turns(rows: Sequence[Constrained]) -> list[list[Constrained]]:
-    """Yield the first rows of all slots, then the second ones (after the first drafts), ..."""
-    turns: list[list[Constrained]] = []
-    num_before: dict[int, int] = {}
+    """Return the first rows of all slots, then the second ones (after a draft), ..."""
+    turns: defaultdict[int, list[Constrained]] = defaultdict(list)
+    num_before: Counter[int] = Counter()
     for each in rows:
-        turn = num_before.get(each.slot, 0)
-        num_before[each.slot] = turn + 1
-        if turn == len(turns):
-            turns.append([])
-        turns[turn].append(each)
-    return turns
+        turns[num_before[each.slot]].append(each)
+        num_before[each.slot] += 1
+    return list(turns.values())
 
 
 def _agrees(slot: _Slot, known: Sequence[int], num_tokens: int) -> bool:

@@ -28,7 +28,7 @@ _NUM_SETTLED = 8  # candidates that float32 cannot separate
 
 
 class Wish(NamedTuple):
-    """How to draw one row. temperature 0 is greedy; top_k 0, top_p 1, min_p 0: no filter."""
+    """How to draw one row; temperature 0 is greedy, top_k 0 / top_p 1 / min_p 0: all."""
 
     temperature: float
     top_k: int
@@ -45,10 +45,10 @@ def draw(logits: Tensor, wishes: Sequence[Wish], penalties: Penalties | None = N
     the caller has applied them. Seeded rows draw the same id on every device and beside any other rows. Only top_p may
     differ by one token between two implementations, where the last digits of a sum of probabilities decide.
     """
-    if uses_triton(logits):
-        return _draw_in_triton(logits, wishes, penalties)
     library = native() if logits.device.type == "cpu" and logits.is_contiguous() else None
-    return _draw_in_torch(logits, wishes) if library is None else _draw_natively(library, logits, wishes)
+    if library is not None:
+        return _draw_natively(library, logits, wishes)
+    return _draw_in_triton(logits, wishes, penalties) if uses_triton(logits) else _draw_in_torch(logits, wishes)
 
 
 def _draw_natively(library: Library, logits: Tensor, wishes: Sequence[Wish]) -> Drawn:
@@ -117,7 +117,7 @@ def _draw_rows(logits: Tensor, wishes: Sequence[Wish]) -> Tensor:
 
 
 def _best_with_noise(scores: Tensor, keys: Tensor) -> Tensor:
-    """Return the argmax of scores plus noise, decided in float64; a tie takes the lower id."""
+    """Return the argmax of scores plus noise, in float64; a tie takes the lower id."""
     vocab_size = scores.shape[1]
     tokens = torch.arange(vocab_size, dtype=torch.int32, device=scores.device)
     candidates = gumbel_noise(keys, tokens).add_(scores).topk(min(_NUM_SETTLED, vocab_size)).indices

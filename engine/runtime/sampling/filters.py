@@ -13,7 +13,7 @@ _WIDTHS = (128, 2048)  # of 49,152 tokens, on 2 cores: the best 128 of 16 rows t
 
 
 def keep_min_p(scores: Tensor, lowest: Tensor) -> None:
-    """Keep tokens at least min_p times as likely as the best; lowest [R] is log(min_p)."""
+    """Keep tokens at least min_p times as likely as the best; lowest is log(min_p)."""
     scores.masked_fill_(scores < lowest[:, None], -torch.inf)
 
 

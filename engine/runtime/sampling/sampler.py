@@ -54,7 +54,7 @@ class _Row(NamedTuple):
 
 
 class Sampler:
-    """Draws every sample of a plan; keeps penalty histories, token masks and matchers."""
+    """Draws a plan's samples; keeps penalty histories, token masks and matchers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -80,11 +80,12 @@ class Sampler:
 
         edited = [row for row in rows if _is_edited(row.piece)]
         penalties = None
-        self._keep_allowed(logits, edited)
-        if edited and uses_triton(logits) and not plan.num_drafts:  # its counts are of one text for each slot
-            penalties = self._edit_in_triton(logits, edited, last_ids)
-        elif edited:
-            self._edit(logits, edited, last_ids)
+        if edited:
+            self._keep_allowed(logits, edited)
+            if uses_triton(logits) and not plan.num_drafts:  # its counts are of one text for each slot
+                penalties = self._edit_in_triton(logits, edited, last_ids)
+            else:
+                self._edit(logits, edited, last_ids)
         constrained = self._constrain(logits, [row for row in rows if row.params.grammar is not None])
         ids, is_finite = draw(logits, [_wish(row) for row in rows], penalties)
         last_ids.index_copy_(0, self._long([row.sample.slot for row in rows]), ids)
@@ -206,7 +207,7 @@ def _is_edited(piece: SequenceSlice) -> bool:
 
 
 def _constrained(row: _Row) -> Constrained:
-    """Return the constrained row; below min_tokens it ends only if nothing else is allowed."""
+    """Return the constrained row; below min_tokens, ending is the last resort."""
     params = row.params
     assert params.grammar is not None
     unwanted: frozenset[int] = frozenset()
@@ -229,7 +230,7 @@ def _bans(rows: Iterable[_Row], vocab_size: int) -> Iterator[Ban]:
 
 
 def _too_early(piece: SequenceSlice) -> frozenset[int]:
-    """Return tokens that would end the sequence before min_tokens; grammars mask theirs."""
+    """Return tokens that would end it before min_tokens; grammars mask theirs."""
     params = piece.params
     if params.grammar is not None or not _is_too_short(piece):
         return frozenset()

@@ -56,7 +56,7 @@ def _drafting(drafter: Drafter, config: SchedulerConfig, num_drafts: int) -> Ite
 
 
 def _numbers(config: SchedulerConfig, num_drafts: int) -> Iterator[int]:
-    """Yield numbers of sequences 1, 2, 4, ..., as far as a step and the pool have room."""
+    """Yield numbers of sequences 1, 2, 4, ... that a step and the pool can hold."""
     num_seqs, rows = 1, 1 + num_drafts
     blocks = blocks_for(rows, config.block_size)
     most_rows = min(_MAX_ROWS, config.max_num_batched_tokens)

@@ -92,7 +92,7 @@ class DraftModel:
 
     @torch.inference_mode()
     def _draw(self, slices: Sequence[SequenceSlice]) -> Tensor | None:
-        """Compute positions and draw after slices with samples; return ids [R] on the device."""
+        """Compute positions, draw after slices with samples; return ids on the device."""
         num_samples = sum(len(piece.samples) for piece in slices)
         plan = StepPlan(0, list(slices), [], sum(piece.num_tokens for piece in slices), num_samples)
         batch = self._batches.build(plan, self._last_ids)
@@ -138,7 +138,7 @@ class KnownPositions:
             self._counts[block] = 0
 
     def up_to(self, piece: SequenceSlice) -> int:
-        """Return the first missing position of a slice's sequence, up to the slice's first."""
+        """Return a sequence's first missing position, at most the slice's first."""
         table, num_full = self._full.get(piece.slot, ((), 0))
         if table is not piece.block_table:
             num_full = 0

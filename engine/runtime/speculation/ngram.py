@@ -32,7 +32,7 @@ class _Text:
 
 
 class NgramDrafter:
-    """Searches for the last `longest` tokens, then fewer, down to `shortest`; latest match first."""
+    """Finds the latest match of the last `longest` tokens, or of fewer."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest
@@ -60,9 +60,9 @@ class NgramDrafter:
 
 
 def continuation(text: NDArray[np.int32], shortest: int, longest: int, num_tokens: int) -> list[int]:
-    """Return what followed the latest earlier occurrence of the end of `text`; [] if none.
+    """Return the tokens after the latest earlier occurrence of the text's end.
 
-    If fewer than `num_tokens` tokens follow it, the text is continued as a period.
+    Returns [] if there is none. If fewer than `num_tokens` follow it, the text is continued as a period.
     """
     length = len(text)
     places = np.flatnonzero(text[:-1] == text[-1])  # earlier occurrences of the last token

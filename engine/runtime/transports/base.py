@@ -22,7 +22,7 @@ class Opening(NamedTuple):
 
 
 class Store(Transport, Protocol):
-    """A Transport, how many blocks it has room for, and the ones that it kept from an earlier process."""
+    """A Transport with its size and the blocks of an earlier process."""
 
     @property
     def num_slots(self) -> int: ...

@@ -21,10 +21,10 @@ _GIB = 1 << 30
 
 
 class HostPool(Protocol):
-    """Host blocks. `begin` and `bring_in` are called for every plan, with its copy-on-write copies between."""
+    """Host blocks; every plan calls `begin`, copies on write, calls `bring_in`."""
 
     def begin(self, plan: StepPlan) -> None:
-        """Copy out the plan's `swap_out`, before anything is written to the pool, and complete earlier arrivals."""
+        """Copy out `swap_out`, before the pool is written; complete earlier arrivals."""
 
     def settle(self) -> None:
         """Complete earlier arrivals before anything else is launched, between plans."""
@@ -33,7 +33,7 @@ class HostPool(Protocol):
         """Copy in the plan's `swap_in`, before any slice that reads it."""
 
     def row(self, host_block: int) -> memoryview:
-        """Return the bytes of a host block, for another thread, which calls `finish_copies` first."""
+        """Return a host block's bytes, for a thread that called `finish_copies`."""
 
     def finish_copies(self) -> None:
         """Return when all copies of plans that were launched are done. Any thread."""
@@ -43,7 +43,7 @@ class HostPool(Protocol):
 
 
 def host_rows(pool: Sequence[Tensor], num_blocks: int) -> Tensor:
-    """Allocate main memory for blocks, [num_blocks, numbers of a block of all of `pool`]. Raises MemoryBudgetError."""
+    """Allocate main memory for blocks, a row each. Raises MemoryBudgetError."""
     size = sum(view[0].numel() for view in pool)
     try:
         return huge_pages.zeros((num_blocks, size), pool[0].dtype)
@@ -66,7 +66,7 @@ def split_rows(rows: Tensor, pool: Sequence[Tensor]) -> list[Tensor]:
 
 
 class MainMemoryPool:
-    """Host blocks of a pool that is in main memory itself: in a file, so that the system may write their pages there."""
+    """Host blocks of a pool in main memory: in a file, which the system may page to."""
 
     def __init__(self, pool: Sequence[Tensor], num_blocks: int, folder: Path | None = None) -> None:
         self._pool = list(pool)
@@ -111,9 +111,9 @@ class MainMemoryPool:
 
 
 def count_host_blocks(num_gib: float, bytes_per_block: int, room: int | None, flag: str = "--swap-space") -> int:
-    """Return the blocks in the GiB that `flag` asks for; `room` is what main memory has left, None if they go elsewhere.
+    """Return the blocks in `num_gib`. Raises ConfigError for none, or for too many.
 
-    Raises ConfigError if it is less than a block or more than there is.
+    `room` is the free main memory, None for blocks in a file.
     """
     num_blocks = int(num_gib * _GIB) // bytes_per_block
     if room is not None and num_blocks * bytes_per_block > room:

@@ -40,7 +40,7 @@ class PinnedPool:
         self._arrived: torch.cuda.Event | None = None  # until a step has waited for it
 
     def begin(self, plan: StepPlan) -> None:
-        """Gather and send what the plan copies out; have the step wait for what earlier plans brought in."""
+        """Gather and send `swap_out`; have the step wait for earlier arrivals."""
         step = torch.cuda.current_stream(self._device)
         self.settle()
         for pairs in _batches(plan.swap_out, self._num_staged):
@@ -59,7 +59,7 @@ class PinnedPool:
             self._arrived = None
 
     def bring_in(self, plan: StepPlan) -> None:
-        """Copy in, and scatter once the blocks' last readers are done; the step waits only if it reads them."""
+        """Copy in, scatter after the blocks' last readers; the step waits if it reads."""
         if not plan.swap_in:
             return
         step = torch.cuda.current_stream(self._device)
@@ -106,7 +106,7 @@ def scatter(pool: Sequence[Tensor], blocks: Tensor, rows: Tensor) -> None:
 
 
 def read_blocks(pool: Sequence[Tensor], blocks: Sequence[int], rows: Tensor) -> None:
-    """Copy blocks out to rows [N, numbers of a block] in main memory: one copy for as many as the staging holds."""
+    """Copy blocks out to rows in main memory, as many at a time as staging holds."""
     for numbers, some in _portions(blocks, rows):
         staged = torch.empty(some.shape, dtype=some.dtype, device=pool[0].device)
         gather(pool, to_device(numbers, torch.int64, staged.device), staged)
@@ -127,7 +127,7 @@ def _portions(blocks: Sequence[int], rows: Tensor) -> Iterator[tuple[Sequence[in
 
 
 def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Return runs of adjacent blocks as (first block, its index in the list, count): one copy each."""
+    """Yield runs of adjacent blocks as (first block, index in the list, count)."""
     begin = 0
     for at in range(1, len(blocks) + 1):
         if at == len(blocks) or blocks[at] != blocks[at - 1] + 1:
@@ -141,7 +141,7 @@ def _batches(pairs: Sequence[tuple[int, int]], size: int) -> Iterator[Sequence[t
 
 
 def _pin(rows: Tensor) -> None:
-    """Pin memory, so that the device copies it itself. torch's own pinned memory comes in powers of two, up to twice as much."""
+    """Pin memory; torch's pinned memory comes in powers of two, up to twice as much."""
     status = torch.cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.nbytes, 0)
     if status.value != 0:
         raise MemoryBudgetError(

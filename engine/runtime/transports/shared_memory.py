@@ -38,7 +38,7 @@ class SharedMemory:
     """Parcels in one folder, of at most `max_bytes` together."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Create the folder if it does not exist, for this user alone. Raises ParcelError if others may read it."""
+        """Create the folder. Raises ParcelError if other users may read it."""
         self._folder, self._max_bytes = folder, max_bytes
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ class SharedMemory:
             raise ParcelError(f"{folder} is open to other users; make it yours alone (chmod 700)")
 
     def pack(self, layout: Layout, num_blocks: int) -> Parcel:
-        """Return a parcel with room for so many blocks: fill its rows, then send or drop it. Raises ParcelError."""
+        """Return a parcel to fill, then to send or drop. Raises ParcelError."""
         size = _first_block(num_blocks) + num_blocks * layout.block_bytes
         taken = self._sweep()
         if taken + size > self._max_bytes:
@@ -67,7 +67,7 @@ class SharedMemory:
         return Parcel(path, whole, layout, num_blocks)
 
     def open(self, name: str, layout: Layout) -> Rows:
-        """Return a parcel's blocks, checked; the parcel is removed, whatever the outcome. Raises ParcelError."""
+        """Remove a parcel and return its checked blocks. Raises ParcelError."""
         if Path(name).name != name or not name.endswith(_SENT):
             raise ParcelError(f"{name!r} is not the name of a parcel")
         path = self._folder / name
@@ -82,7 +82,7 @@ class SharedMemory:
         return _checked(path, whole, layout)
 
     def _sweep(self) -> int:
-        """Remove stale parcels; returns the bytes of the rest. Other daemons remove files meanwhile, so any may be gone."""
+        """Remove stale parcels, as other daemons do; return the bytes of the rest."""
         taken = 0
         for path in self._folder.iterdir():
             if path.suffix not in (_SENT, _PACKING):
@@ -104,7 +104,7 @@ class Parcel:
         self.rows: Rows = whole[_first_block(num_blocks) :].reshape(num_blocks, layout.block_bytes)
 
     def send(self, num_blocks: int) -> str:
-        """Seal the first so many blocks; returns the name that another daemon opens it by."""
+        """Seal the first blocks; return the name that another daemon opens it by."""
         _, block_size, block_bytes = layout = self._layout
         checks = np.array([_check(index, row) for index, row in enumerate(self.rows[:num_blocks])], "<u4")
         self._whole[_HEADER.size : _HEADER.size + checks.nbytes] = checks.view(np.uint8)

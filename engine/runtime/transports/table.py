@@ -33,9 +33,9 @@ def open_tiers(
     dtype: torch.dtype,
     report: Callable[[Progress], None],
 ) -> tuple[SchedulerConfig, dict[str, Store]]:
-    """Open host memory and the stores that are configured; returns the settings with their sizes, and the stores.
+    """Open host memory and the configured stores. Raises ConfigError and others.
 
-    Raises ConfigError or MemoryBudgetError.
+    Returns the settings with their sizes, and the stores.
     """
     asked = {"--swap-space": config.swap_space, "--kv-offload-config": config.kv_offload_gib}
     flags = [flag for flag, num_gib in asked.items() if num_gib]

@@ -1,4 +1,1 @@
-"""Readers of weight files; checkpoint.py is their interface.
-
-engine/runtime/models/load.py chooses a reader.
-"""
+"""Readers of weight files. formats.py lists them, checkpoint.py is their interface, and fill.py loads from them."""

@@ -1,4 +1,4 @@
-"""Random weights for a config.json, to benchmark any size without a checkpoint.
+"""Random weights for any model's config, to benchmark any size without a checkpoint.
 
 Seeded, and scaled to keep activations finite. A few million numbers are drawn once and repeated, because drawing
 billions would take a minute.
@@ -6,59 +6,58 @@ billions would take a minute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from engine.runtime.weights.checkpoint import StoredTensor
+from engine.runtime.weights.formats import choose_format
 
-from engine.core.errors import MemoryBudgetError
-from engine.core.types import Progress
-from engine.runtime.host_memory import available_memory
-from engine.runtime.weights.checkpoint import Keep, Report, StoredTensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-_GIB = 1 << 30
 _SCALE = 0.02  # the usual initialisation
 _NUM_DRAWN = (1 << 22) - 3  # odd, so that the rows of a matrix differ
+_ELEMENT_BYTES = 2  # as a file would have them
 
 
-def fill_dummy(
-    targets: Mapping[str, Tensor], seed: int, report: Report, keepers: Mapping[str, Keep] | None = None
-) -> None:
-    """Fill norms with 1, biases with 0, matrices with random numbers or their keepers."""
-    keepers = keepers or {}
-    total, done = sum(target.nbytes for target in targets.values()), 0
-    drawn: Tensor | None = None
-    for name, target in targets.items():
-        if name.endswith(".bias"):
-            target.zero_()
-        elif "norm" in name:
-            target.fill_(1.0)
-        else:
-            if drawn is None:
-                generator = torch.Generator().manual_seed(seed)
-                drawn = (torch.randn(_NUM_DRAWN, generator=generator) * _SCALE).to(target)
-            keep = keepers.get(name)
-            if keep is None:
-                _tile(target, drawn)
-            else:
-                keep(StoredTensor(name, tuple(target.shape), target.nbytes, name, partial(_tile, drawn=drawn)))
-        done += target.nbytes
-        report(Progress("weights", name, done, total, "bytes"))
+class DummyCheckpoint:
+    """Norms of 1, biases of 0, and random matrices, for a model of any other format."""
+
+    num_weights = None
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self.config = choose_format("auto", path).open(path).config
+        self._seed = seed
+        self._drawn: Tensor | None = None
+
+    def check(self) -> None:
+        """Do nothing: the model's weights are not read."""
+
+    def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:
+        for name, shape in wanted.items():
+            copy_to = _zero if name.endswith(".bias") else _one if "norm" in name else self._tile
+            yield StoredTensor(name, shape, math.prod(shape) * _ELEMENT_BYTES, name, copy_to)
+
+    def _tile(self, target: Tensor) -> None:
+        drawn = self._drawn = _draw(self._seed, target) if self._drawn is None else self._drawn
+        flat = target.view(-1)
+        for start in range(0, flat.numel(), drawn.numel()):
+            part = flat[start : start + drawn.numel()]
+            part.copy_(drawn[: part.numel()])
 
 
-def check_room(num_weights: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise MemoryBudgetError if random weights exceed main memory; a GPU raises by itself."""
-    num_bytes, room = num_weights * dtype.itemsize, available_memory()
-    if device.type == "cpu" and num_bytes > room:
-        raise MemoryBudgetError(
-            f"config.json calls for {num_bytes / _GIB:.1f} GiB of weights, and this machine has {room / _GIB:.1f} GiB of memory "
-            "left; choose a smaller model or a smaller --dtype."
-        )
+def _draw(seed: int, target: Tensor) -> Tensor:
+    """Return random numbers in a tensor's type, on its device."""
+    import torch
+
+    return (torch.randn(_NUM_DRAWN, generator=torch.Generator().manual_seed(seed)) * _SCALE).to(target)
 
 
-def _tile(target: Tensor, drawn: Tensor) -> None:
-    flat = target.view(-1)
-    for start in range(0, flat.numel(), drawn.numel()):
-        part = flat[start : start + drawn.numel()]
-        part.copy_(drawn[: part.numel()])
+def _zero(target: Tensor) -> None:
+    target.zero_()
+
+
+def _one(target: Tensor) -> None:
+    target.fill_(1.0)

@@ -1,4 +1,4 @@
-"""Reads GGUF files as checkpoints: memory-mapped, with Hugging Face's names.
+"""Reads GGUF files: memory-mapped, with Hugging Face's names.
 
 A copied tensor is dequantised. Three things differ by architecture: the names of tensors, whether the rows of Q and K
 are in the order of interleaved rotation, and whether norms are stored as 1 + weight. weights/gguf_config.py turns the
@@ -7,26 +7,30 @@ metadata into a config.json.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
-from torch import Tensor
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.native.quantised import QuantisedRows, is_served_quantised
-from engine.runtime.weights.checkpoint import StoredTensor
+from engine.gguf_header import TensorInfo, read_header
+from engine.runtime.weights.checkpoint import QuantisedRows, StoredTensor
 from engine.runtime.weights.gguf_config import hf_config
-from engine.runtime.weights.gguf_file import GGUFTensor, read_gguf
+from engine.runtime.weights.hf_config import HFConfig
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FLOATS = (Kind.F32, Kind.F16, Kind.BF16)
 _KINDS = (
-    Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K,
+    *_FLOATS, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K,
 )  # fmt: skip
 # Elements dequantised at a time. They stay in the cache, and torch converts so few without waking its threads, which
 # wait for each other on a busy machine (the default model: 0.6 s; chunks of 2^20 took 1.6 s there).
@@ -63,12 +67,21 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
+class GGUFTensor(NamedTuple):
+    """One tensor: `rows` [rows, bytes of a row] is a view; `shape` is outermost first."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    rows: np.ndarray
+
+
 class GGUFCheckpoint:
     """One .gguf file."""
 
-    def __init__(self, path: Path) -> None:
-        self.source = str(path)
-        metadata, self._stored = read_gguf(path)
+    def __init__(self, path: Path, seed: int = 0) -> None:  # noqa: ARG002 - for random weights
+        header = read_header(path)
+        self._stored = _read_tensors(path, header.tensors)
         for tensor in self._stored.values():
             if tensor.kind not in _KINDS:
                 raise ModelLoadError(
@@ -77,20 +90,34 @@ class GGUFCheckpoint:
                 )
         ropes = {name: _values(self._stored[name]) for name in _ROPE_TENSORS if name in self._stored}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
-        self.config: Mapping[str, Any]
-        self._arch, self.config = hf_config(metadata, shapes, ropes, self.source)
+        self._arch, values = hf_config(header.metadata, shapes, ropes, str(path))
+        self.config = HFConfig(values, str(path))
 
-    def tensors(self) -> Iterator[StoredTensor]:
+    def check(self) -> None:
+        """Do nothing: the header has been checked."""
+
+    @property
+    def num_weights(self) -> int:
+        """Return how many elements the file holds."""
+        return sum(math.prod(tensor.shape) for tensor in self._stored.values())
+
+    def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:  # noqa: ARG002 - the protocol's
         names = _NAMES | _NAMES_BY_ARCH.get(self._arch, {})
         for name, tensor in self._stored.items():
             if name not in _ROPE_TENSORS:
-                copy_to = partial(self._copy, tensor)
-                quantised = partial(self._quantised, tensor) if is_served_quantised(tensor.kind) else None
+                quantised = None if tensor.kind in _FLOATS else partial(self._quantised, tensor)
                 yield StoredTensor(
-                    _hf_name(name, names), tensor.shape, tensor.rows.nbytes, self.source, copy_to, quantised
+                    _hf_name(name, names),
+                    tensor.shape,
+                    tensor.rows.nbytes,
+                    self.config.source,
+                    partial(self._copy, tensor),
+                    quantised,
                 )
 
     def _copy(self, tensor: GGUFTensor, target: Tensor) -> None:
+        from torch import from_numpy  # a config is read before torch is imported
+
         rows, matrix = self._ordered(tensor), target.view(-1, target.shape[-1])
         stored_offset = np.float32(self._arch in _OFFSET_NORMS and tensor.name.endswith("norm.weight"))
         step = max(1, _CHUNK // matrix.shape[1])
@@ -98,7 +125,7 @@ class GGUFCheckpoint:
             with np.errstate(all="ignore"):  # damaged weights; the check of the first forward pass finds them
                 part = dequantize(rows[start : start + step], tensor.kind)
                 # The subtraction also makes the copy that torch needs: the map is read-only.
-                matrix[start : start + step].copy_(torch.from_numpy(part - stored_offset))
+                matrix[start : start + step].copy_(from_numpy(part - stored_offset))
 
     def _quantised(self, tensor: GGUFTensor) -> QuantisedRows:
         return QuantisedRows(int(tensor.kind), self._ordered(tensor))
@@ -108,11 +135,11 @@ class GGUFCheckpoint:
         role = tensor.name.split(".")[-2]
         if self._arch not in _INTERLEAVED or role not in ("attn_q", "attn_k"):
             return tensor.rows
-        heads = self.config["num_attention_heads" if role == "attn_q" else "num_key_value_heads"]
+        heads = self.config.size("num_attention_heads" if role == "attn_q" else "num_key_value_heads")
         outputs = tensor.shape[0]  # rows of a weight, elements of a bias
         if outputs % (2 * heads):
             raise ModelLoadError(
-                f"{self.source}: tensor {tensor.name!r} has {outputs} outputs, which {heads} heads cannot share."
+                f"{self.config.source}: tensor {tensor.name!r} has {outputs} outputs, which {heads} heads cannot share."
             )
         pairs = tensor.rows.reshape(heads, outputs // heads // 2, 2, -1)
         return pairs.swapaxes(1, 2).reshape(tensor.rows.shape)
@@ -131,3 +158,24 @@ def _hf_name(name: str, names: Mapping[str, str]) -> str:
 def _values(tensor: GGUFTensor) -> list[float]:
     with np.errstate(all="ignore"):
         return [float(value) for value in dequantize(tensor.rows, tensor.kind).ravel()]
+
+
+def _read_tensors(path: Path, infos: Iterable[TensorInfo]) -> dict[str, GGUFTensor]:
+    """Return tensors as rows of a memory map. Raises ModelLoadError for a cut file."""
+    data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    try:
+        return {info.name: _tensor(data, info) for info in infos}
+    except ValueError as error:
+        raise ModelLoadError(f"The model file {path} is truncated or damaged ({error}); download it again.") from None
+
+
+def _tensor(data: np.ndarray, info: TensorInfo) -> GGUFTensor:
+    kind = Kind(info.kind)
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    if not info.shape or 0 in info.shape or info.shape[-1] % block:
+        raise ValueError(f"tensor {info.name!r} has the impossible shape {list(info.shape)} for {kind.name}")
+    num_rows, row_bytes = math.prod(info.shape[:-1]), info.shape[-1] // block * block_bytes
+    end = info.start + num_rows * row_bytes
+    if end > len(data):
+        raise ValueError(f"it ends at byte {len(data)}, inside tensor {info.name!r}")
+    return GGUFTensor(info.name, info.shape, kind, data[info.start : end].reshape(num_rows, row_bytes))

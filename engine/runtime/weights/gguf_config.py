@@ -39,7 +39,7 @@ def hf_config(
     if "token_embd.weight" not in shapes:
         raise ModelLoadError(f"{source} has no tensor 'token_embd.weight'; it is not a language model.")
     file = _File(meta, shapes, ropes)
-    return arch, _common(file) | _ARCHITECTURES[arch](file)
+    return arch, {"model_type": arch} | _common(file) | _ARCHITECTURES[arch](file)
 
 
 def _common(file: _File) -> dict[str, Any]:
@@ -62,6 +62,7 @@ def _common(file: _File) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_output.bias" in file.shapes,
         "mlp_bias": "blk.0.ffn_down.bias" in file.shapes,
         "tie_word_embeddings": "output.weight" not in file.shapes,
+        "dtype": "bfloat16",  # in which dequantised weights are computed
     }
 
 
@@ -102,27 +103,15 @@ def _window(file: _File) -> int | None:
 
 def _llama(file: _File) -> dict[str, Any]:
     window = _window(file)
-    return {"model_type": "mistral", "sliding_window": window} if window else {"model_type": "llama"}
+    return {"model_type": "mistral", "sliding_window": window} if window else {}
 
 
-def _qwen2(_: _File) -> dict[str, Any]:
-    return {"model_type": "qwen2"}
-
-
-def _qwen3(_: _File) -> dict[str, Any]:
-    return {"model_type": "qwen3"}
-
-
-def _smollm3(_: _File) -> dict[str, Any]:
-    return {"model_type": "smollm3"}
+def _as_named(_: _File) -> dict[str, Any]:
+    return {}
 
 
 def _phi3(file: _File) -> dict[str, Any]:
-    return {"model_type": "phi3", "sliding_window": _window(file)}
-
-
-def _gemma(_: _File) -> dict[str, Any]:
-    return {"model_type": "gemma"}
+    return {"sliding_window": _window(file)}
 
 
 def _query_scalar(file: _File, num_layers_27b: int) -> float:
@@ -135,7 +124,6 @@ def _query_scalar(file: _File, num_layers_27b: int) -> float:
 
 def _gemma2(file: _File) -> dict[str, Any]:
     return {
-        "model_type": "gemma2",
         "sliding_window": _window(file),
         "query_pre_attn_scalar": _query_scalar(file, 46),
         "attn_logit_softcapping": file.meta.number("attn_logit_softcapping", 50.0),
@@ -156,7 +144,6 @@ def _gemma3(file: _File) -> dict[str, Any]:
 
 def _granite(file: _File) -> dict[str, Any]:
     return {
-        "model_type": "granite",
         "embedding_multiplier": file.meta.number("embedding_scale"),
         "residual_multiplier": file.meta.number("residual_scale"),
         "attention_multiplier": file.meta.number("attention.scale"),
@@ -166,16 +153,17 @@ def _granite(file: _File) -> dict[str, Any]:
 
 def _olmo2(file: _File) -> dict[str, Any]:
     window = _window(file)  # OLMo 3 is named olmo2 and has windows
-    return {"model_type": "olmo3", "sliding_window": window} if window else {"model_type": "olmo2"}
+    return {"model_type": "olmo3", "sliding_window": window} if window else {}
 
 
+# What each architecture has beside the common settings, and its name on the hub if that is another.
 _ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "smollm3": _smollm3,
+    "qwen2": _as_named,
+    "qwen3": _as_named,
+    "smollm3": _as_named,
     "phi3": _phi3,
-    "gemma": _gemma,
+    "gemma": _as_named,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "granite": _granite,

@@ -46,10 +46,7 @@ def check_num_fields(data: Any) -> None:
 
 
 def refused_field(name: str, reason: str, *, is_unsupported: bool = False) -> PydanticCustomError:
-    """Return the error for a field that a validator refuses; "" is the value.
-
-    Pydantic adds the path, so a nested field is named in full wherever its object is.
-    """
+    """Return the error for a field that a validator refuses; "" is the value itself."""
     kind = "unsupported_parameter" if is_unsupported else "refused_field"
     return PydanticCustomError(kind, "{name} {reason}", {"name": name, "reason": reason})
 

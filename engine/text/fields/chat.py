@@ -1,10 +1,9 @@
-"""The fields of a conversation: messages, tools, and how to answer. Pure data.
-
-engine/text/chat_preprocessor.py makes a prompt and the engine's parameters of them.
-"""
+"""The fields of a conversation: messages, tools, and how to answer. Pure data."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -22,22 +21,23 @@ _MANY_CHARS = 100_000
 _PLAIN_ROLES = ("user", "assistant", "system")
 
 
-def _as_text(content: Any) -> Any:
-    """Return content as text; it may come in parts."""
-    return _joined(content) if isinstance(content, list) else content
-
-
-def _joined(parts: list[Any]) -> str:
-    """Return the text of all parts. Raises UnsupportedError for another type."""
+def join_parts(content: Any, kinds: Mapping[str, str], param: str) -> Any:
+    """Return the joined text of content in parts; `kinds` maps types to fields."""
+    if not isinstance(content, list):
+        return content
     texts = []
-    for part in parts:
-        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
-        if isinstance(kind, str) and kind != "text":
-            raise UnsupportedError("messages", f"content of type {shorten(kind)!r} cannot be read; send text only.")
-        if kind is None or not isinstance(text, str):
-            raise ValueError('parts must look like {"type": "text", "text": "..."}')
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in kinds:
+            raise UnsupportedError(param, f"content of type {shorten(kind)!r} cannot be read; send text only.")
+        text = part.get(kinds[kind]) if isinstance(kind, str) else None
+        if not isinstance(text, str):
+            raise ValueError(f'parts must look like {{"type": "{next(iter(kinds))}", "text": "..."}}')
         texts.append(text)
     return "\n".join(texts)
+
+
+_as_text = partial(join_parts, kinds={"text": "text"}, param="messages")
 
 
 class Message(RequestBody):

@@ -1,7 +1,4 @@
-"""The fields of sampling, stopping and queueing: names, types and ranges.
-
-engine/text/sampling.py makes the engine's parameters of them.
-"""
+"""The fields of sampling, stopping and queueing: names, types and ranges."""
 
 from __future__ import annotations
 
@@ -99,8 +96,8 @@ class ConstraintFields(RequestBody):
         )
         for kind, value in guided:
             if value is not None and value is not False:
-                asked = StructuredOutputs.of_guided(kind, value, self.guided_whitespace_pattern)
-                found.append((f"guided_{kind}", asked))
+                named = {kind: value, "whitespace_pattern": self.guided_whitespace_pattern}
+                found.append((f"guided_{kind}", StructuredOutputs.model_validate(named)))
         found += [("structured_outputs", self.structured_outputs), ("response_format", self.response_format)]
         specs = [(None if asked is None else asked.spec(), param) for param, asked in found]
         return [Constraint(spec, param) for spec, param in specs if spec is not None]

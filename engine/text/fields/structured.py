@@ -1,8 +1,4 @@
-"""OpenAI's response_format and vLLM's structured_outputs. Pure data.
-
-Each becomes a GrammarSpec, or None where it constrains nothing. The answer is valid whether or not the prompt asks for
-the format, but better if it does.
-"""
+"""OpenAI's response_format and vLLM's structured_outputs, as grammars."""
 
 from __future__ import annotations
 
@@ -52,10 +48,7 @@ WhitespacePattern = Annotated[str, Field(max_length=200)]
 
 
 class JsonSchemaFormat(RequestBody):
-    """`strict` refuses keywords that cannot be enforced, and closes objects.
-
-    See `close_schema` in engine/text/grammars/spec.py.
-    """
+    """`strict` refuses keywords that cannot be enforced, and closes objects."""
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"description"})
 
@@ -150,11 +143,6 @@ class StructuredOutputs(RequestBody):
             raise refused_field("structural_tag", "must have the type structural_tag.")
         return self
 
-    @classmethod
-    def of_guided(cls, kind: str, value: Any, whitespace_pattern: str | None) -> StructuredOutputs:
-        """Return the meaning of the field guided_`kind` of older vLLMs."""
-        return cls.model_validate({kind: value, "whitespace_pattern": whitespace_pattern})
-
     def _constraints(self) -> dict[str, Any]:
         names = ("json_", "json_object", "regex", "choice", "grammar", "structural_tag")
         return {name.rstrip("_"): getattr(self, name) for name in names}
@@ -171,7 +159,7 @@ class StructuredOutputs(RequestBody):
         if self.regex is not None:
             return GrammarSpec(GrammarKind.REGEX, self.regex)
         if self.choice is not None:
-            return GrammarSpec.of_choice(self.choice)
+            return GrammarSpec(GrammarKind.CHOICE, json.dumps(self.choice))
         if self.grammar is not None:
             return GrammarSpec(GrammarKind.LARK, self.grammar)
         return None if self.structural_tag is None else self.structural_tag.spec()

@@ -1,4 +1,4 @@
-"""Compiles grammars on two worker threads, each after a trial in a process, and caches them.
+"""Compiles grammars on worker threads, after a trial in a process, and caches them.
 
     compile(spec) -> cached? -> being built? -> quick worker -> (slow worker) -> Grammar
 

@@ -1,8 +1,6 @@
 """Implements the Grammar of engine/core/types.py over llguidance.
 
-Built by the builder's worker threads, then used by the engine thread alone.
-
-All matchers of a grammar share its lexer, whose tables grow with the answers. The memory that a call into the library
+Built by the compiler's worker threads, then used by the engine thread alone. All matchers of a grammar share its lexer, whose tables grow with the answers. The memory that a call into the library
 adds to this process is therefore charged to the grammar. A grammar that grew is `is_worn` and not given to new requests;
 one that grew too much fails the requests that follow it. A lexer that ran into a limit stays broken; it is worn too.
 """

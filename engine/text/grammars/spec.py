@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -37,11 +37,6 @@ class GrammarSpec(NamedTuple):
         """
         # Not sorted: the order of properties is the order in which they are written.
         return cls(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), whitespace, is_lenient)
-
-    @classmethod
-    def of_choice(cls, choices: Sequence[str]) -> GrammarSpec:
-        """Return the grammar of one of several texts."""
-        return cls(GrammarKind.CHOICE, json.dumps(choices))
 
     @classmethod
     def of_lark(cls, text: str) -> GrammarSpec:

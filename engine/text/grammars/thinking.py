@@ -1,10 +1,8 @@
 """Bounds a model's thoughts, and applies a grammar to the answer behind them.
 
-Implements the Grammar of engine/core/types.py.
-
-A matcher counts tokens and looks for two of them, the tags; once the budget is spent, the closing tag is the only token
-allowed. An inner grammar begins where the thoughts end, or immediately if there are none. Made on the event loop, then
-used by the engine thread alone.
+A Grammar of engine/core/types.py. A matcher counts tokens and looks for two of them, the tags; once the budget is spent,
+the closing tag is the only token allowed. An inner grammar begins where the thoughts end, or immediately if there are
+none. Made on the event loop, then used by the engine thread alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tries a grammar in a process: one that hangs or crashes harms nothing else.
-
-The daemon's end of trial_process.py; used by the worker threads of builder.py.
-"""
+"""Tries grammars in a process, where one that hangs or crashes does no harm."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
 """The process in which grammars are tried.
 
-The process loads the model's vocabulary once and then forks a child for each grammar. A child does with the grammar what
-the daemon would do (`build`, then masks along random answers), under limits of CPU time, wall time and memory that the
-kernel enforces, and reports the memory this took. Forked from a process that has the vocabulary, a child starts in
-milliseconds and measures nothing but its grammar.
-
-Run by engine/text/grammars/trial.py through engine/child_process.py. Imports nothing else of Quire, so that it starts
-fast; guidance.py shares `limits`, `build` and `private_bytes`.
+It loads the model's vocabulary once and then forks a child for each grammar, which starts in milliseconds and measures
+nothing else. A child does with the grammar what the daemon would do (`build`, then masks along random answers), under
+limits of CPU time, wall time and memory that the kernel enforces, and reports the memory this took. Run by trial.py;
+imports hardly anything of Quire, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -49,9 +46,7 @@ def limits() -> LLParserLimits:
 
 
 def build(tokens: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return a matcher before its first token.
-
-    Raises ValueError with the library's message.
+    """Return a matcher before its first token. Raises ValueError.
 
     The first mask fills tables that all matchers of this grammar share; no request waits for it here.
     """

@@ -1,4 +1,4 @@
-"""The base of all formats of tool calls: marks, parser and grammars. Pure.
+"""The base of tool-call formats: signs, markup, parser and grammars. Pure.
 
 To add a format, write one file with a ToolFormat, and its line in formats.py.
 """
@@ -89,7 +89,9 @@ class ToolFormat(ABC):
 
     name: str
     aliases: tuple[str, ...] = ()  # further names of the setting
-    signs: tuple[str, ...] = ()  # a chat template with all of these texts teaches the format
+    signs: tuple[
+        str, ...
+    ] = ()  # a chat template with all of these texts teaches the format; without any it is not detected
     id_length: int = 0  # of a call's id, where templates insist on one
     openings: tuple[str, ...] = ()  # the marks that begin calls
     ends_thoughts: bool = False  # such a mark ends thoughts that were not closed
@@ -111,7 +113,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def grammar(self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:
-        """Return Lark for free text with calls in it, valid ones where their tool is strict.
+        """Return Lark for free text with calls in it, valid ones of strict tools.
 
         Raises InvalidRequestError for a schema that cannot be enforced. llguidance's structural tags do not suffice: a
         tag begins with one literal text, its number is not bounded, and a call needs a mark.

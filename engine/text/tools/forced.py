@@ -1,8 +1,4 @@
-"""Grammars of answers that must call tools. Pure.
-
-They leave nothing but calls, or a JSON answer instead, where an answer that has a schema may be one: its grammar alone would
-rule calls out. Each tool's schema is a separate grammar, so its references mean that schema's definitions.
-"""
+"""Grammars of answers that must call tools, or answer in JSON. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls in channels, which engine/text/channels.py separates: format and grammar. Pure."""
+"""Tool calls in the channels of engine/text/channels.py. Pure."""
 
 from __future__ import annotations
 

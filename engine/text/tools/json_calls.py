@@ -1,4 +1,4 @@
-"""Tool calls in JSON, behind a mark or alone: parser, grammar, and the formats of this kind.
+"""Tool calls in JSON, behind a mark or alone: formats, parser and grammar.
 
     {"name": ..., "arguments": {...}}        or arguments alone, after a name
 
@@ -40,7 +40,7 @@ _HEAD = re.compile(  # of a call: its name, and perhaps all text before its argu
     rf'(?P<rest>{_GAP},{_GAP}(?:{_MEMBER})*?"(?:arguments|parameters)"{_GAP}:{_GAP}(?=\{{))?',
     re.DOTALL,
 )
-_MAX_HEAD = 1000  # characters; a longer one is found once its call is whole
+_MAX_HEAD = 300  # characters; a longer one is found once its call is whole
 _BEGINNING = re.compile(rf'\{{{_GAP}(?:"|$)')
 _BARE = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # outside strings
 _CLOSING = {"{": "}", "[": "]"}
@@ -62,9 +62,11 @@ class JsonFormat(ToolFormat):
         return frozenset(mark for pair in self.marks for mark in pair if mark) | ({self.name_end} - {""})
 
     def parser(self, tools: Tools) -> JsonCallParser:
+        """Return a parser of one answer that may call these tools."""
         return JsonCallParser(self, frozenset(tools))
 
     def grammar(self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:
+        """Return Lark for free text with calls in it."""
         return _grammar(self, tools, special_tokens, parallel=parallel)
 
     def forced(
@@ -317,7 +319,7 @@ class JsonCallParser(ArgumentsParser):
 
     def _call(self) -> bool:
         """Read the beginning of an object, until it is certain to be a call or not."""
-        head = _HEAD.match(self._buffer, 0, _MAX_HEAD)
+        head = _HEAD.match(self._buffer, 0, _MAX_HEAD) if self._num_scanned < _MAX_HEAD else None
         if (head and not self._accepts(head["name"])) or not _BEGINNING.match(self._buffer):
             return self._no_call()
         if head and head["rest"]:
@@ -366,7 +368,7 @@ class JsonCallParser(ArgumentsParser):
 
 
 def _whole_call(text: str) -> tuple[str, str]:
-    """Return a call's name and arguments, whatever their order; no name for another object."""
+    """Return a call's name and arguments; no name for another object."""
     try:
         call: dict[str, Any] = json.loads(text, strict=False)
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))

@@ -1,4 +1,4 @@
-"""The JSON types of a tool's parameters, for formats that write values as plain text. Pure."""
+"""JSON types of parameters, for formats that write values as plain text. Pure."""
 
 from __future__ import annotations
 

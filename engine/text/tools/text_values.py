@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 from engine.core.errors import InvalidRequestError
@@ -98,8 +97,7 @@ _UNENFORCED = (
     "pattern", "format", "minLength", "maxLength", "contentEncoding", "contentMediaType", "allOf", "not", "if",
 )  # fmt: skip
 _RESTRICTING = ("type", "enum", "const", "$ref", "anyOf", "oneOf", *_UNENFORCED)  # others do not restrict a string
-_MAX_DEPTH = 16  # of alternatives in alternatives ...
-_MAX_PARTS = 1024  # ... which multiply: a few references can make billions
+_MAX_PARTS = 1024  # of a string's alternatives: a few references can make billions
 
 
 class ValueGrammar(NamedTuple):
@@ -149,18 +147,14 @@ class ValueGrammar(NamedTuple):
         if types - {"string", "null"}:
             why = f"the string {name!r} cannot be told from {' or '.join(sorted(types - {'string'}))}"
             raise refusal(why, "give it one type")
-        parts = list(islice(_parts(name, schema, parameters, _MAX_DEPTH), _MAX_PARTS + 1))
-        if len(parts) > _MAX_PARTS:
-            raise refusal(f"the string {name!r} may have at most {_MAX_PARTS} alternatives", "name fewer")
-        choices = [_texts(part) for part in parts]
-        if None in choices:
+        texts = _texts(name, schema, parameters)
+        if texts is None:
             return None
-        named = dict.fromkeys(text for some in choices for text in some or ())
-        if not named:
+        if not texts:
             raise refusal(
                 f"the string {name!r} must have a value, and its schema leaves none", "mend its enum or const"
             )
-        return f"({' | '.join(json.dumps(text, ensure_ascii=False) for text in named)})"
+        return f"({' | '.join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))})"
 
 
 def properties_of(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -191,28 +185,31 @@ def _regex(text: str) -> str:
     return text.replace("/", "\\/").replace("\n", "\\n").replace("|", "\\|")
 
 
-def _parts(name: str, schema: Any, parameters: Mapping[str, Any], num_left: int) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas of which a value must meet one, without alternatives.
-
-    Each alternative yields a part or is refused, so a caller that stops taking parts stops the work.
-    """
-    if not isinstance(schema, Mapping):
-        schema = {}
-    key, inner = next(_alternatives(schema, parameters), ("", []))
-    beside = [each for each in _RESTRICTING if each in schema and each != key]
-    if not key:
+def _texts(name: str, schema: Any, parameters: Mapping[str, Any]) -> list[str] | None:
+    """Return the texts that a string may be, null as a word; None for any text."""
+    texts: list[str] = []
+    is_any = False
+    parts = [schema]
+    for part in parts:  # alternatives are appended meanwhile
+        if len(parts) > _MAX_PARTS:
+            raise refusal(f"the string {name!r} may have at most {_MAX_PARTS} alternatives", "name fewer")
+        part = part if isinstance(part, Mapping) else {}
+        key, alternatives = next(_alternatives(part, parameters), ("", []))
+        beside = [each for each in _RESTRICTING if each in part and each != key]
+        if key and beside:
+            why = f"{beside[0]} of the string {name!r} cannot stand beside {key}"
+            raise refusal(why, "move it into the alternatives")
         wrong = next((each for each in beside if each in _UNENFORCED), None)
         if wrong is not None:
             raise refusal(f"{wrong} of the string {name!r} cannot be enforced", "leave it out")
-        yield schema
-        return
-    if beside:
-        raise refusal(f"{beside[0]} of the string {name!r} cannot stand beside {key}", "move it into the alternatives")
-    if not num_left:
-        why = f"alternatives of the string {name!r} may stand {_MAX_DEPTH} deep, and those here go on"
-        raise refusal(why, "name them")
-    for one in inner:
-        yield from _parts(name, one, parameters, num_left - 1)
+        parts += alternatives
+        types, values = types_at(part), values_at(part)
+        if values is None:
+            is_any = is_any or not (key or types == {"null"})
+            values = [None] if types == {"null"} else []
+        fitting = [value for value in values if not types or type_name(value) in types]
+        texts += ["null" if value is None else value for value in fitting if value is None or isinstance(value, str)]
+    return None if is_any else texts
 
 
 def _alternatives(schema: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
@@ -223,14 +220,3 @@ def _alternatives(schema: Mapping[str, Any], parameters: Mapping[str, Any]) -> I
         inner = schema.get(key)
         if isinstance(inner, list) and (key != "allOf" or len(inner) == 1):
             yield key, inner
-
-
-def _texts(schema: Mapping[str, Any]) -> list[str] | None:
-    """Return the strings that a schema allows, null as a word; None without a list."""
-    types, named = types_at(schema), values_at(schema)
-    if named is None and types == {"null"}:
-        named = [None]
-    if named is None:
-        return None
-    fitting = [value for value in named if not types or type_name(value) in types]
-    return ["null" if value is None else value for value in fitting if value is None or isinstance(value, str)]

@@ -12,7 +12,7 @@ from engine.text.fields.base import Integer, Refused, RequestBody
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import Function, without_hosted
 from engine.text.limits import ModelLimits
-from server.openai.chat_request import ChatBody
+from server.openai.chat import ChatBody
 from server.openai.responses.items import Item, Items, chat_messages
 from server.openai.translated import TranslatedBody
 
@@ -90,8 +90,8 @@ class TextFormat(RequestBody):
     def for_chat(self) -> dict[str, Any]:
         if self.type != "json_schema":
             return {"type": self.type}
-        schema = {"name": self.name, "description": self.description, "schema": self.schema_, "strict": self.strict}
-        return {"type": self.type, "json_schema": {name: value for name, value in schema.items() if value is not None}}
+        named = {"name", "description", "schema_", "strict"}
+        return {"type": self.type, "json_schema": self.model_dump(include=named, by_alias=True, exclude_none=True)}
 
 
 class TextConfig(RequestBody):

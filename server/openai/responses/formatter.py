@@ -12,6 +12,7 @@ from engine.text.choice import Delta
 from engine.text.tools.formats import new_call_id
 from engine.text.types import CallBegin, Content, Piece, Reasoning
 from server.errors import ApiError
+from server.generation import Usage
 from server.openai.formatter import ChunkMeta, frame
 from server.openai.logprobs import ChatLogprob, chat_logprobs
 from server.openai.responses.body import ResponsesBody
@@ -25,7 +26,6 @@ from server.openai.responses.output import (
     ResponseUsage,
 )
 from server.openai.translated import PieceWriter
-from server.openai.usage import Usage
 from server.telemetry.timeline import AnswerMetrics
 
 

@@ -4,42 +4,22 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
 from engine.text.fields.base import RequestBody
+from engine.text.fields.chat import join_parts
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> the field of its text
 _THOUGHT_PARTS = {"reasoning_text": "text", "summary_text": "text"}
 
 
-def _join(content: Any, kinds: dict[str, str]) -> Any:
-    """Return the joined text of content in parts; other parts are refused."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in kinds:
-            raise UnsupportedError("input", f"content of type {shorten(kind)!r} cannot be read; send text only.")
-        text = None if kind is None else part.get(kinds[kind])
-        if not isinstance(text, str):
-            raise ValueError(f'parts must look like {{"type": "{next(iter(kinds))}", "text": "..."}}')
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _words(content: Any) -> Any:
-    return _join(content, _TEXT_PARTS)
-
-
-def _thoughts(content: Any) -> Any:
-    return _join(content, _THOUGHT_PARTS)
-
-
+_words = partial(join_parts, kinds=_TEXT_PARTS, param="input")
+_thoughts = partial(join_parts, kinds=_THOUGHT_PARTS, param="input")
 Words = Annotated[str, BeforeValidator(_words, json_schema_input_type=str | list[dict[str, Any]])]
 Thoughts = Annotated[str, BeforeValidator(_thoughts, json_schema_input_type=list[dict[str, Any]])]
 
@@ -113,20 +93,16 @@ Items = Annotated[list[Item], BeforeValidator(_as_items, json_schema_input_type=
 def chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return messages; adjacent reasoning, text and calls are one of the assistant."""
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # the assistant's open message
     names: dict[str, str] = {}  # of calls, by their id
     for item in items:
         if item.type == "function_call_output":
-            turn = None
             messages.append(_result(item, names))
         elif item.type == "message" and item.role != "assistant":
-            turn = None
             messages.append({"role": item.role, "content": item.content})
         else:
-            if turn is None or not _can_go_on(turn, item):
-                turn = {"role": "assistant", "content": ""}
-                messages.append(turn)
-            _go_on(turn, item, names)
+            if not messages or not _can_go_on(messages[-1], item):
+                messages.append({"role": "assistant", "content": ""})
+            _go_on(messages[-1], item, names)
     return messages
 
 
@@ -142,6 +118,9 @@ def _result(item: Item, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _can_go_on(turn: dict[str, Any], item: Item) -> bool:
+    """Return whether an item of the assistant belongs to the last message."""
+    if turn["role"] != "assistant":
+        return False
     if item.type == "function_call":
         return True
     is_fresh = not turn["content"] and "tool_calls" not in turn

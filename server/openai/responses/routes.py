@@ -18,8 +18,8 @@ from server.context import Context, InContext, InOwner, Result, aside, json_body
 from server.errors import ApiError
 from server.http.bodies import INLINE_BYTES
 from server.http.openapi import answers
-from server.http.slow_thread import run_slowly
-from server.openai.chat_request import ChatBody, prepare, prompt_ids
+from server.http.threads import run_slowly
+from server.openai.chat import ChatBody, prepare, prompt_ids
 from server.openai.formatter import ChunkMeta
 from server.openai.responses.body import InputBody, ResponsesBody
 from server.openai.responses.formatter import ResponsesFormatter

@@ -1,0 +1,116 @@
+"""The base class of schemes, which is also the plain one, and the matrix that a scheme turns into a product.
+
+A scheme says which tensors a checkpoint has for a part of a matrix, how they become a product on this device, and
+whether it is available here. A merged matrix (queries, keys and values; gates and ups) has a bundle of tensors for each
+part, with scales and block edges of its own. Used once, on the thread that builds the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.runtime.activation import Activation
+from engine.runtime.linear import Product, pack
+from engine.runtime.native.library import Library
+from engine.runtime.weights.checkpoint import StoredTensor
+
+
+class Bundle(NamedTuple):
+    """One part of a matrix as it is stored: weight, plain or packed, and scales, zeros, order of inputs.
+
+    `tensors` has the endings of `Scheme.shapes`.
+    """
+
+    name: str  # of the module in the checkpoint, as "model.layers.3.self_attn.q_proj"
+    first_row: int
+    num_rows: int
+    tensors: Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """A matrix [outputs, inputs] to multiply by, merged of parts row by row."""
+
+    bundles: Sequence[Bundle]  # in the order of their rows
+    shape: tuple[int, int]
+    dtype: torch.dtype  # of inputs, outputs and bias
+    device: torch.device
+    bias: Tensor | None
+    activation: Activation | None  # with one the rows are gates, then as many ups
+    is_head: bool
+    dense: Tensor | None  # the weight in `dtype`, if the model has it already, as an embedding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circumstances:
+    """What decides which schemes are available."""
+
+    has_gguf_rows: bool  # the weights come from a GGUF file
+    is_dtype_named: bool  # by --dtype
+    device: torch.device
+    dtype: torch.dtype
+    is_own: bool  # Quire's decoder runs the model
+    library: Library | None  # of native kernels
+
+
+class Scheme:
+    """Weights as floats, copied and multiplied in the model's type."""
+
+    is_native = False  # the native library multiplies, which adds adapters' terms in float32 and bfloat16 only
+
+    @classmethod
+    def is_default(cls, here: Circumstances) -> bool:  # noqa: ARG003 - for others
+        """Return whether --quantization auto means this scheme."""
+        return False
+
+    @classmethod
+    def refusal(cls, here: Circumstances) -> str | None:  # noqa: ARG003 - for others
+        """Return why it is not available, after "--quantization is ..., but"; None if it is."""
+        return None
+
+    def shapes(self, name: str, num_rows: int, num_inputs: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
+        """Return the tensors that store a part of a matrix: the endings of their names, and shapes.
+
+        `name` is the module's, as lists of exceptions have it.
+        """
+        return {".weight": (num_rows, num_inputs)}
+
+    def dequantise(self, bundle: Bundle, rows: Tensor) -> None:
+        """Write a part's weights to rows [rows, inputs] in the model's type."""
+        bundle.tensors[".weight"].copy_to(rows)
+
+    def dense(self, matrix: Matrix) -> Tensor:
+        """Return a matrix's weight [outputs, inputs] in the model's type."""
+        if matrix.dense is not None:
+            return matrix.dense
+        weight = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
+        for bundle in matrix.bundles:
+            self.dequantise(bundle, weight.narrow(0, bundle.first_row, bundle.num_rows))
+        return weight
+
+    def product(self, matrix: Matrix) -> Product:
+        """Return the product with a matrix; this one dequantises it."""
+        return pack(self.dense(matrix), matrix.bias, matrix.activation)
+
+    def summary(self) -> str:
+        """Return a line for the log after loading; "" for none."""
+        return ""
+
+
+def native_refusal(here: Circumstances) -> str | None:
+    """Return why the native library cannot multiply the weights, as `Scheme.refusal` does."""
+    if here.device.type != "cpu":
+        return f"quantised weights are for a CPU, and the device is {here.device}; choose fp8"
+    if not here.is_own:
+        return FOREIGN
+    if here.library is None:
+        return "the native kernels are missing or switched off; see --cpu-kernels, or install a C compiler"
+    return None
+
+
+FOREIGN = "transformers' code runs this model, which multiplies its weights itself"

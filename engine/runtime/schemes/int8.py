@@ -1,0 +1,26 @@
+"""Weights quantised to int8 at load, with a scale for each row, multiplied by a CPU's native library."""
+
+from __future__ import annotations
+
+from engine.runtime.linear import CODES, Product
+from engine.runtime.native.library import native
+from engine.runtime.native.quantised import QuantisedLinear
+from engine.runtime.schemes.base import Circumstances, Matrix, Scheme, native_refusal
+
+
+class Int8Scheme(Scheme):
+    """Any weights; only asked for by name."""
+
+    is_native = True
+
+    @classmethod
+    def refusal(cls, here: Circumstances) -> str | None:
+        """Return why it is not available; None if it is."""
+        return native_refusal(here)
+
+    def product(self, matrix: Matrix) -> Product:
+        """Return the product with the quantised rows."""
+        library = native()
+        if library is None:
+            return super().product(matrix)
+        return QuantisedLinear.int8(library, self.dense(matrix), matrix.bias, CODES[matrix.activation])

@@ -1,0 +1,101 @@
+"""Loads a checkpoint into a model, part by part. Runs once, on the thread that builds the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import MemoryBudgetError, ModelLoadError
+from engine.core.types import Progress
+from engine.runtime.host_memory import available_memory
+from engine.runtime.weights.checkpoint import Checkpoint, Report, StoredTensor
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_GIB = 1 << 30
+_MARGIN = 1 << 24  # elements of difference up to which tensors are compared one by one
+# Buffers in old checkpoints that every model computes itself.
+_COMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
+
+
+class Load(NamedTuple):
+    """A part of a model that is loaded at one time."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # of the tensors that it needs, by their names
+    take: Callable[[Mapping[str, StoredTensor]], object]
+
+
+def fill(loads: Sequence[Load], checkpoint: Checkpoint, report: Report, *, tied: Tensor | None) -> None:
+    """Load the parts of a model in order; the files must hold their tensors and no others.
+
+    `tied` is the embedding of a model whose head is tied to it; a second head in the files must equal it.
+    """
+    wanted = {name: shape for load in loads for name, shape in load.shapes.items()}
+    found = checkpoint.tensors(wanted)
+    stored = {tensor.name: tensor for tensor in found if not tensor.name.endswith(_COMPUTED)}
+    head = None if tied is None else stored.pop(_HEAD, None)
+    _check(wanted, stored, checkpoint.config.source)
+    sizes = {name: tensor.num_bytes for name, tensor in stored.items()}
+    total, done = sum(sizes.values()), 0
+    for load in loads:
+        load.take({name: stored[name] for name in load.shapes})
+        for name in load.shapes:
+            done += sizes.pop(name, 0)  # an embedding and its head read one tensor
+            report(Progress("weights", name, done, total, "bytes"))
+    if tied is not None and head is not None:
+        _require_tied(head, tied)
+
+
+def check_size(checkpoint: Checkpoint, num_weights: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise, before allocating, if a config needs far more weights than there are.
+
+    Files hold so many; random weights need main memory, and a GPU raises by itself. `fill` reports smaller differences,
+    with the tensor's name.
+    """
+    source, stored = checkpoint.config.source, checkpoint.num_weights
+    if stored is not None:
+        if num_weights > 2 * stored + _MARGIN:
+            raise ModelLoadError(
+                f"{source} does not match its weights: it calls for {num_weights} elements, and the files hold {stored}."
+            )
+        return
+    num_bytes, room = num_weights * dtype.itemsize, available_memory()
+    if device.type == "cpu" and num_bytes > room:
+        raise MemoryBudgetError(
+            f"config.json calls for {num_bytes / _GIB:.1f} GiB of weights, and this machine has {room / _GIB:.1f} GiB of memory "
+            "left; choose a smaller model or a smaller --dtype."
+        )
+
+
+def _check(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTensor], source: str) -> None:
+    """Raise ModelLoadError unless the files hold the wanted tensors, in the wanted shapes."""
+    missing, unexpected = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    if missing or unexpected:
+        what = [f"it lacks {_listed(missing)}"] if missing else []
+        what += [f"it has {_listed(unexpected)} that its config does not call for"] if unexpected else []
+        hint = "; it was saved without its LM head, as models for embeddings alone are" if missing == [_HEAD] else ""
+        raise ModelLoadError(f"{source} does not match its weights: {', and '.join(what)}{hint}.")
+    for name, tensor in stored.items():
+        if tensor.shape != wanted[name]:
+            raise ModelLoadError(
+                f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}, but the config asks for "
+                f"{list(wanted[name])}."
+            )
+
+
+def _require_tied(head: StoredTensor, embedding: Tensor) -> None:
+    """Raise if a checkpoint holds a tied head that differs from the embedding."""
+    second = torch.empty(head.shape, dtype=embedding.dtype)
+    head.copy_to(second)
+    if not torch.equal(second, embedding.cpu()):
+        raise ModelLoadError(
+            f"{head.file}: {_HEAD!r} differs from {_EMBEDDING!r}, though the config ties them; set "
+            "'tie_word_embeddings' to false in config.json."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"

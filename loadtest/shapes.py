@@ -1,0 +1,92 @@
+"""The shapes of the models of the comparison and of the GPU part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder of the Llama lineage."""
+
+    name: str
+    arch: str  # the model type of its config.json
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    context: int
+    rope_base: float
+    norm_eps: float
+    bias: bool = False  # of Q, K and V
+    is_tied: bool = True
+    is_embedded: bool = False  # its weights come with Quire; others are random
+    more: Mapping[str, Any] = field(default_factory=dict)  # other fields of config.json
+
+    @property
+    def layer_weights(self) -> int:
+        """Return the weights that every token multiplies."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.ffn)
+
+    @property
+    def decode_weights(self) -> int:
+        """Return the weights that a generated token multiplies, which include the head."""
+        return self.layer_weights + self.vocab * self.hidden
+
+    @property
+    def kv_numbers(self) -> int:
+        """Return the numbers of K and V of one token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    def config(self) -> dict[str, Any]:
+        """Return its config.json."""
+        return {
+            "architectures": [_ARCHITECTURES[self.arch]],
+            "model_type": self.arch,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.context,
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_base,
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": self.is_tied,
+            "torch_dtype": "bfloat16",
+            **self.more,
+        }
+
+
+def _by_name(*shapes: Shape) -> dict[str, Shape]:
+    return {shape.name: shape for shape in shapes}
+
+
+COMPARED = _by_name(
+    Shape("smollm2-135m", "llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, 1e5, 1e-5, is_embedded=True),
+    Shape("qwen2.5-0.5b", "qwen2", 24, 896, 14, 2, 64, 4864, 151936, 32768, 1e6, 1e-6, bias=True),
+    Shape("qwen2.5-1.5b", "qwen2", 28, 1536, 12, 2, 128, 8960, 151936, 32768, 1e6, 1e-6, bias=True),
+)
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+QWEN3_06B = Shape("qwen3-0.6b", "qwen3", 28, 1024, 16, 8, 128, 3072, 151936, 40960, 1e6, 1e-6)
+LLAMA_8B = Shape(
+    "llama-3.1-8b", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072, 5e5, 1e-5, is_tied=False,
+    more={"rope_scaling": _LLAMA3_ROPE},
+)  # fmt: skip
+ON_GPU = _by_name(QWEN3_06B, LLAMA_8B)
