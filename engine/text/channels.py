@@ -31,7 +31,7 @@ _AFTER_BODY = (*ENDS, START, CHANNEL)
 _MAX_HEADER = 500  # characters; a longer one is not a header
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
 class ChannelParser(PieceParser):

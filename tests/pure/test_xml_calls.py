@@ -101,7 +101,7 @@ CONTENT = [
     '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>',
     "the tag <function=unheard_of></function> in a text",
     "<tool_call><function=a b>",
-    "<tool_call>\n<function=" + "x" * 70,
+    "<tool_call>\n<function=" + "x" * 129,
     "<tool_call>\n<func",
 ]
 

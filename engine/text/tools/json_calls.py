@@ -31,7 +31,7 @@ from engine.text.tools.base import (
 )
 from engine.text.types import Piece
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _GAP = r"[ \t\r\n]*"
 _MEMBER = rf"{_STRING}{_GAP}:{_GAP}(?:{_STRING}|[-+.a-zA-Z0-9]+){_GAP},{_GAP}"

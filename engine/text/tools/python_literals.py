@@ -12,6 +12,7 @@ _CLOSERS = {"[": ("[", "]"), "(": ("[", ")"), "{": ("{", "}")}  # JSON's bracket
 _WORD = re.compile(r"[-+\w.]+")
 _MAX_WORD = 500  # characters
 _QUOTES = ("'", '"')
+_STOPS = {quote: re.compile(rf"[{quote}\\]") for quote in _QUOTES}  # where the plain text of a string ends
 _PREFIXES = ("r", "u", "f", "")  # of strings; an f-string's fields stay text
 _ESCAPES = {"\n": "", "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
 _ESCAPES |= {char: char for char in "\\'\"/"}  # the slash is JSON's
@@ -105,7 +106,8 @@ class LiteralReader:
     def _string(self, text: str, at: int, is_last: bool) -> tuple[str, int]:
         """Return JSON for more of a string, and the length of its text."""
         quote = self._quote
-        end = min((found for mark in (quote[0], "\\") if (found := text.find(mark, at)) >= 0), default=len(text))
+        found = _STOPS[quote[0]].search(text, at)
+        end = found.start() if found else len(text)
         if end > at:
             return json.dumps(text[at:end], ensure_ascii=False)[1:-1], end - at
         if text[at] == "\\":

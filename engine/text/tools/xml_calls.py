@@ -40,8 +40,8 @@ _ENDS = {
     "\n" + PARAMETER: 1,
     "\n" + END_FUNCTION: 1,
 }
-_NAME = re.compile(r"([a-zA-Z0-9_.-]{1,64})>")
-_PART_OF_NAME = re.compile(r"[a-zA-Z0-9_.-]{0,64}")
+_NAME = re.compile(r"([a-zA-Z0-9_.-]{1,128})>")
+_PART_OF_NAME = re.compile(r"[a-zA-Z0-9_.-]{0,128}")
 _PARAMETER_NAME = re.compile(r"[^\n<>]{1,256}")
 _PARAMETER = re.compile(f"{PARAMETER}({_PARAMETER_NAME.pattern})>(\n|(?=.))")  # a line break is no part of the value
 _PART_OF_PARAMETER = re.compile(PARAMETER + r"[^\n<>]{0,256}>?")
