@@ -69,7 +69,7 @@ AROUND = {  # the texts before, between and after calls
     "qwen3_coder": ("", "\n", ""),
     "hermes": ("", "\n", ""),
     "granite": ("<|tool_call|>[", ", ", "]"),
-    "granite-20b-fc": ("<function_call>[", ", ", "]"),
+    "granite-20b-fc": ("<function_call> ", "\n<function_call> ", ""),
     "pythonic": ("[", ", ", "]"),
     "llama4_pythonic": ("<|python_start|>[", ", ", "]<|python_end|>"),
     "olmo3": ("<function_calls>", "\n", "</function_calls>"),

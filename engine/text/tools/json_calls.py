@@ -52,6 +52,7 @@ class JsonFormat(ToolFormat):
     """Calls as JSON objects, one or a list of them."""
 
     marks: tuple[tuple[str, str], ...] = ()  # the texts before and after calls; the latter may be empty
+    is_listed: bool = False  # calls are written as a list after one mark
     is_bare: bool = False  # an answer may also begin with a call without any mark
     only_known: bool = False  # JSON that names none of the request's tools is content, not a call
     leads_with_name: bool = False  # a mark may be followed by name{...} as well
@@ -74,19 +75,17 @@ class JsonFormat(ToolFormat):
     ) -> list[str] | None:
         if not self.marks or self.is_bare or self.leads_with_name:
             return None
-        opening, closing = self.marks[0]
-        if closing:
-            before, after = (
-                f"{literal(opening, special_tokens)} NEWLINE",
-                f"NEWLINE {literal(closing, special_tokens)}",
-            )
+        opening, closing = (literal(mark, special_tokens) if mark else "" for mark in self.marks[0])
+        if self.is_listed:
+            lines = [f'calls: {opening} "[" {repeated("call", ", ", max_calls - 1)} "]"']
+        elif closing:
             lines = [
                 f"calls: {repeated('one', chr(10), max_calls - 1)}",
-                f"one: {before} call {after}",
+                f"one: {opening} NEWLINE call NEWLINE {closing}",
                 'NEWLINE: "\\n"',
             ]
         else:
-            lines = [f'calls: {literal(opening, special_tokens)} "[" {repeated("call", ", ", max_calls - 1)} "]"']
+            lines = [f"calls: {repeated('one', chr(10), max_calls - 1)}", f'one: {opening} " " call']
         return lines + forced_objects(tools)
 
     @property
@@ -96,9 +95,9 @@ class JsonFormat(ToolFormat):
     def spelled(self, calls: Sequence[Message]) -> str:
         written = [json.dumps(_call_of(call), ensure_ascii=False) for call in calls]
         opening, closing = self.marks[0]
-        if not closing:
+        if self.is_listed:
             return f"{opening}[{', '.join(written)}]"
-        return "\n".join(f"{opening}\n{call}\n{closing}" for call in written)
+        return "\n".join(f"{opening}\n{call}\n{closing}" if closing else f"{opening} {call}" for call in written)
 
 
 def forced_objects(tools: Sequence[OfferedTool]) -> list[str]:
@@ -125,6 +124,7 @@ GRANITE = JsonFormat(
     name="granite",  # 3.x; 4 writes as Hermes does
     signs=("<|tool_call|>", "<|start_of_role|>"),
     marks=(("<|tool_call|>", ""), ("<tool_call>", "")),
+    is_listed=True,
 )
 GRANITE_FC = JsonFormat(name="granite-20b-fc", signs=("<function_call>",), marks=(("<function_call>", ""),))
 LLAMA4 = JsonFormat(
