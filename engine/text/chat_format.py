@@ -15,10 +15,12 @@ from engine.core.errors import ConfigError
 from engine.text.channels import CHANNEL_NAMES, MARKS, ChannelParser
 from engine.text.grammars.thinking import TagIds
 from engine.text.message_fallbacks import (
+    ALL_CALLS,
     ALL_ROLES,
     EarlierCalls,
     KnownRoles,
     introduce_tools,
+    needs_descriptions,
     put_calls_in_content,
     spell_out_tools,
 )
@@ -77,7 +79,8 @@ class ChatFormat:
     tags: ReasoningTags | None = None
     has_channels: bool = False  # engine/text/channels.py separates thoughts, content and calls
     roles: KnownRoles = ALL_ROLES
-    earlier_calls: EarlierCalls = EarlierCalls.WITH_OBJECTS
+    earlier_calls: EarlierCalls = ALL_CALLS
+    needs_descriptions: bool = False  # its template refuses tools without one
     switches: frozenset[str] = frozenset()  # the template's variables about reasoning
     tag_ids: TagIds | None = None  # of the tags, if each is one token
     hidden_ids: frozenset[int] | None = None  # special tokens that are not a mark, if any mark is a special token
@@ -109,6 +112,7 @@ class ChatFormat:
             has_channels=has_channels,
             roles=KnownRoles.of(template),
             earlier_calls=EarlierCalls.of(template),
+            needs_descriptions=shows_tools and needs_descriptions(template),
             tag_ids=_tag_ids(tokenizer, tags),
             switches=variables & {*_THINKING_SWITCHES, _EFFORT_SWITCH},
             hidden_ids=_hidden_ids(tokenizer, tool_format, tags, has_channels=has_channels),
@@ -132,16 +136,19 @@ class ChatFormat:
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
         """Return the messages and tools as the template can show them."""
         messages, tool_format = self.roles.fit(messages), self.tool_format
-        if not self.shows_tools and (tool_format is None or not tool_format.introduction):
+        introduction = tool_format.introduction if tool_format is not None else ""
+        if not (self.shows_tools or introduction):
             return spell_out_tools(messages, tools), []
-        if tool_format is None:
-            return messages, tools
-        messages = tool_format.fit(messages)
-        if self.earlier_calls is EarlierCalls.NOT and tool_format.spells_calls:
-            messages = put_calls_in_content(messages, tool_format.spelled)
-        if self.shows_tools:
-            return messages, tools
-        return introduce_tools(messages, tools, tool_format.introduction), []
+        if tool_format is not None:
+            messages = tool_format.fit(messages)
+            if not self.earlier_calls.are_shown and tool_format.spells_calls:
+                messages = put_calls_in_content(messages, tool_format.spelled)
+        messages = self.earlier_calls.fit(messages)
+        if not self.shows_tools:
+            return introduce_tools(messages, tools, introduction), []
+        if self.needs_descriptions:
+            tools = [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
+        return messages, tools
 
     @property
     def takes_effort(self) -> bool:

@@ -18,7 +18,6 @@ from engine.text.fields.tools import ToolChoice
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.grammars.thinking import EFFORT_BUDGETS, Thinking, ThinkingGrammar
 from engine.text.limits import ModelLimits
-from engine.text.message_fallbacks import EarlierCalls
 from engine.text.sampling import sampling_params, text_rules, truncated
 from engine.text.tools.base import ToolFormat
 from engine.text.tools.forced import forced_grammar
@@ -61,8 +60,7 @@ class ChatPreprocessor:
             )
         self.limits.check_length(chat.num_chars, "messages")
         messages: Sequence[Mapping[str, Any]] = [
-            message.for_template(arguments_as_text=chat_format.earlier_calls is EarlierCalls.WITH_TEXT)
-            for message in chat.messages
+            message.for_template(arguments_as_text=chat_format.earlier_calls.as_text) for message in chat.messages
         ]
         tools: Sequence[Mapping[str, Any]] = [tool.model_dump(exclude_unset=True) for tool in chat.shown_tools]
         if tools or not chat.is_plain:

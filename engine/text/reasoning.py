@@ -21,6 +21,7 @@ class ReasoningTags:
     closing: str
     aliases: tuple[str, ...] = ()  # further names of the setting
     also: tuple[tuple[str, str], ...] = ()  # further pairs of an opening and its closing tag
+    signs: tuple[tuple[str, ...], ...] = ()  # sets of texts of which a template has one, if not just the closing tag
     answer: tuple[str, str] = ("", "")  # tags that may be around the answer after thoughts
     always: bool = False  # an answer begins with thoughts even without the opening tag
 
@@ -36,7 +37,8 @@ class ReasoningTags:
 
     def is_taught_by(self, template: str) -> bool:
         """Return True if a chat template uses these tags."""
-        return self.closing in template or bool(self.answer[1] and self.answer[1] in template)
+        signs = self.signs or ((self.closing,),)
+        return any(all(sign in template for sign in each) for each in signs)
 
     def begins_within(self, prompt: str, continued: str = "") -> bool:
         """Return True if the prompt or the continued message has opened thoughts."""
@@ -57,6 +59,7 @@ _TAGS = (
         opening=_GRANITE[0][0],
         closing=_GRANITE[1][0],
         also=(*list(product(*_GRANITE))[1:], ("<think>", "</think>")),
+        signs=((_GRANITE[1][0],), ("<|start_of_role|>", "</response>")),
         answer=("<response>", "</response>"),
     ),
     ReasoningTags(

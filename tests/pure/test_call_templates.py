@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -98,7 +99,8 @@ TEMPLATES = {
              f" to=functions.{NAME}<|channel|>commentary json<|message|>{OBJECT}<|call|>")
     .replace("{% for m in", "{% set last = namespace(name='') %}{% for m in", 1),
 }  # fmt: skip
-FORMS = {"deepseek_v3": EarlierCalls.WITH_TEXT, "deepseek_v31": EarlierCalls.WITH_TEXT, "granite": EarlierCalls.NOT}
+FORMS = {"deepseek_v3": EarlierCalls(as_text=True), "deepseek_v31": EarlierCalls(as_text=True)}
+FORMS |= {"granite": EarlierCalls(are_shown=False), "harmony": EarlierCalls(one_at_a_time=True)}
 
 
 class Characters:
@@ -145,7 +147,7 @@ def test_earlier_calls_are_read_from_the_prompt_as_they_were(name: str) -> None:
     made = preprocessor(TEMPLATES[name])
     chat_format = made.limits.chat_format
     assert chat_format.tool_format is TOOL_FORMATS[name]
-    assert chat_format.earlier_calls is FORMS.get(name, EarlierCalls.WITH_OBJECTS)
+    assert chat_format.earlier_calls == FORMS.get(name, EarlierCalls())
     as_objects = [
         {**c, "function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}} for c in CALLS
     ]  # type: ignore[dict-item]
@@ -265,3 +267,48 @@ def test_a_call_ends_thoughts_that_were_not_closed(name: str, mark: str) -> None
 )
 def test_the_ends_of_a_turn_in_a_gguf_vocabulary(tokens: list[str], named: set[int], ends: set[int]) -> None:
     assert _turn_ends({token: index for index, token in enumerate(tokens)}, named) == ends
+
+
+def test_a_template_that_wants_no_content_beside_calls_or_one_call_a_message() -> None:
+    """As DeepSeek-R1's and Llama 3's do."""
+    strict = TEMPLATES["deepseek_v3"].replace("{% if m.tool_calls %}", "{% if m.tool_calls and m.content is none %}")
+    made = preprocessor(strict)
+    assert made.limits.chat_format.earlier_calls == EarlierCalls(as_text=True, needs_none=True)
+    text = rendered(made, [MESSAGES[0], {**MESSAGES[1], "content": "Let me see."}, *MESSAGES[2:]])
+    assert text.index("Let me see.") < text.index("Rome") < text.index("Os") < text.index("rain")
+    single = TEMPLATES["hermes"].replace("{% for c in m.tool_calls %}", "{% if m.tool_calls | length > 1 %}"
+                                         "{{ raise_exception('one') }}{% endif %}{% for c in m.tool_calls %}")  # fmt: skip
+    made = preprocessor(single)
+    assert made.limits.chat_format.earlier_calls == EarlierCalls(one_at_a_time=True)
+    for results in (MESSAGES[2:4], MESSAGES[2:3], []):
+        text = rendered(made, [*MESSAGES[:2], *results, MESSAGES[4]])
+        order = ["Rome", *(["sun"] if len(results) > 1 else []), "Os", *(["rain"] if results else []), "So?"]
+        assert sorted(order, key=text.index) == order
+        assert all(result["content"] in text for result in results)
+
+
+def test_a_template_that_wants_descriptions_gets_them() -> None:
+    for source, is_given in (
+        (TEMPLATES["hermes"], False),
+        (TEMPLATES["hermes"].replace(LISTED, "{% for t in tools or [] %}{{ t.function.name + t.function.description }}{% endfor %}"), True),
+    ):  # fmt: skip
+        made = preprocessor(source)
+        assert made.limits.chat_format.needs_descriptions is is_given
+        assert "weather" in rendered(made, MESSAGES[:1])
+
+
+def test_mistrals_template_gets_ids_of_its_length() -> None:
+    source = template(
+        "[INST]",
+        "",
+        "{{ c.id }}:{{ c.function.arguments | tojson }}",
+        around="[TOOL_CALLS]@",
+        result="({{ m.tool_call_id }})",
+    )
+    text = rendered(
+        preprocessor(source), [{**MESSAGES[1], "tool_calls": [{**CALLS[0], "id": "abcdef123"}, CALLS[1]]}, MESSAGES[2]]
+    )
+    [own, other] = re.findall(r"(\w+):\{\"city\"", text)
+    assert own == "abcdef123"
+    assert other.isalnum()
+    assert f"({other})" in text

@@ -126,6 +126,6 @@ def test_templates_tell_their_tags() -> None:
     assert detect_reasoning("[THINK] ... [/THINK]") is REASONING_TAGS["mistral"]
     assert detect_reasoning("{{ messages }}") is None
     assert detect_reasoning("write 'Here is my response:' before it") is REASONING_TAGS["granite"]
-    assert detect_reasoning("<think></think> <response></response>") is REASONING_TAGS["granite"]
+    assert detect_reasoning("<|start_of_role|> <think></think> <response></response>") is REASONING_TAGS["granite"]
     for name in ("deepseek_v3", "glm45", "glm47", "kimi_k2", "olmo3"):
         assert REASONING_TAGS[name] is TAGS

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -144,6 +144,25 @@ class ToolFormat(ABC):
     def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages as the templates of this format want them."""
         return messages
+
+
+def with_ids(messages: Sequence[Message], new_id: Callable[[Message, int], str]) -> list[Message]:
+    """Return the messages with the ids that `new_id` makes of a call and its number."""
+    fitted: list[Message] = []
+    names: dict[Any, str] = {}  # the new ids by the old ones
+    num_calls = 0
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                names[call["id"]] = new_id(call, num_calls)
+                calls.append({**call, "id": names[call["id"]]})
+                num_calls += 1
+            message = {**message, "tool_calls": calls}
+        elif message.get("tool_call_id") in names:
+            message = {**message, "tool_call_id": names[message["tool_call_id"]]}
+        fitted.append(message)
+    return fitted
 
 
 class CallParser(PieceParser):

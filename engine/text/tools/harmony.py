@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 from engine.core.errors import InvalidRequestError
@@ -75,30 +74,13 @@ class HarmonyFormat(ToolFormat):
         return lines
 
     def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages with one call each, and its result behind it, as the template shows them."""
+        """Return the messages with thoughts where the template looks for them."""
         fitted: list[Message] = []
-        left = deque(messages)
-        while left:
-            message = left.popleft()
-            calls, thoughts = message.get("tool_calls") or [], message.get("reasoning_content")
-            if thoughts and not (calls and message["content"]):  # the template takes one of both beside a call
-                message = {"thinking": thoughts, **message}
-            if len(calls) < 2:
-                fitted.append(message)
-                continue
-            results = []
-            while left and left[0]["role"] == "tool":
-                results.append(left.popleft())
-            for call in calls:
-                fitted.append({**message, "tool_calls": [call]})
-                message = {"role": message["role"], "content": ""}
-                own = next(
-                    (one for one in results if one.get("tool_call_id") == call["id"]), results[0] if results else None
-                )
-                if own is not None:
-                    results.remove(own)
-                    fitted.append(own)
-            fitted += results
+        for message in messages:
+            thoughts = message.get("reasoning_content")
+            # The template takes content or thoughts beside a call.
+            has_place = not (message.get("tool_calls") and message["content"])
+            fitted.append({"thinking": thoughts, **message} if thoughts and has_place else message)
         return fitted
 
 

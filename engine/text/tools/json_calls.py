@@ -9,6 +9,7 @@ on as they arrive; a call in another order once it is whole. Never raises. One p
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from engine.text.tools.base import (
     any_of,
     literal,
     repeated,
+    with_ids,
 )
 from engine.text.types import Piece
 
@@ -87,6 +89,15 @@ class JsonFormat(ToolFormat):
         else:
             lines = [f"calls: {repeated('one', chr(10), max_calls - 1)}", f'one: {opening} " " call']
         return lines + forced_objects(tools)
+
+    def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return with_ids(messages, self._own_id) if self.id_length else messages
+
+    def _own_id(self, call: Message, number: int) -> str:
+        """Return an id of the length that the templates insist on."""
+        call_id = call["id"] or str(number)
+        has_length = len(call_id) == self.id_length and call_id.isascii() and call_id.isalnum()
+        return call_id if has_length else hashlib.sha256(call_id.encode()).hexdigest()[: self.id_length]
 
     @property
     def spells_calls(self) -> bool:

@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from engine.text.tools.base import (
     MAX_CALLS,
@@ -27,6 +26,7 @@ from engine.text.tools.base import (
     free_text,
     literal,
     repeated,
+    with_ids,
 )
 from engine.text.tools.json_calls import ArgumentsParser, JsonScanner
 
@@ -103,23 +103,13 @@ class KimiFormat(SectionFormat):
 
         Clients may bring conversations with ids of another server, in whose sight the model's answers get worse.
         """
-        fitted: list[Message] = []
-        names: dict[Any, str] = {}  # the ids that were replaced
-        num_calls = 0
-        for message in messages:
-            if message.get("tool_calls"):
-                calls = []
-                for call in message["tool_calls"]:
-                    own = f"functions.{call['function']['name']}:{num_calls}"
-                    has_shape = isinstance(call.get("id"), str) and _KIMI_ID.fullmatch(call["id"])
-                    names[call.get("id")] = call["id"] if has_shape else own
-                    calls.append({**call, "id": names[call.get("id")]})
-                    num_calls += 1
-                message = {**message, "tool_calls": calls}
-            elif message.get("tool_call_id") in names:
-                message = {**message, "tool_call_id": names[message["tool_call_id"]]}
-            fitted.append(message)
-        return fitted
+        return with_ids(messages, _kimi_id)
+
+
+def _kimi_id(call: Message, number: int) -> str:
+    call_id = call["id"]
+    has_shape = isinstance(call_id, str) and _KIMI_ID.fullmatch(call_id)
+    return call_id if has_shape else f"functions.{call['function']['name']}:{number}"
 
 
 _KIMI_ID = re.compile(r"functions\.[a-zA-Z0-9_.-]+:[0-9]+")
