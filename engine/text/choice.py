@@ -14,7 +14,7 @@ from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
 from engine.text.chat_format import MessageParser
 from engine.text.detokenizer import Detokenizer, StopStrings
 from engine.text.tokenizer import TextTokenizer
-from engine.text.types import CallArguments, CallBegin, Content, Piece
+from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
 
 _FAILURES = frozenset({FinishReason.ERROR, FinishReason.DROPPED, FinishReason.ABORT})
 
@@ -48,7 +48,8 @@ class CallDelta:
 class Delta:
     """The new part of a choice; text may follow its tokens once it is certain."""
 
-    text: str = ""
+    pieces: list[Piece] = field(default_factory=list)  # in order; neighbours of one kind are joined
+    num_calls_before: int = 0  # calls begun in earlier deltas
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)  # None: the first token of an echoed prompt
     logprob_ids: list[int] = field(default_factory=list)  # the tokens of `logprobs`
@@ -56,14 +57,47 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     prompt: PromptInfo | None = None
-    reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
     has_called: bool = False  # of the last delta: True if there was any call
 
     @property
     def is_silent(self) -> bool:
         """True if a stream has nothing to send yet: the text of the tokens is not certain."""
-        return not (self.text or self.reasoning or self.calls or self.logprobs or self.finish_reason)
+        return not (self.pieces or self.logprobs or self.finish_reason)
+
+    @property
+    def text(self) -> str:
+        """Return the text for the user."""
+        if len(self.pieces) == 1 and type(self.pieces[0]) is Content:  # as nearly always
+            return self.pieces[0].text
+        return "".join([piece.text for piece in self.pieces if type(piece) is Content])
+
+    @property
+    def reasoning(self) -> str:
+        """Return the thoughts."""
+        return "".join([piece.text for piece in self.pieces if type(piece) is Reasoning])
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        """Return the parts of calls; the first may continue a call of an earlier delta."""
+        calls: list[CallDelta] = []
+        num_calls = self.num_calls_before
+        for piece in self.pieces:
+            if isinstance(piece, CallBegin):
+                calls.append(CallDelta(num_calls, piece.name, "", piece.id))
+                num_calls += 1
+            elif isinstance(piece, CallArguments):
+                if not calls:
+                    calls.append(CallDelta(num_calls - 1, None, ""))
+                calls[-1].arguments += piece.text
+        return calls
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece, or join it to the last one."""
+        pieces = self.pieces
+        if not pieces or type(pieces[-1]) is not type(piece) or isinstance(piece, CallBegin):
+            pieces.append(piece)
+        else:
+            pieces[-1] = type(piece)(pieces[-1][0] + piece.text)
 
 
 class Choice:
@@ -119,6 +153,7 @@ class Choice:
     def take(self) -> Delta:
         """Return the delta since the last call."""
         delta, self._delta = self._delta, Delta()
+        self._delta.num_calls_before = self._num_calls
         return delta
 
     def _echo(self, prompt: PromptInfo) -> None:
@@ -129,7 +164,7 @@ class Choice:
                 self._note(token_id, prompt.logprobs[position])
             text = detokenizer.push(token_id)
             self._num_chars += len(text)
-            self._delta.text += text
+            self._add_text(text)
 
     def _add(self, token_id: int, logprob: TokenLogprob | None) -> None:
         self.num_tokens += 1
@@ -165,40 +200,38 @@ class Choice:
 
     def _show(self, pieces: Sequence[Piece]) -> None:
         """Show pieces of text, until a stop string or a call too many ends them."""
-        calls = self._delta.calls
         for piece in pieces:
             if self.is_done:
                 return
             if isinstance(piece, Content):
                 self._show_text(piece.text)
-            elif isinstance(piece, CallBegin):
+                continue
+            if isinstance(piece, CallBegin):
                 if self._num_calls == self._rules.max_calls:
                     self._finish(FinishReason.STOP, None)
                     return
-                calls.append(CallDelta(self._num_calls, piece.name, "", piece.id))
                 self._num_calls += 1
-            elif not isinstance(piece, CallArguments):
-                self._delta.reasoning += piece.text
-            elif calls:
-                calls[-1].arguments += piece.text
-            else:
-                calls.append(CallDelta(self._num_calls - 1, None, piece.text))
+            self._delta.add(piece)
 
     def _show_text(self, text: str) -> None:
         """Show text, except an end that may still become a stop string."""
         self._num_chars += len(text)
         if self._stops is None or self.num_tokens <= self._rules.min_tokens:
-            self._delta.text += text
+            self._add_text(text)
             return
-        self._delta.text += self._stops.push(text)
+        self._add_text(self._stops.push(text))
         if self._stops.matched is not None:
             self._finish(FinishReason.STOP, self._stops.matched)
+
+    def _add_text(self, text: str) -> None:
+        if text:
+            self._delta.add(Content(text))
 
     def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         if self.is_done:
             return
         if self._stops is not None:
-            self._delta.text += self._stops.flush()
+            self._add_text(self._stops.flush())
         self._delta.finish_reason, self._delta.stop_reason = reason, stop_reason
         self._delta.has_called = self._num_calls > 0
         self.is_done = True

@@ -150,13 +150,18 @@ class ChatFormatter(ChunkFormatter):
     def _message(self, delta: Delta, *, is_whole: bool = False) -> ChatMessage:
         """Return an answer, or a chunk's part of it."""
         message = ChatMessage(role="assistant", content=None, refusal=None) if is_whole else ChatMessage()
-        if delta.text or not (delta.reasoning or delta.calls):
-            message.content = delta.text
-        if delta.reasoning and self._body.include_reasoning:
-            message.reasoning_content = message.reasoning = delta.reasoning
-        if delta.calls:
+        text = delta.text
+        if text and len(delta.pieces) == 1:  # as nearly always
+            message.content = text
+            return message
+        reasoning, calls = delta.reasoning, delta.calls
+        if text or not (reasoning or calls):
+            message.content = text
+        if reasoning and self._body.include_reasoning:
+            message.reasoning_content = message.reasoning = reasoning
+        if calls:
             message.tool_calls = [
-                self._call(call) if is_whole else self._call(call, index=call.index) for call in delta.calls
+                self._call(call) if is_whole else self._call(call, index=call.index) for call in calls
             ]
         return message
 

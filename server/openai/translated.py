@@ -17,7 +17,7 @@ from engine.core.errors import ClientError
 from engine.text.choice import Delta
 from engine.text.fields.base import Refused, RequestBody
 from engine.text.limits import ModelLimits
-from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
+from engine.text.types import CallArguments, CallBegin, Piece
 from server.errors import ApiError, to_api_error
 from server.openai.chat import ChatBody
 from server.openai.sampling import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
@@ -115,7 +115,7 @@ class PieceWriter(ABC, Generic[Event]):
 
     def _write(self, delta: Delta) -> list[Event]:
         events: list[Event] = []
-        for piece in pieces_of(delta):
+        for piece in delta.pieces:
             if type(piece) is not self._open:
                 events += self._end_block()
                 events += self._begin_block(piece)
@@ -134,19 +134,3 @@ class PieceWriter(ABC, Generic[Event]):
         text = "".join(self._texts)
         self._open, self._texts = None, []
         return self._close(text)
-
-
-def pieces_of(delta: Delta) -> list[Piece]:
-    """Return a delta's parts as written: rest of the open call, text, new calls."""
-    pieces: list[Piece] = [Reasoning(delta.reasoning)] if delta.reasoning else []
-    calls = list(delta.calls)
-    if calls and calls[0].name is None:
-        pieces.append(CallArguments(calls.pop(0).arguments))
-    if delta.text:
-        pieces.append(Content(delta.text))
-    for call in calls:
-        assert call.name is not None, "only the first can go on with one begun before"
-        pieces.append(CallBegin(call.name, call.id))
-        if call.arguments:
-            pieces.append(CallArguments(call.arguments))
-    return pieces

@@ -31,7 +31,6 @@ from server.generation import Usage
 from server.openai.formatter import ChunkMeta
 from server.openai.responses.body import ResponsesBody
 from server.openai.responses.formatter import ResponsesFormatter
-from server.openai.translated import pieces_of
 
 Serve = Callable[..., Live]
 PATH = "/v1/responses"
@@ -215,6 +214,8 @@ def test_words_behind_a_call_are_a_message_of_their_own(says: httpx.Client) -> N
     output = events[-1]["response"]["output"]
     assert [item["type"] for item in output] == ["function_call", "message"]
     assert text_of(events[-1]["response"]) == "And now?"
+    whole = create(says, f"{CALL}And now?", tools=[WEATHER])
+    assert [item["type"] for item in whole["output"]] == ["function_call", "message"]
 
 
 def test_an_answer_that_says_nothing_is_an_empty_message(says: httpx.Client) -> None:
@@ -488,7 +489,7 @@ def test_openais_client_parses(sdk: openai.OpenAI) -> None:
 
 
 READER = ChatFormat(tags=REASONING_TAGS["qwen3"]).parser_factory(HERMES, {"weather": {}}, begins_within=False)
-SAID = f"<think>Well.</think>I ask.{CALL}\n{CALL}".encode()
+SAID = f"<think>Well.</think>I ask.{CALL}\n{CALL}And now?".encode()
 
 
 @given(cuts=st.sets(st.integers(1, len(SAID) - 1)))
@@ -511,11 +512,15 @@ def test_items_do_not_depend_on_how_many_tokens_came_at_once(cuts: set[int]) -> 
             told[event["item_id"]] = told.get(event["item_id"], "") + event["delta"]
     items = events[-1]["response"]["output"]
     texts = [item.get("arguments") or "".join(part["text"] for part in item.get("content", ())) for item in items]
-    assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
-    assert texts == ["Well.", "I ask.", '{"city": "Rome"}', '{"city": "Rome"}']
+    assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call", "message"]
+    assert texts == ["Well.", "I ask.", '{"city": "Rome"}', '{"city": "Rome"}', "And now?"]
     assert list(told.values()) == texts
 
 
-def test_what_goes_on_with_a_call_comes_before_the_words_behind_it() -> None:
-    delta = Delta(text=" And", calls=[CallDelta(0, None, '"}'), CallDelta(1, "add", "{}")])
-    assert pieces_of(delta) == [CallArguments('"}'), Content(" And"), CallBegin("add"), CallArguments("{}")]
+def test_pieces_stay_in_order_and_join_their_neighbours() -> None:
+    delta = Delta(num_calls_before=1)
+    for piece in (CallArguments('"'), CallArguments("}"), Content(" A"), Content("nd"), CallBegin("add"), Content("!")):
+        delta.add(piece)
+    assert delta.pieces == [CallArguments('"}'), Content(" And"), CallBegin("add"), Content("!")]
+    assert delta.text == " And!"
+    assert delta.calls == [CallDelta(0, None, '"}'), CallDelta(1, "add", "")]
