@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.linear import Linear
-from engine.runtime.models.config import Clamp, GroupScoring, ModelConfig, MoEConfig, RouterConfig, Scoring
+from engine.runtime.models.config import Clamp, GroupScoring, MoEConfig, RouterConfig, Scoring
 from engine.runtime.models.layers import LayerAdapters
 from engine.runtime.models.maker import Maker
 from engine.runtime.schemes.base import Scheme
@@ -113,7 +113,7 @@ def _expert(config: MoEConfig, width: int, hidden_size: int, make: Maker) -> tup
 
 def _top(choice: Tensor, count: int) -> Tensor:
     """Return the indices of the largest values of each row, descending; ties to the lowest index."""
-    return choice.sort(-1, descending=True, stable=True).indices[..., :count]
+    return choice.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def _best_groups(choice: Tensor, config: RouterConfig) -> Tensor:
