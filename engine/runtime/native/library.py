@@ -84,6 +84,16 @@ class WeightFormat(IntEnum):
     Q8 = 5
     Q8_HALF = 6
     Q8_HALF_MIN = 7
+    Q2_HALF_MIN = 8
+    Q3_HALF = 9
+    Q5 = 10
+    Q5_MIN = 11
+    Q6_HALF = 12
+    Q6_HALF_MIN = 13
+    IQ4 = 14
+    IQ3_XXS = 15
+    IQ3_S = 16
+    MXFP4 = 17
 
 
 class LinearArgs(Structure):
@@ -96,10 +106,16 @@ class QuantSource(Structure):
     """Rows of weights to be packed in a quantised format."""
 
     _fields_ = _fields(
-        rows__packed__scales=c_void_p,
+        rows__packed__scales__grid=c_void_p,
         row_bytes__num_rows__first_row__n__k=c_int64,
         kind__format__activation=c_int32,
     )
+
+
+class DequantArgs(Structure):
+    """Rows of a GGUF file to be written as floats."""
+
+    _fields_ = _fields(rows__out__grid=c_void_p, row_bytes__num_rows__k=c_int64, kind__dtype=c_int32)
 
 
 class GemmArgs(Structure):
@@ -271,6 +287,7 @@ class Library:
         self.attend = _entry(functions.quire_attend, AttendArgs)
         self.gemm = _entry(functions.quire_gemm, GemmArgs)
         self.quant_pack = _entry(functions.quire_quant_pack, QuantSource)
+        self.dequantise = _entry(functions.quire_dequantise, DequantArgs)
         self.add_rms_norm = _entry(functions.quire_add_rms_norm, NormArgs)
         self.rope = _entry(functions.quire_rope, RopeArgs)
         self.embed = _entry(functions.quire_embed, EmbedArgs)

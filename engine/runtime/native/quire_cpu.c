@@ -209,6 +209,13 @@ EXPORT int32_t quire_gemm_pack(const void *w, void *packed, int64_t n, int64_t k
 static void run_pack_gguf(const void *source, int64_t begin, int64_t end) { quant_pack_gguf(source, begin, end); }
 static void run_pack_int8(const void *source, int64_t begin, int64_t end) { quant_pack_int8(source, begin, end); }
 
+static void run_dequantise(const void *args, int64_t begin, int64_t end) { quant_dequantise(args, begin, end); }
+
+EXPORT int32_t quire_dequantise(const struct dequant_args *a) {
+    run_ranges(run_dequantise, a, a->num_rows, a->k, WORTH_SHARING);
+    return QUIRE_OK;
+}
+
 /* Bytes of a quantised matrix [n, k]. */
 EXPORT int64_t quire_quant_bytes(int32_t format, int64_t n, int64_t k) {
     return (n + PANEL - 1) / PANEL * quant_num_blocks(k) * (int64_t)quant_block_bytes(quant_format_of(format));

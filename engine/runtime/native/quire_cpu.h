@@ -91,6 +91,16 @@ enum weight_format {
     WEIGHT_Q8 = 5,
     WEIGHT_Q8_HALF = 6,
     WEIGHT_Q8_HALF_MIN = 7,
+    WEIGHT_Q2_HALF_MIN = 8,
+    WEIGHT_Q3_HALF = 9,
+    WEIGHT_Q5 = 10,
+    WEIGHT_Q5_MIN = 11,
+    WEIGHT_Q6_HALF = 12,
+    WEIGHT_Q6_HALF_MIN = 13,
+    WEIGHT_IQ4 = 14, /* from here on codes are indices of a table */
+    WEIGHT_IQ3_XXS = 15,
+    WEIGHT_IQ3_S = 16,
+    WEIGHT_MXFP4 = 17,
 };
 
 enum activation { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_GELU = 3 };
@@ -123,9 +133,19 @@ static inline int64_t packed_row(int64_t row, int64_t n, int32_t activation) {
 struct quant_source {
     const void *rows;
     void *packed;
-    float *scales; /* WEIGHT_INT8: [n] */
+    float *scales;       /* WEIGHT_INT8: [n] */
+    const uint8_t *grid; /* types with a grid: levels 0 to 7, four for each entry */
     int64_t row_bytes, num_rows, first_row, n, k;
     int32_t kind, format, activation;
+};
+
+/* Rows of a GGUF file to be written as floats of `dtype`: out [num_rows, k]. */
+struct dequant_args {
+    const void *rows;
+    void *out;
+    const uint8_t *grid;
+    int64_t row_bytes, num_rows, k;
+    int32_t kind, dtype;
 };
 
 /* A term added to a row's sums before bias and activation: += low up^T. `up` is float32 or bfloat16, with the n, the
@@ -302,6 +322,7 @@ EXPORT int32_t quire_rope(const struct rope_args *);
 EXPORT int32_t quire_embed(const struct embed_args *);
 
 void quant_pack_gguf(const struct quant_source *source, int64_t row_begin, int64_t row_end);
+void quant_dequantise(const struct dequant_args *args, int64_t row_begin, int64_t row_end);
 void quant_pack_int8(const struct quant_source *source, int64_t row_begin, int64_t row_end);
 void store_tokens(const struct store_args *args, int64_t token_begin, int64_t token_end);
 
