@@ -16,7 +16,8 @@ enum {
 };
 
 /* One group of packed rows: bytes [k / 4][rows][4], then for each block a scale [rows], and for each group of inputs
- * -zero times the sum of the bytes, int32 [rows], and that sum times the scale, float32 [rows]. */
+ * -zero times the sum of the bytes, int32 [rows], and that sum times the scale, float32 [rows]. All are of four bytes,
+ * so that rows that were packed alone can be laid side by side (moe.c). */
 struct quant_group {
     uint32_t *bytes;
     float *scales;

@@ -173,6 +173,40 @@ struct gemm_share {
     int64_t panel_begin, panel_end, group_begin, group_end;
 };
 
+/* A product with packed rows, as a part of the team's work. Shares are numbered panel by panel, the blocks of groups of
+ * one panel together: threads that work at the same time then read the same weights. */
+struct gemm_job {
+    struct gemm_args args;
+    int64_t num_groups, groups_per_block, num_blocks;
+    int64_t first; /* number of its first share, or group, among those of all jobs */
+};
+
+/* Rows of a mixture of experts (moe.c). A *place* is a row's position among the rows sorted by expert. */
+struct widen_args {
+    const void *x; /* [rows, width] of `dtype` */
+    float *y;      /* [rows, width] */
+    int64_t width;
+    int32_t dtype;
+};
+
+/* inner = (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit and |up| <= limit. */
+struct clamp_args {
+    const float *gate_up; /* [rows, 2 * width], gates first */
+    void *inner;          /* [rows, width] of `dtype` */
+    int64_t width;
+    float alpha, limit;
+    int32_t dtype;
+};
+
+/* y = the sum over ranks, in order, of weight * the result at the rank's place. */
+struct ranks_args {
+    const float *results;  /* [places, width] */
+    const float *weights;  /* [rows, num_ranks] */
+    const int32_t *places; /* [rows, num_ranks] */
+    float *y;              /* [rows, width] */
+    int64_t num_ranks, width;
+};
+
 struct norm_args {
     void *residual;     /* [rows, width], += alpha * delta unless delta is NULL */
     const void *delta;  /* [rows, width] */
@@ -238,6 +272,9 @@ struct kernels {
     size_t (*gemm_rows_bytes)(const struct gemm_args *);
     void (*gemm_pack_rows)(const struct gemm_args *, int64_t group_begin, int64_t group_end);
     void (*gemm)(const struct gemm_args *, const struct gemm_share *);
+    void (*widen)(const struct widen_args *, int64_t begin, int64_t end);
+    void (*clamp)(const struct clamp_args *, int64_t begin, int64_t end);
+    void (*add_ranks)(const struct ranks_args *, int64_t begin, int64_t end);
 };
 
 extern const struct kernels kernels_portable;
@@ -254,6 +291,24 @@ enum { WORTH_SHARING = 32 * 1024 }; /* values touched, below which waking a seco
 
 /* quire_cpu.c: the kernels in use. */
 const struct kernels *active_kernels(void);
+
+/* Run [0, count) on the team if that is more than `worth` units in all, `unit` of them each; else here. */
+void run_ranges(void (*run)(const void *args, int64_t begin, int64_t end), const void *args, int64_t count, int64_t unit,
+                int64_t worth);
+
+/* Compute several products with packed rows as one piece of work: threads are woken once. Sets all of a job but `args`. */
+void multiply_all(struct gemm_job *jobs, int64_t num_jobs);
+
+/* The job that share, or group, `number` belongs to. */
+static inline const struct gemm_job *job_of(const struct gemm_job *jobs, int64_t num_jobs, int64_t number) {
+    int64_t low = 0, high = num_jobs;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (jobs[middle].first <= number) low = middle;
+        else high = middle;
+    }
+    return jobs + low;
+}
 
 /* The entry points that decoder.c calls as well. Each returns a status. */
 #define EXPORT __attribute__((visibility("default")))
