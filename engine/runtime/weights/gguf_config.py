@@ -173,21 +173,23 @@ def _experts(file: _File) -> dict[str, Any]:
 
 
 def _width(file: _File, *tensors: str) -> int:
-    """Return the rows of an expert in the first layer that has it: old files have no key for them."""
-    for layer in range(file.meta.size("block_count")):
-        for tensor in tensors:
-            shape = file.shapes.get(f"blk.{layer}.{tensor}.weight")
-            if shape is not None and len(shape) > 1:
-                return shape[-2]
-    raise ModelLoadError(f"{file.meta.source}: the file has expert_count but no tensor {tensors[0]!r}.")
+    """Return the rows of an expert: old files have no key for them."""
+    endings = tuple(f".{tensor}.weight" for tensor in tensors)
+    shape = next((shape for name, shape in file.shapes.items() if name.endswith(endings)), ())
+    if len(shape) < 2:
+        raise ModelLoadError(f"{file.meta.source}: the file has 'expert_count' but no tensor {tensors[0]!r}.")
+    return shape[-2]
 
 
 def _expert_width(file: _File) -> int:
+    if any(name.endswith(".ffn_gate_up_exps.weight") for name in file.shapes):
+        return _width(file, "ffn_gate_up_exps") // 2
     return _width(file, "ffn_up_exps", "ffn_up.0")
 
 
 def _dense_layers(file: _File) -> list[int]:
-    return [i for i in range(file.meta.size("block_count")) if f"blk.{i}.ffn_up.weight" in file.shapes]
+    names = (name.split(".") for name in file.shapes if name.endswith(".ffn_up.weight"))
+    return [int(index) for _, index, *_ in names if index.isdigit()]
 
 
 def _qwen2moe(file: _File) -> dict[str, Any]:
