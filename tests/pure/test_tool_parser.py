@@ -65,6 +65,7 @@ GOOD = [
     ("mistral", f"[TOOL_CALLS] [{CALL}] so", [["weather", PARIS], " so"]),
     ("mistral", f"Yes.[TOOL_CALLS]weather{PARIS}[TOOL_CALLS]add {{}}", ["Yes.", ["weather", PARIS], ["add", "{}"]]),
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{PARIS}", [["weather", PARIS]]),
+    ("mistral", f"[TOOL_CALLS]weather[CALL_ID]abcdef123[ARGS]{PARIS}[TOOL_CALLS]add[CALL_ID]x1 {{}}", [["weather", PARIS], ["add", "{}"]]),
     ("json", f"[{CALL},\n{LLAMA_CALL}]", [["weather", PARIS]] * 2),
     ("json", f"Here it is:\n```json\n{CALL}\n```", ["Here it is:", ["weather", PARIS]]),
     ("json", f"<|tool_call|>[{CALL}]<|/tool_call|>", [["weather", PARIS]]),
@@ -91,6 +92,8 @@ CONTENT = [
     ("mistral", "[TOOL_CALLS] [get the weather]"),
     ("mistral", "[TOOL_CALLS]weather: Paris"),
     ("mistral", "[TOOL_CALLS]weather[AR"),
+    ("mistral", "[TOOL_CALLS]weather[CALL_ID]abc[AR"),
+    ("mistral", "[TOOL_CALLS]weather[CALL_ID]a b"),
     ("json", '```json\n{"name": "Alice"}\n```'),
     ("json", '[{"age": 3}]'),
 ]
@@ -140,7 +143,18 @@ def test_calls_that_a_grammar_forces_need_no_marks() -> None:
     assert merge(parser.push(f"[{CALL}, {CALL}]") + parser.finish()) == [["weather", PARIS]] * 2
 
 
-WORDS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json", "```", CALL, LLAMA_CALL]
+WORDS = [
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<|python_tag|>",
+    "```json",
+    "```",
+    CALL,
+    LLAMA_CALL,
+]
 WORDS += [PARIS, '"name"', '"arguments"', '"weather"', "weather", "null", "é", "\ud800", "\x00", *'{}[]:,;" \n\\u1e-.']
 texts = st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=24).map("".join)
 

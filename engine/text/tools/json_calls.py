@@ -34,6 +34,7 @@ from engine.text.tools.base import (
 from engine.text.types import Piece
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+_ID = re.compile(r"[a-zA-Z0-9]{0,64}")
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _GAP = r"[ \t\r\n]*"
 _MEMBER = rf"{_STRING}{_GAP}:{_GAP}(?:{_STRING}|[-+.a-zA-Z0-9]+){_GAP},{_GAP}"
@@ -58,11 +59,12 @@ class JsonFormat(ToolFormat):
     is_bare: bool = False  # an answer may also begin with a call without any mark
     only_known: bool = False  # JSON that names none of the request's tools is content, not a call
     leads_with_name: bool = False  # a mark may be followed by name{...} as well
+    id_mark: str = ""  # the text that may stand between such a name and the call's id
     name_end: str = ""  # the text that may stand between such a name and its arguments
 
     @property
     def markup(self) -> frozenset[str]:
-        return frozenset(mark for pair in self.marks for mark in pair if mark) | ({self.name_end} - {""})
+        return frozenset(mark for pair in self.marks for mark in pair if mark) | ({self.id_mark, self.name_end} - {""})
 
     def parser(self, tools: Tools) -> JsonCallParser:
         """Return a parser of one answer that may call these tools."""
@@ -157,6 +159,7 @@ MISTRAL = JsonFormat(
     signs=("[TOOL_CALLS]",),
     marks=(("[TOOL_CALLS]", ""),),
     leads_with_name=True,
+    id_mark="[CALL_ID]",
     name_end="[ARGS]",
     id_length=9,  # its templates refuse others
 )
@@ -316,17 +319,25 @@ class JsonCallParser(ArgumentsParser):
 
     def _name(self) -> bool:
         """Read a name that is followed by its arguments."""
-        match, end = _NAME.match(self._buffer), self._format.name_end
+        match, before_id, end = _NAME.match(self._buffer), self._format.id_mark, self._format.name_end
         if match is None:
             return self._no_call()
         rest = self._buffer[match.end() :].lstrip()
+        call_id = ""
+        if before_id and rest.startswith(before_id):
+            call_id = _ID.match(rest, len(before_id))[0]  # type: ignore[index]  # perhaps empty
+            rest = rest[len(before_id) + len(call_id) :].lstrip()
+        elif before_id.startswith(rest):
+            return False
         if end and rest.startswith(end):
             rest = rest[len(end) :].lstrip()
         elif end.startswith(rest):
             return False
         if not rest:
             return False
-        return self._begin_call(match.group(), rest) if rest.startswith("{") else self._no_call()
+        if not rest.startswith("{"):
+            return self._no_call()
+        return self._begin_call(match.group(), rest, call_id)
 
     def _call(self) -> bool:
         """Read the beginning of an object, until it is certain to be a call or not."""
@@ -347,8 +358,8 @@ class JsonCallParser(ArgumentsParser):
         self._buffer, self._step = rest, self._after
         return True
 
-    def _begin_call(self, name: str, rest: str, *, is_wrapped: bool = False) -> bool:
-        self._begin(name)
+    def _begin_call(self, name: str, rest: str, call_id: str = "", *, is_wrapped: bool = False) -> bool:
+        self._begin(name, call_id)
         self._buffer, self._is_wrapped = rest, is_wrapped
         self._scanner, self._step = JsonScanner(), self._read_arguments
         return True
@@ -422,6 +433,8 @@ def _grammar(
         lines.append(f"call_{index}: /{_head(tool.name)}/ {rest}")
         if tool_format.leads_with_name:
             between = f"({literal(tool_format.name_end, special_tokens)})?" if tool_format.name_end else ""
+            if tool_format.id_mark:
+                between = f"({literal(tool_format.id_mark, special_tokens)} /[a-zA-Z0-9]{{1,64}}/)? {between}"
             lines[-1] += f' | "{tool.name}" {between} /{SPACE}/ arguments_{index}'
         if is_bare:  # everything that could still be text must be one lexeme
             lines.append(f"single_{index}: /{SPACE}{_head(tool.name)}/ {rest}")
