@@ -24,6 +24,7 @@ from engine.gguf_header import TensorInfo, read_header
 from engine.runtime.weights.checkpoint import QuantisedRows, StoredTensor
 from engine.runtime.weights.gguf_config import hf_config
 from engine.runtime.weights.hf_config import HFConfig
+from engine.runtime.weights.stored.headers import Headers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +80,8 @@ class GGUFTensor(NamedTuple):
 class GGUFCheckpoint:
     """One .gguf file."""
 
+    quantization = None
+
     def __init__(self, path: Path, seed: int = 0) -> None:  # noqa: ARG002 - for random weights
         header = read_header(path)
         self._stored = _read_tensors(path, header.tensors)
@@ -100,6 +103,10 @@ class GGUFCheckpoint:
     def num_weights(self) -> int:
         """Return how many elements the file holds."""
         return sum(math.prod(tensor.shape) for tensor in self._stored.values())
+
+    def headers(self) -> Headers:
+        """Return nothing: rows say how they are quantised."""
+        return {}
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:  # noqa: ARG002 - the protocol's
         names = _NAMES | _NAMES_BY_ARCH.get(self._arch, {})
