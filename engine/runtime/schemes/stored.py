@@ -12,14 +12,14 @@ import torch
 
 from engine.runtime.linear import CODES, Product
 from engine.runtime.native.library import Isa, native
-from engine.runtime.native.quantised import QuantisedLinear
+from engine.runtime.native.quantised import QuantisedLinear, is_served_quantised
 from engine.runtime.schemes.base import FOREIGN, Circumstances, Matrix, Scheme, native_refusal
 from engine.runtime.schemes.fp8 import MULTIPLE, Fp8Scheme
 from engine.runtime.weights.stored.packed import Blocks
 from engine.runtime.weights.stored.rows import rows_of
 from engine.runtime.weights.stored.storage import Storage
 
-_BITS = {2: "4", 3: "4", 8: "8"}  # of a weight, by GGUF's numbers
+_BITS = {2: "4", 3: "4", 8: "8", 39: "4"}  # of a weight, by GGUF's numbers
 
 
 class StoredScheme(Scheme):
@@ -66,6 +66,8 @@ class StoredScheme(Scheme):
             if rows is None:
                 return None
             parts.append(rows)
+        if not is_served_quantised([part.kind for part in parts]):
+            return None
         for part in parts:
             self._counts[f"in {_BITS[part.kind]} bits"] += 1
         code = CODES[matrix.activation]

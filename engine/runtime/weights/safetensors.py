@@ -17,6 +17,7 @@ from engine import regular_file
 from engine.core.errors import ModelLoadError
 from engine.regular_file import check_regular, reason
 from engine.runtime.weights.checkpoint import StoredTensor
+from engine.runtime.weights.expert_names import Part, expert_parts
 from engine.runtime.weights.hf_config import HFConfig
 from engine.runtime.weights.stored.config import QuantConfig, read_quantization
 from engine.runtime.weights.stored.headers import CODES, FLOATS, Header, Headers, check_packed, is_unused, module_of
@@ -58,14 +59,14 @@ class SafetensorsCheckpoint:
             return {}
         if self._headers is None:
             files = _weight_files(self._folder)
-            self._headers = {name: header for path in files for name, header, _ in _named(path, "np")}  # without torch
+            self._headers = {name: header for path in files for name, header, _ in _named(path, self.config, "np")}
             check_packed(self.quantization, self._headers)
         return self._headers
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:
         headers = self.headers()
         for path in _weight_files(self._folder):
-            for tensor in _stored(path):
+            for tensor in _stored(path, self.config):
                 if not self._is_left_out(tensor, wanted, headers):
                     _require_readable(tensor, is_quantised=self.quantization is not None)
                     yield tensor
@@ -92,7 +93,9 @@ def _language_name(name: str) -> str | None:
     return name.removeprefix("language_model.")
 
 
-def _named(path: Path, framework: str = "pt") -> Iterator[tuple[str, Header, Callable[[Tensor], None]]]:
+def _named(
+    path: Path, config: HFConfig, framework: str = "pt"
+) -> Iterator[tuple[str, Header, Callable[[Tensor], None]]]:
     """Yield each tensor's name, header, and a function that copies it."""
     try:
         file = safe_open(path, framework=framework, device="cpu")
@@ -101,13 +104,15 @@ def _named(path: Path, framework: str = "pt") -> Iterator[tuple[str, Header, Cal
         raise ModelLoadError(f"{path} is truncated or not a safetensors file ({error}); download it again.") from None
     for stored_name in names:
         name = _language_name(stored_name)
-        if name is not None:
-            view = file.get_slice(stored_name)
-            yield name, Header(view.get_dtype(), tuple(view.get_shape())), partial(_copy, file, stored_name)
+        if name is None:
+            continue
+        view = file.get_slice(stored_name)
+        for part in expert_parts(config, name, tuple(view.get_shape())):
+            yield part.name, Header(view.get_dtype(), part.shape), partial(_copy, file, stored_name, part)
 
 
-def _stored(path: Path) -> Iterator[StoredTensor]:
-    for name, (kind, shape), copy_to in _named(path):
+def _stored(path: Path, config: HFConfig) -> Iterator[StoredTensor]:
+    for name, (kind, shape), copy_to in _named(path, config):
         yield StoredTensor(name, shape, math.prod(shape) * _BYTES.get(kind, 0), str(path), copy_to, kind=kind)
 
 
@@ -130,8 +135,8 @@ def _is_zero(tensor: StoredTensor) -> bool:
     return not bool(found.any())
 
 
-def _copy(file: Any, name: str, target: Tensor) -> None:
-    target.copy_(file.get_tensor(name))  # a view of the map, converted and moved in one copy
+def _copy(file: Any, name: str, part: Part, target: Tensor) -> None:
+    target.copy_(part.view(file.get_tensor(name)))  # a view of the map, converted and moved in one copy
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from engine.core.errors import ModelLoadError
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.stored.config import Settings
 from engine.runtime.weights.stored.headers import Headers
-from engine.runtime.weights.stored.packed import Blocks, Floats, Integers, Packed, e2m1, e8m0, unpack_bits
+from engine.runtime.weights.stored.packed import Blocks, Floats, Integers, Microscaled, Packed, e2m1, e8m0, unpack_bits
 
 Shapes = dict[str, tuple[int, ...]]
 Tensors = Mapping[str, StoredTensor]
@@ -83,7 +83,7 @@ def format_of(part: Part) -> type[Format]:
     """Return the format of a packed module, by its tensors."""
     if part.has(".qweight"):
         return Awq if part.settings.is_awq else Gptq
-    if part.has(".weight_blocks"):
+    if part.has("_blocks"):
         return Mxfp4
     if part.has(".weight_packed"):
         if part.kind(".weight_packed") == "I32":
@@ -272,22 +272,22 @@ class Mxfp4:
     def shapes(part: Part) -> Shapes:
         """Return the endings of their names, and shapes."""
         blocks = part.inputs // 32
-        if part.has(".weight_blocks"):
-            return {".weight_blocks": (part.rows, blocks, 16), ".weight_scales": (part.rows, blocks)}
+        if part.has("_blocks"):
+            return {"_blocks": (part.rows, blocks, 16), "_scales": (part.rows, blocks)}
         return {".weight_packed": (part.rows, part.inputs // 2), ".weight_scale": (part.rows, blocks)}
 
     @staticmethod
     def unpack(part: Part, tensors: Tensors) -> Packed:
-        """Return the weights; the low nibble is the even input."""
+        """Return codes and exponents; the low nibble is the even input."""
         codes, scales = (
-            (".weight_blocks", ".weight_scales")
-            if part.has(".weight_blocks")
+            ("_blocks", "_scales")
+            if part.has("_blocks")
             else (
                 ".weight_packed",
                 ".weight_scale",
             )
         )
-        return _fp4(read(tensors[codes]).flatten(1), read_scales(tensors[scales]), 32)
+        return Microscaled(_neighbours(read(tensors[codes]).flatten(1)), read(tensors[scales]).view(torch.uint8))
 
 
 class Nvfp4:
@@ -400,5 +400,9 @@ def _by_row(values: Tensor, rows: int) -> Tensor:
 
 def _fp4(stored: Tensor, scales: Tensor, group: int) -> Floats:
     """Return weights of bytes [rows, inputs / 2]: the low nibble is the even input."""
-    codes = torch.stack((stored & 15, stored >> 4), 2).flatten(1)
-    return Floats(e2m1(codes) * scales.repeat_interleave(group, 1))
+    return Floats(e2m1(_neighbours(stored)) * scales.repeat_interleave(group, 1))
+
+
+def _neighbours(stored: Tensor) -> Tensor:
+    """Return the nibbles of bytes [rows, n], the low ones first, [rows, 2 n]."""
+    return torch.stack((stored & 15, stored >> 4), 2).flatten(1)

@@ -14,7 +14,7 @@ from engine.runtime.weights.stored.config import QuantConfig
 
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}  # bytes of an element
 CODES = {"I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E8M0": 1}
-_WEIGHTS = (".weight_packed", ".qweight", ".weight_blocks", ".weight")  # the names of a module's codes
+_WEIGHTS = (".weight_packed", ".qweight", "_blocks", ".weight")  # the names of a module's codes
 # Scales of activations and of the KV cache: Quire chooses its own. A packed weight's shape is known from the config.
 _UNUSED = (
     ".input_scale",

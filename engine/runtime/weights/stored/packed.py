@@ -61,7 +61,18 @@ class Floats(NamedTuple):
         return self.weight
 
 
-Packed = Integers | Blocks | Floats
+class Microscaled(NamedTuple):
+    """MXFP4: weight[i, j] = e2m1(codes[i, j]) * e8m0(exponents[i, j // 32])."""
+
+    codes: Tensor  # uint8 [rows, inputs]
+    exponents: Tensor  # uint8 [rows, inputs / 32]
+
+    def dequantise(self) -> Tensor:
+        """Return the weight, float32 [rows, inputs]."""
+        return e2m1(self.codes) * e8m0(self.exponents).repeat_interleave(32, 1)
+
+
+Packed = Integers | Blocks | Microscaled | Floats
 
 
 def unpack_bits(words: Tensor, bits: int, num: int) -> Tensor:

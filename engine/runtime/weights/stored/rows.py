@@ -1,6 +1,6 @@
 """Turns packed weights into rows of GGUF's simplest types, which the native library multiplies as they are.
 
-Integers of up to 4 bits become Q4_0 or Q4_1, wider ones Q8_0; scales become float16. FP8 becomes Q8_0, with a new scale
+Integers of up to 4 bits become Q4_0 or Q4_1, wider ones Q8_0; scales become float16. MXFP4 stays itself. FP8 becomes Q8_0, with a new scale
 for every 32 inputs: codes of 8 bits are finer than its three bits of mantissa. Other weights are dequantised.
 """
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.runtime.weights.checkpoint import QuantisedRows
-from engine.runtime.weights.stored.packed import Blocks, Integers, Packed
+from engine.runtime.weights.stored.packed import Blocks, Integers, Microscaled, Packed
 
-_Q4_0, _Q4_1, _Q8_0 = 2, 3, 8  # GGUF's numbers
+_Q4_0, _Q4_1, _Q8_0, _MXFP4 = 2, 3, 8, 39  # GGUF's numbers
 _BLOCK = 32  # weights of a block
 _PRECISION = 2.0**-10  # relative error of a scale that may be kept as float16
 
@@ -21,6 +21,8 @@ def rows_of(packed: Packed) -> QuantisedRows | None:
     """Return rows with the same weights; None if no type holds them."""
     if isinstance(packed, Integers):
         return _of_integers(packed)
+    if isinstance(packed, Microscaled):
+        return _rows(_MXFP4, packed.exponents[:, :, None], _nibbles(packed.codes))
     return _of_blocks(packed) if isinstance(packed, Blocks) else None
 
 
@@ -34,12 +36,15 @@ def _of_integers(packed: Integers) -> QuantisedRows | None:
     lowest, highest = -int(zeros.max()), (1 << packed.bits) - 1 - int(zeros.min())
     heads = _by_block(scales, inputs, group)
     if lowest >= -8 and highest <= 7:
-        return _rows(_Q4_0, [heads], _nibbles(_shifted(packed, 8)))
+        codes = _nibbles(_shifted(packed, 8))
+        return _rows(_Q4_0, _bytes(heads, codes), codes)
     if packed.bits <= 4:
         minimums = _by_block((-packed.scales.float() * zeros).half(), inputs, group)
-        return _rows(_Q4_1, [heads, minimums], _nibbles(packed.codes))
+        codes = _nibbles(packed.codes)
+        return _rows(_Q4_1, _bytes(heads, codes), _bytes(minimums, codes), codes)
     if lowest >= -128 and highest <= 127:
-        return _rows(_Q8_0, [heads], _shifted(packed, 0).view(torch.uint8).unflatten(1, (-1, _BLOCK)))
+        codes = _shifted(packed, 0).unflatten(1, (-1, _BLOCK))
+        return _rows(_Q8_0, _bytes(heads, codes), codes)
     return None
 
 
@@ -58,7 +63,7 @@ def _of_blocks(packed: Blocks) -> QuantisedRows | None:
         return None
     inverse = torch.where(scales > 0, 1 / scales.float(), 0)
     codes = (weight * inverse[:, :, None]).round_().clamp_(-127, 127).to(torch.int8)
-    return _rows(_Q8_0, [scales], codes.view(torch.uint8))
+    return _rows(_Q8_0, _bytes(scales, codes), codes.view(torch.uint8))
 
 
 def _as_float16(scales: Tensor) -> Tensor | None:
@@ -82,8 +87,11 @@ def _nibbles(codes: Tensor) -> Tensor:
     return blocks[:, :, 0] | blocks[:, :, 1] << 4
 
 
-def _rows(kind: int, heads: list[Tensor], codes: Tensor) -> QuantisedRows:
-    """Return rows of blocks: float16 heads, then bytes of codes [rows, blocks, n]."""
-    shape = codes.shape[:2]
-    parts = [head.expand(shape).contiguous().view(torch.uint8).unflatten(1, (-1, 2)) for head in heads]
-    return QuantisedRows(kind, torch.cat([*parts, codes], 2).flatten(1).numpy())
+def _rows(kind: int, *parts: Tensor) -> QuantisedRows:
+    """Return rows of blocks; parts are bytes [rows, blocks, n]."""
+    return QuantisedRows(kind, torch.cat(parts, 2).flatten(1).numpy())
+
+
+def _bytes(heads: Tensor, like: Tensor) -> Tensor:
+    """Return float16 heads, one for each block of `like` or for fewer, as bytes [rows, blocks, 2]."""
+    return heads.expand(like.shape[:2]).contiguous().view(torch.uint8).unflatten(1, (-1, 2))
