@@ -67,11 +67,12 @@ class KVCache:
         for spec in specs:
             backend.check(spec, dtype, block_size, device)
         self.headroom: Headroom | None = None
+        has_latents = any(spec.is_latent for spec in specs)  # torch operations read them, which index whole pools
         shapes = [backend.kv_shape(spec, num_blocks, block_size) for spec in specs]
         if dtype in PEAKS:
             shapes = [(*shape[:-1], shape[-1] + SCALE_BYTES) for shape in shapes]
         try:
-            if backend.capabilities.interleaves:
+            if backend.capabilities.interleaves and not has_latents:
                 blocks, pools = _interleaved([shape for shape in shapes for _ in range(2)], dtype)
                 self._keys, self._values = pools[::2], pools[1::2]
                 self.blocks = [movable(blocks)]
@@ -79,9 +80,13 @@ class KVCache:
             else:
                 # Zeros: a kernel that multiplies values after a context's end by a weight of 0 must not read NaN.
                 self._keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-                self._values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+                self._values = [
+                    keys[..., : spec.out_dim] if spec.is_latent else torch.zeros_like(keys)
+                    for spec, keys in zip(specs, self._keys, strict=True)
+                ]
                 axis = _block_axis(backend, specs[0], block_size)
-                self.blocks = [movable(pool.movedim(axis, 0)) for pool in (*self._keys, *self._values)]
+                held = [values for spec, values in zip(specs, self._values, strict=True) if not spec.is_latent]
+                self.blocks = [movable(pool.movedim(axis, 0)) for pool in (*self._keys, *held)]
         except (RuntimeError, MemoryError) as error:  # torch's is the former, on either device
             needed = num_blocks * block_bytes(specs, block_size, dtype) // _MIB
             raise MemoryBudgetError(
@@ -89,7 +94,7 @@ class KVCache:
                 "lower --kv-cache-memory-bytes or --gpu-memory-utilization, --max-num-seqs or --max-model-len."
             ) from error
 
-        is_native = backend.capabilities.native
+        is_native = backend.capabilities.native and not has_latents
         # The whole pool, for attention in the native library.
         self.paged_step: PagedStep | None = backend.paged_step(self._keys, self._values) if is_native else None
 
@@ -168,15 +173,22 @@ def _block_axis(backend: AttentionBackend, spec: AttentionSpec, block_size: int)
 
 
 def block_bytes(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block: K and V of `block_size` positions in all layers."""
+    """Return the bytes of one block: K and V, or latents, of `block_size` positions in all layers."""
     scale_bytes = SCALE_BYTES if dtype in PEAKS else 0
-    return block_size * sum(2 * spec.num_kv_heads * (spec.head_dim * dtype.itemsize + scale_bytes) for spec in specs)
+    return block_size * sum(
+        spec.num_pools * spec.num_kv_heads * (spec.head_dim * dtype.itemsize + scale_bytes) for spec in specs
+    )
 
 
 def resolve_kv_dtype(setting: str, model_dtype: torch.dtype, specs: Sequence[AttentionSpec]) -> torch.dtype:
-    """Return the type of --kv-cache-dtype. Raises ConfigError without room for scales."""
+    """Return the type of --kv-cache-dtype. Raises ConfigError without room for scales, and for latents."""
     if setting not in _NARROW:
         return model_dtype
+    if any(spec.is_latent for spec in specs):
+        raise ConfigError(
+            f"--kv-cache-dtype is {setting!r}, and the model caches latents (MLA), whose rope part loses too much with "
+            "one scale a row; leave it out."
+        )
     odd = next((spec.head_dim for spec in specs if spec.head_dim % SCALE_BYTES), None)
     if odd is not None:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The CPU backend in C: paged attention in place, for decode steps and prompt chunks alike.
 
 The pool has the head-major shape, but the layout inside a block of one head is that of native/quire_cpu.h, so only the
-library reads or writes it. Engine thread.
+library reads or writes it. Layers of latents have no kernel here: cpu_paged.py serves them. Engine thread.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError
 from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch
+from engine.runtime.attention.cpu_paged import CpuPagedAttention
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.native.library import DTYPES, AttendArgs, Pool, StoreArgs, native
@@ -28,6 +29,7 @@ class CpuNativeAttention(AttentionBackend):
         assert library is not None, "table.py has refused this backend without it"
         self._library = library
         self._store, self._attend = StoreArgs(), AttendArgs()
+        self._latent = CpuPagedAttention()
 
     def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:  # noqa: ARG002
         """Raise ConfigError for an odd head_dim."""
@@ -43,6 +45,7 @@ class CpuNativeAttention(AttentionBackend):
     def prepare(self, batch: Batch) -> None:
         """Point the arguments that all layers share at the step's index tensors."""
         self.batch = batch  # this also keeps the memory below alive
+        self._latent.prepare(batch)
         assert all(
             x.is_contiguous() for x in (batch.kv_slots, batch.query_starts, batch.context_lens, batch.block_tables)
         )
@@ -56,6 +59,8 @@ class CpuNativeAttention(AttentionBackend):
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend."""
+        if spec.is_latent:
+            return self._latent.attend(spec, q, k, v, k_pool, v_pool)
         assert q.dtype == k.dtype == v.dtype, "one type for queries, keys and values"
         assert k_pool.dtype == v_pool.dtype
         assert k_pool.dtype in (q.dtype, torch.int8)

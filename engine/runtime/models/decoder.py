@@ -18,6 +18,7 @@ from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.layers import MLP, Angles, Attention, LayerAdapters, NoNorm, RMSNorm
 from engine.runtime.models.maker import Maker
+from engine.runtime.models.mla import LatentAttention
 from engine.runtime.models.rope import Rotary
 from engine.runtime.native.decoder import NativeDecoder, describe_layer
 from engine.runtime.native.library import DTYPES, DecoderArgs, LayerArgs, native
@@ -54,7 +55,12 @@ class DecoderLayer:
     )
 
     def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
-        self._attention = Attention(index, config, make.within("self_attn"))
+        make_attention = make.within("self_attn")
+        self._attention = (
+            Attention(index, config, make_attention)
+            if config.latent is None
+            else LatentAttention(index, config, config.latent, make_attention)
+        )
         self._mlp = MLP(config, make.within("mlp"))
         self._scale = config.residual_multiplier
         names = _NORM_NAMES[config.norm_placement]
@@ -79,6 +85,8 @@ class DecoderLayer:
 
     def describe(self, rotary: int | None) -> LayerArgs | None:
         """Describe the layer to the native library, or return None if that lacks a matrix."""
+        if isinstance(self._attention, LatentAttention):
+            return None
         matrices = (self._attention.qkv, self._attention.o, self._mlp.gate_up, self._mlp.down)
         linears = [linear.args for linear in matrices if linear.args is not None]
         if len(linears) < len(matrices):
@@ -110,6 +118,7 @@ class Decoder:
                 scale=config.attention_scale,
                 window=layer.window,
                 softcap=config.attention_softcap,
+                value_dim=None if config.latent is None else config.latent.rank,
             )
             for layer in config.layers
         ]
