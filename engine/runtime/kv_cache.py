@@ -67,26 +67,29 @@ class KVCache:
         for spec in specs:
             backend.check(spec, dtype, block_size, device)
         self.headroom: Headroom | None = None
-        has_latents = any(spec.is_latent for spec in specs)  # torch operations read them, which index whole pools
         shapes = [backend.kv_shape(spec, num_blocks, block_size) for spec in specs]
         if dtype in PEAKS:
             shapes = [(*shape[:-1], shape[-1] + SCALE_BYTES) for shape in shapes]
         try:
-            if backend.capabilities.interleaves and not has_latents:
-                blocks, pools = _interleaved([shape for shape in shapes for _ in range(2)], dtype)
-                self._keys, self._values = pools[::2], pools[1::2]
+            if backend.capabilities.interleaves:
+                held = [shape for spec, shape in zip(specs, shapes, strict=True) for _ in range(spec.num_pools)]
+                blocks, pools = _interleaved(held, dtype)
+                rest = iter(pools)
+                for spec in specs:
+                    self._keys.append(next(rest))
+                    self._values.append(_values_in(spec, self._keys[-1]) if spec.is_latent else next(rest))
                 self.blocks = [movable(blocks)]
                 self.headroom = Headroom(blocks)
             else:
                 # Zeros: a kernel that multiplies values after a context's end by a weight of 0 must not read NaN.
                 self._keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
                 self._values = [
-                    keys[..., : spec.out_dim] if spec.is_latent else torch.zeros_like(keys)
+                    _values_in(spec, keys) if spec.is_latent else torch.zeros_like(keys)
                     for spec, keys in zip(specs, self._keys, strict=True)
                 ]
                 axis = _block_axis(backend, specs[0], block_size)
-                held = [values for spec, values in zip(specs, self._values, strict=True) if not spec.is_latent]
-                self.blocks = [movable(pool.movedim(axis, 0)) for pool in (*self._keys, *held)]
+                others = [values for spec, values in zip(specs, self._values, strict=True) if not spec.is_latent]
+                self.blocks = [movable(pool.movedim(axis, 0)) for pool in (*self._keys, *others)]
         except (RuntimeError, MemoryError) as error:  # torch's is the former, on either device
             needed = num_blocks * block_bytes(specs, block_size, dtype) // _MIB
             raise MemoryBudgetError(
@@ -94,7 +97,7 @@ class KVCache:
                 "lower --kv-cache-memory-bytes or --gpu-memory-utilization, --max-num-seqs or --max-model-len."
             ) from error
 
-        is_native = backend.capabilities.native and not has_latents
+        is_native = backend.capabilities.native and not any(spec.is_latent for spec in specs)
         # The whole pool, for attention in the native library.
         self.paged_step: PagedStep | None = backend.paged_step(self._keys, self._values) if is_native else None
 
@@ -149,6 +152,11 @@ class KVCache:
         sources, destinations = to_device(pairs, torch.int64, self._device).unbind(1)
         for view in self.blocks:  # all sources are read before any destination is written
             view.index_copy_(0, destinations, view.index_select(0, sources))
+
+
+def _values_in(spec: AttentionSpec, latents: Tensor) -> Tensor:
+    """Return the values in a pool of latents, whose numbers are last in every layout."""
+    return latents[..., : spec.out_dim]
 
 
 def _interleaved(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:

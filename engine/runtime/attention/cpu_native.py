@@ -1,7 +1,7 @@
 """The CPU backend in C: paged attention in place, for decode steps and prompt chunks alike.
 
 The pool has the head-major shape, but the layout inside a block of one head is that of native/quire_cpu.h, so only the
-library reads or writes it. Layers of latents have no kernel here: cpu_paged.py serves them. Engine thread.
+library reads or writes it. Engine thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError
 from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch
-from engine.runtime.attention.cpu_paged import CpuPagedAttention
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.native.library import DTYPES, AttendArgs, Pool, StoreArgs, native
@@ -29,7 +28,6 @@ class CpuNativeAttention(AttentionBackend):
         assert library is not None, "table.py has refused this backend without it"
         self._library = library
         self._store, self._attend = StoreArgs(), AttendArgs()
-        self._latent = CpuPagedAttention()
 
     def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:  # noqa: ARG002
         """Raise ConfigError for an odd head_dim."""
@@ -45,7 +43,6 @@ class CpuNativeAttention(AttentionBackend):
     def prepare(self, batch: Batch) -> None:
         """Point the arguments that all layers share at the step's index tensors."""
         self.batch = batch  # this also keeps the memory below alive
-        self._latent.prepare(batch)
         assert all(
             x.is_contiguous() for x in (batch.kv_slots, batch.query_starts, batch.context_lens, batch.block_tables)
         )
@@ -59,13 +56,15 @@ class CpuNativeAttention(AttentionBackend):
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend."""
-        if spec.is_latent:
-            return self._latent.attend(spec, q, k, v, k_pool, v_pool)
         assert q.dtype == k.dtype == v.dtype, "one type for queries, keys and values"
         assert k_pool.dtype == v_pool.dtype
         assert k_pool.dtype in (q.dtype, torch.int8)
+        if spec.is_latent:
+            assert k_pool.dtype == q.dtype, "resolve_kv_dtype has refused latents in int8"
+            pool, v = _latent_pool(k_pool, spec.out_dim), k
+        else:
+            pool = _pool(k_pool, v_pool)
         q, k, v = _rows(q), _rows(k), _rows(v)
-        pool = _pool(k_pool, v_pool)
         pool.dtype = DTYPES[q.dtype]
         assert k.shape[1:] == v.shape[1:] == (pool.num_kv_heads, pool.head_dim)
         assert q.shape[1:] == (spec.num_heads, pool.head_dim)
@@ -75,7 +74,7 @@ class CpuNativeAttention(AttentionBackend):
         store.new_v, store.v_stride = v.data_ptr(), v.stride(0)
         self._library.store(store)
 
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty((*q.shape[:2], spec.out_dim), dtype=q.dtype)
         sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
         args = self._attend
         args.pool = pool
@@ -95,6 +94,13 @@ def _pool(k: Tensor, v: Tensor) -> Pool:
     is_int8 = k.dtype == torch.int8
     dim = width - SCALE_BYTES * is_int8
     return Pool(k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), heads, dim, block_size, is_int8=is_int8)
+
+
+def _latent_pool(rows: Tensor, value_dim: int) -> Pool:
+    """Describe one layer's pool of latents, without the type of its queries."""
+    heads, _, block_size, width = rows.shape
+    assert rows.stride()[2:] == (width, 1)
+    return Pool(rows.data_ptr(), None, rows.stride(0), rows.stride(1), heads, width, block_size, value_dim)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -42,10 +42,12 @@ def _fields(**groups: type) -> Sequence[tuple[str, type]]:
 
 
 class Pool(Structure):
-    """One layer's K and V."""
+    """One layer's K and V, or latents."""
 
     _fields_ = _fields(
-        k__v=c_void_p, head_stride__block_stride__num_kv_heads__head_dim__block_size=c_int64, dtype__is_int8=c_int32
+        k__v=c_void_p,
+        head_stride__block_stride__num_kv_heads__head_dim__block_size__value_dim=c_int64,
+        dtype__is_int8=c_int32,
     )
 
 

@@ -28,11 +28,12 @@ enum {
 };
 
 /* One layer's K and V pool. Strides count elements. In an int8 pool a block of one head is followed by a float32 scale
- * for each of its keys; K and V are laid out as those of two bytes are, a lane being two bytes there. */
+ * for each of its keys; K and V are laid out as those of two bytes are, a lane being two bytes there.
+ * A pool of latents has no V: a value is the first `value_dim` numbers of its key. */
 struct pool {
-    void *k, *v;
+    void *k, *v; /* v: NULL for latents */
     int64_t head_stride, block_stride;
-    int64_t num_kv_heads, head_dim, block_size;
+    int64_t num_kv_heads, head_dim, block_size, value_dim;
     int32_t dtype;   /* of queries, new keys and values, and results */
     int32_t is_int8; /* the pool's type: int8 with scales, else `dtype` */
 };
