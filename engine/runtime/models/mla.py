@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.runtime.linear import HeadProducts, pack_heads
 from engine.runtime.lora.adapter import Place
 from engine.runtime.models.base import LayerAttention
 from engine.runtime.models.config import LatentConfig, ModelConfig
@@ -47,8 +48,8 @@ class LatentAttention:
         "queries",
     )
 
-    _keys: Tensor  # [heads, nope_dim, rank]
-    _values: Tensor  # [heads, rank, value_dim]
+    _keys: HeadProducts  # of queries without positions, to the width of a latent
+    _values: HeadProducts  # of mixed latents, to values
 
     def __init__(self, index: int, config: ModelConfig, latent: LatentConfig, make: Maker) -> None:
         self._index, self._num_heads = index, config.num_heads
@@ -74,14 +75,14 @@ class LatentAttention:
     def _take_both(self, weight: Tensor) -> None:
         """Keep kv_b_proj: a head's rows are its keys', then its values'."""
         keys, values = weight.unflatten(0, (self._num_heads, -1)).split((self._nope_dim, self._value_dim), 1)
-        self._keys, self._values = keys.contiguous(), values.contiguous().mT
+        self._keys, self._values = pack_heads(keys.mT), pack_heads(values)
 
     def _take_keys(self, weight: Tensor) -> None:
-        """Keep k_b_proj of GGUF files, a head's rows of which are the latent's numbers."""
-        self._keys = weight.unflatten(0, (self._num_heads, -1)).mT
+        """Keep k_b_proj of GGUF files: a head has a row for each number of the latent."""
+        self._keys = pack_heads(weight.unflatten(0, (self._num_heads, -1)))
 
     def _take_values(self, weight: Tensor) -> None:
-        self._values = weight.unflatten(0, (self._num_heads, -1)).mT
+        self._values = pack_heads(weight.unflatten(0, (self._num_heads, -1)))
 
     def __call__(
         self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None
@@ -96,15 +97,16 @@ class LatentAttention:
 
         num_tokens = len(x)
         queries = x.new_empty(num_tokens, self._num_heads, self._rank + self._rope_dim)
-        absorbed = torch.bmm(q[..., : self._nope_dim].transpose(0, 1), self._keys)
-        queries[..., : self._rank] = absorbed.transpose(0, 1)
+        self._keys(q[..., : self._nope_dim], queries[..., : self._rank])
         queries[..., self._rank :] = turned[:, :-1]
         keys = x.new_empty(num_tokens, 1, self._rank + self._rope_dim)
         keys[:, 0, : self._rank] = self._key_norm(row[:, : self._rank].contiguous())
         keys[..., self._rank :] = turned[:, -1:]
 
         mixed = attention(self._index, queries, keys, keys[..., : self._rank])
-        out = torch.bmm(mixed.transpose(0, 1), self._values).transpose(0, 1).flatten(1)
+        values = x.new_empty(num_tokens, self._num_heads, self._value_dim)
+        self._values(mixed, values)
+        out = values.flatten(1)
         return self.o(out, () if adapters is None else adapters(Place.O, out))
 
     def _rotate(self, q: Tensor, k: Tensor, angles: Angles) -> Tensor:

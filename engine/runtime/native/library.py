@@ -113,6 +113,12 @@ class GemmArgs(Structure):
     ]
 
 
+class HeadsArgs(Structure):
+    """Each head's product with its matrix."""
+
+    _fields_ = _fields(heads__x__y=c_void_p, num_heads__m__x_stride__x_step__y_stride__y_step=c_int64)
+
+
 class NormArgs(Structure):
     """residual += alpha * delta; out = norm(residual) * weight."""
 
@@ -236,6 +242,7 @@ class Library:
         self.store = _entry(functions.quire_store, StoreArgs)
         self.attend = _entry(functions.quire_attend, AttendArgs)
         self.gemm = _entry(functions.quire_gemm, GemmArgs)
+        self.gemm_heads = _entry(functions.quire_gemm_heads, HeadsArgs)
         self.quant_pack = _entry(functions.quire_quant_pack, QuantSource)
         self.add_rms_norm = _entry(functions.quire_add_rms_norm, NormArgs)
         self.rope = _entry(functions.quire_rope, RopeArgs)

@@ -149,6 +149,14 @@ struct gemm_args {
     const struct addend *addends; /* [m], or NULL */
 };
 
+/* Each head's product with its matrix: y[:, h] = x[:, h] heads[h]^T. Heads lie `x_step` and `y_step` numbers apart. */
+struct heads_args {
+    const struct linear *heads; /* [num_heads], of one shape and dtype, without activation */
+    const void *x;
+    void *y;
+    int64_t num_heads, m, x_stride, x_step, y_stride, y_step;
+};
+
 /* A thread's share of a product: some panels, for some groups of rows. */
 struct gemm_share {
     int64_t panel_begin, panel_end, group_begin, group_end;
@@ -239,6 +247,7 @@ const struct kernels *active_kernels(void);
 /* The entry points that decoder.c calls as well. Each returns a status. */
 #define EXPORT __attribute__((visibility("default")))
 EXPORT int32_t quire_gemm(const struct gemm_args *);
+EXPORT int32_t quire_gemm_heads(const struct heads_args *);
 size_t quire_rows_bytes(const struct gemm_args *);
 EXPORT int32_t quire_low_dtype(const struct linear *up);
 EXPORT int32_t quire_store(const struct store_args *);
