@@ -14,6 +14,16 @@ from typing import Any
 from engine.core.errors import ModelLoadError
 from engine.runtime.activation import Activation
 from engine.runtime.models.config import LatentConfig, LayerConfig, ModelConfig, NormPlacement, QKNorm
+from engine.runtime.models.expert_settings import (
+    Mixtures,
+    deepseek_v2_experts,
+    deepseek_v3_experts,
+    glm4_experts,
+    gpt_oss_experts,
+    mixtral_experts,
+    olmoe_experts,
+    qwen_experts,
+)
 from engine.runtime.models.rope_config import RopeConfig, read_rope
 from engine.runtime.weights.hf_config import HFConfig
 
@@ -155,12 +165,85 @@ def olmo3(hf: HFConfig) -> ModelConfig:
 
 def deepseek_v2(hf: HFConfig) -> ModelConfig:
     """DeepSeek V2 and V2-Lite."""
-    return replace(_latent_common(hf, is_interleaved=True), mlp_bias=hf.flag("mlp_bias"))
+    hf.refuse("mlp_bias", "experts and MLPs of this family have no bias")
+    return _latent_common(hf, deepseek_v2_experts(hf), is_interleaved=True)
 
 
 def deepseek_v3(hf: HFConfig) -> ModelConfig:
     """DeepSeek V3, R1 and Kimi K2."""
-    return _latent_common(hf, is_interleaved=hf.flag("rope_interleave", True))
+    return _latent_common(hf, deepseek_v3_experts(hf), is_interleaved=hf.flag("rope_interleave", True))
+
+
+def qwen2_moe(hf: HFConfig) -> ModelConfig:
+    """Qwen 1.5 and 2 with experts: one shared expert behind a gate."""
+    moes = qwen_experts(hf, num_experts=60, num_chosen=4, width=1408, shared_width=5632)
+    layers = _layers(hf, windows=_qwen_windows(hf), moes=moes)
+    return replace(_common(hf), qkv_bias=hf.flag("qkv_bias", True), o_bias=False, layers=layers)
+
+
+def qwen3_moe(hf: HFConfig) -> ModelConfig:
+    """Qwen 3 with experts, such as Qwen3-30B-A3B."""
+    moes = qwen_experts(hf, num_experts=128, num_chosen=8, width=768)
+    return replace(_common(hf), qk_norm=QKNorm.HEAD, layers=_layers(hf, windows=_qwen_windows(hf), moes=moes))
+
+
+def mixtral(hf: HFConfig) -> ModelConfig:
+    """Mistral with experts in every layer."""
+    windows = [hf.optional_size("sliding_window")] * _num_layers(hf)
+    ropes = [_rope(hf, theta=1_000_000.0)] * _num_layers(hf)
+    layers = _layers(hf, windows=windows, ropes=ropes, moes=mixtral_experts(hf))
+    return replace(_common(hf), norm_eps=hf.positive("rms_norm_eps", 1e-5), layers=layers)
+
+
+def olmoe(hf: HFConfig) -> ModelConfig:
+    """OLMoE: norms over whole queries and keys, which may be clipped then."""
+    return replace(
+        _common(hf),
+        norm_eps=hf.positive("rms_norm_eps", 1e-5),
+        qk_norm=QKNorm.FULL,
+        qkv_clip=hf.optional_positive("clip_qkv"),
+        layers=_layers(hf, moes=olmoe_experts(hf)),
+    )
+
+
+def granitemoe(hf: HFConfig) -> ModelConfig:
+    """Granite with experts in every layer."""
+    return replace(
+        _common(hf),
+        embedding_multiplier=hf.number("embedding_multiplier", 1.0),
+        residual_multiplier=hf.number("residual_multiplier", 1.0),
+        attention_scale=hf.number("attention_multiplier", 1.0),
+        logit_multiplier=1.0 / hf.positive("logits_scaling", 1.0),
+        layers=_layers(hf, moes=mixtral_experts(hf)),
+    )
+
+
+def gpt_oss(hf: HFConfig) -> ModelConfig:
+    """gpt-oss: attention sinks, windows on even layers, biases, and a clamped activation."""
+    types = [_FULL if i % 2 else _SLIDING for i in range(_num_layers(hf))]
+    bias, head_dim = hf.flag("attention_bias", True), hf.size("head_dim", 64)
+    hf = HFConfig({"sliding_window": 128, **hf.values, "head_dim": head_dim}, hf.source)
+    ropes = [_rope(hf, theta=150_000.0)] * _num_layers(hf)
+    return replace(
+        _common(hf),
+        norm_eps=hf.positive("rms_norm_eps", 1e-5),
+        qkv_bias=bias,
+        o_bias=bias,
+        has_sinks=True,
+        layers=_layers(hf, windows=_windows(hf, types), ropes=ropes, moes=gpt_oss_experts(hf)),
+    )
+
+
+def glm4_moe(hf: HFConfig) -> ModelConfig:
+    """GLM-4.5: half of each head is rotated; experts after the first dense layers."""
+    hf = HFConfig({"partial_rotary_factor": 0.5, **hf.values}, hf.source)
+    return replace(
+        _common(hf),
+        norm_eps=hf.positive("rms_norm_eps", 1e-5),
+        o_bias=False,
+        qk_norm=QKNorm.HEAD if hf.flag("use_qk_norm") else QKNorm.NONE,
+        layers=_layers(hf, moes=glm4_experts(hf)),
+    )
 
 
 FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
@@ -178,6 +261,13 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "olmo3": olmo3,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": qwen3_moe,
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+    "granitemoe": granitemoe,
+    "gpt_oss": gpt_oss,
+    "glm4_moe": glm4_moe,
 }
 
 
@@ -213,7 +303,7 @@ def _gemma_common(hf: HFConfig) -> ModelConfig:
     )
 
 
-def _latent_common(hf: HFConfig, *, is_interleaved: bool) -> ModelConfig:
+def _latent_common(hf: HFConfig, moes: Mixtures, *, is_interleaved: bool) -> ModelConfig:
     """Return the settings that the families with latent attention share."""
     latent = LatentConfig(
         rank=hf.size("kv_lora_rank", 512),
@@ -227,9 +317,10 @@ def _latent_common(hf: HFConfig, *, is_interleaved: bool) -> ModelConfig:
     if latent.query_rank is None:
         hf.refuse("attention_bias", "queries without q_lora_rank have none, and share their matrix with latents")
     # Only the rotated dimensions of a head have positions.
-    config = _common(HFConfig({**hf.values, "head_dim": latent.rope_dim, "num_key_value_heads": 1}, hf.source))
+    rotated = HFConfig({**hf.values, "head_dim": latent.rope_dim, "num_key_value_heads": 1}, hf.source)
     return replace(
-        config,
+        _common(rotated),
+        layers=_layers(rotated, moes=moes),
         head_dim=latent.rank + latent.rope_dim,
         attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * _yarn_growth(hf) ** 2,
         latent=latent,
@@ -264,12 +355,17 @@ def _activation(hf: HFConfig, key: str, default: str) -> Activation:
 
 
 def _layers(
-    hf: HFConfig, *, windows: Sequence[int | None] | None = None, ropes: Sequence[RopeConfig | None] | None = None
+    hf: HFConfig,
+    *,
+    windows: Sequence[int | None] | None = None,
+    ropes: Sequence[RopeConfig | None] | None = None,
+    moes: Mixtures | None = None,
 ) -> tuple[LayerConfig, ...]:
-    """Return all layers; without `ropes` all have the same rope."""
+    """Return all layers; without `ropes` all have the same rope, without `moes` a dense MLP."""
     windows = windows or [None] * _num_layers(hf)
     ropes = ropes or [_rope(hf)] * _num_layers(hf)
-    return tuple(LayerConfig(window, rope) for window, rope in zip(windows, ropes, strict=True))
+    moes = moes or [None] * _num_layers(hf)
+    return tuple(LayerConfig(*settings) for settings in zip(windows, ropes, moes, strict=True))
 
 
 def _layer_types(hf: HFConfig, types: Sequence[str]) -> Sequence[str]:

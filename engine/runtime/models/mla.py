@@ -48,6 +48,7 @@ class LatentAttention:
         "queries",
     )
 
+    sinks = None
     _keys: HeadProducts  # of queries without positions, to the width of a latent
     _values: HeadProducts  # of mixed latents, to values
 
