@@ -193,7 +193,9 @@ CASES = {
         GLM4
         | {"use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5},
     ),
-    "glm4-moe-air": Case("Glm4MoeConfig", GLM4 | {"norm_topk_prob": False, "num_nextn_predict_layers": 1}),
+    "glm4-moe-air": Case(
+        "Glm4MoeConfig", GLM4 | {"norm_topk_prob": False, "n_shared_experts": 2, "num_nextn_predict_layers": 1}
+    ),
 }
 
 
