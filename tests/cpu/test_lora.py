@@ -45,6 +45,7 @@ NAMES = (
     "olmo2",
     "phi3",
     "granite",
+    "qwen3-moe",
     "deepseek_v3-halves-biased",
 )
 LENGTH = 12
