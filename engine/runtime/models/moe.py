@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.runtime.grouped import Stack, has_grouped_products, sort_by_owner, stack
 from engine.runtime.linear import Linear
 from engine.runtime.models.config import Clamp, GroupScoring, MoEConfig, RouterConfig, Scoring
 from engine.runtime.models.layers import LayerAdapters
@@ -79,7 +80,8 @@ class MoE:
 
     __slots__ = (
         "_clamp",
-        "_num_chosen",
+        "_has_groups",
+        "_stacks",
         "down",
         "gate_up",
         "mixture",
@@ -90,7 +92,8 @@ class MoE:
     )
 
     def __init__(self, config: MoEConfig, hidden_size: int, make: Maker) -> None:
-        self._clamp, self._num_chosen = config.clamp, config.router.num_chosen
+        self._clamp, self._has_groups = config.clamp, has_grouped_products(make.device, make.dtype)
+        self._stacks: tuple[Stack, Stack] | None = None
         self.mixture: Mixture | None = None  # the native library's, which computes all of this
         self.router = Router(config.router, hidden_size, make)
         self.gate_up, self.down = [], []
@@ -121,8 +124,16 @@ class MoE:
             total += shared
         return total.to(x.dtype)
 
+    def stack(self) -> None:
+        """Stack the loaded experts, if no scheme has packed them, so that two products serve them all."""
+        gate_up = stack(self.gate_up)
+        down = None if gate_up is None else stack(self.down)
+        self._stacks = None if gate_up is None or down is None else (gate_up, down)
+
     def finish(self) -> None:
-        """Describe the loaded mixture to the native library, if that holds every matrix."""
+        """Complete a loaded mixture: stack it for CUDA, or describe it to the native library, where possible."""
+        if self._has_groups:
+            self.stack()
         library, router = native(), self.router.describe()
         gate_up, down = _args_of(self.gate_up), _args_of(self.down)
         if library is None or router is None or gate_up is None or down is None:
@@ -145,19 +156,32 @@ class MoE:
     def _routed(self, x: Tensor) -> Tensor:
         """Return the float32 sum over each token's experts, added in the order of their ranks."""
         weights, chosen = self.router(x)
-        num_tokens, num_chosen = chosen.shape
-        by_expert = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=len(self.down)).tolist()
-        outputs = torch.empty(num_tokens * num_chosen, x.shape[1], device=x.device)
-        for expert, places in enumerate(by_expert.split(counts)):
-            if len(places):
-                inner = self._inner(self.gate_up[expert], x.index_select(0, places // num_chosen))
-                outputs[places] = self.down[expert].in_float32(inner)
-        ranks = outputs.view(num_tokens, num_chosen, -1).unbind(1)
+        outputs = self._one_by_one(x, chosen) if self._stacks is None else self._in_groups(x, chosen, *self._stacks)
+        ranks = outputs.view(*chosen.shape, -1).unbind(1)
         total = ranks[0] * weights[:, :1]
         for rank, output in enumerate(ranks[1:], 1):
             total.addcmul_(output, weights[:, rank, None])
         return total
+
+    def _one_by_one(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Return each token's experts' outputs, float32 [T * num_chosen, hidden]."""
+        by_expert = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=len(self.down)).tolist()
+        outputs = torch.empty(chosen.numel(), x.shape[1], device=x.device)
+        for expert, places in enumerate(by_expert.split(counts)):
+            if len(places):
+                inner = self._inner(self.gate_up[expert], x.index_select(0, places // chosen.shape[1]))
+                outputs[places] = self.down[expert].in_float32(inner)
+        return outputs
+
+    def _in_groups(self, x: Tensor, chosen: Tensor, gate_up: Stack, down: Stack) -> Tensor:
+        """Return the same in two products; the outputs are rounded to x's type in between."""
+        groups = sort_by_owner(chosen.flatten(), len(self.down))
+        inner = gate_up(x.index_select(0, groups.places // chosen.shape[1]), groups)
+        if self._clamp is not None:
+            inner = _clamped(inner, self._clamp)
+        outputs = torch.empty(chosen.numel(), x.shape[1], device=x.device)
+        return outputs.index_copy_(0, groups.places, down(inner, groups).float())
 
     def _inner(self, gate_up: Linear, x: Tensor) -> Tensor:
         """Return activation(gate x) * up x in x's type."""
