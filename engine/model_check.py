@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.model_source import check_entries, resolve_model_path
 from engine.runtime.lora.config import check_folder, naming
-from engine.runtime.models.config_file import is_native, servable
+from engine.runtime.models.config_file import is_native, require_readable, servable
 from engine.runtime.models.families import read_config
 from engine.runtime.weights.formats import choose_format
 
@@ -54,7 +54,9 @@ def _check_one(config: EngineConfig) -> ModelFacts:
     model = servable(checkpoint.config)
     if Path(config.model).expanduser().exists():  # of a hub's model, the weights are not here yet
         checkpoint.check()
-    if not is_native(config, model, path):
+    is_own = is_native(config, model, path)
+    require_readable(checkpoint, is_own=is_own)
+    if not is_own:
         return ModelFacts(False)
     own = read_config(model.values, model.source)
     return ModelFacts(True, own.vocab_size, own.max_positions)
