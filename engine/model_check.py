@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.model_source import check_entries, resolve_model_path
 from engine.runtime.lora.config import check_folder, naming
+from engine.runtime.models.config import narrow_latents
 from engine.runtime.models.config_file import is_native, require_readable, servable
 from engine.runtime.models.families import read_config
 from engine.runtime.weights.formats import choose_format
@@ -59,4 +60,6 @@ def _check_one(config: EngineConfig) -> ModelFacts:
     if not is_own:
         return ModelFacts(False)
     own = read_config(model.values, model.source)
+    if own.latent is not None and config.kv_cache_dtype != "auto":
+        raise narrow_latents(config.kv_cache_dtype)
     return ModelFacts(True, own.vocab_size, own.max_positions)

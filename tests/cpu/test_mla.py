@@ -7,6 +7,7 @@ definition.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
+from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
+from engine.model_check import check_model
 from engine.runtime.attention import table
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
@@ -227,7 +230,23 @@ def test_sizes_and_weights_of_v2_lite() -> None:
     assert config_of().num_weights == pytest.approx(15.7e9, rel=5e-3)
 
 
-def test_narrow_pools_and_triton_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_pool_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(V2_LITE))
+    asked = EngineConfig(model=str(tmp_path), load_format="dummy", kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype is 'int8', and the model caches latents \(MLA\)"):
+        check_model(asked)
+    assert check_model(replace(asked, kv_cache_dtype="auto")).is_native
+
+
+def test_the_triton_backend_refuses_latents() -> None:
+    pytest.importorskip("triton")
+    from engine.runtime.attention.triton_paged import TritonPagedAttention
+
+    with pytest.raises(ConfigError, match="use 'auto' or 'torch'"):
+        TritonPagedAttention().check(spec_of(config_of()), torch.bfloat16, 16, CPU)
+
+
+def test_narrow_pools_are_refused_and_a_gpu_gets_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = [spec_of(config_of())]
     for setting in ("int8", "fp8"):
         with pytest.raises(ConfigError, match=r"latents \(MLA\)"):
