@@ -68,7 +68,8 @@ def _check_remote(config: EngineConfig) -> ModelFacts:
     found = open_model(config.model, config.revision, config.download_dir)
     if found.is_folder:
         path = found.fetch_config(weights=config.load_format != "dummy")
-        return _facts(config, servable(choose_format("safetensors", path).open(path).config), path)
+        values = choose_format("safetensors", path).open(path).config.values
+        return _facts(config, servable(HFConfig(values, f"{found.repo}/config.json")), path)
     head = found.fetch_head()
     if head is not None:
         check_architecture(read_first_values(head.content), head.source)

@@ -40,6 +40,7 @@ class StartupProgress:
         self._bars = Bars(*columns, console=Console(stderr=True), transient=True) if show else None
         self._tasks: dict[str, TaskID] = {}
         self._clock = clock
+        self._said: Progress | None = None
         self._said_s = clock()
 
     def __enter__(self) -> StartupProgress:
@@ -63,7 +64,8 @@ class StartupProgress:
                 self._tasks[progress.stage] = task = new
             self._bars.update(task, completed=progress.done, total=progress.total, count=_count(progress))
         is_due = not self._bars and self._clock() - self._said_s >= LINE_EVERY_S
-        if progress.done >= progress.total or is_due:
+        if (progress.done >= progress.total or is_due) and progress != self._said:
+            self._said = progress
             self._said_s = self._clock()
             log.info("%s: %s", title, _count(progress) if progress.total else progress.detail)
 

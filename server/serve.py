@@ -184,11 +184,12 @@ def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
     thread finds them half imported. So the front is loaded on a thread (0.4 s of Python while the native library reads and
     packs weights without the GIL) only if the engine needs no transformers.
     """
-    from engine.build import build_engine
     from engine.startup_progress import StartupProgress
 
     with StartupProgress() as startup:
         plan = _fetch(plan, startup.report)
+        from engine.build import build_engine  # torch, seconds
+
         if not plan.model.is_native:
             from engine.build import check_foreign
 

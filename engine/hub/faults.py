@@ -6,6 +6,7 @@ huggingface_hub and its HTTP library have no common base class of errors, so any
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 
 from engine.regular_file import reason
@@ -34,7 +35,8 @@ def why(error: Exception) -> str:
     """Return the error in a few words."""
     if status := _status(error):
         return f"HTTP {status}"
-    return f"{' '.join(str(error).split()) or type(error).__name__:.160}".rstrip(".")
+    text = re.sub(r"^\[Errno -?\d+\] ", "", " ".join(str(error).split())) or type(error).__name__
+    return f"{text:.160}".rstrip(".")
 
 
 def sentence(error: Exception, repo: str, store: Path, revision: str | None = None) -> str:
@@ -72,9 +74,10 @@ def _refusal(error: Exception, status: int, repo: str, revision: str | None) -> 
         return f"{repo!r} is gated: accept its terms at {ENDPOINT}/{repo}, and set HF_TOKEN to a token of that account."
     if isinstance(error, RevisionNotFoundError):
         return f"--revision is {revision!r}, which {repo!r} does not have; leave it out for the main branch."
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, RepositoryNotFoundError) or status == 404:
         token = "the token in use may not read it" if get_token() else "private, which needs a token in HF_TOKEN"
-        return f"{repo!r} is not on {ENDPOINT}, or {token}; check the spelling, or name {LOCAL}."
+        spelling = "check the spelling" if "/" in repo else "ids have two parts, as Qwen/Qwen3-0.6B has"
+        return f"{repo!r} is not on {ENDPOINT}, or {token}; {spelling}, or name {LOCAL}."
     if status in (401, 403):
         return f"{ENDPOINT} refuses {repo!r} (HTTP {status}); set HF_TOKEN to a token that may read it."
     if status == 429:

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder or id, or of a GGUF file."""
+"""The tokenizer of a model folder or of a GGUF file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tokenizers
 
 from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.gguf_header import read_header
-from engine.model_source import check_entries, fetch
+from engine.model_source import check_entries
 from engine.regular_file import read_json
 from engine.speculative_config import SpeculativeConfig
 from engine.text.chat_template import ChatTemplate
@@ -126,15 +126,13 @@ class TextTokenizer:
         return token.replace("▁", " ").encode()
 
 
-def load_tokenizer(
-    source: str, *, revision: str | None = None, chat_template: str | None = None, model_sampling: bool = False
-) -> TextTokenizer:
-    """Return the tokenizer of a file, folder or hub id. Raises ModelLoadError.
+def load_tokenizer(source: str, *, chat_template: str | None = None, model_sampling: bool = False) -> TextTokenizer:
+    """Return the tokenizer of a local file or folder. Raises ModelLoadError.
 
     `chat_template` replaces the source's. Sampling defaults are OpenAI's unless `model_sampling` asks for those of the
     source's generation_config, so that a request means the same on every model.
     """
-    path = fetch(source, revision, weights=False)
+    path = Path(source)
     backend, vocabulary = _from_gguf(path) if path.suffix == ".gguf" else _from_folder(path)
     defaults = vocabulary.sampling_defaults if model_sampling else SamplingDefaults()
     template = chat_template or vocabulary.chat_template
@@ -147,7 +145,7 @@ def check_draft_tokenizer(tokenizer: TextTokenizer, speculative_config: str | Ma
     if asked is None or asked.model is None:
         return
     try:
-        other = load_tokenizer(asked.model, revision=asked.revision)
+        other = load_tokenizer(asked.model)
     except ModelLoadError:
         return  # a folder of weights alone; the engine compares the vocabulary sizes
     if other.encode(PROBE, add_special_tokens=False) != tokenizer.encode(PROBE, add_special_tokens=False):
