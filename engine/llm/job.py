@@ -126,7 +126,11 @@ class Job:
             timings=self._timings[index],
             reasoning=delta.reasoning,
             tool_calls=[
-                ToolCall(id=new_call_id("call_", self._call_id_length), name=call.name or "", arguments=call.arguments)
+                ToolCall(
+                    id=call.id or new_call_id("call_", self._call_id_length),
+                    name=call.name or "",
+                    arguments=call.arguments,
+                )
                 for call in delta.calls
             ],
         )

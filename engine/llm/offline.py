@@ -36,6 +36,7 @@ from engine.model_check import check_model
 from engine.model_source import fetch_models, find_model
 from engine.setting import declared, expand, features
 from engine.startup_progress import StartupProgress
+from engine.text.channels import CHANNEL_NAMES
 from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.choice import TextRules
 from engine.text.fields.sampling import Constraint, QueueFields
@@ -45,7 +46,6 @@ from engine.text.reasoning import REASONING_TAGS
 from engine.text.sampling import sampling_params, seconds, text_rules, truncated
 from engine.text.tokenizer import check_draft_tokenizer, load_tokenizer
 from engine.text.tools.formats import TOOL_FORMATS
-from engine.text.tools.harmony import HARMONY
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class LLM:
         **engine: Any,
     ) -> None:
         _check_choice("tool_call_parser", tool_call_parser, TOOL_FORMATS)
-        _check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, HARMONY.name))
+        _check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, *CHANNEL_NAMES))
         source = find_model(model)
         modules = tuple(LoraModule(name, str(path)) for name, path in (lora_modules or {}).items())
         config = _engine_config(source.path, {"lora_modules": modules, **engine})

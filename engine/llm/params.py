@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.text.fields.base import Count, checked, plain_errors
 from engine.text.fields.chat import ChatFields
@@ -20,10 +20,12 @@ class SamplingParams(SamplingFields, extra="forbid"):
 
     logprobs: Count | None = None
 
-    def __init__(self, **values: Any) -> None:
-        """Raises InvalidRequestError for a value out of range."""
-        with plain_errors():
-            super().__init__(**{"max_tokens": 16} | {name: _as_json(value) for name, value in values.items()})
+    if not TYPE_CHECKING:  # editors and type checkers see the fields as arguments
+
+        def __init__(self, **values: Any) -> None:
+            """Raises InvalidRequestError for a value out of range."""
+            with plain_errors():
+                super().__init__(**{"max_tokens": 16} | {name: _as_json(value) for name, value in values.items()})
 
     def to_chat(self, conversation: Mapping[str, Any]) -> ChatFields:
         """Return the checked fields of a conversation. Raises InvalidRequestError."""

@@ -10,6 +10,7 @@ content.
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 from engine.text.piece_parser import PieceParser, first_of, held_back
 from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
@@ -17,24 +18,35 @@ from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasonin
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+CHANNEL_NAMES = ("harmony", "openai_gptoss")  # of --reasoning-parser; the latter is vLLM's
 FUNCTIONS = "functions."
+_BUILT_IN = (
+    "assistant",
+    "python",
+    "browser",
+    "container",
+)  # recipients that are no function, and how their parts begin
 _TO = " to="  # may come before the channel
 _AFTER_BODY = (*ENDS, START, CHANNEL)
 _MAX_HEADER = 500  # characters; a longer one is not a header
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
 class ChannelParser(PieceParser):
-    """`push` text, `finish` at its end. Calls are thoughts unless it `reads_calls`."""
+    """`push` text, `finish` at its end. Calls are thoughts unless it `reads_calls`.
 
-    def __init__(self, *, reads_calls: bool) -> None:
+    `tools` are the request's; only these may have the name of a tool that the model was trained with.
+    """
+
+    def __init__(self, *, reads_calls: bool, tools: Container[str] = ()) -> None:
         super().__init__(self._beginning)
         self._reads_calls = reads_calls
+        self._tools = tools
         self._kind: type[Reasoning | Content | CallArguments] = Content  # of the current body
         self._is_empty = True  # none of it has been passed on
-        self._has_thought = False
+        self._has_thought = self._has_said = False  # a message of this kind has begun
 
     @property
     def is_reasoning(self) -> bool:
@@ -83,7 +95,7 @@ class ChannelParser(PieceParser):
         header, self._buffer = self._buffer[:at], self._buffer[at + len(MESSAGE) :]
         recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
         name = recipient[1].removeprefix(FUNCTIONS) if recipient else ""
-        if recipient and self._reads_calls and _NAME.fullmatch(name):
+        if recipient and self._reads_calls and self._is_function(recipient[1], name):
             self._pieces.append(CallBegin(name))
             return self._begin_body(CallArguments)
         if recipient or (channel and channel[1] == "analysis"):
@@ -91,7 +103,15 @@ class ChannelParser(PieceParser):
                 self._pieces.append(Reasoning("\n"))
             self._has_thought = True
             return self._begin_body(Reasoning)
+        if self._has_said:
+            self._pieces.append(Content("\n"))
+        self._has_said = True
         return self._begin_body(Content)
+
+    def _is_function(self, recipient: str, name: str) -> bool:
+        """Return True if a recipient is a function of the client."""
+        is_own = recipient != name or name in self._tools or not name.startswith(_BUILT_IN)
+        return is_own and _NAME.fullmatch(name) is not None
 
     def _begin_body(self, kind: type[Reasoning | Content | CallArguments]) -> bool:
         self._kind, self._is_empty, self._step = kind, True, self._body

@@ -7,18 +7,27 @@ separates the text of an answer into content, thoughts and calls.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.core.errors import ConfigError
-from engine.text.channels import MARKS, ChannelParser
+from engine.text.channels import CHANNEL_NAMES, MARKS, ChannelParser
 from engine.text.grammars.thinking import TagIds
-from engine.text.message_fallbacks import ALL_ROLES, KnownRoles
+from engine.text.message_fallbacks import (
+    ALL_CALLS,
+    ALL_ROLES,
+    EarlierCalls,
+    KnownRoles,
+    introduce_tools,
+    needs_descriptions,
+    put_calls_in_content,
+    spell_out_tools,
+)
 from engine.text.piece_parser import PieceParser
 from engine.text.reasoning import REASONING_TAGS, ReasoningParser, ReasoningTags, detect_reasoning
 from engine.text.tokenizer import TextTokenizer
-from engine.text.tools.base import ToolFormat, Tools
+from engine.text.tools.base import Message, ToolFormat, Tools
 from engine.text.tools.formats import TOOL_FORMATS, detect_tool_format
 from engine.text.tools.harmony import HARMONY
 from engine.text.tools.json_calls import HERMES
@@ -70,6 +79,8 @@ class ChatFormat:
     tags: ReasoningTags | None = None
     has_channels: bool = False  # engine/text/channels.py separates thoughts, content and calls
     roles: KnownRoles = ALL_ROLES
+    earlier_calls: EarlierCalls = ALL_CALLS
+    needs_descriptions: bool = False  # its template refuses tools without one
     switches: frozenset[str] = frozenset()  # the template's variables about reasoning
     tag_ids: TagIds | None = None  # of the tags, if each is one token
     hidden_ids: frozenset[int] | None = None  # special tokens that are not a mark, if any mark is a special token
@@ -83,10 +94,10 @@ class ChatFormat:
         source = template.source if template else ""
         variables = template.variables if template else frozenset[str]()
         shows_tools = "tools" in variables
-        tool_format = _choose_tool_format(tool_call_parser, source, shows_tools=shows_tools)
+        tool_format = _choose_tool_format(tool_call_parser, tokenizer, source, shows_tools=shows_tools)
         detected = detect_reasoning(source) if reasoning_parser == "auto" else None
         tags = REASONING_TAGS.get(reasoning_parser, detected)
-        has_channels = reasoning_parser in ("auto", HARMONY.name) and HARMONY.is_taught_by(source)
+        has_channels = reasoning_parser in ("auto", *CHANNEL_NAMES) and HARMONY.is_taught_by(source)
         if tool_format is HARMONY and not has_channels:
             raise ConfigError(
                 f"Calls are read as in {HARMONY.name}, where the channels tell them, but --reasoning-parser is "
@@ -100,6 +111,8 @@ class ChatFormat:
             tags=tags,
             has_channels=has_channels,
             roles=KnownRoles.of(template),
+            earlier_calls=EarlierCalls.of(template),
+            needs_descriptions=shows_tools and needs_descriptions(template),
             tag_ids=_tag_ids(tokenizer, tags),
             switches=variables & {*_THINKING_SWITCHES, _EFFORT_SWITCH},
             hidden_ids=_hidden_ids(tokenizer, tool_format, tags, has_channels=has_channels),
@@ -117,6 +130,25 @@ class ChatFormat:
             calls = "unknown format; name one with --tool-call-parser"
         thoughts = "in channels" if self.has_channels else f"{self.tags.name} tags" if self.tags else "none"
         return f"tool calls: {calls}; reasoning: {thoughts}"
+
+    def fit(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
+        """Return the messages and tools as the template can show them."""
+        messages, tool_format = self.roles.fit(messages), self.tool_format
+        introduction = tool_format.introduction if tool_format is not None else ""
+        if not (self.shows_tools or introduction):
+            return spell_out_tools(messages, tools), []
+        if tool_format is not None:
+            messages = tool_format.fit(messages)
+            if not self.earlier_calls.are_shown and tool_format.spells_calls:
+                messages = put_calls_in_content(messages, tool_format.spelled)
+        messages = self.earlier_calls.fit(messages)
+        if not self.shows_tools:
+            return introduce_tools(messages, tools, introduction), []
+        if self.needs_descriptions:
+            tools = [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
+        return messages, tools
 
     @property
     def takes_effort(self) -> bool:
@@ -147,18 +179,26 @@ class ChatFormat:
                 return MessageParser(calls, None)
             if self.has_channels:
                 return MessageParser(ChannelParser(reads_calls=False), calls)
-            thoughts = ReasoningParser(self.tags, begins_within=begins_within) if self.tags is not None else None
-            return MessageParser(thoughts, calls)
+            if self.tags is None:
+                return MessageParser(None, calls)
+            enders = tool_format.openings if tool_format is not None and tool_format.ends_thoughts else ()
+            return MessageParser(ReasoningParser(self.tags, begins_within=begins_within, enders=enders), calls)
 
         return make
 
 
-def _choose_tool_format(asked: str, source: str, *, shows_tools: bool) -> ToolFormat | None:
+def _choose_tool_format(asked: str, tokenizer: TextTokenizer, source: str, *, shows_tools: bool) -> ToolFormat | None:
+    """Return the format of calls. Raises ConfigError for one that no tool can be introduced in."""
     if asked == "none":
         return None
+    known = TOOL_FORMATS.get(asked) or detect_tool_format(source)
     if shows_tools:
-        return TOOL_FORMATS.get(asked) or detect_tool_format(source)
-    if asked not in ("auto", HERMES.name):
+        return known
+    if known is not None and known.introduction and known.is_taught_by(source):
+        num_tokens = max(len(tokenizer.encode(mark, add_special_tokens=False)) for mark in known.openings)
+        if num_tokens == 1 or asked != "auto":  # distilled models have the template without the tokens
+            return known
+    if asked != "auto" and known is not HERMES:
         raise ConfigError(
             f"--tool-call-parser is {asked}, but the chat template has no place for tools, so they are introduced in "
             f"{HERMES.name}' way; leave it out, or give a template with --chat-template."

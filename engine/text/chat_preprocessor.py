@@ -18,11 +18,9 @@ from engine.text.fields.tools import ToolChoice
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.grammars.thinking import EFFORT_BUDGETS, Thinking, ThinkingGrammar
 from engine.text.limits import ModelLimits
-from engine.text.message_fallbacks import spell_out_tools
 from engine.text.sampling import sampling_params, text_rules, truncated
 from engine.text.tools.base import ToolFormat
 from engine.text.tools.forced import forced_grammar
-from engine.text.tools.json_calls import FORCED, HERMES, JsonFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +59,12 @@ class ChatPreprocessor:
                 param="messages",
             )
         self.limits.check_length(chat.num_chars, "messages")
-        messages: Sequence[Mapping[str, Any]] = [message.for_template() for message in chat.messages]
-        tools = [tool.model_dump(exclude_unset=True) for tool in chat.shown_tools]
+        messages: Sequence[Mapping[str, Any]] = [
+            message.for_template(arguments_as_text=chat_format.earlier_calls.as_text) for message in chat.messages
+        ]
+        tools: Sequence[Mapping[str, Any]] = [tool.model_dump(exclude_unset=True) for tool in chat.shown_tools]
         if tools or not chat.is_plain:
-            messages = chat_format.roles.fit(messages)
-            if not chat_format.shows_tools:
-                messages, tools = spell_out_tools(messages, tools), []
+            messages, tools = chat_format.fit(messages, tools)
         wants_answer, variables = chat.add_generation_prompt, chat.chat_template_kwargs
         if chat.effort is not None:
             variables = {**chat_format.template_kwargs(chat.effort), **variables}
@@ -133,9 +131,7 @@ class ChatPreprocessor:
         """
         chat_format, choice = self._format, chat.choice
         if choice.mode != "auto" or (constraint is not None and not chat_format.calls_stay_text):
-            can_spell_marks = chat_format.tool_format is HERMES and chat_format.hidden_ids is None
-            forced = HERMES if can_spell_marks else FORCED
-            return self._forced_calls(chat, choice, forced, constraint), forced
+            return self._forced_calls(chat, choice, constraint)
         if chat_format.calls_stay_text:
             return constraint, None
         if chat_format.tool_format is None:
@@ -147,9 +143,9 @@ class ChatPreprocessor:
         return self._strict_calls(chat, chat_format.tool_format), chat_format.tool_format
 
     def _forced_calls(
-        self, chat: ChatFields, choice: ToolChoice, tool_format: JsonFormat, constraint: Constraint | None
-    ) -> Constraint:
-        """Return a grammar of calls, perhaps with a JSON answer instead of them."""
+        self, chat: ChatFields, choice: ToolChoice, constraint: Constraint | None
+    ) -> tuple[Constraint, ToolFormat]:
+        """Return a grammar of calls, perhaps with a JSON answer instead of them, and their format."""
         answer = None
         if constraint is not None:
             answer, param = constraint
@@ -159,13 +155,14 @@ class ChatPreprocessor:
                     param=param,
                 )
         tools = [tool.function for tool in chat.tools or [] if choice.name in (None, tool.function.name)]
-        grammar = forced_grammar(
+        grammar, tool_format = forced_grammar(
             [tool.offered() for tool in tools],
-            tool_format,
+            self._format.tool_format,
+            self._tokenizer.special_tokens,
             max_calls=1 if choice.name or not chat.parallel_tool_calls else None,
             answer=answer if choice.mode == "auto" else None,
         )
-        return Constraint(GrammarSpec.of_lark(grammar), "tools")
+        return Constraint(GrammarSpec.of_lark(grammar), "tools"), tool_format
 
     def _strict_calls(self, chat: ChatFields, tool_format: ToolFormat) -> Constraint | None:
         """Return the grammar of an answer with strict calls, or None without any."""

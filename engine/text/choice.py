@@ -41,6 +41,7 @@ class CallDelta:
     index: int
     name: str | None
     arguments: str
+    id: str = ""  # the model's, if it gave one
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ class Delta:
         num_calls = self.num_calls_before
         for piece in self.pieces:
             if isinstance(piece, CallBegin):
-                calls.append(CallDelta(num_calls, piece.name, ""))
+                calls.append(CallDelta(num_calls, piece.name, "", piece.id))
                 num_calls += 1
             elif isinstance(piece, CallArguments):
                 if not calls:

@@ -23,6 +23,11 @@ from engine.text.types import SamplingDefaults
 _END_OF_TURN = frozenset(
     ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
 )
+# Further ones of vocabularies that have the first token.
+_END_OF_TURN_BESIDE = {
+    "<|channel|>": frozenset(("<|return|>", "<|call|>")),  # gpt-oss
+    "<|observation|>": frozenset(("<|user|>", "<|observation|>")),  # GLM
+}
 
 # Text in several scripts, which another model's tokenizer encodes to other ids.
 PROBE = (
@@ -160,16 +165,27 @@ def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
     backend = build_tokenizer(metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type", ())
-    ends = {special_token(metadata, role) for role in ("eos", "eot", "eom")}
-    ends |= {i for i, kind in enumerate(types) if kind == TokenType.CONTROL and tokens[i] in _END_OF_TURN}
+    named_ends = {special_token(metadata, role) for role in ("eos", "eot", "eom")}
+    control = {tokens[i]: i for i, kind in enumerate(types) if kind == TokenType.CONTROL}
     short = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     named = {name: special_token(metadata, role) for role, name in short.items()}
     return backend, TokenizerConfig(
         special_tokens={name: tokens[token_id] for name, token_id in named.items() if token_id is not None},
-        eos_token_ids=frozenset(token_id for token_id in ends if token_id is not None),
+        eos_token_ids=_turn_ends(control, {token_id for token_id in named_ends if token_id is not None}),
         chat_template=metadata.get("tokenizer.chat_template"),
         sampling_defaults=SamplingDefaults(),
     )
+
+
+def _turn_ends(control: Mapping[str, int], named: set[int]) -> frozenset[int]:
+    """Return the tokens that end a turn: known control tokens, and those that a file names."""
+    known = set(_END_OF_TURN)
+    for mark, further in _END_OF_TURN_BESIDE.items():
+        known |= further if mark in control else set()
+    ends = named | {control[token] for token in known & control.keys()}
+    if "<|channel|>" in control:  # there <|end|> ends a message, behind which the turn goes on
+        ends.discard(control.get("<|end|>", -1))
+    return frozenset(ends)
 
 
 def _from_folder(folder: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:

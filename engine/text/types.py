@@ -33,6 +33,7 @@ class CallBegin(NamedTuple):
     """A call; its arguments follow."""
 
     name: str
+    id: str = ""  # that the model gave it, if its format has ids
 
 
 class CallArguments(NamedTuple):

@@ -170,7 +170,7 @@ class ChatFormatter(ChunkFormatter):
         if call.name is None:
             return ChatToolCall(**index, function=function)
         function.name = call.name
-        name = new_call_id("call_", self._call_id_length)
+        name = call.id or new_call_id("call_", self._call_id_length)
         return ChatToolCall(**index, id=name, type="function", function=function)
 
     def _choice(self, index: int, delta: Delta, content: dict[str, Any]) -> ChatChoice:

@@ -12,7 +12,8 @@ export function showModels(models) {
 
 /** The request fields that are set. Empty ones are left out, so that the server's default holds. */
 export function sampling() {
-  const fields = { model: form.elements.model.value };
+  const model = form.elements.model.value; // empty until the list of models has arrived
+  const fields = model ? { model } : {};
   for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
     const value = form.elements[name].valueAsNumber;
     if (!Number.isNaN(value)) {

@@ -13,9 +13,9 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 from engine.setting import feature, section
+from engine.text.channels import CHANNEL_NAMES
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.tools.formats import TOOL_FORMATS
-from engine.text.tools.harmony import HARMONY
 from server.http.origins import read_hosts, read_origins
 
 _model = section("Model")
@@ -45,7 +45,7 @@ class AppConfig:
         "auto",
         "",
         "format of the model's reasoning; auto reads it off the chat template, none leaves reasoning in the text",
-        choices=("auto", "none", *REASONING_TAGS, HARMONY.name),
+        choices=("auto", "none", *REASONING_TAGS, *CHANNEL_NAMES),
     )
     pooling: str = _model(
         "last",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from tests.http.harness import Live, eventually
 
@@ -119,6 +119,17 @@ def test_an_answer_can_be_stopped(serve: Serve, open_page: Open, how: str) -> No
         expect(card(page).locator(".facts")).to_have_text(re.compile("stopped$"))
         assert len(answer.inner_text()) >= 3
         expect(card(page).get_by_role("button", name="Send")).to_be_enabled()
+
+
+def test_a_question_is_answered_before_the_list_of_models_has_arrived(serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(step_s=0.02))
+    held: list[Route] = []
+    page.route("**/v1/models", lambda route: held.append(route))  # noqa: PLW0108 - Playwright inspects it
+    page.reload()
+    ask_without_end(page)
+    assert page.locator("#settings [name=model]").input_value() == ""
+    for route in held:
+        route.continue_()
 
 
 def test_a_wrong_key_is_told_and_a_right_one_kept_in_the_tab(serve: Serve, open_page: Open) -> None:

@@ -108,7 +108,7 @@ class Taker:
     def run(self, plan: StepPlan) -> FakeStep:
         self.plans.append(plan)
         self.card.take(self.step if len(self.plans) > 1 else self.step // 2)  # the second kind of step is the larger
-        return FakeStep(StepResult([]), None)
+        return FakeStep(StepResult([]), lambda: None)
 
     def capture(self, report: object) -> None:
         self.graphs = GIB // 2
@@ -160,9 +160,7 @@ def test_the_pool_is_what_others_weights_steps_and_graphs_leave_of_the_share(car
 
 @pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9, 1.0])
-def test_with_that_pool_the_card_is_used_within_a_percent_of_the_share(
-    card: Card, share: float, captures: bool
-) -> None:
+def test_with_that_pool_the_gpu_is_used_within_a_percent_of_the_share(card: Card, share: float, captures: bool) -> None:
     memory = measure(card, share, captures)
     runner = Taker(card, pool=memory.pool + 4 * SEGMENT // 2)  # half of each tensor's last segment is not used
     report = warm_up(runner, captures, gpu_memory_utilization=share)
@@ -189,7 +187,7 @@ def test_a_share_that_is_used_up_leaves_less_than_nothing(card: Card) -> None:
     assert str(memory).endswith("which leaves 0.00 for K/V")
 
 
-def test_a_step_too_large_for_the_card_is_told(card: Card) -> None:
+def test_a_step_too_large_for_the_gpu_is_told(card: Card) -> None:
     with pytest.raises(
         MemoryBudgetError,
         match=r"A step of 64 tokens of 4 sequences does not fit .* weights \(10\.00 GiB\) .* lower --max-num-batched-tokens",
@@ -306,7 +304,9 @@ def test_a_thread_takes_a_step_before_it_serves(monkeypatch: pytest.MonkeyPatch)
     """cuBLAS has a handle a thread: the first request would wait for it, and for what it allocates."""
     calls: list[object] = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
-    monkeypatch.setattr(ModelRunner, "run", lambda self, plan: (calls.append(plan), FakeStep(StepResult([]), None))[1])
+    monkeypatch.setattr(
+        ModelRunner, "run", lambda self, plan: (calls.append(plan), FakeStep(StepResult([]), lambda: None))[1]
+    )
     runner = ModelRunner.__new__(ModelRunner)
     runner._device, runner._config = CUDA, CONFIG
     CudaRunner(runner, CUDA).begin()

@@ -28,18 +28,6 @@ CASES = {
     "olmo": Case("OlmoConfig"),
     "glm4": Case("Glm4Config", {"head_dim": 16}),
     "mixtral": Case("MixtralConfig", EXPERTS | {"sliding_window": 8}),
-    "qwen2_moe": Case(
-        "Qwen2MoeConfig",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-        },
-    ),
-    "qwen3_moe": Case(
-        "Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
-    ),
     "deepseek_v3": Case(
         "DeepseekV3Config",
         {

@@ -24,13 +24,38 @@ from engine.core.errors import ConfigError
 from engine.runtime.models import load as load_module
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Isa, Library, WeightFormat, native
-from engine.runtime.native.quantised import QuantisedLinear, is_served_quantised
+from engine.runtime.native.quantised import QuantisedLinear, dequantise, is_served_quantised
 from engine.runtime.weights.checkpoint import QuantisedRows
 from tests.cpu.test_models_families import load, logits_of
 
-KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+FORMATS = {  # the row format of each type, and its bytes for 32 weights
+    Kind.Q4_0: (WeightFormat.Q4, 18),
+    Kind.Q4_1: (WeightFormat.Q4_MIN, 20),
+    Kind.Q5_0: (WeightFormat.Q5, 22),
+    Kind.Q5_1: (WeightFormat.Q5_MIN, 24),
+    Kind.Q8_0: (WeightFormat.Q8, 34),
+    Kind.Q2_K: (WeightFormat.Q2_HALF_MIN, 16),
+    Kind.Q3_K: (WeightFormat.Q3_HALF, 16),
+    Kind.Q4_K: (WeightFormat.Q4_MIN, 20),
+    Kind.Q5_K: (WeightFormat.Q5_MIN, 24),
+    Kind.Q6_K: (WeightFormat.Q6_HALF, 28),
+    Kind.IQ4_NL: (WeightFormat.IQ4, 18),
+    Kind.IQ4_XS: (WeightFormat.IQ4, 18),
+    Kind.IQ3_XXS: (WeightFormat.IQ3_XXS, 18),
+    Kind.IQ3_S: (WeightFormat.IQ3_S, 18),
+    Kind.MXFP4: (WeightFormat.MXFP4, 17),
+}
+KINDS = list(FORMATS)
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.01}
 IDS = torch.arange(3, 33)
+
+
+def scale_places(kind: Kind) -> list[int]:
+    """Where a block of a type has float16 scales."""
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    one = [Kind.Q4_0, Kind.Q5_0, Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_XXS, Kind.IQ3_S]
+    ends = {Kind.Q6_K: [size - 2], Kind.Q3_K: [size - 2], Kind.Q2_K: [size - 4, size - 2], Kind.MXFP4: []}
+    return (ends | {key: [0] for key in one}).get(kind, [0, 2])
 
 
 def random_rows(num_rows: int, num_inputs: int, kind: Kind, *, scale: float = 2**-7) -> np.ndarray:
@@ -38,10 +63,11 @@ def random_rows(num_rows: int, num_inputs: int, kind: Kind, *, scale: float = 2*
     generator = np.random.default_rng(int(kind))
     block, size = gguf.GGML_QUANT_SIZES[kind]
     rows = generator.integers(0, 256, (num_rows, num_inputs // block, size), np.uint8)
-    places = {Kind.Q6_K: [size - 2], Kind.Q4_0: [0], Kind.Q5_0: [0], Kind.Q8_0: [0]}.get(kind, [0, 2])
-    for place in places:
+    for place in scale_places(kind):
         powers = np.float16(scale) * 2.0 ** generator.integers(-2, 3, rows.shape[:2])
         rows[..., place : place + 2] = powers.astype(np.float16)[..., None].view(np.uint8)
+    if kind is Kind.MXFP4:
+        rows[..., 0] = generator.integers(117, 122, rows.shape[:2])
     return rows.reshape(num_rows, -1)
 
 
@@ -63,6 +89,8 @@ def test_every_type_of_a_gguf_file(library: Library, kind: Kind, dtype: torch.dt
     torch.manual_seed(0)
     rows, bias = random_rows(75, 512, kind), torch.randn(75).to(dtype)
     linear = QuantisedLinear.from_gguf(library, [QuantisedRows(int(kind), rows)], 512, dtype, bias)
+    name, size = FORMATS[kind]
+    assert (linear.args.format, linear._packed.nbytes) == (name, 96 * 512 // 32 * size)
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 29):
         x = exact_bytes(num_rows, 512).to(dtype)
         expected = F.linear(x.double(), dequantised(rows, kind), bias.double())
@@ -122,10 +150,11 @@ def test_what_quantising_costs(library: Library) -> None:
 def test_parts_of_several_types_make_one_matrix(library: Library) -> None:
     """As Q4_K_M files have them: values in more bits than queries and keys; panels do not end where parts do."""
     torch.manual_seed(3)
-    kinds, sizes = (Kind.Q4_K, Kind.Q4_0, Kind.Q6_K, Kind.Q8_0), (40, 13, 22, 50)
+    kinds = (Kind.Q4_K, Kind.Q4_0, Kind.Q6_K, Kind.Q8_0, Kind.IQ4_XS, Kind.Q3_K, Kind.Q5_0, Kind.IQ4_NL, Kind.Q2_K)
+    sizes = (40, 13, 22, 50, 33, 17, 3, 20, 9)
     parts = [random_rows(num, 256, kind) for kind, num in zip(kinds, sizes, strict=True)]
     x = exact_bytes(7, 256)
-    for used in ((0, 1), (1, 3), (2, 3), (0, 1, 2, 3)):
+    for used in ((0, 1), (1, 3), (2, 3), (0, 1, 2, 3), (0, 2), (4, 7), (4, 2), (5, 1), (1, 6), (5, 8), tuple(range(9))):
         rows = [QuantisedRows(int(kinds[i]), parts[i]) for i in used]
         linear = QuantisedLinear.from_gguf(library, rows, 256, torch.float32, None)
         expected = x.double() @ torch.cat([dequantised(parts[i], kinds[i]) for i in used]).T
@@ -163,7 +192,29 @@ def test_what_is_not_a_number_stays_in_its_row(library: Library) -> None:
 
 
 def test_the_types_are_the_files() -> None:
-    assert {kind for kind in Kind if is_served_quantised(kind)} == set(KINDS)
+    assert {kind for kind in Kind if is_served_quantised([kind])} == set(KINDS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_dequantising_is_ggufs_to_the_bit(kind: Kind, dtype: torch.dtype) -> None:
+    """Any bytes are a block, but for scales that are no numbers; MXFP4's 255 is none."""
+    library = native()
+    if library is None:
+        pytest.skip("no native library and no C compiler")
+    generator = np.random.default_rng(7)
+    rows = random_rows(41, 1024, kind)
+    blocks = rows.reshape(41, -1, gguf.GGML_QUANT_SIZES[kind][1])
+    for place in scale_places(kind):
+        scales = generator.standard_normal(blocks.shape[:2]) * 10.0 ** generator.integers(-8, 3, blocks.shape[:2])
+        blocks[..., place : place + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    if kind is Kind.MXFP4:
+        blocks[..., 0] = generator.integers(0, 251, blocks.shape[:2])  # gguf overflows above
+    found = torch.full((41, 1024), torch.nan, dtype=dtype)
+    dequantise(library, QuantisedRows(int(kind), rows), found)
+    expected = torch.from_numpy(gguf.quants.dequantize(rows, kind)).to(dtype)
+    bits = torch.int32 if dtype is torch.float32 else torch.int16
+    assert torch.equal(found.view(bits), expected.view(bits))
 
 
 def quantise(tensors: dict[str, tuple[np.ndarray, Kind]], **kinds: Kind) -> dict[str, tuple[np.ndarray, Kind]]:

@@ -38,7 +38,7 @@ def check_served(model: Any, folder: Path) -> None:
     assert answer.json()["choices"][0]["text"].split() == expected.split()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "phi", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "phi", "deepseek_v3", "gpt_oss"])
 def test_a_daemon_says_what_generate_says(name: str, tmp_path: Path) -> None:
     model = save_servable(CASES[name], tmp_path)
     check_served(model, tmp_path)

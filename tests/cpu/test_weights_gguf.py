@@ -12,13 +12,18 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+import engine.runtime.native.library as library_module
+import engine.runtime.weights.gguf as gguf_module
 from engine.core.errors import ModelLoadError
 from engine.model_source import find_model
 from engine.runtime.models.families import read_config
 from engine.runtime.weights.gguf import GGUFCheckpoint
 from tests.cpu.test_models_families import CASES, Case, load, logits_of, save_tiny
 
-KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+KINDS = [
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+    "IQ4_XS", "IQ3_XXS", "IQ3_S", "MXFP4",
+]  # fmt: skip
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -70,9 +75,16 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
 }
 
 
-def write(path: Path, arch: str, config: Any, tensors: Mapping[str, tuple[np.ndarray, Kind]], **extra: Any) -> Path:
-    """A GGUF file, as llama.cpp's converter would lay it out."""
-    writer = gguf.GGUFWriter(path, arch)
+def write(
+    path: Path,
+    arch: str,
+    config: Any,
+    tensors: Mapping[str, tuple[np.ndarray, Kind]],
+    part_tensors: int = 0,
+    **extra: Any,
+) -> Path:
+    """A GGUF file, as llama.cpp's converter would lay it out; with `part_tensors`, files of so many tensors each."""
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=part_tensors)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -132,22 +144,25 @@ def tiny(folder: Path, **settings: Any) -> tuple[torch.nn.Module, dict[str, tupl
 
 
 def quantised(values: np.ndarray, kind: Kind) -> np.ndarray:
-    """Rows of `values` in the layout of `kind`; gguf cannot write the K types, so those get random bytes."""
+    """Rows of `values` in the layout of `kind`; gguf cannot write K and IQ types, so those get random bytes."""
     try:
         return gguf.quants.quantize(values, kind)
     except NotImplementedError:
         block, size = gguf.GGML_QUANT_SIZES[kind]
         rows = np.random.default_rng(0).integers(0, 256, (values.shape[0], values.shape[1] // block, size), np.uint8)
         scales = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-        at = (slice(size - 2, size),) if kind is Kind.Q6_K else (slice(0, 2), slice(2, 4))
-        for place in at:
-            rows[..., place] = scales
+        ends = {Kind.Q6_K: [size - 2], Kind.Q3_K: [size - 2], Kind.Q2_K: [size - 4, size - 2]}
+        for place in ends.get(kind, [0, 2] if "K" in kind.name else [0]):
+            rows[..., place : place + 2] = scales
         return rows.reshape(values.shape[0], -1)
 
 
+@pytest.mark.parametrize("has_library", [True, False])
 @pytest.mark.parametrize("name", KINDS)
-def test_quantisation(name: str, tmp_path: Path) -> None:
+def test_quantisation(name: str, has_library: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is copied out is what gguf's own dequantisation says, to the bit, chunked or whole."""
+    if not has_library:
+        monkeypatch.setattr(library_module, "native", lambda: None)
     kind = Kind[name]
     values = np.random.default_rng(1).standard_normal((128, 256), np.float32)
     rows = quantised(values, kind)
@@ -169,6 +184,10 @@ def test_quantisation(name: str, tmp_path: Path) -> None:
     (stored,) = GGUFCheckpoint(tmp_path / "model.gguf").tensors({})
     found = torch.empty(128, 256)
     stored.copy_to(found)
+    chunked = torch.empty(256, 128).t()
+    monkeypatch.setattr(gguf_module, "_NATIVE_CHUNK", 256 * 50)
+    stored.copy_to(chunked)
+    assert torch.equal(chunked, found)
     assert (stored.name, stored.shape) == ("model.embed_tokens.weight", (128, 256))
     np.testing.assert_array_equal(found.numpy(), gguf.quants.dequantize(rows, kind))
     if name.startswith(("F", "B")) or name == "Q8_0":
@@ -207,6 +226,44 @@ def test_rope_scaling_metadata(extra: dict[str, Any], scaling: dict[str, Any], t
     assert found is not None
     assert rope is not None
     torch.testing.assert_close(found.frequencies(64), rope.frequencies(64))
+
+
+def split(folder: Path) -> tuple[torch.nn.Module, list[Path]]:
+    theirs, tensors = tiny(folder / "hf")
+    write(folder / "tiny.gguf", "llama", theirs.config, tensors, part_tensors=13)
+    return theirs, sorted(folder.glob("tiny-*.gguf"))
+
+
+def test_the_first_part_of_a_split_file_loads_all(tmp_path: Path) -> None:
+    theirs, parts = split(tmp_path)
+    assert [part.name for part in parts] == [f"tiny-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    ids = torch.arange(3, 33)
+    with torch.no_grad():
+        expected = theirs(ids[None], use_cache=False).logits[0]
+    torch.testing.assert_close(logits_of(load(parts[0]), ids, [30]), expected, atol=1e-4, rtol=1e-4)
+    files = {stored.file for stored in GGUFCheckpoint(parts[0]).tensors({})}
+    assert files == set(map(str, parts))
+
+
+def test_wrong_parts_are_said(tmp_path: Path) -> None:
+    _, parts = split(tmp_path)
+    third = parts[2].read_bytes()
+    with pytest.raises(
+        ModelLoadError, match=r"tiny-00002-of-00003.gguf is a part .* name the first part, tiny-00001-of"
+    ):
+        GGUFCheckpoint(parts[1])
+    parts[2].unlink()
+    with pytest.raises(ModelLoadError, match=r"3 parts, and tiny-00003-of-00003.gguf is missing; download all parts"):
+        GGUFCheckpoint(parts[0])
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(ModelLoadError, match=r"tiny-00003-of-00003\.gguf is not part 3 of 3; download it again"):
+        GGUFCheckpoint(parts[0])
+    parts[2].write_bytes(third[:-1000])
+    with pytest.raises(ModelLoadError, match=r"tiny-00003-of-00003\.gguf is truncated"):
+        GGUFCheckpoint(parts[0])
+    parts[0].rename(tmp_path / "other.gguf")
+    with pytest.raises(ModelLoadError, match="one of 3 parts of a model but is not named as such"):
+        GGUFCheckpoint(tmp_path / "other.gguf")
 
 
 @pytest.mark.parametrize("cut", ["header", "tensors", "magic", "empty"])

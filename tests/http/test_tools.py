@@ -19,7 +19,9 @@ from test_completions import stream
 
 from engine.core.errors import ConfigError
 from engine.text.chat_format import ChatFormat
+from engine.text.tools.formats import TOOL_FORMATS
 from engine.text.tools.json_calls import FORCED
+from engine.text.tools.section_calls import KIMI_K2
 from engine.text.types import CallArguments, CallBegin, Reasoning
 
 PATH = "/v1/chat/completions"
@@ -299,3 +301,27 @@ def test_a_template_with_channels() -> None:
         ChatFormat.of(tokenizer, reasoning_parser="none")
     with pytest.raises(ConfigError, match="has no channels"):
         ChatFormat.of(byte_tokenizer(HERMES), tool_call_parser="harmony")
+
+
+def test_the_ids_that_a_model_gives_its_calls_reach_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Kimi's do, with marks that the parrot can write. Anthropic's ids have another alphabet."""
+    marks = {"openings": ("<calls>",), "section_end": "</calls>", "call": ("<call>", "</call>"), "inner": ("<with>",)}
+    header = KIMI_K2.header.replace(r"<\|tool_call_argument_begin\|>", "<with>")
+    monkeypatch.setitem(TOOL_FORMATS, "kimi_bare", replace(KIMI_K2, header=header, **marks))
+    text = '<calls><call>functions.add:3<with>{"a": 1}</call></calls>'
+    template = "{% if tools %}{% endif %}" + SAYS
+    with (
+        Live(template=template, tool_call_parser="kimi_bare").serving() as live,
+        httpx.Client(base_url=live.url) as client,
+    ):
+        [call] = choice_of(client.post(PATH, json=say(text, **TOOLS)))["message"]["tool_calls"]
+        assert (call["id"], call["function"]["arguments"]) == ("functions.add:3", '{"a": 1}')
+        deltas = [chunk["choices"][0]["delta"] for chunk in stream(client, PATH, **say(text, **TOOLS))]
+        ids = [call["id"] for delta in deltas for call in delta.get("tool_calls", []) if "id" in call]
+        assert ids == ["functions.add:3"]
+        tools = [{"type": "function", "name": "add"}]
+        output = client.post("/v1/responses", json={"input": text, "tools": tools}).json()["output"]
+        assert [item["call_id"] for item in output] == ["functions.add:3"]
+        asked = {**say(text), "tools": [{"name": "add", "input_schema": {"type": "object"}}], "max_tokens": 100}
+        [block] = client.post("/v1/messages", json=asked).json()["content"]
+        assert block["id"].startswith("toolu_")

@@ -58,7 +58,13 @@ GOOD = [
     ("<|channel|>commentary to=functions.stop<|message|>", [["stop", "{}"]]),
     ("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + CALL, ["I look.", ["weather", ROME]]),
     (f"{THOUGHT}<|channel|>analysis<|message|>So.<|end|>", ["~Hm.\nSo."]),
-    ("<|channel|>analysis to=python<|message|>1+1<|call|>", [["python", "1+1"]]),
+    ("<|channel|>analysis to=python<|message|>1+1<|call|>", ["~1+1"]),  # a tool that the model was trained with
+    ("<|channel|>commentary to=browser.open<|message|>x<|call|>", ["~x"]),
+    ("<|channel|>commentary to=functions.python<|message|>{}<|call|>", [["python", "{}"]]),
+    ("<|channel|>commentary to=weather json<|message|>{}<|call|>", [["weather", "{}"]]),
+    (f"{THOUGHT}<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{FINAL}Done.", ["~Hm.", "I look.\nDone."]),
+    (f"{FINAL[:-11]} <|constrain|>json<|message|>{ROME}<|return|>", [ROME]),
+    (f"<|start|>assistant{FINAL}a", ["a"]),
     ("<|channel|>analysis<|message|>cut sho", ["~cut sho"]),
     ("<|channel|>anal", []),
     (f"{CALL[:-3]}", [["weather", ROME[:-3]]]),
@@ -77,6 +83,11 @@ def test_in_any_two_pieces_and_letter_by_letter(text: str, expected: list[Any]) 
     assert parse(*text) == expected
     for cut in range(len(text)):
         assert parse(text[:cut], text[cut:]) == expected
+
+
+def test_a_tool_of_the_client_may_have_any_name() -> None:
+    parser = ChannelParser(reads_calls=True, tools=["python"])
+    assert parser.push("<|channel|>commentary to=python<|message|>{}") == [CallBegin("python"), CallArguments("{}")]
 
 
 def test_calls_that_nobody_reads_are_thoughts() -> None:

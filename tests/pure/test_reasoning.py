@@ -6,14 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.reasoning import REASONING_TAGS, ReasoningParser, detect_reasoning
+from engine.text.reasoning import REASONING_TAGS, ReasoningParser, ReasoningTags, detect_reasoning
 from engine.text.types import Content, Reasoning
 
 TAGS = REASONING_TAGS["qwen3"]
 
 
-def split(*texts: str, within: bool = False) -> tuple[str, str]:
-    splitter = ReasoningParser(TAGS, begins_within=within)
+def split(
+    *texts: str, within: bool = False, tags: ReasoningTags = TAGS, enders: tuple[str, ...] = ()
+) -> tuple[str, str]:
+    splitter = ReasoningParser(tags, begins_within=within, enders=enders)
     pieces = [piece for text in texts for piece in splitter.push(text)] + splitter.finish()
     assert all(piece.text for piece in pieces if isinstance(piece, Content | Reasoning))
     thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
@@ -58,6 +60,41 @@ def test_any_pieces_give_the_same_and_only_tags_and_space_are_lost(words: list[s
     assert lost in (0, 7, 8, 15)  # no tag, an opening, a closing, or one of each
 
 
+GRANITE = [
+    ("Here is my thought process: Hm.\nHere is my response: Yes.", ("Hm.", "Yes.")),
+    (" Here's my thought process:\n\nHm.\n\nHere's my response:\n\nYes.", ("Hm.", "Yes.")),
+    ("Here is my thought process:\nHm.\nHere's my response:\nYes.", ("Hm.", "Yes.")),
+    (
+        "<think>Hm, Here is my response: no.</think><response>Yes.\n</response>",
+        ("Hm, Here is my response: no.", "Yes."),
+    ),
+    ("<think>Hm.</think>\n <response>\nYes </res", ("Hm.", "Yes </res")),
+    ("<think>Hm.</think>\nYes. </response>", ("Hm.", "Yes. </response>")),
+    ("<think>Hm.</think>\n <respo", ("Hm.", "<respo")),
+    ("<think>Hm.</think><response>Yes.</response> Bye.", ("Hm.", "Yes. Bye.")),
+    ("Here is my answer.", ("", "Here is my answer.")),
+    ("Here is my thou", ("", "Here is my thou")),
+    ("So. Here is my thought process: no", ("", "So. Here is my thought process: no")),
+    ("Here is my thought process: Hm. Here is my res", ("Hm. Here is my res", "")),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), GRANITE)
+def test_thoughts_in_words_or_beside_a_tagged_answer(text: str, expected: tuple[str, str]) -> None:
+    tags = REASONING_TAGS["granite"]
+    assert split(text, tags=tags) == split(*text, tags=tags) == expected
+    for cut in range(len(text) + 1):
+        assert split(text[:cut], text[cut:], tags=tags) == expected
+
+
+@pytest.mark.parametrize("begin", ["<think>Hm. ", "<think>Hm.</think>", ""])
+def test_a_mark_of_calls_ends_thoughts(begin: str) -> None:
+    text = f"{begin}<tool_call>x</think>"
+    expected = ("Hm." if begin else "", "<tool_call>x</think>")
+    for cut in range(len(text) + 1):
+        assert split(text[:cut], text[cut:], enders=("<tool_call>",)) == expected
+
+
 def test_what_comes_next_is_known() -> None:
     splitter = ReasoningParser(TAGS, begins_within=False)
     known = [splitter.is_reasoning]
@@ -88,3 +125,7 @@ def test_templates_tell_their_tags() -> None:
     assert detect_reasoning("{% if '</think>' in content %}") is TAGS
     assert detect_reasoning("[THINK] ... [/THINK]") is REASONING_TAGS["mistral"]
     assert detect_reasoning("{{ messages }}") is None
+    assert detect_reasoning("write 'Here is my response:' before it") is REASONING_TAGS["granite"]
+    assert detect_reasoning("<|start_of_role|> <think></think> <response></response>") is REASONING_TAGS["granite"]
+    for name in ("deepseek_v3", "glm45", "glm47", "kimi_k2", "olmo3"):
+        assert REASONING_TAGS[name] is TAGS

@@ -92,6 +92,7 @@ def test_no_call_of_a_strict_tool_is_wrong(tool_format: str, wrong: str) -> None
 
 def test_a_name_may_stand_before_arguments_where_the_dialect_has_it() -> None:
     assert lets("mistral", 'Well [TOOL_CALLS]weather{"city": "Rome"}[TOOL_CALLS]note[ARGS]{"x": 1}')
+    assert lets("mistral", '[TOOL_CALLS]weather[CALL_ID]abcdef123[ARGS]{"city": "Rome"}')
     assert not lets("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}')
 
 

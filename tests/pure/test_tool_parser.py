@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.text.tools.formats import TOOL_FORMATS
-from engine.text.tools.json_calls import FORCED, JsonScanner
+from engine.text.tools.json_calls import FORCED, JsonFormat, JsonScanner
 from engine.text.types import CallArguments, CallBegin, Content, Piece
 
 TOOLS: dict[str, dict[str, Any]] = {"weather": {}, "add": {}}
@@ -51,6 +51,7 @@ GOOD = [
     ("hermes", f"<tool_call>[{CALL}, {CALL}]</tool_call>", [["weather", PARIS]] * 2),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "new-tool"}</tool_call>', [["new-tool", '{"a": 1}']]),
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', [["add", "{}"]]),
+    ("hermes", f'<tool_call>{{"name": "{"x" * 128}", "arguments": {{}}}}</tool_call>', [["x" * 128, "{}"]]),
     ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>', [["add", "{}"]]),
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [["add", '{"a": 1}']]),
     ("hermes", f'<tool_call>{{"id": 7, "name": "weather", "arguments": {PARIS}}}</tool_call>', [["weather", PARIS]]),
@@ -64,6 +65,7 @@ GOOD = [
     ("mistral", f"[TOOL_CALLS] [{CALL}] so", [["weather", PARIS], " so"]),
     ("mistral", f"Yes.[TOOL_CALLS]weather{PARIS}[TOOL_CALLS]add {{}}", ["Yes.", ["weather", PARIS], ["add", "{}"]]),
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{PARIS}", [["weather", PARIS]]),
+    ("mistral", f"[TOOL_CALLS]weather[CALL_ID]abcdef123[ARGS]{PARIS}[TOOL_CALLS]add[CALL_ID]x1 {{}}", [["weather", PARIS], ["add", "{}"]]),
     ("json", f"[{CALL},\n{LLAMA_CALL}]", [["weather", PARIS]] * 2),
     ("json", f"Here it is:\n```json\n{CALL}\n```", ["Here it is:", ["weather", PARIS]]),
     ("json", f"<|tool_call|>[{CALL}]<|/tool_call|>", [["weather", PARIS]]),
@@ -77,7 +79,7 @@ CONTENT = [
     ("hermes", 'so <tool_call>\n{"name": "weather", }</tool_call>'),
     ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
     ("hermes", '<tool_call>{"name": 12345, "arguments": {}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "' + "x" * 65 + '"}'),
+    ("hermes", '<tool_call>{"name": "' + "x" * 129 + '"}'),
     ("hermes", '<tool_call>{"name": "a", "arguments": "{\\"\\ud800\\"}"}'),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
     ("hermes", "<tool_call>[]</tool_call>"),
@@ -90,6 +92,8 @@ CONTENT = [
     ("mistral", "[TOOL_CALLS] [get the weather]"),
     ("mistral", "[TOOL_CALLS]weather: Paris"),
     ("mistral", "[TOOL_CALLS]weather[AR"),
+    ("mistral", "[TOOL_CALLS]weather[CALL_ID]abc[AR"),
+    ("mistral", "[TOOL_CALLS]weather[CALL_ID]a b"),
     ("json", '```json\n{"name": "Alice"}\n```'),
     ("json", '[{"age": 3}]'),
 ]
@@ -139,12 +143,27 @@ def test_calls_that_a_grammar_forces_need_no_marks() -> None:
     assert merge(parser.push(f"[{CALL}, {CALL}]") + parser.finish()) == [["weather", PARIS]] * 2
 
 
-WORDS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json", "```", CALL, LLAMA_CALL]
+WORDS = [
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<|python_tag|>",
+    "```json",
+    "```",
+    CALL,
+    LLAMA_CALL,
+]
 WORDS += [PARIS, '"name"', '"arguments"', '"weather"', "weather", "null", "é", "\ud800", "\x00", *'{}[]:,;" \n\\u1e-.']
 texts = st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=24).map("".join)
 
 
-@given(st.sampled_from(sorted(TOOL_FORMATS.keys() - {"qwen3_xml", "harmony"})), texts, st.data())
+@given(
+    st.sampled_from(sorted({each.name for each in TOOL_FORMATS.values() if isinstance(each, JsonFormat)})),
+    texts,
+    st.data(),
+)
 @example("hermes", "<tool_call>" * 3, None)
 def test_any_pieces_give_the_same_and_no_character_is_lost(tool_format: str, text: str, data: Any) -> None:
     whole = parse(tool_format, text)

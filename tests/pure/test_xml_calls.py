@@ -101,7 +101,7 @@ CONTENT = [
     '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>',
     "the tag <function=unheard_of></function> in a text",
     "<tool_call><function=a b>",
-    "<tool_call>\n<function=" + "x" * 70,
+    "<tool_call>\n<function=" + "x" * 129,
     "<tool_call>\n<func",
 ]
 
@@ -188,7 +188,16 @@ def test_arguments_come_back_as_they_were(arguments: dict[str, Any]) -> None:
         ("None", ["null", "string"], "null"),
         ("None", ["string"], '"None"'),
         ("[" * 5000, [], json.dumps("[" * 5000)),
-        ("{'a': 1}", ["object"], json.dumps("{'a': 1}")),
+        ("{'a': (1, None)}", ["object"], '{"a": [1, null]}'),
+        ("{'a': 1", ["object"], json.dumps("{'a': 1")),
+        ("1", ["boolean"], "true"),
+        ("FALSE", ["boolean", "null"], "false"),
+        ("007", ["integer"], "7"),
+        (".5", ["number"], "0.5"),
+        ("inf", ["number"], '"inf"'),
+        ("NULL", ["string", "null"], "null"),
+        ("true", ["string"], '"true"'),
+        ('{"a": "x\ny"}', ["object"], '{"a": "x\\ny"}'),
         ("9" * 5000, ["integer"], json.dumps("9" * 5000)),
     ],
 )

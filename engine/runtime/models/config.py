@@ -29,12 +29,72 @@ class QKNorm(Enum):
     FULL = auto()
 
 
+class Scoring(Enum):
+    """How a router turns its logits into scores of experts."""
+
+    SOFTMAX = auto()
+    SIGMOID = auto()
+
+
+class GroupScoring(Enum):
+    """The score of a group of experts: its best choice, or the sum of its two best."""
+
+    MAX = auto()
+    TOP2 = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """The choice of a token's experts, and their weights. models/moe.py defines the arithmetic.
+
+    A softmax over the chosen experts alone equals one over all experts that is normalised.
+    """
+
+    num_experts: int
+    num_chosen: int  # experts a token
+    scoring: Scoring = Scoring.SOFTMAX
+    is_normalised: bool = False  # the weights of a token are divided by their sum
+    scale: float = 1.0  # multiplies the weights after normalisation
+    has_bias: bool = False  # added to the logits
+    has_correction: bool = False  # a bias that is added to the scores for the choice only
+    num_groups: int = 1
+    num_chosen_groups: int = 1  # groups whose experts can be chosen
+    group_scoring: GroupScoring = GroupScoring.MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """gpt-oss's activation: (u + 1) * g * sigmoid(alpha * g), g <= limit, -limit <= u <= limit."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """A mixture of experts in place of an MLP."""
+
+    router: RouterConfig
+    width: int  # of an expert
+    activation: Activation
+    clamp: Clamp | None = None  # replaces activation(gate) * up
+    has_bias: bool = False  # of every expert's three matrices
+    shared_width: int = 0  # of the expert that serves every token; 0 without one
+    has_shared_gate: bool = False  # sigmoid(w x) multiplies the shared expert's output
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Return the elements of all matrices of one layer's mixture."""
+        widths = self.router.num_experts * self.width + self.shared_width
+        return hidden_size * (self.router.num_experts + self.has_shared_gate + 3 * widths)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """One layer's settings. `window` None attends to everything; `rope` None: no positions."""
 
     window: int | None
     rope: RopeConfig | None
+    moe: MoEConfig | None = None  # None: a dense MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +118,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: QKNorm = QKNorm.NONE
+    qkv_clip: float | None = None  # queries, keys and values are clamped to -clip .. clip before rotation (OLMoE)
+    has_sinks: bool = False  # each head has a score that joins the softmax and carries no value (gpt-oss)
     norm_placement: NormPlacement = NormPlacement.PRE
     norm_offset: bool = False  # norms scale by 1 + weight, in float32 (Gemma)
     attention_softcap: float | None = None
@@ -71,5 +133,9 @@ class ModelConfig:
     def num_weights(self) -> int:
         """Return the elements of all matrices, which are nearly all of the allocation."""
         heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
-        return self.vocab_size * self.hidden_size * (1 if self.tied_head else 2) + len(self.layers) * layer
+        mlps = [
+            layer.moe.num_weights(self.hidden_size) if layer.moe else 3 * self.hidden_size * self.intermediate_size
+            for layer in self.layers
+        ]
+        embeddings = self.vocab_size * (1 if self.tied_head else 2)
+        return self.hidden_size * (embeddings + len(self.layers) * heads) + sum(mlps)

@@ -18,6 +18,7 @@ from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.layers import MLP, Angles, Attention, LayerAdapters, NoNorm, RMSNorm
 from engine.runtime.models.maker import Maker
+from engine.runtime.models.moe import MoE
 from engine.runtime.models.rope import Rotary
 from engine.runtime.native.decoder import NativeDecoder, describe_layer
 from engine.runtime.native.library import DTYPES, DecoderArgs, LayerArgs, native
@@ -55,7 +56,8 @@ class DecoderLayer:
 
     def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
         self._attention = Attention(index, config, make.within("self_attn"))
-        self._mlp = MLP(config, make.within("mlp"))
+        moe = config.layers[index].moe
+        self._mlp = MLP(config, make.within("mlp")) if moe is None else MoE(moe, config.hidden_size, make.within("mlp"))
         self._scale = config.residual_multiplier
         names = _NORM_NAMES[config.norm_placement]
         places = [RMSNorm(make, name, config.hidden_size, config) if name else NoNorm() for name in names]
@@ -77,8 +79,15 @@ class DecoderLayer:
         attended = self._after_attention(self._attention(normed, angles, attention, adapters))
         return self._after_mlp(self._mlp(self._before_mlp.add(x, attended, self._scale), adapters))
 
+    @property
+    def sinks(self) -> Tensor | None:
+        """Return the heads' sinks [num_heads], float32, to be loaded."""
+        return self._attention.sinks
+
     def describe(self, rotary: int | None) -> LayerArgs | None:
-        """Describe the layer to the native library, or return None if that lacks a matrix."""
+        """Describe the layer to the native library, or return None if that cannot compute it."""
+        if isinstance(self._mlp, MoE) or self._attention.sinks is not None:
+            return None
         matrices = (self._attention.qkv, self._attention.o, self._mlp.gate_up, self._mlp.down)
         linears = [linear.args for linear in matrices if linear.args is not None]
         if len(linears) < len(matrices):
@@ -102,17 +111,6 @@ class Decoder:
     ) -> None:
         make = Maker(dtype, device, scheme, loads=[], targets={})
         self.loads = make.loads
-        self.attention_specs: Sequence[AttentionSpec] = [
-            AttentionSpec(
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                scale=config.attention_scale,
-                window=layer.window,
-                softcap=config.attention_softcap,
-            )
-            for layer in config.layers
-        ]
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_positions
         self.dtype = dtype
@@ -125,6 +123,18 @@ class Decoder:
         self._layers = [
             DecoderLayer(index, config, make.within(f"model.layers.{index}", index))
             for index in range(len(config.layers))
+        ]
+        self.attention_specs: Sequence[AttentionSpec] = [
+            AttentionSpec(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                scale=config.attention_scale,
+                window=settings.window,
+                softcap=config.attention_softcap,
+                sinks=layer.sinks,
+            )
+            for layer, settings in zip(self._layers, config.layers, strict=True)
         ]
         self._norm = RMSNorm(make, "model.norm", config.hidden_size, config)
         head, tied = "model.embed_tokens" if config.tied_head else "lm_head", self.tied_embedding
@@ -146,7 +156,9 @@ class Decoder:
     @property
     def capabilities(self) -> ModelCapabilities:
         """Return whether the native library computes the products."""
-        return ModelCapabilities(adapters=True, graphs=True, native=self._head.args is not None)
+        # The definition of a mixture counts tokens on the host, so a graph cannot hold it.
+        graphs = all(layer.moe is None for layer in self._config.layers)
+        return ModelCapabilities(adapters=True, graphs=graphs, native=self._head.args is not None)
 
     def forward(
         self,

@@ -13,6 +13,14 @@ from typing import Any
 from engine.core.errors import ModelLoadError
 from engine.runtime.activation import Activation
 from engine.runtime.models.config import LayerConfig, ModelConfig, NormPlacement, QKNorm
+from engine.runtime.models.expert_settings import (
+    Mixtures,
+    glm4_experts,
+    gpt_oss_experts,
+    mixtral_experts,
+    olmoe_experts,
+    qwen_experts,
+)
 from engine.runtime.models.rope_config import RopeConfig, read_rope
 from engine.runtime.weights.hf_config import HFConfig
 
@@ -152,6 +160,78 @@ def olmo3(hf: HFConfig) -> ModelConfig:
     )
 
 
+def qwen2_moe(hf: HFConfig) -> ModelConfig:
+    """Qwen 1.5 and 2 with experts: one shared expert behind a gate."""
+    moes = qwen_experts(hf, num_experts=60, num_chosen=4, width=1408, shared_width=5632)
+    layers = _layers(hf, windows=_qwen_windows(hf), moes=moes)
+    return replace(_common(hf), qkv_bias=hf.flag("qkv_bias", True), o_bias=False, layers=layers)
+
+
+def qwen3_moe(hf: HFConfig) -> ModelConfig:
+    """Qwen 3 with experts, such as Qwen3-30B-A3B."""
+    moes = qwen_experts(hf, num_experts=128, num_chosen=8, width=768)
+    return replace(_common(hf), qk_norm=QKNorm.HEAD, layers=_layers(hf, windows=_qwen_windows(hf), moes=moes))
+
+
+def mixtral(hf: HFConfig) -> ModelConfig:
+    """Mistral with experts in every layer."""
+    windows = [hf.optional_size("sliding_window")] * _num_layers(hf)
+    ropes = [_rope(hf, theta=1_000_000.0)] * _num_layers(hf)
+    layers = _layers(hf, windows=windows, ropes=ropes, moes=mixtral_experts(hf))
+    return replace(_common(hf), norm_eps=hf.positive("rms_norm_eps", 1e-5), layers=layers)
+
+
+def olmoe(hf: HFConfig) -> ModelConfig:
+    """OLMoE: norms over whole queries and keys, which may be clipped then."""
+    return replace(
+        _common(hf),
+        norm_eps=hf.positive("rms_norm_eps", 1e-5),
+        qk_norm=QKNorm.FULL,
+        qkv_clip=hf.optional_positive("clip_qkv"),
+        layers=_layers(hf, moes=olmoe_experts(hf)),
+    )
+
+
+def granitemoe(hf: HFConfig) -> ModelConfig:
+    """Granite with experts in every layer."""
+    return replace(
+        _common(hf),
+        embedding_multiplier=hf.number("embedding_multiplier", 1.0),
+        residual_multiplier=hf.number("residual_multiplier", 1.0),
+        attention_scale=hf.number("attention_multiplier", 1.0),
+        logit_multiplier=1.0 / hf.positive("logits_scaling", 1.0),
+        layers=_layers(hf, moes=mixtral_experts(hf)),
+    )
+
+
+def gpt_oss(hf: HFConfig) -> ModelConfig:
+    """gpt-oss: attention sinks, windows on even layers, biases, and a clamped activation."""
+    types = [_FULL if i % 2 else _SLIDING for i in range(_num_layers(hf))]
+    bias, head_dim = hf.flag("attention_bias", True), hf.size("head_dim", 64)
+    hf = HFConfig({"sliding_window": 128, **hf.values, "head_dim": head_dim}, hf.source)
+    ropes = [_rope(hf, theta=150_000.0)] * _num_layers(hf)
+    return replace(
+        _common(hf),
+        norm_eps=hf.positive("rms_norm_eps", 1e-5),
+        qkv_bias=bias,
+        o_bias=bias,
+        has_sinks=True,
+        layers=_layers(hf, windows=_windows(hf, types), ropes=ropes, moes=gpt_oss_experts(hf)),
+    )
+
+
+def glm4_moe(hf: HFConfig) -> ModelConfig:
+    """GLM-4.5: half of each head is rotated; experts after the first dense layers."""
+    hf = HFConfig({"partial_rotary_factor": 0.5, **hf.values}, hf.source)
+    return replace(
+        _common(hf),
+        norm_eps=hf.positive("rms_norm_eps", 1e-5),
+        o_bias=False,
+        qk_norm=QKNorm.HEAD if hf.flag("use_qk_norm") else QKNorm.NONE,
+        layers=_layers(hf, moes=glm4_experts(hf)),
+    )
+
+
 FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "llama": llama,
     "mistral": mistral,
@@ -165,6 +245,13 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "granite": granite,
     "olmo2": olmo2,
     "olmo3": olmo3,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": qwen3_moe,
+    "mixtral": mixtral,
+    "olmoe": olmoe,
+    "granitemoe": granitemoe,
+    "gpt_oss": gpt_oss,
+    "glm4_moe": glm4_moe,
 }
 
 
@@ -220,12 +307,17 @@ def _activation(hf: HFConfig, key: str, default: str) -> Activation:
 
 
 def _layers(
-    hf: HFConfig, *, windows: Sequence[int | None] | None = None, ropes: Sequence[RopeConfig | None] | None = None
+    hf: HFConfig,
+    *,
+    windows: Sequence[int | None] | None = None,
+    ropes: Sequence[RopeConfig | None] | None = None,
+    moes: Mixtures | None = None,
 ) -> tuple[LayerConfig, ...]:
-    """Return all layers; without `ropes` all have the same rope."""
+    """Return all layers; without `ropes` all have the same rope, without `moes` a dense MLP."""
     windows = windows or [None] * _num_layers(hf)
     ropes = ropes or [_rope(hf)] * _num_layers(hf)
-    return tuple(LayerConfig(window, rope) for window, rope in zip(windows, ropes, strict=True))
+    moes = moes or [None] * _num_layers(hf)
+    return tuple(LayerConfig(*settings) for settings in zip(windows, ropes, moes, strict=True))
 
 
 def _layer_types(hf: HFConfig, types: Sequence[str]) -> Sequence[str]:

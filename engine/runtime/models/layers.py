@@ -112,7 +112,7 @@ _QK_NORMS: Mapping[QKNorm, Callable[[ModelConfig, Maker], HeadNorm | FullNorm]] 
 class Attention:
     """Queries, keys and values from one matrix, rotated, attended, projected."""
 
-    __slots__ = ("_heads", "_index", "_norm", "_num_heads", "_shape", "o", "qkv")
+    __slots__ = ("_clip", "_heads", "_index", "_norm", "_num_heads", "_shape", "o", "qkv", "sinks")
 
     def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
         self._index = index
@@ -126,6 +126,8 @@ class Attention:
         self.qkv = make.linear(rows, config.hidden_size, bias=config.qkv_bias, place=Place.QKV)
         self.o = make.linear({"o_proj": config.hidden_size}, width, bias=config.o_bias, place=Place.O)
         self._norm = None if config.qk_norm is QKNorm.NONE else _QK_NORMS[config.qk_norm](config, make)
+        self._clip = config.qkv_clip
+        self.sinks = make.tensor("sinks", config.num_heads, dtype=torch.float32) if config.has_sinks else None
 
     def __call__(
         self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None
@@ -135,11 +137,15 @@ class Attention:
         The tensors that `attention` gets are views into wider rows: a token's heads are contiguous, tokens are not.
         """
         qkv = self.qkv(x, _addends(adapters, Place.QKV, x)).view(self._shape)
-        if attention.from_projected is not None:
-            out = attention.from_projected(self._index, self._norm_whole(qkv), self._rotation(angles))
-            return self._project(out.flatten(1), adapters)
         qk = qkv[:, : self._heads]
-        if self._norm is not None:
+        if isinstance(self._norm, FullNorm):
+            qk.copy_(self._norm(qk))
+        if self._clip is not None:
+            qkv.clamp_(-self._clip, self._clip)
+        if attention.from_projected is not None:
+            out = attention.from_projected(self._index, qkv, self._rotation(angles))
+            return self._project(out.flatten(1), adapters)
+        if isinstance(self._norm, HeadNorm):
             qk = self._norm(qk)
         if angles is not None:
             qk = rotate(qk, *angles)
@@ -148,13 +154,6 @@ class Attention:
 
     def _project(self, x: Tensor, adapters: LayerAdapters | None) -> Tensor:
         return self.o(x, _addends(adapters, Place.O, x))
-
-    def _norm_whole(self, qkv: Tensor) -> Tensor:
-        """Apply, in place, the norms that a Rotation does not cover."""
-        if isinstance(self._norm, FullNorm):
-            qk = qkv[:, : self._heads]
-            qk.copy_(self._norm(qk))
-        return qkv
 
     def _rotation(self, angles: Angles | None) -> Rotation:
         if isinstance(self._norm, HeadNorm):

@@ -15,6 +15,7 @@ struct workspace {
     char *kept_attended;                          /* likewise */
     struct adapter_rows adapters;                 /* only with adapters, ... */
     char *normed;                                 /* ... like this; without them norms for qkv and gate_up are packed directly */
+    char *routed, *moe; /* only with mixtures of experts: their input [T, hidden], and their memory */
 };
 
 static size_t size_of(int32_t dtype) { return dtype == DT_F32 ? 4 : 2; }
@@ -40,6 +41,16 @@ static size_t packed_bytes(const struct decoder *d, int64_t rows) {
     return most;
 }
 
+/* Most bytes that a mixture of experts needs; 0: there is none. */
+static size_t mixture_bytes(const struct decoder *d, int64_t rows) {
+    size_t most = 0;
+    for (int64_t i = 0; i < d->num_layers; i++) {
+        size_t bytes = d->layers[i].moe ? moe_bytes(d->layers[i].moe, rows) : 0;
+        if (bytes > most) most = bytes;
+    }
+    return most;
+}
+
 static size_t lay_out(const struct forward_args *f, char *base, struct workspace *w) {
     const struct decoder *d = f->decoder;
     int64_t tokens = f->num_tokens > f->num_rows ? f->num_tokens : f->num_rows, angles = 0;
@@ -55,6 +66,9 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
     w->sin = carve(base, &used, tokens * angles, sizeof(float));
     w->kept_stream = carve(base, &used, f->num_rows * d->hidden, sizeof(float));
     w->kept_attended = carve(base, &used, f->num_rows * d->num_heads * d->head_dim, size);
+    size_t mixture = mixture_bytes(d, tokens);
+    w->routed = carve(base, &used, mixture ? tokens * d->hidden : 0, size);
+    w->moe = carve(base, &used, 1, mixture);
     w->normed = NULL;
     if (f->adapters.num) {
         w->normed = carve(base, &used, tokens * d->hidden, size);
@@ -158,7 +172,7 @@ static int32_t attention(const struct forward_args *f, int64_t index, struct wor
     quire_store(&store);
     struct attend_args attend = *f->attend;
     attend.pool = layer->pool, attend.q = w->qkv, attend.q_stride = stride, attend.out = w->attended;
-    attend.num_heads = d->num_heads, attend.sinks = NULL, attend.window = layer->window;
+    attend.num_heads = d->num_heads, attend.sinks = layer->sinks, attend.window = layer->window;
     attend.scale = d->attention_scale, attend.softcap = d->softcap;
     return quire_attend(&attend);
 }
@@ -185,6 +199,17 @@ static void join(const struct decoder *d, struct norm after, struct norm before,
     add_norm(d, before, w->stream, w->delta, out, d->dtype, rows, next, w);
 }
 
+/* The MLP of a layer, of the rows that `join` has normed: into w->delta. */
+static int32_t mlp(const struct forward_args *f, int64_t index, struct workspace *w, int64_t rows) {
+    const struct moe *moe = f->decoder->layers[index].moe;
+    if (moe) {
+        struct moe_args args = {moe, w->routed, w->delta, NULL, NULL, rows};
+        return moe_forward(&args, w->moe);
+    }
+    int32_t status = linear(f, index, PLACE_GATE_UP, w->normed, w, w->mlp, rows, f->decoder->dtype);
+    return status ? status : linear(f, index, PLACE_DOWN, w->mlp, w, w->delta, rows, DT_F32);
+}
+
 static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
     int64_t rows = f->num_tokens;
@@ -201,9 +226,8 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
             rows = f->num_rows;
         }
         if ((status = linear(f, i, PLACE_O, w->attended, w, w->delta, rows, DT_F32))) return status;
-        join(d, layer->after_attention, layer->before_mlp, w, &layer->gate_up, w->normed, rows);
-        if ((status = linear(f, i, PLACE_GATE_UP, w->normed, w, w->mlp, rows, d->dtype))) return status;
-        if ((status = linear(f, i, PLACE_DOWN, w->mlp, w, w->delta, rows, DT_F32))) return status;
+        join(d, layer->after_attention, layer->before_mlp, w, &layer->gate_up, layer->moe ? w->routed : w->normed, rows);
+        if ((status = mlp(f, i, w, rows))) return status;
         join(d, layer->after_mlp, is_last ? d->norm : layer[1].before_attention, w,
              is_last ? NULL : &layer[1].qkv, is_last ? f->hidden : w->normed, rows);
     }

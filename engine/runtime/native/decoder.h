@@ -4,6 +4,7 @@
 #define QUIRE_DECODER_H
 
 #include "lora.h"
+#include "moe.h"
 
 enum qk_norm { QK_NORM_NONE = 0, QK_NORM_HEAD = 1, QK_NORM_FULL = 2 };
 
@@ -22,6 +23,8 @@ struct rotary {
 
 struct layer {
     struct linear qkv, o, gate_up, down;
+    const struct moe *moe; /* instead of gate_up and down; NULL: none */
+    const float *sinks;    /* [num_heads], see struct attend_args, or NULL */
     struct norm before_attention, after_attention, before_mlp, after_mlp, q, k;
     struct pool pool;
     int64_t window; /* 0: none */

@@ -27,6 +27,7 @@ from engine.runtime.native.library import (
     RotaryArgs,
     StoreArgs,
 )
+from engine.runtime.native.moe import Mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,24 @@ def describe_layer(
     qk_norms: Sequence[Tensor | None],
     window: int | None,
     rotary: int | None,
+    *,
+    mixture: Mixture | None = None,
+    sinks: Tensor | None = None,
 ) -> LayerArgs:
-    """Describe a layer: qkv, o, gate_up, down; the norms around attention and MLP, None where the family has none."""
-    return LayerArgs(
-        *linears, *map(_norm, norms), *map(_norm, qk_norms), window=window or 0, rotary=-1 if rotary is None else rotary
-    )
+    """Describe a layer: qkv, o, gate_up, down; the norms around attention and MLP, None where the family has none.
+
+    With a mixture, `linears` ends with o. `sinks` [num_heads] are float32.
+    """
+    layer = LayerArgs(*linears, window=window or 0, rotary=-1 if rotary is None else rotary)
+    places = ("before_attention", "after_attention", "before_mlp", "after_mlp", "q", "k")
+    for name, norm in zip(places, (*norms, *qk_norms), strict=True):
+        setattr(layer, name, _norm(norm))
+    if mixture is not None:
+        layer.moe = mixture.address
+    if sinks is not None:
+        assert sinks.dtype is torch.float32
+        layer.sinks = sinks.data_ptr()
+    return layer
 
 
 class NativeDecoder:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum
 from functools import cache
 from struct import Struct
@@ -84,6 +84,16 @@ class WeightFormat(IntEnum):
     Q8 = 5
     Q8_HALF = 6
     Q8_HALF_MIN = 7
+    Q2_HALF_MIN = 8
+    Q3_HALF = 9
+    Q5 = 10
+    Q5_MIN = 11
+    Q6_HALF = 12
+    Q6_HALF_MIN = 13
+    IQ4 = 14
+    IQ3_XXS = 15
+    IQ3_S = 16
+    MXFP4 = 17
 
 
 class LinearArgs(Structure):
@@ -96,10 +106,16 @@ class QuantSource(Structure):
     """Rows of weights to be packed in a quantised format."""
 
     _fields_ = _fields(
-        rows__packed__scales=c_void_p,
+        rows__packed__scales__grid=c_void_p,
         row_bytes__num_rows__first_row__n__k=c_int64,
         kind__format__activation=c_int32,
     )
+
+
+class DequantArgs(Structure):
+    """Rows of a GGUF file to be written as floats."""
+
+    _fields_ = _fields(rows__out__grid=c_void_p, row_bytes__num_rows__k=c_int64, kind__dtype=c_int32)
 
 
 class GemmArgs(Structure):
@@ -151,11 +167,47 @@ class RotaryArgs(Structure):
     _fields_ = _fields(inverse=c_void_p, dim=c_int64, magnitude=c_float)
 
 
+class RouterArgs(Structure):
+    """How rows choose experts."""
+
+    _fields_ = [
+        ("gate", LinearArgs),
+        *_fields(
+            correction=c_void_p,
+            num_experts__num_chosen__num_groups__num_chosen_groups=c_int64,
+            scoring__group_scoring__is_normalised=c_int32,
+            scale=c_float,
+        ),
+    ]
+
+
+class MixtureArgs(Structure):
+    """A mixture of experts."""
+
+    _fields_ = [
+        ("router", RouterArgs),
+        ("shared_gate", LinearArgs),
+        *_fields(
+            gate_up__down=c_void_p,
+            gate_up_formats__down_formats=c_uint32,
+            has_shared=c_int32,
+            clamp_alpha__clamp_limit=c_float,
+        ),
+    ]
+
+
+class MixtureCall(Structure):
+    """The rows of a mixture's call."""
+
+    _fields_ = _fields(moe__x__y__chosen__weights=c_void_p, rows=c_int64)
+
+
 class LayerArgs(Structure):
     """One layer of a decoder and its pool."""
 
     _fields_ = [
         *((name, LinearArgs) for name in ("qkv", "o", "gate_up", "down")),
+        *_fields(moe__sinks=c_void_p),
         *_fields(before_attention__after_attention__before_mlp__after_mlp__q__k=NormWeight),
         ("pool", Pool),
         *_fields(window__rotary=c_int64),
@@ -235,10 +287,12 @@ class Library:
         self.attend = _entry(functions.quire_attend, AttendArgs)
         self.gemm = _entry(functions.quire_gemm, GemmArgs)
         self.quant_pack = _entry(functions.quire_quant_pack, QuantSource)
+        self.dequantise = _entry(functions.quire_dequantise, DequantArgs)
         self.add_rms_norm = _entry(functions.quire_add_rms_norm, NormArgs)
         self.rope = _entry(functions.quire_rope, RopeArgs)
         self.embed = _entry(functions.quire_embed, EmbedArgs)
         self.forward = _entry(functions.quire_forward, ForwardArgs)
+        self.mixture = _entry(functions.quire_moe, MixtureCall)
         self.sample = _entry(functions.quire_sample, SampleArgs)
         self.best_isa = Isa(functions.quire_best_isa())
         self.weights = Arena()

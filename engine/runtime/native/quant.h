@@ -16,7 +16,8 @@ enum {
 };
 
 /* One group of packed rows: bytes [k / 4][rows][4], then for each block a scale [rows], and for each group of inputs
- * -zero times the sum of the bytes, int32 [rows], and that sum times the scale, float32 [rows]. */
+ * -zero times the sum of the bytes, int32 [rows], and that sum times the scale, float32 [rows]. All are of four bytes,
+ * so that rows that were packed alone can be laid side by side (moe.c). */
 struct quant_group {
     uint32_t *bytes;
     float *scales;
@@ -113,53 +114,73 @@ static void quant_pack_rows(const struct linear *w, const void *x, int64_t strid
                        (size_t)num);
 }
 
+/* The quad of codes `quad` of a block, for vector `v` of a panel; `codes` is where the block's codes begin. */
+INLINE vu load_quad(struct quant_format f, const char *codes, int quad, int v) {
+    if (f.bits == 8) return load_u(codes + (size_t)(quad * PANEL + v * W) * 4);
+    vu code = splat_u(0);
+    int shift = 0, first = 0; /* of the plane: in the code, in the block */
+    UNROLL for (int plane = 4; plane > 0; plane /= 2) {
+        if (!(f.bits & plane)) continue;
+        int quads = 8 / plane, left = shift - quad % quads * plane;
+        vu bits = load_u(codes + (size_t)((first + quad / quads) * PANEL + v * W) * 4);
+        bits = left < 0 ? bits >> -left : bits << left;
+        code |= bits & (0x01010101u * (uint32_t)(((1 << plane) - 1) << shift));
+        shift += plane, first += plane;
+    }
+    return code;
+}
+
+/* One group of inputs: QVECTORS vectors of a panel against R rows, summed into acc. */
+INLINE void quant_dot_group(struct quant_format f, int R, const char *block, int g, int v0, vu table,
+                            struct quant_group x, vf acc[QROWS][QVECTORS]) {
+    const char *codes = block + quant_head_bytes(f);
+    struct dot dot[QROWS][QVECTORS];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < QVECTORS; v++)
+            dot[r][v] = dot_begin(splat_u((uint32_t)x.starts[r]));
+    UNROLL for (int i = 0; i < f.group / 4; i++)
+        UNROLL for (int v = 0; v < QVECTORS; v++) {
+            vu code = load_quad(f, codes, g * f.group / 4 + i, v0 + v);
+            if (f.has_table) code = look_up(table, code);
+            UNROLL for (int r = 0; r < R; r++)
+                dot[r][v] = f.bits > 4 || f.has_table ? dot_add8(dot[r][v], code, x.bytes[i * R + r])
+                                                      : dot_add4(dot[r][v], code, x.bytes[i * R + r]);
+        }
+    UNROLL for (int v = 0; v < QVECTORS; v++) {
+        const char *head = block + (size_t)(g * (f.scale + 2 * f.has_min) * PANEL + (v0 + v) * W * f.scale);
+        vf scale = f.scale == SCALE_F16 ? load_f16(head) : f.scale == SCALE_E8M0 ? load_e8m0(head) : splat(1);
+        vf min = f.has_min ? load_f16(head + PANEL * sizeof(uint16_t)) : splat(0);
+        UNROLL for (int r = 0; r < R; r++) {
+            vf sum = __builtin_convertvector((vi)dot_end(dot[r][v]), vf);
+            acc[r][v] += sum * (f.scale == SCALE_OF_ROW ? splat(x.scales[r]) : scale * x.scales[r]);
+            if (f.has_min) acc[r][v] -= min * x.sums[r];
+        }
+    }
+}
+
 /* QVECTORS vectors of a panel, from vector `v0` on, against R rows: out[R][PANEL]. Meanwhile `lines` cache lines a
  * block are fetched from `ahead` on. */
 INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char *panel, int64_t first_row, int v0,
                       struct quant_group x, float *out, const char *ahead, size_t lines) {
     const struct quant_format f = quant_format_of(format);
-    const int num_loads = f.group * f.bits / 32;
+    const vu table = f.has_table ? load_table(quant_table_of(w->format)) : splat_u(0);
     vf acc[QROWS][QVECTORS];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < QVECTORS; v++) acc[r][v] = splat(0);
     for (int64_t b = 0; b < quant_num_blocks(w->k); b++, panel += quant_block_bytes(f)) {
         for (size_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
         UNROLL for (int g = 0; g < QBLOCK / f.group; g++) {
-            const char *codes = panel + quant_head_bytes(f) + (size_t)(g * f.group * PANEL * f.bits / 8);
-            struct dot dot[QROWS][QVECTORS];
-            UNROLL for (int r = 0; r < R; r++)
-                UNROLL for (int v = 0; v < QVECTORS; v++)
-                    dot[r][v] = dot_begin(splat_u((uint32_t)x.starts[r]));
-            UNROLL for (int i = 0; i < num_loads; i++)
-                UNROLL for (int v = 0; v < QVECTORS; v++) {
-                    vu code = load_u(codes + (size_t)(i * PANEL + (v0 + v) * W) * 4);
-                    UNROLL for (int r = 0; r < R; r++)
-                        if (f.bits == 8) {
-                            dot[r][v] = dot_add8(dot[r][v], code, x.bytes[i * R + r]);
-                        } else {
-                            dot[r][v] = dot_add4(dot[r][v], code & 0x0f0f0f0f, x.bytes[2 * i * R + r]);
-                            dot[r][v] = dot_add4(dot[r][v], (code >> 4) & 0x0f0f0f0f, x.bytes[(2 * i + 1) * R + r]);
-                        }
-                }
+            quant_dot_group(f, R, panel, g, v0, table, x, acc);
             x.bytes += f.group / 4 * R;
-            UNROLL for (int v = 0; v < QVECTORS; v++) {
-                const char *head = panel + (size_t)(g * (1 + f.has_min) * PANEL + (v0 + v) * W) * sizeof(uint16_t);
-                vf scale = f.has_scale ? load_f16(head) : splat(1);
-                vf min = f.has_min ? load_f16(head + PANEL * sizeof(uint16_t)) : splat(0);
-                UNROLL for (int r = 0; r < R; r++) {
-                    vf sum = __builtin_convertvector((vi)dot_end(dot[r][v]), vf);
-                    acc[r][v] += sum * (f.has_scale ? scale * x.scales[r] : splat(x.scales[r]));
-                    if (f.has_min) acc[r][v] -= min * x.sums[r];
-                }
-            }
             x.starts += R, x.sums += R;
         }
         x.scales += R;
     }
     UNROLL for (int v = 0; v < QVECTORS; v++) {
-        vf scale = f.has_scale ? splat(1) : load_f((const float *)w->scales + first_row + (v0 + v) * W);
+        int is_of_row = f.scale == SCALE_OF_ROW;
+        vf scale = is_of_row ? load_f((const float *)w->scales + first_row + (v0 + v) * W) : splat(1);
         UNROLL for (int r = 0; r < R; r++)
-            store_f(out + r * PANEL + (v0 + v) * W, f.has_scale ? acc[r][v] : acc[r][v] * scale);
+            store_f(out + r * PANEL + (v0 + v) * W, is_of_row ? acc[r][v] * scale : acc[r][v]);
     }
 }
 
@@ -178,11 +199,19 @@ INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char 
     }
 
 DEFINE_QUANT_DOT(quant_dot_int8, WEIGHT_INT8)
+DEFINE_QUANT_DOT(quant_dot_q2_half_min, WEIGHT_Q2_HALF_MIN)
+DEFINE_QUANT_DOT(quant_dot_q3_half, WEIGHT_Q3_HALF)
 DEFINE_QUANT_DOT(quant_dot_q4, WEIGHT_Q4)
 DEFINE_QUANT_DOT(quant_dot_q4_min, WEIGHT_Q4_MIN)
+DEFINE_QUANT_DOT(quant_dot_q5, WEIGHT_Q5)
+DEFINE_QUANT_DOT(quant_dot_q5_min, WEIGHT_Q5_MIN)
+DEFINE_QUANT_DOT(quant_dot_q6_half, WEIGHT_Q6_HALF)
+DEFINE_QUANT_DOT(quant_dot_q6_half_min, WEIGHT_Q6_HALF_MIN)
 DEFINE_QUANT_DOT(quant_dot_q8, WEIGHT_Q8)
 DEFINE_QUANT_DOT(quant_dot_q8_half, WEIGHT_Q8_HALF)
 DEFINE_QUANT_DOT(quant_dot_q8_half_min, WEIGHT_Q8_HALF_MIN)
+DEFINE_QUANT_DOT(quant_dot_table, WEIGHT_IQ4)
+DEFINE_QUANT_DOT(quant_dot_mxfp4, WEIGHT_MXFP4)
 
 typedef void quant_dot_rows(const struct linear *, const char *, int64_t, struct quant_group, int64_t, float *,
                             const char *, size_t);
@@ -192,9 +221,22 @@ typedef void quant_dot_rows(const struct linear *, const char *, int64_t, struct
 static void quant_panel(const struct linear *w, void *rows, int64_t first, int64_t num, int64_t p, float *out,
                         int64_t turn, int64_t turns) {
     static quant_dot_rows *const dots[] = {
-        [WEIGHT_INT8] = quant_dot_int8,       [WEIGHT_Q4] = quant_dot_q4,
-        [WEIGHT_Q4_MIN] = quant_dot_q4_min,   [WEIGHT_Q8] = quant_dot_q8,
-        [WEIGHT_Q8_HALF] = quant_dot_q8_half, [WEIGHT_Q8_HALF_MIN] = quant_dot_q8_half_min,
+        [WEIGHT_INT8] = quant_dot_int8,
+        [WEIGHT_Q2_HALF_MIN] = quant_dot_q2_half_min,
+        [WEIGHT_Q3_HALF] = quant_dot_q3_half,
+        [WEIGHT_Q4] = quant_dot_q4,
+        [WEIGHT_Q4_MIN] = quant_dot_q4_min,
+        [WEIGHT_Q5] = quant_dot_q5,
+        [WEIGHT_Q5_MIN] = quant_dot_q5_min,
+        [WEIGHT_Q6_HALF] = quant_dot_q6_half,
+        [WEIGHT_Q6_HALF_MIN] = quant_dot_q6_half_min,
+        [WEIGHT_Q8] = quant_dot_q8,
+        [WEIGHT_Q8_HALF] = quant_dot_q8_half,
+        [WEIGHT_Q8_HALF_MIN] = quant_dot_q8_half_min,
+        [WEIGHT_IQ4] = quant_dot_table,
+        [WEIGHT_IQ3_XXS] = quant_dot_table,
+        [WEIGHT_IQ3_S] = quant_dot_table,
+        [WEIGHT_MXFP4] = quant_dot_mxfp4,
     };
     size_t panel_bytes = (size_t)quant_num_blocks(w->k) * quant_block_bytes(quant_format_of(w->format));
     const char *panel = (const char *)w->packed + (size_t)p * panel_bytes;

@@ -74,3 +74,34 @@ INLINE vf load_f16(const void *p) {
     return widen_f16(__builtin_convertvector(halves, vu));
 #endif
 }
+
+/* W exponents E8M0, halved for a table of doubled values. 0 stands for 2^-127 as well, 255 for infinity. */
+INLINE vf load_e8m0(const void *p) {
+    typedef uint8_t vub __attribute__((vector_size(W)));
+    vub bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    vu bits = __builtin_convertvector(bytes, vu) << 23, least = splat_u(0x00400000);
+    return (vf)select_u((vi)bits == 0, least, bits) * 0.5f;
+}
+
+/* A table of 16 bytes, repeated as `look_up` wants it. */
+INLINE vu load_table(const uint8_t *table) {
+    vu repeated;
+    for (int i = 0; i < VECTOR_BYTES; i += 16) memcpy((char *)&repeated + i, table, 16);
+    return repeated;
+}
+
+/* table[code] for every byte; codes are less than 16. */
+INLINE vu look_up(vu table, vu codes) {
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    return (vu)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+#elif defined(X86_INTRINSICS)
+    return (vu)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+#else
+    uint8_t from[VECTOR_BYTES], at[VECTOR_BYTES];
+    memcpy(from, &table, sizeof from);
+    memcpy(at, &codes, sizeof at);
+    for (int i = 0; i < VECTOR_BYTES; i++) at[i] = from[at[i]];
+    return load_u(at);
+#endif
+}

@@ -1,5 +1,5 @@
 /* Packing of quantised weights, once at load: rows of a GGUF file, or a float matrix, into the panels of
- * quant_format.h.
+ * quant_format.h; and dequantising of such rows.
  *
  * Plain C for every machine. A GGUF block is first spelled out as codes with scales and minimums, the same way for all
  * of the file's types, and then written where the panel has it. */
@@ -11,14 +11,17 @@
 /* The file's numbers for its types. */
 enum gguf_kind {
     GGUF_Q4_0 = 2, GGUF_Q4_1 = 3, GGUF_Q5_0 = 6, GGUF_Q5_1 = 7,
-    GGUF_Q8_0 = 8, GGUF_Q4_K = 12, GGUF_Q5_K = 13, GGUF_Q6_K = 14,
+    GGUF_Q8_0 = 8, GGUF_Q2_K = 10, GGUF_Q3_K = 11, GGUF_Q4_K = 12, GGUF_Q5_K = 13, GGUF_Q6_K = 14,
+    GGUF_IQ3_XXS = 18, GGUF_IQ4_NL = 20, GGUF_IQ3_S = 21, GGUF_IQ4_XS = 23, GGUF_MXFP4 = 39,
 };
 
-/* QBLOCK weights: scale[i / 16] * (code[i] - zero) - min[i / 16]. */
+/* QBLOCK weights: scale[i / 16] * (code[i] - zero) - min[i / 16]; with a table, scale[i / 16] * (table[code[i]] - 128). */
 struct block {
     uint8_t codes[QBLOCK];
     float scale[2], min[2];
     int zero;
+    const uint8_t *table;
+    uint8_t exponent; /* MXFP4: the scale as it is stored */
 };
 
 static float f16_to_f32(const uint8_t *p) {
@@ -53,6 +56,10 @@ static void set_scales(struct block *to, float scale, float min, int zero) {
     to->scale[0] = to->scale[1] = scale;
     to->min[0] = to->min[1] = min;
     to->zero = zero;
+}
+
+static uint32_t read_u32(const uint8_t *p) {
+    return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 
 /* Halves of 16 bytes: the first 16 codes are the low ones. */
@@ -91,9 +98,82 @@ static void read_q6_k(struct block *to, const uint8_t *p, int part) {
     for (int i = 0; i < 2; i++) to->scale[i] = f16_to_f32(p + 208) * (float)(int8_t)p[192 + part * 2 + i];
 }
 
-/* Weights 32 * b and on of a row of the file. */
-static void read_block(int32_t kind, const uint8_t *row, int64_t b, struct block *to) {
-    int part = (int)(b % 8);
+/* The crumbs (two bits) of the 32 weights `part`: four parts share 32 bytes. */
+static void read_crumbs(struct block *to, const uint8_t *p, int part) {
+    for (int i = 0; i < QBLOCK; i++) to->codes[i] = p[part / 4 * 32 + i] >> (part % 4 * 2) & 3;
+}
+
+/* 84 bytes: 16 scales and minimums of four bits, 64 of codes, and the scales of both. */
+static void read_q2_k(struct block *to, const uint8_t *p, int part) {
+    read_crumbs(to, p + 16, part);
+    to->zero = 0;
+    for (int i = 0; i < 2; i++) {
+        uint8_t packed = p[part * 2 + i];
+        to->scale[i] = f16_to_f32(p + 80) * (float)(packed & 15);
+        to->min[i] = f16_to_f32(p + 82) * (float)(packed >> 4);
+    }
+}
+
+/* 110 bytes: 32 of high bits, 64 of low two, 12 of 16 scales of six bits, and their scale. */
+static void read_q3_k(struct block *to, const uint8_t *p, int part) {
+    read_crumbs(to, p + 32, part);
+    for (int i = 0; i < QBLOCK; i++) to->codes[i] |= (uint8_t)((p[i] >> part & 1) << 2);
+    set_scales(to, 0, 0, 4);
+    for (int i = 0; i < 2; i++) {
+        int j = part * 2 + i, low = p[96 + j % 8] >> (j / 8 * 4) & 15, high = p[104 + j % 4] >> (j / 4 * 2) & 3;
+        to->scale[i] = f16_to_f32(p + 108) * (float)((low | high << 4) - 32);
+    }
+}
+
+/* Four signed levels: index 8 and on of a table for the positive ones, 7 and down for the negative. */
+static void set_levels(uint8_t *codes, const uint8_t *levels, int signs) {
+    for (int i = 0; i < 4; i++) codes[i] = (uint8_t)(signs >> i & 1 ? 7 - levels[i] : 8 + levels[i]);
+}
+
+/* 98 bytes: a scale, 64 entries of the grid, and a word for each part: four times seven signs, and four bits of scale.
+ * The eighth sign of each group makes the number of them even. */
+static void read_iq3_xxs(struct block *to, const uint8_t *p, int part, const uint8_t *grid) {
+    uint32_t word = read_u32(p + 66 + part * 4);
+    for (int i = 0; i < 8; i++) {
+        int signs = (int)(word >> (i / 2 * 7)) & 127, folded = signs ^ signs >> 4;
+        signs |= (0x6996 >> (folded & 15) & 1) << 7;
+        set_levels(to->codes + 4 * i, grid + 4 * p[2 + part * 8 + i], signs >> (i % 2 * 4));
+    }
+    set_scales(to, f16_to_f32(p) * (0.5f + (float)(word >> 28)) * 0.5f, 0, 0);
+    to->table = quant_table_of(WEIGHT_IQ3_XXS);
+}
+
+/* 110 bytes: a scale, 64 entries of the grid and their ninth bits, 32 of signs, 4 of scales. */
+static void read_iq3_s(struct block *to, const uint8_t *p, int part, const uint8_t *grid) {
+    for (int i = 0; i < 8; i++) {
+        int entry = p[2 + part * 8 + i] | (p[66 + part] >> i & 1) << 8;
+        set_levels(to->codes + 4 * i, grid + 4 * entry, p[74 + part * 4 + i / 2] >> (i % 2 * 4));
+    }
+    set_scales(to, f16_to_f32(p) * (float)(1 + 2 * (p[106 + part / 2] >> (part % 2 * 4) & 15)), 0, 0);
+    to->table = quant_table_of(WEIGHT_IQ3_S);
+}
+
+/* 136 bytes: a scale, 8 scales of six bits, and nibbles. */
+static void read_iq4_xs(struct block *to, const uint8_t *p, int part) {
+    int low = p[4 + part / 2] >> (part % 2 * 4) & 15, high = (p[2] | p[3] << 8) >> (part * 2) & 3;
+    read_nibbles(to, p + 8 + part * 16);
+    set_scales(to, f16_to_f32(p) * (float)((low | high << 4) - 32), 0, 0);
+    to->table = quant_table_of(WEIGHT_IQ4);
+}
+
+/* 17 bytes: an exponent, for a table of doubled values, and nibbles. */
+static void read_mxfp4(struct block *to, const uint8_t *p) {
+    uint32_t bits = p[0] < 2 ? (uint32_t)0x00200000 << p[0] : (uint32_t)(p[0] - 1) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    read_nibbles(to, p + 1);
+    set_scales(to, scale, 0, 0);
+    to->table = quant_table_of(WEIGHT_MXFP4);
+    to->exponent = p[0];
+}
+
+/* Weights 32 * b and on of a row of the file, of a type with blocks of 32. */
+static void read_short_block(int32_t kind, const uint8_t *row, int64_t b, struct block *to) {
     switch (kind) {
     case GGUF_Q4_0:
         row += b * 18;
@@ -122,6 +202,24 @@ static void read_block(int32_t kind, const uint8_t *row, int64_t b, struct block
         for (int i = 0; i < QBLOCK; i++) to->codes[i] = row[2 + i] ^ 0x80;
         set_scales(to, f16_to_f32(row), 0, 128);
         break;
+    case GGUF_IQ4_NL:
+        row += b * 18;
+        read_nibbles(to, row + 2);
+        set_scales(to, f16_to_f32(row), 0, 0);
+        to->table = quant_table_of(WEIGHT_IQ4);
+        break;
+    default: read_mxfp4(to, row + b * 17); break;
+    }
+}
+
+/* Weights 32 * b and on of a row of the file. */
+static void read_block(int32_t kind, const uint8_t *grid, const uint8_t *row, int64_t b, struct block *to) {
+    int part = (int)(b % 8);
+    to->table = NULL;
+    to->min[0] = to->min[1] = 0;
+    switch (kind) {
+    case GGUF_Q2_K: read_q2_k(to, row + b / 8 * 84, part); break;
+    case GGUF_Q3_K: read_q3_k(to, row + b / 8 * 110, part); break;
     case GGUF_Q4_K:
         row += b / 8 * 144;
         read_k_nibbles(to, row + 16, part);
@@ -133,26 +231,46 @@ static void read_block(int32_t kind, const uint8_t *row, int64_t b, struct block
         for (int i = 0; i < QBLOCK; i++) to->codes[i] |= (uint8_t)((row[16 + i] >> part & 1) << 4);
         read_k_scales(to, row, part);
         break;
-    default: read_q6_k(to, row + b / 8 * 210, part); break;
+    case GGUF_Q6_K: read_q6_k(to, row + b / 8 * 210, part); break;
+    case GGUF_IQ3_XXS: read_iq3_xxs(to, row + b / 8 * 98, part, grid); break;
+    case GGUF_IQ3_S: read_iq3_s(to, row + b / 8 * 110, part, grid); break;
+    case GGUF_IQ4_XS: read_iq4_xs(to, row + b / 8 * 136, part); break;
+    default: read_short_block(kind, row, b, to); break;
+    }
+}
+
+/* Write scales and minimums where weight row `r` of a panel has them; the codes there are taken for `shift` more. */
+static void write_head(struct quant_format f, const struct block *from, uint8_t *block, int64_t r, int shift) {
+    int zero = from->table ? f.zero : from->zero + shift;
+    for (int g = 0; g < QBLOCK / f.group; g++) {
+        uint8_t *head = block + g * (f.scale + 2 * f.has_min) * PANEL;
+        int at = g * f.group / 16;
+        uint16_t scale = f32_to_f16(from->scale[at]);
+        uint16_t min = f32_to_f16(from->min[at] + from->scale[at] * (float)(zero - f.zero));
+        if (f.scale == SCALE_E8M0) head[r] = from->exponent;
+        if (f.scale == SCALE_F16) memcpy(head + r * 2, &scale, 2);
+        if (f.has_min) memcpy(head + (PANEL + r) * 2, &min, 2);
     }
 }
 
 /* Write a block where weight row `r` of a panel has it. */
 static void write_block(struct quant_format f, const struct block *from, uint8_t *panel, int64_t b, int64_t r) {
-    uint8_t *block = panel + (size_t)b * quant_block_bytes(f), *codes = block + quant_head_bytes(f) + 4 * r;
-    int shift = f.bits == 8 ? f.zero - from->zero : 0, extra = from->zero + shift - f.zero;
-    for (int g = 0; g < QBLOCK / f.group; g++) {
-        uint16_t *head = (uint16_t *)block + g * (1 + f.has_min) * PANEL + r;
-        int at = g * f.group / 16;
-        head[0] = f32_to_f16(from->scale[at]);
-        if (f.has_min) head[PANEL] = f32_to_f16(from->min[at] + from->scale[at] * (float)extra);
-    }
-    for (int i = 0; i < QBLOCK; i += 32 / f.bits) {
-        uint8_t four[4];
-        for (int j = 0; j < 4; j++) four[j] = (uint8_t)(from->codes[i + j] + shift);
-        if (f.bits == 4)
-            for (int j = 0; j < 4; j++) four[j] |= (uint8_t)(from->codes[i + 4 + j] << 4);
-        memcpy(codes + (size_t)(i * f.bits / 32) * PANEL * 4, four, 4);
+    uint8_t *block = panel + (size_t)b * quant_block_bytes(f), *to = block + quant_head_bytes(f) + 4 * r;
+    int shift = from->table || (f.has_min && f.bits < 8) ? 0 : f.zero - from->zero;
+    uint8_t codes[QBLOCK];
+    for (int i = 0; i < QBLOCK; i++)
+        codes[i] = (uint8_t)(from->table && !f.has_table ? from->table[from->codes[i]] : from->codes[i] + shift);
+    write_head(f, from, block, r, shift);
+    for (int plane = 8, low = 0; plane > 0; plane /= 2) {
+        if (!(f.bits & plane)) continue;
+        for (int i = 0; i < QBLOCK; i += 32 / plane, to += PANEL * 4)
+            for (int j = 0; j < 4; j++) {
+                unsigned packed = 0;
+                for (int quad = 0; quad < 8 / plane; quad++)
+                    packed |= (codes[i + 4 * quad + j] >> low & ((1u << plane) - 1)) << (quad * plane);
+                to[j] = (uint8_t)packed;
+            }
+        low += plane;
     }
 }
 
@@ -164,8 +282,40 @@ void quant_pack_gguf(const struct quant_source *s, int64_t begin, int64_t end) {
         uint8_t *panel = (uint8_t *)s->packed + (size_t)(row / PANEL * num_blocks) * quant_block_bytes(f);
         for (int64_t b = 0; b < num_blocks; b++) {
             struct block block;
-            read_block(s->kind, (const uint8_t *)s->rows + i * s->row_bytes, b, &block);
+            read_block(s->kind, s->grid, (const uint8_t *)s->rows + i * s->row_bytes, b, &block);
             write_block(f, &block, panel, b, row % PANEL);
+        }
+    }
+}
+
+/* The nearest float of `dtype`. */
+static void write_float(float value, enum dtype dtype, void *to) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint16_t narrow = dtype == DT_F16 ? f32_to_f16(value)
+                      : value != value ? (uint16_t)(bits >> 16 | 0x40)
+                                       : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    if (dtype == DT_F32)
+        memcpy(to, &value, sizeof value);
+    else
+        memcpy(to, &narrow, sizeof narrow);
+}
+
+#if defined(__GNUC__) && !defined(__clang__)
+__attribute__((optimize("fp-contract=off"))) /* the product is rounded before the minimum goes off it */
+#endif
+void quant_dequantise(const struct dequant_args *a, int64_t begin, int64_t end) {
+    const size_t size = a->dtype == DT_F32 ? 4 : 2;
+    for (int64_t row = begin; row < end; row++) {
+        char *out = (char *)a->out + (size_t)(row * a->k) * size;
+        for (int64_t b = 0; b < a->k / QBLOCK; b++) {
+            struct block block;
+            read_block(a->kind, a->grid, (const uint8_t *)a->rows + row * a->row_bytes, b, &block);
+            for (int i = 0; i < QBLOCK; i++, out += size) {
+                int code = block.table ? block.table[block.codes[i]] - 128 : block.codes[i] - block.zero;
+                float value = block.scale[i / 16] * (float)code - block.min[i / 16];
+                write_float(value, (enum dtype)a->dtype, out);
+            }
         }
     }
 }

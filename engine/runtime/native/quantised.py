@@ -6,55 +6,104 @@ at start-up, called by the engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runtime.native.library import DTYPES, Library, LinearArgs, QuantSource, WeightFormat
+from engine.runtime.native.library import DTYPES, DequantArgs, Library, LinearArgs, QuantSource, WeightFormat
 from engine.runtime.native.ops import PANEL, NativeLinear
 from engine.runtime.weights.checkpoint import QuantisedRows
 
 
 class _Needs(NamedTuple):
-    """What a format needs to hold a type without loss: bits, finer scales, minimums."""
+    """What a row format needs to hold a type without loss: bits, finer scales, minimums, a table."""
 
     bits: int
     has_halves: bool
     has_min: bool
+    table: WeightFormat | None = None
 
 
 _NEEDS = {
     2: _Needs(4, False, False),  # Q4_0
     3: _Needs(4, False, True),  # Q4_1
-    6: _Needs(8, False, False),  # Q5_0
-    7: _Needs(8, True, True),  # Q5_1
+    6: _Needs(5, False, False),  # Q5_0
+    7: _Needs(5, False, True),  # Q5_1
     8: _Needs(8, False, False),  # Q8_0
+    10: _Needs(2, True, True),  # Q2_K
+    11: _Needs(3, True, False),  # Q3_K
     12: _Needs(4, False, True),  # Q4_K
-    13: _Needs(8, True, True),  # Q5_K
-    14: _Needs(8, True, False),  # Q6_K
+    13: _Needs(5, False, True),  # Q5_K
+    14: _Needs(6, True, False),  # Q6_K
+    18: _Needs(8, False, False, WeightFormat.IQ3_XXS),
+    20: _Needs(8, False, False, WeightFormat.IQ4),  # IQ4_NL
+    21: _Needs(8, False, False, WeightFormat.IQ3_S),
+    23: _Needs(8, False, False, WeightFormat.IQ4),  # IQ4_XS
+    39: _Needs(8, False, False, WeightFormat.MXFP4),
 }
-_FORMATS = {  # the properties of each format, smallest first
+_FORMATS = {  # what each row format without a table has, smallest first
+    WeightFormat.Q2_HALF_MIN: _Needs(2, True, True),
+    WeightFormat.Q3_HALF: _Needs(3, True, False),
     WeightFormat.Q4: _Needs(4, False, False),
     WeightFormat.Q4_MIN: _Needs(4, False, True),
+    WeightFormat.Q5: _Needs(5, False, False),
+    WeightFormat.Q5_MIN: _Needs(5, False, True),
+    WeightFormat.Q6_HALF: _Needs(6, True, False),
+    WeightFormat.Q6_HALF_MIN: _Needs(6, True, True),
     WeightFormat.Q8: _Needs(8, False, False),
     WeightFormat.Q8_HALF: _Needs(8, True, False),
     WeightFormat.Q8_HALF_MIN: _Needs(8, True, True),
 }
 
 
-def is_served_quantised(kind: int) -> bool:
-    """Return whether a GGUF type is multiplied as stored."""
-    return kind in _NEEDS
+def is_served_quantised(kinds: Iterable[int]) -> bool:
+    """Return whether a matrix with parts of these GGUF types is multiplied as stored.
+
+    The exponents of MXFP4 have no other row format, so its parts do not mix with those of other types.
+    """
+    tables = {_NEEDS[kind].table if kind in _NEEDS else None for kind in kinds}
+    return all(kind in _NEEDS for kind in kinds) and (WeightFormat.MXFP4 not in tables or len(tables) == 1)
 
 
 def format_for(kinds: Sequence[int]) -> WeightFormat:
-    """Return the smallest format that holds all these types without loss."""
+    """Return the smallest row format that holds all these types without loss."""
     needs = [_NEEDS[kind] for kind in kinds]
-    wanted = _Needs(*map(max, *needs, needs[0]))
-    return next(name for name, has in _FORMATS.items() if all(a >= b for a, b in zip(has, wanted, strict=True)))
+    table = needs[0].table
+    if table is not None and all(need.table is table for need in needs):
+        return table
+    wanted = [max(column) for column in zip(*(need[:3] for need in needs), strict=True)]
+    return next(name for name, has in _FORMATS.items() if all(a >= b for a, b in zip(has, wanted, strict=False)))
+
+
+@cache
+def _grid(kind: int) -> np.ndarray | None:
+    """Return the levels 0 to 7 of a type's grid, four for each entry; None for a type without one."""
+    from gguf import quants
+
+    known: dict[int, type[Any]] = {18: quants.IQ3_XXS, 21: quants.IQ3_S}
+    if kind not in known:
+        return None
+    known[kind].init_grid()
+    return np.searchsorted(known[kind].grid_map, known[kind].grid.ravel()).astype(np.uint8)
+
+
+def _grid_address(kind: int) -> int | None:
+    grid = _grid(kind)
+    return None if grid is None else grid.ctypes.data
+
+
+def dequantise(library: Library, rows: QuantisedRows, out: Tensor) -> None:
+    """Write rows as floats to `out` [rows, inputs]: contiguous, on the CPU, of one of DTYPES."""
+    stored = np.ascontiguousarray(rows.rows)
+    assert out.is_contiguous()
+    assert len(out) == len(stored)
+    args = DequantArgs(stored.ctypes.data, out.data_ptr(), _grid_address(rows.kind), stored.shape[1], *out.shape)
+    args.kind, args.dtype = rows.kind, DTYPES[out.dtype]
+    library.dequantise(args)
 
 
 class QuantisedLinear(NativeLinear):
@@ -114,8 +163,9 @@ class QuantisedLinear(NativeLinear):
         return made
 
     def _fill(self, rows: int, row_bytes: int, num_rows: int, first_row: int, kind: int) -> None:
-        source = QuantSource(
-            rows, self.args.packed, self.args.scales, row_bytes, num_rows, first_row, self.args.n, self.args.k
-        )
+        is_int8 = self.args.format == WeightFormat.INT8
+        source = QuantSource(rows, self.args.packed, self.args.scales, None if is_int8 else _grid_address(kind))
+        source.row_bytes, source.num_rows, source.first_row = row_bytes, num_rows, first_row
+        source.n, source.k = self.args.n, self.args.k
         source.kind, source.format, source.activation = kind, self.args.format, self.args.activation
         self._library.quant_pack(source)

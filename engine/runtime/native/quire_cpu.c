@@ -73,9 +73,8 @@ static void take_ranges(void *context) {
     }
 }
 
-/* Split [0, count) over the team if it is more than `worth` units in all, `unit` of them each. */
-static void run_ranges(void (*run)(const void *, int64_t, int64_t), const void *args, int64_t count, int64_t unit,
-                       int64_t worth) {
+void run_ranges(void (*run)(const void *, int64_t, int64_t), const void *args, int64_t count, int64_t unit,
+                int64_t worth) {
     struct range_job job = {run, args, count, count > 1 && count * unit > worth ? team_size() : 1, 0};
     if (count > 0) team_run(take_ranges, &job, (int)job.threads);
 }
@@ -114,38 +113,56 @@ EXPORT int32_t quire_sample(const struct sample_args *a) {
     return QUIRE_OK;
 }
 
-struct gemm_job {
-    const struct gemm_args *args;
-    int64_t num_groups, groups_per_block, num_blocks;
-};
-
 static void run_pack_rows(const void *args, int64_t begin, int64_t end) { active->gemm_pack_rows(args, begin, end); }
 
-/* Shares are numbered panel by panel, the blocks of rows of one panel together: threads that work at the same time then
- * read the same weights. */
+struct gemm_jobs {
+    const struct gemm_job *jobs;
+    int64_t num;
+};
+
+static int64_t num_panels_of(const struct gemm_job *job) { return (job->args.w.n + PANEL - 1) / PANEL; }
+
 static void run_gemm(const void *context, int64_t begin, int64_t end) {
-    const struct gemm_job *job = context;
+    const struct gemm_jobs *all = context;
     while (begin < end) {
-        int64_t block = begin % job->num_blocks, group = block * job->groups_per_block;
-        int64_t num_panels = job->num_blocks == 1 ? end - begin : 1;
-        struct gemm_share share = {begin / job->num_blocks, begin / job->num_blocks + num_panels, group,
-                                   group + job->groups_per_block};
+        const struct gemm_job *job = job_of(all->jobs, all->num, begin);
+        int64_t panel = (begin - job->first) / job->num_blocks, block = (begin - job->first) % job->num_blocks;
+        int64_t rest = num_panels_of(job) - panel, num_panels = rest < end - begin ? rest : end - begin;
+        if (job->num_blocks > 1) num_panels = 1;
+        int64_t group = block * job->groups_per_block;
+        struct gemm_share share = {panel, panel + num_panels, group, group + job->groups_per_block};
         if (share.group_end > job->num_groups) share.group_end = job->num_groups;
-        active->gemm(job->args, &share);
+        active->gemm(&job->args, &share);
         begin += num_panels;
     }
 }
 
 enum { MAX_BLOCK_GROUPS = 16 };
 
+/* Cut a job into shares, `enough` if there are as many. */
+static int64_t cut(struct gemm_job *job, int64_t first, int64_t enough) {
+    int64_t num_panels = num_panels_of(job);
+    job->first = first;
+    job->num_groups = active->gemm_num_groups(&job->args);
+    job->groups_per_block = MAX_BLOCK_GROUPS;
+    while (job->groups_per_block > 1 && num_panels * ((job->num_groups - 1) / job->groups_per_block + 1) < enough)
+        job->groups_per_block /= 2;
+    job->num_blocks = (job->num_groups - 1) / job->groups_per_block + 1;
+    return num_panels * job->num_blocks;
+}
+
+void multiply_all(struct gemm_job *jobs, int64_t num_jobs) {
+    struct gemm_jobs all = {jobs, num_jobs};
+    int64_t enough = 8 * team_size(), num_shares = 0;
+    for (int64_t i = 0; i < num_jobs; i++) num_shares += cut(jobs + i, num_shares, (enough - 1) / num_jobs + 1);
+    if (num_jobs) run_ranges(run_gemm, &all, num_shares, PANEL * jobs->args.w.k, WORTH_SHARING);
+}
+
 static void multiply(const struct gemm_args *a) {
-    struct gemm_job job = {a, active->gemm_num_groups(a), MAX_BLOCK_GROUPS, 1};
-    int64_t num_panels = (a->w.n + PANEL - 1) / PANEL, enough = 8 * team_size();
-    while (job.groups_per_block > 1 && num_panels * ((job.num_groups - 1) / job.groups_per_block + 1) < enough)
-        job.groups_per_block /= 2;
-    job.num_blocks = (job.num_groups - 1) / job.groups_per_block + 1;
-    if (a->x) run_ranges(run_pack_rows, a, job.num_groups, a->m * a->w.k / job.num_groups, WORTH_SHARING);
-    run_ranges(run_gemm, &job, num_panels * job.num_blocks, PANEL * a->w.k, WORTH_SHARING);
+    struct gemm_job job = {.args = *a};
+    int64_t num_groups = active->gemm_num_groups(a);
+    if (a->x) run_ranges(run_pack_rows, a, num_groups, a->m * a->w.k / num_groups, WORTH_SHARING);
+    multiply_all(&job, 1);
 }
 
 /* Bytes that packed rows of x take. */
@@ -191,6 +208,13 @@ EXPORT int32_t quire_gemm_pack(const void *w, void *packed, int64_t n, int64_t k
 
 static void run_pack_gguf(const void *source, int64_t begin, int64_t end) { quant_pack_gguf(source, begin, end); }
 static void run_pack_int8(const void *source, int64_t begin, int64_t end) { quant_pack_int8(source, begin, end); }
+
+static void run_dequantise(const void *args, int64_t begin, int64_t end) { quant_dequantise(args, begin, end); }
+
+EXPORT int32_t quire_dequantise(const struct dequant_args *a) {
+    run_ranges(run_dequantise, a, a->num_rows, a->k, WORTH_SHARING);
+    return QUIRE_OK;
+}
 
 /* Bytes of a quantised matrix [n, k]. */
 EXPORT int64_t quire_quant_bytes(int32_t format, int64_t n, int64_t k) {

@@ -91,6 +91,16 @@ enum weight_format {
     WEIGHT_Q8 = 5,
     WEIGHT_Q8_HALF = 6,
     WEIGHT_Q8_HALF_MIN = 7,
+    WEIGHT_Q2_HALF_MIN = 8,
+    WEIGHT_Q3_HALF = 9,
+    WEIGHT_Q5 = 10,
+    WEIGHT_Q5_MIN = 11,
+    WEIGHT_Q6_HALF = 12,
+    WEIGHT_Q6_HALF_MIN = 13,
+    WEIGHT_IQ4 = 14, /* from here on codes are indices of a table */
+    WEIGHT_IQ3_XXS = 15,
+    WEIGHT_IQ3_S = 16,
+    WEIGHT_MXFP4 = 17,
 };
 
 enum activation { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_GELU = 3 };
@@ -123,9 +133,19 @@ static inline int64_t packed_row(int64_t row, int64_t n, int32_t activation) {
 struct quant_source {
     const void *rows;
     void *packed;
-    float *scales; /* WEIGHT_INT8: [n] */
+    float *scales;       /* WEIGHT_INT8: [n] */
+    const uint8_t *grid; /* types with a grid: levels 0 to 7, four for each entry */
     int64_t row_bytes, num_rows, first_row, n, k;
     int32_t kind, format, activation;
+};
+
+/* Rows of a GGUF file to be written as floats of `dtype`: out [num_rows, k]. */
+struct dequant_args {
+    const void *rows;
+    void *out;
+    const uint8_t *grid;
+    int64_t row_bytes, num_rows, k;
+    int32_t kind, dtype;
 };
 
 /* A term added to a row's sums before bias and activation: += low up^T. `up` is float32 or bfloat16, with the n, the
@@ -151,6 +171,40 @@ struct gemm_args {
 /* A thread's share of a product: some panels, for some groups of rows. */
 struct gemm_share {
     int64_t panel_begin, panel_end, group_begin, group_end;
+};
+
+/* A product with packed rows, as a part of the team's work. Shares are numbered panel by panel, the blocks of groups of
+ * one panel together: threads that work at the same time then read the same weights. */
+struct gemm_job {
+    struct gemm_args args;
+    int64_t num_groups, groups_per_block, num_blocks;
+    int64_t first; /* number of its first share, or group, among those of all jobs */
+};
+
+/* Rows of a mixture of experts (moe.c). A *place* is a row's position among the rows sorted by expert. */
+struct widen_args {
+    const void *x; /* [rows, width] of `dtype` */
+    float *y;      /* [rows, width] */
+    int64_t width;
+    int32_t dtype;
+};
+
+/* inner = (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit and |up| <= limit. */
+struct clamp_args {
+    const float *gate_up; /* [rows, 2 * width], gates first */
+    void *inner;          /* [rows, width] of `dtype` */
+    int64_t width;
+    float alpha, limit;
+    int32_t dtype;
+};
+
+/* y = the sum over ranks, in order, of weight * the result at the rank's place. */
+struct ranks_args {
+    const float *results;  /* [places, width] */
+    const float *weights;  /* [rows, num_ranks] */
+    const int32_t *places; /* [rows, num_ranks] */
+    float *y;              /* [rows, width] */
+    int64_t num_ranks, width;
 };
 
 struct norm_args {
@@ -218,6 +272,9 @@ struct kernels {
     size_t (*gemm_rows_bytes)(const struct gemm_args *);
     void (*gemm_pack_rows)(const struct gemm_args *, int64_t group_begin, int64_t group_end);
     void (*gemm)(const struct gemm_args *, const struct gemm_share *);
+    void (*widen)(const struct widen_args *, int64_t begin, int64_t end);
+    void (*clamp)(const struct clamp_args *, int64_t begin, int64_t end);
+    void (*add_ranks)(const struct ranks_args *, int64_t begin, int64_t end);
 };
 
 extern const struct kernels kernels_portable;
@@ -235,6 +292,24 @@ enum { WORTH_SHARING = 32 * 1024 }; /* values touched, below which waking a seco
 /* quire_cpu.c: the kernels in use. */
 const struct kernels *active_kernels(void);
 
+/* Run [0, count) on the team if that is more than `worth` units in all, `unit` of them each; else here. */
+void run_ranges(void (*run)(const void *args, int64_t begin, int64_t end), const void *args, int64_t count, int64_t unit,
+                int64_t worth);
+
+/* Compute several products with packed rows as one piece of work: threads are woken once. Sets all of a job but `args`. */
+void multiply_all(struct gemm_job *jobs, int64_t num_jobs);
+
+/* The job that share, or group, `number` belongs to. */
+static inline const struct gemm_job *job_of(const struct gemm_job *jobs, int64_t num_jobs, int64_t number) {
+    int64_t low = 0, high = num_jobs;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (jobs[middle].first <= number) low = middle;
+        else high = middle;
+    }
+    return jobs + low;
+}
+
 /* The entry points that decoder.c calls as well. Each returns a status. */
 #define EXPORT __attribute__((visibility("default")))
 EXPORT int32_t quire_gemm(const struct gemm_args *);
@@ -247,6 +322,7 @@ EXPORT int32_t quire_rope(const struct rope_args *);
 EXPORT int32_t quire_embed(const struct embed_args *);
 
 void quant_pack_gguf(const struct quant_source *source, int64_t row_begin, int64_t row_end);
+void quant_dequantise(const struct dequant_args *args, int64_t row_begin, int64_t row_end);
 void quant_pack_int8(const struct quant_source *source, int64_t row_begin, int64_t row_end);
 void store_tokens(const struct store_args *args, int64_t token_begin, int64_t token_end);
 

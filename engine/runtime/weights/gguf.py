@@ -20,7 +20,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from engine.core.errors import ModelLoadError
-from engine.gguf_header import TensorInfo, read_header
+from engine.gguf_header import TensorInfo
+from engine.gguf_parts import read_parts
 from engine.runtime.weights.checkpoint import QuantisedRows, StoredTensor
 from engine.runtime.weights.gguf_config import hf_config
 from engine.runtime.weights.hf_config import HFConfig
@@ -28,13 +29,17 @@ from engine.runtime.weights.hf_config import HFConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.runtime.native.library import Library
+
 _FLOATS = (Kind.F32, Kind.F16, Kind.BF16)
 _KINDS = (
-    *_FLOATS, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K,
+    *_FLOATS, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K,
+    Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_XXS, Kind.IQ3_S, Kind.MXFP4,
 )  # fmt: skip
-# Elements dequantised at a time. They stay in the cache, and torch converts so few without waking its threads, which
-# wait for each other on a busy machine (the default model: 0.6 s; chunks of 2^20 took 1.6 s there).
+# Elements dequantised at a time without the native library. They stay in the cache, and torch converts so few without
+# waking its threads, which wait for each other on a busy machine (the default model: 0.6 s; chunks of 2^20 took 1.6 s).
 _CHUNK = 1 << 15
+_NATIVE_CHUNK = 1 << 24  # with it, for a device with memory of its own
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -74,18 +79,22 @@ class GGUFTensor(NamedTuple):
     shape: tuple[int, ...]
     kind: Kind
     rows: np.ndarray
+    file: str
 
 
 class GGUFCheckpoint:
-    """One .gguf file."""
+    """One .gguf file, or the parts of a split one by the path of the first."""
 
     def __init__(self, path: Path, seed: int = 0) -> None:  # noqa: ARG002 - for random weights
-        header = read_header(path)
-        self._stored = _read_tensors(path, header.tensors)
+        parts = read_parts(path)
+        header = parts[path]
+        self._stored: dict[str, GGUFTensor] = {}
+        for part, its_header in parts.items():
+            self._stored |= _read_tensors(part, its_header.tensors)
         for tensor in self._stored.values():
             if tensor.kind not in _KINDS:
                 raise ModelLoadError(
-                    f"{path}: tensor {tensor.name!r} is stored as {tensor.kind.name}; Quire reads "
+                    f"{tensor.file}: tensor {tensor.name!r} is stored as {tensor.kind.name}; Quire reads "
                     f"{', '.join(kind.name for kind in _KINDS)}."
                 )
         ropes = {name: _values(self._stored[name]) for name in _ROPE_TENSORS if name in self._stored}
@@ -110,22 +119,20 @@ class GGUFCheckpoint:
                     _hf_name(name, names),
                     tensor.shape,
                     tensor.rows.nbytes,
-                    self.config.source,
+                    tensor.file,
                     partial(self._copy, tensor),
                     quantised,
                 )
 
     def _copy(self, tensor: GGUFTensor, target: Tensor) -> None:
-        from torch import from_numpy  # a config is read before torch is imported
+        from engine.runtime.native.library import native  # a config is read before torch is imported
 
-        rows, matrix = self._ordered(tensor), target.view(-1, target.shape[-1])
-        stored_offset = np.float32(self._arch in _OFFSET_NORMS and tensor.name.endswith("norm.weight"))
-        step = max(1, _CHUNK // matrix.shape[1])
-        for start in range(0, matrix.shape[0], step):
-            with np.errstate(all="ignore"):  # damaged weights; the check of the first forward pass finds them
-                part = dequantize(rows[start : start + step], tensor.kind)
-                # The subtraction also makes the copy that torch needs: the map is read-only.
-                matrix[start : start + step].copy_(from_numpy(part - stored_offset))
+        library, rows, matrix = native(), self._ordered(tensor), target.view(-1, target.shape[-1])
+        if library is not None and tensor.kind not in _FLOATS:
+            _dequantise(library, QuantisedRows(int(tensor.kind), rows), matrix)
+        else:
+            offset = self._arch in _OFFSET_NORMS and tensor.name.endswith("norm.weight")
+            _convert(rows, tensor.kind, matrix, np.float32(offset))
 
     def _quantised(self, tensor: GGUFTensor) -> QuantisedRows:
         return QuantisedRows(int(tensor.kind), self._ordered(tensor))
@@ -139,10 +146,38 @@ class GGUFCheckpoint:
         outputs = tensor.shape[0]  # rows of a weight, elements of a bias
         if outputs % (2 * heads):
             raise ModelLoadError(
-                f"{self.config.source}: tensor {tensor.name!r} has {outputs} outputs, which {heads} heads cannot share."
+                f"{tensor.file}: tensor {tensor.name!r} has {outputs} outputs, which {heads} heads cannot share."
             )
         pairs = tensor.rows.reshape(heads, outputs // heads // 2, 2, -1)
         return pairs.swapaxes(1, 2).reshape(tensor.rows.shape)
+
+
+def _dequantise(library: Library, stored: QuantisedRows, target: Tensor) -> None:
+    """Dequantise rows of blocks in C."""
+    import torch
+
+    from engine.runtime.native.quantised import dequantise
+
+    if target.device.type == "cpu" and target.is_contiguous():
+        dequantise(library, stored, target)
+        return
+    step = max(1, _NATIVE_CHUNK // target.shape[1])
+    for some, part in zip(np.split(stored.rows, range(step, len(target), step)), target.split(step), strict=True):
+        floats = torch.empty(part.shape, dtype=part.dtype)
+        dequantise(library, QuantisedRows(stored.kind, some), floats)
+        part.copy_(floats)
+
+
+def _convert(rows: np.ndarray, kind: Kind, target: Tensor, stored_offset: np.float32) -> None:
+    """Dequantise rows by numpy, which reads floats as well; weights are stored plus an offset."""
+    from torch import from_numpy
+
+    step = max(1, _CHUNK // target.shape[1])
+    for start in range(0, target.shape[0], step):
+        with np.errstate(all="ignore"):  # damaged weights; the check of the first forward pass finds them
+            part = dequantize(rows[start : start + step], kind)
+            # The subtraction also makes the copy that torch needs: the map is read-only.
+            target[start : start + step].copy_(from_numpy(part - stored_offset))
 
 
 def _hf_name(name: str, names: Mapping[str, str]) -> str:
@@ -164,12 +199,12 @@ def _read_tensors(path: Path, infos: Iterable[TensorInfo]) -> dict[str, GGUFTens
     """Return tensors as rows of a memory map. Raises ModelLoadError for a cut file."""
     data = np.memmap(path, np.uint8, "r").view(np.ndarray)
     try:
-        return {info.name: _tensor(data, info) for info in infos}
+        return {info.name: _tensor(data, info, str(path)) for info in infos}
     except ValueError as error:
         raise ModelLoadError(f"The model file {path} is truncated or damaged ({error}); download it again.") from None
 
 
-def _tensor(data: np.ndarray, info: TensorInfo) -> GGUFTensor:
+def _tensor(data: np.ndarray, info: TensorInfo, file: str) -> GGUFTensor:
     kind = Kind(info.kind)
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if not info.shape or 0 in info.shape or info.shape[-1] % block:
@@ -178,4 +213,4 @@ def _tensor(data: np.ndarray, info: TensorInfo) -> GGUFTensor:
     end = info.start + num_rows * row_bytes
     if end > len(data):
         raise ValueError(f"it ends at byte {len(data)}, inside tensor {info.name!r}")
-    return GGUFTensor(info.name, info.shape, kind, data[info.start : end].reshape(num_rows, row_bytes))
+    return GGUFTensor(info.name, info.shape, kind, data[info.start : end].reshape(num_rows, row_bytes), file)

@@ -17,6 +17,7 @@ from engine import regular_file
 from engine.core.errors import ModelLoadError
 from engine.regular_file import check_regular, reason
 from engine.runtime.weights.checkpoint import StoredTensor
+from engine.runtime.weights.expert_names import Part, expert_parts
 from engine.runtime.weights.hf_config import HFConfig
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class SafetensorsCheckpoint:
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:  # noqa: ARG002 - the protocol's
         for path in _weight_files(self._folder):
-            yield from _stored(path)
+            yield from _stored(path, self.config)
 
 
 def _language_name(name: str) -> str | None:
@@ -63,7 +64,7 @@ def _language_name(name: str) -> str | None:
     return name.removeprefix("language_model.")
 
 
-def _stored(path: Path) -> Iterator[StoredTensor]:
+def _stored(path: Path, config: HFConfig) -> Iterator[StoredTensor]:
     try:
         file = safe_open(path, framework="pt", device="cpu")
         names = file.keys()
@@ -79,13 +80,13 @@ def _stored(path: Path) -> Iterator[StoredTensor]:
             raise ModelLoadError(
                 f"{path}: tensor {name!r} is stored as {kind}; Quire reads {', '.join(_ELEMENT_BYTES)} in safetensors."
             )
-        yield StoredTensor(
-            name, shape, math.prod(shape) * _ELEMENT_BYTES[kind], str(path), partial(_copy, file, stored_name)
-        )
+        for part in expert_parts(config, name, shape):
+            num_bytes = math.prod(part.shape) * _ELEMENT_BYTES[kind]
+            yield StoredTensor(part.name, part.shape, num_bytes, str(path), partial(_copy, file, stored_name, part))
 
 
-def _copy(file: Any, name: str, target: Tensor) -> None:
-    target.copy_(file.get_tensor(name))  # a view of the map, converted and moved in one copy
+def _copy(file: Any, name: str, part: Part, target: Tensor) -> None:
+    target.copy_(part.view(file.get_tensor(name)))  # a view of the map, converted and moved in one copy
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -47,13 +47,13 @@ class Message(RequestBody):
     content: Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | list[dict[str, Any]])] = ""
     tool_calls: list[ToolCall] = Field(default_factory=list)
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self, *, arguments_as_text: bool = False) -> dict[str, Any]:
         """Return the message as chat templates expect it."""
         shown = {**(self.model_extra or {}), "role": self.role, "content": self.content}
         if "reasoning" in shown:
             shown.setdefault("reasoning_content", shown["reasoning"])
         if self.tool_calls:
-            shown["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            shown["tool_calls"] = [call.for_template(as_text=arguments_as_text) for call in self.tool_calls]
         return shown
 
 

@@ -105,6 +105,14 @@ class CalledFunction(RequestBody):
     name: str
     arguments: str | dict[str, Any] = ""
 
+    def arguments_text(self) -> str:
+        """Return them as JSON, as the model wrote it."""
+        return (
+            self.arguments or "{}"
+            if isinstance(self.arguments, str)
+            else json.dumps(self.arguments, ensure_ascii=False)
+        )
+
     def arguments_object(self) -> Any:
         """Return them as chat templates expect them; text that is not JSON stays."""
         if not isinstance(self.arguments, str):
@@ -122,7 +130,8 @@ class ToolCall(RequestBody):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the call as chat templates expect it."""
-        function = {"name": self.function.name, "arguments": self.function.arguments_object()}
+    def for_template(self, *, as_text: bool = False) -> dict[str, Any]:
+        """Return the call as chat templates expect it: most want an object of arguments, some its JSON."""
+        arguments = self.function.arguments_text() if as_text else self.function.arguments_object()
+        function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": self.type, "function": function}

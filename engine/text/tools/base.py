@@ -1,4 +1,4 @@
-"""The base of tool-call formats: signs, markup, parser and grammar. Pure.
+"""The base of tool-call formats: signs, markup, parser and grammars. Pure.
 
 To add a format, write one file with a ToolFormat, and its line in formats.py.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +19,13 @@ Tools = Mapping[str, Mapping[str, Any]]  # the schema of the parameters, by the 
 
 MAX_CALLS = 16  # of one answer that a grammar makes
 SPACE = r"[ \t\r\n]{0,20}"  # a regex
+# JSON as models are shown it: one space after a comma and a colon.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BETWEEN = {"whitespace_pattern": r"[\x20\x09\x0A\x0D]{0,40}"}  # between the JSON tokens of a call in free text
-_OPEN_ENDED = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
+OPEN_ENDED = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
+
+
+Message = Mapping[str, Any]  # as chat templates get it
 
 
 class OfferedTool(NamedTuple):
@@ -38,7 +43,7 @@ class OfferedTool(NamedTuple):
         a schema has no arguments.
         """
         schema: dict[str, Any] = {"type": "object", **self.parameters}
-        if not any(key in schema for key in _OPEN_ENDED):
+        if not any(key in schema for key in OPEN_ENDED):
             schema["additionalProperties"] = False
         return embedded(close_schema(schema) if self.strict else schema, **options, lenient=not self.strict)
 
@@ -62,15 +67,36 @@ def any_of(rule: str, num: int) -> str:
     return " | ".join(f"{rule}_{index}" for index in range(num))
 
 
+def free_text(opening: str, special_tokens: Mapping[str, int], *, parallel: bool) -> list[str]:
+    """Return Lark for free text in which the rule `calls` follows each opening mark."""
+    is_token = opening in special_tokens
+    return [
+        f"start: tagged{'*' if parallel else '?'} TEXT",
+        "TEXT: /(?s:.*)/",
+        f"opened{'' if is_token else '[lazy]'}: TEXT {literal(opening, special_tokens)}",
+        "tagged: opened calls",
+    ]
+
+
+def repeated(rule: str, between: str, more: int) -> str:
+    """Return Lark for a rule, and up to `more` of it after the text `between`."""
+    return f"{rule} ({json.dumps(between) + ' ' if between else ''}{rule}){{0,{more}}}" if more else rule
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ToolFormat(ABC):
     """How a family of models writes calls."""
 
     name: str
+    aliases: tuple[str, ...] = ()  # further names of the setting
     signs: tuple[
         str, ...
     ] = ()  # a chat template with all of these texts teaches the format; without any it is not detected
     id_length: int = 0  # of a call's id, where templates insist on one
+    openings: tuple[str, ...] = ()  # the marks that begin calls
+    ends_thoughts: bool = False  # such a mark ends thoughts that were not closed
+    may_answer_instead: bool = True  # text that begins as JSON is no call
+    introduction: str = ""  # describes `{tools}` where the template shows calls, but no tools
 
     def is_taught_by(self, template: str) -> bool:
         """Return True if a chat template uses this format."""
@@ -79,7 +105,7 @@ class ToolFormat(ABC):
     @property
     def markup(self) -> frozenset[str]:
         """The texts around calls; those that are special tokens are shown to the parser."""
-        return frozenset()
+        return frozenset(self.openings)
 
     @abstractmethod
     def parser(self, tools: Tools) -> PieceParser:
@@ -92,6 +118,51 @@ class ToolFormat(ABC):
         Raises InvalidRequestError for a schema that cannot be enforced. llguidance's structural tags do not suffice: a
         tag begins with one literal text, its number is not bounded, and a call needs a mark.
         """
+
+    def forced(
+        self,
+        tools: Sequence[OfferedTool],  # noqa: ARG002 - not every format has such a grammar
+        special_tokens: Mapping[str, int],  # noqa: ARG002
+        *,
+        max_calls: int,  # noqa: ARG002
+    ) -> list[str] | None:
+        """Return Lark whose rule `calls` is nothing but calls, or None without such a grammar.
+
+        Raises InvalidRequestError for a schema that cannot be enforced in this format.
+        """
+        return None
+
+    @property
+    def spells_calls(self) -> bool:
+        """True if the format can write earlier calls itself."""
+        return False
+
+    def spelled(self, calls: Sequence[Message]) -> str:
+        """Return earlier calls as text, for templates that leave them out."""
+        raise NotImplementedError
+
+    def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages as the templates of this format want them."""
+        return messages
+
+
+def with_ids(messages: Sequence[Message], new_id: Callable[[Message, int], str]) -> list[Message]:
+    """Return the messages with the ids that `new_id` makes of a call and its number."""
+    fitted: list[Message] = []
+    names: dict[Any, str] = {}  # the new ids by the old ones
+    num_calls = 0
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                names[call["id"]] = new_id(call, num_calls)
+                calls.append({**call, "id": names[call["id"]]})
+                num_calls += 1
+            message = {**message, "tool_calls": calls}
+        elif message.get("tool_call_id") in names:
+            message = {**message, "tool_call_id": names[message["tool_call_id"]]}
+        fitted.append(message)
+    return fitted
 
 
 class CallParser(PieceParser):
@@ -107,11 +178,15 @@ class CallParser(PieceParser):
     def finish(self) -> list[Piece]:
         """Return what was held back. Ends the text."""
         rest = self._held + self._buffer
-        is_cut_mark = self._step == self._after and self._closing.startswith(rest.strip())
+        is_cut_mark = self._step == self._after and self._is_part_of_mark(rest.strip())
         if not (self._has_called and (is_cut_mark or not rest.strip())):
             self._content(rest)
         self._buffer = self._held = ""
         return self._take()
+
+    def _is_part_of_mark(self, text: str) -> bool:
+        """Return True if more text may complete a mark that can follow a call."""
+        return self._closing.startswith(text)
 
     def _opened(self, mark: str) -> None:
         """Choose the step that reads the text after an opening mark."""
@@ -153,10 +228,10 @@ class CallParser(PieceParser):
             self._buffer = held + self._buffer
         return True
 
-    def _begin(self, name: str) -> None:
-        """Begin a call: what was held is its markup."""
+    def _begin(self, name: str, call_id: str = "") -> None:
+        """Begin a call: the held text is its markup."""
         self._held, self._has_called = "", True
-        self._pieces.append(CallBegin(name))
+        self._pieces.append(CallBegin(name, call_id))
 
     def _content(self, text: str) -> None:
         if text:

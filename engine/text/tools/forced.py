@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from engine.core.errors import InvalidRequestError
 from engine.text.grammars.spec import GrammarSpec
-from engine.text.tools.base import MAX_CALLS, OfferedTool, any_of, embedded
-from engine.text.tools.json_calls import FORCED, JsonFormat
-
-# As models are shown their JSON: one space after a comma and a colon.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+from engine.text.tools.base import MAX_CALLS, OfferedTool, ToolFormat, embedded, repeated
+from engine.text.tools.json_calls import FORCED, forced_objects
 
 
 def forced_grammar(
-    tools: Sequence[OfferedTool], tool_format: JsonFormat, *, max_calls: int | None, answer: GrammarSpec | None = None
-) -> str:
-    """Return Lark for calls in marks or as a list, or a JSON `answer` instead."""
-    more = (max_calls or MAX_CALLS) - 1
-    lines = [
-        "start: calls" + (" | answer" if answer else ""),
-        f"calls: {_calls(tool_format, more)}",
-        f"call: {any_of('call', len(tools))}",
-    ]
-    for index, tool in enumerate(tools):
-        head = json.dumps(f'{{"name": "{tool.name}", "arguments": ')
-        lines += [f'call_{index}: {head} arguments_{index} "}}"', f"arguments_{index}: {tool.arguments(_SPACING)}"]
+    tools: Sequence[OfferedTool],
+    tool_format: ToolFormat | None,
+    special_tokens: Mapping[str, int],
+    *,
+    max_calls: int | None,
+    answer: GrammarSpec | None = None,
+) -> tuple[str, ToolFormat]:
+    """Return Lark for calls, or a JSON `answer` instead, and the format of the calls.
+
+    They are in the model's format where it can enforce the schemas, else a list of JSON objects.
+    """
+    num_calls = max_calls or MAX_CALLS
+    try:
+        calls = None if tool_format is None else tool_format.forced(tools, special_tokens, max_calls=num_calls)
+    except InvalidRequestError:
+        calls = None
+    if tool_format is None or calls is None or (answer is not None and not tool_format.may_answer_instead):
+        tool_format = FORCED
+        calls = [f'calls: "[" {repeated("call", ", ", num_calls - 1)} "]"', *forced_objects(tools)]
+    lines = ["start: calls" + (" | answer" if answer else ""), *calls]
     if answer is not None:
         schema = json.loads(answer.text)
         spacing = {"whitespace_pattern": answer.whitespace} if answer.whitespace else {"whitespace_flexible": False}
         lines.append(f"answer: {embedded({} if schema is True else schema, **spacing, lenient=answer.is_lenient)}")
-    return "\n".join(lines)
-
-
-def _calls(tool_format: JsonFormat, more: int) -> str:
-    if tool_format is FORCED:
-        return f'"[" call (", " call){{0,{more}}} "]"' if more else '"[" call "]"'
-    [(opening, closing)] = tool_format.marks
-    one = f"{json.dumps(opening + chr(10))} call {json.dumps(chr(10) + closing)}"
-    return f'{one} ("\\n" {one}){{0,{more}}}' if more else one
+    return "\n".join(lines), tool_format

@@ -5,12 +5,36 @@ from __future__ import annotations
 import uuid
 
 from engine.text.tools.base import ToolFormat
+from engine.text.tools.glm_calls import GLM45
 from engine.text.tools.harmony import HARMONY
-from engine.text.tools.json_calls import HERMES, JSON, LLAMA3, MISTRAL
-from engine.text.tools.xml_calls import QWEN3_XML
+from engine.text.tools.json_calls import GRANITE, GRANITE_FC, HERMES, JSON, LLAMA3, LLAMA4, MISTRAL
+from engine.text.tools.python_calls import LLAMA4_PYTHONIC, OLMO3, PYTHONIC
+from engine.text.tools.section_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
+from engine.text.tools.xml_calls import QWEN3_CODER
 
-# In the order of detection: XML has the mark of Hermes around another language.
-TOOL_FORMATS: dict[str, ToolFormat] = {each.name: each for each in (MISTRAL, QWEN3_XML, HERMES, HARMONY, JSON, LLAMA3)}
+# In the order of detection: several formats have the mark of Hermes, or of Phi-4-mini, around another language.
+_FORMATS = (
+    KIMI_K2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GLM45,
+    MISTRAL,
+    QWEN3_CODER,
+    GRANITE,
+    GRANITE_FC,
+    HERMES,
+    LLAMA4_PYTHONIC,
+    PYTHONIC,
+    OLMO3,
+    HARMONY,
+    JSON,
+    LLAMA4,
+    LLAMA3,
+)
+
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    name: tool_format for tool_format in _FORMATS for name in (tool_format.name, *tool_format.aliases)
+}
 
 
 def detect_tool_format(template: str) -> ToolFormat | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 from engine.core.errors import InvalidRequestError
-from engine.text.channels import CHANNEL, CONSTRAIN, MARKS, MESSAGE, START, ChannelParser
-from engine.text.tools.base import OfferedTool, ToolFormat, Tools, any_of, literal
+from engine.text.channels import CHANNEL, CONSTRAIN, FUNCTIONS, MARKS, MESSAGE, START, ChannelParser
+from engine.text.tools.base import Message, OfferedTool, ToolFormat, Tools, any_of, literal
 
 
 class HarmonyFormat(ToolFormat):
@@ -17,9 +18,9 @@ class HarmonyFormat(ToolFormat):
         """The texts around calls; those that are special tokens are shown to the parser."""
         return frozenset(MARKS)
 
-    def parser(self, tools: Tools) -> ChannelParser:  # noqa: ARG002 - a recipient names a function, known or not
+    def parser(self, tools: Tools) -> ChannelParser:
         """Return a parser of one answer's channels, thoughts included."""
-        return ChannelParser(reads_calls=True)
+        return ChannelParser(reads_calls=True, tools=tools)
 
     def grammar(self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:  # noqa: ARG002
         """Return Lark for messages in channels. Raises InvalidRequestError."""
@@ -48,5 +49,44 @@ class HarmonyFormat(ToolFormat):
             ]
         return "\n".join(lines)
 
+    def forced(
+        self,
+        tools: Sequence[OfferedTool],
+        special_tokens: Mapping[str, int],
+        *,
+        max_calls: int,  # noqa: ARG002
+    ) -> list[str] | None:
+        """Return Lark for thoughts and one call, which ends the turn; None if the marks are no tokens."""
+        if not special_tokens.keys() >= self.markup:
+            return None
+        start, channel, message, constrain, end = (
+            literal(mark, special_tokens) for mark in (START, CHANNEL, MESSAGE, CONSTRAIN, "<|end|>")
+        )
+        lines = [
+            f'calls: ({channel} "analysis" {message} TEXT {end} {start} "assistant")* {channel} call',
+            "TEXT: /(?s:.*)/",
+            f"call: {any_of('call', len(tools))}",
+        ]
+        for index, tool in enumerate(tools):
+            head = json.dumps(f"commentary to={FUNCTIONS}{tool.name} ")
+            lines += [f'call_{index}: {head} {constrain} "json" {message} arguments_{index}']
+            lines += [f"arguments_{index}: {tool.arguments({})}"]
+        return lines
 
-HARMONY = HarmonyFormat(name="harmony", signs=(CHANNEL, MESSAGE))
+    def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages with thoughts where the template looks for them."""
+        fitted: list[Message] = []
+        for message in messages:
+            thoughts = message.get("reasoning_content")
+            # The template takes content or thoughts beside a call.
+            has_place = not (message.get("tool_calls") and message["content"])
+            fitted.append({"thinking": thoughts, **message} if thoughts and has_place else message)
+        return fitted
+
+
+HARMONY = HarmonyFormat(
+    name="harmony",
+    aliases=("openai",),
+    signs=(CHANNEL, MESSAGE),
+    may_answer_instead=False,  # an answer always begins with a channel
+)

@@ -9,6 +9,7 @@ on as they arrive; a call in another order once it is whole. Never raises. One p
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.text.piece_parser import first_of, held_back
-from engine.text.tools.base import MAX_CALLS, SPACE, CallParser, OfferedTool, ToolFormat, Tools, any_of, literal
+from engine.text.tools.base import (
+    MAX_CALLS,
+    SPACE,
+    SPACING,
+    CallParser,
+    Message,
+    OfferedTool,
+    ToolFormat,
+    Tools,
+    any_of,
+    literal,
+    repeated,
+    with_ids,
+)
 from engine.text.types import Piece
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+_ID = re.compile(r"[a-zA-Z0-9]{0,64}")
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _GAP = r"[ \t\r\n]*"
 _MEMBER = rf"{_STRING}{_GAP}:{_GAP}(?:{_STRING}|[-+.a-zA-Z0-9]+){_GAP},{_GAP}"
@@ -40,14 +55,16 @@ class JsonFormat(ToolFormat):
     """Calls as JSON objects, one or a list of them."""
 
     marks: tuple[tuple[str, str], ...] = ()  # the texts before and after calls; the latter may be empty
+    is_listed: bool = False  # calls are written as a list after one mark
     is_bare: bool = False  # an answer may also begin with a call without any mark
     only_known: bool = False  # JSON that names none of the request's tools is content, not a call
     leads_with_name: bool = False  # a mark may be followed by name{...} as well
+    id_mark: str = ""  # the text that may stand between such a name and the call's id
     name_end: str = ""  # the text that may stand between such a name and its arguments
 
     @property
     def markup(self) -> frozenset[str]:
-        return frozenset(mark for pair in self.marks for mark in pair) | {self.name_end}
+        return frozenset(mark for pair in self.marks for mark in pair if mark) | ({self.id_mark, self.name_end} - {""})
 
     def parser(self, tools: Tools) -> JsonCallParser:
         """Return a parser of one answer that may call these tools."""
@@ -57,8 +74,79 @@ class JsonFormat(ToolFormat):
         """Return Lark for free text with calls in it."""
         return _grammar(self, tools, special_tokens, parallel=parallel)
 
+    def forced(
+        self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, max_calls: int
+    ) -> list[str] | None:
+        if not self.marks or self.is_bare or self.leads_with_name:
+            return None
+        opening, closing = (literal(mark, special_tokens) if mark else "" for mark in self.marks[0])
+        if self.is_listed:
+            lines = [f'calls: {opening} "[" {repeated("call", ", ", max_calls - 1)} "]"']
+        elif closing:
+            lines = [
+                f"calls: {repeated('one', chr(10), max_calls - 1)}",
+                f"one: {opening} NEWLINE call NEWLINE {closing}",
+                'NEWLINE: "\\n"',
+            ]
+        else:
+            lines = [f"calls: {repeated('one', chr(10), max_calls - 1)}", f'one: {opening} " " call']
+        return lines + forced_objects(tools)
 
-HERMES = JsonFormat(name="hermes", signs=("<tool_call>",), marks=(("<tool_call>", "</tool_call>"),))
+    def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return with_ids(messages, self._own_id) if self.id_length else messages
+
+    def _own_id(self, call: Message, number: int) -> str:
+        """Return an id of the length that the templates insist on."""
+        call_id = call["id"] or str(number)
+        has_length = len(call_id) == self.id_length and call_id.isascii() and call_id.isalnum()
+        return call_id if has_length else hashlib.sha256(call_id.encode()).hexdigest()[: self.id_length]
+
+    @property
+    def spells_calls(self) -> bool:
+        return bool(self.marks) and not self.is_bare
+
+    def spelled(self, calls: Sequence[Message]) -> str:
+        written = [json.dumps(_call_of(call), ensure_ascii=False) for call in calls]
+        opening, closing = self.marks[0]
+        if self.is_listed:
+            return f"{opening}[{', '.join(written)}]"
+        return "\n".join(f"{opening}\n{call}\n{closing}" if closing else f"{opening} {call}" for call in written)
+
+
+def forced_objects(tools: Sequence[OfferedTool]) -> list[str]:
+    """Return Lark whose rule `call` is a call of one of the tools as a JSON object."""
+    lines = [f"call: {any_of('call', len(tools))}"]
+    for index, tool in enumerate(tools):
+        head = json.dumps(f'{{"name": "{tool.name}", "arguments": ')
+        lines += [f'call_{index}: {head} arguments_{index} "}}"', f"arguments_{index}: {tool.arguments(SPACING)}"]
+    return lines
+
+
+def _call_of(call: Message) -> dict[str, Any]:
+    function = call["function"]
+    return {"name": function["name"], "arguments": function["arguments"]}
+
+
+HERMES = JsonFormat(
+    name="hermes",
+    aliases=("qwen3_json", "granite4"),
+    signs=("<tool_call>",),
+    marks=(("<tool_call>", "</tool_call>"),),
+)
+GRANITE = JsonFormat(
+    name="granite",  # 3.x; 4 writes as Hermes does
+    signs=("<|tool_call|>", "<|start_of_role|>"),
+    marks=(("<|tool_call|>", ""), ("<tool_call>", "")),
+    is_listed=True,
+)
+GRANITE_FC = JsonFormat(name="granite-20b-fc", signs=("<function_call>",), marks=(("<function_call>", ""),))
+LLAMA4 = JsonFormat(
+    name="llama4_json",
+    signs=("<|header_start|>", '"parameters"'),
+    marks=(("<|python_start|>", "<|python_end|>"), ("<|python_tag|>", "")),
+    is_bare=True,
+    only_known=True,
+)
 LLAMA3 = JsonFormat(
     name="llama3_json",
     signs=("<|start_header_id|>", '"parameters"'),
@@ -71,11 +159,13 @@ MISTRAL = JsonFormat(
     signs=("[TOOL_CALLS]",),
     marks=(("[TOOL_CALLS]", ""),),
     leads_with_name=True,
+    id_mark="[CALL_ID]",
     name_end="[ARGS]",
     id_length=9,  # its templates refuse others
 )
 JSON = JsonFormat(
     name="json",
+    aliases=("phi4_mini_json",),
     signs=("<|tool_call|>",),
     marks=(("```json", "```"), ("<|tool_call|>", "<|/tool_call|>")),
     is_bare=True,
@@ -136,18 +226,12 @@ class JsonScanner:
         return True
 
 
-class JsonCallParser(CallParser):
-    """`push` text, `finish` at its end. `names` are the request's tools."""
+class ArgumentsParser(CallParser):
+    """Base of parsers of calls whose arguments are a JSON object."""
 
-    def __init__(self, tool_format: JsonFormat, names: frozenset[str]) -> None:
-        super().__init__(tuple(opening for opening, _ in tool_format.marks))
-        self._format = tool_format
-        self._names = names
-        self._in_list = False
+    def __init__(self, openings: tuple[str, ...]) -> None:
+        super().__init__(openings)
         self._scanner = JsonScanner()
-        self._num_scanned = 0  # characters of the buffer, while it may be a call
-        self._is_wrapped = False  # the arguments are part of an object
-        self._is_fresh = True  # nothing but space so far
 
     def finish(self) -> list[Piece]:
         """Return what was held back. Ends the text."""
@@ -155,6 +239,46 @@ class JsonCallParser(CallParser):
             self._arguments(self._buffer)
             self._buffer = ""
         return super().finish()
+
+    def _read_arguments(self) -> bool:
+        """Read more of an object, up to its end or its first fault."""
+        text, self._buffer = self._scanner.read(self._buffer)
+        self._arguments(text)
+        if self._scanner.is_faulty:
+            self._step = self._broken
+        elif self._scanner.is_done:
+            self._end_arguments()
+        return True
+
+    def _end_arguments(self) -> None:
+        self._step = self._after
+
+    def _closings(self) -> tuple[str, ...]:
+        """Return the marks that end faulty arguments, and are read with them."""
+        return (self._closing,) if self._closing else ()
+
+    def _broken(self) -> bool:
+        """Read the text after a fault in arguments, up to the next mark."""
+        marks = (*self._openings, *self._closings())
+        at, mark = first_of(self._buffer, marks) or (len(self._buffer) - held_back(self._buffer, marks), "")
+        self._arguments(self._buffer[:at])
+        self._buffer = self._buffer[at + (len(mark) if mark in self._closings() else 0) :]
+        if mark:
+            self._step = self._text
+        return bool(mark)
+
+
+class JsonCallParser(ArgumentsParser):
+    """`push` text, `finish` at its end. `names` are the request's tools."""
+
+    def __init__(self, tool_format: JsonFormat, names: frozenset[str]) -> None:
+        super().__init__(tuple(opening for opening, _ in tool_format.marks))
+        self._format = tool_format
+        self._names = names
+        self._in_list = False
+        self._num_scanned = 0  # characters of the buffer, while it may be a call
+        self._is_wrapped = False  # the arguments are part of an object
+        self._is_fresh = True  # nothing but space so far
 
     def _accepts(self, name: str) -> bool:
         return name in self._names if self._format.only_known else bool(_NAME.fullmatch(name))
@@ -195,17 +319,25 @@ class JsonCallParser(CallParser):
 
     def _name(self) -> bool:
         """Read a name that is followed by its arguments."""
-        match, end = _NAME.match(self._buffer), self._format.name_end
+        match, before_id, end = _NAME.match(self._buffer), self._format.id_mark, self._format.name_end
         if match is None:
             return self._no_call()
         rest = self._buffer[match.end() :].lstrip()
+        call_id = ""
+        if before_id and rest.startswith(before_id):
+            call_id = _ID.match(rest, len(before_id))[0]  # type: ignore[index]  # perhaps empty
+            rest = rest[len(before_id) + len(call_id) :].lstrip()
+        elif before_id.startswith(rest):
+            return False
         if end and rest.startswith(end):
             rest = rest[len(end) :].lstrip()
         elif end.startswith(rest):
             return False
         if not rest:
             return False
-        return self._begin_call(match.group(), rest) if rest.startswith("{") else self._no_call()
+        if not rest.startswith("{"):
+            return self._no_call()
+        return self._begin_call(match.group(), rest, call_id)
 
     def _call(self) -> bool:
         """Read the beginning of an object, until it is certain to be a call or not."""
@@ -226,21 +358,15 @@ class JsonCallParser(CallParser):
         self._buffer, self._step = rest, self._after
         return True
 
-    def _begin_call(self, name: str, rest: str, *, is_wrapped: bool = False) -> bool:
-        self._begin(name)
+    def _begin_call(self, name: str, rest: str, call_id: str = "", *, is_wrapped: bool = False) -> bool:
+        self._begin(name, call_id)
         self._buffer, self._is_wrapped = rest, is_wrapped
         self._scanner, self._step = JsonScanner(), self._read_arguments
         return True
 
-    def _read_arguments(self) -> bool:
-        text, self._buffer = self._scanner.read(self._buffer)
-        self._arguments(text)
-        if self._scanner.is_faulty:
-            self._step = self._broken
-        elif self._scanner.is_done:
-            self._scanner = JsonScanner(is_open=True)
-            self._step = self._rest_of_call if self._is_wrapped else self._after
-        return True
+    def _end_arguments(self) -> None:
+        self._scanner = JsonScanner(is_open=True)
+        self._step = self._rest_of_call if self._is_wrapped else self._after
 
     def _rest_of_call(self) -> bool:
         """Skip what follows the arguments within the object of a call."""
@@ -261,16 +387,6 @@ class JsonCallParser(CallParser):
             self._step = self._payload
             return True
         return self._no_call() if first and self._in_list else super()._after()
-
-    def _broken(self) -> bool:
-        """Read the text after a fault in arguments, up to the next mark."""
-        marks = (*self._openings, self._closing) if self._closing else self._openings
-        at, mark = first_of(self._buffer, marks) or (len(self._buffer) - held_back(self._buffer, marks), "")
-        self._arguments(self._buffer[:at])
-        self._buffer = self._buffer[at + (len(mark) if mark == self._closing else 0) :]
-        if mark:
-            self._step = self._text
-        return bool(mark)
 
 
 def _whole_call(text: str) -> tuple[str, str]:
@@ -317,6 +433,8 @@ def _grammar(
         lines.append(f"call_{index}: /{_head(tool.name)}/ {rest}")
         if tool_format.leads_with_name:
             between = f"({literal(tool_format.name_end, special_tokens)})?" if tool_format.name_end else ""
+            if tool_format.id_mark:
+                between = f"({literal(tool_format.id_mark, special_tokens)} /[a-zA-Z0-9]{{1,64}}/)? {between}"
             lines[-1] += f' | "{tool.name}" {between} /{SPACE}/ arguments_{index}'
         if is_bare:  # everything that could still be text must be one lexeme
             lines.append(f"single_{index}: /{SPACE}{_head(tool.name)}/ {rest}")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from engine.text.tools.python_literals import WORDS, json_of_literal
+
 STRING = frozenset({"string"})
-_WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's words, which models write
+_INTEGER = re.compile(r"[-+]?[0-9]{1,400}")
 
 
 def types_of(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
@@ -64,17 +68,84 @@ def type_name(value: Any) -> str:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Return a text as JSON: its value, if the types allow it, else a string."""
+    """Return a text as JSON: of the first type that allows it, else any JSON, else a string.
+
+    Where text is allowed, other types come first, except that nothing but a string can be in a string's place.
+    """
     stripped = text.strip()
-    spelled = _WORDS.get(stripped, stripped)
-    try:
-        found: str | None = type_name(json.loads(spelled, parse_constant=_refuse))
-    except (ValueError, RecursionError):
-        found = None
-    fits = found in types or (found == "integer" and "number" in types)
-    if types != STRING and found and (fits or "string" not in types):
-        return spelled
+    if types != STRING:
+        readers = [reader for kind, reader in _READERS.items() if kind in types]
+        if "string" not in types:
+            readers.append(_any)
+        found = next((value for reader in readers if (value := reader(stripped)) is not None), None)
+        if found is not None:
+            return found
     return json.dumps(text, ensure_ascii=False)
+
+
+def _integer(text: str) -> str | None:
+    found = _loaded(text)
+    if type_name(found) == "integer":
+        return text
+    return str(int(text)) if _INTEGER.fullmatch(text) else None
+
+
+def _number(text: str) -> str | None:
+    if type_name(_loaded(text)) in ("integer", "number"):
+        return text
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return repr(value) if math.isfinite(value) else None
+
+
+def _boolean(text: str) -> str | None:
+    return {"true": "true", "1": "true", "false": "false", "0": "false"}.get(text.lower())
+
+
+def _null(text: str) -> str | None:
+    return "null" if text.lower() in ("null", "none") else None
+
+
+def _object(text: str) -> str | None:
+    return _container(text, "{")
+
+
+def _array(text: str) -> str | None:
+    return _container(text, "[")
+
+
+def _container(text: str, bracket: str) -> str | None:
+    """Return an object or array as JSON; models write Python's as well."""
+    if text.startswith(bracket) and _loaded(text) is not None:
+        return text
+    found = json_of_literal(text) if text[:1] in ("{", "[", "(") else None
+    return found if found and found.startswith(bracket) else None
+
+
+def _any(text: str) -> str | None:
+    """Return a text that is JSON or a word of Python as JSON."""
+    return WORDS.get(text) or (text if _loaded(text) is not None else None)
+
+
+# In the order in which they are tried.
+_READERS = {
+    "null": _null,
+    "integer": _integer,
+    "number": _number,
+    "boolean": _boolean,
+    "object": _object,
+    "array": _array,
+}
+
+
+def _loaded(text: str) -> Any:
+    """Return the value of JSON, or None for another text or null."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _refuse(constant: str) -> None:

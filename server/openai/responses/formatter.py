@@ -140,7 +140,11 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
     def _begin(self, piece: Piece) -> list[ResponseEvent]:
         unique = uuid.uuid4().hex
         if isinstance(piece, CallBegin):
-            call = {"call_id": new_call_id("call_", self._call_id_length), "name": piece.name, "arguments": ""}
+            call = {
+                "call_id": piece.id or new_call_id("call_", self._call_id_length),
+                "name": piece.name,
+                "arguments": "",
+            }
             item = OutputItem(id=f"fc_{unique}", type="function_call", status="in_progress", **call)
         elif isinstance(piece, Reasoning):
             item = OutputItem(id=f"rs_{unique}", type="reasoning", status="in_progress", summary=[], content=[])

@@ -1,0 +1,132 @@
+"""A mixture of experts: a router, experts, and the shared expert of some families.
+
+The torch operations here define the arithmetic on every device; native kernels compute the same. The router and the sum
+over experts are float32. Each expert is an MLP of 2-D matrices, so any scheme can store it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.runtime.linear import Linear
+from engine.runtime.models.config import Clamp, GroupScoring, MoEConfig, RouterConfig, Scoring
+from engine.runtime.models.layers import LayerAdapters
+from engine.runtime.models.maker import Maker
+from engine.runtime.schemes.base import Scheme
+
+_SMALLEST_SUM = 1e-20  # added to a sum of sigmoids before a division, as in DeepSeek-V3
+
+
+class Router:
+    """Chooses experts for each token, and weighs them. Float32 in every model type."""
+
+    __slots__ = ("_config", "correction", "linear")
+
+    def __init__(self, config: RouterConfig, hidden_size: int, make: Maker) -> None:
+        self._config = config
+        make = make._replace(dtype=torch.float32, scheme=Scheme())
+        self.linear = make.linear({"gate": config.num_experts}, hidden_size, bias=config.has_bias)
+        self.correction = (
+            make.tensor("gate.e_score_correction_bias", config.num_experts) if config.has_correction else None
+        )
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return float32 weights and int64 experts [T, num_chosen] of x [T, hidden], the best expert first."""
+        config, logits = self._config, self.linear(x.float())
+        # Softmax is monotone, so logits choose as probabilities do, and do not tie by underflow.
+        scores = logits if config.scoring is Scoring.SOFTMAX else logits.sigmoid()
+        choice = scores if self.correction is None else scores + self.correction
+        if config.num_groups > 1:
+            choice = _best_groups(choice, config)
+        chosen = _top(choice, config.num_chosen)
+        if config.scoring is Scoring.SOFTMAX:
+            scores = (logits - logits.amax(-1, keepdim=True)).exp()
+        weights = scores.gather(-1, chosen)
+        if config.is_normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST_SUM)
+        elif config.scoring is Scoring.SOFTMAX:
+            weights = weights / scores.sum(-1, keepdim=True)
+        return weights * config.scale, chosen
+
+
+class MoE:
+    """The weighted sum of each token's experts, plus the shared expert."""
+
+    __slots__ = ("_clamp", "_num_chosen", "down", "gate_up", "router", "shared_down", "shared_gate", "shared_gate_up")
+
+    def __init__(self, config: MoEConfig, hidden_size: int, make: Maker) -> None:
+        self._clamp, self._num_chosen = config.clamp, config.router.num_chosen
+        self.router = Router(config.router, hidden_size, make)
+        self.gate_up, self.down = [], []
+        for expert in range(config.router.num_experts):
+            gate_up, down = _expert(config, config.width, hidden_size, make.within(f"experts.{expert}"))
+            self.gate_up.append(gate_up)
+            self.down.append(down)
+        self.shared_gate_up = self.shared_down = self.shared_gate = None
+        if config.shared_width:
+            self.shared_gate_up, self.shared_down = _expert(
+                config, config.shared_width, hidden_size, make.within("shared_expert")
+            )
+        if config.has_shared_gate:
+            plain = make._replace(dtype=torch.float32, scheme=Scheme())
+            self.shared_gate = plain.linear({"shared_expert_gate": 1}, hidden_size)
+
+    def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:  # noqa: ARG002 - MLP's call
+        """Return [T, hidden] of x [T, hidden]. Adapters never change experts."""
+        total = self._routed(x)
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            shared = self.shared_down.in_float32(self._inner(self.shared_gate_up, x))
+            if self.shared_gate is not None:
+                shared = shared * self.shared_gate(x.float()).sigmoid()
+            total += shared
+        return total.to(x.dtype)
+
+    def _routed(self, x: Tensor) -> Tensor:
+        """Return the float32 sum over each token's experts, added in the order of their ranks."""
+        weights, chosen = self.router(x)
+        num_tokens, num_chosen = chosen.shape
+        by_expert = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=len(self.down)).tolist()
+        outputs = torch.empty(num_tokens * num_chosen, x.shape[1], device=x.device)
+        for expert, places in enumerate(by_expert.split(counts)):
+            if len(places):
+                inner = self._inner(self.gate_up[expert], x.index_select(0, places // num_chosen))
+                outputs[places] = self.down[expert].in_float32(inner)
+        ranks = outputs.view(num_tokens, num_chosen, -1).unbind(1)
+        total = ranks[0] * weights[:, :1]
+        for rank, output in enumerate(ranks[1:], 1):
+            total.addcmul_(output, weights[:, rank, None])
+        return total
+
+    def _inner(self, gate_up: Linear, x: Tensor) -> Tensor:
+        """Return activation(gate x) * up x in x's type."""
+        return gate_up(x) if self._clamp is None else _clamped(gate_up(x), self._clamp)
+
+
+def _expert(config: MoEConfig, width: int, hidden_size: int, make: Maker) -> tuple[Linear, Linear]:
+    """Return an expert's matrices, without a place for adapters."""
+    rows, activation = {"gate_proj": width, "up_proj": width}, None if config.clamp else config.activation
+    gate_up = make.linear(rows, hidden_size, bias=config.has_bias, activation=activation)
+    return gate_up, make.linear({"down_proj": hidden_size}, width, bias=config.has_bias)
+
+
+def _top(choice: Tensor, count: int) -> Tensor:
+    """Return the indices of the largest values of each row, descending; ties to the lowest index."""
+    return choice.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _best_groups(choice: Tensor, config: RouterConfig) -> Tensor:
+    """Return the choices of experts in the best groups of neighbours, -inf for all others."""
+    grouped = choice.unflatten(-1, (config.num_groups, -1))
+    num_best = 1 if config.group_scoring is GroupScoring.MAX else 2
+    best = _top(grouped.topk(num_best).values.sum(-1), config.num_chosen_groups)
+    is_kept = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=choice.device).scatter_(-1, best, value=True)
+    return grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(-2)
+
+
+def _clamped(gate_up: Tensor, clamp: Clamp) -> Tensor:
+    """Return gpt-oss's activation of [T, 2 * width], gates first; the gate has no lower bound."""
+    gates, ups = gate_up.float().chunk(2, dim=-1)
+    gates, ups = gates.clamp(max=clamp.limit), ups.clamp(-clamp.limit, clamp.limit)
+    return ((ups + 1) * gates * (gates * clamp.alpha).sigmoid()).to(gate_up.dtype)

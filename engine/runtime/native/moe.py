@@ -1,0 +1,90 @@
+"""A mixture of experts in the C library: routing and all experts' products in one call.
+
+models/moe.py is the definition. Here only descriptions are built: addresses of matrices that the model holds. Engine
+thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import addressof
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.runtime.native.library import DTYPES, Library, LinearArgs, MixtureArgs, MixtureCall, RouterArgs
+
+
+class Experts(NamedTuple):
+    """The matrices of experts, one of each an expert; gate_up applies the activation, unless it is a clamp."""
+
+    gate_up: Sequence[LinearArgs]
+    down: Sequence[LinearArgs]
+
+
+class Mixture:
+    """The description of a router and its experts."""
+
+    __slots__ = ("_arrays", "_correction", "_description", "_dtype", "_library")
+
+    def __init__(
+        self,
+        library: Library,
+        router: RouterArgs,
+        experts: Experts,
+        *,
+        correction: Tensor | None = None,
+        shared: tuple[LinearArgs, LinearArgs, LinearArgs | None] | None = None,
+        clamp: tuple[float, float] | None = None,
+    ) -> None:
+        """`router` has its numbers and its matrix set; `shared` is gate_up, down and perhaps the gate of one more expert.
+
+        A clamp is gpt-oss's alpha and limit.
+        """
+        gate_up, down = list(experts.gate_up), list(experts.down)
+        assert len(gate_up) == len(down) == router.num_experts
+        assert router.num_chosen <= router.num_experts // router.num_groups * router.num_chosen_groups
+        description = MixtureArgs(router, has_shared=shared is not None)
+        if shared is not None:
+            gate_up.append(shared[0])
+            down.append(shared[1])
+            description.shared_gate = shared[2] or LinearArgs()
+        if clamp is not None:
+            description.clamp_alpha, description.clamp_limit = clamp
+        if correction is not None:
+            description.router.correction = correction.data_ptr()
+        self._arrays = [(LinearArgs * len(linears))(*linears) for linears in (gate_up, down)]
+        description.gate_up, description.down = map(addressof, self._arrays)
+        description.gate_up_formats, description.down_formats = map(_formats, (gate_up, down))
+        self._library, self._description, self._correction = library, description, correction
+        self._dtype = next(dtype for dtype, code in DTYPES.items() if code == down[0].dtype)
+
+    @property
+    def address(self) -> int:
+        """Return the description's address, valid while this object lives."""
+        return addressof(self._description)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the sum of the experts' results, float32 [T, hidden], of contiguous x [T, hidden]."""
+        return self.explain(x)[0]
+
+    def explain(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum, and the experts [T, ranks] of each row with their weights, the shared one last."""
+        router = self._description.router
+        assert x.is_contiguous()
+        assert (x.dtype, x.shape[1]) == (self._dtype, router.gate.k)
+        y = torch.empty(x.shape, dtype=torch.float32)
+        ranks = router.num_chosen + self._description.has_shared
+        chosen, weights = torch.empty(len(x), ranks, dtype=torch.int32), torch.empty(len(x), ranks)
+        addresses = (self.address, *(tensor.data_ptr() for tensor in (x, y, chosen, weights)))
+        self._library.mixture(MixtureCall(*addresses, len(x)))
+        return y, chosen, weights
+
+
+def _formats(linears: Sequence[LinearArgs]) -> int:
+    """Return the formats of matrices as bits."""
+    bits = 0
+    for linear in linears:
+        bits |= 1 << linear.format
+    return bits

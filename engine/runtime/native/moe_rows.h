@@ -1,0 +1,41 @@
+/* The operations on rows of a mixture of experts, around its products (moe.c). */
+
+INLINE void widen_as(const struct widen_args *a, int64_t begin, int64_t end, enum dtype dtype) {
+    struct view x = {(void *)a->x, 0, dtype}, y = {a->y, 0, DT_F32};
+    int64_t last = end * a->width;
+    for (int64_t i = begin * a->width; i < last; i += W) put(y, i, last, get(x, i, last));
+}
+
+INLINE void clamp_as(const struct clamp_args *a, int64_t begin, int64_t end, enum dtype dtype) {
+    vf limit = splat(a->limit);
+    for (int64_t row = begin; row < end; row++) {
+        struct view gates = {(void *)a->gate_up, (size_t)(2 * row * a->width), DT_F32}, ups = gates;
+        struct view out = {a->inner, (size_t)(row * a->width), dtype};
+        ups.at += (size_t)a->width;
+        for (int64_t i = 0; i < a->width; i += W) {
+            vf gate = get(gates, i, a->width), up = get(ups, i, a->width);
+            gate = select_f(gate > limit, limit, gate); /* NaN stays */
+            up = select_f(up > limit, limit, select_f(up < -limit, -limit, up));
+            put(out, i, a->width, (up + 1.f) * (gate / (1.f + exp_f(-a->alpha * gate))));
+        }
+    }
+}
+
+static void add_ranks(const struct ranks_args *a, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+        const float *weights = a->weights + row * a->num_ranks;
+        const int32_t *places = a->places + row * a->num_ranks;
+        struct view y = {a->y, (size_t)(row * a->width), DT_F32};
+        for (int64_t i = 0; i < a->width; i += W) {
+            vf sum = splat(0);
+            for (int64_t rank = 0; rank < a->num_ranks; rank++) {
+                struct view result = {(void *)a->results, (size_t)(places[rank] * a->width), DT_F32};
+                sum += weights[rank] * get(result, i, a->width);
+            }
+            put(y, i, a->width, sum);
+        }
+    }
+}
+
+FOR_EACH_TYPE(widen, widen_args)
+FOR_EACH_TYPE(clamp, clamp_args)

@@ -1,0 +1,95 @@
+"""Names of experts in safetensors: Quire's, for what each kind of model has in its files.
+
+Inside Quire every expert has matrices of its own, `mlp.experts.3.gate_proj.weight`. Some files hold all experts of a
+layer as one stack; it is cut into views, and nothing is copied. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.runtime.weights.hf_config import HFConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# A stack of experts: the module, the matrix, and the ending of a plain, biased, packed or scaled one.
+_STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)((?:_bias|_blocks|_scales)?)")
+_GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
+_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+# Parts of the path of a module that a kind of model spells in its way.
+_RENAMED: Mapping[str, Mapping[str, str]] = {
+    "mixtral": {"block_sparse_moe": "mlp", **_MIXTRAL},
+    "granitemoe": {"block_sparse_moe": "mlp"},
+    "gpt_oss": {"router": "gate"},
+    "deepseek_v2": {"shared_experts": "shared_expert"},
+    "deepseek_v3": {"shared_experts": "shared_expert"},
+    "glm4_moe": {"shared_experts": "shared_expert"},
+}
+_WITH_HEADS_FOR_LATER_TOKENS = ("deepseek_v3", "glm4_moe")  # in layers after the last
+
+
+class Part(NamedTuple):
+    """A tensor for Quire within one of a file; `view` cuts it out, without a copy."""
+
+    name: str
+    shape: tuple[int, ...]
+    view: Callable[[Tensor], Tensor]
+
+
+def expert_parts(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterator[Part]:
+    """Yield the tensors that a file's tensor holds: itself, one an expert, or none."""
+    kind = str(config.values.get("model_type"))
+    if kind in _WITH_HEADS_FOR_LATER_TOKENS:
+        layer = _LAYER.match(name)
+        if layer is not None and int(layer[1]) >= config.size("num_hidden_layers"):
+            return
+    if kind in _RENAMED:
+        name = _renamed(kind, name)
+    stack = _STACK.fullmatch(name)
+    if stack is None or len(shape) < 2:
+        yield Part(name, shape, _whole)
+        return
+    module, matrix, ending = stack.groups()
+    is_transposed = kind == "gpt_oss" and not ending
+    for expert in range(shape[0]):
+        size = shape[:0:-1] if is_transposed else shape[1:]
+        cuts = {"down_proj": slice(None)} if matrix == "down_proj" else _halves(size[0], interleaved=kind == "gpt_oss")
+        for role, rows in cuts.items():
+            view = partial(_cut, expert=expert, rows=rows, is_transposed=is_transposed)
+            yield Part(
+                f"{module}.{expert}.{role}{_ENDINGS.get(ending, ending)}",
+                (len(range(*rows.indices(size[0]))), *size[1:]),
+                view,
+            )
+
+
+_ENDINGS = {"": ".weight", "_bias": ".bias"}
+
+
+def _renamed(kind: str, name: str) -> str:
+    if kind == "granitemoe":
+        name = name.replace(".router.layer.", ".gate.").replace(".router.", ".gate.")
+        for theirs, ours in _GRANITE.items():
+            name = name.removesuffix(theirs) + ours if name.endswith(theirs) else name
+    return ".".join(_RENAMED[kind].get(part, part) for part in name.split("."))
+
+
+def _halves(num_rows: int, *, interleaved: bool) -> dict[str, slice]:
+    """Return the rows of gate and up: every other one, or one half each."""
+    if interleaved:
+        return {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+    return {"gate_proj": slice(0, num_rows // 2), "up_proj": slice(num_rows // 2, None)}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _cut(tensor: Tensor, *, expert: int, rows: slice, is_transposed: bool) -> Tensor:
+    one = tensor[expert]
+    return (one.t() if is_transposed else one)[rows]

@@ -1,0 +1,222 @@
+"""Calls whose parameters are plain text between marks: base of the parsers, and the grammar of values. Pure.
+
+Parameters become the members of a JSON object, of the types in the tool's schema; strings are passed on piece by piece.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from engine.core.errors import InvalidRequestError
+from engine.text.piece_parser import first_of, held_back
+from engine.text.tools.base import OPEN_ENDED, CallParser, OfferedTool, Tools, embedded, literal
+from engine.text.tools.schema_types import STRING, json_of, resolved, type_name, types_at, types_of, values_at
+from engine.text.types import Piece
+
+
+class TextValuesParser(CallParser):
+    """`push` text, `finish` at its end. `tools` has the schemas of parameters."""
+
+    def __init__(self, openings: tuple[str, ...], tools: Tools, ends: Mapping[str, int]) -> None:
+        """`ends` are the texts that end a value, and how much of each is read with the value."""
+        super().__init__(openings)
+        self._tools = tools
+        self._ends = ends
+        self._parameters: Mapping[str, Any] = {}  # the schema of the call at hand
+        self._given: set[str] = set()  # the names of its parameters so far
+        self._types: frozenset[str] | None = None  # of the parameter at hand; None for a repeated one, which is skipped
+        self._whole = ""  # the value so far, where its JSON is not known before its end
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back. Ends the text."""
+        rest = self._buffer
+        if self._step == self._value and self._types is not None:
+            self._arguments(_escaped(rest) if self._types == STRING else self._whole + rest)
+            rest = ""
+        elif self._step in (self._members, self._value):
+            if self._is_part_of_tag(rest.lstrip()) or self._step == self._value:
+                rest = ""
+            self._end_call()
+        self._buffer = rest
+        return super().finish()
+
+    def _members(self) -> bool:
+        """Read the next parameter, or the end of the call."""
+        raise NotImplementedError
+
+    def _is_part_of_tag(self, text: str) -> bool:
+        """Return True if more text may complete a tag within or after a call."""
+        raise NotImplementedError
+
+    def _begin_call(self, name: str) -> None:
+        self._begin(name)
+        self._parameters, self._given = self._tools.get(name, {}), set()
+        self._step = self._members
+
+    def _begin_parameter(self, name: str, types: frozenset[str] | None = None) -> None:
+        """Begin a value; a repeated one is skipped, because the first may have been sent."""
+        self._step, self._types, self._whole = self._value, None, ""
+        if name not in self._given:
+            self._types = types_of(self._parameters, name) if types is None else types
+            quote = '"' if self._types == STRING else ""
+            begin = "{" if not self._given else ", "
+            self._arguments(f"{begin}{json.dumps(name, ensure_ascii=False)}: {quote}")
+            self._given.add(name)
+
+    def _value(self) -> bool:
+        """Read more of a value, or its end."""
+        buffer = self._buffer
+        at, end = first_of(buffer, self._ends) or (len(buffer) - held_back(buffer, tuple(self._ends)), "")
+        text, self._buffer = buffer[:at], buffer[at + self._ends.get(end, 0) :]
+        if end:
+            self._step = self._members
+        if self._types == STRING:
+            self._arguments(_escaped(text) + ('"' if end else ""))
+        elif self._types is not None:
+            self._whole += text
+            self._arguments(json_of(self._whole, self._types) if end else "")
+        return bool(end)
+
+    def _end_call(self) -> None:
+        self._arguments("}" if self._given else "{}")
+        self._step = self._after
+
+
+def _escaped(text: str) -> str:
+    """Return a text as it is written between the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+# -- grammar -----------------------------------------------------------------------------------------------------------
+# A string is the text before its end mark, so a keyword that restricts a string, other than to a list of values, cannot be
+# enforced and is refused.
+
+_UNENFORCED = (
+    "pattern", "format", "minLength", "maxLength", "contentEncoding", "contentMediaType", "allOf", "not", "if",
+)  # fmt: skip
+_RESTRICTING = ("type", "enum", "const", "$ref", "anyOf", "oneOf", *_UNENFORCED)  # others do not restrict a string
+_MAX_PARTS = 1024  # of a string's alternatives: a few references can make billions
+
+
+class ValueGrammar(NamedTuple):
+    """Lark for values between two marks."""
+
+    before: str  # text between the opening mark and a value
+    after: str  # text between a value and the closing mark
+    closing: str
+    stops: tuple[str, ...]  # further texts that end a value, written as in a regex
+    special_tokens: Mapping[str, int]
+
+    def lines(self) -> list[str]:
+        """Return the rule `string` for any text and its closing mark."""
+        closing = _regex(self.after + self.closing), _regex(self.closing)
+        stops = "|".join(dict.fromkeys((*closing, *self.stops)))
+        is_token = self.closing in self.special_tokens
+        end = self._end() if is_token else json.dumps(self.after + self.closing)
+        return [
+            f"STRING: /(?s:.*)/ & ~/(?s:.*)({stops})(?s:.*)/",
+            f"string{'' if is_token else '[lazy]'}: STRING {end}",
+        ]
+
+    def value(self, name: str, schema: Any, tool: OfferedTool) -> str:
+        """Return Lark for a value and the texts around it.
+
+        Raises InvalidRequestError if the schema cannot be enforced.
+        """
+        value = self._value(name, schema, tool)
+        before = [json.dumps(self.before)] if self.before else []
+        return " ".join([*before, "string" if value is None else f"{value} {self._end()}"])
+
+    def _end(self) -> str:
+        """Return Lark for the closing mark."""
+        if self.closing not in self.special_tokens:
+            return json.dumps(self.after + self.closing)
+        after = [json.dumps(self.after)] if self.after else []
+        return " ".join([*after, literal(self.closing, self.special_tokens)])
+
+    def _value(self, name: str, schema: Any, tool: OfferedTool) -> str | None:
+        """Return Lark for a value, or None for any text."""
+        parameters = tool.parameters
+        types = types_of(parameters, name)
+        if "string" not in types:
+            shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+            whole = {**shared, **schema} if isinstance(schema, Mapping) else shared
+            return embedded(whole, lenient=not tool.strict)
+        if types - {"string", "null"}:
+            why = f"the string {name!r} cannot be told from {' or '.join(sorted(types - {'string'}))}"
+            raise refusal(why, "give it one type")
+        texts = _texts(name, schema, parameters)
+        if texts is None:
+            return None
+        if not texts:
+            raise refusal(
+                f"the string {name!r} must have a value, and its schema leaves none", "mend its enum or const"
+            )
+        return f"({' | '.join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))})"
+
+
+def properties_of(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schemas of a tool's parameters by name."""
+    properties = parameters.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def required_of(parameters: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the names of the parameters that every call has."""
+    required = parameters.get("required")
+    return required if isinstance(required, list) else ()
+
+
+def check_is_closed(tool: OfferedTool) -> None:
+    """Raise InvalidRequestError if a tool's schema does not name all parameters."""
+    if not tool.strict and any(tool.parameters.get(key, False) is not False for key in OPEN_ENDED):
+        raise refusal(f"{tool.name} needs a list of its parameters", "list them")
+
+
+def refusal(why: str, instead: str) -> InvalidRequestError:
+    """Return the error for a tool that cannot be strict in this format."""
+    message = f"tools cannot be used: this model writes calls in a way in which {why}; {instead}, or leave out strict."
+    return InvalidRequestError(message, param="tools")
+
+
+def _regex(text: str) -> str:
+    return text.replace("/", "\\/").replace("\n", "\\n").replace("|", "\\|")
+
+
+def _texts(name: str, schema: Any, parameters: Mapping[str, Any]) -> list[str] | None:
+    """Return the texts that a string may be, null as a word; None for any text."""
+    texts: list[str] = []
+    is_any = False
+    parts = [schema]
+    for part in parts:  # alternatives are appended meanwhile
+        if len(parts) > _MAX_PARTS:
+            raise refusal(f"the string {name!r} may have at most {_MAX_PARTS} alternatives", "name fewer")
+        part = part if isinstance(part, Mapping) else {}
+        key, alternatives = next(_alternatives(part, parameters), ("", []))
+        beside = [each for each in _RESTRICTING if each in part and each != key]
+        if key and beside:
+            why = f"{beside[0]} of the string {name!r} cannot stand beside {key}"
+            raise refusal(why, "move it into the alternatives")
+        wrong = next((each for each in beside if each in _UNENFORCED), None)
+        if wrong is not None:
+            raise refusal(f"{wrong} of the string {name!r} cannot be enforced", "leave it out")
+        parts += alternatives
+        types, values = types_at(part), values_at(part)
+        if values is None:
+            is_any = is_any or not (key or types == {"null"})
+            values = [None] if types == {"null"} else []
+        fitting = [value for value in values if not types or type_name(value) in types]
+        texts += ["null" if value is None else value for value in fitting if value is None or isinstance(value, str)]
+    return None if is_any else texts
+
+
+def _alternatives(schema: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield each keyword of a schema that names alternatives, with them."""
+    if isinstance(schema.get("$ref"), str):
+        yield "$ref", [resolved(schema["$ref"], parameters)]
+    for key in ("anyOf", "oneOf", "allOf"):
+        inner = schema.get(key)
+        if isinstance(inner, list) and (key != "allOf" or len(inner) == 1):
+            yield key, inner
