@@ -95,19 +95,19 @@ class Linear:
 class Dense:
     """A weight of floats [outputs, inputs], multiplied by torch."""
 
-    __slots__ = ("_bias", "_weight")
+    __slots__ = ("bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight, self._bias = weight, bias
+        self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self.weight, self.bias)
 
     def in_float32(self, x: Tensor, out: Tensor | None) -> Tensor:
         """Return sums in float32, where the device makes them of 16-bit numbers."""
-        y = torch.mm(x, self._weight.t(), out_dtype=torch.float32, out=out)
-        if self._bias is not None:
-            y += self._bias
+        y = torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
+        if self.bias is not None:
+            y += self.bias
         return y
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from dataclasses import replace
 from typing import Any
@@ -15,10 +16,14 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.model_source import find_model
 from engine.text.chat_format import ChatFormat
-from engine.text.chat_preprocessor import ChatPreprocessor
+from engine.text.chat_preprocessor import ChatPreprocessor, PreparedChat
+from engine.text.fields.chat import ChatFields
 from engine.text.grammars.thinking import TagIds
+from engine.text.limits import ModelLimits
 from engine.text.reasoning import ReasoningTags
 from engine.text.tokenizer import load_tokenizer
+from engine.text.tools.formats import TOOL_FORMATS
+from engine.text.tools.section_calls import KIMI_K2
 from server.app import create_app
 from server.settings.app_config import AppConfig
 from tests.patience import PATIENCE_S
@@ -148,6 +153,61 @@ def test_an_answer_with_a_schema_may_be_a_call_instead(app: Any) -> None:
             jsonschema.validate(json.loads(message["tool_calls"][0]["function"]["arguments"]), WEATHER)
         else:
             assert json.loads(message["content"]) in ("sun", "rain")
+
+
+# Four of SmolLM2's special tokens play Kimi's marks.
+PLAYED = {
+    "openings": ("<repo_name>",),
+    "section_end": "<reponame>",
+    "call": ("<file_sep>", "<filename>"),
+    "inner": ("<gh_stars>",),
+}
+FORMATS = {
+    "played": dataclasses.replace(
+        KIMI_K2, header=KIMI_K2.header.replace(r"<\|tool_call_argument_begin\|>", "<gh_stars>"),
+        written=("functions.{name}:", "{number}", "<gh_stars>"), **PLAYED,
+    ),
+    **{name: TOOL_FORMATS[name] for name in ("glm45", "qwen3_coder", "granite", "pythonic", "olmo3")},
+}  # fmt: skip
+
+
+class EachFormat(ChatPreprocessor):
+    """Prepares a request in the format with the number of its seed."""
+
+    def __init__(self, limits: ModelLimits) -> None:
+        super().__init__(limits)
+        special = limits.tokenizer.special_tokens
+        self._each = []
+        for tool_format in FORMATS.values():
+            hidden = frozenset(token_id for mark, token_id in special.items() if mark not in tool_format.markup)
+            chat_format = ChatFormat(tool_format=tool_format, shows_tools=True, hidden_ids=hidden)
+            self._each.append(ChatPreprocessor(replace(limits, chat_format=chat_format)))
+
+    def prepare(self, chat: ChatFields, text: str | None = None) -> PreparedChat:
+        return self._each[chat.seed or 0].prepare(chat, text)
+
+
+def test_calls_are_forced_in_the_format_of_any_family(app: Any) -> None:
+    context = app.state.context
+    app.state.context = replace(context, preprocessor=EachFormat(context.limits))
+    named = {"type": "function", "function": {"name": "weather"}}
+    asked = {
+        "messages": [{"role": "user", "content": "How is Rome?"}],
+        "tools": [TOOLS[0], TOOLS[2]],
+        "max_tokens": 70,
+        "parallel_tool_calls": False,
+    }
+    bodies = [
+        {**asked, "seed": seed, "tool_choice": choice} for seed in range(len(FORMATS)) for choice in ("required", named)
+    ]
+    choices = [answer["choices"][0] for answer in asyncio.run(ask(app, bodies))]
+    for index, choice in enumerate(choices):
+        name, message = list(FORMATS)[index // 2], choice["message"]
+        [call] = message["tool_calls"]
+        assert (choice["finish_reason"], message["content"]) == ("tool_calls", None), (name, message)
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
+        assert call["id"].startswith("functions." if name == "played" else "call_")
+        assert call["function"]["name"] == "weather" or not index % 2
 
 
 def spoiled_turn(city: str, days: int) -> list[dict[str, Any]]:

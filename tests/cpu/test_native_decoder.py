@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from test_attention import NUM_BLOCKS, make_batch, make_tables
 from engine.config import EngineConfig
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
+from engine.runtime.models import moe
 from engine.runtime.models.base import LayerAttention
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
@@ -19,6 +22,7 @@ from tests.cpu import test_models_families as families
 
 # One or two of each form: biases, kinds of norm and where they stand, windows, soft caps, partial and missing rotation.
 NAMES = ("llama-tied-biased", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "phi3", "granite", "smollm3")
+MOE_NAMES = ("qwen2-moe", "granitemoe", "gpt-oss", "glm4-moe", "olmoe")
 STEPS = [(0, 9), (30, 1), (3, 1), (17, 5)]  # (tokens cached, tokens now) of each sequence
 CPU = torch.device("cpu")
 
@@ -34,6 +38,14 @@ class Piecewise:
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return self._cache(layer, q, k, v)
+
+
+@contextmanager
+def by_definition() -> Iterator[None]:
+    """Compute mixtures of experts in torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe.MoE, "__call__", lambda self, x, _: self.in_torch(x))
+        yield
 
 
 def run(model: Decoder, *, in_one_call: bool, rows: torch.Tensor | None) -> list[torch.Tensor]:
@@ -52,16 +64,17 @@ def run(model: Decoder, *, in_one_call: bool, rows: torch.Tensor | None) -> list
         batch = make_batch(steps, used, 4)
         batch.ids = torch.randint(3, 128, batch.ids.shape, generator=generator)
         backend.prepare(batch)
-        with torch.inference_mode():
+        with torch.inference_mode(), by_definition() if not in_one_call else nullcontext():
             hidden = model.forward(batch.ids, batch.positions, attention, wanted)
     return [hidden, *cache.blocks]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + MOE_NAMES)
 def test_one_call_says_what_the_parts_say(library: Library, name: str, tmp_path: Path) -> None:
     library.use_threads(2)
     families.save_tiny(families.CASES[name], tmp_path)
     model = families.load(tmp_path)
+    assert model._native is not None
     for rows in (None, torch.tensor([8, 9, 10, 15]), torch.tensor([0, 0, 0, 1, *[15] * 20])):  # n > 1 repeats a row
         ours, parts = (run(model, in_one_call=is_one, rows=rows)[0] for is_one in (True, False))
         torch.testing.assert_close(ours, parts, atol=2e-4, rtol=2e-4)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from gguf import GGMLQuantizationType as Kind
-from test_weights_gguf import tiny, write
+from test_weights_gguf import ARCHITECTURES, convert, tiny, write
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -26,7 +26,7 @@ from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Isa, Library, WeightFormat, native
 from engine.runtime.native.quantised import QuantisedLinear, dequantise, is_served_quantised
 from engine.runtime.weights.checkpoint import QuantisedRows
-from tests.cpu.test_models_families import load, logits_of
+from tests.cpu.test_models_families import Case, load, logits_of, save_tiny
 
 FORMATS = {  # the row format of each type, and its bytes for 32 weights
     Kind.Q4_0: (WeightFormat.Q4, 18),
@@ -252,6 +252,30 @@ def test_a_file_is_served_as_it_is(is_tied: bool, tmp_path: Path) -> None:
     int8 = load(path, quantization="int8")
     assert set(formats_of(int8)) == {WeightFormat.INT8}
     assert (logits_of(int8, IDS, [30]) - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q4_0])
+def test_experts_are_served_as_they_are(kind: Kind, tmp_path: Path) -> None:
+    """As gpt-oss files have them: stacks in one type, attention in another, biases beside."""
+    loaded = native()
+    if loaded is None or loaded.isa is Isa.PORTABLE:
+        pytest.skip("no native library, or none that is faster with bytes")
+    case, names, extra = ARCHITECTURES["gpt-oss"]
+    theirs = save_tiny(Case(case.config, case.settings | {"intermediate_size": 32}), tmp_path / "hf")
+    tensors = convert(theirs, "gpt-oss", names)
+    for name, (values, _) in tensors.items():
+        if values.ndim > 1 and not name.endswith("bias") and "gate_inp" not in name:
+            tensors[name] = (values, kind if values.ndim == 3 else Kind.Q8_0)
+    path = write(tmp_path / "model.gguf", "gpt-oss", theirs.config, tensors, **extra)
+    expected = logits_of(load(path, quantization="none"), IDS, [30])
+    model = load(path, dtype="auto")
+    experts = model._layers[1]._mlp
+    wanted, _ = FORMATS[kind]
+    assert {linear.product.args.format for linear in (*experts.gate_up, *experts.down)} == {wanted}
+    found = logits_of(model, IDS, [7, 23])
+    # An expert that is nearly as good as another may be chosen instead: most tokens count, not all.
+    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.quantile(0.5) < 0.05
 
 
 def test_a_named_dtype_or_no_fast_kernels_dequantise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

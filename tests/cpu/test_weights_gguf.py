@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from engine.core.errors import ModelLoadError
 from engine.model_source import find_model
 from engine.runtime.models.families import read_config
 from engine.runtime.weights.gguf import GGUFCheckpoint
-from tests.cpu.test_models_families import CASES, Case, load, logits_of, save_tiny
+from tests.cpu.test_models_families import CASES, Case, load, logits_of, rope, save_tiny
 
 KINDS = [
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
@@ -41,11 +41,34 @@ NAMES = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{
+        f"mlp.{shared}.{role}_proj": f"ffn_{role}_shexp"
+        for shared in ("shared_expert", "shared_experts")
+        for role in ("gate", "up", "down")
+    },
 }
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 SANDWICH = AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
 
-# architecture: the model, names that differ, metadata beyond the common
+EXPERTS = {"expert_count": 8, "expert_used_count": 3}
+GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.1}
+BEFORE_MLP = {"post_attention_layernorm": "post_attention_norm"}
+GLM4 = {
+    **EXPERTS,
+    "leading_dense_block_count": 1,
+    "rope.dimension_count": 8,
+    "expert_gating_func": 2,
+}
+
+YARN_AS_IT_IS = rope(
+    "yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, truncate=False
+)
+
+# architecture, and perhaps what is special: the model, names that differ, metadata beyond the common
 ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
     "llama": (CASES["llama-tied-biased"], {}, {}),
     "qwen2": (CASES["qwen2"], {}, {}),
@@ -69,9 +92,40 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
     "granite": (
         CASES["granite"],
         {},
-        {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.1, "logit_scale": 8.0},
+        {**GRANITE, "logit_scale": 8.0},
     ),
     "olmo2": (CASES["olmo2"], AFTER, {}),
+    "llama/window": (CASES["mistral"], {}, {"attention.sliding_window": 8}),
+    "mistral3": (CASES["mistral-no-window"], {}, {}),
+    "llama/experts": (CASES["mixtral"], {}, {**EXPERTS, "expert_used_count": 2, "attention.sliding_window": 8}),
+    "qwen2moe": (CASES["qwen2-moe"], {}, EXPERTS),
+    "qwen3moe": (CASES["qwen3-moe"], {}, EXPERTS),
+    "olmoe": (Case("OlmoeConfig", CASES["olmoe"].settings | {"clip_qkv": None}), {}, EXPERTS),
+    "granitemoe": (CASES["granitemoe"], {}, {**EXPERTS, **GRANITE, "logit_scale": 6.0}),
+    "gpt-oss": (
+        Case("GptOssConfig", CASES["gpt-oss"].settings | YARN_AS_IT_IS),
+        BEFORE_MLP,
+        {
+            **EXPERTS,
+            "attention.sliding_window": 8,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+        },
+    ),
+    "glm4moe": (
+        CASES["glm4-moe"],
+        BEFORE_MLP,
+        {
+            **GLM4,
+            "expert_shared_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.5,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+        },
+    ),
+    "glm4moe/air": (CASES["glm4-moe-air"], BEFORE_MLP, {**GLM4, "expert_shared_count": 2}),
 }
 
 
@@ -94,8 +148,12 @@ def write(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
+    theta = (config.rope_parameters or {}).get("rope_theta")
+    if theta and "rope.freq_base" not in extra:
+        writer.add_rope_freq_base(theta)
     for key, value in extra.items():
-        add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}[type(value)]
+        kinds = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string, bool: writer.add_bool}
+        add = kinds[type(value)]
         add(f"{arch}.{key}", value)
     for name, (values, kind) in tensors.items():
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
@@ -108,28 +166,59 @@ def write(
 
 def convert(model: torch.nn.Module, arch: str, names: Mapping[str, str]) -> dict[str, tuple[np.ndarray, Kind]]:
     """What llama.cpp's converter does to the tensors of each architecture."""
-    config, stored = model.config, {}
-    for name, parameter in model.named_parameters():
-        stem, kind = name.rsplit(".", 1)
+    stored: dict[str, tuple[np.ndarray, Kind]] = {}
+    table = NAMES | dict(names)
+    for name, parameter in model.state_dict().items():
         values = parameter.detach().numpy()
-        if stem.endswith(("q_proj", "k_proj")) and arch in ("llama", "granite", "smollm3"):
-            heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
-            halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-            values = halves.swapaxes(1, 2).reshape(values.shape)
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
-            values = values + 1
-        table = NAMES | dict(names)
-        if stem.startswith("model.layers."):
-            index, role = stem.removeprefix("model.layers.").split(".", 1)
-            stored[f"blk.{index}.{table[role]}.{kind}"] = (np.ascontiguousarray(values), Kind.F32)
-        else:
-            stored[f"{table[stem]}.{kind}"] = (values, Kind.F32)
+        if not name.startswith("model.layers."):
+            stem, ending = name.rsplit(".", 1)
+            stored[f"{table[stem]}.{ending}"] = (values + (arch.startswith("gemma") and "norm" in stem), Kind.F32)
+            continue
+        index, role = name.removeprefix("model.layers.").split(".", 1)
+        for found, part in converted_in_layer(role, values, model.config, arch, table):
+            stored[f"blk.{index}.{found}"] = (np.ascontiguousarray(part), Kind.F32)
     return stored
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_architecture_matches_transformers(arch: str, tmp_path: Path) -> None:
-    case, names, extra = ARCHITECTURES[arch]
+def converted_in_layer(
+    name: str, values: np.ndarray, config: Any, arch: str, table: Mapping[str, str]
+) -> Iterator[tuple[str, np.ndarray]]:
+    if ".experts." in name:
+        yield from experts_of(name, values, arch)
+        return
+    if name == "self_attn.sinks":
+        yield "attn_sinks.weight", values
+        return
+    if name.endswith("e_score_correction_bias"):
+        yield "exp_probs_b.bias", values
+        return
+    stem, ending = name.rsplit(".", 1)
+    if stem.endswith(("q_proj", "k_proj")) and arch in ("llama", "mistral3", "granite", "granitemoe", "smollm3"):
+        heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
+        halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+        values = halves.swapaxes(1, 2).reshape(values.shape)
+    if arch.startswith("gemma") and name.endswith("norm.weight"):
+        values = values + 1
+    yield f"{table[stem]}.{ending}", values[0] if stem.endswith("shared_expert_gate") else values
+
+
+def experts_of(name: str, values: np.ndarray, arch: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Stacks: gpt-oss transposes matrices, and its gates and ups take turns."""
+    ending = "bias" if name.endswith("_bias") else "weight"
+    if arch == "gpt-oss" and ending == "weight":
+        values = values.swapaxes(1, 2)
+    if "down_proj" in name:
+        yield f"ffn_down_exps.{ending}", values
+        return
+    half = values.shape[1] // 2
+    yield f"ffn_gate_exps.{ending}", values[:, ::2] if arch == "gpt-oss" else values[:, :half]
+    yield f"ffn_up_exps.{ending}", values[:, 1::2] if arch == "gpt-oss" else values[:, half:]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architecture_matches_transformers(name: str, tmp_path: Path) -> None:
+    case, names, extra = ARCHITECTURES[name]
+    arch = name.split("/", maxsplit=1)[0]
     theirs = save_tiny(case, tmp_path / "hf")
     path = write(tmp_path / "model.gguf", arch, theirs.config, convert(theirs, arch, names), **extra)
     ids = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(1))
@@ -304,10 +393,46 @@ def test_an_unread_quantisation_is_named(tmp_path: Path) -> None:
         GGUFCheckpoint(write(tmp_path / "model.gguf", "llama", theirs.config, tensors))
 
 
-def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("style", ["merged", "alone"])
+def test_experts_that_are_stored_in_other_ways(style: str, tmp_path: Path) -> None:
+    """New files may merge gates and ups; files of before 2024 have every expert by itself."""
+    case, names, extra = ARCHITECTURES["llama/experts"]
+    theirs = save_tiny(case, tmp_path / "hf")
+    tensors = convert(theirs, "llama", names)
+    for layer in range(3):
+        gate, up, down = (tensors.pop(f"blk.{layer}.ffn_{role}_exps.weight")[0] for role in ("gate", "up", "down"))
+        if style == "merged":
+            tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = (np.concatenate((gate, up), axis=1), Kind.F32)
+            tensors[f"blk.{layer}.ffn_down_exps.weight"] = (down, Kind.F32)
+            continue
+        for expert in range(8):
+            for role, stack in (("gate", gate), ("up", up), ("down", down)):
+                tensors[f"blk.{layer}.ffn_{role}.{expert}.weight"] = (stack[expert], Kind.F32)
+    ids = torch.arange(3, 33)
+    with torch.no_grad():
+        expected = theirs(ids[None], use_cache=False).logits[0]
+    found = logits_of(load(write(tmp_path / "model.gguf", "llama", theirs.config, tensors, **extra)), ids, [30])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_for_later_tokens_are_left_out(tmp_path: Path) -> None:
+    case, names, extra = ARCHITECTURES["glm4moe/air"]
+    theirs = save_tiny(case, tmp_path / "hf")
+    tensors = convert(theirs, "glm4moe", names)
+    tensors["blk.3.nextn.eh_proj.weight"] = (np.zeros((64, 128), np.float32), Kind.F32)
+    tensors["blk.3.attn_norm.weight"] = (np.zeros(64, np.float32), Kind.F32)
+    theirs.config.num_hidden_layers = 4
+    path = write(tmp_path / "model.gguf", "glm4moe", theirs.config, tensors, nextn_predict_layers=1, **extra)
+    assert len(read_config(GGUFCheckpoint(path).config.values, "here").layers) == 3
+    load(path)
+
+
+def test_experts_where_an_architecture_has_none_are_refused(tmp_path: Path) -> None:
     theirs, tensors = tiny(tmp_path / "hf")
-    with pytest.raises(ModelLoadError, match=r"'expert_count' is 8, .*safetensors"):
-        GGUFCheckpoint(write(tmp_path / "model.gguf", "llama", theirs.config, tensors, expert_count=8))
+    with pytest.raises(ModelLoadError, match=r"'expert_count' is 8, .*qwen2 has no mixture of experts; llama, "):
+        GGUFCheckpoint(write(tmp_path / "model.gguf", "qwen2", theirs.config, tensors, expert_count=8))
+    with pytest.raises(ModelLoadError, match=r"has 'expert_count' but no tensor 'ffn_up_exps'"):
+        GGUFCheckpoint(write(tmp_path / "other.gguf", "qwen3moe", theirs.config, tensors, **EXPERTS))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -86,15 +86,24 @@ class DecoderLayer:
 
     def describe(self, rotary: int | None) -> LayerArgs | None:
         """Describe the layer to the native library, or return None if that cannot compute it."""
-        if isinstance(self._mlp, MoE) or self._attention.sinks is not None:
-            return None
-        matrices = (self._attention.qkv, self._attention.o, self._mlp.gate_up, self._mlp.down)
+        mlp, matrices, mixture = self._mlp, [self._attention.qkv, self._attention.o], None
+        if isinstance(mlp, MoE):
+            mixture = mlp.mixture
+        else:
+            matrices += [mlp.gate_up, mlp.down]
         linears = [linear.args for linear in matrices if linear.args is not None]
-        if len(linears) < len(matrices):
+        if len(linears) < len(matrices) or (isinstance(mlp, MoE) and mixture is None):
             return None
         places = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
         norms = [norm.weight if isinstance(norm, RMSNorm) else None for norm in places]
-        return describe_layer(linears, norms, self._attention.head_norms, self._window, rotary)
+        return describe_layer(
+            linears, norms, self._attention.head_norms, self._window, rotary, mixture=mixture, sinks=self.sinks
+        )
+
+    def finish(self) -> None:
+        """Complete a loaded layer."""
+        if isinstance(self._mlp, MoE):
+            self._mlp.finish()
 
 
 class Decoder:
@@ -209,6 +218,8 @@ class Decoder:
             self._embed = self._head.rows
             self._embedding = self._embedding.new_empty(0)
         self.loads.clear()  # they hold the embedding
+        for layer in self._layers:
+            layer.finish()
         self._native = self._describe()
 
     def _describe(self) -> NativeDecoder | None:
@@ -232,6 +243,7 @@ class Decoder:
             residual_scale=config.residual_multiplier,
             attention_scale=config.attention_scale,
             softcap=config.attention_softcap or 0.0,
+            qkv_clip=config.qkv_clip or 0.0,
         )
         rotaries = [rotary.frequencies for rotary in self._rotaries]
         head = self._head.args if len(self._embedding) == 0 else None

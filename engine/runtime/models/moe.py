@@ -1,20 +1,28 @@
 """A mixture of experts: a router, experts, and the shared expert of some families.
 
-The torch operations here define the arithmetic on every device; native kernels compute the same. The router and the sum
+The torch operations here define the arithmetic on every device; the native library computes the same in one call. The router and the sum
 over experts are float32. Each expert is an MLP of 2-D matrices, so any scheme can store it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from engine.runtime.grouped import Stack, has_grouped_products, sort_by_owner, stack
 from engine.runtime.linear import Linear
 from engine.runtime.models.config import Clamp, GroupScoring, MoEConfig, RouterConfig, Scoring
 from engine.runtime.models.layers import LayerAdapters
 from engine.runtime.models.maker import Maker
+from engine.runtime.native.library import LinearArgs, RouterArgs, native
+from engine.runtime.native.moe import Experts, Mixture
 from engine.runtime.schemes.base import Scheme
 
+# As moe.h has them.
+_SCORING_CODES = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1}
+_GROUP_SCORING_CODES = {GroupScoring.MAX: 0, GroupScoring.TOP2: 1}
 _SMALLEST_SUM = 1e-20  # added to a sum of sigmoids before a division, as in DeepSeek-V3
 
 
@@ -49,14 +57,44 @@ class Router:
             weights = weights / scores.sum(-1, keepdim=True)
         return weights * config.scale, chosen
 
+    def describe(self) -> RouterArgs | None:
+        """Describe the router to the native library, or return None if that lacks its matrix."""
+        config, gate = self._config, self.linear.args
+        if gate is None:
+            return None
+        return RouterArgs(
+            gate,
+            num_experts=config.num_experts,
+            num_chosen=config.num_chosen,
+            num_groups=config.num_groups,
+            num_chosen_groups=config.num_chosen_groups,
+            scoring=_SCORING_CODES[config.scoring],
+            group_scoring=_GROUP_SCORING_CODES[config.group_scoring],
+            is_normalised=config.is_normalised,
+            scale=config.scale,
+        )
+
 
 class MoE:
     """The weighted sum of each token's experts, plus the shared expert."""
 
-    __slots__ = ("_clamp", "_num_chosen", "down", "gate_up", "router", "shared_down", "shared_gate", "shared_gate_up")
+    __slots__ = (
+        "_clamp",
+        "_has_groups",
+        "_stacks",
+        "down",
+        "gate_up",
+        "mixture",
+        "router",
+        "shared_down",
+        "shared_gate",
+        "shared_gate_up",
+    )
 
     def __init__(self, config: MoEConfig, hidden_size: int, make: Maker) -> None:
-        self._clamp, self._num_chosen = config.clamp, config.router.num_chosen
+        self._clamp, self._has_groups = config.clamp, has_grouped_products(make.device, make.dtype)
+        self._stacks: tuple[Stack, Stack] | None = None
+        self.mixture: Mixture | None = None  # the native library's, which computes all of this
         self.router = Router(config.router, hidden_size, make)
         self.gate_up, self.down = [], []
         for expert in range(config.router.num_experts):
@@ -74,6 +112,10 @@ class MoE:
 
     def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:  # noqa: ARG002 - MLP's call
         """Return [T, hidden] of x [T, hidden]. Adapters never change experts."""
+        return self.in_torch(x) if self.mixture is None else self.mixture(x).to(x.dtype)
+
+    def in_torch(self, x: Tensor) -> Tensor:
+        """Return the same, by the definition."""
         total = self._routed(x)
         if self.shared_gate_up is not None and self.shared_down is not None:
             shared = self.shared_down.in_float32(self._inner(self.shared_gate_up, x))
@@ -82,22 +124,64 @@ class MoE:
             total += shared
         return total.to(x.dtype)
 
+    def stack(self) -> None:
+        """Stack the loaded experts, if no scheme has packed them, so that two products serve them all."""
+        gate_up = stack(self.gate_up)
+        down = None if gate_up is None else stack(self.down)
+        self._stacks = None if gate_up is None or down is None else (gate_up, down)
+
+    def finish(self) -> None:
+        """Complete a loaded mixture: stack it for CUDA, or describe it to the native library, where possible."""
+        if self._has_groups:
+            self.stack()
+        library, router = native(), self.router.describe()
+        gate_up, down = _args_of(self.gate_up), _args_of(self.down)
+        if library is None or router is None or gate_up is None or down is None:
+            return
+        shared = None
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            pair, gate = _args_of([self.shared_gate_up, self.shared_down]), self.shared_gate
+            if pair is None or (gate is not None and gate.args is None):
+                return
+            shared = (pair[0], pair[1], None if gate is None else gate.args)
+        self.mixture = Mixture(
+            library,
+            router,
+            Experts(gate_up, down),
+            correction=self.router.correction,
+            shared=shared,
+            clamp=None if self._clamp is None else (self._clamp.alpha, self._clamp.limit),
+        )
+
     def _routed(self, x: Tensor) -> Tensor:
         """Return the float32 sum over each token's experts, added in the order of their ranks."""
         weights, chosen = self.router(x)
-        num_tokens, num_chosen = chosen.shape
-        by_expert = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=len(self.down)).tolist()
-        outputs = torch.empty(num_tokens * num_chosen, x.shape[1], device=x.device)
-        for expert, places in enumerate(by_expert.split(counts)):
-            if len(places):
-                inner = self._inner(self.gate_up[expert], x.index_select(0, places // num_chosen))
-                outputs[places] = self.down[expert].in_float32(inner)
-        ranks = outputs.view(num_tokens, num_chosen, -1).unbind(1)
+        outputs = self._one_by_one(x, chosen) if self._stacks is None else self._in_groups(x, chosen, *self._stacks)
+        ranks = outputs.view(*chosen.shape, -1).unbind(1)
         total = ranks[0] * weights[:, :1]
         for rank, output in enumerate(ranks[1:], 1):
             total.addcmul_(output, weights[:, rank, None])
         return total
+
+    def _one_by_one(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Return each token's experts' outputs, float32 [T * num_chosen, hidden]."""
+        by_expert = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=len(self.down)).tolist()
+        outputs = torch.empty(chosen.numel(), x.shape[1], device=x.device)
+        for expert, places in enumerate(by_expert.split(counts)):
+            if len(places):
+                inner = self._inner(self.gate_up[expert], x.index_select(0, places // chosen.shape[1]))
+                outputs[places] = self.down[expert].in_float32(inner)
+        return outputs
+
+    def _in_groups(self, x: Tensor, chosen: Tensor, gate_up: Stack, down: Stack) -> Tensor:
+        """Return the same in two products; the outputs are rounded to x's type in between."""
+        groups = sort_by_owner(chosen.flatten(), len(self.down))
+        inner = gate_up(x.index_select(0, groups.places // chosen.shape[1]), groups)
+        if self._clamp is not None:
+            inner = _clamped(inner, self._clamp)
+        outputs = torch.empty(chosen.numel(), x.shape[1], device=x.device)
+        return outputs.index_copy_(0, groups.places, down(inner, groups).float())
 
     def _inner(self, gate_up: Linear, x: Tensor) -> Tensor:
         """Return activation(gate x) * up x in x's type."""
@@ -109,6 +193,12 @@ def _expert(config: MoEConfig, width: int, hidden_size: int, make: Maker) -> tup
     rows, activation = {"gate_proj": width, "up_proj": width}, None if config.clamp else config.activation
     gate_up = make.linear(rows, hidden_size, bias=config.has_bias, activation=activation)
     return gate_up, make.linear({"down_proj": hidden_size}, width, bias=config.has_bias)
+
+
+def _args_of(linears: Sequence[Linear]) -> list[LinearArgs] | None:
+    """Return the native library's descriptions of matrices, None if one is missing."""
+    described = [linear.args for linear in linears if linear.args is not None]
+    return described if len(described) == len(linears) else None
 
 
 def _top(choice: Tensor, count: int) -> Tensor:

@@ -134,6 +134,8 @@ static void norm_whole(const struct decoder *d, struct norm norm, char *at, int6
     quire_add_rms_norm(&args);
 }
 
+static void run_clip(const void *args, int64_t begin, int64_t end) { active_kernels()->clip(args, begin, end); }
+
 static void rotate(const struct forward_args *f, const struct layer *layer, struct workspace *w, int64_t stride,
                    int64_t rows) {
     const struct decoder *d = f->decoder;
@@ -164,6 +166,10 @@ static int32_t attention(const struct forward_args *f, int64_t index, struct wor
     if (d->qk_norm == QK_NORM_FULL) {
         norm_whole(d, layer->q, w->qkv, q_width, stride, rows);
         norm_whole(d, layer->k, k, kv_width, stride, rows);
+    }
+    if (d->qkv_clip != 0) {
+        struct clip_args clip = {w->qkv, stride, d->qkv_clip, d->dtype};
+        run_ranges(run_clip, &clip, rows, stride, WORTH_SHARING);
     }
     rotate(f, layer, w, stride, rows);
     struct store_args store = *f->store;

@@ -39,6 +39,7 @@ struct decoder {
     int64_t num_layers, num_rotaries, hidden, intermediate, num_heads, num_kv_heads, head_dim;
     int32_t dtype, qk_norm, is_embedding_packed;
     float eps, embedding_scale, residual_scale, attention_scale, softcap;
+    float qkv_clip; /* bound of queries, keys and values before rotation; 0: none */
 };
 
 /* One step: a flat batch in, the normed hidden states of some of its rows out. */

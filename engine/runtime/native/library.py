@@ -221,7 +221,7 @@ class DecoderArgs(Structure):
         *_fields(layers__rotaries__embedding=c_void_p, norm=NormWeight),
         *_fields(num_layers__num_rotaries__hidden__intermediate__num_heads__num_kv_heads__head_dim=c_int64),
         *_fields(dtype__qk_norm__is_embedding_packed=c_int32),
-        *_fields(eps__embedding_scale__residual_scale__attention_scale__softcap=c_float),
+        *_fields(eps__embedding_scale__residual_scale__attention_scale__softcap__qkv_clip=c_float),
     ]
 
 

@@ -58,6 +58,16 @@ INLINE void embed_as(const struct embed_args *a, int64_t begin, int64_t end, enu
     }
 }
 
+/* Rows [begin, end); NaN stays. */
+INLINE void clip_as(const struct clip_args *a, int64_t begin, int64_t end, enum dtype dtype) {
+    struct view x = {a->x, 0, dtype};
+    vf limit = splat(a->limit);
+    for (int64_t i = begin * a->width; i < end * a->width; i += W) {
+        vf value = get(x, i, end * a->width);
+        put(x, i, end * a->width, select_f(value > limit, limit, select_f(value < -limit, -limit, value)));
+    }
+}
+
 INLINE void rope_as(const struct rope_args *a, int64_t begin, int64_t end, enum dtype dtype) {
     int64_t half = a->rope_dim / 2;
     for (int64_t token = begin; token < end; token++) {
@@ -91,5 +101,6 @@ INLINE void rope_as(const struct rope_args *a, int64_t begin, int64_t end, enum 
     }
 
 FOR_EACH_TYPE(add_rms_norm, norm_args)
+FOR_EACH_TYPE(clip, clip_args)
 FOR_EACH_TYPE(rope, rope_args)
 FOR_EACH_TYPE(embed, embed_args)

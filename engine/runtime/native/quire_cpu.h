@@ -219,6 +219,14 @@ struct norm_args {
     float alpha, eps;
 };
 
+/* x = the nearest number to x within +-limit, in place. */
+struct clip_args {
+    void *x; /* [rows, width], of `dtype` */
+    int64_t width;
+    float limit;
+    int32_t dtype;
+};
+
 /* Per head: norm (optional), then rotation of the first rope_dim dimensions, in place. */
 struct rope_args {
     void *qk;                     /* [tokens, heads, head_dim], heads = query heads, then key heads */
@@ -264,6 +272,7 @@ struct kernels {
     void (*attend)(const struct attend_args *, const struct attend_task *, void *scratch);
     void (*attend_merge)(const struct attend_args *, const struct attend_task *parts, int64_t num_parts);
     void (*add_rms_norm)(const struct norm_args *, int64_t begin, int64_t end);
+    void (*clip)(const struct clip_args *, int64_t begin, int64_t end);
     void (*rope)(const struct rope_args *, int64_t begin, int64_t end);
     void (*embed)(const struct embed_args *, int64_t begin, int64_t end);
     void (*sample)(const struct sample_args *, int64_t begin, int64_t end);

@@ -1,14 +1,13 @@
 """Reads GGUF files: memory-mapped, with Hugging Face's names.
 
-A copied tensor is dequantised. Three things differ by architecture: the names of tensors, whether the rows of Q and K
-are in the order of interleaved rotation, and whether norms are stored as 1 + weight. weights/gguf_config.py turns the
-metadata into a config.json.
+A copied tensor is dequantised. Three things differ by architecture: the names of tensors (weights/gguf_names.py), whether
+the rows of Q and K are in the order of interleaved rotation, and whether norms are stored as 1 + weight.
+weights/gguf_config.py turns the metadata into a config.json.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from engine.gguf_header import TensorInfo
 from engine.gguf_parts import read_parts
 from engine.runtime.weights.checkpoint import QuantisedRows, StoredTensor
 from engine.runtime.weights.gguf_config import hf_config
+from engine.runtime.weights.gguf_names import parts_of
 from engine.runtime.weights.hf_config import HFConfig
 
 if TYPE_CHECKING:
@@ -41,35 +41,15 @@ _KINDS = (
 _CHUNK = 1 << 15
 _NATIVE_CHUNK = 1 << 24  # with it, for a device with memory of its own
 
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_AFTER_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-_SANDWICH = _AFTER_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
-_NAMES_BY_ARCH = {
-    "phi3": {"ffn_up": "mlp.gate_up_proj"},
-    "gemma2": _SANDWICH,
-    "gemma3": _SANDWICH,
-    "olmo2": _AFTER_NORMS,
-}
-_INTERLEAVED = ("llama", "granite", "smollm3")  # llama.cpp rotates neighbours (0, 1), transformers halves (0, d / 2)
+_INTERLEAVED = (
+    "llama",
+    "mistral3",
+    "granite",
+    "granitemoe",
+    "smollm3",
+)  # llama.cpp rotates neighbours (0, 1), transformers halves (0, d / 2)
 _OFFSET_NORMS = ("gemma", "gemma2", "gemma3")
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # in the config instead
-_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 class GGUFTensor(NamedTuple):
@@ -111,17 +91,16 @@ class GGUFCheckpoint:
         return sum(math.prod(tensor.shape) for tensor in self._stored.values())
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:  # noqa: ARG002 - the protocol's
-        names = _NAMES | _NAMES_BY_ARCH.get(self._arch, {})
-        for name, tensor in self._stored.items():
-            if name not in _ROPE_TENSORS:
+        num_layers = self.config.size("num_hidden_layers")
+        for name, whole in self._stored.items():
+            if name in _ROPE_TENSORS:
+                continue
+            for part in parts_of(self._arch, name, whole.shape, num_layers):
+                rows = whole.rows[part.first_row : part.first_row + part.num_rows]
+                tensor = whole._replace(shape=part.shape, rows=rows)
                 quantised = None if tensor.kind in _FLOATS else partial(self._quantised, tensor)
                 yield StoredTensor(
-                    _hf_name(name, names),
-                    tensor.shape,
-                    tensor.rows.nbytes,
-                    tensor.file,
-                    partial(self._copy, tensor),
-                    quantised,
+                    part.name, tensor.shape, rows.nbytes, tensor.file, partial(self._copy, tensor), quantised
                 )
 
     def _copy(self, tensor: GGUFTensor, target: Tensor) -> None:
@@ -178,16 +157,6 @@ def _convert(rows: np.ndarray, kind: Kind, target: Tensor, stored_offset: np.flo
             part = dequantize(rows[start : start + step], kind)
             # The subtraction also makes the copy that torch needs: the map is read-only.
             target[start : start + step].copy_(from_numpy(part - stored_offset))
-
-
-def _hf_name(name: str, names: Mapping[str, str]) -> str:
-    """Return the name for Hugging Face, as `model.layers.3.self_attn.q_proj.weight`."""
-    stem, _, kind = name.rpartition(".")
-    layer = _LAYER.fullmatch(stem)
-    if layer is None:
-        return f"{names[stem]}.{kind}" if stem in names else name
-    index, role = layer.groups()
-    return f"model.layers.{index}.{names[role]}.{kind}" if role in names else name
 
 
 def _values(tensor: GGUFTensor) -> list[float]:

@@ -31,7 +31,8 @@ def hf_config(
     prefix = f"{arch}."
     own = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
     meta = HFConfig(own, f"{source}, {arch}")
-    meta.refuse("expert_count", "mixtures of experts are read from safetensors only")
+    if arch not in _WITH_EXPERTS:
+        meta.refuse("expert_count", f"{arch} has no mixture of experts; {', '.join(_WITH_EXPERTS)} have")
     if "token_embd.weight" not in shapes:
         raise ModelLoadError(f"{source} has no tensor 'token_embd.weight'; it is not a language model.")
     file = _File(meta, shapes, ropes)
@@ -56,7 +57,7 @@ def _common(file: _File) -> dict[str, Any]:
         "vocab_size": file.shapes["token_embd.weight"][0],
         "hidden_size": hidden,
         "intermediate_size": meta.size("feed_forward_length"),
-        "num_hidden_layers": meta.size("block_count"),
+        "num_hidden_layers": meta.size("block_count") - meta.integer("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": meta.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -109,7 +110,15 @@ def _window(file: _File) -> int | None:
 
 def _llama(file: _File) -> dict[str, Any]:
     window = _window(file)
+    if file.meta.integer("expert_count", 0):
+        return {"model_type": "mixtral", "sliding_window": window} | _experts(file)
     return {"model_type": "mistral", "sliding_window": window} if window else {}
+
+
+def _mistral3(file: _File) -> dict[str, Any]:
+    file.meta.refuse("attention.temperature_scale", "its queries are scaled by their position")
+    file.meta.refuse("expert_count", "only the llama architecture has experts among Mistral's")
+    return {"model_type": "mistral", "sliding_window": _window(file)}
 
 
 def _as_named(_: _File) -> dict[str, Any]:
@@ -162,6 +171,136 @@ def _olmo2(file: _File) -> dict[str, Any]:
     return {"model_type": "olmo3", "sliding_window": window} if window else {}
 
 
+def _experts(file: _File) -> dict[str, Any]:
+    return {
+        "num_experts": file.meta.size("expert_count"),
+        "num_experts_per_tok": file.meta.size("expert_used_count"),
+    }
+
+
+def _width(file: _File, *tensors: str) -> int:
+    """Return the rows of an expert: old files have no key for them."""
+    endings = tuple(f".{tensor}.weight" for tensor in tensors)
+    shape = next((shape for name, shape in file.shapes.items() if name.endswith(endings)), ())
+    if len(shape) < 2:
+        raise ModelLoadError(f"{file.meta.source}: the file has 'expert_count' but no tensor {tensors[0]!r}.")
+    return shape[-2]
+
+
+def _expert_width(file: _File) -> int:
+    if any(name.endswith(".ffn_gate_up_exps.weight") for name in file.shapes):
+        return _width(file, "ffn_gate_up_exps") // 2
+    return _width(file, "ffn_up_exps", "ffn_up.0")
+
+
+def _dense_layers(file: _File) -> list[int]:
+    names = (name.split(".") for name in file.shapes if name.endswith(".ffn_up.weight"))
+    return [int(index) for _, index, *_ in names if index.isdigit()]
+
+
+def _qwen2moe(file: _File) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2_moe",
+        **_experts(file),
+        "moe_intermediate_size": _expert_width(file),
+        "shared_expert_intermediate_size": _width(file, "ffn_up_shexp"),
+        "norm_topk_prob": False,
+        "mlp_only_layers": _dense_layers(file),
+        "qkv_bias": "blk.0.attn_q.bias" in file.shapes,
+    }
+
+
+def _qwen3moe(file: _File) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe",
+        **_experts(file),
+        "moe_intermediate_size": _expert_width(file),
+        "norm_topk_prob": True,
+        "mlp_only_layers": _dense_layers(file),
+    }
+
+
+def _olmoe(file: _File) -> dict[str, Any]:
+    return {**_experts(file), "intermediate_size": _expert_width(file), "norm_topk_prob": False}
+
+
+def _granitemoe(file: _File) -> dict[str, Any]:
+    file.meta.refuse("expert_shared_feed_forward_length", "a shared expert beside Granite's")
+    return {**_granite(file), **_experts(file), "intermediate_size": _expert_width(file)}
+
+
+def _gpt_oss(file: _File) -> dict[str, Any]:
+    scaling = _rope_scaling(file)
+    return {
+        "model_type": "gpt_oss",
+        **_experts(file),
+        "intermediate_size": _expert_width(file),
+        "sliding_window": _window(file),
+        "rope_scaling": scaling and {**scaling, "truncate": False},
+    }
+
+
+def _sigmoid_or_softmax(file: _File) -> dict[str, Any]:
+    """Return the settings of routers that DeepSeek V2, V3 and GLM-4.5 share."""
+    meta = file.meta
+    groups = meta.size("expert_group_count", 1)
+    return {
+        **_experts(file),
+        "moe_intermediate_size": _expert_width(file),
+        "n_shared_experts": meta.integer("expert_shared_count", 0),
+        "first_k_dense_replace": meta.integer("leading_dense_block_count", 0),
+        "norm_topk_prob": meta.flag("expert_weights_norm"),
+        "routed_scaling_factor": meta.number("expert_weights_scale", 1.0) or 1.0,
+        "n_group": groups,
+        "topk_group": meta.size("expert_group_used_count", 1),
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+    }
+
+
+_SOFTMAX, _SIGMOID = 1, 2
+
+
+def _glm4moe(file: _File) -> dict[str, Any]:
+    if file.meta.integer("expert_gating_func", _SIGMOID) != _SIGMOID:
+        raise file.meta.error("expert_gating_func", f"{_SIGMOID}, a sigmoid")
+    return {
+        "model_type": "glm4_moe",
+        **_sigmoid_or_softmax(file),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.shapes,
+        "attention_bias": "blk.0.attn_q.bias" in file.shapes,
+    }
+
+
+def _deepseek2(file: _File) -> dict[str, Any]:
+    """DeepSeek V2 and V3. Files of before 2025 have kv_b whole, and other keys for the widths of a head."""
+    meta = file.meta
+    gating = meta.integer("expert_gating_func", 0) or _SOFTMAX
+    if gating not in (_SOFTMAX, _SIGMOID):
+        raise meta.error("expert_gating_func", f"{_SOFTMAX} or {_SIGMOID}, a softmax or a sigmoid")
+    is_split = "blk.0.attn_k_b.weight" in file.shapes
+    heads, rotated = meta.size("attention.head_count"), meta.size("rope.dimension_count")
+    head_dim = meta.size("attention.key_length_mla", meta.size("attention.key_length"))
+    scaling, mscale = _rope_scaling(file), 10 * meta.number("rope.scaling.yarn_log_multiplier", 0.0)
+    if scaling is not None:
+        scaling = {key: value for key, value in scaling.items() if key != "attention_factor"}
+        scaling |= {"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}
+    return {
+        "model_type": "deepseek_v3" if gating == _SIGMOID else "deepseek_v2",
+        **_sigmoid_or_softmax(file),
+        "num_key_value_heads": heads,
+        "head_dim": rotated,
+        "partial_rotary_factor": 1.0,
+        "kv_lora_rank": meta.size("attention.kv_lora_rank"),
+        "q_lora_rank": meta.optional_size("attention.q_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": head_dim - rotated,
+        "v_head_dim": meta.size("attention.value_length_mla", meta.size("attention.value_length")),
+        "kv_b_split": is_split,
+        "rope_interleave": True,
+        "rope_scaling": scaling,
+    }
+
+
 # What each architecture has beside the common settings, and its name on the hub if that is another.
 ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "llama": _llama,
@@ -174,4 +313,15 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "gemma3": _gemma3,
     "granite": _granite,
     "olmo2": _olmo2,
+    "mistral3": _mistral3,
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+    "olmoe": _olmoe,
+    "granitemoe": _granitemoe,
+    "gpt-oss": _gpt_oss,
+    "glm4moe": _glm4moe,
+    "deepseek2": _deepseek2,
 }
+_WITH_EXPERTS = (
+    "llama", "mistral3", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "gpt-oss", "glm4moe", "deepseek2",
+)  # fmt: skip

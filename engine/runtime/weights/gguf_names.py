@@ -1,0 +1,110 @@
+"""Names of tensors in GGUF files, as Hugging Face's, with every expert by itself.
+
+GGUF stacks the experts of a layer in one tensor [experts, rows, columns]; it is cut into ranges of rows. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+_GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_WHOLE_NAMES = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias", "attn_sinks.weight": "self_attn.sinks"}
+_AFTER_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_SANDWICH = _AFTER_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
+_BY_ARCH = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gemma2": _SANDWICH,
+    "gemma3": _SANDWICH,
+    "olmo2": _AFTER_NORMS,
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},  # ahead of the MLP
+    "glm4moe": {"post_attention_norm": "post_attention_layernorm"},
+}
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_STACK = re.compile(r"ffn_(gate|up|down|gate_up)_exps")
+_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # files of before the stacks
+_MATRICES = ("mlp.shared_expert_gate.weight",)  # of one row, which the file has as a vector
+
+
+class Part(NamedTuple):
+    """A tensor for Quire within one of a file: its rows from `first_row` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    first_row: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+
+def parts_of(arch: str, name: str, shape: tuple[int, ...], num_layers: int) -> Iterator[Part]:
+    """Yield the tensors that a file's tensor holds: itself, one an expert, or none.
+
+    Layers after the last predict later tokens; they are left out.
+    """
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        stem, _, ending = name.rpartition(".")
+        yield Part(f"{_GLOBAL[stem]}.{ending}" if stem in _GLOBAL else name, shape)
+        return
+    index, role, ending = layer.groups()
+    if int(index) >= num_layers:
+        return
+    prefix, stack, expert = f"model.layers.{index}.", _STACK.fullmatch(role), _EXPERT.fullmatch(role)
+    if stack is not None and len(shape) > 1:
+        yield from _cut_stack(f"{prefix}mlp.experts", stack[1], ending, shape)
+        return
+    names: Mapping[str, str] = _IN_LAYER | _BY_ARCH.get(arch, {})
+    whole = f"{role}.{ending}"
+    if expert is not None:
+        found = f"mlp.experts.{expert[2]}.{expert[1]}_proj.{ending}"
+    elif role in names:
+        found = f"{names[role]}.{ending}"
+    else:
+        found = _WHOLE_NAMES.get(whole, "")
+    if found in _MATRICES and len(shape) == 1:
+        shape = (1, *shape)
+    if len(shape) == 3:  # the heads of a matrix
+        shape = (shape[0] * shape[1], shape[2])
+    yield Part(prefix + found if found else name, shape)
+
+
+def _cut_stack(module: str, matrix: str, ending: str, shape: tuple[int, ...]) -> Iterator[Part]:
+    """Yield every expert's matrix or bias; of merged ones the gate, then the up."""
+    roles = ("gate", "up") if matrix == "gate_up" else (matrix,)
+    num_rows = math.prod(shape[1:-1]) // len(roles)
+    one = shape[1:] if len(roles) == 1 else (num_rows, *shape[2:])
+    for expert in range(shape[0]):
+        for place, role in enumerate(roles):
+            first = (expert * len(roles) + place) * num_rows
+            yield Part(f"{module}.{expert}.{role}_proj.{ending}", one, first)
