@@ -69,7 +69,7 @@ class EngineConfig:
     quantization: str = _model(
         "auto",
         "",
-        "weights on a CPU: gguf as the file stores them (auto, unless --dtype names another format), or int8; on CUDA: fp8",
+        "weights: gguf and stored multiply them as the files have them (auto, unless --dtype names another format), none dequantises them; at load int8 quantises any on a CPU, fp8 on CUDA",
         choices=("auto", *SCHEMES),
     )
     max_model_len: int | None = _model(

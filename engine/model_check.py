@@ -13,9 +13,10 @@ from engine.config import EngineConfig
 from engine.gguf_header import read_first_values
 from engine.model_source import check_entries, local_path, naming_draft
 from engine.runtime.lora.config import check_folder, naming
-from engine.runtime.models.config_file import is_native, servable
+from engine.runtime.models.config_file import is_native, require_readable, servable
 from engine.runtime.models.families import read_config
-from engine.runtime.weights.formats import choose_format
+from engine.runtime.weights.checkpoint import Checkpoint
+from engine.runtime.weights.formats import FORMATS, choose_format
 from engine.runtime.weights.gguf_config import check_architecture
 from engine.runtime.weights.hf_config import HFConfig
 
@@ -53,9 +54,9 @@ def _check_one(config: EngineConfig) -> ModelFacts:
     if path.is_dir():
         check_entries(path)
     checkpoint = choose_format(config.load_format, path).open(path)
-    model = servable(checkpoint.config)
+    facts = _facts(config, checkpoint, path)
     checkpoint.check()
-    return _facts(config, model, path)
+    return facts
 
 
 def _check_remote(config: EngineConfig) -> ModelFacts:
@@ -68,16 +69,21 @@ def _check_remote(config: EngineConfig) -> ModelFacts:
     found = open_model(config.model, config.revision, config.download_dir)
     if found.is_folder:
         path = found.fetch_config(weights=config.load_format != "dummy")
-        values = choose_format("safetensors", path).open(path).config.values
-        return _facts(config, servable(HFConfig(values, f"{found.repo}/config.json")), path)
+        checkpoint = FORMATS["safetensors"].open(path)
+        checkpoint.config = HFConfig(checkpoint.config.values, f"{found.repo}/config.json")
+        return _facts(config, checkpoint, path)
     head = found.fetch_head()
     if head is not None:
         check_architecture(read_first_values(head.content), head.source)
     return ModelFacts(True)
 
 
-def _facts(config: EngineConfig, model: HFConfig, path: Path) -> ModelFacts:
-    if not is_native(config, model, path):
+def _facts(config: EngineConfig, checkpoint: Checkpoint, path: Path) -> ModelFacts:
+    """Return what the config says of the model. Raises ModelLoadError or ConfigError."""
+    model = servable(checkpoint.config)
+    is_own = is_native(config, model, path)
+    require_readable(checkpoint, is_own=is_own)
+    if not is_own:
         return ModelFacts(False)
     own = read_config(model.values, model.source)
     return ModelFacts(True, own.vocab_size, own.max_positions)

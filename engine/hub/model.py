@@ -15,6 +15,7 @@ from engine.hub.listing import list_files
 from engine.hub.transfer import Report, Transfer, open_file
 from engine.regular_file import reason
 from engine.runtime.weights.safetensors import shard_names
+from engine.runtime.weights.stored.config import BESIDE
 
 log = logging.getLogger("quire.hub")
 
@@ -53,7 +54,7 @@ class HubModel:
         return is_folder(list(self._listing.files), self._tag)
 
     def fetch_config(self, *, weights: bool = True) -> Path:
-        """Return the folder with config.json, fetched alone. Raises ModelLoadError.
+        """Return the folder with config.json and the quantization settings beside it. Raises ModelLoadError.
 
         With `weights`, also for a repository that has none.
         """
@@ -62,7 +63,7 @@ class HubModel:
             weight_files(list(names), (), self._subject)
         if CONFIG not in names and not self._listing.is_cached:
             raise ModelLoadError(f"{self._subject} has no {CONFIG}; name a repository of a language model.")
-        self._fetch([CONFIG], None)
+        self._fetch([CONFIG, *(name for name in BESIDE if name in names)], None)
         return self._folder
 
     def fetch_head(self) -> Head | None:

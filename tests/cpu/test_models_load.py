@@ -88,12 +88,15 @@ def test_both_spellings_of_rope_are_read(old: dict[str, Any], new: dict[str, Any
     assert read_config(sizes | old, "old") == read_config(sizes | new, "new")
 
 
-def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_unreadable_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
     save_tiny(CASES["llama"], tmp_path)
-    write_config(tmp_path, quantization_config={"quant_method": "gptq"})
+    write_config(tmp_path, quantization_config={"quant_method": "hqq"})
     for impl in ("quire", "transformers"):
-        with pytest.raises(ModelLoadError, match="quantization_config"):
+        with pytest.raises(ModelLoadError, match="quantization_config: the weights are quantized by 'hqq'"):
             load(tmp_path, model_impl=impl)
+    write_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ModelLoadError, match="transformers' code runs this model, which cannot read them"):
+        load(tmp_path, model_impl="transformers")
 
 
 def test_the_code_that_serves_a_model(tmp_path: Path) -> None:

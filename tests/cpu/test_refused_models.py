@@ -51,9 +51,9 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     **{
         method: (
             LLAMA | {"quantization_config": {"quant_method": method}},
-            f"the weights are quantized ('quantization_config', '{method}'), which cannot be read; serve the checkpoint",
+            f"quantization_config: the weights are quantized by '{method}', which cannot be read; serve the checkpoint",
         )
-        for method in ("awq", "gptq", "fp8", "compressed-tensors", "mxfp4")
+        for method in ("hqq", "aqlm", "quark", "eetq")
     },
     "no-kind": ({key: value for key, value in LLAMA.items() if key != "model_type"}, "'model_type' is missing"),
 }

@@ -35,6 +35,12 @@ class Fp8Linear:
         end = first_row + num_rows
         quantise_rows(rows, self._weight[first_row:end], self._scales[first_row:end])
 
+    def store(self, first_row: int, numbers: Tensor, scales: Tensor) -> None:
+        """Copy rows that are stored in fp8, with scales [rows, 1] or one for all [1, 1]."""
+        end = first_row + len(numbers)
+        self._weight[first_row:end].copy_(numbers)
+        self._scales[first_row:end].copy_(scales.expand(len(numbers), 1)[:, 0])
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, outputs] bfloat16 of x [T, inputs] bfloat16."""
         numbers = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)

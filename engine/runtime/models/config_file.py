@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.config import EngineConfig
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ModelLoadError
 from engine.runtime.models.families import FAMILIES
 from engine.runtime.models.servable import refuse_unservable
+from engine.runtime.weights.checkpoint import Checkpoint
 from engine.runtime.weights.formats import choose_format
 from engine.runtime.weights.hf_config import HFConfig
 
@@ -43,6 +44,16 @@ def servable(config: HFConfig) -> HFConfig:
     stored = {key: values[key] for key in ("dtype", "torch_dtype") if values.get(key)}
     text = config.section("text_config").values
     return HFConfig({**_GEMMA3, **stored, **text, "model_type": "gemma3_text"}, config.source)
+
+
+def require_readable(checkpoint: Checkpoint, *, is_own: bool) -> None:
+    """Raise ModelLoadError for quantised weights of a model that transformers' code runs."""
+    if checkpoint.quantization is not None and not is_own:
+        raise ModelLoadError(
+            f"{checkpoint.config.source}: the weights are quantized by {checkpoint.quantization.method!r}, and transformers' "
+            "code runs this model, which cannot read them here; serve the checkpoint they were made from, or one of "
+            f"Quire's own families ({', '.join(FAMILIES)}) without --model-impl."
+        )
 
 
 def is_native(config: EngineConfig, model: HFConfig, path: Path) -> bool:

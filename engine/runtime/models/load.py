@@ -14,7 +14,7 @@ from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.lazy import load
 from engine.runtime.models.base import CausalLM
-from engine.runtime.models.config_file import is_native, read_model_config, servable
+from engine.runtime.models.config_file import is_native, read_model_config, require_readable, servable
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.native.library import native
@@ -23,6 +23,7 @@ from engine.runtime.schemes.base import Circumstances, Scheme
 from engine.runtime.weights.checkpoint import Checkpoint, Report
 from engine.runtime.weights.fill import check_size, fill
 from engine.runtime.weights.formats import FORMATS, choose_format
+from engine.runtime.weights.stored.storage import Storage
 
 _CPU_FEATURES = Path("/proc/cpuinfo")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,6 +43,7 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, r
         dtype=dtype,
         is_own=is_own,
         library=native(),
+        storage=_storage(checkpoint, is_own=is_own),
     )
     scheme = choose_scheme(config.quantization, here)
     if config.num_loras:
@@ -64,11 +66,18 @@ def choose_scheme(asked: str, here: Circumstances) -> Scheme:
     """Return the scheme of --quantization. Raises ConfigError for one that is not available."""
     schemes: dict[str, type[Scheme]] = {name: load(place) for name, place in SCHEMES.items()}
     if asked == "auto":
-        return next((scheme for scheme in schemes.values() if scheme.is_default(here)), Scheme)()
+        return next((scheme for scheme in schemes.values() if scheme.is_default(here)), Scheme)(here.storage)
     reason = schemes[asked].refusal(here)
     if reason is not None:
         raise ConfigError(f"--quantization is {asked!r}, but {reason}.")
-    return schemes[asked]()
+    return schemes[asked](here.storage)
+
+
+def _storage(checkpoint: Checkpoint, *, is_own: bool) -> Storage:
+    """Return how a checkpoint's matrices are stored. Raises ModelLoadError if its model cannot read them."""
+    require_readable(checkpoint, is_own=is_own)
+    config = checkpoint.quantization
+    return Storage() if config is None else Storage(config, checkpoint.headers())
 
 
 def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

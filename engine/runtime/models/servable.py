@@ -58,12 +58,6 @@ def _why(values: Mapping[str, Any]) -> str | None:
     kind, heads = values.get("model_type"), _texts(values.get("architectures"))
     if not isinstance(kind, str):
         return f"'model_type' {'is missing' if kind is None else f'is {kind!r:.200}'}; it must name the kind of model"
-    if quantization := values.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-        return (
-            f"the weights are quantized ('quantization_config', {str(method or 'unknown')!r:.60}), which cannot be read; serve "
-            "the checkpoint they were made from, with --quantization int8 on a CPU or fp8 on CUDA, or a GGUF file of it"
-        )
     if kind in _ENCODERS and not values.get("is_decoder"):
         return (
             f"{kind!r} is an encoder, which does not generate; for embeddings serve a causal model such as "

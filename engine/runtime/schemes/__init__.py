@@ -7,6 +7,7 @@ user. Standard library only; a scheme's module is imported when it is asked for.
 SCHEMES = {
     "none": "engine.runtime.schemes.base:Scheme",
     "gguf": "engine.runtime.schemes.gguf:GGUFScheme",
+    "stored": "engine.runtime.schemes.stored:StoredScheme",
     "int8": "engine.runtime.schemes.int8:Int8Scheme",
     "fp8": "engine.runtime.schemes.fp8:Fp8Scheme",
 }

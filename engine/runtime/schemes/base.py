@@ -8,7 +8,7 @@ part, with scales and block edges of its own. Used once, on the thread that buil
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from engine.runtime.activation import Activation
 from engine.runtime.linear import Product, pack
 from engine.runtime.native.library import Library
 from engine.runtime.weights.checkpoint import StoredTensor
+from engine.runtime.weights.stored.storage import Storage
 
 
 class Bundle(NamedTuple):
@@ -56,12 +57,17 @@ class Circumstances:
     dtype: torch.dtype
     is_own: bool  # Quire's decoder runs the model
     library: Library | None  # of native kernels
+    storage: Storage = field(default_factory=Storage)  # of the checkpoint's matrices
 
 
 class Scheme:
-    """Weights as floats, copied and multiplied in the model's type."""
+    """Weights as floats, copied or dequantised, and multiplied in the model's type."""
 
     is_native = False  # the native library multiplies, which adds adapters' terms in float32 and bfloat16 only
+
+    def __init__(self, storage: Storage | None = None) -> None:
+        """`storage` says how the checkpoint stores its matrices; plain if left out."""
+        self.storage = storage or Storage()
 
     @classmethod
     def is_default(cls, here: Circumstances) -> bool:  # noqa: ARG003 - for others
@@ -73,16 +79,16 @@ class Scheme:
         """Return why it is not available, after "--quantization is ..., but"; None if it is."""
         return None
 
-    def shapes(self, name: str, num_rows: int, num_inputs: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
+    def shapes(self, name: str, num_rows: int, num_inputs: int) -> Mapping[str, tuple[int, ...]]:
         """Return the tensors that store a part of a matrix: the endings of their names, and shapes.
 
         `name` is the module's, as lists of exceptions have it.
         """
-        return {".weight": (num_rows, num_inputs)}
+        return self.storage.shapes(name, num_rows, num_inputs)
 
     def dequantise(self, bundle: Bundle, rows: Tensor) -> None:
         """Write a part's weights to rows [rows, inputs] in the model's type."""
-        bundle.tensors[".weight"].copy_to(rows)
+        self.storage.dequantise(bundle.name, bundle.tensors, rows)
 
     def dense(self, matrix: Matrix) -> Tensor:
         """Return a matrix's weight [outputs, inputs] in the model's type."""

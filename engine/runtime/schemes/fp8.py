@@ -9,6 +9,7 @@ import torch
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.linear import Product
 from engine.runtime.schemes.base import FOREIGN, Circumstances, Matrix, Scheme
+from engine.runtime.weights.stored.storage import Storage
 
 MULTIPLE = 16  # multiple required of both dimensions of a weight
 FIRST_CAPABILITY = (9, 0)  # compute capability; the first with a product that scales every row
@@ -17,7 +18,8 @@ FIRST_CAPABILITY = (9, 0)  # compute capability; the first with a product that s
 class Fp8Scheme(Scheme):
     """Any weights but the head's; only asked for by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, storage: Storage | None = None) -> None:
+        super().__init__(storage)
         self._num_fp8 = self._num_plain = 0
 
     @classmethod
@@ -39,6 +41,13 @@ class Fp8Scheme(Scheme):
         if here.dtype != torch.bfloat16:
             return f"its products are bfloat16, and --dtype is {dtype!r}; set it to bfloat16"
         return None
+
+    @staticmethod
+    def serves(device: torch.device) -> bool:
+        """Return whether a device multiplies FP8 with a scale for each row."""
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
+            return False
+        return has_triton(device)
 
     def product(self, matrix: Matrix) -> Product:
         """Return the product in fp8, or in the model's type for a head or unsuitable sides."""

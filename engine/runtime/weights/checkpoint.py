@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.core.types import Progress
 from engine.runtime.weights.hf_config import HFConfig
+from engine.runtime.weights.stored.config import QuantConfig
+from engine.runtime.weights.stored.headers import Headers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +31,7 @@ class QuantisedRows(NamedTuple):
 class StoredTensor(NamedTuple):
     """One tensor of a file; `copy_to` converts it into a tensor of the same shape.
 
-    `quantised` returns the rows as stored, if they are blocks of a GGUF file.
+    `kind` is its type as safetensors names it, "" for others. `quantised` returns the rows as stored, if they are blocks of a GGUF file.
     """
 
     name: str
@@ -38,12 +40,14 @@ class StoredTensor(NamedTuple):
     file: str
     copy_to: Callable[[Tensor], None]
     quantised: Callable[[], QuantisedRows] | None = None
+    kind: str = ""
 
 
 class Checkpoint(Protocol):
     """A checkpoint; making one reads its config."""
 
     config: HFConfig
+    quantization: QuantConfig | None  # the settings of packed modules; None for plain weights, and for GGUF's rows
 
     def check(self) -> None:
         """Raise ModelLoadError for weights that cannot be opened; without torch."""
@@ -52,6 +56,10 @@ class Checkpoint(Protocol):
     @property
     def num_weights(self) -> int | None:
         """Return how many elements the files hold; None for as many as asked for."""
+        ...
+
+    def headers(self) -> Headers:
+        """Return the stored types and shapes of a quantised checkpoint's tensors."""
         ...
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterable[StoredTensor]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.formats import choose_format
+from engine.runtime.weights.stored.headers import Headers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +27,7 @@ class DummyCheckpoint:
     """Norms of 1, biases of 0, and random matrices, for a model of any other format."""
 
     num_weights = None
+    quantization = None
 
     def __init__(self, path: Path, seed: int) -> None:
         self.config = choose_format("auto", path).open(path).config
@@ -34,6 +36,9 @@ class DummyCheckpoint:
 
     def check(self) -> None:
         """Do nothing: the model's weights are not read."""
+
+    def headers(self) -> Headers:
+        return {}
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:
         for name, shape in wanted.items():

@@ -25,6 +25,7 @@ from engine.runtime.weights.checkpoint import QuantisedRows, StoredTensor
 from engine.runtime.weights.gguf_config import hf_config
 from engine.runtime.weights.gguf_names import parts_of
 from engine.runtime.weights.hf_config import HFConfig
+from engine.runtime.weights.stored.headers import Headers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +66,8 @@ class GGUFTensor(NamedTuple):
 class GGUFCheckpoint:
     """One .gguf file, or the parts of a split one by the path of the first."""
 
+    quantization = None
+
     def __init__(self, path: Path, seed: int = 0) -> None:  # noqa: ARG002 - for random weights
         parts = read_parts(path)
         header = parts[path]
@@ -89,6 +92,10 @@ class GGUFCheckpoint:
     def num_weights(self) -> int:
         """Return how many elements the file holds."""
         return sum(math.prod(tensor.shape) for tensor in self._stored.values())
+
+    def headers(self) -> Headers:
+        """Return nothing: rows say how they are quantised."""
+        return {}
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:  # noqa: ARG002 - the protocol's
         num_layers = self.config.size("num_hidden_layers")

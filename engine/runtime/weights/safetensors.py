@@ -6,7 +6,7 @@ Weights are memory-mapped. Pickled checkpoints (.bin, .pt) are refused, because 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ from engine.regular_file import check_regular, reason
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.expert_names import Part, expert_parts
 from engine.runtime.weights.hf_config import HFConfig
+from engine.runtime.weights.stored.config import QuantConfig, read_quantization
+from engine.runtime.weights.stored.headers import CODES, FLOATS, Header, Headers, check_packed, is_unused, module_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +29,8 @@ _INDEX = "model.safetensors.index.json"
 _MAX_BYTES = 64 << 20  # the index of the largest checkpoints takes 10 MB
 _OTHER_TOWERS = ("vision_tower.", "multi_modal_projector.")
 _BODY = ("embed_tokens.", "layers.", "norm.")
-_ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
+_BYTES = {**FLOATS, **CODES}
+_MAX_CODES = {"I32": 16, "U8": 2}  # that an element may hold: of 2 bits and of 4
 
 
 class SafetensorsCheckpoint:
@@ -37,19 +40,45 @@ class SafetensorsCheckpoint:
         path = folder / "config.json"
         self._folder = folder
         self.config = HFConfig(_read_object(path), str(path))
+        self.quantization: QuantConfig | None = read_quantization(self.config, folder)
+        self._headers: dict[str, Header] | None = None
 
     def check(self) -> None:
         """Raise ModelLoadError for missing or unreadable weights."""
         _weight_files(self._folder)
+        self.headers()
 
     @property
     def num_weights(self) -> int:
-        """Return how many elements the files hold."""
-        return sum(math.prod(tensor.shape) for tensor in self.tensors({}))
+        """Return how many elements the files hold, at most."""
+        return sum(math.prod(tensor.shape) * _MAX_CODES.get(tensor.kind, 1) for tensor in self.tensors({}))
 
-    def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:  # noqa: ARG002 - the protocol's
+    def headers(self) -> Headers:
+        """Return the stored types and shapes of a quantised checkpoint's tensors. Raises ModelLoadError."""
+        if self.quantization is None:
+            return {}
+        if self._headers is None:
+            files = _weight_files(self._folder)
+            self._headers = {name: header for path in files for name, header, _ in _named(path, self.config, "np")}
+            check_packed(self.quantization, self._headers)
+        return self._headers
+
+    def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:
+        headers = self.headers()
         for path in _weight_files(self._folder):
-            yield from _stored(path, self.config)
+            for tensor in _stored(path, self.config):
+                if not self._is_left_out(tensor, wanted, headers):
+                    _require_readable(tensor, is_quantised=self.quantization is not None)
+                    yield tensor
+
+    def _is_left_out(self, tensor: StoredTensor, wanted: Mapping[str, tuple[int, ...]], headers: Headers) -> bool:
+        """Return whether no model reads a tensor: GPTQ writes biases of zeros to modules that have none."""
+        if self.quantization is None or tensor.name in wanted:
+            return False
+        if is_unused(tensor.name):
+            return True
+        is_spare = bool(wanted) and tensor.name.endswith(".bias")
+        return is_spare and tensor.name.removesuffix(".bias") + ".qweight" in headers and _is_zero(tensor)
 
 
 def _language_name(name: str) -> str | None:
@@ -64,9 +93,12 @@ def _language_name(name: str) -> str | None:
     return name.removeprefix("language_model.")
 
 
-def _stored(path: Path, config: HFConfig) -> Iterator[StoredTensor]:
+def _named(
+    path: Path, config: HFConfig, framework: str = "pt"
+) -> Iterator[tuple[str, Header, Callable[[Tensor], None]]]:
+    """Yield each tensor's name, header, and a function that copies it."""
     try:
-        file = safe_open(path, framework="pt", device="cpu")
+        file = safe_open(path, framework=framework, device="cpu")
         names = file.keys()
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{path} is truncated or not a safetensors file ({error}); download it again.") from None
@@ -75,14 +107,32 @@ def _stored(path: Path, config: HFConfig) -> Iterator[StoredTensor]:
         if name is None:
             continue
         view = file.get_slice(stored_name)
-        shape, kind = tuple(view.get_shape()), view.get_dtype()
-        if kind not in _ELEMENT_BYTES:
-            raise ModelLoadError(
-                f"{path}: tensor {name!r} is stored as {kind}; Quire reads {', '.join(_ELEMENT_BYTES)} in safetensors."
-            )
-        for part in expert_parts(config, name, shape):
-            num_bytes = math.prod(part.shape) * _ELEMENT_BYTES[kind]
-            yield StoredTensor(part.name, part.shape, num_bytes, str(path), partial(_copy, file, stored_name, part))
+        for part in expert_parts(config, name, tuple(view.get_shape())):
+            yield part.name, Header(view.get_dtype(), part.shape), partial(_copy, file, stored_name, part)
+
+
+def _stored(path: Path, config: HFConfig) -> Iterator[StoredTensor]:
+    for name, (kind, shape), copy_to in _named(path, config):
+        yield StoredTensor(name, shape, math.prod(shape) * _BYTES.get(kind, 0), str(path), copy_to, kind=kind)
+
+
+def _require_readable(tensor: StoredTensor, *, is_quantised: bool) -> None:
+    """Raise ModelLoadError for a type that is not read, or not for this tensor."""
+    is_part = is_quantised and (module_of(tensor.name) is not None or not tensor.name.endswith((".weight", ".bias")))
+    readable = _BYTES if is_part else FLOATS
+    if tensor.kind not in readable:
+        raise ModelLoadError(
+            f"{tensor.file}: tensor {tensor.name!r} is stored as {tensor.kind}; Quire reads {', '.join(readable)} in "
+            "safetensors."
+        )
+
+
+def _is_zero(tensor: StoredTensor) -> bool:
+    import torch
+
+    found = torch.empty(tensor.shape)
+    tensor.copy_to(found)
+    return not bool(found.any())
 
 
 def _copy(file: Any, name: str, part: Part, target: Tensor) -> None:

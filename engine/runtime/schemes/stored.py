@@ -1,0 +1,97 @@
+"""Weights of a quantised checkpoint, multiplied as stored where this device has a product for them.
+
+On a CPU the native library multiplies rows of 4 or 8 bits; on CUDA tensor cores multiply FP8 with a scale for a row or
+for a part. Other matrices are dequantised while they are loaded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from engine.runtime.linear import CODES, Product
+from engine.runtime.native.library import Isa, native
+from engine.runtime.native.quantised import QuantisedLinear, is_served_quantised
+from engine.runtime.schemes.base import FOREIGN, Circumstances, Matrix, Scheme, native_refusal
+from engine.runtime.schemes.fp8 import MULTIPLE, Fp8Scheme
+from engine.runtime.weights.stored.packed import Blocks
+from engine.runtime.weights.stored.rows import rows_of
+from engine.runtime.weights.stored.storage import Storage
+
+_BITS = {2: "4", 3: "4", 8: "8", 39: "4"}  # of a weight, by GGUF's numbers
+
+
+class StoredScheme(Scheme):
+    """A matrix is kept as stored if all of its parts can be multiplied so, else dequantised."""
+
+    def __init__(self, storage: Storage | None = None) -> None:
+        super().__init__(storage)
+        self._counts: Counter[str] = Counter()
+
+    @classmethod
+    def is_default(cls, here: Circumstances) -> bool:
+        """Return whether a quantised checkpoint's weights are faster than floats, unless --dtype asks for these."""
+        if here.device.type == "cpu" and (here.library is None or here.library.isa <= Isa.PORTABLE):
+            return False
+        return not here.is_dtype_named and cls.refusal(here) is None
+
+    @classmethod
+    def refusal(cls, here: Circumstances) -> str | None:
+        """Return why it is not available; None if it is."""
+        if here.storage.method is None:
+            return "the checkpoint is not quantised; int8 quantises any on a CPU, and fp8 on CUDA"
+        if not here.is_own:
+            return FOREIGN
+        return native_refusal(here) if here.device.type == "cpu" else None
+
+    def product(self, matrix: Matrix) -> Product:
+        """Return the product with the codes as stored, or with floats."""
+        made = self._native(matrix) if matrix.device.type == "cpu" else self._fp8(matrix)
+        if made is not None:
+            return made
+        if any(self.storage.is_packed(bundle.name) for bundle in matrix.bundles):
+            self._counts[f"dequantised to {str(matrix.dtype).removeprefix('torch.')}"] += len(matrix.bundles)
+        return super().product(matrix)
+
+    def _native(self, matrix: Matrix) -> Product | None:
+        """Return the native library's product; None if no rows hold the matrix."""
+        library = native()
+        if library is None or matrix.dense is not None:
+            return None
+        parts = []
+        for bundle in matrix.bundles:
+            packed = self.storage.unpack(bundle.name, bundle.tensors)
+            rows = None if packed is None else rows_of(packed)
+            if rows is None:
+                return None
+            parts.append(rows)
+        if not is_served_quantised([part.kind for part in parts]):
+            return None
+        for part in parts:
+            self._counts[f"in {_BITS[part.kind]} bits"] += 1
+        code = CODES[matrix.activation]
+        return QuantisedLinear.from_gguf(library, parts, matrix.shape[1], matrix.dtype, matrix.bias, code)
+
+    def _fp8(self, matrix: Matrix) -> Product | None:
+        """Return the product on tensor cores; None if the matrix is not FP8 with scales for rows."""
+        if matrix.dtype != torch.bfloat16 or matrix.is_head or any(side % MULTIPLE for side in matrix.shape):
+            return None
+        if not Fp8Scheme.serves(matrix.device):
+            return None
+        parts = [self.storage.unpack(bundle.name, bundle.tensors) for bundle in matrix.bundles]
+        blocks = [part for part in parts if isinstance(part, Blocks) and part.scales.shape[1] == 1]
+        if len(blocks) < len(parts) or any(part.block[0] != 1 for part in blocks):
+            return None
+        from engine.runtime.cuda.fp8_linear import Fp8Linear  # imports Triton, which a CPU-only machine may lack
+
+        product = Fp8Linear(torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device), matrix.bias)
+        for bundle, part in zip(matrix.bundles, blocks, strict=True):
+            product.store(bundle.first_row, part.values, part.scales)
+        self._counts["in fp8"] += len(matrix.bundles)
+        return product
+
+    def summary(self) -> str:
+        """Return how the packed matrices are multiplied."""
+        found = ", ".join(f"{count} {how}" for how, count in sorted(self._counts.items()))
+        return f"{self.storage.method}: matrices as stored: {found}" if found else ""

@@ -1,0 +1,408 @@
+"""Formats of packed modules: which tensors each has, and how they are unpacked.
+
+A format is one class and one line of `format_of`, which chooses by the tensors. An ending whose shape is not certain is
+looked up in the headers; fill.py compares all shapes with the files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import ModelLoadError
+from engine.runtime.weights.checkpoint import StoredTensor
+from engine.runtime.weights.stored.config import Settings
+from engine.runtime.weights.stored.headers import Headers
+from engine.runtime.weights.stored.packed import Blocks, Floats, Integers, Microscaled, Packed, e2m1, e8m0, unpack_bits
+
+Shapes = dict[str, tuple[int, ...]]
+Tensors = Mapping[str, StoredTensor]
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each of its eight outputs
+
+
+class Part(NamedTuple):
+    """A module: its name, sides and settings, and the headers of all tensors."""
+
+    name: str
+    rows: int
+    inputs: int
+    settings: Settings
+    headers: Headers
+
+    def has(self, ending: str) -> bool:
+        """Return whether the files hold a tensor of this module."""
+        return self.name + ending in self.headers
+
+    def kind(self, ending: str) -> str:
+        """Return the stored type of a tensor; "" if it is missing."""
+        return self.headers[self.name + ending].kind if self.has(ending) else ""
+
+    def shape(self, ending: str, *allowed: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the stored shape if it is an allowed one, else the first of these."""
+        found = self.headers[self.name + ending].shape if self.has(ending) else None
+        return found if found in allowed else allowed[0]
+
+    @property
+    def group(self) -> int:
+        """Return the number of inputs that share a scale."""
+        return self.settings.group or self.inputs
+
+
+class Format(Protocol):
+    """The tensors of a packed module."""
+
+    @staticmethod
+    def shapes(part: Part) -> Shapes:
+        """Return the endings of their names, and shapes."""
+        ...
+
+    @staticmethod
+    def unpack(part: Part, tensors: Tensors) -> Packed:
+        """Return codes and scales, or floats, in rows of outputs."""
+        ...
+
+
+def format_of(part: Part) -> type[Format]:
+    """Return the format of a packed module, by its tensors."""
+    if part.has(".qweight"):
+        return Awq if part.settings.is_awq else Gptq
+    if part.has("_blocks"):
+        return Mxfp4
+    if part.has(".weight_packed"):
+        if part.kind(".weight_packed") == "I32":
+            return PackedIntegers
+        return Nvfp4 if part.has(".weight_global_scale") else Mxfp4
+    if part.kind(".weight") == "F8_E4M3":
+        return Fp8
+    if part.kind(".weight") == "I8":
+        return BnbInt8 if part.has(".SCB") else Int8
+    return Nvfp4 if part.has(".weight_scale_2") else BnbNf4
+
+
+def read(tensor: StoredTensor) -> Tensor:
+    """Return a tensor in its stored type."""
+    found = torch.empty(tensor.shape, dtype=_DTYPES[tensor.kind])
+    tensor.copy_to(found)
+    return found
+
+
+def read_scales(tensor: StoredTensor) -> Tensor:
+    """Return scales as float32; those of one byte are powers of two."""
+    found = read(tensor)
+    if tensor.kind in ("U8", "F8_E8M0"):
+        return e8m0(found.view(torch.uint8))
+    return found.float()
+
+
+def _order(part: Part, stored: Tensor, group: int) -> Tensor | None:
+    """Return the group of each input; None if they are in order, or not initialised (-1)."""
+    groups = stored.long()
+    num_groups = -(-part.inputs // group)
+    if int(groups.min()) < 0 or torch.equal(groups, torch.arange(part.inputs) // group):
+        return None
+    if int(groups.max()) >= num_groups:
+        raise ModelLoadError(
+            f"{part.name}: 'g_idx' names group {int(groups.max())} of {num_groups}; download the model again."
+        )
+    return groups
+
+
+class PackedIntegers:
+    """pack-quantized of compressed-tensors: 1 to 8 bits along the inputs, zero points along the outputs."""
+
+    @staticmethod
+    def shapes(part: Part) -> Shapes:
+        """Return the endings of their names, and shapes."""
+        bits, groups = part.settings.bits, -(-part.inputs // part.group)
+        scales = [(part.rows, groups), *([(1,), (), (part.rows,)] if groups == 1 else [])]
+        found = {
+            ".weight_packed": (part.rows, -(-part.inputs * bits // 32)),
+            ".weight_scale": part.shape(".weight_scale", *scales),
+        }
+        if part.has(".weight_zero_point"):
+            found[".weight_zero_point"] = (-(-part.rows * bits // 32), groups)
+        if part.has(".weight_g_idx"):
+            found[".weight_g_idx"] = (part.inputs,)
+        return found
+
+    @staticmethod
+    def unpack(part: Part, tensors: Tensors) -> Packed:
+        """Return the codes; those and zero points are stored with the same offset, which cancels."""
+        bits, zeros = part.settings.bits, torch.full((1, 1), 1 << part.settings.bits - 1, dtype=torch.int16)
+        codes = unpack_bits(read(tensors[".weight_packed"]), bits, part.inputs)
+        scales = read_scales(tensors[".weight_scale"])
+        if ".weight_zero_point" in tensors:
+            zeros = unpack_bits(read(tensors[".weight_zero_point"]).t(), bits, part.rows).t().short()
+        order = _order(part, read(tensors[".weight_g_idx"]), part.group) if ".weight_g_idx" in tensors else None
+        return Integers(codes, _by_row(scales, part.rows), zeros, bits, part.group, order)
+
+
+class Int8:
+    """Bytes with a scale for each row or for all, and zero points: int-quantized of compressed-tensors."""
+
+    @staticmethod
+    def shapes(part: Part) -> Shapes:
+        """Return the endings of their names, and shapes."""
+        groups = -(-part.inputs // part.group)
+        allowed = [(part.rows, groups), *([(part.rows,), (1,), ()] if groups == 1 else [])]
+        found = {".weight": (part.rows, part.inputs), ".weight_scale": part.shape(".weight_scale", *allowed)}
+        if part.has(".weight_zero_point"):
+            found[".weight_zero_point"] = part.shape(".weight_zero_point", *allowed)
+        return found
+
+    @staticmethod
+    def unpack(part: Part, tensors: Tensors) -> Packed:
+        """Return the codes, 128 above the stored ones, as are the zero points."""
+        codes = read(tensors[".weight"]).view(torch.uint8).bitwise_xor_(128)
+        zeros = torch.full((1, 1), 128, dtype=torch.int16)
+        if ".weight_zero_point" in tensors:
+            zeros = _by_row(read(tensors[".weight_zero_point"]).short() + 128, part.rows)
+        scales = _by_row(read_scales(tensors[".weight_scale"]), part.rows)
+        return Integers(codes, scales, zeros, 8, part.group)
+
+
+class Fp8:
+    """Floats of 8 bits, with a scale for all, for each row or for each block; a scale multiplies."""
+
+    @staticmethod
+    def shapes(part: Part) -> Shapes:
+        """Return the endings of their names, and shapes: a grid of blocks may be larger than the matrix."""
+        scale = Fp8._scale(part)
+        rows, inputs = Fp8._block(part)
+        grid = (-(-part.rows // rows), -(-part.inputs // inputs))
+        allowed = [grid, (1,), (), (part.rows, 1), (part.rows,), (grid[0], 1, grid[1], 1)]
+        found = part.headers[part.name + scale].shape if part.has(scale) else ()
+        is_padded = len(found) == 2 and found[0] >= grid[0] and found[1] == grid[1]
+        shape = found if is_padded else part.shape(scale, *allowed)
+        return {".weight": (part.rows, part.inputs), scale: shape}
+
+    @staticmethod
+    def unpack(part: Part, tensors: Tensors) -> Packed:
+        """Return the values and a grid of scales."""
+        block, scales = Fp8._block(part), read_scales(tensors[Fp8._scale(part)])
+        if scales.dim() == 4:
+            scales = scales[:, 0, :, 0]
+        grid = (-(-part.rows // block[0]), -(-part.inputs // block[1]))
+        if scales.numel() == 1 or (scales.shape in ((part.rows, 1), (part.rows,)) and grid != scales.shape):
+            return Blocks(read(tensors[".weight"]), scales.reshape(-1, 1), (1, part.inputs))
+        return Blocks(read(tensors[".weight"]), scales[: grid[0]], block)
+
+    @staticmethod
+    def _scale(part: Part) -> str:
+        return next((end for end in (".weight_scale_inv", ".qscale_weight") if part.has(end)), ".weight_scale")
+
+    @staticmethod
+    def _block(part: Part) -> tuple[int, int]:
+        """Return the sides of a block; scales of a byte are MXFP8's, one for 32 inputs."""
+        is_mx = part.kind(Fp8._scale(part)) == "U8"
+        return (1, 32) if is_mx else part.settings.block
+
+
+class Awq:
+    """AWQ for `gemm`: eight outputs a word, in an order of its own; outputs are the second axis."""
+
+    @staticmethod
+    def shapes(part: Part) -> Shapes:
+        """Return the endings of their names, and shapes; symmetric files have no zero points."""
+        groups, words = -(-part.inputs // part.group), -(-part.rows // 8)
+        found: Shapes = {".qweight": (part.inputs, words), ".scales": (groups, part.rows)}
+        return found | ({".qzeros": (groups, words)} if part.has(".qzeros") else {})
+
+    @staticmethod
+    def unpack(part: Part, tensors: Tensors) -> Packed:
+        """Return the codes in rows of outputs."""
+        codes, zeros = Awq._nibbles(tensors[".qweight"], part.rows), torch.full((1, 1), 8, dtype=torch.int16)
+        if ".qzeros" in tensors:
+            zeros = Awq._nibbles(tensors[".qzeros"], part.rows).short()
+        return Integers(codes, read(tensors[".scales"]).t(), zeros, 4, part.group)
+
+    @staticmethod
+    def _nibbles(tensor: StoredTensor, rows: int) -> Tensor:
+        """Return uint8 [rows, n] of words [n, rows / 8]."""
+        codes = unpack_bits(read(tensor), 4, 8 * tensor.shape[1])
+        codes = codes.unflatten(1, (-1, 8))[:, :, list(_AWQ_ORDER)].flatten(1)
+        return codes[:, :rows].t().contiguous()
+
+
+class Gptq:
+    """GPTQ: codes along the inputs, zero points along the outputs; `g_idx` is each input's group."""
+
+    @staticmethod
+    def shapes(part: Part) -> Shapes:
+        """Return the endings of their names, and shapes."""
+        groups, bits = -(-part.inputs // part.group), part.settings.bits
+        found = {".qweight": (-(-part.inputs * bits // 32), part.rows), ".scales": (groups, part.rows)}
+        if part.has(".qzeros"):
+            found[".qzeros"] = (groups, -(-part.rows * bits // 32))
+        return found | ({".g_idx": (part.inputs,)} if part.has(".g_idx") else {})
+
+    @staticmethod
+    def unpack(part: Part, tensors: Tensors) -> Packed:
+        """Return the codes in rows of outputs; the first format stores zero points less 1."""
+        bits, zeros = part.settings.bits, torch.full((1, 1), 1 << part.settings.bits - 1, dtype=torch.int16)
+        codes = unpack_bits(read(tensors[".qweight"]).t(), bits, part.inputs)
+        if ".qzeros" in tensors:
+            stored = unpack_bits(read(tensors[".qzeros"]), bits, part.rows).t().short()
+            zeros = (stored + part.settings.zero_offset) & (1 << bits) - 1
+        order = _order(part, read(tensors[".g_idx"]), part.group) if ".g_idx" in tensors else None
+        return Integers(codes, read(tensors[".scales"]).t(), zeros, bits, part.group, order)
+
+
+class Mxfp4:
+    """4-bit floats in neighbouring nibbles, with a power of two for every 32."""
+
+    @staticmethod
+    def shapes(part: Part) -> Shapes:
+        """Return the endings of their names, and shapes."""
+        blocks = part.inputs // 32
+        if part.has("_blocks"):
+            return {"_blocks": (part.rows, blocks, 16), "_scales": (part.rows, blocks)}
+        return {".weight_packed": (part.rows, part.inputs // 2), ".weight_scale": (part.rows, blocks)}
+
+    @staticmethod
+    def unpack(part: Part, tensors: Tensors) -> Packed:
+        """Return codes and exponents; the low nibble is the even input."""
+        codes, scales = (
+            ("_blocks", "_scales")
+            if part.has("_blocks")
+            else (
+                ".weight_packed",
+                ".weight_scale",
+            )
+        )
+        return Microscaled(_neighbours(read(tensors[codes]).flatten(1)), read(tensors[scales]).view(torch.uint8))
+
+
+class Nvfp4:
+    """4-bit floats with an FP8 scale for every 16, and one for all: ModelOpt's multiplies, the other divides."""
+
+    @staticmethod
+    def shapes(part: Part) -> Shapes:
+        """Return the endings of their names, and shapes."""
+        codes, tensor = Nvfp4._endings(part)
+        return {
+            codes: (part.rows, part.inputs // 2),
+            ".weight_scale": (part.rows, part.inputs // 16),
+            tensor: part.shape(tensor, (), (1,)),
+        }
+
+    @staticmethod
+    def unpack(part: Part, tensors: Tensors) -> Packed:
+        """Return the weights."""
+        codes, tensor = Nvfp4._endings(part)
+        scale = read(tensors[tensor]).float().reshape(())
+        scales = read(tensors[".weight_scale"]).float() * (scale if tensor == ".weight_scale_2" else 1 / scale)
+        return _fp4(read(tensors[codes]), scales, 16)
+
+    @staticmethod
+    def _endings(part: Part) -> tuple[str, str]:
+        if part.has(".weight_packed"):
+            return ".weight_packed", ".weight_global_scale"
+        return ".weight", ".weight_scale_2"
+
+
+class BnbInt8:
+    """bitsandbytes' bytes: a row's largest magnitude is 127."""
+
+    @staticmethod
+    def shapes(part: Part) -> Shapes:
+        """Return the endings of their names, and shapes."""
+        return {".weight": (part.rows, part.inputs), ".SCB": (part.rows,)}
+
+    @staticmethod
+    def unpack(part: Part, tensors: Tensors) -> Packed:
+        """Return the codes, 128 above the stored ones."""
+        codes = read(tensors[".weight"]).view(torch.uint8).bitwise_xor_(128)
+        scales = read(tensors[".SCB"]).float()[:, None] / 127
+        return Integers(codes, scales, torch.full((1, 1), 128, dtype=torch.int16), 8, part.inputs)
+
+
+class BnbNf4:
+    """bitsandbytes' 4 bits: a stored table of values, and blocks over the flattened matrix."""
+
+    @staticmethod
+    def shapes(part: Part) -> Shapes:
+        """Return the endings of their names, and shapes, which are those of the files."""
+        endings = ["", ".absmax", ".quant_map", *(end for end in BnbNf4._STATES if part.has(f".weight{end}"))]
+        endings += [end for end in (".nested_absmax", ".nested_quant_map") if part.has(f".weight{end}")]
+        return {f".weight{end}": part.shape(f".weight{end}", *BnbNf4._allowed(part, end)) for end in endings}
+
+    _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+
+    @staticmethod
+    def _allowed(part: Part, ending: str) -> list[tuple[int, ...]]:
+        """Return the shapes that a tensor may have."""
+        found = part.headers.get(f"{part.name}.weight{ending}")
+        if ending == "":
+            return [(-(-part.rows * part.inputs // 2), 1)]
+        known: dict[str, tuple[int, ...]] = {".quant_map": (16,), ".nested_quant_map": (256,)}
+        return [known.get(ending, found.shape if found is not None else (1,))]
+
+    @staticmethod
+    def unpack(part: Part, tensors: Tensors) -> Packed:
+        """Return the weights; the high nibble is the first of two."""
+        state = BnbNf4._state(part, tensors)
+        size, block = part.rows * part.inputs, int(state["blocksize"])
+        absmax = read(tensors[".weight.absmax"])
+        if ".weight.nested_absmax" in tensors:
+            outer = read(tensors[".weight.nested_absmax"]).float()
+            table = read(tensors[".weight.nested_quant_map"]).float()
+            spread = outer.repeat_interleave(int(state["nested_blocksize"]))[: len(absmax)]
+            absmax = table[absmax.int()] * spread + float(state["nested_offset"])
+        stored = read(tensors[".weight"]).flatten().view(torch.uint8)
+        codes = torch.stack((stored >> 4, stored & 15), 1).flatten()[:size]
+        weight = read(tensors[".weight.quant_map"]).float()[codes.int()]
+        weight *= absmax.float().repeat_interleave(block)[:size]
+        return Floats(weight.view(part.rows, part.inputs))
+
+    @staticmethod
+    def _state(part: Part, tensors: Tensors) -> Mapping[str, float]:
+        """Return the settings that are stored as JSON in a tensor."""
+        state = next((tensors[f".weight{end}"] for end in BnbNf4._STATES if f".weight{end}" in tensors), None)
+        try:
+            found = json.loads(bytes(read(state).tolist())) if state is not None else {}
+            block, shape = int(found["blocksize"]), [int(side) for side in found["shape"]]
+            if "nested_blocksize" in found:
+                float(found["nested_offset"]), int(found["nested_blocksize"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelLoadError(
+                f"{part.name}: 'quant_state' of bitsandbytes cannot be read ({error}); download the model again."
+            ) from None
+        if shape != [part.rows, part.inputs] or block < 1:
+            raise ModelLoadError(
+                f"{part.name}: 'quant_state' of bitsandbytes has shape {shape}, but the config asks for "
+                f"{[part.rows, part.inputs]}."
+            )
+        return found
+
+
+def _by_row(values: Tensor, rows: int) -> Tensor:
+    """Return [rows, groups] of values for each row, or one for all."""
+    return values if values.dim() == 2 else values.reshape(-1, 1).expand(rows, 1)
+
+
+def _fp4(stored: Tensor, scales: Tensor, group: int) -> Floats:
+    """Return weights of bytes [rows, inputs / 2]: the low nibble is the even input."""
+    return Floats(e2m1(_neighbours(stored)) * scales.repeat_interleave(group, 1))
+
+
+def _neighbours(stored: Tensor) -> Tensor:
+    """Return the nibbles of bytes [rows, n], the low ones first, [rows, 2 n]."""
+    return torch.stack((stored & 15, stored >> 4), 2).flatten(1)

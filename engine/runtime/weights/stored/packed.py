@@ -1,0 +1,105 @@
+"""Weights of a module as codes with scales, and how they are dequantised, in float32.
+
+Used while a model is loaded. Tensors are on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Integers(NamedTuple):
+    """weight[i, j] = scales[i, g] * (codes[i, j] - zeros[i, g]), where g is the group of input j."""
+
+    codes: Tensor  # uint8 [rows, inputs]
+    scales: Tensor  # floats [rows, groups]
+    zeros: Tensor  # int16 [rows, groups], or [1, 1]
+    bits: int  # of a code
+    group: int  # inputs of a group
+    group_of: Tensor | None = None  # int64 [inputs], if the groups are not in the order of the inputs
+
+    def dequantise(self) -> Tensor:
+        """Return the weight, float32 [rows, inputs]."""
+        scales, zeros = self.spread(self.scales.float()), self.spread(self.zeros)
+        return (self.codes.short() - zeros).float().mul_(scales)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return the value of each input of values [rows, groups]."""
+        if values.shape[1] == 1:
+            return values
+        if self.group_of is not None:
+            return values[:, self.group_of]
+        return values.repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
+
+
+class Blocks(NamedTuple):
+    """weight[i, j] = values[i, j] * scales[i // block[0], j // block[1]]."""
+
+    values: Tensor  # float8_e4m3fn [rows, inputs]
+    scales: Tensor  # float32 [blocks of rows, blocks of inputs], or with fewer of one for all
+    block: tuple[int, int]
+
+    def dequantise(self) -> Tensor:
+        """Return the weight, float32 [rows, inputs]; the last blocks may be cut off."""
+        scales = self.scales
+        for dim, (side, size) in enumerate(zip(self.block, self.values.shape, strict=True)):
+            if scales.shape[dim] > 1:
+                scales = scales.repeat_interleave(side, dim).narrow(dim, 0, size)
+        return self.values.float().mul_(scales)
+
+
+class Floats(NamedTuple):
+    """Weights that have been dequantised."""
+
+    weight: Tensor  # float32 [rows, inputs]
+
+    def dequantise(self) -> Tensor:
+        """Return the weight."""
+        return self.weight
+
+
+class Microscaled(NamedTuple):
+    """MXFP4: weight[i, j] = e2m1(codes[i, j]) * e8m0(exponents[i, j // 32])."""
+
+    codes: Tensor  # uint8 [rows, inputs]
+    exponents: Tensor  # uint8 [rows, inputs / 32]
+
+    def dequantise(self) -> Tensor:
+        """Return the weight, float32 [rows, inputs]."""
+        return e2m1(self.codes) * e8m0(self.exponents).repeat_interleave(32, 1)
+
+
+Packed = Integers | Blocks | Microscaled | Floats
+
+
+def unpack_bits(words: Tensor, bits: int, num: int) -> Tensor:
+    """Return the first `num` codes, uint8 [rows, num], of int32 words [rows, n].
+
+    Codes follow each other from the lowest bit of the first word, and may cross words.
+    """
+    stored = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return stored[:, :num]
+    if bits in (2, 4):
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        codes = (stored[:, :, None] >> shifts) & ((1 << bits) - 1)
+        return codes.flatten(1)[:, :num]
+    at = torch.arange(num) * bits
+    wide = torch.nn.functional.pad(stored, (0, 1))
+    low, high = wide[:, at // 8].int(), wide[:, at // 8 + 1].int()
+    return ((low | high << 8) >> (at % 8).int() & ((1 << bits) - 1)).to(torch.uint8)
+
+
+def e2m1(nibbles: Tensor) -> Tensor:
+    """Return float32 of 4-bit floats: two bits of exponent, one of mantissa."""
+    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    return table[nibbles.int()]
+
+
+def e8m0(exponents: Tensor) -> Tensor:
+    """Return float32 of powers of two stored as uint8; 255 is NaN."""
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+    return torch.where(exponents == 255, torch.nan, scales)

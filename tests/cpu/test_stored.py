@@ -1,0 +1,108 @@
+"""Quantised checkpoints as the hub stores them, against weights that packers.py dequantises by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.runtime.weights.safetensors import SafetensorsCheckpoint
+from engine.runtime.weights.stored.storage import Storage
+from tests.cpu import packers
+from tests.cpu.test_models_families import load, logits_of
+
+IDS = torch.arange(3, 43)
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+AUTO_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
+FP8_DYNAMIC = packers.compressed_config("float-quantized", FLOAT | {"strategy": "channel"})
+FP8_BLOCK = packers.compressed_config("float-quantized", FLOAT | {"strategy": "block", "block_structure": [128, 128]})
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+
+CASES = {
+    "w4a16": packers.compressed(4, 128),
+    "w4a16-asym": packers.compressed(4, 32, symmetric=False),
+    "w4a16-actorder": packers.compressed(4, 32, shuffled=True),
+    "w4a16-channel": packers.compressed(4, 0),
+    "w3a16": packers.compressed(3, 64),
+    "w5a16": packers.compressed(5, 64),
+    "w8a16": packers.compressed(8, 128),
+    "w8a16-asym": packers.compressed(8, 128, symmetric=False),
+    "w8a8": packers.int8(),
+    "w8a8-asym": packers.int8(symmetric=False),
+    "fp8-tensor": packers.fp8("one", ".weight_scale", AUTO_FP8, extra=[".input_scale"]),
+    "fp8-scalar-inv": packers.fp8("all", ".weight_scale_inv", AUTO_FP8, extra=[".activation_scale"]),
+    "fp8-channel": packers.fp8("row", ".weight_scale", FP8_DYNAMIC),
+    "fp8-block": packers.fp8("block", ".weight_scale_inv", BLOCKS),
+    "fp8-block-compressed": packers.fp8("block", ".weight_scale", FP8_BLOCK),
+    "modelopt-fp8": packers.fp8("all", ".weight_scale", MODELOPT, extra=[".input_scale"]),
+    "modelopt-fp8-row": packers.fp8("flat", ".weight_scale", MODELOPT),
+    "modelopt-fp8-block": packers.fp8("4d", ".weight_scale", MODELOPT | {"quant_algo": "FP8_PB_WO"}),
+    "mxfp8": packers.mxfp8(),
+    "awq": packers.awq(128),
+    "awq-symmetric": packers.awq(64, zeros=False),
+    "gptq-4": packers.gptq(4, 128),
+    "gptq-4-asym": packers.gptq(4, 32, symmetric=False),
+    "gptq-4-actorder": packers.gptq(4, 32, shuffled=True, symmetric=False),
+    "gptq-4-v2": packers.gptq(4, 64, symmetric=False, version=2),
+    "gptq-4-whole": packers.gptq(4, 0),
+    "gptq-2": packers.gptq(2, 64, symmetric=False),
+    "gptq-3": packers.gptq(3, 64, symmetric=False),
+    "gptq-8": packers.gptq(8, 128),
+    "nf4": packers.nf4(nested=False),
+    "nf4-nested": packers.nf4(nested=True),
+    "bnb-int8": packers.bnb_int8(),
+    "nvfp4": packers.nvfp4(modelopt=True),
+    "nvfp4-compressed": packers.nvfp4(modelopt=False),
+    "mxfp4": packers.mxfp4(),
+}
+
+
+# Each way of unpacking, through the whole model; the others are compared matrix by matrix.
+SERVED = ["w4a16-actorder", "w8a8", "fp8-block", "awq", "gptq-3", "nf4-nested", "nvfp4"]
+
+
+def log_probabilities(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS[None], use_cache=False).logits[0].log_softmax(-1)
+
+
+def found(folder: Path, **settings: Any) -> torch.Tensor:
+    return logits_of(load(folder, **settings), IDS, [len(IDS)]).log_softmax(-1)
+
+
+def dequantised(folder: Path, packing: packers.Packing, rows: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix of random codes as Quire dequantises it, and as packers.py does."""
+    packed, weight = packing.pack(np.random.default_rng(0), rows, inputs)
+    name = "model.layers.0.mlp.down_proj"
+    save_file({name + ending: tensor for ending, tensor in packed.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": packing.config}))
+    checkpoint = SafetensorsCheckpoint(folder)
+    storage = Storage(checkpoint.quantization, checkpoint.headers())
+    endings = storage.shapes(name, rows, inputs)
+    tensors = {tensor.name.removeprefix(name): tensor for tensor in checkpoint.tensors({name + ".weight": ()})}
+    assert {ending: tensors[ending].shape for ending in endings} == dict(endings)
+    assert not (tensors.keys() - endings.keys())
+    written = torch.empty(rows, inputs)
+    storage.dequantise(name, {ending: tensors[ending] for ending in endings}, written)
+    return written, torch.from_numpy(weight).float()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", [(128, 256), (328, 384)])
+def test_a_matrix_is_dequantised_as_documented(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    ours, expected = dequantised(tmp_path, CASES[name], *shape)
+    torch.testing.assert_close(ours, expected, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_model_equals_the_dequantised_one(name: str, tmp_path: Path) -> None:
+    """--quantization none in float32 is within 1e-4 of transformers over weights dequantised by packers.py."""
+    expected = log_probabilities(packers.save(tmp_path, CASES[name]))
+    torch.testing.assert_close(found(tmp_path, quantization="none"), expected, atol=1e-4, rtol=0)
+    assert expected.std() > 0.1
