@@ -111,7 +111,7 @@ class _Parts:
 
     def make_runner(self, settings: SchedulerConfig) -> ModelRunner:
         """Return a runner with a pool of its own."""
-        backend = load_backend(self.config.attention_backend, self.device)
+        backend = load_backend(self.config.attention_backend, self.device, self.model.attention_specs)
         kv_cache = KVCache(
             self.model.attention_specs,
             backend,
@@ -306,7 +306,9 @@ def _pool_budget(parts: _Parts, settings: SchedulerConfig, adapter_bytes: int) -
 def _captures(config: EngineConfig, model: CausalLM, device: torch.device) -> bool:
     """Return whether decode steps are captured as CUDA graphs."""
     is_wanted = device.type == "cuda" and not config.enforce_eager and model.capabilities.graphs
-    return is_wanted and has_triton(device) and load_backend(config.attention_backend, device).capabilities.graphs
+    if not is_wanted or not has_triton(device):
+        return False
+    return load_backend(config.attention_backend, device, model.attention_specs).capabilities.graphs
 
 
 def _warm_up_cuda(parts: _Parts, runner: ModelRunner, settings: SchedulerConfig) -> None:

@@ -72,16 +72,24 @@ class KVCache:
             shapes = [(*shape[:-1], shape[-1] + SCALE_BYTES) for shape in shapes]
         try:
             if backend.capabilities.interleaves:
-                blocks, pools = _interleaved([shape for shape in shapes for _ in range(2)], dtype)
-                self._keys, self._values = pools[::2], pools[1::2]
+                held = [shape for spec, shape in zip(specs, shapes, strict=True) for _ in range(spec.num_pools)]
+                blocks, pools = _interleaved(held, dtype)
+                rest = iter(pools)
+                for spec in specs:
+                    self._keys.append(next(rest))
+                    self._values.append(_values_in(spec, self._keys[-1]) if spec.is_latent else next(rest))
                 self.blocks = [movable(blocks)]
                 self.headroom = Headroom(blocks)
             else:
                 # Zeros: a kernel that multiplies values after a context's end by a weight of 0 must not read NaN.
                 self._keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-                self._values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+                self._values = [
+                    _values_in(spec, keys) if spec.is_latent else torch.zeros_like(keys)
+                    for spec, keys in zip(specs, self._keys, strict=True)
+                ]
                 axis = _block_axis(backend, specs[0], block_size)
-                self.blocks = [movable(pool.movedim(axis, 0)) for pool in (*self._keys, *self._values)]
+                others = [values for spec, values in zip(specs, self._values, strict=True) if not spec.is_latent]
+                self.blocks = [movable(pool.movedim(axis, 0)) for pool in (*self._keys, *others)]
         except (RuntimeError, MemoryError) as error:  # torch's is the former, on either device
             needed = num_blocks * block_bytes(specs, block_size, dtype) // _MIB
             raise MemoryBudgetError(
@@ -89,7 +97,7 @@ class KVCache:
                 "lower --kv-cache-memory-bytes or --gpu-memory-utilization, --max-num-seqs or --max-model-len."
             ) from error
 
-        is_native = backend.capabilities.native
+        is_native = backend.capabilities.native and not any(spec.is_latent for spec in specs)
         # The whole pool, for attention in the native library.
         self.paged_step: PagedStep | None = backend.paged_step(self._keys, self._values) if is_native else None
 
@@ -146,6 +154,11 @@ class KVCache:
             view.index_copy_(0, destinations, view.index_select(0, sources))
 
 
+def _values_in(spec: AttentionSpec, latents: Tensor) -> Tensor:
+    """Return the values in a pool of latents, whose numbers are last in every layout."""
+    return latents[..., : spec.out_dim]
+
+
 def _interleaved(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """Allocate blocks in main memory, with block b of all layers contiguous.
 
@@ -168,15 +181,22 @@ def _block_axis(backend: AttentionBackend, spec: AttentionSpec, block_size: int)
 
 
 def block_bytes(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block: K and V of `block_size` positions in all layers."""
+    """Return the bytes of one block: K and V, or latents, of `block_size` positions in all layers."""
     scale_bytes = SCALE_BYTES if dtype in PEAKS else 0
-    return block_size * sum(2 * spec.num_kv_heads * (spec.head_dim * dtype.itemsize + scale_bytes) for spec in specs)
+    return block_size * sum(
+        spec.num_pools * spec.num_kv_heads * (spec.head_dim * dtype.itemsize + scale_bytes) for spec in specs
+    )
 
 
 def resolve_kv_dtype(setting: str, model_dtype: torch.dtype, specs: Sequence[AttentionSpec]) -> torch.dtype:
-    """Return the type of --kv-cache-dtype. Raises ConfigError without room for scales."""
+    """Return the type of --kv-cache-dtype. Raises ConfigError without room for scales, and for latents."""
     if setting not in _NARROW:
         return model_dtype
+    if any(spec.is_latent for spec in specs):
+        raise ConfigError(
+            f"--kv-cache-dtype is {setting!r}, and the model caches latents (MLA), whose rope part loses too much with "
+            "one scale a row; leave it out."
+        )
     odd = next((spec.head_dim for spec in specs if spec.head_dim % SCALE_BYTES), None)
     if odd is not None:
         raise ConfigError(

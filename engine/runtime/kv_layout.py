@@ -30,6 +30,9 @@ class AttentionSpec:
 
     `window` w lets position p see p - w + 1 .. p; None sees all. `softcap` c replaces a score s by c * tanh(s / c).
     `sinks`, shape [num_heads], joins the softmax as one more score a head that carries no value.
+
+    With `value_dim` the layer caches latents: one row of `head_dim` numbers a token, shared by all heads. The row is
+    the key, its first `value_dim` numbers are the value, and there is no V pool.
     """
 
     num_heads: int
@@ -39,10 +42,26 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    value_dim: int | None = None
+
+    @property
+    def is_latent(self) -> bool:
+        """Return whether one pool holds the keys, and the values in them."""
+        return self.value_dim is not None
+
+    @property
+    def num_pools(self) -> int:
+        """Return the number of pools: K and V, or one of latents."""
+        return 1 if self.is_latent else 2
+
+    @property
+    def out_dim(self) -> int:
+        """Return the width of a head's result."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 def head_major_shape(spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """Shape of one layer's K, or V."""
+    """Return the shape of one layer's K, or V, or latents."""
     return (spec.num_kv_heads, num_blocks, block_size, spec.head_dim)
 
 

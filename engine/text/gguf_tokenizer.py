@@ -1,20 +1,20 @@
 """Builds a `tokenizers.Tokenizer` from a GGUF file's metadata.
 
-Byte-level BPE ("gpt2", with several ways to split text into words before the merges) and SentencePiece BPE ("llama",
+Byte-level BPE ("gpt2", which splits a text into words first, as gguf_words.py lists) and SentencePiece BPE ("llama",
 scores instead of merges). An unknown kind is refused: a nearly right tokenizer makes a model subtly worse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
 from engine.core.errors import ModelLoadError
+from engine.text.gguf_words import WORDS, Words
 
 
 class TokenType(IntEnum):
@@ -26,43 +26,6 @@ class TokenType(IntEnum):
     USER_DEFINED = 4
     UNUSED = 5
     BYTE = 6
-
-
-# The split into words before merging; each family of models was trained with one of these patterns.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _digits_then_gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-def _words(digits: int) -> pre_tokenizers.PreTokenizer:
-    """Return the pattern with runs of at most `digits` digits."""
-    split = pre_tokenizers.Split(Regex(_WORDS % digits), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-_PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "gpt-2": _gpt2,
-    "olmo": _gpt2,
-    "smollm": _digits_then_gpt2,
-    "starcoder": _digits_then_gpt2,
-    "refact": _digits_then_gpt2,
-    "llama-bpe": partial(_words, 3),
-    "llama3": partial(_words, 3),
-    "qwen2": partial(_words, 1),
-    "deepseek-r1-qwen": partial(_words, 1),
-}
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3")  # a word that is a token is that token, whatever the merges
-_NFC = ("qwen2", "deepseek-r1-qwen")  # composed characters, as these models' tokenizers do
-_BOS_BY_DEFAULT = ("llama", "llama-bpe", "llama3")
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -102,10 +65,10 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         raise ModelLoadError("The GGUF file holds no tokenizer; name one with --tokenizer.")
     model = metadata.get("tokenizer.ggml.model")
     pre = str(metadata.get("tokenizer.ggml.pre", ""))
-    if model == "gpt2" and pre in _PRE_TOKENIZERS:
-        tokenizer = _byte_level_bpe(metadata, tokens, pre)
+    if model == "gpt2" and pre in WORDS:
+        tokenizer, has_bos = _byte_level_bpe(metadata, tokens, WORDS[pre]), WORDS[pre].has_bos
     elif model == "llama":
-        tokenizer, pre = _sentence_piece_bpe(metadata, tokens), "llama"
+        tokenizer, has_bos = _sentence_piece_bpe(metadata, tokens), True
     else:
         kind = f"{model} with pre-tokenizer {pre!r}" if model == "gpt2" else model
         raise ModelLoadError(
@@ -113,7 +76,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
             "with --tokenizer."
         )
     _add_special_tokens(tokenizer, metadata, tokens)
-    _add_beginning_and_end(tokenizer, metadata, tokens, pre in _BOS_BY_DEFAULT)
+    _add_beginning_and_end(tokenizer, metadata, tokens, has_bos)
     return tokenizer
 
 
@@ -123,15 +86,14 @@ def special_token(metadata: Mapping[str, Any], role: str) -> int | None:
     return token_id if token_id is not None and token_id < len(metadata["tokenizer.ggml.tokens"]) else None
 
 
-def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str], pre: str) -> Tokenizer:
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str], words: Words) -> Tokenizer:
     pairs = [merge.partition(" ") for merge in metadata.get("tokenizer.ggml.merges", ())]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    tokenizer = Tokenizer(
-        _bpe(vocabulary, [(left, right) for left, _, right in pairs], ignore_merges=pre in _WHOLE_WORDS_FIRST)
-    )
-    if pre in _NFC:
+    merges = [(left, right) for left, _, right in pairs]
+    tokenizer = Tokenizer(_bpe(vocabulary, merges, ignore_merges=words.is_whole_first))
+    if words.is_composed:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.pre_tokenizer = words.split()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

@@ -27,7 +27,8 @@ class DenseAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spec = self._specs[layer]
         assert q.shape[1:] == (spec.num_heads, spec.head_dim)
-        assert k.shape == v.shape == (q.shape[0], spec.num_kv_heads, spec.head_dim)
+        assert k.shape == (q.shape[0], spec.num_kv_heads, spec.head_dim)
+        assert v.shape == (*k.shape[:2], spec.out_dim)
         keys = self._keys[layer] = torch.cat((self._keys[layer], k)) if layer in self._keys else k.clone()
         values = self._values[layer] = torch.cat((self._values[layer], v)) if layer in self._values else v.clone()
         group = spec.num_heads // spec.num_kv_heads

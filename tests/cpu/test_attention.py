@@ -26,6 +26,8 @@ SPECS = {
     "tiny_window": AttentionSpec(6, 2, 16, 0.25, window=1),
     "softcap": AttentionSpec(6, 2, 16, 0.9, softcap=2.0),
     "sinks": AttentionSpec(4, 2, 16, 0.25, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])),
+    "latent": AttentionSpec(6, 1, 40, 0.25, value_dim=32),
+    "wide_latent": AttentionSpec(20, 1, 72, 0.15, value_dim=56),  # more heads than a task has rows; a tail
     "all": AttentionSpec(4, 2, 16, 0.7, window=70, softcap=1.5, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0])),
 }
 # (tokens already computed, tokens of this step)
@@ -98,6 +100,14 @@ def make_tables(steps: list, block_size: int, is_scattered: bool) -> list[list[i
     return [[blocks.pop(0) for _ in range((start + num) // block_size + 1)] for start, num in steps]
 
 
+def make_rows(spec: AttentionSpec, steps: list) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Random keys and values; of latents, the values are the keys' first numbers."""
+    keys, values = (
+        [torch.randn(start + num, spec.num_kv_heads, spec.head_dim) for start, num in steps] for _ in range(2)
+    )
+    return keys, [k[..., : spec.value_dim] for k in keys] if spec.is_latent else values
+
+
 @pytest.mark.parametrize("is_scattered", [False, True], ids=["adjacent", "scattered"])
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -107,9 +117,7 @@ def test_equals_the_definition(name: str, spec: AttentionSpec, steps: list, is_s
     block_size = 16
     pools = Pools(load_backend(name, CPU), spec, block_size, torch.float32)
     tables = make_tables(steps, block_size, is_scattered)
-    keys, values = (
-        [torch.randn(start + num, spec.num_kv_heads, spec.head_dim) for start, num in steps] for _ in range(2)
-    )
+    keys, values = make_rows(spec, steps)
     queries = [torch.randn(start + num, spec.num_heads, spec.head_dim) for start, num in steps]
 
     before = [(0, start) for start, _ in steps if start]

@@ -36,7 +36,18 @@ from tests.cpu.lora_folders import load_adapter, merge, save_adapter
 from tests.cpu.model_driver import make_runner, request, serve, settings
 
 CPU = torch.device("cpu")
-NAMES = ("llama", "llama-tied-biased", "qwen2", "qwen3", "gemma2", "olmo2", "phi3", "granite", "qwen3-moe")
+NAMES = (
+    "llama",
+    "llama-tied-biased",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "olmo2",
+    "phi3",
+    "granite",
+    "qwen3-moe",
+    "deepseek_v3-halves-biased",
+)
 LENGTH = 12
 
 

@@ -49,6 +49,22 @@ def rope(kind: str, **params: Any) -> dict[str, Any]:
 
 LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+}
+LATENT_YARN = rope("yarn", factor=40.0, original_max_position_embeddings=16, mscale=0.707, mscale_all_dim=1.0)
 # Factors for a rotary width of 12: Phi-4-mini's three quarters of a head of 16.
 LONG = {"short_factor": [1.0 + i / 10 for i in range(6)], "long_factor": [2.0 + i for i in range(6)]}
 
@@ -126,6 +142,16 @@ CASES = {
             "logits_scaling": 8.0,
             "tie_word_embeddings": True,
         },
+    ),
+    "deepseek_v2": Case(
+        "DeepseekV2Config",
+        LATENT | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0, "qk_nope_head_dim": 16},
+    ),
+    "deepseek_v2-lite": Case("DeepseekV2Config", LATENT | LATENT_YARN | {"q_lora_rank": None}),
+    "deepseek_v3": Case("DeepseekV3Config", LATENT | LATENT_YARN),
+    "deepseek_v3-halves-biased": Case(
+        "DeepseekV3Config",
+        LATENT | {"rope_interleave": False, "attention_bias": True, "rms_norm_eps": 1e-2, "first_k_dense_replace": 3},
     ),
     "olmo2": Case("Olmo2Config"),
     "olmo3": Case(

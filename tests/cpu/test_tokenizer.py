@@ -23,6 +23,7 @@ from engine.gguf_header import read_header
 from engine.model_source import find_model
 from engine.text.chat_template import ChatTemplate
 from engine.text.gguf_tokenizer import TokenType, build_tokenizer
+from engine.text.gguf_words import WORDS
 from engine.text.tokenizer import TextTokenizer, load_tokenizer
 from engine.text.types import SamplingDefaults
 
@@ -152,6 +153,50 @@ def test_gpt2_is_transformers_byte_level() -> None:
     built = build_tokenizer(gguf_metadata(original, "gpt-2"))
     for text in TRICKY:
         assert built.encode(text).ids == original.encode(text).ids
+
+
+def words_of(split: pre_tokenizers.PreTokenizer, text: str) -> list[str]:
+    return [text[begin:end] for _, (begin, end) in split.pre_tokenize_str(text)]
+
+
+def test_words_are_those_of_transformers_patterns() -> None:
+    """Of every name that transformers knows as well."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    assert len(GGUF_PRE_TOKENIZER_SPLITS) > 20
+    assert GGUF_PRE_TOKENIZER_SPLITS.keys() <= WORDS.keys()
+    cased = "CamelCase McDONALD's ÀÉÎÕ straßE ǅungla 12345678 a//\n\n हिन्दी"
+    for name, pattern in GGUF_PRE_TOKENIZER_SPLITS.items():
+        original = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        for text in (*TRICKY, cased):
+            assert words_of(WORDS[name].split(), text) == words_of(original, text), name
+
+
+# Published vocabularies with these names gave the ids of their tokenizer.json for llama.cpp's test texts: gpt-2, mpt, falcon,
+# starcoder, refact, command-r, deepseek-llm, deepseek-coder, llama-bpe, qwen2.
+SENTENCE = "I'LL pay 12345 CamelCase's $x//\n\n日本ab  end "
+SPLITS = {
+    "glm4": "I|'LL| pay| |123|45| CamelCase|'s| $|x|//\n\n|日本ab| | end| ",
+    "deepseek-v3": "I|'LL| pay| |123|45| CamelCase|'s| $|x|//\n\n|日本|ab| | end| ",
+    "deepseek-llm": "I|'|LL| pay| |1|2|3|4|5| CamelCase|'|s| $|x|//|\n|\n|日本|ab| | end| ",
+    "deepseek-coder": "I|'|LL| pay| |1|2|3|4|5| CamelCase|'|s| $|x|//|\n|\n|日本|ab| | end| ",
+    "kimi-k2": "I'LL| pay| |123|45| Camel|Case's| $|x|//\n\n|日本|ab| | end| ",
+    "falcon": "I|'|LL| pay| |123|45| CamelCase|'|s| |$|x|//|\n|\n|日本ab| | end| ",
+    "smollm": "I|'|LL| pay| |1|2|3|4|5| CamelCase|'s| $|x|//|\n|\n|日本ab| | end| ",
+    "olmo": "I|'|LL| pay| 12345| CamelCase|'s| $|x|//|\n|\n|日本ab| | end| ",
+}
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_words_by_the_name_of_a_file(pre: str) -> None:
+    assert words_of(WORDS[pre].split(), SENTENCE) == SPLITS[pre].split("|")
+
+
+@pytest.mark.parametrize(("pre", "is_composed"), [("olmo", True), ("qwen35", True), ("gpt-2", False)])
+def test_composed_characters_are_a_habit_of_some(pre: str, is_composed: bool) -> None:
+    original = reference(patterns()["qwen2"][0], nfc=True, ignore_merges=False)
+    built = build_tokenizer(gguf_metadata(original, pre))
+    assert (built.encode("cafe\u0301").ids == built.encode("café").ids) is is_composed
 
 
 # -- SentencePiece BPE -------------------------------------------------------------------------------------------------

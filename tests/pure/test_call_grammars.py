@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.core.errors import InvalidRequestError
 from engine.text.channels import MARKS
-from engine.text.grammars.spec import GrammarSpec
+from engine.text.grammars.spec import MAX_TEXT, GrammarSpec, drop_annotations
 from engine.text.tools.base import OfferedTool
 from engine.text.tools.forced import forced_grammar
 from engine.text.tools.formats import TOOL_FORMATS
@@ -180,6 +180,29 @@ def test_a_schema_that_a_format_cannot_enforce_is_forced_as_json() -> None:
     assert forced_grammar([keyword], TOOL_FORMATS["pythonic"], {}, max_calls=1)[1] is FORCED
     assert forced_grammar([keyword], TOOL_FORMATS["harmony"], {}, max_calls=1)[1] is FORCED  # the marks are no tokens
     assert forced_grammar([keyword], None, {}, max_calls=1)[1] is FORCED
+
+
+def test_many_tools_with_long_descriptions_can_be_forced() -> None:
+    """Descriptions are no part of a grammar. If it is too long in the model's format, it is one of a JSON list."""
+    description = {"description": "A long text. " * 50}
+    properties = {f"p{index}": {"type": "integer", **description} for index in range(8)}
+    for num_tools, is_own in ((40, True), (75, False)):
+        tools = [OfferedTool(f"tool_{index}", {"properties": properties, **description}) for index in range(num_tools)]
+        grammar, tool_format = forced_grammar(tools, TOOL_FORMATS["glm45"], {}, max_calls=1)
+        assert tool_format is (TOOL_FORMATS["glm45"] if is_own else FORCED)
+        assert len(grammar) <= MAX_TEXT
+    whole = {"type": "object", "title": "x", "properties": {"title": {"title": "x", "enum": [{"title": 1}]}}}
+    whole |= {"anyOf": [{"description": "x"}], "items": {"title": "x"}, "$defs": {"description": {"type": "string"}}}
+    assert drop_annotations(whole) == {
+        "type": "object", "properties": {"title": {"enum": [{"title": 1}]}},
+        "anyOf": [{}], "items": {}, "$defs": {"description": {"type": "string"}},
+    }  # fmt: skip
+
+
+def test_a_parameter_that_refers_to_another_place_is_forced_as_json() -> None:
+    parameters = {"properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"$ref": "#/properties/a"}}}}
+    for name in ("glm45", "qwen3_coder", "pythonic"):
+        assert forced_grammar([OfferedTool("f", parameters)], TOOL_FORMATS[name], {}, max_calls=1)[1] is FORCED
 
 
 def test_an_answer_may_stand_instead_of_forced_calls() -> None:

@@ -66,6 +66,8 @@ class AttentionBackend(ABC):
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return the shape of one layer's K (and V) in this backend's layout, head_dim last; head-major by default.
 
+        Latents have the shape of keys.
+
         With int8 K/V the tensors are int8 and their last dimension is longer, as described in engine/runtime/kv_layout.py.
         """
         return head_major_shape(spec, num_blocks, block_size)
@@ -76,7 +78,10 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        """Store k, v [T, kv heads, head_dim], then attend: q and the result [T, heads, head_dim]."""
+        """Store k, v [T, kv heads, head_dim], then attend: q and the result [T, heads, head_dim].
+
+        A layer of latents stores k alone, does not read v and v_pool, and returns [T, heads, value_dim].
+        """
 
     def rotate_and_attend(
         self, spec: AttentionSpec, qkv: Tensor, rotation: Rotation, k_pool: Tensor, v_pool: Tensor

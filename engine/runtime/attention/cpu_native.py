@@ -59,8 +59,12 @@ class CpuNativeAttention(AttentionBackend):
         assert q.dtype == k.dtype == v.dtype, "one type for queries, keys and values"
         assert k_pool.dtype == v_pool.dtype
         assert k_pool.dtype in (q.dtype, torch.int8)
+        if spec.is_latent:
+            assert k_pool.dtype == q.dtype, "resolve_kv_dtype has refused latents in int8"
+            pool, v = _latent_pool(k_pool, spec.out_dim), k
+        else:
+            pool = _pool(k_pool, v_pool)
         q, k, v = _rows(q), _rows(k), _rows(v)
-        pool = _pool(k_pool, v_pool)
         pool.dtype = DTYPES[q.dtype]
         assert k.shape[1:] == v.shape[1:] == (pool.num_kv_heads, pool.head_dim)
         assert q.shape[1:] == (spec.num_heads, pool.head_dim)
@@ -70,7 +74,7 @@ class CpuNativeAttention(AttentionBackend):
         store.new_v, store.v_stride = v.data_ptr(), v.stride(0)
         self._library.store(store)
 
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty((*q.shape[:2], spec.out_dim), dtype=q.dtype)
         sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
         args = self._attend
         args.pool = pool
@@ -90,6 +94,13 @@ def _pool(k: Tensor, v: Tensor) -> Pool:
     is_int8 = k.dtype == torch.int8
     dim = width - SCALE_BYTES * is_int8
     return Pool(k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), heads, dim, block_size, is_int8=is_int8)
+
+
+def _latent_pool(rows: Tensor, value_dim: int) -> Pool:
+    """Describe one layer's pool of latents, without the type of its queries."""
+    heads, _, block_size, width = rows.shape
+    assert rows.stride()[2:] == (width, 1)
+    return Pool(rows.data_ptr(), None, rows.stride(0), rows.stride(1), heads, width, block_size, value_dim)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -47,11 +47,11 @@ class CpuPagedAttention(AttentionBackend):
         if spec.window not in self._layouts:
             self._layouts[spec.window] = _lay_out(batch, k_pool.shape[2], spec.window)
         layout = self._layouts[spec.window]
-        for pool, rows in ((k_pool, k), (v_pool, v)):
+        for pool, rows in ((k_pool, k), (v_pool, v))[: spec.num_pools]:
             if self._fresh is not None:
                 pool.index_fill_(1, self._fresh, 0)
             store(pool, batch.kv_slots, rows)
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], spec.out_dim))
         for view in layout.views:
             out[view.row : view.row + view.num_queries] = attend_slice(spec, view, q, k_pool, v_pool)
         for tiles in layout.tiles:

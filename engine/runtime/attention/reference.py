@@ -14,9 +14,9 @@ from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 
 
 def dense_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """Return attention of q [T, H, D] at positions from `start` over k, v [start + T, Hkv, D].
+    """Return attention of q [T, H, D] at positions from `start` over k [start + T, Hkv, D] and v [start + T, Hkv, Dv].
 
-    Computed in float64; the result has q's shape and dtype.
+    Computed in float64; the result [T, H, Dv] has q's dtype.
     """
     group = spec.num_heads // spec.num_kv_heads
     wide_k, wide_v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
@@ -47,7 +47,7 @@ class ReferenceAttention(AttentionBackend):
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend slice by slice."""
         batch = self.batch
-        for pool, rows in ((k_pool, k), (v_pool, v)):
+        for pool, rows in ((k_pool, k), (v_pool, v))[: spec.num_pools]:
             pool.flatten(0, 1)[batch.kv_slots] = to_pool(rows, pool.dtype)
         pieces, row = [], 0
         for num_queries, context, table in zip(
@@ -55,7 +55,9 @@ class ReferenceAttention(AttentionBackend):
         ):
             num_blocks = -(-context // k_pool.shape[1])
             blocks = torch.tensor(table[:num_blocks], device=q.device)
-            keys, values = (from_pool(pool[blocks].flatten(0, 1)[:context], q.dtype) for pool in (k_pool, v_pool))
+            pools = (k_pool, v_pool)[: spec.num_pools]
+            keys, *rest = (from_pool(pool[blocks].flatten(0, 1)[:context], q.dtype) for pool in pools)
+            values = rest[0] if rest else keys[..., : spec.out_dim]
             queries = q[row : row + num_queries]
             pieces.append(dense_attention(spec, queries, keys, values, context - num_queries))
             row += num_queries

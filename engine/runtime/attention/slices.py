@@ -68,9 +68,15 @@ def _mask(num_queries: int, num_keys: int, start: int, window: int | None, devic
 
 
 def attend_slice(spec: AttentionSpec, view: SliceView, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-    """Return this slice's attention [num_queries, H, D], from the batch's q [T, H, D]."""
+    """Return this slice's attention [num_queries, H, out_dim], from the batch's q [T, H, D]."""
     queries = q[view.row : view.row + view.num_queries]
-    keys, values = (from_pool(_read(pool, view), q.dtype) for pool in (k_pool, v_pool))
+    keys = from_pool(_read(k_pool, view), q.dtype)
+    # The fused kernels want values as wide as keys: a latent is read whole, and the result cut.
+    values = keys if spec.is_latent else from_pool(_read(v_pool, view), q.dtype)
+    return _attend(spec, view, queries, keys, values)[..., : spec.out_dim]
+
+
+def _attend(spec: AttentionSpec, view: SliceView, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     if spec.softcap is not None or spec.sinks is not None:
         return _plain(spec, view, queries, keys, values)
     group = spec.num_heads // spec.num_kv_heads
@@ -80,7 +86,7 @@ def attend_slice(spec: AttentionSpec, view: SliceView, q: Tensor, k_pool: Tensor
         out = F.scaled_dot_product_attention(grouped, keys[None], values[None], scale=spec.scale)
         return out.reshape(1, spec.num_heads, spec.head_dim)
     is_gqa = group > 1
-    if is_gqa and q.is_cuda:  # on CUDA, only kernels without masks support grouped heads
+    if is_gqa and queries.is_cuda:  # on CUDA, only kernels without masks support grouped heads
         keys, values, is_gqa = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0), False
     out = F.scaled_dot_product_attention(
         queries.transpose(0, 1)[None],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 
 import torch
@@ -10,15 +11,19 @@ from engine.core.errors import ConfigError
 from engine.runtime.attention import BACKENDS, GPU_BACKENDS, LIBRARIES
 from engine.runtime.attention.base import AttentionBackend
 from engine.runtime.cuda.available import has_triton
+from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.lazy import load
 from engine.runtime.native.library import native
 
 _NO_KERNELS = "needs native kernels, and this machine has neither them nor a C compiler (cc, gcc, clang) to build them"
 
 
-def load_backend(name: str, device: torch.device) -> AttentionBackend:
-    """Return the backend `name`, or with "auto" the device's best. Raises ConfigError."""
-    chosen = _best(device) if name == "auto" else name
+def load_backend(name: str, device: torch.device, specs: Sequence[AttentionSpec] = ()) -> AttentionBackend:
+    """Return the backend `name`, or with "auto" the device's best for layers of `specs`.
+
+    Raises ConfigError.
+    """
+    chosen = _best(device, specs) if name == "auto" else name
     table = BACKENDS | GPU_BACKENDS
     reason = _absence(chosen, device)
     if reason is not None:
@@ -34,9 +39,9 @@ def load_backend(name: str, device: torch.device) -> AttentionBackend:
     return made
 
 
-def describe_choice(name: str, device: torch.device) -> str:
+def describe_choice(name: str, device: torch.device, specs: Sequence[AttentionSpec] = ()) -> str:
     """Return the chosen backend and the libraries that could replace it, for the log."""
-    chosen = _best(device) if name == "auto" else name
+    chosen = _best(device, specs) if name == "auto" else name
     if device.type == "cpu":
         return chosen
     others = {other: _absence(other, device) for other in LIBRARIES if other != chosen}
@@ -57,7 +62,8 @@ def _absence(name: str, device: torch.device) -> str | None:
     return None
 
 
-def _best(device: torch.device) -> str:
+def _best(device: torch.device, specs: Sequence[AttentionSpec]) -> str:
     if device.type != "cpu":
-        return "triton" if has_triton(device) else "torch"
+        has_kernels = has_triton(device) and not any(spec.is_latent for spec in specs)
+        return "triton" if has_kernels else "torch"
     return "cpu" if native() is None else "cpu_native"

@@ -71,14 +71,15 @@ def cut_tiles(
 
 
 def attend_tiles(spec: AttentionSpec, tiles: TileBatch, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-    """Return attention [S, H, D], from the batch's q [T, H, D]."""
+    """Return attention [S, H, out_dim], from the batch's q [T, H, D]."""
     num_seqs, num_tiles, width = tiles.rows.shape[0], tiles.owner.shape[0], tiles.mask.shape[-1]
     heads, dim, group = spec.num_kv_heads, spec.head_dim, spec.num_heads // spec.num_kv_heads
     queries = q.index_select(0, tiles.tile_rows).view(num_tiles, heads, group, dim).transpose(0, 1)
-    keys, values = (
+    keys, *rest = (
         from_pool(pool.index_select(1, tiles.blocks), q.dtype).view(heads * num_tiles, width, dim)
-        for pool in (k_pool, v_pool)
+        for pool in (k_pool, v_pool)[: spec.num_pools]
     )
+    values = rest[0] if rest else keys[..., : spec.out_dim]
 
     raw = torch.bmm(queries.reshape(heads * num_tiles, group, dim), keys.mT).view(heads, num_tiles, group, width)
     if spec.softcap is None:
@@ -98,6 +99,6 @@ def attend_tiles(spec: AttentionSpec, tiles: TileBatch, q: Tensor, k_pool: Tenso
     total = torch.zeros_like(top).index_add_(1, tiles.owner, mass * share)
     if spec.sinks is not None:
         total += torch.exp(spec.sinks.float().view(heads, 1, group) - top)
-    weighted = partial.view(heads, num_tiles, group, dim) * share.unsqueeze(-1)
-    out = weighted.new_zeros(heads, num_seqs, group, dim).index_add_(1, tiles.owner, weighted)
-    return (out / total.unsqueeze(-1)).transpose(0, 1).reshape(num_seqs, heads * group, dim).to(q.dtype)
+    weighted = partial.view(heads, num_tiles, group, spec.out_dim) * share.unsqueeze(-1)
+    out = weighted.new_zeros(heads, num_seqs, group, spec.out_dim).index_add_(1, tiles.owner, weighted)
+    return (out / total.unsqueeze(-1)).transpose(0, 1).reshape(num_seqs, heads * group, spec.out_dim).to(q.dtype)

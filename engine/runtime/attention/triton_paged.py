@@ -70,7 +70,12 @@ class TritonPagedAttention(AttentionBackend):
         self._checked: set[tuple[object, ...]] = set()
 
     def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
-        """Raise ConfigError for unsupported head dimensions and types; also check the library."""
+        """Raise ConfigError for unsupported layers and types; also check the library."""
+        if spec.is_latent:
+            raise ConfigError(
+                "--attention-backend 'triton' has no kernel for latents (MLA), which the model caches; use 'auto' or "
+                "'torch'."
+            )
         if spec.head_dim > MAX_HEAD_DIM:
             raise ConfigError(
                 f"--attention-backend 'triton' serves a head_dim of at most {MAX_HEAD_DIM}, and the model's is "

@@ -98,6 +98,30 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (MLA): sizes of its vectors.
+
+    A token's keys and values of all heads are products with one latent of `rank` numbers. Beside it, all heads share one
+    key of `rope_dim` rotated numbers.
+    """
+
+    rank: int
+    nope_dim: int  # of a head's query and key, without positions
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None  # None: queries are one product with the hidden state
+    is_interleaved: bool  # rotated pairs are neighbours, not halves
+    has_split_kv: bool = False  # the checkpoint has k_b_proj, transposed by head, and v_b_proj instead of kv_b_proj
+
+    def num_weights(self, hidden_size: int, num_heads: int) -> int:
+        """Return the elements of a layer's matrices."""
+        query = num_heads * (self.nope_dim + self.rope_dim)
+        queries = query * hidden_size if self.query_rank is None else self.query_rank * (hidden_size + query)
+        latents = hidden_size * (self.rank + self.rope_dim) + num_heads * (self.nope_dim + self.value_dim) * self.rank
+        return queries + latents + num_heads * self.value_dim * hidden_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """One model. Sizes are elements; multipliers are 1 where a family has none."""
 
@@ -127,15 +151,18 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
+    latent: LatentConfig | None = None  # with it num_kv_heads is 1, and head_dim that of a row of the pool
     merged_checkpoint: bool = False  # the checkpoint itself holds q, k, v (and gate, up) as one matrix (Phi-3)
 
     @property
     def num_weights(self) -> int:
         """Return the elements of all matrices, which are nearly all of the allocation."""
-        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        attention = self.hidden_size * (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        if self.latent is not None:
+            attention = self.latent.num_weights(self.hidden_size, self.num_heads)
         mlps = [
             layer.moe.num_weights(self.hidden_size) if layer.moe else 3 * self.hidden_size * self.intermediate_size
             for layer in self.layers
         ]
         embeddings = self.vocab_size * (1 if self.tied_head else 2)
-        return self.hidden_size * (embeddings + len(self.layers) * heads) + sum(mlps)
+        return self.hidden_size * embeddings + len(self.layers) * attention + sum(mlps)

@@ -18,6 +18,7 @@ from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.layers import MLP, Angles, Attention, LayerAdapters, NoNorm, RMSNorm
 from engine.runtime.models.maker import Maker
+from engine.runtime.models.mla import LatentAttention
 from engine.runtime.models.moe import MoE
 from engine.runtime.models.rope import Rotary
 from engine.runtime.native.decoder import NativeDecoder, describe_layer
@@ -55,7 +56,12 @@ class DecoderLayer:
     )
 
     def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
-        self._attention = Attention(index, config, make.within("self_attn"))
+        make_attention = make.within("self_attn")
+        self._attention = (
+            Attention(index, config, make_attention)
+            if config.latent is None
+            else LatentAttention(index, config, config.latent, make_attention)
+        )
         moe = config.layers[index].moe
         self._mlp = MLP(config, make.within("mlp")) if moe is None else MoE(moe, config.hidden_size, make.within("mlp"))
         self._scale = config.residual_multiplier
@@ -86,6 +92,8 @@ class DecoderLayer:
 
     def describe(self, rotary: int | None) -> LayerArgs | None:
         """Describe the layer to the native library, or return None if that cannot compute it."""
+        if isinstance(self._attention, LatentAttention):
+            return None
         mlp, matrices, mixture = self._mlp, [self._attention.qkv, self._attention.o], None
         if isinstance(mlp, MoE):
             mixture = mlp.mixture
@@ -142,6 +150,7 @@ class Decoder:
                 window=settings.window,
                 softcap=config.attention_softcap,
                 sinks=layer.sinks,
+                value_dim=None if config.latent is None else config.latent.rank,
             )
             for layer, settings in zip(self._layers, config.layers, strict=True)
         ]

@@ -6,15 +6,18 @@ refuses by name every setting that it does not implement and that would change t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from engine.core.errors import ModelLoadError
 from engine.runtime.activation import Activation
-from engine.runtime.models.config import LayerConfig, ModelConfig, NormPlacement, QKNorm
+from engine.runtime.models.config import LatentConfig, LayerConfig, ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.expert_settings import (
     Mixtures,
+    deepseek_v2_experts,
+    deepseek_v3_experts,
     glm4_experts,
     gpt_oss_experts,
     mixtral_experts,
@@ -160,6 +163,17 @@ def olmo3(hf: HFConfig) -> ModelConfig:
     )
 
 
+def deepseek_v2(hf: HFConfig) -> ModelConfig:
+    """DeepSeek V2 and V2-Lite."""
+    hf.refuse("mlp_bias", "experts and MLPs of this family have no bias")
+    return _latent_common(hf, deepseek_v2_experts(hf), is_interleaved=True)
+
+
+def deepseek_v3(hf: HFConfig) -> ModelConfig:
+    """DeepSeek V3, R1 and Kimi K2."""
+    return _latent_common(hf, deepseek_v3_experts(hf), is_interleaved=hf.flag("rope_interleave", True))
+
+
 def qwen2_moe(hf: HFConfig) -> ModelConfig:
     """Qwen 1.5 and 2 with experts: one shared expert behind a gate."""
     moes = qwen_experts(hf, num_experts=60, num_chosen=4, width=1408, shared_width=5632)
@@ -245,6 +259,8 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "granite": granite,
     "olmo2": olmo2,
     "olmo3": olmo3,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
     "mixtral": mixtral,
@@ -285,6 +301,38 @@ def _gemma_common(hf: HFConfig) -> ModelConfig:
         norm_offset=True,
         embedding_multiplier=hf.size("hidden_size") ** 0.5,
     )
+
+
+def _latent_common(hf: HFConfig, moes: Mixtures, *, is_interleaved: bool) -> ModelConfig:
+    """Return the settings that the families with latent attention share."""
+    latent = LatentConfig(
+        rank=hf.size("kv_lora_rank", 512),
+        nope_dim=hf.size("qk_nope_head_dim", 128),
+        rope_dim=hf.size("qk_rope_head_dim", 64),
+        value_dim=hf.size("v_head_dim", 128),
+        query_rank=hf.optional_size("q_lora_rank") if "q_lora_rank" in hf.values else 1536,
+        is_interleaved=is_interleaved,
+        has_split_kv=hf.flag("kv_b_split"),
+    )
+    if latent.query_rank is None:
+        hf.refuse("attention_bias", "queries without q_lora_rank have none, and share their matrix with latents")
+    # Only the rotated dimensions of a head have positions.
+    rotated = HFConfig({**hf.values, "head_dim": latent.rope_dim, "num_key_value_heads": 1}, hf.source)
+    return replace(
+        _common(rotated),
+        layers=_layers(rotated, moes=moes),
+        head_dim=latent.rank + latent.rope_dim,
+        attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * _yarn_growth(hf) ** 2,
+        latent=latent,
+    )
+
+
+def _yarn_growth(hf: HFConfig) -> float:
+    """Return the factor by which DeepSeek's YaRN lengthens queries and keys, beside cos and sin."""
+    params = hf.section("rope_parameters" if hf.has("rope_parameters") else "rope_scaling")
+    kind, mscale = params.text("rope_type", params.text("type", "default")), params.number("mscale_all_dim", 0.0)
+    factor = 1.0 if kind == "default" or not mscale else params.positive("factor")
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _num_layers(hf: HFConfig) -> int:

@@ -6,7 +6,8 @@ a step reads them; weights/fill.py loads them in that order. Matrices get their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -57,39 +58,71 @@ class Maker(NamedTuple):
 
         Adapters can change it if it has a place. `dense` is an embedding that a head is tied to.
         """
-        shape, firsts = (sum(rows.values()), num_inputs), accumulate(rows.values(), initial=0)
-        parts = [
-            Bundle(self.prefix + name, first, num, {})
-            for first, (name, num) in zip(firsts, rows.items(), strict=False)  # the last is the end
-        ]
+        shape, parts = (sum(rows.values()), num_inputs), self._parts(rows)
         if place is not None:
             for part in parts:
                 self.targets[part.name] = Target(self.layer, place, part.first_row, part.num_rows, shape, activation)
         linear = Linear(_not_loaded, activation)
-
-        def shapes_of(part: Bundle) -> Mapping[str, tuple[int, ...]]:
-            return self.scheme.shapes(part.name, part.num_rows, num_inputs)
+        empty = Matrix(
+            bundles=parts,
+            shape=shape,
+            dtype=self.dtype,
+            device=self.device,
+            bias=None,
+            activation=activation,
+            is_head=is_head,
+            dense=dense,
+        )
 
         def take(stored: Mapping[str, StoredTensor]) -> None:
-            matrix = Matrix(
-                bundles=[
-                    part._replace(tensors={end: stored[part.name + end] for end in shapes_of(part)}) for part in parts
-                ],
-                shape=shape,
-                dtype=self.dtype,
-                device=self.device,
-                bias=self._bias(parts, stored) if bias else None,
-                activation=activation,
-                is_head=is_head,
-                dense=dense,
-            )
+            matrix = replace(self._filled(empty, stored), bias=self._bias(parts, stored) if bias else None)
             linear.product = self.scheme.product(matrix)
 
-        wanted = {part.name + end: size for part in parts for end, size in shapes_of(part).items()}
+        wanted = self._shapes(empty)
         if bias:
             wanted |= {f"{part.name}.bias": (part.num_rows,) for part in parts}
         self.loads.append(Load(wanted, take))
         return linear
+
+    def weight(self, name: str, num_rows: int, num_inputs: int, take: Callable[[Tensor], object]) -> None:
+        """Hand a matrix [num_rows, num_inputs], dequantised, to `take` once it is loaded."""
+        empty = Matrix(
+            bundles=self._parts({name: num_rows}),
+            shape=(num_rows, num_inputs),
+            dtype=self.dtype,
+            device=self.device,
+            bias=None,
+            activation=None,
+            is_head=False,
+            dense=None,
+        )
+        self.loads.append(
+            Load(self._shapes(empty), lambda stored: take(self.scheme.dense(self._filled(empty, stored))))
+        )
+
+    def _parts(self, rows: Mapping[str, int]) -> list[Bundle]:
+        """Return the parts of a merged matrix, without tensors."""
+        firsts = accumulate(rows.values(), initial=0)
+        return [
+            Bundle(self.prefix + name, first, num, {})
+            for first, (name, num) in zip(firsts, rows.items(), strict=False)  # the last is the end
+        ]
+
+    def _shapes(self, matrix: Matrix) -> dict[str, tuple[int, ...]]:
+        """Return the tensors that store a matrix."""
+        return {
+            part.name + end: size
+            for part in matrix.bundles
+            for end, size in self.scheme.shapes(part.name, part.num_rows, matrix.shape[1]).items()
+        }
+
+    def _filled(self, matrix: Matrix, stored: Mapping[str, StoredTensor]) -> Matrix:
+        """Return a matrix with its stored tensors."""
+        bundles = []
+        for part in matrix.bundles:
+            endings = self.scheme.shapes(part.name, part.num_rows, matrix.shape[1])
+            bundles.append(part._replace(tensors={end: stored[part.name + end] for end in endings}))
+        return replace(matrix, bundles=bundles)
 
     def _bias(self, parts: Sequence[Bundle], stored: Mapping[str, StoredTensor]) -> Tensor:
         bias = torch.empty(sum(part.num_rows for part in parts), dtype=self.dtype, device=self.device)

@@ -236,7 +236,8 @@ INLINE void attend_span(const struct attend_args *a, const struct attend_task *t
 /* The result of one row: sums / mass, a sink counted in. */
 INLINE void finish_row(const struct attend_args *a, const struct attend_task *task, int64_t r, const float *sums,
                        float peak, const float *masses) {
-    int64_t dim = a->pool.head_dim, group = group_of(a), head = task->head * group + r % group;
+    int64_t dim = a->pool.value_dim ? a->pool.value_dim : a->pool.head_dim;
+    int64_t group = group_of(a), head = task->head * group + r % group;
     float mass = sum_f(load_f(masses)), factor = 1.f / mass;
     if (a->sinks) {
         float sink = a->sinks[head] * 1.44269504f, top = fmaxf(peak, sink), share = exp2f(peak - top);

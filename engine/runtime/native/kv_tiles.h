@@ -2,6 +2,7 @@
  *
  * A tile is read in place if it is inside one block. Otherwise (the context's end, or blocks shorter than a tile) its
  * keys are first copied and padded with zeros, so values beyond a sequence's end are never used.
+ * A pool of latents has K alone: a tile of V is a transposed tile of K, made once for all heads.
  * An int8 pool holds numbers from -127 to 127 and a float32 scale a row; its tiles are always widened into copies, to
  * bfloat16 or float32, which hold these numbers exactly. The scales are not multiplied in: K's belong to a column of
  * scores and V's to a column of weights, and there they cost one product a column. */
@@ -46,7 +47,6 @@ INLINE void copy_tile_whole(const struct attend_args *a, const struct attend_tas
                             struct layout l, char *k_tile, char *v_tile) {
     size_t num = (size_t)(end - key), o = (size_t)key % l.block_size, row = l.dim * 4, whole = num / l.pair;
     const char *k = block_at(a, a->pool.k, task, key, l.size) + o * l.lane;
-    const char *v = block_at(a, a->pool.v, task, key, l.size) + o * l.dim * l.size;
     vu keep[NV], index;
     for (int i = 0; i < W; i++) index[i] = (uint32_t)i;
     UNROLL for (int t = 0; t < NV; t++) keep[t] = (vu)(index + (uint32_t)(t * W) < splat_u((uint32_t)num));
@@ -55,6 +55,8 @@ INLINE void copy_tile_whole(const struct attend_args *a, const struct attend_tas
             vu lane = load_u(k + (d * l.block_size + (size_t)(t * W)) * 4) & keep[t];
             memcpy(k_tile + (d * TILE + (size_t)(t * W)) * 4, &lane, sizeof lane);
         }
+    if (!a->pool.v) return;
+    const char *v = block_at(a, a->pool.v, task, key, l.size) + o * l.dim * l.size;
     memcpy(v_tile, v, whole * row);
     memset(v_tile + whole * row, 0, (TILE / l.pair - whole) * row);
     if (num % l.pair)
@@ -75,7 +77,7 @@ static void copy_tile(const struct attend_args *a, const struct attend_task *tas
     for (size_t i = 0; i < (size_t)(end - key); i++) {
         size_t o = (size_t)(key + (int64_t)i) % l.block_size;
         const char *k = block_at(a, a->pool.k, task, key + (int64_t)i, l.size) + o * l.lane;
-        const char *v = block_at(a, a->pool.v, task, key + (int64_t)i, l.size);
+        const char *v = block_at(a, a->pool.v ? a->pool.v : a->pool.k, task, key + (int64_t)i, l.size);
         v += (o / v_pair * l.dim * v_pair + o % v_pair) * l.size;
         char *k_to = k_tile + i * l.lane, *v_to = v_tile + (i / l.pair * l.dim * l.pair + i % l.pair) * l.size;
         if (l.size == 1) {
@@ -84,6 +86,7 @@ static void copy_tile(const struct attend_args *a, const struct attend_task *tas
             continue;
         }
         for (size_t d = 0; d < l.dim / l.pair; d++) memcpy(k_to + d * TILE * 4, k + d * l.block_size * 4, 4);
+        if (!a->pool.v) continue;
         if (l.size == 4)
             memcpy(v_to, v, l.dim * 4);
         else
@@ -149,6 +152,19 @@ static void copy_scales(const struct attend_args *a, const struct attend_task *t
     }
 }
 
+/* Make a tile of V from one of K, whose lanes are `stride` apart. */
+INLINE void transpose_tile(const uint32_t *k, size_t stride, struct layout l, uint32_t *v) {
+    for (size_t d = 0; d < l.dim; d += l.pair, k += stride)
+        for (size_t i = 0; i < TILE; i += l.pair) {
+            uint32_t *to = v + i / l.pair * l.dim + d, one = k[i];
+            to[0] = one;
+            if (l.pair == 1) continue;
+            uint32_t two = k[i + 1];
+            to[0] = (one & 0xffff) | two << 16;
+            to[1] = one >> 16 | (two & 0xffff0000);
+        }
+}
+
 /* The tiles of keys [key, end), read in place where they can be. */
 INLINE struct chunk locate(const struct attend_args *a, const struct attend_task *task, int64_t key, int64_t end,
                            const struct copies *copies, enum kind kind) {
@@ -169,13 +185,18 @@ INLINE struct chunk locate(const struct attend_args *a, const struct attend_task
         const char *k = NULL, *v = NULL;
         if (!is_split && (is_int8 || t < c.num_direct)) { /* int8 is finite, whatever it is, and the scales are zero */
             k = block_at(a, a->pool.k, task, key, l.size) + o * l.lane;
-            v = block_at(a, a->pool.v, task, key, l.size) + o * l.dim * l.size;
+            if (a->pool.v) v = block_at(a, a->pool.v, task, key, l.size) + o * l.dim * l.size;
         } else {
             char *to = is_int8 ? copies->raw : (char *)k_tile;
             copy_tile(a, task, key, end < key + TILE ? end : key + TILE, to, to + tile_bytes);
             k = to, v = to + tile_bytes, k_stride = TILE * l.lane;
         }
         if (is_int8) widen_tile(k, k_stride, v, l.dim, kind, k_tile, v_tile);
+        if (!a->pool.v) {
+            if (l.pair == 1) transpose_tile((const uint32_t *)k, k_stride / 4, (struct layout){.dim = l.dim, .pair = 1}, v_tile);
+            else transpose_tile((const uint32_t *)k, k_stride / 4, (struct layout){.dim = l.dim, .pair = 2}, v_tile);
+            v = (const char *)v_tile;
+        }
         c.k[t] = is_int8 ? k_tile : (const uint32_t *)k;
         c.v[t] = is_int8 ? v_tile : (const uint32_t *)v;
     }

@@ -42,10 +42,12 @@ def _fields(**groups: type) -> Sequence[tuple[str, type]]:
 
 
 class Pool(Structure):
-    """One layer's K and V."""
+    """One layer's K and V, or latents."""
 
     _fields_ = _fields(
-        k__v=c_void_p, head_stride__block_stride__num_kv_heads__head_dim__block_size=c_int64, dtype__is_int8=c_int32
+        k__v=c_void_p,
+        head_stride__block_stride__num_kv_heads__head_dim__block_size__value_dim=c_int64,
+        dtype__is_int8=c_int32,
     )
 
 
@@ -125,6 +127,12 @@ class GemmArgs(Structure):
         ("w", LinearArgs),
         *_fields(x__rows__y=c_void_p, m__x_stride__y_stride=c_int64, y_dtype=c_int32, addends=c_void_p),
     ]
+
+
+class HeadsArgs(Structure):
+    """Each head's product with its matrix."""
+
+    _fields_ = _fields(heads__x__y=c_void_p, num_heads__m__x_stride__x_step__y_stride__y_step=c_int64)
 
 
 class NormArgs(Structure):
@@ -286,6 +294,7 @@ class Library:
         self.store = _entry(functions.quire_store, StoreArgs)
         self.attend = _entry(functions.quire_attend, AttendArgs)
         self.gemm = _entry(functions.quire_gemm, GemmArgs)
+        self.gemm_heads = _entry(functions.quire_gemm_heads, HeadsArgs)
         self.quant_pack = _entry(functions.quire_quant_pack, QuantSource)
         self.dequantise = _entry(functions.quire_dequantise, DequantArgs)
         self.add_rms_norm = _entry(functions.quire_add_rms_norm, NormArgs)

@@ -19,6 +19,7 @@ from engine.runtime.native.library import (
     DTYPES,
     EmbedArgs,
     GemmArgs,
+    HeadsArgs,
     Library,
     LinearArgs,
     NormArgs,
@@ -176,6 +177,37 @@ class PackedLinear(NativeLinear):
         args = EmbedArgs(self._packed.data_ptr(), ids.data_ptr(), out.data_ptr(), *out.shape, self.args.dtype, 1, 1.0)
         self._library.embed(args)
         return out.to(self._packed.dtype)
+
+
+class PackedHeads:
+    """A matrix for each head, [heads, outputs, inputs], in panels."""
+
+    __slots__ = ("_heads", "_library", "_packed")
+
+    def __init__(self, library: Library, weight: Tensor) -> None:
+        """Pack `weight`, whose heads must `fit` PackedLinear."""
+        num_heads, num_outputs, num_inputs = weight.shape
+        assert PackedLinear.fits(weight[0])
+        panels = -(-num_outputs // PANEL) * PANEL
+        self._library, kind, dtype = library, _FORMATS[weight.dtype], DTYPES[weight.dtype]
+        self._packed = library.weights.zeros(num_heads, panels, num_inputs, dtype=weight.dtype)
+        self._heads = (LinearArgs * num_heads)()
+        for args, rows, packed in zip(self._heads, weight, self._packed, strict=True):
+            args.packed, args.n, args.k = packed.data_ptr(), num_outputs, num_inputs
+            args.format, args.dtype = kind, dtype
+            library.gemm_pack(rows.data_ptr(), args)
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Write the products of x [T, heads, inputs] to out [T, heads, outputs]; rows of heads are dense."""
+        linear = self._heads[0]
+        assert x.shape == (len(out), len(self._heads), linear.k)
+        assert out.shape == (len(x), len(self._heads), linear.n)
+        assert x.stride(2) == out.stride(2) == 1
+        assert DTYPES[x.dtype] == DTYPES[out.dtype] == linear.dtype
+        args = HeadsArgs(
+            addressof(self._heads), x.data_ptr(), out.data_ptr(), *x.shape[1::-1], *x.stride()[:2], *out.stride()[:2]
+        )
+        self._library.gemm_heads(args)
 
 
 def _library_for(*tensors: Tensor) -> Library | None:

@@ -183,6 +183,42 @@ EXPORT int32_t quire_gemm(const struct gemm_args *a) {
     return QUIRE_OK;
 }
 
+struct heads_job {
+    const struct heads_args *args;
+    atomic_int out_of_memory;
+};
+
+/* Heads [begin, end), one after the other, each on this thread. */
+static void run_heads(const void *context, int64_t begin, int64_t end) {
+    struct heads_job *job = (struct heads_job *)context;
+    const struct heads_args *a = job->args;
+    for (int64_t head = begin; head < end; head++) {
+        const struct linear *w = &a->heads[head];
+        size_t size = w->dtype == DT_F32 ? 4 : 2;
+        struct gemm_args one = {.w = *w, .m = a->m, .x_stride = a->x_stride, .y_stride = a->y_stride, .y_dtype = w->dtype};
+        one.x = (const char *)a->x + (size_t)(head * a->x_step) * size;
+        one.y = (char *)a->y + (size_t)(head * a->y_step) * size;
+        one.rows = malloc(quire_rows_bytes(&one));
+        if (!one.rows) {
+            atomic_store(&job->out_of_memory, 1);
+            return;
+        }
+        int64_t num_groups = active->gemm_num_groups(&one);
+        active->gemm_pack_rows(&one, 0, num_groups);
+        for (int64_t group = 0; group < num_groups; group += MAX_BLOCK_GROUPS) {
+            int64_t after = group + MAX_BLOCK_GROUPS < num_groups ? group + MAX_BLOCK_GROUPS : num_groups;
+            active->gemm(&one, &(struct gemm_share){0, (w->n + PANEL - 1) / PANEL, group, after});
+        }
+        free(one.rows);
+    }
+}
+
+EXPORT int32_t quire_gemm_heads(const struct heads_args *a) {
+    struct heads_job job = {a, 0};
+    if (a->m > 0) run_ranges(run_heads, &job, a->num_heads, a->heads->n * a->heads->k, WORTH_SHARING);
+    return atomic_load(&job.out_of_memory) ? QUIRE_NO_MEMORY : QUIRE_OK;
+}
+
 struct pack_job {
     const uint32_t *from;
     uint32_t *to;

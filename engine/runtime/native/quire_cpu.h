@@ -28,11 +28,12 @@ enum {
 };
 
 /* One layer's K and V pool. Strides count elements. In an int8 pool a block of one head is followed by a float32 scale
- * for each of its keys; K and V are laid out as those of two bytes are, a lane being two bytes there. */
+ * for each of its keys; K and V are laid out as those of two bytes are, a lane being two bytes there.
+ * A pool of latents has no V: a value is the first `value_dim` numbers of its key. */
 struct pool {
-    void *k, *v;
+    void *k, *v; /* v: NULL for latents */
     int64_t head_stride, block_stride;
-    int64_t num_kv_heads, head_dim, block_size;
+    int64_t num_kv_heads, head_dim, block_size, value_dim;
     int32_t dtype;   /* of queries, new keys and values, and results */
     int32_t is_int8; /* the pool's type: int8 with scales, else `dtype` */
 };
@@ -166,6 +167,14 @@ struct gemm_args {
     int64_t m, x_stride, y_stride;
     int32_t y_dtype;
     const struct addend *addends; /* [m], or NULL */
+};
+
+/* Each head's product with its matrix: y[:, h] = x[:, h] heads[h]^T. Heads lie `x_step` and `y_step` numbers apart. */
+struct heads_args {
+    const struct linear *heads; /* [num_heads], of one shape and dtype, without activation */
+    const void *x;
+    void *y;
+    int64_t num_heads, m, x_stride, x_step, y_stride, y_step;
 };
 
 /* A thread's share of a product: some panels, for some groups of rows. */
@@ -322,6 +331,7 @@ static inline const struct gemm_job *job_of(const struct gemm_job *jobs, int64_t
 /* The entry points that decoder.c calls as well. Each returns a status. */
 #define EXPORT __attribute__((visibility("default")))
 EXPORT int32_t quire_gemm(const struct gemm_args *);
+EXPORT int32_t quire_gemm_heads(const struct heads_args *);
 size_t quire_rows_bytes(const struct gemm_args *);
 EXPORT int32_t quire_low_dtype(const struct linear *up);
 EXPORT int32_t quire_store(const struct store_args *);

@@ -12,10 +12,11 @@ void store_tokens(const struct store_args *a, int64_t token_begin, int64_t token
         for (int64_t head = 0; head < p->num_kv_heads; head++) {
             size_t at = (size_t)(head * p->head_stride) + block * (size_t)p->block_stride;
             const char *k = (const char *)a->k + (size_t)(token * a->k_stride + head * p->head_dim) * size;
-            const char *v = (const char *)a->v + (size_t)(token * a->v_stride + head * p->head_dim) * size;
             char *k_to = (char *)p->k + at * size + o * 4;
-            char *v_to = (char *)p->v + (at + o / v_pair * dim * v_pair + o % v_pair) * size;
             for (size_t l = 0; l < dim / pair; l++) memcpy(k_to + l * bs * 4, k + l * 4, 4);
+            if (!p->v) continue;
+            const char *v = (const char *)a->v + (size_t)(token * a->v_stride + head * p->head_dim) * size;
+            char *v_to = (char *)p->v + (at + o / v_pair * dim * v_pair + o % v_pair) * size;
             if (size == 4)
                 memcpy(v_to, v, dim * 4);
             else

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from engine.core.errors import InvalidRequestError, OverloadedError, shorten
 from engine.core.types import Grammar
 from engine.text.grammars.cache import GrammarCache
-from engine.text.grammars.spec import ANY_OBJECT, GrammarKind, GrammarSpec
+from engine.text.grammars.spec import ANY_OBJECT, MAX_TEXT, GrammarKind, GrammarSpec
 from engine.text.grammars.trial import GrammarError, GrammarTrial, SlowError, VocabularySource
 from engine.text.tokenizer import TextTokenizer
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_TEXT = 64 << 10  # characters of a grammar; masks of a constant this long still take 20 ms
 QUICK_S = 0.1  # of CPU time: ten times what a common schema takes
 MAX_TRIAL_S = 1.0  # of CPU time: four times what the largest sensible schema takes
 MAX_WAITING = 64

@@ -44,6 +44,7 @@ class GrammarSpec(NamedTuple):
         return cls(GrammarKind.LARK, text)
 
 
+MAX_TEXT = 64 << 10  # characters of a grammar; masks of a constant this long still take 20 ms
 ANY_OBJECT = GrammarSpec.of_json_schema({"type": "object"})
 
 # Keywords that say whether an object may have further properties.
@@ -92,3 +93,29 @@ def _close(schema: Any) -> Any:
     if isinstance(schema.get("properties"), dict) and not any(key in schema for key in (*_FURTHER, *_ELSEWHERE)):
         closed["additionalProperties"] = False
     return closed
+
+
+_ANNOTATIONS = ("description", "title", "examples", "$comment")
+_INNER = (*_SINGLE, *_LISTED, "allOf", "not", "if", "then", "else", "unevaluatedProperties")
+
+
+def drop_annotations(schema: Any) -> Any:
+    """Return a schema without texts that no grammar depends on, which are most of many schemas."""
+    try:
+        return _drop_annotations(schema)
+    except RecursionError:  # it is refused when it is compiled
+        return schema
+
+
+def _drop_annotations(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_drop_annotations(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            kept[key] = {name: _drop_annotations(inner) for name, inner in value.items()}
+        elif key not in _ANNOTATIONS:
+            kept[key] = _drop_annotations(value) if key in _INNER else value
+    return kept

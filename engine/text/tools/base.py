@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from engine.text.grammars.spec import close_schema
+from engine.text.grammars.spec import close_schema, drop_annotations
 from engine.text.piece_parser import PieceParser, first_of, held_back
 from engine.text.types import CallArguments, CallBegin, Content, Piece
 
@@ -54,7 +54,8 @@ class OfferedTool(NamedTuple):
 
 def embedded(schema: Mapping[str, Any], **options: Any) -> str:
     """Return Lark that embeds a schema, with text that looks like GBNF escaped."""
-    return "%json " + json.dumps({**schema, "x-guidance": options or _BETWEEN}).replace("::=", ":\\u003a=")
+    whole = {**drop_annotations(schema), "x-guidance": options or _BETWEEN}
+    return "%json " + json.dumps(whole).replace("::=", ":\\u003a=")
 
 
 def literal(mark: str, special_tokens: Mapping[str, int]) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from engine.core.errors import InvalidRequestError
-from engine.text.grammars.spec import GrammarSpec
+from engine.text.grammars.spec import MAX_TEXT, GrammarSpec
 from engine.text.tools.base import MAX_CALLS, OfferedTool, ToolFormat, embedded, repeated
 from engine.text.tools.json_calls import FORCED, forced_objects
 
@@ -24,16 +24,24 @@ def forced_grammar(
     They are in the model's format where it can enforce the schemas, else a list of JSON objects.
     """
     num_calls = max_calls or MAX_CALLS
-    try:
-        calls = None if tool_format is None else tool_format.forced(tools, special_tokens, max_calls=num_calls)
-    except InvalidRequestError:
-        calls = None
-    if tool_format is None or calls is None or (answer is not None and not tool_format.may_answer_instead):
-        tool_format = FORCED
-        calls = [f'calls: "[" {repeated("call", ", ", num_calls - 1)} "]"', *forced_objects(tools)]
-    lines = ["start: calls" + (" | answer" if answer else ""), *calls]
-    if answer is not None:
-        schema = json.loads(answer.text)
-        spacing = {"whitespace_pattern": answer.whitespace} if answer.whitespace else {"whitespace_flexible": False}
-        lines.append(f"answer: {embedded({} if schema is True else schema, **spacing, lenient=answer.is_lenient)}")
-    return "\n".join(lines), tool_format
+    calls = None
+    if tool_format is not None and (answer is None or tool_format.may_answer_instead):
+        try:
+            calls = tool_format.forced(tools, special_tokens, max_calls=num_calls)
+        except InvalidRequestError:
+            calls = None
+    lines = _lines(calls, answer) if calls else []
+    if tool_format is not None and lines and sum(map(len, lines)) + len(lines) <= MAX_TEXT:
+        return "\n".join(lines), tool_format
+    calls = [f'calls: "[" {repeated("call", ", ", num_calls - 1)} "]"', *forced_objects(tools)]
+    return "\n".join(_lines(calls, answer)), FORCED
+
+
+def _lines(calls: list[str], answer: GrammarSpec | None) -> list[str]:
+    """Return the lines of a grammar of calls, or an answer instead."""
+    if answer is None:
+        return ["start: calls", *calls]
+    schema = json.loads(answer.text)
+    spacing = {"whitespace_pattern": answer.whitespace} if answer.whitespace else {"whitespace_flexible": False}
+    instead = embedded({} if schema is True else schema, **spacing, lenient=answer.is_lenient)
+    return ["start: calls | answer", *calls, f"answer: {instead}"]

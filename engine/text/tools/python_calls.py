@@ -31,7 +31,7 @@ from engine.text.tools.base import (
 )
 from engine.text.tools.python_literals import LiteralReader
 from engine.text.tools.schema_types import types_of
-from engine.text.tools.text_values import check_is_closed, properties_of, refusal, required_of
+from engine.text.tools.text_values import check_is_closed, properties_of, refusal, required_of, self_contained
 from engine.text.types import Piece
 
 _NAME = r"[a-zA-Z_][a-zA-Z0-9_.-]{0,127}"
@@ -307,9 +307,8 @@ def _value(name: str, schema: object, tool: OfferedTool) -> str:
     types = types_of(tool.parameters, name)
     if types in ({"boolean"}, {"null"}) and isinstance(schema, Mapping) and not schema.keys() & {"enum", "const"}:
         return '("True" | "False")' if "boolean" in types else '"None"'
-    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    whole = {**shared, **schema} if isinstance(schema, Mapping) else shared
-    return embedded(whole, **SPACING, lenient=not tool.strict)
+    spacing = SPACING if not types or types & {"array", "object"} else {}  # of which other values have none
+    return embedded(self_contained(name, schema, tool.parameters), **spacing, lenient=not tool.strict)
 
 
 def _bare_head(tools: Sequence[OfferedTool]) -> str:

@@ -99,9 +99,9 @@ class KimiFormat(SectionFormat):
         return self.openings[0] in template or "<|im_system|>tool_declare" in template
 
     def fit(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages with ids of the model's own shape.
+        """Return the messages with ids as the model writes them.
 
-        Clients may bring conversations with ids of another server, in whose sight the model's answers get worse.
+        Conversations from another server have other ids, and with these the model's answers get worse.
         """
         return with_ids(messages, _kimi_id)
 

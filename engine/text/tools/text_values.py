@@ -6,6 +6,7 @@ Parameters become the members of a JSON object, of the types in the tool's schem
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -97,6 +98,8 @@ _UNENFORCED = (
     "pattern", "format", "minLength", "maxLength", "contentEncoding", "contentMediaType", "allOf", "not", "if",
 )  # fmt: skip
 _RESTRICTING = ("type", "enum", "const", "$ref", "anyOf", "oneOf", *_UNENFORCED)  # others do not restrict a string
+_DEFINITIONS = ("$defs", "definitions")
+_REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 _MAX_PARTS = 1024  # of a string's alternatives: a few references can make billions
 
 
@@ -141,9 +144,7 @@ class ValueGrammar(NamedTuple):
         parameters = tool.parameters
         types = types_of(parameters, name)
         if "string" not in types:
-            shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
-            whole = {**shared, **schema} if isinstance(schema, Mapping) else shared
-            return embedded(whole, lenient=not tool.strict)
+            return embedded(self_contained(name, schema, parameters), lenient=not tool.strict)
         if types - {"string", "null"}:
             why = f"the string {name!r} cannot be told from {' or '.join(sorted(types - {'string'}))}"
             raise refusal(why, "give it one type")
@@ -167,6 +168,20 @@ def required_of(parameters: Mapping[str, Any]) -> Sequence[Any]:
     """Return the names of the parameters that every call has."""
     required = parameters.get("required")
     return required if isinstance(required, list) else ()
+
+
+def self_contained(name: str, schema: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's schema with the definitions that it refers to."""
+    if not isinstance(schema, Mapping):
+        return {}
+    written = json.dumps(schema)
+    if '"$ref"' not in written:
+        return dict(schema)
+    shared = {key: parameters[key] for key in _DEFINITIONS if key in parameters}
+    for reference in _REFERENCE.findall(written + json.dumps(shared)):
+        if not reference.startswith(tuple(f"#/{key}/" for key in _DEFINITIONS)):
+            raise refusal(f"{name!r} cannot refer to {reference}", "move that into $defs")
+    return {**shared, **schema}
 
 
 def check_is_closed(tool: OfferedTool) -> None:

@@ -1,0 +1,318 @@
+"""Multi-head latent attention: the traps, the pool, and the same bits in any batch.
+
+tests/cpu/test_models_families.py compares whole models with transformers, test_attention.py the backends with their
+definition.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.core.errors import ConfigError
+from engine.core.scheduler import Scheduler
+from engine.core.stats import PreemptionKind
+from engine.runtime.attention import table
+from engine.runtime.attention.reference import dense_attention
+from engine.runtime.attention.table import load_backend
+from engine.runtime.kv_cache import KVCache, block_bytes, resolve_kv_dtype
+from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.models.config import ModelConfig
+from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.families import read_config
+from engine.runtime.models.maker import Maker
+from engine.runtime.models.mla import LatentAttention
+from engine.runtime.native.library import Library, native
+from engine.runtime.schemes.base import Scheme
+from engine.runtime.weights.checkpoint import StoredTensor
+from tests.cpu.model_driver import Served, make_runner, request, serve, settings
+from tests.cpu.test_attention import empty_pools, make_batch, make_tables
+from tests.cpu.test_models_families import CASES, load, logits_of, save_tiny
+
+CPU = torch.device("cpu")
+V2_LITE = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 102_400,
+    "hidden_size": 2048,
+    "intermediate_size": 10_944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163_840,
+    "rope_theta": 10_000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+def config_of(**changes: Any) -> ModelConfig:
+    return read_config(V2_LITE | changes, "config.json")
+
+
+def spec_of(config: ModelConfig) -> AttentionSpec:
+    assert config.latent is not None
+    return AttentionSpec(config.num_heads, 1, config.head_dim, config.attention_scale, value_dim=config.latent.rank)
+
+
+class Weights:
+    """Random weights of one layer of attention, in float64, and the layer filled with them in any type."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        latent = config.latent
+        assert latent is not None
+        self.config, self.latent = config, latent
+        make = Maker(torch.float64, CPU, Scheme(), loads=[], targets={})
+        LatentAttention(0, config, latent, make)
+        torch.manual_seed(4)
+        self.tensors: dict[str, Tensor] = {}
+        for name, shape in (item for part in make.loads for item in part.shapes.items()):
+            noise = torch.randn(shape, dtype=torch.float64)
+            self.tensors[name] = 1 + noise / 5 if "norm" in name else noise / shape[1] ** 0.5
+
+    def layer(self, dtype: torch.dtype) -> LatentAttention:
+        make = Maker(dtype, CPU, Scheme(), loads=[], targets={})
+        layer = LatentAttention(0, self.config, self.latent, make)
+        stored = {
+            name: StoredTensor(name, tuple(x.shape), x.nbytes, "", lambda to, x=x: to.copy_(x))
+            for name, x in self.tensors.items()
+        }
+        for part in make.loads:
+            part.take({name: stored[name] for name in part.shapes})
+        return layer
+
+    def naive(self, x: Tensor, angles: Tensor) -> Tensor:
+        """The definition: keys and values of every head expanded, and complex numbers rotated pair by pair."""
+        w, latent, heads = self.tensors, self.latent, self.config.num_heads
+        rank, nope, num = latent.rank, latent.nope_dim, len(x)
+
+        def norm(x: Tensor, name: str) -> Tensor:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w[name]
+
+        q = (
+            x @ w["q_proj.weight"].T
+            if latent.query_rank is None
+            else (norm(x @ w["q_a_proj.weight"].T, "q_a_layernorm.weight") @ w["q_b_proj.weight"].T)
+        )
+        q = q.view(num, heads, -1)
+        row = x @ w["kv_a_proj_with_mqa.weight"].T
+        expanded = (norm(row[:, :rank], "kv_a_layernorm.weight") @ w["kv_b_proj.weight"].T).view(num, heads, -1)
+
+        def turn(x: Tensor) -> Tensor:
+            first, second = x.chunk(2, -1) if not latent.is_interleaved else (x[..., 0::2], x[..., 1::2])
+            return torch.view_as_real(
+                torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None]
+            ).flatten(-2)
+
+        shared = turn(row[:, None, rank:]).expand(-1, heads, -1)
+        queries = torch.cat((q[..., :nope], turn(q[..., nope:])), -1)
+        keys = torch.cat((expanded[..., :nope], shared), -1)
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.config.attention_scale
+        scores = scores.masked_fill(torch.ones(num, num, dtype=torch.bool).triu(1), -torch.inf)
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), expanded[..., nope:])
+        return mixed.flatten(1) @ w["o_proj.weight"].T
+
+
+class OverOwnRows:
+    """Attention over the rows of one call, in float64 or by a backend over a pool."""
+
+    from_projected = None
+    paged_step = None
+
+    def __init__(self, spec: AttentionSpec, backend: str | None = None) -> None:
+        self.spec, self.backend = spec, backend
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.backend is None:
+            return dense_attention(self.spec, q, k, v, 0)
+        backend, steps = load_backend(self.backend, CPU), [(0, len(q))]
+        backend.prepare(make_batch(steps, make_tables(steps, 16, is_scattered=True), 16))
+        pools = empty_pools(backend, self.spec, 96, 16, q.dtype)
+        return backend.attend(self.spec, q, k, v, *pools)
+
+
+def run(weights: Weights, x: Tensor, angles: Tensor, dtype: torch.dtype, backend: str | None = None) -> Tensor:
+    cos, sin = (
+        part.to(dtype) for part in (torch.cat((angles, angles), -1).cos(), torch.cat((-angles.sin(), angles.sin()), -1))
+    )
+    with torch.inference_mode():
+        return weights.layer(dtype)(x.to(dtype), (cos, sin), OverOwnRows(spec_of(weights.config), backend))
+
+
+@pytest.mark.parametrize("is_interleaved", [True, False])
+@pytest.mark.parametrize("query_rank", [None, 48])
+def test_absorbed_is_naive(query_rank: int | None, is_interleaved: bool) -> None:
+    """In float64, to its last digits: nothing but the order of sums differs."""
+    config = config_of(model_type="deepseek_v3", hidden_size=96, num_attention_heads=6, q_lora_rank=query_rank,
+                       rope_interleave=is_interleaved, kv_lora_rank=40, qk_nope_head_dim=20, qk_rope_head_dim=8,
+                       v_head_dim=28, n_routed_experts=256, num_experts_per_tok=8)  # fmt: skip
+    weights = Weights(config)
+    x, angles = torch.randn(30, 96, dtype=torch.float64), torch.rand(30, 4, dtype=torch.float64) * 6
+    expected = weights.naive(x, angles)
+    torch.testing.assert_close(run(weights, x, angles, torch.float64), expected, atol=1e-12, rtol=1e-12)
+    assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize(
+    "backend", ["cpu", pytest.param("cpu_native", marks=pytest.mark.skipif(native() is None, reason="no library"))]
+)
+def test_bfloat16_is_bounded(backend: str) -> None:
+    """With the sizes of V2-Lite's heads, rounding costs less than a hundredth of the results."""
+    weights = Weights(config_of(hidden_size=256))
+    x, angles = torch.randn(50, 256, dtype=torch.float64), torch.rand(50, 32, dtype=torch.float64) * 6
+    expected = weights.naive(x, angles)
+    found = run(weights, x, angles, torch.bfloat16, backend).double()
+    assert (found - expected).square().mean() < 1e-4 * expected.square().mean()
+    exact = run(weights, x, angles, torch.float32, backend).double()
+    assert (exact - expected).square().mean() < 1e-11 * expected.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("rope", "scale"),
+    [
+        (V2_LITE["rope_scaling"], 192**-0.5 * (0.1 * 0.707 * 3.6888794541139363 + 1) ** 2),
+        ({**V2_LITE["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0}, 0.1352337788608801),  # V3's
+        ({"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}, 192**-0.5),
+        (None, 192**-0.5),
+    ],
+)
+def test_yarn_enters_the_scale(rope: dict[str, Any] | None, scale: float) -> None:
+    config = config_of(rope_scaling=rope)
+    assert config.attention_scale == pytest.approx(scale, rel=1e-12)
+    assert config.layers[0].rope is not None
+    _, magnitude = config.layers[0].rope.frequencies(4096)
+    is_in_scale = rope is not None and "mscale_all_dim" in rope
+    assert magnitude == pytest.approx(1.0 if is_in_scale or rope is None else 0.1 * 3.6888794541139363 + 1)
+
+
+def test_a_token_takes_576_numbers_a_layer() -> None:
+    config = config_of()
+    specs = [spec_of(config)] * 27
+    assert config.head_dim == 576
+    assert block_bytes(specs, 16, torch.bfloat16) == 16 * 27 * 576 * 2
+    for name in ("cpu", "reference", *(["cpu_native"] if native() else [])):
+        pool = KVCache(
+            specs[:2], load_backend(name, CPU), num_blocks=3, block_size=16, dtype=torch.bfloat16, device=CPU
+        )
+        assert sum(view.nbytes for view in pool.blocks) == 3 * 16 * 2 * 576 * 2
+
+
+def test_sizes_and_weights_of_v2_lite() -> None:
+    """15.7 billion parameters, as published."""
+    assert config_of().num_weights == pytest.approx(15.7e9, rel=5e-3)
+
+
+def test_narrow_pools_and_triton_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [spec_of(config_of())]
+    for setting in ("int8", "fp8"):
+        with pytest.raises(ConfigError, match=r"latents \(MLA\)"):
+            resolve_kv_dtype(setting, torch.bfloat16, specs)
+    assert resolve_kv_dtype("auto", torch.bfloat16, specs) is torch.bfloat16
+    monkeypatch.setattr(table, "has_triton", lambda device: True)
+    cuda = torch.device("cuda")
+    assert table._best(cuda, specs) == "torch"
+    assert table._best(cuda, ()) == "triton"
+
+
+def test_a_bias_without_a_query_latent_is_refused() -> None:
+    with pytest.raises(Exception, match="attention_bias"):
+        config_of(attention_bias=True)
+
+
+def test_every_instruction_set(library: Library) -> None:
+    """Prompt, chunk and decode, in float32 and bfloat16: contexts that end inside a tile, blocks shorter than one."""
+    torch.manual_seed(1)
+    spec = AttentionSpec(10, 1, 72, 0.2, value_dim=56)
+    for block_size, dtype in ((16, torch.bfloat16), (32, torch.float32), (4, torch.bfloat16), (1, torch.float32)):
+        backend = load_backend("cpu_native", CPU)
+        keys, queries = (torch.randn(150, heads, 72).to(dtype) for heads in (1, 10))
+        length = min(150, 95 * block_size)
+        tables = make_tables([(0, length)], block_size, is_scattered=True)
+        pools = empty_pools(backend, spec, 96, block_size, dtype)
+        for begin, end in ((0, length - 40), (length - 40, length - 1), (length - 1, length)):
+            backend.prepare(make_batch([(begin, end - begin)], tables, block_size))
+            out = backend.attend(spec, queries[begin:end], keys[begin:end], keys[begin:end], *pools)
+            expected = dense_attention(spec, queries[begin:end], keys[:end], keys[:end, :, :56], begin)
+            tolerance = 2e-5 if dtype is torch.float32 else 2e-2
+            torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_split_kv_b_is_the_same_model(tmp_path: Path) -> None:
+    """GGUF files hold the part for keys transposed, and the part for values beside it."""
+    save_tiny(CASES["deepseek_v3"], tmp_path)
+    ids = torch.randint(3, 128, (20,), generator=torch.Generator().manual_seed(1))
+    expected = logits_of(load(tmp_path), ids, [20])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if "kv_b_proj" in name]:
+        keys, values = tensors.pop(name).view(4, 12 + 16, 24).split((12, 16), 1)
+        tensors[name.replace("kv_b", "k_b")] = keys.mT.reshape(4 * 24, 12).contiguous()
+        tensors[name.replace("kv_b", "v_b")] = values.reshape(4 * 16, 24).contiguous()
+    save_file(tensors, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"kv_b_split": True}))
+    torch.testing.assert_close(logits_of(load(tmp_path), ids, [20]), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = tmp_path_factory.mktemp("deepseek")
+    save_tiny(CASES["deepseek_v3"], folder)
+    return load(folder, quantization="int8") if native() else load(folder)
+
+
+def said(served: Served) -> dict[tuple[str, int], tuple[list[int], list[float]]]:
+    """Ids and log probabilities, to the last bit."""
+    return {
+        key: (served.ids[key], [entry.logprob for event in events for entry in event.logprobs or ()])
+        for key, events in served.events.items()
+    }
+
+
+@pytest.mark.skipif(native() is None, reason="the native kernels promise the same bits")
+def test_text_is_the_same_alone_busy_chunked_preempted_swapped_and_on_a_hit(tiny: Decoder) -> None:
+    asked = [
+        request(f"{i}-{kind}", [(7 * i + j) % 120 + 3 for j in range(length)], max_tokens=10, seed=i, logprobs=1,
+                temperature=temperature, n=n)
+        for i, length in enumerate((5, 23, 41))
+        for kind, temperature, n in (("greedy", 0.0, 1), ("sampled", 1.0, 2))
+    ]  # fmt: skip
+    alone = {}
+    for one in asked:
+        alone |= said(serve(tiny, settings(), [one]))
+    regimes = {
+        "busy": settings(max_num_seqs=12),
+        "chunked": settings(max_num_batched_tokens=11),
+        "preempting": settings(num_blocks=17, max_model_len=60),
+        "swapping": settings(num_blocks=17, max_model_len=60, num_host_blocks=60),
+        "uncached": settings(enable_prefix_caching=False),
+    }
+    for name, config in regimes.items():
+        scheduler = Scheduler(config)
+        served = serve(tiny, config, asked, apart=1, scheduler=scheduler, runner=make_runner(tiny, config))
+        assert said(served) == alone, name
+        preempted = scheduler.stats.preempted
+        assert (preempted[PreemptionKind.RECOMPUTE] > 0) == (name == "preempting")
+        assert (preempted[PreemptionKind.SWAP] > 0) == (name == "swapping")
