@@ -31,9 +31,10 @@ from engine.runtime.weights.expert_names import expert_parts
 from engine.runtime.weights.hf_config import HFConfig
 from tests.cpu.lora_folders import load_adapter, save_adapter
 from tests.cpu.model_driver import request, serve, settings
-from tests.cpu.test_models_families import CASES, load, logits_of, save_tiny
+from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny
 
 CPU = torch.device("cpu")
+WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "glm4_moe")
 HIDDEN = 64
 IDS = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(1))
 
@@ -343,6 +344,22 @@ def test_random_weights_and_sizes_count_experts(tmp_path: Path) -> None:
     engine_config = EngineConfig(model=str(tmp_path), load_format="dummy")
     with pytest.raises(MemoryBudgetError, match="GiB of weights"):
         load_model(engine_config, CPU, torch.float32, lambda progress: None)
+
+
+MIXTURES = {case.config: case for case in CASES.values() if case.build().model_type in WITH_EXPERTS}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("has_settings", [True, False])
+def test_keys_that_a_config_leaves_out_are_transformers_defaults(kind: str, has_settings: bool) -> None:
+    case = replace(MIXTURES[kind], settings=MIXTURES[kind].settings if has_settings else {})
+    config = case.build()
+    short = {**SIZES, **config.to_diff_dict()}
+    for key in ("layer_types", "rope_parameters"):
+        if not has_settings:
+            short.pop(key, None)
+    assert len(short) < len(config.to_dict())
+    assert read_config(short, "config.json") == read_config(config.to_dict(), "config.json")
 
 
 @pytest.mark.parametrize(

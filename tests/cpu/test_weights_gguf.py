@@ -41,6 +41,12 @@ NAMES = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.router": "ffn_gate_inp",
@@ -64,9 +70,52 @@ GLM4 = {
     "expert_gating_func": 2,
 }
 
+
+def deepseek(name: str, *, is_split: bool, **settings: Any) -> tuple[Case, dict[str, str], dict[str, Any]]:
+    """DeepSeek's metadata; files since 2025 have kv_b in two, and other keys for the widths of a head."""
+    case = Case(CASES[name].config, CASES[name].settings | settings)
+    config = case.build()
+    head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    extra = {
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": head_dim,
+        "attention.value_length": config.v_head_dim,
+    }
+    if is_split:
+        extra |= {
+            "attention.head_count_kv": 1,
+            "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+            "attention.value_length": config.kv_lora_rank,
+            "attention.key_length_mla": head_dim,
+            "attention.value_length_mla": config.v_head_dim,
+        }
+    if config.q_lora_rank:
+        extra["attention.q_lora_rank"] = config.q_lora_rank
+    if config.model_type == "deepseek_v3":
+        extra |= {"expert_gating_func": 2, "expert_weights_norm": True}
+    if config.n_group and config.n_group > 1:
+        extra |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
+    scaling = config.rope_parameters
+    if scaling["rope_type"] == "yarn":
+        extra |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": scaling["factor"],
+            "rope.scaling.original_context_length": scaling["original_max_position_embeddings"],
+            "rope.scaling.yarn_log_multiplier": 0.1 * scaling["mscale_all_dim"],
+        }
+    return case, {} if is_split else {"whole": "attn_kv_b"}, extra
+
+
 YARN_AS_IT_IS = rope(
     "yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, truncate=False
 )
+DEEPSEEK_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.75, mscale_all_dim=0.75)
 
 # architecture, and perhaps what is special: the model, names that differ, metadata beyond the common
 ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
@@ -125,6 +174,9 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
             "expert_group_used_count": 2,
         },
     ),
+    "deepseek2": deepseek("deepseek_v3", is_split=True, **DEEPSEEK_YARN),
+    "deepseek2/v2": deepseek("deepseek_v2", is_split=True),
+    "deepseek2/lite": deepseek("deepseek_v2-lite", is_split=False, n_group=1, topk_group=1, **DEEPSEEK_YARN),
     "glm4moe/air": (CASES["glm4-moe-air"], BEFORE_MLP, {**GLM4, "expert_shared_count": 2}),
 }
 
@@ -144,10 +196,12 @@ def write(
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if "attention.head_count_kv" not in extra:
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
+    if "attention.key_length" not in extra:
+        writer.add_key_length(head_dim)
     theta = (config.rope_parameters or {}).get("rope_theta")
     if theta and "rope.freq_base" not in extra:
         writer.add_rope_freq_base(theta)
@@ -191,6 +245,12 @@ def converted_in_layer(
         return
     if name.endswith("e_score_correction_bias"):
         yield "exp_probs_b.bias", values
+        return
+    if name == "self_attn.kv_b_proj.weight" and "whole" not in table:
+        keys = config.qk_nope_head_dim
+        heads = values.reshape(config.num_attention_heads, keys + config.v_head_dim, -1)
+        yield "attn_k_b.weight", heads[:, :keys].swapaxes(1, 2)
+        yield "attn_v_b.weight", heads[:, keys:]
         return
     stem, ending = name.rsplit(".", 1)
     if stem.endswith(("q_proj", "k_proj")) and arch in ("llama", "mistral3", "granite", "granitemoe", "smollm3"):

@@ -117,7 +117,7 @@ GOOD = [
     ("pythonic", r"""[weather(city='a"b\'\n\x41\101\u00e9\N{BULLET}\d', days=-3, exact=True, tags=["x", 'y',], where={'a': (1, None), 2: .5}, note=None)]""",
      [["weather", json.dumps({"city": 'a"b\'\nAAé•\\d', "days": -3, "exact": True, "tags": ["x", "y"], "where": {"a": [1, None], "2": 0.5}, "note": None}, ensure_ascii=False)]]),
     ("pythonic", '[weather(city="""a\n"b" """, note=\'\', days=0x1F)]', [["weather", '{"city": "a\\n\\"b\\" ", "note": "", "days": 31}']]),
-    ("pythonic", "[weather(city=r'\\d', note=f'{x}', unit=u'C')]", [["weather", '{"city": "\\\\d", "note": "{x}", "unit": "C"}']]),
+    ("pythonic", "[weather(city=r'\\n', note=f'{x}', unit=u'C')]", [["weather", '{"city": "\\\\n", "note": "{x}", "unit": "C"}']]),
     ("pythonic", "[weather(city='[(,)]', tags=[])]", [["weather", '{"city": "[(,)]", "tags": []}']]),
     ("pythonic", "[weather(city='x\ny', from=1)]", [["weather", '{"city": "x\\ny", "from": 1}']]),
     ("pythonic", "[weather(city='Ro", [["weather", '{"city": "Ro']]),

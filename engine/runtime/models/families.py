@@ -34,6 +34,7 @@ _ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
     "gelu": Activation.GELU,
 }
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -222,7 +223,10 @@ def gpt_oss(hf: HFConfig) -> ModelConfig:
     """gpt-oss: attention sinks, windows on even layers, biases, and a clamped activation."""
     types = [_FULL if i % 2 else _SLIDING for i in range(_num_layers(hf))]
     bias, head_dim = hf.flag("attention_bias", True), hf.size("head_dim", 64)
-    hf = HFConfig({"sliding_window": 128, **hf.values, "head_dim": head_dim}, hf.source)
+    values = {"sliding_window": 128, **hf.values, "head_dim": head_dim}
+    if not (hf.has("rope_parameters") or hf.has("rope_scaling")):
+        values["rope_scaling"] = _GPT_OSS_ROPE
+    hf = HFConfig(values, hf.source)
     ropes = [_rope(hf, theta=150_000.0)] * _num_layers(hf)
     return replace(
         _common(hf),

@@ -90,9 +90,7 @@ class ToolFormat(ABC):
 
     name: str
     aliases: tuple[str, ...] = ()  # further names of the setting
-    signs: tuple[
-        str, ...
-    ] = ()  # a chat template with all of these texts teaches the format; without any it is not detected
+    signs: tuple[str, ...] = ()  # texts of every chat template that teaches the format; none: it is not detected
     id_length: int = 0  # of a call's id, where templates insist on one
     openings: tuple[str, ...] = ()  # the marks that begin calls
     ends_thoughts: bool = False  # such a mark ends thoughts that were not closed

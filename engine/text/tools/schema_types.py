@@ -70,7 +70,7 @@ def type_name(value: Any) -> str:
 def json_of(text: str, types: frozenset[str]) -> str:
     """Return a text as JSON: of the first type that allows it, else any JSON, else a string.
 
-    Where text is allowed, other types come first, except that nothing but a string can be in a string's place.
+    Types other than string are tried first. If string is the only type, the text is a string.
     """
     stripped = text.strip()
     if types != STRING:
