@@ -26,7 +26,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.step import StepResult
 from engine.core.types import Progress
 from engine.loop import Engine
-from engine.model_source import resolve_model_path
+from engine.model_source import fetch_models
 from engine.recording import RecordingFile, RecordingScheduler, check_path
 from engine.runtime import kv_cache
 from engine.runtime.attention.table import describe_choice, load_backend
@@ -80,7 +80,7 @@ _MAX_QUEUED_POOLS = 8  # prompt tokens that may wait, in multiples of the pool's
 
 def check_foreign(config: EngineConfig) -> None:
     """Raise ModelLoadError if the model needs transformers' code, which cannot run it; reads its config alone."""
-    path = resolve_model_path(config.model, config.revision, weights=False)
+    path = Path(config.model)
     if is_native(config, read_model_config(path, config.load_format), path):
         return
     from engine.runtime.models.transformers_adapter import read_foreign_config
@@ -128,8 +128,12 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
 
     Raises ConfigError, ModelLoadError or MemoryBudgetError, each with a sentence that says what to change.
     """
+    config = fetch_models(config, report)
     device, dtype = _prepare_device(config, report)
     model = load_model(config, device, dtype, report)
+    if device.type == "cuda" and any(spec.is_latent for spec in model.attention_specs):
+        choice = describe_choice(config.attention_backend, device, model.attention_specs)
+        report(Progress("attention", f"{choice}; Triton has no kernel for the model's latents"))
     _share_threads(config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
     parts = _Parts(config, report, device, model, speculation, _captures(config, model, device))

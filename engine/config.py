@@ -45,6 +45,12 @@ class EngineConfig:
 
     model: str
     revision: str | None = _model(None, "REV", "branch, tag or commit of a Hugging Face id", unset="its main branch")
+    download_dir: str | None = _model(
+        None,
+        "DIR",
+        "folder for models of the hub, in the layout of its cache",
+        unset="$HF_HUB_CACHE, else ~/.cache/huggingface/hub",
+    )
     load_format: str = _model(
         "auto",
         "",

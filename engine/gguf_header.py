@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ def read_header(path: Path) -> GGUFHeader:
     try:
         check_regular(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data).header()
+            return _Reader(data).header({})
     except OSError as error:
         raise ModelLoadError(f"The model file {path} cannot be read: {reason(error)}.") from None
     except (ValueError, struct.error) as error:  # ValueError also for an empty file, which cannot be mapped
@@ -53,22 +54,32 @@ def read_header(path: Path) -> GGUFHeader:
         ) from None
 
 
+def read_first_values(data: bytes) -> dict[str, Any]:
+    """Return the keys and values that the first bytes of a file hold; empty if it is no GGUF file."""
+    found: dict[str, Any] = {}
+    with suppress(ValueError, struct.error):  # the rest is not there
+        _Reader(data).header(found)
+    return found
+
+
 class _Reader:
     """Reads the header once, from the first byte."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, data: mmap.mmap | bytes) -> None:
         self._data = data
         self._at = 0
 
-    def header(self) -> GGUFHeader:
-        """Return the header. Raises ValueError or struct.error for an invalid one."""
+    def header(self, metadata: dict[str, Any]) -> GGUFHeader:
+        """Return the header, its values put into `metadata`. Raises ValueError or struct.error for an invalid one."""
         if self._take(4) != b"GGUF":
             raise ValueError("it does not start with 'GGUF'")
         version = self._number("I")
         if version not in _VERSIONS:
             raise ValueError(f"its version is {version}; {' and '.join(map(str, _VERSIONS))} are known")
         num_tensors, num_keys = self._number("Q"), self._number("Q")
-        metadata = {self._string(): self._value(self._number("I")) for _ in range(num_keys)}
+        for _ in range(num_keys):
+            name = self._string()
+            metadata[name] = self._value(self._number("I"))
         infos = [self._info() for _ in range(num_tensors)]
         if len({info.name for info in infos}) != num_tensors:
             raise ValueError("it holds two tensors of one name")

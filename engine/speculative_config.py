@@ -49,6 +49,15 @@ class SpeculativeConfig:
             raise ConfigError(f"{_FLAG}: {stray} is for the method {other}, and the method is {method}; leave it out.")
         return cls(**{**_filled(values), "method": method})
 
+    def with_model(self, path: str) -> dict[str, Any]:
+        """Return the configuration as --speculative-config, with a local draft model."""
+        return {
+            "method": self.method,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "model": path,
+            "quantization": self.quantization,
+        }
+
     def check_vocabulary(self, num_tokens: int, of_target: int) -> None:
         """Raise ConfigError if the draft model has another vocabulary than the model."""
         if num_tokens != of_target:

@@ -1,13 +1,15 @@
 """Reports the progress of start-up by bars and log lines.
 
-Runs on the main thread, before the server listens. On a terminal a bar shows what can be counted; everywhere, each stage
-that is done is one log line, so that a collector sees the same stages.
+Runs on the main thread, before the server listens. On a terminal a bar shows what can be counted, elsewhere a line every
+ten seconds does. Everywhere, each stage that is done is one log line.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import final
 
@@ -19,6 +21,7 @@ from engine.core.types import Progress
 
 log = logging.getLogger("quire.startup")
 
+LINE_EVERY_S = 10.0  # where no bar shows the progress of a long stage
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
@@ -26,7 +29,7 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 class StartupProgress:
     """A context manager around loading; build_engine calls its `report`."""
 
-    def __init__(self, *, show_bars: bool | None = None) -> None:
+    def __init__(self, *, show_bars: bool | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         show = sys.stderr.isatty() if show_bars is None else show_bars
         columns = (
             TextColumn("{task.description:12}"),
@@ -36,6 +39,9 @@ class StartupProgress:
         )
         self._bars = Bars(*columns, console=Console(stderr=True), transient=True) if show else None
         self._tasks: dict[str, TaskID] = {}
+        self._clock = clock
+        self._said: Progress | None = None
+        self._said_s = clock()
 
     def __enter__(self) -> StartupProgress:
         if self._bars:
@@ -49,14 +55,18 @@ class StartupProgress:
             self._bars.stop()
 
     def report(self, progress: Progress) -> None:
-        """Move the stage's bar, and log the stage once it is complete."""
+        """Move the stage's bar, or log where it stands; log the stage once it is complete."""
         title = progress.stage.replace("_", " ")
         if progress.total and self._bars:
             task = self._tasks.get(progress.stage)
-            if task is None:
-                task = self._tasks[progress.stage] = self._bars.add_task(title, total=progress.total, count="")
+            if task is None:  # begun where the stage stands, which may be resumed: the rate counts from there
+                new = self._bars.add_task(title, total=progress.total, completed=progress.done, count=_count(progress))
+                self._tasks[progress.stage] = task = new
             self._bars.update(task, completed=progress.done, total=progress.total, count=_count(progress))
-        if progress.done >= progress.total:
+        is_due = not self._bars and self._clock() - self._said_s >= LINE_EVERY_S
+        if (progress.done >= progress.total or is_due) and progress != self._said:
+            self._said = progress
+            self._said_s = self._clock()
             log.info("%s: %s", title, _count(progress) if progress.total else progress.detail)
 
 

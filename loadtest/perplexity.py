@@ -90,14 +90,15 @@ def cut_windows(tokens: Sequence[int], prefix: Sequence[int], size: int) -> Iter
 
 def _measure(settings: str, options: argparse.Namespace, text: str) -> Score:
     from engine.config import EngineConfig  # here, because other commands need neither torch nor pydantic
-    from engine.model_source import find_model
+    from engine.model_source import fetch, find_model
     from engine.setting import declared
     from engine.text.tokenizer import load_tokenizer
     from quire import LLM, SamplingParams
     from server.settings.flags import load_settings
 
     given = load_settings([*([options.model] if options.model else []), *shlex.split(settings)])
-    tokenizer = load_tokenizer(given.tokenizer or find_model(given.model).path, revision=given.revision)
+    source, revision = (given.tokenizer, None) if given.tokenizer else (find_model(given.model).path, given.revision)
+    tokenizer = load_tokenizer(str(fetch(source, revision, given.download_dir, weights=False)))
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) < options.tokens:
         raise PerplexityError(f"The text has {len(tokens)} tokens, fewer than --tokens {options.tokens}.")

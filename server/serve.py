@@ -15,8 +15,9 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,7 @@ from engine.config import EngineConfig
 from engine.core.errors import ConfigError, QuireError
 from engine.core.types import Progress
 from engine.model_check import ModelFacts, check_model
-from engine.model_source import check_tokenizer_source, find_model
+from engine.model_source import check_tokenizer_source, fetch, fetch_models, find_model, local_path
 from server.batches.folder import DataFolder
 from server.settings.app_config import AppConfig
 from server.settings.files import check_folder, read_setting_file
@@ -153,7 +154,8 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
     app_config = plan.app
     gc.disable()  # objects made at start-up stay: collecting among them took 0.3 s; hide_from_collector enables it
     name = app_config.served_model_names[0]
-    log.info("loading %s from %s", name, app_config.model)
+    is_local = local_path(app_config.model) is not None
+    log.info("loading %s%s", name, f" from {app_config.model}" if is_local or name != app_config.model else "")
     engine, tokenizer = _load(plan)
     tokenizer.hold_to(engine.vocab_size)
     from server.app import create_app
@@ -182,10 +184,12 @@ def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
     thread finds them half imported. So the front is loaded on a thread (0.4 s of Python while the native library reads and
     packs weights without the GIL) only if the engine needs no transformers.
     """
-    from engine.build import build_engine
     from engine.startup_progress import StartupProgress
 
     with StartupProgress() as startup:
+        plan = _fetch(plan, startup.report)
+        from engine.build import build_engine  # torch, seconds
+
         if not plan.model.is_native:
             from engine.build import check_foreign
 
@@ -204,6 +208,16 @@ def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
             return engine, front.result()
 
 
+def _fetch(plan: _Plan, report: Callable[[Progress], None]) -> _Plan:
+    """Return the plan with local paths for models of the hub, checked again with all their files. Raises QuireError."""
+    engine, serve_config = fetch_models(plan.engine, report), plan.serve
+    if serve_config.tokenizer is not None:
+        path = fetch(serve_config.tokenizer, None, engine.download_dir, report, weights=False)
+        serve_config = replace(serve_config, tokenizer=str(path))
+    model = plan.model if engine is plan.engine else check_model(engine)
+    return plan._replace(engine=engine, serve=serve_config, model=model)
+
+
 def _load_front(plan: _Plan) -> TextTokenizer:
     """Return the tokenizer, and import the modules of the HTTP side."""
     import server.app
@@ -214,7 +228,6 @@ def _load_front(plan: _Plan) -> TextTokenizer:
     serve_config = plan.serve
     tokenizer = load_tokenizer(
         serve_config.tokenizer or plan.engine.model,
-        revision=plan.engine.revision if serve_config.tokenizer is None else None,
         chat_template=plan.chat_template,
         model_sampling=serve_config.generation_config == "auto",
     )

@@ -33,7 +33,7 @@ from engine.llm.job import Job, RequestOutput
 from engine.llm.params import SamplingParams
 from engine.loop import Engine
 from engine.model_check import check_model
-from engine.model_source import find_model
+from engine.model_source import fetch_models, find_model
 from engine.setting import declared, expand, features
 from engine.startup_progress import StartupProgress
 from engine.text.channels import CHANNEL_NAMES
@@ -86,8 +86,9 @@ class LLM:
         from engine.build import build_engine  # torch, seconds
 
         with StartupProgress() as startup:
+            config = fetch_models(config, startup.report)
             built = build_engine(config, startup.report)
-            text = load_tokenizer(tokenizer or source.path, revision=config.revision, chat_template=chat_template)
+            text = load_tokenizer(tokenizer or config.model, chat_template=chat_template)
             text.hold_to(built.vocab_size)
             check_draft_tokenizer(text, config.speculative_config)
         self._engine = built

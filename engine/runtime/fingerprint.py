@@ -14,7 +14,6 @@ from pathlib import Path
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.model_source import resolve_model_path
 from engine.runtime.native.library import native
 from engine.runtime.weights.formats import SUFFIXES
 
@@ -27,7 +26,7 @@ def fingerprint(config: EngineConfig, dtype: str, blocks: Sequence[Tensor]) -> s
     library = native()
     facts = {
         "version": _VERSION,
-        "weights": _files(resolve_model_path(config.model, config.revision)),
+        "weights": _files(Path(config.model)),
         "load_format": config.load_format,
         "seed": config.seed if config.load_format == "dummy" else None,
         "model_impl": config.model_impl,

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder or id, or of a GGUF file."""
+"""The tokenizer of a model folder or of a GGUF file."""
 
 from __future__ import annotations
 
@@ -131,16 +131,14 @@ class TextTokenizer:
         return token.replace("▁", " ").encode()
 
 
-def load_tokenizer(
-    source: str, *, revision: str | None = None, chat_template: str | None = None, model_sampling: bool = False
-) -> TextTokenizer:
-    """Return the tokenizer of a file, folder or hub id. Raises ModelLoadError.
+def load_tokenizer(source: str, *, chat_template: str | None = None, model_sampling: bool = False) -> TextTokenizer:
+    """Return the tokenizer of a local file or folder. Raises ModelLoadError.
 
     `chat_template` replaces the source's. Sampling defaults are OpenAI's unless `model_sampling` asks for those of the
     source's generation_config, so that a request means the same on every model.
     """
-    from_file = Path(source).suffix == ".gguf"
-    backend, vocabulary = _from_gguf(Path(source)) if from_file else _from_hugging_face(source, revision)
+    path = Path(source)
+    backend, vocabulary = _from_gguf(path) if path.suffix == ".gguf" else _from_folder(path)
     defaults = vocabulary.sampling_defaults if model_sampling else SamplingDefaults()
     template = chat_template or vocabulary.chat_template
     return TextTokenizer(backend, replace(vocabulary, chat_template=template, sampling_defaults=defaults))
@@ -152,7 +150,7 @@ def check_draft_tokenizer(tokenizer: TextTokenizer, speculative_config: str | Ma
     if asked is None or asked.model is None:
         return
     try:
-        other = load_tokenizer(asked.model, revision=asked.revision)
+        other = load_tokenizer(asked.model)
     except ModelLoadError:
         return  # a folder of weights alone; the engine compares the vocabulary sizes
     if other.encode(PROBE, add_special_tokens=False) != tokenizer.encode(PROBE, add_special_tokens=False):
@@ -190,26 +188,25 @@ def _turn_ends(control: Mapping[str, int], named: set[int]) -> frozenset[int]:
     return frozenset(ends)
 
 
-def _from_hugging_face(source: str, revision: str | None) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
-    if Path(source).is_dir():
-        check_entries(Path(source))
+def _from_folder(folder: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
+    check_entries(folder)
     from transformers import AutoTokenizer  # seconds to import; a GGUF file does without
 
     try:
-        loaded = AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises OSError, ValueError, KeyError and others
         reason = " ".join(str(error).split()).rstrip(".")
-        if Path(source).is_dir() and not any(Path(source).glob("*token*")):
+        if not any(folder.glob("*token*")):
             reason = "the folder has no tokenizer.json"  # for which the library's message is very long
         raise ModelLoadError(
-            f"The tokenizer of {source!r} cannot be loaded: {reason}; name another with --tokenizer."
+            f"The tokenizer of {str(folder)!r} cannot be loaded: {reason}; name another with --tokenizer."
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
-        raise ModelLoadError(f"The tokenizer of {source!r} has no fast version; name another with --tokenizer.")
-    generation = _json_file(source, "generation_config.json", revision)
+        raise ModelLoadError(f"The tokenizer of {str(folder)!r} has no fast version; name another with --tokenizer.")
+    generation = _json_file(folder / "generation_config.json")
     ends: set[int] = set() if loaded.eos_token_id is None else {loaded.eos_token_id}
-    for config in (generation, _json_file(source, "config.json", revision)):
+    for config in (generation, _json_file(folder / "config.json")):
         named = config.get("eos_token_id")
         ends.update(token_id for token_id in (named if isinstance(named, list) else [named]) if type(token_id) is int)
     template = loaded.chat_template
@@ -222,13 +219,12 @@ def _from_hugging_face(source: str, revision: str | None) -> tuple[tokenizers.To
     )
 
 
-def _json_file(source: str, name: str, revision: str | None) -> dict[str, Any]:
+def _json_file(path: Path) -> dict[str, Any]:
     """Return the content of a small file beside the tokenizer; empty if there is none."""
-    from transformers.utils import cached_file
-
-    path = cached_file(source, name, revision=revision or "main", _raise_exceptions_for_missing_entries=False)
     try:
-        content = read_json(Path(path)) if path else {}
+        content = read_json(path)
+    except FileNotFoundError:
+        return {}
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON: {error}.") from error
     return content if isinstance(content, dict) else {}

@@ -12,8 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
-from engine.model_check import check_model
-from engine.model_source import resolve_model_path
+from engine.model_source import fetch
 from engine.runtime import linear
 from engine.runtime.models import load as load_module
 from engine.runtime.models.decoder import Decoder
@@ -157,7 +156,7 @@ def test_a_cpu_takes_one_of_the_two_types_it_computes_in(tmp_path: Path) -> None
 
 
 def test_where_a_model_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve_model_path(str(tmp_path)) == tmp_path
+    assert fetch(str(tmp_path)) == tmp_path
     (tmp_path / "notes.txt").write_text("no model")
     for name, sentence in {
         str(tmp_path / "nowhere"): "does not exist",
@@ -166,31 +165,7 @@ def test_where_a_model_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         str(tmp_path / "notes.txt"): r"is a \.txt file; name a model folder or a \.gguf file",
     }.items():
         with pytest.raises(ModelLoadError, match=sentence):
-            resolve_model_path(name)
-
-
-def test_a_model_of_the_hub_is_refused_before_its_weights_are_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetched: list[str] = []
-
-    def fetch(model: str, *, allow_patterns: list[str], **_: object) -> str:
-        fetched.extend(allow_patterns)
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    write_config(tmp_path, model_type="bert")
-    with pytest.raises(ModelLoadError, match="'bert' is an encoder"):
-        check_model(EngineConfig(model="some/encoder"))
-    assert "*.json" in fetched
-    assert "*.safetensors" not in fetched
-
-
-def test_a_hub_name_without_a_network_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelLoadError, match="could not be fetched from the Hugging Face hub") as refusal:
-        resolve_model_path("nobody/nothing-at-all")
-    assert "\n" not in str(refusal.value)
+            fetch(name)
 
 
 @pytest.mark.parametrize(

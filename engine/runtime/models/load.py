@@ -12,7 +12,6 @@ import torch
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress
-from engine.model_source import resolve_model_path
 from engine.runtime.lazy import load
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config, require_readable, servable
@@ -32,7 +31,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> CausalLM:
     """Build the model on `device` in `dtype` and fill it, reporting progress to `report`."""
-    path = resolve_model_path(config.model, config.revision)
+    path = Path(config.model)
     file_format = choose_format(config.load_format, path)
     checkpoint = file_format.open(path, config.seed)
     checkpoint.config = servable(checkpoint.config)
@@ -85,7 +84,7 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     """Return --dtype; auto is the checkpoint's, but on a CPU bfloat16 only if it multiplies it."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
-    model = read_model_config(resolve_model_path(config.model, config.revision), config.load_format)
+    model = read_model_config(Path(config.model), config.load_format)
     name = str(model.values.get("dtype") or model.values.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in _DTYPES:
         raise ModelLoadError(f"{model.source}: dtype {name!r} is not one of {', '.join(_DTYPES)}; set --dtype.")

@@ -27,11 +27,7 @@ def hf_config(
     source: str,
 ) -> tuple[str, dict[str, Any]]:
     """Return the architecture and its config, from metadata, shapes and rope factors."""
-    arch = HFConfig(metadata, source).text("general.architecture")
-    if arch not in _ARCHITECTURES:
-        raise ModelLoadError(
-            f"{source}: architecture {arch!r} is not supported in GGUF files; Quire reads {', '.join(_ARCHITECTURES)}."
-        )
+    arch = check_architecture(metadata, source)
     prefix = f"{arch}."
     own = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
     meta = HFConfig(own, f"{source}, {arch}")
@@ -40,7 +36,17 @@ def hf_config(
     if "token_embd.weight" not in shapes:
         raise ModelLoadError(f"{source} has no tensor 'token_embd.weight'; it is not a language model.")
     file = _File(meta, shapes, ropes)
-    return arch, {"model_type": arch} | _common(file) | _ARCHITECTURES[arch](file)
+    return arch, {"model_type": arch} | _common(file) | ARCHITECTURES[arch](file)
+
+
+def check_architecture(metadata: Mapping[str, Any], source: str) -> str:
+    """Return the architecture of a file. Raises ModelLoadError for one that is not read."""
+    arch = HFConfig(metadata, source).text("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise ModelLoadError(
+            f"{source}: architecture {arch!r} is not supported in GGUF files; Quire reads {', '.join(ARCHITECTURES)}."
+        )
+    return arch
 
 
 def _common(file: _File) -> dict[str, Any]:
@@ -296,7 +302,7 @@ def _deepseek2(file: _File) -> dict[str, Any]:
 
 
 # What each architecture has beside the common settings, and its name on the hub if that is another.
-_ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
+ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _as_named,
     "qwen3": _as_named,

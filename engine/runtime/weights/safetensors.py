@@ -149,7 +149,7 @@ def _weight_files(folder: Path) -> list[Path]:
     """Return a checkpoint's safetensors files, one or shards. Raises ModelLoadError."""
     single, index = folder / "model.safetensors", folder / _INDEX
     if index.exists():
-        files = [folder / name for name in _shard_names(index)]
+        files = [folder / name for name in shard_names(index)]
     else:
         files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not files:
@@ -170,7 +170,8 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _shard_names(index: Path) -> list[str]:
+def shard_names(index: Path) -> list[str]:
+    """Return the files that an index names. Raises ModelLoadError."""
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{index} has no 'weight_map' that says which file holds which tensor.")

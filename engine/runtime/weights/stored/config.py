@@ -17,7 +17,7 @@ from engine.regular_file import read_object
 from engine.runtime.weights.hf_config import HFConfig
 
 _MAX_BYTES = 64 << 20
-_BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  # files beside config.json
+BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  # files beside config.json
 _GPTQ_BITS, _PACKED_BITS = (2, 3, 4, 8), range(1, 9)
 _GPTQ_FORMATS = {"gptq": 1, "gemm": 1, "gptq_v2": 0}  # to the number that is added to stored zero points
 _MODELOPT = (
@@ -100,7 +100,7 @@ def _in_config(config: HFConfig) -> HFConfig | None:
 
 
 def _beside(folder: Path) -> HFConfig | None:
-    for name in _BESIDE:
+    for name in BESIDE:
         path = folder / name
         if not path.exists():
             continue

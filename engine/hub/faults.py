@@ -1,0 +1,92 @@
+"""Turns the errors of a hub, a network and a disk into sentences for the person who starts Quire.
+
+huggingface_hub and its HTTP library have no common base class of errors, so any exception of a request is passed here.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+
+from engine.regular_file import reason
+from engine.runtime.weights.formats import LOCAL
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_RETRIED = (408, 429)  # and those from 500 on
+
+
+def is_offline(error: Exception) -> bool:
+    """Return whether HF_HUB_OFFLINE forbade a request."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    return isinstance(error, OfflineModeIsEnabled)
+
+
+def is_transient(error: Exception) -> bool:
+    """Return whether a request that failed so may succeed when it is made again."""
+    from huggingface_hub.errors import HTTPError
+
+    status = _status(error)
+    return status >= 500 or status in _RETRIED if status else isinstance(error, HTTPError)
+
+
+def why(error: Exception) -> str:
+    """Return the error in a few words."""
+    if status := _status(error):
+        return f"HTTP {status}"
+    text = re.sub(r"^\[Errno -?\d+\] ", "", " ".join(str(error).split())) or type(error).__name__
+    return f"{text:.160}".rstrip(".")
+
+
+def sentence(error: Exception, repo: str, store: Path, revision: str | None = None) -> str:
+    """Return what went wrong with a repository, and what to do."""
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.errors import HTTPError
+
+    cache = store.parent
+    if is_offline(error):
+        return f"HF_HUB_OFFLINE is set, and {repo!r} is not in the cache, {cache}; unset it, or name {LOCAL}."
+    if status := _status(error):
+        return _refusal(error, status, repo, revision)
+    if isinstance(error, (HTTPError, TimeoutError)):
+        return (
+            f"The hub at {ENDPOINT} cannot be reached ({why(error)}), so {repo!r} cannot be fetched; check the network and "
+            f"HF_ENDPOINT, or name {LOCAL}."
+        )
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return (
+            f"{cache} is full; free some space, or name another folder with --download-dir. The part of {repo!r} that is "
+            "there is kept, and the next start resumes it."
+        )
+    if isinstance(error, OSError):
+        return f"{cache} cannot be written: {reason(error)}; name another folder with --download-dir."
+    return f"{ENDPOINT} does not answer as a model hub does ({why(error)}); check HF_ENDPOINT."
+
+
+def _refusal(error: Exception, status: int, repo: str, revision: str | None) -> str:
+    """Return the sentence for an answer of the hub that is an error."""
+    from huggingface_hub import get_token
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return f"{repo!r} is gated: accept its terms at {ENDPOINT}/{repo}, and set HF_TOKEN to a token of that account."
+    if isinstance(error, RevisionNotFoundError):
+        return f"--revision is {revision!r}, which {repo!r} does not have; leave it out for the main branch."
+    if isinstance(error, RepositoryNotFoundError) or status == 404:
+        token = "the token in use may not read it" if get_token() else "private, which needs a token in HF_TOKEN"
+        spelling = "check the spelling" if "/" in repo else "ids have two parts, as Qwen/Qwen3-0.6B has"
+        return f"{repo!r} is not on {ENDPOINT}, or {token}; {spelling}, or name {LOCAL}."
+    if status in (401, 403):
+        return f"{ENDPOINT} refuses {repo!r} (HTTP {status}); set HF_TOKEN to a token that may read it."
+    if status == 429:
+        return f"{ENDPOINT} has had too many requests from here (HTTP 429); try again later, or set HF_TOKEN."
+    return f"{ENDPOINT} answers HTTP {status}, so {repo!r} cannot be fetched; try again later, or name {LOCAL}."
+
+
+def _status(error: Exception) -> int:
+    """Return the HTTP status of an error; 0 if there was no answer."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return error.response.status_code if isinstance(error, HfHubHTTPError) else 0

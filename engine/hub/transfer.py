@@ -1,0 +1,239 @@
+"""Fetches files of the hub into its cache, resuming what a lost connection or an earlier start left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from engine.core.errors import ModelLoadError
+from engine.core.types import Progress
+from engine.hub.faults import is_transient, why
+from engine.hub.listing import ANSWER_S, RemoteFile, safe_name
+from engine.startup_progress import human_bytes
+from engine.version import VERSION
+
+if TYPE_CHECKING:
+    from httpx2 import Response  # huggingface_hub's HTTP library
+
+log = logging.getLogger("quire.hub")
+
+Report = Callable[[Progress], None]
+
+STALLED_S = 10.0  # how long a transfer may stand still, before it is resumed
+RETRY_S = 1.0
+MAX_RETRIES = 5  # of a file, without a byte received in between
+_NUM_THREADS = 4
+_POLL_S = 0.1
+
+
+@contextmanager
+def open_file(repo: str, commit: str, name: str, start: int, end: int | None = None) -> Iterator[Response]:
+    """Yield the response with a file's bytes from `start` on. Raises the libraries' errors."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    headers = build_hf_headers(library_name="quire", library_version=VERSION)
+    headers["Accept-Encoding"] = "identity"  # sizes and ranges are those of the file
+    if start or end is not None:
+        headers["Range"] = f"bytes={start}-{'' if end is None else end}"
+    url = hf_hub_url(repo, name, revision=commit)
+    with get_session().stream("GET", url, headers=headers, timeout=STALLED_S) as response:
+        hf_raise_for_status(response)
+        yield response
+
+
+class _StoppedError(Exception):
+    """Another file failed, or the user stopped the start."""
+
+
+class Transfer:
+    """Fetches files on threads, each into `blobs/DIGEST.incomplete`, which a later start resumes."""
+
+    def __init__(self, repo: str, commit: str, store: Path, files: Mapping[str, RemoteFile]) -> None:
+        self._repo = repo
+        self._commit = commit
+        self._store = store
+        self._files = {name: self._described(name, file) for name, file in files.items()}
+        self._have = {name: self._size_here(file) for name, file in self._files.items()}
+        self._todo = deque(self._files)
+        self._stop = threading.Event()
+        self._failure: Exception | None = None
+
+    def run(self, report: Report | None) -> None:
+        """Fetch all files; report the bytes of all of them. Raises the libraries' errors."""
+        total = sum(size for size, _ in self._files.values())
+        self._check_space(total - sum(self._have.values()))
+        if report:
+            report(Progress("download", self._describe(total)))
+        threads = [threading.Thread(target=self._work, name="hub", daemon=True) for _ in range(_NUM_THREADS)]
+        for thread in threads:
+            thread.start()
+        try:
+            while busy := [thread for thread in threads if thread.is_alive()]:
+                busy[0].join(_POLL_S)
+                done = sum(self._have.values())
+                if report and done < total:
+                    report(Progress("download", "", done, total, "bytes"))
+        finally:
+            self._stop.set()
+        if self._failure is not None:
+            raise self._failure
+        if report:
+            report(Progress("download", "", total, total, "bytes"))
+
+    def _described(self, name: str, file: RemoteFile) -> tuple[int, str]:
+        """Return a file's size and digest, asking for them if the listing had none."""
+        if file.size is not None and file.digest is not None:
+            return file.size, file.digest
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        found = get_hf_file_metadata(hf_hub_url(self._repo, name, revision=self._commit), timeout=ANSWER_S)
+        if found.size is None or found.etag is None:
+            raise ValueError(f"it gives neither size nor ETag of {name}")
+        return found.size, safe_name(found.etag)
+
+    def _size_here(self, file: tuple[int, str]) -> int:
+        """Return how many bytes of a file are in the cache."""
+        size, digest = file
+        blob = self._store / "blobs" / digest
+        for path in (blob, _partial(blob)):
+            if path.exists():
+                return min(path.stat().st_size, size)
+        return 0
+
+    def _check_space(self, num_bytes: int) -> None:
+        folder = next(path for path in (self._store, *self._store.parents) if path.exists())
+        free = shutil.disk_usage(folder).free
+        if free < num_bytes:
+            raise ModelLoadError(
+                f"{self._repo!r} needs {human_bytes(num_bytes)} more in {self._store.parent}, where {human_bytes(free)} are "
+                "free; free some space, or name another folder with --download-dir."
+            )
+
+    def _describe(self, total: int) -> str:
+        from huggingface_hub.constants import ENDPOINT
+
+        first = max(self._files, key=lambda name: self._files[name][0])
+        others = f" and {len(self._files) - 1} others" if len(self._files) > 1 else ""
+        here = sum(self._have.values())
+        resumed = f", {human_bytes(here)} of them here already" if here else ""
+        return f"{first}{others}, {human_bytes(total)}{resumed}, from {ENDPOINT} to {self._store.parent}"
+
+    def _work(self) -> None:
+        """Fetch files until none is left, or one fails."""
+        while not self._stop.is_set():
+            try:
+                name = self._todo.popleft()
+            except IndexError:
+                return
+            try:
+                self._fetch(name)
+            except _StoppedError:
+                return
+            except Exception as error:  # raised on the caller's thread
+                self._failure = self._failure or error
+                self._stop.set()
+
+    def _fetch(self, name: str) -> None:
+        """Fetch one file into the cache, unless another process has, and link it into the snapshot."""
+        from huggingface_hub.utils import WeakFileLock
+
+        size, digest = self._files[name]
+        blob = self._store / "blobs" / digest
+        lock = self._store.parent / ".locks" / self._store.name / f"{digest}.lock"
+        for folder in (blob.parent, lock.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):
+            if not blob.exists():
+                with _partial(blob).open("ab") as file:
+                    self._receive(name, file, size)
+                _partial(blob).replace(blob)
+        self._have[name] = size
+        link = self._store / "snapshots" / self._commit / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            link.symlink_to(os.path.relpath(blob, link.parent))
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            blob.replace(link)
+
+    def _receive(self, name: str, file: IO[bytes], size: int) -> None:
+        """Append the rest of a file, resuming whenever the connection is lost."""
+        if file.tell() > size:  # of another program's transfer
+            _empty(file)
+        num_retries = 0
+        while file.tell() < size:
+            start = file.tell()
+            lost = self._attempt(name, file, size)
+            if lost is None:
+                return
+            num_retries = 0 if file.tell() > start else num_retries + 1
+            if num_retries > MAX_RETRIES:
+                raise lost
+            at = human_bytes(file.tell())
+            log.warning("the transfer of %s was interrupted at %s (%s); resuming it", name, at, why(lost))
+            if num_retries and self._stop.wait(RETRY_S):
+                raise _StoppedError
+
+    def _attempt(self, name: str, file: IO[bytes], size: int) -> Exception | None:
+        """Append the rest of a file; return the error after which it can be resumed, if there was one."""
+        try:
+            self._append(name, file, size)
+        except Exception as error:  # the libraries' errors have no common base
+            if not is_transient(error):
+                raise
+            return error
+        return None
+
+    def _append(self, name: str, file: IO[bytes], size: int) -> None:
+        """Append to a file until the connection ends. Raises for a file that is not as long as listed."""
+        start = file.tell()
+        with open_file(self._repo, self._commit, name, start) as response:
+            if start and response.status_code != 206:  # the server does not resume
+                start = _empty(file)
+            found = _total(response)
+            if found is not None and found != size:
+                _empty(file)
+                raise self._wrong_size(name, found, size)
+            self._have[name] = start
+            for piece in response.iter_bytes():
+                if self._stop.is_set():
+                    raise _StoppedError
+                file.write(piece)
+                self._have[name] += len(piece)
+        file.flush()
+        if self._have[name] != size:
+            _empty(file)
+            raise self._wrong_size(name, self._have[name], size)
+
+    def _wrong_size(self, name: str, found: int, size: int) -> ModelLoadError:
+        return ModelLoadError(
+            f"The hub sends {found} bytes for {name} of {self._repo!r}, which it lists with {size}; try again later, or name "
+            "another --revision."
+        )
+
+
+def _total(response: Response) -> int | None:
+    """Return the size of the whole file, as the response states it."""
+    stated = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers.get("Content-Length", "")
+    return int(stated) if stated.isdecimal() else None
+
+
+def _empty(file: IO[bytes]) -> int:
+    """Discard the content of a file; returns its position."""
+    file.seek(0)
+    file.truncate()
+    return 0
+
+
+def _partial(blob: Path) -> Path:
+    """Return the file that a blob is received into."""
+    return blob.with_name(f"{blob.name}.incomplete")

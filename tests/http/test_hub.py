@@ -1,0 +1,392 @@
+"""Models of the hub, from a hub on loopback: what is fetched, what is resumed, and one sentence for each fault."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.errors import ConfigError, ModelLoadError
+from engine.core.types import Progress
+from engine.hub import listing, transfer
+from engine.hub.model import open_model
+from engine.model_check import check_model
+from engine.model_source import fetch, fetch_models
+from engine.startup_progress import StartupProgress
+from tests.fake_hub import COMMIT, FakeHub, digest, fake_hub
+from tests.patience import PATIENCE_S
+
+WEIGHTS = bytes(range(256)) * 1200  # 300 KiB, several reads of a connection
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+INDEX = json.dumps({"weight_map": {"a": SHARDS[0], "b": SHARDS[1]}}).encode()
+LLAMA = {
+    "model_type": "llama", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+CONFIG = {"config.json": json.dumps(LLAMA).encode()}
+SMALL = CONFIG | {"tokenizer.json": b"{}", "merges.txt": b"a b", "chat_template.jinja": b"{{ messages }}"}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub that is the one the libraries know, with an empty cache."""
+    with fake_hub() as served:
+        point_to(monkeypatch, served.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setattr(transfer, "RETRY_S", 0)
+        monkeypatch.setattr(listing, "ANSWER_S", PATIENCE_S)
+        open_model.cache_clear()
+        yield served
+
+
+def point_to(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+def again(model: str = "org/model", **more: str) -> Path:
+    """Fetch a model as the next start would: nothing is remembered but the cache."""
+    open_model.cache_clear()
+    return fetch(model, **more)
+
+
+def refused(model: str = "org/model", revision: str | None = None) -> str:
+    open_model.cache_clear()
+    with pytest.raises(ModelLoadError) as refusal:
+        fetch(model, revision)
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
+
+
+def partial_file() -> Path:
+    """What an earlier start left of WEIGHTS would be here."""
+    store = Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--org--model"
+    path = store / "blobs" / f"{digest(WEIGHTS)}.incomplete"
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def test_a_folder_is_fetched_without_what_it_does_not_need(hub: FakeHub) -> None:
+    needed = {**SMALL, "model.safetensors.index.json": INDEX, SHARDS[0]: WEIGHTS, SHARDS[1]: b"b"}
+    others = dict.fromkeys(("pytorch_model.bin", "consolidated.safetensors", "model.fp16.safetensors", "onnx/model.safetensors", "original/params.json", "README.md", "model.gguf", "x.py", "flax_model.msgpack"), b"not needed")  # fmt: skip
+    hub.repos["org/model"] = needed | others
+    told: list[Progress] = []
+    folder = fetch("org/model", report=told.append)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == needed
+    assert hub.named("org/model") == sorted(needed)
+    assert hub.requests.count("listing") == 1
+
+    assert "300.2 KiB, from http" in told[0].detail
+    total = sum(map(len, needed.values())) - len(INDEX)  # which says what to fetch, so it came before
+    assert told[-1] == Progress("download", "", total, total, "bytes")
+    done = [progress.done for progress in told[1:]]
+    assert done == sorted(done)
+
+    hub.requests.clear()
+    assert again() == folder
+    assert hub.requests == ["listing"]
+
+
+def test_without_an_index_one_file_of_weights_is_fetched(hub: FakeHub) -> None:
+    hub.repos["org/model"] = {**SMALL, "model.safetensors": WEIGHTS, "model.fp32.safetensors": b"a copy"}
+    assert "model.fp32.safetensors" not in {path.name for path in fetch("org/model").iterdir()}
+
+
+def test_a_gguf_file_is_fetched_by_its_tag_and_a_split_one_whole(hub: FakeHub) -> None:
+    parts = {f"Q8_0/m-Q8_0-0000{i}-of-00003.gguf": bytes([i]) * 1000 for i in (1, 2, 3)}
+    hub.repos["org/m-GGUF"] = {**CONFIG, "m-Q4_K_M.gguf": WEIGHTS, **parts, "mmproj-m-Q8_0.gguf": b"vision"}
+    assert fetch("org/m-GGUF:q4_k_m").read_bytes() == WEIGHTS
+    assert hub.named("org/m-GGUF") == ["m-Q4_K_M.gguf"]
+    first = fetch("org/m-GGUF:Q8_0")
+    assert first.name == "m-Q8_0-00001-of-00003.gguf"
+    assert sorted(path.read_bytes()[0] for path in first.parent.iterdir()) == [1, 2, 3]
+    assert again("org/m-GGUF").name == "m-Q4_K_M.gguf"
+    assert "'org/m-GGUF' has no GGUF file for 'Q2_K'; it holds m-Q4_K_M.gguf, m-Q8_0-00001" in refused(
+        "org/m-GGUF:Q2_K"
+    )
+
+
+def test_a_lost_connection_is_resumed(hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
+    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
+    hub.faults["m.gguf"] = [("cut", 100_000), ("cut", 50_000), 503, ("cut", 0)]
+    told: list[Progress] = []
+    assert fetch("org/model", report=told.append).read_bytes() == WEIGHTS
+    starts = [int(request.split()[1].rstrip("-")) for request in hub.requests if "gguf " in request]
+    assert starts == sorted(starts)
+    assert starts[-1] > 0
+    assert hub.requests[1] == "m.gguf"
+    assert told[-1].done == told[-1].total == len(WEIGHTS)
+    assert "the transfer of m.gguf was interrupted at" in caplog.text
+
+
+def test_the_next_start_resumes_what_one_left(hub: FakeHub) -> None:
+    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
+    hub.faults["m.gguf"] = [403]
+    partial = partial_file()
+    partial.write_bytes(WEIGHTS[:200_000])
+    assert "refuses 'org/model' (HTTP 403)" in refused()
+    assert partial.stat().st_size == 200_000
+    told: list[Progress] = []
+    open_model.cache_clear()
+    assert fetch("org/model", report=told.append).read_bytes() == WEIGHTS
+    assert hub.requests[-1] == "m.gguf 200000-"
+    assert "195.3 KiB of them here already" in told[0].detail
+    assert all(progress.done >= 200_000 for progress in told[1:])
+
+
+def test_a_connection_that_is_lost_again_and_again_is_one_sentence(hub: FakeHub) -> None:
+    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
+    hub.faults["m.gguf"] = [("cut", 0)] * 20
+    assert "cannot be reached" in refused()
+    assert len(hub.requests) == 1 + transfer.MAX_RETRIES + 1
+
+
+def test_a_server_without_ranges_sends_a_file_again(hub: FakeHub) -> None:
+    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
+    hub.faults["m.gguf"] = [503, "no range"]
+    partial = (
+        Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--org--model/blobs" / f"{digest(WEIGHTS)}.incomplete"
+    )
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(b"x" * 1000)
+    assert fetch("org/model").read_bytes() == WEIGHTS
+
+
+def test_what_is_longer_than_the_file_is_no_part_of_it(hub: FakeHub) -> None:
+    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
+    partial = (
+        Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--org--model/blobs" / f"{digest(WEIGHTS)}.incomplete"
+    )
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(WEIGHTS + b"x")
+    assert fetch("org/model").read_bytes() == WEIGHTS
+
+
+@pytest.mark.parametrize("size", [1000, len(WEIGHTS) + 1])
+def test_a_file_of_another_size_is_refused_and_not_kept(hub: FakeHub, size: int) -> None:
+    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
+    hub.faults["m.gguf"] = [("size", size)]
+    assert f"sends {size} bytes for m.gguf of 'org/model', which it lists with {len(WEIGHTS)}" in refused()
+    assert again().read_bytes() == WEIGHTS
+    assert hub.requests[-1] == "m.gguf"
+
+
+def test_a_mirror_that_lists_no_sizes_is_asked_for_them(hub: FakeHub) -> None:
+    hub.repos["org/model"] = {**SMALL, "model.safetensors": WEIGHTS}
+    hub.lists_sizes = False
+    assert (fetch("org/model") / "model.safetensors").read_bytes() == WEIGHTS
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (503, "answers HTTP 503, so 'org/model' cannot be fetched; try again later"),
+        (500, "answers HTTP 500"),
+        (429, "has had too many requests from here"),
+        (403, "refuses 'org/model' (HTTP 403); set HF_TOKEN"),
+        ("html", "does not answer as a model hub does"),
+    ],
+)
+def test_a_hub_that_fails_is_one_sentence_after_one_request(hub: FakeHub, fault: int | str, sentence: str) -> None:
+    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
+    hub.faults["listing"] = [fault] * 3
+    assert sentence in refused()
+    assert hub.requests == ["listing"]
+
+
+def test_a_hub_that_hangs_is_given_up(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert listing.ANSWER_S == PATIENCE_S
+    monkeypatch.undo()
+    assert listing.ANSWER_S + listing.GRACE_S <= 4.5  # with a second for Python's own start: 5 s until the sentence
+    point_to(monkeypatch, hub.url)
+    monkeypatch.setattr(listing, "ANSWER_S", 0.05)
+    hub.faults["listing"] = ["hang"] * 3
+    assert "cannot be reached (timed out), so 'org/model' cannot be fetched; check the network" in refused()
+    assert hub.requests == ["listing"]
+
+
+def test_an_address_that_is_searched_for_forever_is_given_up(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's resolver has no time limit that a library could set."""
+    never = threading.Event()
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: never.wait(PATIENCE_S))
+    monkeypatch.setattr(listing, "ANSWER_S", 0.05)
+    monkeypatch.setattr(listing, "GRACE_S", 0.05)
+    assert "cannot be reached (no answer)" in refused()
+    never.set()
+
+
+def test_a_hub_that_is_away(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    point_to(monkeypatch, "http://127.0.0.1:1")
+    assert "The hub at http://127.0.0.1:1 cannot be reached (Connection refused)" in refused()
+
+
+def test_ids_and_tokens_that_are_wrong(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos |= {"org/model": {"m.gguf": WEIGHTS}, "org/gated": {"m.gguf": WEIGHTS}}
+    hub.gated.add("org/gated")
+    assert "'org/modle' is not on http" in refused("org/modle")
+    assert "or private, which needs a token in HF_TOKEN; check the spelling" in refused("org/modle")
+    assert "'modle' is not on http" in refused("modle")
+    assert "ids have two parts, as Qwen/Qwen3-0.6B has" in refused("modle")
+    assert "--revision is 'v9', which 'org/model' does not have" in refused("org/model", "v9")
+    assert f"'org/gated' is gated: accept its terms at {hub.url}/org/gated, and set HF_TOKEN" in refused("org/gated")
+    assert "'a model!' is neither a local path nor a Hugging Face id such as" in refused("a model!")
+    hub.token = "hf_right"
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "or the token in use may not read it" in refused()
+    assert "is gated" in refused("org/gated") or "may not read it" in refused("org/gated")
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    assert again().read_bytes() == WEIGHTS
+    assert "Bearer hf_right" in hub.authorizations
+
+
+def test_offline_the_cache_serves(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.repos["org/model"] = {**SMALL, "model.safetensors.index.json": INDEX, SHARDS[0]: WEIGHTS, SHARDS[1]: b"b"}
+    hub.repos["org/gguf"] = {"m-Q8_0.gguf": WEIGHTS}
+    folder, file = fetch("org/model"), fetch("org/gguf")
+    hub.requests.clear()
+    hub.faults["listing"] = [503]
+    assert again() == folder
+    assert "Its cached copy is served, of commit 0123456" in caplog.text
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    caplog.clear()
+    assert again() == folder
+    assert again(revision=COMMIT) == folder
+    assert again("org/gguf:Q8_0") == file
+    assert caplog.text == ""
+    assert hub.requests == ["listing"]
+    assert "The cached copy of 'org/gguf' in" in refused("org/gguf:Q4_0")
+    (folder / SHARDS[1]).unlink()
+    assert f"lacks {SHARDS[1]}, without which it cannot be served; start once with the hub in reach" in refused()
+    assert "HF_HUB_OFFLINE is set, and 'org/other' is not in the cache" in refused("org/other")
+
+
+def test_a_copy_of_the_config_alone_is_no_copy_of_the_model(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos["org/model"] = {**SMALL, "model.safetensors": WEIGHTS}
+    fetch("org/model", weights=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "lacks model.safetensors, without which it cannot be served" in refused()
+
+
+def test_a_full_disk_is_said_before_and_while_it_fills(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))
+        assert "'org/model' needs 300.0 KiB more in" in refused()
+        assert "where 1000 B are free; free some space, or name another folder with --download-dir" in refused()
+    assert "m.gguf" not in hub.requests
+    partial = (
+        Path(huggingface_hub.constants.HF_HUB_CACHE) / "models--org--model/blobs" / f"{digest(WEIGHTS)}.incomplete"
+    )
+    partial.parent.mkdir(parents=True)
+    partial.symlink_to("/dev/full")
+    assert "cache is full; free some space, or name another folder with --download-dir" in refused()
+
+
+def test_the_folder_for_models_is_a_setting(hub: FakeHub, tmp_path: Path) -> None:
+    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
+    assert tmp_path / "here" in again(download_dir=str(tmp_path / "here")).parents
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelLoadError, match=r"file cannot be written: .*; name another folder with --download-dir"):
+        again(download_dir=str(tmp_path / "file"))
+
+
+def test_two_programs_fetch_a_file_once(hub: FakeHub) -> None:
+    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
+    paths: list[Path] = []
+    threads = [threading.Thread(target=lambda: paths.append(again())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert [path.read_bytes() == WEIGHTS for path in paths] == [True] * 3
+    assert hub.requests.count("m.gguf") == 1
+
+
+@pytest.mark.parametrize("name", ["../../x.safetensors", "/etc/x.safetensors", "a//b.gguf", "a\0.gguf"])
+def test_a_hub_cannot_name_files_outside_of_the_cache(hub: FakeHub, name: str) -> None:
+    hub.repos["org/model"] = {**SMALL, name: WEIGHTS}
+    assert "does not answer as a model hub does (it lists the file" in refused()
+
+
+def test_an_unservable_model_is_refused_by_its_config_alone(hub: FakeHub) -> None:
+    hub.repos["org/bert"] = {**SMALL, "config.json": b'{"model_type": "bert"}', "model.safetensors": WEIGHTS}
+    with pytest.raises(ModelLoadError, match=r"^org/bert/config.json: 'bert' is an encoder"):
+        check_model(EngineConfig(model="org/bert"))
+    assert hub.requests == ["listing", "config.json"]
+
+
+def test_a_length_is_checked_before_weights_are_fetched(hub: FakeHub) -> None:
+    hub.repos["org/model"] = {**SMALL, "model.safetensors": WEIGHTS}
+    with pytest.raises(ConfigError, match="made for 64 positions"):
+        check_model(EngineConfig(model="org/model", max_model_len=65))
+    assert hub.requests == ["listing", "config.json"]
+
+
+def test_an_unservable_gguf_file_is_refused_by_its_first_bytes(hub: FakeHub) -> None:
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 99)
+    for key, value in (("general.architecture", "mamba"), ("general.name", "m")):
+        head += struct.pack("<Q", len(key)) + key.encode() + struct.pack("<IQ", 8, len(value)) + value.encode()
+    hub.repos["org/gguf"] = {"m-Q4_K_M.gguf": head + WEIGHTS}
+    with pytest.raises(ModelLoadError, match=r"org/gguf/m-Q4_K_M.gguf: architecture 'mamba' is not supported in GGUF"):
+        check_model(EngineConfig(model="org/gguf"))
+    assert hub.requests == ["listing", "m-Q4_K_M.gguf 0-65535"]
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({**CONFIG, "pytorch_model.bin": b""}, "holds only pickled weights .pytorch_model.bin., which can run code"),
+        ({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}, "is an adapter; serve the model that"),
+        ({"model.safetensors": b""}, "has no config.json; name a repository of a language model"),
+        ({"README.md": b""}, "holds no .safetensors or .gguf file"),
+    ],
+)
+def test_repositories_without_a_model(hub: FakeHub, files: dict[str, bytes], sentence: str) -> None:
+    hub.repos["org/model"] = files
+    with pytest.raises(ModelLoadError, match=sentence):
+        check_model(EngineConfig(model="org/model"))
+    assert {"pytorch_model.bin", "model.safetensors"}.isdisjoint(hub.requests)
+
+
+def test_a_draft_model_is_fetched_too(hub: FakeHub) -> None:
+    hub.repos["org/model"] = {**SMALL, "model.safetensors": WEIGHTS}
+    hub.repos["org/draft"] = {**SMALL, "model.safetensors": b"draft"}
+    config = EngineConfig(model="org/model", speculative_config={"model": "org/draft", "num_speculative_tokens": 3})
+    fetched = fetch_models(config, lambda _: None)
+    assert fetched.speculation is not None
+    assert fetched.speculation.num_speculative_tokens == 3
+    assert Path(str(fetched.speculation.model), "model.safetensors").read_bytes() == b"draft"
+    assert Path(fetched.model).name == COMMIT
+    assert fetch_models(fetched, lambda _: None) is fetched
+    with pytest.raises(
+        ModelLoadError, match="--speculative-config: the draft model could not be loaded: 'org/none' is"
+    ):
+        fetch_models(EngineConfig(model="org/model", speculative_config={"model": "org/none"}), lambda _: None)
+
+
+def test_without_a_terminal_a_long_stage_is_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    with (
+        caplog.at_level(logging.INFO, "quire.startup"),
+        StartupProgress(show_bars=False, clock=lambda: now[0]) as startup,
+    ):
+        for done, at in ((0, 0.0), (1, 1.0), (5, 11.0), (6, 12.0), (10, 13.0), (10, 14.0)):
+            now[0] = at
+            startup.report(Progress("download", "", done << 20, 10 << 20, "bytes"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "download: 5.0 MiB of 10.0 MiB",
+        "download: 10.0 MiB of 10.0 MiB",
+    ]
