@@ -20,7 +20,7 @@ from engine.runtime.native.library import Library, LinearArgs, RouterArgs
 from engine.runtime.native.moe import Experts, Mixture
 from engine.runtime.native.ops import NativeLinear, PackedLinear
 from engine.runtime.native.quantised import QuantisedLinear
-from engine.runtime.weights.checkpoint import QuantisedRows
+from engine.runtime.native.rows import QuantisedRows
 
 HIDDEN, WIDTH, SHARED_WIDTH, NUM_EXPERTS, NUM_CHOSEN = 256, 256, 512, 8, 3
 SOFTMAX, SIGMOID, MAX, TOP2 = 0, 1, 0, 1

@@ -24,7 +24,7 @@ from engine.runtime.models import load as load_module
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Isa, Library, WeightFormat, native
 from engine.runtime.native.quantised import QuantisedLinear, dequantise, is_served_quantised
-from engine.runtime.weights.checkpoint import QuantisedRows
+from engine.runtime.native.rows import QuantisedRows
 from tests.cpu.test_models_families import Case, load, logits_of, save_tiny
 from tests.cpu.test_weights_gguf import ARCHITECTURES, convert, tiny, write
 

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from engine.core.errors import ConfigError, ModelLoadError
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
+from engine.runtime.weights.stored.packed import Packed, e8m0
 from engine.runtime.weights.stored.storage import Storage
 from tests.cpu import packers
 from tests.cpu.test_models_families import load, logits_of
@@ -76,8 +78,8 @@ def found(folder: Path, **settings: Any) -> torch.Tensor:
     return logits_of(load(folder, **settings), IDS, [len(IDS)]).log_softmax(-1)
 
 
-def dequantised(folder: Path, packing: packers.Packing, rows: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix of random codes as Quire dequantises it, and as packers.py does."""
+def unpacked(folder: Path, packing: packers.Packing, rows: int, inputs: int) -> tuple[Packed, np.ndarray]:
+    """A matrix of random codes as Quire unpacks it, and as packers.py dequantises it."""
     packed, weight = packing.pack(np.random.default_rng(0), rows, inputs)
     name = "model.layers.0.mlp.down_proj"
     save_file({name + ending: tensor for ending, tensor in packed.items()}, folder / "model.safetensors")
@@ -88,16 +90,16 @@ def dequantised(folder: Path, packing: packers.Packing, rows: int, inputs: int) 
     tensors = {tensor.name.removeprefix(name): tensor for tensor in checkpoint.tensors({name + ".weight": ()})}
     assert {ending: tensors[ending].shape for ending in endings} == dict(endings)
     assert not (tensors.keys() - endings.keys())
-    written = torch.empty(rows, inputs)
-    storage.dequantise(name, {ending: tensors[ending] for ending in endings}, written)
-    return written, torch.from_numpy(weight).float()
+    packed = storage.unpack(name, {ending: tensors[ending] for ending in endings})
+    assert packed is not None
+    return packed, weight
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shape", [(128, 256), (328, 384)])
 def test_a_matrix_is_dequantised_as_documented(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
-    ours, expected = dequantised(tmp_path, CASES[name], *shape)
-    torch.testing.assert_close(ours, expected, atol=1e-7, rtol=1e-6)
+    packed, expected = unpacked(tmp_path, CASES[name], *shape)
+    torch.testing.assert_close(packed.dequantise().double(), torch.from_numpy(expected), atol=1e-7, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -106,3 +108,58 @@ def test_a_model_equals_the_dequantised_one(name: str, tmp_path: Path) -> None:
     expected = log_probabilities(packers.save(tmp_path, CASES[name]))
     torch.testing.assert_close(found(tmp_path, quantization="none"), expected, atol=1e-4, rtol=0)
     assert expected.std() > 0.1
+
+
+def test_scales_of_255_are_not_numbers() -> None:
+    assert e8m0(torch.tensor([0, 127, 254, 255], dtype=torch.uint8)).isnan().tolist() == [False, False, False, True]
+    assert e8m0(torch.tensor([0, 127, 130], dtype=torch.uint8)).tolist() == [2.0**-127, 1.0, 8.0]
+
+
+def test_spare_biases_of_gptq_are_zeros_or_an_error(tmp_path: Path) -> None:
+    packers.save(tmp_path, packers.gptq(4, 128))
+    load(tmp_path)
+    name = "model.layers.1.self_attn.q_proj.bias"
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {name: tensors[name] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=f"it has '{name}' that its config does not call for"):
+        load(tmp_path)
+
+
+def test_tensors_decide_which_modules_are_packed(tmp_path: Path) -> None:
+    """Some modules and a head of other bits; the list of AWQ's exceptions is not a list of names."""
+    eight = packers.gptq(8, 32)
+    config = packers.gptq(4, 32).config | {"lm_head": True, "dynamic": {r"+:.*(down|lm_)": {"bits": 8}}}
+    mixed = {"o_proj": packers.gptq(4, 32)._replace(config=config), "down_proj": eight, "lm_head": eight}
+    expected = log_probabilities(packers.save(tmp_path, mixed))
+    torch.testing.assert_close(found(tmp_path, quantization="none"), expected, atol=1e-4, rtol=0)
+    awq = packers.awq(32)
+    awq.config["modules_to_not_convert"] = ["gate"]  # as Mixtral's: within "gate_proj", too
+    assert unpacked(tmp_path, awq, 64, 64)
+
+
+def test_contradictions_of_shapes_and_orders_are_one_sentence(tmp_path: Path) -> None:
+    packing = packers.gptq(4, 32)
+    packers.save(tmp_path, packing._replace(config=packing.config | {"bits": 8}))
+    with pytest.raises(
+        ModelLoadError, match=r"qweight' has shape \[\d+, \d+\], but the config asks for \[\d+, \d+\]\."
+    ):
+        load(tmp_path)
+    packers.save(tmp_path, packing)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.g_idx"][5] = 99
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"self_attn\.q_proj: 'g_idx' names group 99 of 8"):
+        load(tmp_path)
+
+
+def test_int8_and_plain_weights_are_made_of_packed_ones(tmp_path: Path) -> None:
+    """--quantization int8 quantises any checkpoint; stored is refused for one that is not quantised."""
+    exact = log_probabilities(packers.save(tmp_path, packers.awq(64)))
+    assert (found(tmp_path, quantization="int8") - exact).abs().max() < 0.3
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="--quantization is 'stored', but the checkpoint is not quantised"):
+        load(tmp_path, quantization="stored")
+    with pytest.raises(ModelLoadError, match="is stored as I32; Quire reads F32, BF16, F16, F64"):
+        load(tmp_path)

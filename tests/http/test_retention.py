@@ -20,7 +20,8 @@ from tests.pure.driver import once_stopping
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SYSTEM = "".join(chr(97 + (i * i + i // 7) % 26) for i in range(140))
@@ -150,7 +151,7 @@ def test_cache_control_within_what_a_tool_gave(http: httpx.Client) -> None:
         {"role": "user", "content": [result, text("y")]},
     ]
     usage = post(http, "/v1/messages", messages=messages)["usage"]
-    assert usage["cache_creation_input_tokens"] == len(f"<user>q<assistant><tool>k{SYSTEM}") // 16 * 16
+    assert usage["cache_creation_input_tokens"] == len(f"<user>q<assistant>look<tool>k{SYSTEM}") // 16 * 16
 
 
 def test_what_nobody_knows_in_a_mark_is_told(http: httpx.Client) -> None:

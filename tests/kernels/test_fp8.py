@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -21,8 +23,12 @@ from engine.runtime.models.decoder import Decoder
 from engine.runtime.schemes import fp8 as fp8_scheme
 from engine.runtime.schemes.base import Bundle, Circumstances, Matrix, Scheme
 from engine.runtime.schemes.fp8 import FIRST_CAPABILITY, MULTIPLE, Fp8Scheme
+from engine.runtime.schemes.stored import StoredScheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.formats import choose_format
+from engine.runtime.weights.safetensors import SafetensorsCheckpoint
+from engine.runtime.weights.stored.storage import Storage
+from tests.cpu import packers
 from tests.cpu.test_models_families import CASES, logits_of, save_tiny
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -243,3 +249,59 @@ def test_a_cpu_is_refused(tmp_path: Path) -> None:
     config = EngineConfig(model=str(tmp_path), quantization="fp8")
     with pytest.raises(ConfigError, match="fp8 weights are for a CUDA device, and the device is cpu; choose int8"):
         load.load_model(config, torch.device("cpu"), BF16, lambda progress: None)
+
+
+def stored_matrix(folder: Path, dtype: torch.dtype, *names: str) -> tuple[StoredScheme, Matrix, Tensor]:
+    """A matrix merged of parts that are stored in fp8, and its weight in float64."""
+    packings = {"row": ".weight_scale", "all": ".weight_scale", "block": ".weight_scale_inv"}
+    rng, tensors, weights = np.random.default_rng(0), {}, []
+    for i, name in enumerate(names):
+        packed, weight = packers.fp8(name, packings[name], {}).pack(rng, 144, 160)
+        tensors |= {f"part{i}{ending}": tensor for ending, tensor in packed.items()}
+        weights.append(torch.from_numpy(weight))
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    checkpoint = SafetensorsCheckpoint(folder)
+    scheme = StoredScheme(Storage(checkpoint.quantization, checkpoint.headers()))
+    stored = {tensor.name: tensor for tensor in checkpoint.tensors({})}
+    matrix = Matrix(
+        bundles=[
+            Bundle(
+                f"part{i}", 144 * i, 144, {end: stored[f"part{i}{end}"] for end in scheme.shapes(f"part{i}", 144, 160)}
+            )
+            for i in range(len(names))
+        ],
+        shape=(144 * len(names), 160),
+        dtype=dtype,
+        device=DEVICE,
+        bias=None,
+        activation=None,
+        is_head=False,
+        dense=None,
+    )
+    return scheme, matrix, torch.cat(weights)
+
+
+def test_stored_fp8_is_multiplied_with_its_own_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts with a scale for each row, and one for all: the weight is not rounded again."""
+    monkeypatch.setattr(Fp8Scheme, "serves", lambda device: True)
+    scheme, matrix, weight = stored_matrix(tmp_path, BF16, "row", "all")
+    product = scheme._fp8(matrix)
+    assert isinstance(product, Fp8Linear)
+    assert scheme.summary() == "fp8: matrices as stored: 2 in fp8"
+    x = random(5, 160)
+    numbers, scales = torch.empty(x.shape, dtype=FP8, device=DEVICE), torch.empty(5, 1, device=DEVICE)
+    quantise_rows(x, numbers, scales)
+    exact = F.linear(numbers.double() * scales.double(), weight.to(DEVICE))
+    torch.testing.assert_close(product(x).double(), exact, rtol=2**-7, atol=2**-8 * exact.abs().max().item())
+
+
+def test_stored_fp8_without_such_a_product_is_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks, in another type than bfloat16, or on an older device."""
+    monkeypatch.setattr(Fp8Scheme, "serves", lambda device: True)
+    for dtype, names in ((BF16, ("row", "block")), (torch.float16, ("row",))):
+        scheme, matrix, weight = stored_matrix(tmp_path, dtype, *names)
+        assert scheme._fp8(matrix) is None
+        torch.testing.assert_close(scheme.dense(matrix).double(), weight.to(DEVICE), rtol=2**-8, atol=1e-7)
+    monkeypatch.undo()
+    assert not Fp8Scheme.serves(torch.device("cpu"))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.runtime.native.library import DTYPES, DequantArgs, Library, LinearArgs, QuantSource, WeightFormat
 from engine.runtime.native.ops import PANEL, NativeLinear
-from engine.runtime.weights.checkpoint import QuantisedRows
+from engine.runtime.native.rows import QuantisedRows
 
 
 class _Needs(NamedTuple):

@@ -31,10 +31,9 @@ class StoredScheme(Scheme):
 
     @classmethod
     def is_default(cls, here: Circumstances) -> bool:
-        """Return whether a quantised checkpoint's weights are faster than floats, unless --dtype asks for these."""
-        if here.device.type == "cpu" and (here.library is None or here.library.isa <= Isa.PORTABLE):
-            return False
-        return not here.is_dtype_named and cls.refusal(here) is None
+        """Return whether the weights of a quantised checkpoint are faster than floats; on a CPU --dtype asks for these."""
+        is_fast = here.library is not None and here.library.isa > Isa.PORTABLE and not here.is_dtype_named
+        return (here.device.type != "cpu" or is_fast) and cls.refusal(here) is None
 
     @classmethod
     def refusal(cls, here: Circumstances) -> str | None:

@@ -10,22 +10,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.core.types import Progress
+from engine.runtime.native.rows import QuantisedRows
 from engine.runtime.weights.hf_config import HFConfig
 from engine.runtime.weights.stored.config import QuantConfig
 from engine.runtime.weights.stored.headers import Headers
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
 Report = Callable[[Progress], None]
-
-
-class QuantisedRows(NamedTuple):
-    """Rows of a matrix as in a GGUF file, [rows, bytes of a row]; `kind` is GGUF's type."""
-
-    kind: int
-    rows: np.ndarray
 
 
 class StoredTensor(NamedTuple):

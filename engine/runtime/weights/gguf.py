@@ -21,7 +21,8 @@ from gguf.quants import dequantize
 from engine.core.errors import ModelLoadError
 from engine.gguf_header import TensorInfo
 from engine.gguf_parts import read_parts
-from engine.runtime.weights.checkpoint import QuantisedRows, StoredTensor
+from engine.runtime.native.rows import QuantisedRows
+from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.gguf_config import hf_config
 from engine.runtime.weights.gguf_names import parts_of
 from engine.runtime.weights.hf_config import HFConfig

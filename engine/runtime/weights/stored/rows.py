@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.runtime.weights.checkpoint import QuantisedRows
+from engine.runtime.native.rows import QuantisedRows
 from engine.runtime.weights.stored.packed import Blocks, Integers, Microscaled, Packed
 
 _Q4_0, _Q4_1, _Q8_0, _MXFP4 = 2, 3, 8, 39  # GGUF's numbers

@@ -1,0 +1,98 @@
+"""Quantised experts, as checkpoints of the hub store them, against transformers over dequantised weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tests.cpu import packers
+from tests.cpu.test_models_families import CASES, Case, load, logits_of, save_tiny
+
+IDS = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(1))
+SIZES: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 2, "layer_types": None}
+
+
+def wide(name: str, **settings: Any) -> Case:
+    """A case whose rows are a multiple of a block."""
+    return replace(CASES[name], settings=CASES[name].settings | SIZES | settings)
+
+
+def log_probabilities(model: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(IDS[None], use_cache=False).logits[0]
+    return logits.log_softmax(-1)
+
+
+def check(folder: Path, expected: Tensor) -> None:
+    """Dequantised, the model equals the oracle; as stored it is near to it."""
+    plain = logits_of(load(folder, quantization="none"), IDS, [30]).log_softmax(-1)
+    torch.testing.assert_close(plain, expected, atol=1e-4, rtol=0)
+    kept = logits_of(load(folder, quantization="stored"), IDS, [30]).log_softmax(-1)
+    assert 0 < (expected.exp() * (expected - kept)).sum(-1).median() < 0.02
+
+
+def with_method(folder: Path, config: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    """MXFP4 in stacks of interleaved rows; transformers' own conversion is the oracle."""
+    theirs = save_tiny(wide("gpt-oss", intermediate_size=96), tmp_path)
+    tensors, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(5)
+    for name, parameter in theirs.named_parameters():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            continue
+        experts, inputs, outputs = parameter.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 125, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+        with torch.no_grad():
+            parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+        del tensors[name]
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with_method(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router"]})
+    check(tmp_path, log_probabilities(theirs))
+
+
+AWQ = packers.awq(64)
+FP8 = packers.fp8("block", ".weight_scale_inv", {"quant_method": "fp8", "weight_block_size": [128, 128]})
+GPTQ = packers.gptq(4, 32, shuffled=True, symmetric=False)
+PACKED = {
+    "mixtral": (wide("mixtral", intermediate_size=192), AWQ),
+    "qwen3-moe": (wide("qwen3-moe", moe_intermediate_size=192), FP8),
+    "qwen2-moe": (wide("qwen2-moe", moe_intermediate_size=192, shared_expert_intermediate_size=64), GPTQ),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_experts_one_by_one(name: str, tmp_path: Path) -> None:
+    """Every expert has scales, zeros and an order of inputs for itself."""
+    case, packing = PACKED[name]
+    packed_folder, plain_folder = tmp_path / "packed", tmp_path / "plain"
+    for folder in (packed_folder, plain_folder):
+        save_tiny(case, folder)
+    plain, packed, rng = load_file(plain_folder / "model.safetensors"), {}, np.random.default_rng(0)
+    for key, tensor in sorted(plain.items()):
+        module = key.removesuffix(".weight")
+        if "expert" not in key or tensor.shape[0] == 1:
+            packed[key] = tensor
+            continue
+        parts, weight = packing.pack(rng, *tensor.shape)
+        packed |= {module + ending: part.contiguous() for ending, part in parts.items()}
+        plain[key] = torch.from_numpy(weight.copy()).float()
+    save_file(plain, plain_folder / "model.safetensors")
+    save_file(packed, packed_folder / "model.safetensors")
+    with_method(packed_folder, packing.config)
+    theirs = AutoModelForCausalLM.from_pretrained(plain_folder, dtype=torch.float32, attn_implementation="eager")
+    check(packed_folder, log_probabilities(theirs.eval()))

@@ -1,0 +1,242 @@
+"""Quantised checkpoints multiplied as stored on a CPU: rows, documented arithmetic of activations, engine, adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from engine.config import EngineConfig
+from engine.core.scheduler import Scheduler
+from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.load import load_model
+from engine.runtime.native.library import native
+from engine.runtime.weights.stored.packed import Integers
+from engine.runtime.weights.stored.rows import rows_of
+from tests.cpu import packers
+from tests.cpu.lora_folders import load_adapter, merge, save_adapter
+from tests.cpu.model_driver import request, serve, settings
+from tests.cpu.test_lora import forward
+from tests.cpu.test_models_families import CASES as FAMILIES
+from tests.cpu.test_models_families import Case, logits_of, save_tiny
+from tests.cpu.test_stored import BLOCKS, CASES, FP8_DYNAMIC, IDS, unpacked
+
+pytestmark = pytest.mark.skipif(native() is None, reason="the native kernels cannot be built here")
+
+CPU = torch.device("cpu")
+KINDS = {
+    "w4a16": 2,
+    "w4a16-asym": 3,
+    "w4a16-channel": 2,
+    "w3a16": 2,
+    "w5a16": 8,
+    "w8a16": 8,
+    "w8a8": 8,
+    "awq": 3,
+    "awq-symmetric": 2,
+    "gptq-4": 2,
+    "gptq-4-asym": 3,
+    "gptq-2": 2,
+    "gptq-3": 2,
+    "gptq-8": 8,
+    "bnb-int8": 8,
+    "mxfp4": 39,
+    "fp8-channel": 8,
+    "fp8-block": 8,
+}
+DEQUANTISED = ["w4a16-actorder", "gptq-4-actorder", "w8a16-asym", "w8a8-asym", "nf4", "nvfp4"]
+
+
+def stored(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Decoder, str]:
+    """A model with its codes as stored, and the start's line."""
+    lines = [""]
+    config = EngineConfig(**({"model": str(folder), "quantization": "stored"} | changes))
+    model = load_model(config, CPU, dtype, lambda p: lines.append(p.detail) if p.stage == "quantization" else None)
+    assert isinstance(model, Decoder)
+    return model, lines[-1]
+
+
+def divergence(exact: Tensor, other: Tensor) -> float:
+    """The mean KL divergence of logits from the exact ones, in float64."""
+    p, q = (logits.double().log_softmax(-1) for logits in (exact, other))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(IDS[None], use_cache=False).logits[0]
+        return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_hold_the_same_weights(name: str, tmp_path: Path) -> None:
+    packed, weight = unpacked(tmp_path, CASES[name], 72, 384)
+    rows = rows_of(packed)
+    assert rows is not None
+    assert rows.kind == KINDS[name]
+    found = gguf.quants.dequantize(rows.rows, gguf.GGMLQuantizationType(rows.kind))
+    if name.startswith("fp8"):  # the only one that is rounded anew, to 127 steps a block of 32
+        peak = np.abs(weight).reshape(72, -1, 32).max(2).repeat(32, 1)
+        assert (np.abs(found - weight) <= peak / 127 * 0.51).all()
+    else:  # scales, and scales times zeros, are float16
+        np.testing.assert_allclose(found, weight, rtol=1e-3, atol=16 * 2**-11 * 0.025 if rows.kind == 3 else 1e-7)
+
+
+@pytest.mark.parametrize("name", DEQUANTISED)
+def test_other_weights_have_no_rows(name: str, tmp_path: Path) -> None:
+    packed, _ = unpacked(tmp_path, CASES[name], 64, 384)
+    assert rows_of(packed) is None
+
+
+def test_scales_that_float16_cannot_hold_have_no_rows() -> None:
+    codes, zeros = torch.zeros(4, 64, dtype=torch.uint8), torch.full((1, 1), 8, dtype=torch.int16)
+    for scale, kept in ((1e-3, True), (1e-7, False), (1e6, False), (0.0, True)):
+        assert (rows_of(Integers(codes, torch.full((4, 2), scale), zeros, 4, 32)) is not None) is kept
+
+
+# Documented arithmetic: a weight is multiplied exactly, and inputs are rounded, in float64.
+
+
+def rounded(x: Tensor, scale: Tensor) -> Tensor:
+    return (x / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * scale
+
+
+def static(x: Tensor) -> Tensor:
+    return rounded(x, torch.tensor(0.02, dtype=torch.float64))
+
+
+def per_token(x: Tensor) -> Tensor:
+    return rounded(x, x.abs().amax(-1, keepdim=True) / 448)
+
+
+def per_token_and_128(x: Tensor) -> Tensor:
+    parts = F.pad(x, (0, -x.shape[-1] % 128)).unflatten(-1, (-1, 128))
+    return rounded(parts, parts.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448).flatten(-2)[..., : x.shape[-1]]
+
+
+def int8_per_token(x: Tensor) -> Tensor:
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale).round() * scale
+
+
+ARITHMETIC: dict[str, tuple[packers.Packing, Callable[[Tensor], Tensor]]] = {
+    "w8a8": (CASES["w8a8"], int8_per_token),
+    "fp8-static": (CASES["fp8-tensor"], static),
+    "fp8-dynamic": (packers.fp8("row", ".weight_scale", FP8_DYNAMIC), per_token),
+    "fp8-block": (packers.fp8("block", ".weight_scale_inv", BLOCKS), per_token_and_128),
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_rows_are_nearer_to_the_weights_than_documented_activations(name: str, tmp_path: Path) -> None:
+    """Quire rounds inputs to bytes, a scale for every 32, which loses less than each format's own rounding."""
+    packing, rounding = ARITHMETIC[name]
+    theirs = packers.save(tmp_path, packing, inner=416).double()
+    exact = logits(theirs)
+    for module in theirs.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, args: (rounding(args[0]),))
+    documented = logits(theirs)
+    model, line = stored(tmp_path)
+    assert line.endswith("matrices as stored: 14 in 8 bits")
+    ours = logits_of(model, IDS, [len(IDS)])
+    lost, allowed = divergence(exact, ours), divergence(exact, documented)
+    assert 0 < lost < max(allowed, 4e-4)
+    assert divergence(documented, ours) < 2 * allowed + 4e-4
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a16-asym", "awq", "gptq-3", "mxfp4"])
+def test_rows_of_4_bits_stay_near_the_weights(name: str, tmp_path: Path) -> None:
+    exact = logits(packers.save(tmp_path, CASES[name]))
+    model, line = stored(tmp_path)
+    assert line.endswith("matrices as stored: 14 in 4 bits")
+    assert 0 < divergence(exact, logits_of(model, IDS, [len(IDS)])) < 2e-3
+
+
+def test_the_start_says_what_is_dequantised(tmp_path: Path) -> None:
+    by_name = {"mlp.down_proj": packers.gptq(4, 32, shuffled=True), "_proj": packers.gptq(4, 32)}
+    packers.save(tmp_path, by_name)
+    model, line = stored(tmp_path, torch.bfloat16)
+    assert line == "gptq: matrices as stored: 2 dequantised to bfloat16, 12 in 4 bits"
+    assert model._native is not None  # the whole step is still one call
+
+
+def test_merged_matrices_keep_their_parts_order_and_blocks(tmp_path: Path) -> None:
+    """q, k and v with orders of their own; gates and ups of 392 rows, which end within a block of 128."""
+    order = packers.gptq(4, 32, shuffled=True, symmetric=False)
+    blocks = packers.fp8("block", ".weight_scale_inv", BLOCKS)
+    for case in (order, blocks):
+        folder = tmp_path / case.config["quant_method"]
+        exact = logits(packers.save(folder, case, hidden=192, inner=416))
+        model, _ = stored(folder, quantization="none")
+        found = logits_of(model, IDS, [len(IDS)])
+        torch.testing.assert_close(found.log_softmax(-1), exact.log_softmax(-1), atol=1e-4, rtol=0)
+    tensors = load_file(tmp_path / "gptq" / "model.safetensors")
+    q, k = (tensors[f"model.layers.0.self_attn.{name}_proj.g_idx"] for name in "qk")
+    assert not torch.equal(q, k)
+
+
+def test_a_w4a16_checkpoint_through_the_engine(tmp_path: Path) -> None:
+    """Chunks, preemption, the prefix cache and two choices give the tokens of one request alone."""
+    packers.save(tmp_path, CASES["w4a16"])
+    model, _ = stored(tmp_path, torch.bfloat16)
+    prompts = [list(range(3, 40)), list(range(3, 35)), [7, 9, 11], list(range(3, 50))]
+    alone = [serve(model, settings(), [request("r", prompt)]).ids["r", 0] for prompt in prompts]
+    config = settings(num_blocks=24, max_model_len=64, max_num_batched_tokens=13)
+    scheduler = Scheduler(config)
+    asked = [request(f"r{i}", prompt, n=2) for i, prompt in enumerate(prompts)]
+    served = serve(model, config, asked, depth=1, apart=1, scheduler=scheduler)
+    for i, expected in enumerate(alone):
+        assert served.ids[f"r{i}", 0] == served.ids[f"r{i}", 1] == expected
+    assert scheduler.stats.preemptions > 0
+    assert scheduler.stats.prefix_hit_tokens > 0
+
+
+def test_adapters_over_packed_weights(tmp_path: Path) -> None:
+    theirs = packers.save(tmp_path / "model", CASES["awq"])
+    model, _ = stored(tmp_path / "model")
+    folder = save_adapter(theirs, tmp_path / "adapter", rank=4)
+    merged = deepcopy(theirs)
+    merge(merged, folder)
+    adapter = load_adapter(model, folder)
+    plain, adapted = forward(model, [(IDS[:12], None), (IDS[:12], adapter)])
+    base, exact = logits(theirs)[:12], logits(merged)[:12]
+    assert divergence(base, exact) > 0.01
+    assert divergence(base, plain) < 2e-3
+    assert divergence(exact, adapted) < 0.1 * divergence(base, exact)
+
+
+def test_gpt_oss_from_packed_stacks(tmp_path: Path) -> None:
+    """MXFP4 blocks of all experts, gates and ups interleaved, against transformers' dequantisation."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    case = Case("GptOssConfig", FAMILIES["gpt-oss"].settings | {"hidden_size": 64, "intermediate_size": 96})
+    theirs = save_tiny(case, tmp_path)
+    tensors, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.from_numpy(rng.integers(0, 256, (experts, outputs, inputs // 32, 16))).to(torch.uint8)
+        scales = torch.from_numpy(rng.integers(121, 125, blocks.shape[:3])).to(torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        with torch.no_grad():
+            theirs.get_parameter(name).copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    save_file(tensors, tmp_path / "model.safetensors")
+    values = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    exact = logits(theirs)
+    plain, _ = stored(tmp_path, quantization="none")
+    found = logits_of(plain, IDS, [len(IDS)])
+    torch.testing.assert_close(found.log_softmax(-1), exact.log_softmax(-1), atol=1e-4, rtol=0)
+    packed, line = stored(tmp_path)
+    assert "in 4 bits" in line
+    assert divergence(exact, logits_of(packed, IDS, [len(IDS)])) < 2e-2
