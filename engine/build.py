@@ -131,6 +131,9 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     config = fetch_models(config, report)
     device, dtype = _prepare_device(config, report)
     model = load_model(config, device, dtype, report)
+    if device.type == "cuda" and any(spec.is_latent for spec in model.attention_specs):
+        choice = describe_choice(config.attention_backend, device, model.attention_specs)
+        report(Progress("attention", f"{choice}; Triton has no kernel for the model's latents"))
     _share_threads(config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
     parts = _Parts(config, report, device, model, speculation, _captures(config, model, device))

@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.gguf_header import read_first_values
 from engine.model_source import check_entries, local_path, naming_draft
 from engine.runtime.lora.config import check_folder, naming
+from engine.runtime.models.config import narrow_latents
 from engine.runtime.models.config_file import is_native, require_readable, servable
 from engine.runtime.models.families import read_config
 from engine.runtime.weights.checkpoint import Checkpoint
@@ -86,4 +87,6 @@ def _facts(config: EngineConfig, checkpoint: Checkpoint, path: Path) -> ModelFac
     if not is_own:
         return ModelFacts(False)
     own = read_config(model.values, model.source)
+    if own.latent is not None and config.kv_cache_dtype != "auto":
+        raise narrow_latents(config.kv_cache_dtype)
     return ModelFacts(True, own.vocab_size, own.max_positions)

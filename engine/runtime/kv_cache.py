@@ -23,6 +23,7 @@ from engine.runtime.headroom import Headroom
 from engine.runtime.host_memory import available_memory
 from engine.runtime.kv_layout import PEAKS, SCALE_BYTES, AttentionSpec, movable
 from engine.runtime.models.base import FromProjected
+from engine.runtime.models.config import narrow_latents
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.transfer import to_device
 from engine.runtime.transports import pinned
@@ -193,10 +194,7 @@ def resolve_kv_dtype(setting: str, model_dtype: torch.dtype, specs: Sequence[Att
     if setting not in _NARROW:
         return model_dtype
     if any(spec.is_latent for spec in specs):
-        raise ConfigError(
-            f"--kv-cache-dtype is {setting!r}, and the model caches latents (MLA), whose rope part loses too much with "
-            "one scale a row; leave it out."
-        )
+        raise narrow_latents(setting)
     odd = next((spec.head_dim for spec in specs if spec.head_dim % SCALE_BYTES), None)
     if odd is not None:
         raise ConfigError(

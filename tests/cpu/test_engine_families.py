@@ -24,7 +24,7 @@ PROMPTS = [[_random.randrange(3, 128) for _ in range(length)] for length in (1, 
 LENGTH_DEPENDENT = "phi3-longrope-long"
 # Mixtures of experts differ below the engine only.
 ALIKE = ("qwen3-moe", "qwen3-moe-not-normalised", "mixtral", "olmoe", "granitemoe", "glm4-moe", "glm4-moe-air")
-ALIKE += ("deepseek_v2", "deepseek_v2-lite", "deepseek_v3-halves-biased")
+ALIKE += ("glm4_moe_lite", "deepseek_v2", "deepseek_v2-lite", "deepseek_v3-halves-biased")
 CASES = [pytest.param(own, name, id=name) for name in own.CASES if name not in (LENGTH_DEPENDENT, *ALIKE)]
 CASES += [pytest.param(adapted, name, id=f"adapted-{name}") for name in adapted.CASES]
 

@@ -7,17 +7,22 @@ definition.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
+from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
+from engine.model_check import check_model
 from engine.runtime.attention import table
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
@@ -32,6 +37,7 @@ from engine.runtime.native.library import Library, native
 from engine.runtime.schemes.base import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from tests.cpu.model_driver import Served, make_runner, request, serve, settings
+from tests.cpu.packers import fp8
 from tests.cpu.test_attention import empty_pools, make_batch, make_tables
 from tests.cpu.test_models_families import CASES, load, logits_of, save_tiny
 
@@ -224,7 +230,23 @@ def test_sizes_and_weights_of_v2_lite() -> None:
     assert config_of().num_weights == pytest.approx(15.7e9, rel=5e-3)
 
 
-def test_narrow_pools_and_triton_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_pool_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(V2_LITE))
+    asked = EngineConfig(model=str(tmp_path), load_format="dummy", kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype is 'int8', and the model caches latents \(MLA\)"):
+        check_model(asked)
+    assert check_model(replace(asked, kv_cache_dtype="auto")).is_native
+
+
+def test_the_triton_backend_refuses_latents() -> None:
+    pytest.importorskip("triton")
+    from engine.runtime.attention.triton_paged import TritonPagedAttention
+
+    with pytest.raises(ConfigError, match="use 'auto' or 'torch'"):
+        TritonPagedAttention().check(spec_of(config_of()), torch.bfloat16, 16, CPU)
+
+
+def test_narrow_pools_are_refused_and_a_gpu_gets_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = [spec_of(config_of())]
     for setting in ("int8", "fp8"):
         with pytest.raises(ConfigError, match=r"latents \(MLA\)"):
@@ -316,3 +338,38 @@ def test_text_is_the_same_alone_busy_chunked_preempted_swapped_and_on_a_hit(tiny
         preempted = scheduler.stats.preempted
         assert (preempted[PreemptionKind.RECOMPUTE] > 0) == (name == "preempting")
         assert (preempted[PreemptionKind.SWAP] > 0) == (name == "swapping")
+
+
+def test_fp8_blocks_of_every_part(tmp_path: Path) -> None:
+    """The parts of the first product have ragged last blocks of their own, and kv_b is dequantised, not packed."""
+    config = DeepseekV3Config(
+        vocab_size=128, hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+        first_k_dense_replace=2, q_lora_rank=192, kv_lora_rank=128, qk_rope_head_dim=32, qk_nope_head_dim=64,
+        v_head_dim=64, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(std=0.3)
+        model.lm_head.weight.normal_(std=0.05)
+    model.save_pretrained(tmp_path)
+    packing = fp8("block", ".weight_scale_inv", {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    stored, rng = {}, np.random.default_rng(0)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if not module.endswith(("_proj", "_with_mqa")):
+            stored[name] = tensor
+            continue
+        packed, weight = packing.pack(rng, *tensor.shape)
+        stored |= {module + ending: each.contiguous() for ending, each in packed.items()}
+        with torch.no_grad():
+            model.get_parameter(name).copy_(torch.from_numpy(weight.copy()))
+    save_file(stored, tmp_path / "model.safetensors")
+    values = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": packing.config}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    ids = torch.arange(3, 43)
+    with torch.no_grad():
+        expected = model(ids[None], use_cache=False).logits[0].log_softmax(-1)
+    found = logits_of(load(tmp_path, quantization="none"), ids, [40]).log_softmax(-1)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert expected.std() > 0.1

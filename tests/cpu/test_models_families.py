@@ -148,6 +148,7 @@ CASES = {
         LATENT | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0, "qk_nope_head_dim": 16},
     ),
     "deepseek_v2-lite": Case("DeepseekV2Config", LATENT | LATENT_YARN | {"q_lora_rank": None}),
+    "glm4_moe_lite": Case("Glm4MoeLiteConfig", LATENT | {"mlp_layer_types": ["dense", "sparse", "dense"]}),
     "deepseek_v3": Case("DeepseekV3Config", LATENT | LATENT_YARN),
     "deepseek_v3-halves-biased": Case(
         "DeepseekV3Config",
@@ -197,6 +198,9 @@ CASES = {
         "Glm4MoeConfig", GLM4 | {"norm_topk_prob": False, "n_shared_experts": 2, "num_nextn_predict_layers": 1}
     ),
 }
+
+# The cases that tests/gpu/ serves on a device.
+ON_A_GPU = ("llama-llama3", "qwen3", "gemma2")
 
 
 def save_tiny(case: Case, folder: Path) -> torch.nn.Module:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from engine.core.errors import ConfigError
 from engine.runtime.activation import Activation
 from engine.runtime.models.rope_config import RopeConfig
 
@@ -119,6 +120,14 @@ class LatentConfig:
         queries = query * hidden_size if self.query_rank is None else self.query_rank * (hidden_size + query)
         latents = hidden_size * (self.rank + self.rope_dim) + num_heads * (self.nope_dim + self.value_dim) * self.rank
         return queries + latents + num_heads * self.value_dim * hidden_size
+
+
+def narrow_latents(setting: str) -> ConfigError:
+    """Return the error for a --kv-cache-dtype that a pool of latents cannot have."""
+    return ConfigError(
+        f"--kv-cache-dtype is {setting!r}, and the model caches latents (MLA), whose rotated numbers lose too much with "
+        "one scale a row; leave it out."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

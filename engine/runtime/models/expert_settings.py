@@ -103,12 +103,25 @@ def glm4_experts(hf: HFConfig) -> Mixtures:
     return _deepseek_layers(hf, router, width=1408, num_shared=1, num_dense=1)
 
 
+def glm4_lite_experts(hf: HFConfig) -> Mixtures:
+    """Return GLM-4.7-Flash's mixtures: those of GLM-4.5, in the layers that `mlp_layer_types` names."""
+    router = _sigmoid_router(hf, num_experts=64, num_groups=1, num_chosen_groups=1, scale=1.8, num_chosen=4)
+    if not hf.has("mlp_layer_types"):
+        return _deepseek_layers(hf, router, width=1536, num_shared=1, num_dense=1)
+    types = hf.texts("mlp_layer_types")
+    if len(types) != _num_layers(hf) or not {"dense", "sparse"}.issuperset(types):
+        raise hf.error("mlp_layer_types", f"{_num_layers(hf)} entries, each dense or sparse")
+    sparse = HFConfig({**hf.values, "first_k_dense_replace": 0}, hf.source)
+    moes = _deepseek_layers(sparse, router, width=1536, num_shared=1, num_dense=0)
+    return [None if kind == "dense" else moe for kind, moe in zip(types, moes, strict=True)]
+
+
 def _sigmoid_router(
-    hf: HFConfig, *, num_experts: int, num_groups: int, num_chosen_groups: int, scale: float
+    hf: HFConfig, *, num_experts: int, num_groups: int, num_chosen_groups: int, scale: float, num_chosen: int = 8
 ) -> RouterConfig:
     return RouterConfig(
         num_experts=_num_experts(hf, num_experts),
-        num_chosen=hf.size("num_experts_per_tok", 8),
+        num_chosen=hf.size("num_experts_per_tok", num_chosen),
         scoring=Scoring.SIGMOID,
         is_normalised=hf.flag("norm_topk_prob", True),
         scale=hf.number("routed_scaling_factor", scale),

@@ -19,6 +19,7 @@ from engine.runtime.models.expert_settings import (
     deepseek_v2_experts,
     deepseek_v3_experts,
     glm4_experts,
+    glm4_lite_experts,
     gpt_oss_experts,
     mixtral_experts,
     olmoe_experts,
@@ -58,6 +59,7 @@ def llama(hf: HFConfig) -> ModelConfig:
 
 
 def mistral(hf: HFConfig) -> ModelConfig:
+    """Mistral, with a window on every layer or on none."""
     return replace(_common(hf), layers=_layers(hf, windows=[hf.optional_size("sliding_window")] * _num_layers(hf)))
 
 
@@ -67,6 +69,7 @@ def qwen2(hf: HFConfig) -> ModelConfig:
 
 
 def qwen3(hf: HFConfig) -> ModelConfig:
+    """Qwen 3: norms over each head's queries and keys."""
     return replace(_common(hf), qk_norm=QKNorm.HEAD, layers=_layers(hf, windows=_qwen_windows(hf)))
 
 
@@ -95,6 +98,7 @@ def phi3(hf: HFConfig) -> ModelConfig:
 
 
 def gemma(hf: HFConfig) -> ModelConfig:
+    """Gemma 1."""
     # The first Gemma checkpoints say "gelu" for its tanh approximation.
     return replace(_gemma_common(hf), activation=Activation.GELU_TANH)
 
@@ -250,6 +254,13 @@ def glm4_moe(hf: HFConfig) -> ModelConfig:
     )
 
 
+def glm4_moe_lite(hf: HFConfig) -> ModelConfig:
+    """GLM-4.7-Flash: DeepSeek's attention, GLM's experts."""
+    sizes = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
+    hf = HFConfig({**sizes, **hf.values}, hf.source)
+    return _latent_common(hf, glm4_lite_experts(hf), is_interleaved=hf.flag("rope_interleave", True))
+
+
 FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "llama": llama,
     "mistral": mistral,
@@ -265,6 +276,7 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "olmo3": olmo3,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "glm4_moe_lite": glm4_moe_lite,
     "qwen2_moe": qwen2_moe,
     "qwen3_moe": qwen3_moe,
     "mixtral": mixtral,

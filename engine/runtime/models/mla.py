@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek V2 and V3, Kimi K2), with its expansion absorbed.
+"""Multi-head latent attention (DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash), with its expansion absorbed.
 
 A token's keys and values of all heads are products of matrices W_k and W_v with one latent c; a key has rotated numbers
 beside, which all heads share. The pool holds only c and these. A query multiplied by W_k meets the latents themselves:
