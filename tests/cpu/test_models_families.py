@@ -199,6 +199,9 @@ CASES = {
     ),
 }
 
+# The cases that tests/gpu/ serves on a device.
+ON_A_GPU = ("llama-llama3", "qwen3", "gemma2")
+
 
 def save_tiny(case: Case, folder: Path) -> torch.nn.Module:
     """A random model of transformers, saved; norms and biases are random too, so that none can be forgotten."""

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from gguf import GGMLQuantizationType as Kind
-from test_weights_gguf import ARCHITECTURES, convert, tiny, write
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -27,6 +26,7 @@ from engine.runtime.native.library import Isa, Library, WeightFormat, native
 from engine.runtime.native.quantised import QuantisedLinear, dequantise, is_served_quantised
 from engine.runtime.native.rows import QuantisedRows
 from tests.cpu.test_models_families import Case, load, logits_of, save_tiny
+from tests.cpu.test_weights_gguf import ARCHITECTURES, convert, tiny, write
 
 FORMATS = {  # the row format of each type, and its bytes for 32 weights
     Kind.Q4_0: (WeightFormat.Q4, 18),

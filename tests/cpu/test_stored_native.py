@@ -21,6 +21,7 @@ from engine.core.scheduler import Scheduler
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
+from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.runtime.weights.stored.packed import Integers
 from engine.runtime.weights.stored.rows import rows_of
 from tests.cpu import packers
@@ -240,3 +241,36 @@ def test_gpt_oss_from_packed_stacks(tmp_path: Path) -> None:
     packed, line = stored(tmp_path)
     assert "in 4 bits" in line
     assert divergence(exact, logits_of(packed, IDS, [len(IDS)])) < 2e-2
+
+
+@pytest.mark.parametrize("packing", [packers.awq(32), packers.gptq(4, 32, shuffled=True)], ids=["awq", "actorder"])
+def test_experts_are_stored_like_other_matrices(packing: packers.Packing, tmp_path: Path) -> None:
+    """Packed experts and router equal the same model with the weights that packers.py dequantises."""
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    case = FAMILIES["qwen3-moe"]
+    save_tiny(Case(case.config, case.settings | {"moe_intermediate_size": 96}), plain)
+    save_tiny(case, packed)
+    (packed / "config.json").write_text((plain / "config.json").read_text())
+    weights: dict[str, Tensor] = {}
+    codes: dict[str, Tensor] = {}
+    rng = np.random.default_rng(0)
+    for tensor in SafetensorsCheckpoint(plain).tensors({}):
+        weights[tensor.name] = torch.empty(tensor.shape)
+        tensor.copy_to(weights[tensor.name])
+        module = tensor.name.removesuffix(".weight")
+        if ".mlp." not in module:
+            codes[tensor.name] = weights[tensor.name]
+            continue
+        stored_parts, weight = packing.pack(rng, *tensor.shape)
+        codes |= {module + ending: part for ending, part in stored_parts.items()}
+        weights[tensor.name] = torch.from_numpy(weight.copy()).float()
+    save_file(weights, plain / "model.safetensors")
+    save_file(codes, packed / "model.safetensors")
+    values = json.loads((plain / "config.json").read_text()) | {"quantization_config": packing.config}
+    (packed / "config.json").write_text(json.dumps(values))
+    exact = logits_of(stored(plain, quantization="none")[0], IDS, [len(IDS)])
+    found = logits_of(stored(packed, quantization="none")[0], IDS, [len(IDS)])
+    torch.testing.assert_close(found.log_softmax(-1), exact.log_softmax(-1), atol=1e-4, rtol=0)
+    model, line = stored(packed)
+    assert ("dequantised" if packing.config.get("desc_act") else "in 4 bits") in line
+    assert divergence(exact, logits_of(model, IDS, [len(IDS)])) < 2e-2

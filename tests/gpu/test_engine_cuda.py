@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.core.step import StepPlan
 from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine
-from tests.cpu.test_models_families import CASES, save_tiny
+from tests.cpu.test_models_families import CASES, ON_A_GPU, save_tiny
 from tests.patience import PATIENCE_S
 
 pytestmark = [
@@ -55,7 +55,7 @@ def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
 
 
 @pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])
-@pytest.mark.parametrize("name", ["llama-llama3", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ON_A_GPU)
 def test_cuda_says_what_the_cpu_says(name: str, depth: bool, tmp_path: Path) -> None:
     save_tiny(CASES[name], tmp_path)
     expected = answers(build(tmp_path, "cpu"))
@@ -64,7 +64,7 @@ def test_cuda_says_what_the_cpu_says(name: str, depth: bool, tmp_path: Path) -> 
     assert answers(tight) == expected
 
 
-@pytest.mark.parametrize("name", ["llama-llama3", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ON_A_GPU)
 def test_the_kernels_say_what_the_reference_says(name: str, tmp_path: Path) -> None:
     save_tiny(CASES[name], tmp_path)
     assert answers(build(tmp_path, "cuda")) == answers(build(tmp_path, "cuda", attention_backend="reference"))

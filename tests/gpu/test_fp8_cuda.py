@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from tests.cpu.test_models_families import CASES, save_tiny
+from tests.cpu.test_models_families import CASES, ON_A_GPU, save_tiny
 from tests.gpu.test_engine_cuda import answers, build
 
 
@@ -23,7 +23,7 @@ needs_products = pytest.mark.skipif(capability() < (9, 0), reason="no CUDA devic
 
 @needs_kv
 @pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])
-@pytest.mark.parametrize("name", ["llama-llama3", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ON_A_GPU)
 def test_fp8_kv_says_what_the_reference_says_over_it(name: str, depth: bool, tmp_path: Path) -> None:
     save_tiny(CASES[name], tmp_path)
     expected = answers(build(tmp_path, "cuda", attention_backend="reference", kv_cache_dtype="fp8"))

@@ -13,7 +13,9 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "SERVING.md", "CONTRIBUTING.md")]
-PAGES += sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "reference.md")  # that one is generated
+PAGES += sorted(
+    path for path in (ROOT / "docs").glob("*.md") if path.name not in ("reference.md", "models.md")
+)  # those are generated
 MAX_WORDS = {"SERVING.md": 4500}
 MAX_LINES = {"README.md": 150}
 # Flags of other programs, in commands that use them, and of examples.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from engine.runtime.weights.hf_config import HFConfig
 from engine.runtime.weights.stored.config import QuantConfig, Settings, read_quantization
 from engine.runtime.weights.stored.headers import Header, check_packed
 
+ROOT = Path(__file__).parents[2]
 W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 LAYER = "model.layers.3.mlp.down_proj"
@@ -136,3 +139,68 @@ def test_a_list_of_exceptions_that_contradicts_the_tensors_is_refused(tmp_path: 
         check_packed(config, {"model.norm.weight": Header("I8", (8,))})
     with pytest.raises(ModelLoadError, match=r"the embedding 'model\.embed_tokens\.weight_packed' is stored as I32"):
         check_packed(config, {"model.embed_tokens.weight_packed": Header("I32", (8, 1))})
+
+
+def test_any_values_are_read_or_refused(tmp_path: Path) -> None:
+    """A config of wrong types is a ModelLoadError, never another error."""
+    values = (
+        None,
+        True,
+        -1,
+        0,
+        4,
+        1 << 70,
+        0.5,
+        "",
+        "x",
+        "re:(",
+        [],
+        ["a"],
+        [1],
+        [[1]],
+        {},
+        {"a": 1},
+        {"a": {"bits": "x"}},
+    )
+    keys = {
+        "gptq": ("bits", "group_size", "checkpoint_format", "dynamic", "lm_head", "is_marlin_format"),
+        "auto-round": ("bits", "packing_format"),
+        "awq": ("bits", "w_bit", "version", "group_size", "q_group_size"),
+        "fp8": ("fmt", "weight_block_size", "ignored_layers", "modules_to_not_convert", "expert_dtype"),
+        "compressed-tensors": ("format", "config_groups", "ignore", "sparsity_config", "transform_config"),
+        "modelopt": ("quant_algo", "exclude_modules"),
+    }
+    base = {"gptq": GPTQ, "auto-round": GPTQ, "modelopt": {"quant_algo": "FP8"}}
+    group = {"targets": ["Linear"], "weights": dict(W4)}
+    configs: list[Any] = [
+        {**base.get(method, {}), "quant_method": method, key: value}
+        for method, names in keys.items()
+        for key in names
+        for value in values
+    ]
+    configs += [compressed(a=value) for value in values]
+    configs += [compressed(a=group | {key: value}) for key in ("targets", "weights", "format") for value in values]
+    weights = [W4 | {key: value} for key in ("num_bits", "group_size", "block_structure") for value in values]
+    configs += [compressed(a=group | {"weights": each}) for each in weights]
+    for config in [*configs, *values]:
+        try:
+            found = read_quantization(HFConfig({"quantization_config": config}, "config.json"), tmp_path)
+        except ModelLoadError:
+            continue
+        if found is not None:
+            found.of(LAYER)
+
+
+def test_a_contradiction_is_refused_without_torch(tmp_path: Path) -> None:
+    header = json.dumps({f"{LAYER}.weight": {"dtype": "F8_E4M3", "shape": [2, 2], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8", "ignored_layers": [LAYER]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = (
+        "import sys; from pathlib import Path; "
+        "from engine.runtime.weights.safetensors import SafetensorsCheckpoint as C\n"
+        f"try: C(Path({str(tmp_path)!r})).check()\n"
+        "except Exception as error: print(type(error).__name__, 'is not quantised' in str(error), 'torch' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert output.stdout.strip() == "ModelLoadError True False"

@@ -59,6 +59,7 @@ def llama(hf: HFConfig) -> ModelConfig:
 
 
 def mistral(hf: HFConfig) -> ModelConfig:
+    """Mistral, with a window on every layer or on none."""
     return replace(_common(hf), layers=_layers(hf, windows=[hf.optional_size("sliding_window")] * _num_layers(hf)))
 
 
@@ -68,6 +69,7 @@ def qwen2(hf: HFConfig) -> ModelConfig:
 
 
 def qwen3(hf: HFConfig) -> ModelConfig:
+    """Qwen 3: norms over each head's queries and keys."""
     return replace(_common(hf), qk_norm=QKNorm.HEAD, layers=_layers(hf, windows=_qwen_windows(hf)))
 
 
@@ -96,6 +98,7 @@ def phi3(hf: HFConfig) -> ModelConfig:
 
 
 def gemma(hf: HFConfig) -> ModelConfig:
+    """Gemma 1."""
     # The first Gemma checkpoints say "gelu" for its tanh approximation.
     return replace(_gemma_common(hf), activation=Activation.GELU_TANH)
 

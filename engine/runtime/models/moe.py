@@ -1,7 +1,7 @@
 """A mixture of experts: a router, experts, and the shared expert of some families.
 
-The torch operations here define the arithmetic on every device; the native library computes the same in one call. The router and the sum
-over experts are float32. Each expert is an MLP of 2-D matrices, so any scheme can store it.
+The torch operations here define the arithmetic on every device; the native library computes the same in one call. The
+router and the sum over experts are float32. Each expert is an MLP of 2-D matrices, so any scheme can store it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Router:
 
     def __init__(self, config: RouterConfig, hidden_size: int, make: Maker) -> None:
         self._config = config
-        make = make._replace(dtype=torch.float32, scheme=Scheme())
+        make = make._replace(dtype=torch.float32, scheme=Scheme(make.scheme.storage))
         self.linear = make.linear({"gate": config.num_experts}, hidden_size, bias=config.has_bias)
         self.correction = (
             make.tensor("gate.e_score_correction_bias", config.num_experts) if config.has_correction else None
@@ -107,7 +107,7 @@ class MoE:
                 config, config.shared_width, hidden_size, make.within("shared_expert")
             )
         if config.has_shared_gate:
-            plain = make._replace(dtype=torch.float32, scheme=Scheme())
+            plain = make._replace(dtype=torch.float32, scheme=Scheme(make.scheme.storage))
             self.shared_gate = plain.linear({"shared_expert_gate": 1}, hidden_size)
 
     def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:  # noqa: ARG002 - MLP's call

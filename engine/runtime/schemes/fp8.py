@@ -16,7 +16,7 @@ FIRST_CAPABILITY = (9, 0)  # compute capability; the first with a product that s
 
 
 class Fp8Scheme(Scheme):
-    """Any weights but the head's; only asked for by name."""
+    """Any weights but the head's, rounded to FP8 on CUDA; only asked for by name."""
 
     def __init__(self, storage: Storage | None = None) -> None:
         super().__init__(storage)

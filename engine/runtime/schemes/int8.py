@@ -9,7 +9,7 @@ from engine.runtime.schemes.base import Circumstances, Matrix, Scheme, native_re
 
 
 class Int8Scheme(Scheme):
-    """Any weights; only asked for by name."""
+    """Any weights, rounded to 8-bit integers on a CPU; only asked for by name."""
 
     is_native = True
 

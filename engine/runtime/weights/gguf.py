@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from engine.runtime.native.library import Library
 
 _FLOATS = (Kind.F32, Kind.F16, Kind.BF16)
-_KINDS = (
+KINDS = (
     *_FLOATS, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K,
     Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_XXS, Kind.IQ3_S, Kind.MXFP4,
 )  # fmt: skip
@@ -76,10 +76,10 @@ class GGUFCheckpoint:
         for part, its_header in parts.items():
             self._stored |= _read_tensors(part, its_header.tensors)
         for tensor in self._stored.values():
-            if tensor.kind not in _KINDS:
+            if tensor.kind not in KINDS:
                 raise ModelLoadError(
                     f"{tensor.file}: tensor {tensor.name!r} is stored as {tensor.kind.name}; Quire reads "
-                    f"{', '.join(kind.name for kind in _KINDS)}."
+                    f"{', '.join(kind.name for kind in KINDS)}."
                 )
         ropes = {name: _values(self._stored[name]) for name in _ROPE_TENSORS if name in self._stored}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}

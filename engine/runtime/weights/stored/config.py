@@ -84,7 +84,7 @@ def read_quantization(config: HFConfig, folder: Path) -> QuantConfig | None:
     if found is None or not found.values:
         return None
     method = found.text("quant_method", _guess(found.values)).lower().replace("_", "-")
-    reader = _READERS.get(method)
+    reader = READERS.get(method)
     if reader is None:
         raise _refusal(found, f"the weights are quantized by {method[:60]!r}, which cannot be read")
     return reader(found, method)
@@ -273,7 +273,7 @@ def _matcher(hf: HFConfig, text: str) -> tuple[int, Callable[[str], bool]]:
     return 0, lambda name: name == text
 
 
-_READERS: Mapping[str, Callable[[HFConfig, str], QuantConfig]] = {
+READERS: Mapping[str, Callable[[HFConfig, str], QuantConfig]] = {
     "gptq": _gptq,
     "auto-round": _gptq,
     "awq": _awq,

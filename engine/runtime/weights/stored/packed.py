@@ -23,16 +23,20 @@ class Integers(NamedTuple):
 
     def dequantise(self) -> Tensor:
         """Return the weight, float32 [rows, inputs]."""
-        scales, zeros = self.spread(self.scales.float()), self.spread(self.zeros)
-        return (self.codes.short() - zeros).float().mul_(scales)
+        weight = self.codes.float()
+        for values, apply in ((self.zeros.float(), torch.Tensor.sub_), (self.scales.float(), torch.Tensor.mul_)):
+            apply(*self.grouped(weight, values))
+        return weight
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Return the value of each input of values [rows, groups]."""
+    def grouped(self, matrix: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a view of a matrix [rows, inputs], and values [rows, groups] that broadcast over it."""
         if values.shape[1] == 1:
-            return values
+            return matrix, values
         if self.group_of is not None:
-            return values[:, self.group_of]
-        return values.repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
+            return matrix, values[:, self.group_of]
+        if matrix.shape[1] % self.group == 0:
+            return matrix.unflatten(1, (-1, self.group)), values[:, :, None]
+        return matrix, values.repeat_interleave(self.group, 1)[:, : matrix.shape[1]]
 
 
 class Blocks(NamedTuple):
@@ -83,7 +87,9 @@ def unpack_bits(words: Tensor, bits: int, num: int) -> Tensor:
     stored = words.contiguous().view(torch.uint8)
     if bits == 8:
         return stored[:, :num]
-    if bits in (2, 4):
+    if bits == 4:
+        return torch.stack((stored & 15, stored >> 4), 2).flatten(1)[:, :num]
+    if bits == 2:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
         codes = (stored[:, :, None] >> shifts) & ((1 << bits) - 1)
         return codes.flatten(1)[:, :num]

@@ -14,7 +14,7 @@ from engine.runtime.weights.stored.packed import Blocks, Integers, Microscaled, 
 
 _Q4_0, _Q4_1, _Q8_0, _MXFP4 = 2, 3, 8, 39  # GGUF's numbers
 _BLOCK = 32  # weights of a block
-_PRECISION = 2.0**-10  # relative error of a scale that may be kept as float16
+_PRECISION = 2.0**-10  # error of scales kept as float16, relative to the largest of the row
 
 
 def rows_of(packed: Packed) -> QuantisedRows | None:
@@ -50,26 +50,30 @@ def _of_integers(packed: Integers) -> QuantisedRows | None:
 
 def _shifted(packed: Integers, offset: int) -> Tensor:
     """Return codes less zeros plus an offset, modulo 256."""
-    return packed.codes + (offset - packed.spread(packed.zeros)).to(torch.uint8)
+    shift = (offset - packed.zeros).to(torch.uint8)
+    if not bool(shift.any()):
+        return packed.codes
+    codes, shift = packed.grouped(packed.codes, shift)
+    return (codes + shift).view(packed.codes.shape)
 
 
 def _of_blocks(packed: Blocks) -> QuantisedRows | None:
     if packed.values.shape[1] % _BLOCK:
         return None
     weight = packed.dequantise().unflatten(1, (-1, _BLOCK))
-    peak = weight.abs().amax(2)
+    peak = torch.maximum(weight.amax(2), -weight.amin(2))
     scales = (peak / 127).half()
     if not bool(scales.isfinite().all()):
         return None
     inverse = torch.where(scales > 0, 1 / scales.float(), 0)
-    codes = (weight * inverse[:, :, None]).round_().clamp_(-127, 127).to(torch.int8)
+    codes = weight.mul_(inverse[:, :, None]).round_().clamp_(-127, 127).to(torch.int8)
     return _rows(_Q8_0, _bytes(scales, codes), codes.view(torch.uint8))
 
 
 def _as_float16(scales: Tensor) -> Tensor | None:
-    """Return scales as float16; None if it is too coarse for one of them, or too small."""
+    """Return scales [rows, groups] as float16; None if it is too coarse for the largest of a row, or too small."""
     rounded = scales.half()
-    is_near = (rounded.float() - scales).abs() <= scales.abs() * _PRECISION
+    is_near = (rounded.float() - scales).abs() <= scales.abs().amax(1, keepdim=True) * _PRECISION
     return rounded if bool(is_near.all()) else None
 
 

@@ -1,0 +1,171 @@
+"""Writes docs/models.md: architectures, file formats, devices, and the tests that hold each.
+
+    python -m tests.cpu.models_page > docs/models.md
+
+tests/cpu/test_models_page.py compares. Every row comes from a table of the code (families, GGUF architectures and types,
+quantization methods, schemes) and every number from a table of tests, so a family or a format without a test shows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from engine.runtime.lazy import load as load_class
+from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.families import FAMILIES, read_config
+from engine.runtime.native.quantised import is_served_quantised
+from engine.runtime.schemes import SCHEMES
+from engine.runtime.schemes.base import Scheme
+from engine.runtime.weights.formats import FORMATS
+from engine.runtime.weights.gguf import KINDS
+from engine.runtime.weights.gguf_config import ARCHITECTURES
+from engine.runtime.weights.stored.config import READERS
+from tests.cpu import test_engine_families, test_models_transformers, test_quant, test_stored, test_weights_gguf
+from tests.cpu.test_models_families import CASES, ON_A_GPU, Case
+
+HEAD = """# Models
+
+Made from the code and its tests by `python -m tests.cpu.models_page`; a test compares them, so this page describes this
+version. `quire serve` takes a folder, a .gguf file (of a split one the first part), `ORG/NAME` or `ORG/NAME:Q4_K_M` of a
+model hub; [SERVING.md](../SERVING.md) has the levers.
+
+A number is the number of configs or files that a test compares: with transformers' forward pass in float32, to 1e-4 in
+logits or log probabilities, or with the documented arithmetic. An empty cell means that no test covers it. All tests but
+those in `tests/gpu/` run on a CPU; the CUDA kernels are compared there under Triton's interpreter, and compiled for three
+GPUs.
+"""
+_FAMILIES = """
+## Architectures
+
+By `model_type` of config.json. The engine's tests run chunked, preempted and batched requests; families that differ from
+one that is tested there below the engine only have none of their own. On CUDA, *graphs* means that decode steps are
+captured as CUDA graphs, *eager* that they are launched kernel by kernel; on a GPU only the families that say so are tested.
+
+| `model_type` | models | safetensors: configs | engine: configs | GGUF: architectures (files) | CUDA |
+|---|---|---|---|---|---|"""
+_OTHERS = """
+Other causal models run by transformers' own code over Quire's pool, from safetensors without quantization; tested:
+"""
+_GGUF = """
+## GGUF
+
+Architectures that are read: {architectures}.
+
+*As stored* means that the rows are multiplied in the type's own bits; *dequantised* that they become the model's dtype
+while they are loaded, as all types do with `--quantization none`.
+
+| type | on a CPU | on CUDA | dequantised as `gguf` does | multiplied as stored |
+|---|---|---|---|---|"""
+_STORED = """
+## Quantised safetensors
+
+By `quant_method`, with the variants that tests hold against dequantisation written from the formats' documents. Matrices
+of 4 and 8 bits are multiplied in native rows on a CPU where one holds them; tensor cores multiply FP8 on CUDA; others are
+dequantised while they are loaded, and the start says how many.
+
+| `quant_method` | variants tested, matrix by matrix | through a whole model |
+|---|---|---|"""
+_SCHEMES = """
+## `--quantization`
+
+| name | weights |
+|---|---|"""
+_FORMATS = """
+## `--load-format`
+
+| name | reads |
+|---|---|"""
+
+
+def page() -> str:
+    """Return the page."""
+    parts = [
+        HEAD,
+        _FAMILIES.lstrip("\n"),
+        *map(_row, _families()),
+        _OTHERS + _listed(_adapted()) + ".",
+    ]
+    parts += [_GGUF.format(architectures=_listed(ARCHITECTURES)), *map(_row, _types())]
+    parts += [_STORED, *map(_row, _methods())]
+    parts += [_SCHEMES, *(_row((f"`{name}`", _summary(load_class(place)))) for name, place in SCHEMES.items())]
+    parts += [_FORMATS, *(_row((f"`{name}`", _summary(load_class(each.reader)))) for name, each in FORMATS.items())]
+    return "\n".join(parts) + "\n"
+
+
+def _families() -> Iterator[Sequence[str]]:
+    own = [name for kind, name in (case.values for case in test_engine_families.CASES) if kind.CASES is CASES]
+    for family, make in FAMILIES.items():
+        cases = [name for name, case in CASES.items() if _type_of(case) == family]
+        files: dict[str, int] = {}
+        for name, (case, _, _) in test_weights_gguf.ARCHITECTURES.items():
+            if _type_of(case) == family:
+                files[name.partition("/")[0]] = files.get(name.partition("/")[0], 0) + 1
+        yield (
+            f"`{family}`",
+            _summary(make).rstrip("."),
+            _count(cases),
+            _count(set(cases) & set(own)),
+            ", ".join(f"{name} ({count})" for name, count in files.items()),
+            ("graphs" if cases and _is_captured(cases[0]) else "eager")
+            + (", tested on a GPU" if set(cases) & set(ON_A_GPU) else ""),
+        )
+
+
+def _type_of(case: Case) -> str:
+    return str(case.build().model_type)
+
+
+def _is_captured(name: str) -> bool:
+    """Return whether the decoder of a tiny config may be captured in a CUDA graph."""
+    config = read_config(CASES[name].build().to_dict(), name)
+    model = Decoder(config, served_len=64, dtype=torch.float32, device=torch.device("cpu"), scheme=Scheme())
+    return model.capabilities.graphs
+
+
+def _adapted() -> list[str]:
+    return [name for name in test_models_transformers.CASES if name not in FAMILIES]
+
+
+def _types() -> Iterator[Sequence[str]]:
+    for kind in KINDS:
+        is_float = kind.name in ("F32", "F16", "BF16")
+        on_cpu = "as the model's dtype" if is_float else "as stored" if is_served_quantised([kind]) else "dequantised"
+        yield (
+            kind.name,
+            on_cpu,
+            "as the model's dtype" if is_float else "dequantised",
+            "yes" if kind.name in test_weights_gguf.KINDS else "",
+            "yes" if kind in test_quant.KINDS else "",
+        )
+
+
+def _methods() -> Iterator[Sequence[str]]:
+    by_method: dict[str, list[str]] = {method: [] for method in READERS}
+    for name, packing in test_stored.CASES.items():
+        by_method[str(packing.config["quant_method"]).replace("_", "-")].append(name)
+    for method, names in by_method.items():
+        yield f"`{method}`", ", ".join(names), ", ".join(name for name in names if name in test_stored.SERVED)
+
+
+def _summary(described: object) -> str:
+    """Return the first line of a docstring."""
+    return (described.__doc__ or "").strip().partition("\n")[0]
+
+
+def _count(found: Iterable[object]) -> str:
+    return str(len(list(found)) or "")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
