@@ -154,15 +154,20 @@ static void copy_scales(const struct attend_args *a, const struct attend_task *t
 
 /* Make a tile of V from one of K, whose lanes are `stride` apart. */
 INLINE void transpose_tile(const uint32_t *k, size_t stride, struct layout l, uint32_t *v) {
-    for (size_t d = 0; d < l.dim; d += l.pair, k += stride)
-        for (size_t i = 0; i < TILE; i += l.pair) {
-            uint32_t *to = v + i / l.pair * l.dim + d, one = k[i];
-            to[0] = one;
-            if (l.pair == 1) continue;
-            uint32_t two = k[i + 1];
-            to[0] = (one & 0xffff) | two << 16;
-            to[1] = one >> 16 | (two & 0xffff0000);
+    for (size_t d = 0; d < l.dim; d += l.pair, k += stride) {
+        if (l.pair == 1) {
+            for (size_t i = 0; i < TILE; i++) v[i * l.dim + d] = k[i];
+            continue;
         }
+        /* Two keys' lanes, of two dimensions each, become two dimensions' lanes: the middle halves change places. */
+        uint64_t lanes[TILE / 2];
+        memcpy(lanes, k, sizeof lanes);
+        for (size_t j = 0; j < TILE / 2; j++) {
+            uint64_t x = lanes[j];
+            lanes[j] = (x & 0xffff00000000ffff) | (x >> 16 & 0xffff0000) | (x << 16 & 0xffff00000000);
+        }
+        for (size_t j = 0; j < TILE / 2; j++) memcpy(v + j * l.dim + d, &lanes[j], sizeof lanes[j]);
+    }
 }
 
 /* The tiles of keys [key, end), read in place where they can be. */
