@@ -1,7 +1,7 @@
 """A mixture of experts: a router, experts, and the shared expert of some families.
 
-The torch operations here define the arithmetic on every device; the native library computes the same in one call. The router and the sum
-over experts are float32. Each expert is an MLP of 2-D matrices, so any scheme can store it.
+The torch operations here define the arithmetic on every device; the native library computes the same in one call. The
+router and the sum over experts are float32. Each expert is an MLP of 2-D matrices, so any scheme can store it.
 """
 
 from __future__ import annotations
