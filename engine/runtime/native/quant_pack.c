@@ -253,25 +253,37 @@ static void write_head(struct quant_format f, const struct block *from, uint8_t 
     }
 }
 
+/* Write a plane of `plane` bits, from bit `low` of the codes on: quads of codes are moved as one. */
+static inline __attribute__((always_inline)) uint8_t *write_plane(const uint32_t quads[QBLOCK / 4], int plane,
+                                                                  int low, uint8_t *to) {
+    const uint32_t mask = 0x01010101u * ((1u << plane) - 1);
+    const int num = 8 / plane;
+    for (int i = 0; i < QBLOCK / 4; i += num, to += PANEL * 4) {
+        uint32_t packed = 0;
+        _Pragma("GCC unroll 8") for (int j = 0; j < num; j++) packed |= (quads[i + j] >> low & mask) << (j * plane);
+        memcpy(to, &packed, sizeof packed);
+    }
+    return to;
+}
+
 /* Write a block where weight row `r` of a panel has it. */
 static void write_block(struct quant_format f, const struct block *from, uint8_t *panel, int64_t b, int64_t r) {
     uint8_t *block = panel + (size_t)b * quant_block_bytes(f), *to = block + quant_head_bytes(f) + 4 * r;
     int shift = from->table || (f.has_min && f.bits < 8) ? 0 : f.zero - from->zero;
     uint8_t codes[QBLOCK];
-    for (int i = 0; i < QBLOCK; i++)
-        codes[i] = (uint8_t)(from->table && !f.has_table ? from->table[from->codes[i]] : from->codes[i] + shift);
+    uint32_t quads[QBLOCK / 4];
+    if (from->table && !f.has_table)
+        for (int i = 0; i < QBLOCK; i++) codes[i] = from->table[from->codes[i]];
+    else
+        for (int i = 0; i < QBLOCK; i++) codes[i] = (uint8_t)(from->codes[i] + shift);
     write_head(f, from, block, r, shift);
-    for (int plane = 8, low = 0; plane > 0; plane /= 2) {
-        if (!(f.bits & plane)) continue;
-        for (int i = 0; i < QBLOCK; i += 32 / plane, to += PANEL * 4)
-            for (int j = 0; j < 4; j++) {
-                unsigned packed = 0;
-                for (int quad = 0; quad < 8 / plane; quad++)
-                    packed |= (codes[i + 4 * quad + j] >> low & ((1u << plane) - 1)) << (quad * plane);
-                to[j] = (uint8_t)packed;
-            }
-        low += plane;
-    }
+    memcpy(quads, codes, sizeof quads);
+    int low = f.bits & 4;
+    if (f.bits == 8)
+        for (int i = 0; i < QBLOCK / 4; i++) memcpy(to + i * PANEL * 4, quads + i, sizeof *quads);
+    if (f.bits & 4) to = write_plane(quads, 4, 0, to);
+    if (f.bits & 2) to = write_plane(quads, 2, low, to), low += 2;
+    if (f.bits & 1) write_plane(quads, 1, low, to);
 }
 
 void quant_pack_gguf(const struct quant_source *s, int64_t begin, int64_t end) {
@@ -288,34 +300,47 @@ void quant_pack_gguf(const struct quant_source *s, int64_t begin, int64_t end) {
     }
 }
 
-/* The nearest float of `dtype`. */
-static void write_float(float value, enum dtype dtype, void *to) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    uint16_t narrow = dtype == DT_F16 ? f32_to_f16(value)
-                      : value != value ? (uint16_t)(bits >> 16 | 0x40)
-                                       : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-    if (dtype == DT_F32)
-        memcpy(to, &value, sizeof value);
-    else
-        memcpy(to, &narrow, sizeof narrow);
+/* The compiler may neither merge the product with the difference behind it, nor take these loops for unimportant. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define ROUNDED __attribute__((optimize("O3", "fp-contract=off")))
+#else
+#define ROUNDED
+#endif
+
+/* The weights of a block, rounded after the product and again after the minimum goes off it. */
+ROUNDED static void block_values(const struct block *from, float values[QBLOCK]) {
+    int8_t signs[QBLOCK];
+    for (int i = 0; i < QBLOCK && from->table; i++) signs[i] = (int8_t)(from->table[from->codes[i]] - 128);
+    for (int i = 0; i < QBLOCK && !from->table; i++) signs[i] = (int8_t)(from->codes[i] - from->zero);
+    for (int half = 0; half < 2; half++) {
+        const float scale = from->scale[half], min = from->min[half];
+        for (int i = 16 * half; i < 16 * half + 16; i++) values[i] = scale * (float)signs[i] - min;
+    }
 }
 
-#if defined(__GNUC__) && !defined(__clang__)
-__attribute__((optimize("fp-contract=off"))) /* the product is rounded before the minimum goes off it */
-#endif
+/* The nearest bfloat16. */
+ROUNDED static void narrow_bf16(const float values[QBLOCK], uint16_t out[QBLOCK]) {
+    for (int i = 0; i < QBLOCK; i++) {
+        uint32_t bits;
+        memcpy(&bits, values + i, sizeof bits);
+        uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, is_nan = (bits & 0x7fffffff) > 0x7f800000;
+        out[i] = (uint16_t)(is_nan ? bits >> 16 | 0x40 : nearest);
+    }
+}
+
 void quant_dequantise(const struct dequant_args *a, int64_t begin, int64_t end) {
     const size_t size = a->dtype == DT_F32 ? 4 : 2;
     for (int64_t row = begin; row < end; row++) {
         char *out = (char *)a->out + (size_t)(row * a->k) * size;
-        for (int64_t b = 0; b < a->k / QBLOCK; b++) {
+        for (int64_t b = 0; b < a->k / QBLOCK; b++, out += QBLOCK * size) {
             struct block block;
+            float values[QBLOCK];
+            uint16_t narrow[QBLOCK];
             read_block(a->kind, a->grid, (const uint8_t *)a->rows + row * a->row_bytes, b, &block);
-            for (int i = 0; i < QBLOCK; i++, out += size) {
-                int code = block.table ? block.table[block.codes[i]] - 128 : block.codes[i] - block.zero;
-                float value = block.scale[i / 16] * (float)code - block.min[i / 16];
-                write_float(value, (enum dtype)a->dtype, out);
-            }
+            block_values(&block, values);
+            if (a->dtype == DT_BF16) narrow_bf16(values, narrow);
+            for (int i = 0; i < QBLOCK && a->dtype == DT_F16; i++) narrow[i] = f32_to_f16(values[i]);
+            memcpy(out, a->dtype == DT_F32 ? (const void *)values : narrow, QBLOCK * size);
         }
     }
 }
