@@ -19,6 +19,7 @@ from engine.runtime.models.maker import Maker
 from engine.runtime.native.library import LinearArgs, RouterArgs, native
 from engine.runtime.native.moe import Experts, Mixture
 from engine.runtime.schemes.base import Scheme
+from engine.runtime.weights.fill import Load
 
 # As moe.h has them.
 _SCORING_CODES = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1}
@@ -80,7 +81,6 @@ class MoE:
 
     __slots__ = (
         "_clamp",
-        "_has_groups",
         "_stacks",
         "down",
         "gate_up",
@@ -92,7 +92,7 @@ class MoE:
     )
 
     def __init__(self, config: MoEConfig, hidden_size: int, make: Maker) -> None:
-        self._clamp, self._has_groups = config.clamp, has_grouped_products(make.device, make.dtype)
+        self._clamp = config.clamp
         self._stacks: tuple[Stack, Stack] | None = None
         self.mixture: Mixture | None = None  # the native library's, which computes all of this
         self.router = Router(config.router, hidden_size, make)
@@ -101,6 +101,8 @@ class MoE:
             gate_up, down = _expert(config, config.width, hidden_size, make.within(f"experts.{expert}"))
             self.gate_up.append(gate_up)
             self.down.append(down)
+        if has_grouped_products(make.device, make.dtype):
+            make.loads.append(Load({}, lambda _: self.stack()))  # before the next layer, which reuses their memory
         self.shared_gate_up = self.shared_down = self.shared_gate = None
         if config.shared_width:
             self.shared_gate_up, self.shared_down = _expert(
@@ -131,9 +133,7 @@ class MoE:
         self._stacks = None if gate_up is None or down is None else (gate_up, down)
 
     def finish(self) -> None:
-        """Complete a loaded mixture: stack it for CUDA, or describe it to the native library, where possible."""
-        if self._has_groups:
-            self.stack()
+        """Describe the loaded mixture to the native library, if that holds every matrix."""
         library, router = native(), self.router.describe()
         gate_up, down = _args_of(self.gate_up), _args_of(self.down)
         if library is None or router is None or gate_up is None or down is None:
