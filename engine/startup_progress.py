@@ -40,7 +40,7 @@ class StartupProgress:
         self._bars = Bars(*columns, console=Console(stderr=True), transient=True) if show else None
         self._tasks: dict[str, TaskID] = {}
         self._clock = clock
-        self._said: Progress | None = None
+        self._said = ""
         self._said_s = clock()
 
     def __enter__(self) -> StartupProgress:
@@ -56,18 +56,33 @@ class StartupProgress:
 
     def report(self, progress: Progress) -> None:
         """Move the stage's bar, or log where it stands; log the stage once it is complete."""
-        title = progress.stage.replace("_", " ")
+        line = f"{_title(progress)}: {_count(progress) if progress.total else progress.detail}"
+        is_done = progress.done >= progress.total
+        if is_done and line == self._said:
+            return
         if progress.total and self._bars:
-            task = self._tasks.get(progress.stage)
-            if task is None:  # begun where the stage stands, which may be resumed: the rate counts from there
-                new = self._bars.add_task(title, total=progress.total, completed=progress.done, count=_count(progress))
-                self._tasks[progress.stage] = task = new
-            self._bars.update(task, completed=progress.done, total=progress.total, count=_count(progress))
+            self._show(self._bars, progress)
         is_due = not self._bars and self._clock() - self._said_s >= LINE_EVERY_S
-        if (progress.done >= progress.total or is_due) and progress != self._said:
-            self._said = progress
-            self._said_s = self._clock()
-            log.info("%s: %s", title, _count(progress) if progress.total else progress.detail)
+        if is_done or is_due:
+            self._said, self._said_s = line, self._clock()
+            log.info("%s", line)
+
+    def _show(self, bars: Bars, progress: Progress) -> None:
+        """Move a stage's bar, which goes once the stage is complete."""
+        task = self._tasks.get(progress.stage)
+        if progress.done >= progress.total:
+            if task is not None:
+                bars.remove_task(self._tasks.pop(progress.stage))
+            return
+        count = _count(progress)
+        if task is None:  # begun where the stage stands, which may be resumed: the rate counts from there
+            task = bars.add_task(_title(progress), total=progress.total, completed=progress.done, count=count)
+            self._tasks[progress.stage] = task
+        bars.update(task, completed=progress.done, total=progress.total, count=count)
+
+
+def _title(progress: Progress) -> str:
+    return progress.stage.replace("_", " ")
 
 
 def _count(progress: Progress) -> str:

@@ -62,9 +62,11 @@ while they are loaded, as all types do with `--quantization none`.
 _STORED = """
 ## Quantised safetensors
 
-By `quant_method`, with the variants that tests hold against dequantisation written from the formats' documents. Matrices
-of 4 and 8 bits are multiplied in native rows on a CPU where one holds them; tensor cores multiply FP8 on CUDA; others are
-dequantised while they are loaded, and the start says how many.
+By `quant_method`, in Quire's own families, with the variants that tests hold against dequantisation written from the
+formats' documents. A CPU multiplies GPTQ, AWQ, W4A16, W8A16, W8A8, FP8 and MXFP4 in rows of 4 or 8 bits, and rounds
+activations to 8 bits as for GGUF. CUDA multiplies FP8 with a scale for a row or a tensor on tensor cores, and rounds
+activations to FP8 with a scale for each token. Every other matrix (act-order, 8 bits with zero points, NVFP4, nf4; on CUDA
+also blocks and integers) is dequantised at load; the start says how many.
 
 | `quant_method` | variants tested, matrix by matrix | through a whole model |
 |---|---|---|"""

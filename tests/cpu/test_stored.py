@@ -42,6 +42,7 @@ CASES = {
     "fp8-channel": packers.fp8("row", ".weight_scale", FP8_DYNAMIC),
     "fp8-block": packers.fp8("block", ".weight_scale_inv", BLOCKS),
     "fp8-block-compressed": packers.fp8("block", ".weight_scale", FP8_BLOCK),
+    "fbgemm": packers.fp8("row", ".weight_scale", {"quant_method": "fbgemm_fp8"}, extra=[".input_scale_ub"]),
     "modelopt-fp8": packers.fp8("all", ".weight_scale", MODELOPT, extra=[".input_scale"]),
     "modelopt-fp8-row": packers.fp8("flat", ".weight_scale", MODELOPT),
     "modelopt-fp8-block": packers.fp8("4d", ".weight_scale", MODELOPT | {"quant_algo": "FP8_PB_WO"}),
@@ -53,6 +54,7 @@ CASES = {
     "gptq-4-actorder": packers.gptq(4, 32, shuffled=True, symmetric=False),
     "gptq-4-v2": packers.gptq(4, 64, symmetric=False, version=2),
     "gptq-4-whole": packers.gptq(4, 0),
+    "auto-round": packers.gptq(4, 64)._replace(config={"quant_method": "auto-round", "bits": 4, "group_size": 64}),
     "gptq-2": packers.gptq(2, 64, symmetric=False),
     "gptq-3": packers.gptq(3, 64, symmetric=False),
     "gptq-8": packers.gptq(8, 128),
@@ -99,6 +101,18 @@ def unpacked(folder: Path, packing: packers.Packing, rows: int, inputs: int) -> 
 @pytest.mark.parametrize("shape", [(128, 256), (328, 384)])
 def test_a_matrix_is_dequantised_as_documented(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
     packed, expected = unpacked(tmp_path, CASES[name], *shape)
+    torch.testing.assert_close(packed.dequantise().double(), torch.from_numpy(expected), atol=1e-7, rtol=1e-6)
+
+
+def test_a_grid_of_scales_may_have_more_rows_than_the_matrix(tmp_path: Path) -> None:
+    pack = packers.fp8("block", ".weight_scale_inv", BLOCKS).pack
+
+    def padded(rng: np.random.Generator, out: int, width: int) -> tuple[packers.Stored, np.ndarray]:
+        stored, weight = pack(rng, out, width)
+        grid = stored[".weight_scale_inv"]
+        return stored | {".weight_scale_inv": torch.cat((grid, grid[:1] * 9))}, weight
+
+    packed, expected = unpacked(tmp_path, packers.Packing(padded, BLOCKS), 200, 300)
     torch.testing.assert_close(packed.dequantise().double(), torch.from_numpy(expected), atol=1e-7, rtol=1e-6)
 
 

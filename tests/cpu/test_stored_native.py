@@ -217,37 +217,17 @@ def test_adapters_over_packed_weights(tmp_path: Path) -> None:
     assert divergence(exact, adapted) < 0.1 * divergence(base, exact)
 
 
-def test_gpt_oss_from_packed_stacks(tmp_path: Path) -> None:
-    """MXFP4 blocks of all experts, gates and ups interleaved, against transformers' dequantisation."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    case = Case("GptOssConfig", FAMILIES["gpt-oss"].settings | {"hidden_size": 64, "intermediate_size": 96})
-    theirs = save_tiny(case, tmp_path)
-    tensors, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        blocks = torch.from_numpy(rng.integers(0, 256, (experts, outputs, inputs // 32, 16))).to(torch.uint8)
-        scales = torch.from_numpy(rng.integers(121, 125, blocks.shape[:3])).to(torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        with torch.no_grad():
-            theirs.get_parameter(name).copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
-    save_file(tensors, tmp_path / "model.safetensors")
-    values = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    exact = logits(theirs)
-    plain, _ = stored(tmp_path, quantization="none")
-    found = logits_of(plain, IDS, [len(IDS)])
-    torch.testing.assert_close(found.log_softmax(-1), exact.log_softmax(-1), atol=1e-4, rtol=0)
-    packed, line = stored(tmp_path)
-    assert "in 4 bits" in line
-    assert divergence(exact, logits_of(packed, IDS, [len(IDS)])) < 2e-2
+EXPERTS = {
+    "qwen3-moe": packers.gptq(4, 32, shuffled=True),
+    "deepseek_v3": packers.fp8("block", ".weight_scale_inv", BLOCKS),
+}
 
 
-@pytest.mark.parametrize("packing", [packers.awq(32), packers.gptq(4, 32, shuffled=True)], ids=["awq", "actorder"])
-def test_experts_are_stored_like_other_matrices(packing: packers.Packing, tmp_path: Path) -> None:
-    """Packed experts and router equal the same model with the weights that packers.py dequantises."""
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_and_latents_are_stored_like_other_matrices(family: str, tmp_path: Path) -> None:
+    """Packed experts, routers and latents equal the model with weights dequantised by packers.py."""
     plain, packed = tmp_path / "plain", tmp_path / "packed"
-    case = FAMILIES["qwen3-moe"]
+    case, packing = FAMILIES[family], EXPERTS[family]
     save_tiny(Case(case.config, case.settings | {"moe_intermediate_size": 96}), plain)
     save_tiny(case, packed)
     (packed / "config.json").write_text((plain / "config.json").read_text())
@@ -258,7 +238,7 @@ def test_experts_are_stored_like_other_matrices(packing: packers.Packing, tmp_pa
         weights[tensor.name] = torch.empty(tensor.shape)
         tensor.copy_to(weights[tensor.name])
         module = tensor.name.removesuffix(".weight")
-        if ".mlp." not in module:
+        if not module.endswith(("_proj", "_with_mqa", "mlp.gate")):
             codes[tensor.name] = weights[tensor.name]
             continue
         stored_parts, weight = packing.pack(rng, *tensor.shape)
@@ -272,5 +252,5 @@ def test_experts_are_stored_like_other_matrices(packing: packers.Packing, tmp_pa
     found = logits_of(stored(packed, quantization="none")[0], IDS, [len(IDS)])
     torch.testing.assert_close(found.log_softmax(-1), exact.log_softmax(-1), atol=1e-4, rtol=0)
     model, line = stored(packed)
-    assert ("dequantised" if packing.config.get("desc_act") else "in 4 bits") in line
+    assert ("in 8 bits" if family == "deepseek_v3" else "dequantised") in line
     assert divergence(exact, logits_of(model, IDS, [len(IDS)])) < 2e-2

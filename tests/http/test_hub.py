@@ -8,10 +8,12 @@ import shutil
 import struct
 import threading
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+from rich.console import Console
 
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
@@ -389,4 +391,24 @@ def test_without_a_terminal_a_long_stage_is_a_line_now_and_then(caplog: pytest.L
     assert [record.getMessage() for record in caplog.records] == [
         "download: 5.0 MiB of 10.0 MiB",
         "download: 10.0 MiB of 10.0 MiB",
+    ]
+
+
+def test_on_a_terminal_a_bar_goes_when_its_stage_is_complete(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    screen = Console(file=StringIO(), force_terminal=True, width=100)
+    monkeypatch.setattr("engine.startup_progress.Console", lambda **_: screen)
+    with caplog.at_level(logging.INFO, "quire.startup"), StartupProgress(show_bars=True) as startup:
+        startup.report(Progress("download", "", 6 << 20, 10 << 20, "bytes"))
+        for stage in ("download", "download", "weights"):
+            startup.report(Progress(stage, "", 10 << 20, 10 << 20, "bytes"))
+        startup.report(Progress("warm_up", "", 1 << 20, 10 << 20, "bytes"))
+    assert isinstance(screen.file, StringIO)
+    last = screen.file.getvalue().rpartition("1.0 MiB of 10.0 MiB")[0]
+    assert "6.0 MiB of 10.0 MiB" in last
+    assert "10.0 MiB of 10.0 MiB" not in last
+    assert [record.getMessage() for record in caplog.records] == [
+        "download: 10.0 MiB of 10.0 MiB",
+        "weights: 10.0 MiB of 10.0 MiB",
     ]
