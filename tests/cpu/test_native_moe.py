@@ -6,7 +6,7 @@ The definition below says what quantised products do: inputs are rounded to byte
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -104,16 +104,19 @@ def choose(logits: Tensor, correction: Tensor, routing: dict[str, Any]) -> tuple
     return order, (weights * routing.get("scale", 1.0)).tolist()
 
 
+@cache
 def make_model(
     library: Library,
     name: str,
-    routing: dict[str, Any],
+    routing_name: str,
     *,
     has_shared: bool = False,
     is_clamped: bool = False,
     has_bias: bool = False,
     down_name: str | None = None,
 ) -> Model:
+    """Return a mixture, packed once for all instruction sets."""
+    routing = ROUTINGS[routing_name]
     torch.manual_seed(7)
     code, gate_up, down = 0 if is_clamped else 1, [], []
     for _ in range(NUM_EXPERTS):
@@ -155,12 +158,17 @@ def make_model(
             y += torch.sigmoid(shared_gate(x)) * mlp(x, *shared)
         return y, [chosen for chosen, _ in choices]
 
-    keep = (mixture, gate_up, down, gate, shared, shared_gate)
-    return Model(mixture, partial(lambda x, _: expected(x), _=keep))
+    return Model(mixture, expected)
 
 
-def check(library: Library, model: Model, x: Tensor, error: float) -> None:
-    expected, choices = model.expected(x)
+@cache
+def expected_of(model: Model, name: str, factor: float) -> tuple[Tensor, list[list[int]]]:
+    return model.expected(rows(name) * factor)
+
+
+def check(library: Library, model: Model, name: str, *, factor: float = 1.0) -> None:
+    expected, choices = expected_of(model, name, factor)
+    x, error = rows(name) * factor, ERRORS.get(name, QUANTISED)
     y, chosen, _ = model.mixture.explain(x)
     assert chosen[:, :NUM_CHOSEN].tolist() == choices
     assert ((y - expected).norm(dim=1) / expected.norm(dim=1)).max() < error
@@ -176,25 +184,25 @@ def rows(name: str, num_rows: int = 64) -> Tensor:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_row_format_with_a_shared_expert(library: Library, name: str) -> None:
-    model = make_model(library, name, ROUTINGS["qwen2"], has_shared=True)
-    check(library, model, rows(name), ERRORS.get(name, QUANTISED))
+    model = make_model(library, name, "qwen2", has_shared=True)
+    check(library, model, name)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_every_routing(library: Library, routing: str) -> None:
-    check(library, make_model(library, "float32", ROUTINGS[routing]), rows("float32"), ERRORS["float32"])
+    check(library, make_model(library, "float32", routing), "float32")
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "Q4_0"])
 def test_clamp_and_biases(library: Library, name: str) -> None:
     """As gpt-oss has them; the rows are so large that the clamp is at work."""
-    model = make_model(library, name, ROUTINGS["mixtral"], is_clamped=True, has_bias=True, has_shared=name != "Q4_0")
-    check(library, model, rows(name) * 8, ERRORS.get(name, QUANTISED))
+    model = make_model(library, name, "mixtral", is_clamped=True, has_bias=True, has_shared=name != "Q4_0")
+    check(library, model, name, factor=8.0)
 
 
 def test_matrices_of_two_formats(library: Library) -> None:
-    model = make_model(library, "Q4_K", ROUTINGS["mixtral"], down_name="Q6_K")
-    check(library, model, rows("Q4_K"), QUANTISED)
+    model = make_model(library, "Q4_K", "mixtral", down_name="Q6_K")
+    check(library, model, "Q4_K")
 
 
 def test_ties_go_to_the_lowest_index(library: Library) -> None:
@@ -229,8 +237,26 @@ def test_experts_of_different_formats(library: Library) -> None:
     assert torch.equal(mixture(x[9:10]), y[9:10])
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+def test_sizes_that_fill_no_block(library: Library, name: str) -> None:
+    """Against the same matrices' own products."""
+    torch.manual_seed(2)
+    hidden, width = 50, 34
+    gate_up = [make(library, (2 * width, hidden), name, activation=1).packed for _ in range(NUM_EXPERTS)]
+    down = [make(library, (hidden, width), name).packed for _ in range(NUM_EXPERTS)]
+    gate = make(library, (NUM_EXPERTS, hidden), "float32")
+    router = RouterArgs(gate.packed.args, None, NUM_EXPERTS, NUM_CHOSEN, 1, 1, is_normalised=1, scale=1.0)
+    mixture = Mixture(library, router, Experts([linear.args for linear in gate_up], [linear.args for linear in down]))
+    x = rows(name)[:, :hidden].contiguous()
+    y, chosen, weights = mixture.explain(x)
+    results = torch.stack([second(first(x), torch.float32) for first, second in zip(gate_up, down, strict=True)])
+    picked = results[chosen.T.long(), torch.arange(len(x))]  # [ranks, rows, hidden]
+    torch.testing.assert_close(y, (picked * weights.T[..., None]).sum(0), rtol=1e-5, atol=1e-6)
+    assert torch.equal(mixture(x[7:8]), y[7:8])
+
+
 def test_what_is_not_a_number_stays_in_its_row(library: Library) -> None:
-    model, x = make_model(library, "Q4_0", ROUTINGS["deepseek3"]), rows("Q4_0")
+    model, x = make_model(library, "Q4_0", "deepseek3"), rows("Q4_0")
     y = model.mixture(x)
     x[3, 7], x[5] = torch.nan, torch.inf
     spoilt = model.mixture(x)
@@ -240,6 +266,6 @@ def test_what_is_not_a_number_stays_in_its_row(library: Library) -> None:
 
 
 def test_more_rows_than_are_computed_together(library: Library) -> None:
-    model, x = make_model(library, "Q4_0", ROUTINGS["mixtral"]), rows("Q4_0", 1030)
+    model, x = make_model(library, "Q4_0", "mixtral"), rows("Q4_0", 1030)
     y = model.mixture(x)
     assert torch.equal(model.mixture(x[1020:]), y[1020:])
