@@ -18,6 +18,7 @@ from engine.core.errors import ModelLoadError
 from engine.model_source import find_model
 from engine.runtime.models.families import read_config
 from engine.runtime.weights.gguf import GGUFCheckpoint
+from engine.runtime.weights.gguf_config import hf_config
 from tests.cpu.test_models_families import CASES, Case, load, logits_of, rope, save_tiny
 
 KINDS = [
@@ -493,6 +494,32 @@ def test_experts_where_an_architecture_has_none_are_refused(tmp_path: Path) -> N
         GGUFCheckpoint(write(tmp_path / "model.gguf", "qwen2", theirs.config, tensors, expert_count=8))
     with pytest.raises(ModelLoadError, match=r"has 'expert_count' but no tensor 'ffn_up_exps'"):
         GGUFCheckpoint(write(tmp_path / "other.gguf", "qwen3moe", theirs.config, tensors, **EXPERTS))
+
+
+@pytest.mark.parametrize(
+    ("arch", "metadata", "tensor", "found"),
+    [
+        ("deepseek2", {"expert_weights_norm": True}, "blk.1.exp_probs_b.bias", "deepseek_v3"),
+        ("deepseek2", {}, "", "deepseek_v2"),
+        ("deepseek2", {"expert_gating_func": 3}, "", "Quire needs 1 or 2, a softmax or a sigmoid"),
+        ("glm4moe", {"expert_gating_func": 1}, "", "Quire needs 2, a sigmoid"),
+        ("granitemoe", {"expert_shared_feed_forward_length": 32}, "", "a shared expert beside Granite's"),
+        ("mistral3", {"attention.temperature_scale": 0.1}, "", "its queries are scaled by their position"),
+    ],
+)
+def test_what_metadata_leaves_to_the_architecture(arch: str, metadata: dict[str, Any], tensor: str, found: str) -> None:
+    """Old files of DeepSeek do not name the router's function: its correction goes with a sigmoid."""
+    sizes = {"block_count": 2, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96}
+    heads = {"head_count": 4, "layer_norm_rms_epsilon": 1e-6, "kv_lora_rank": 24, "key_length": 24, "value_length": 16}
+    routing = {"expert_count": 8, "expert_used_count": 3} if arch != "mistral3" else {}
+    keys = sizes | {f"attention.{key}": value for key, value in heads.items()} | routing | metadata
+    keys |= {"rope.dimension_count": 8}
+    shapes = {"token_embd.weight": (128, 64), "blk.1.ffn_up_exps.weight": (8, 24, 64), tensor: (8,)}
+    named = {"general.architecture": arch} | {f"{arch}.{key}": value for key, value in keys.items()}
+    try:
+        assert hf_config(named, shapes, {}, "here")[1]["model_type"] == found
+    except ModelLoadError as error:
+        assert found in str(error)  # noqa: PT017 - a sentence is a result as well
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -274,7 +274,8 @@ def _glm4moe(file: _File) -> dict[str, Any]:
 def _deepseek2(file: _File) -> dict[str, Any]:
     """DeepSeek V2 and V3. Files of before 2025 have kv_b whole, and other keys for the widths of a head."""
     meta = file.meta
-    gating = meta.integer("expert_gating_func", 0) or _SOFTMAX
+    has_correction = any(name.endswith(".exp_probs_b.bias") for name in file.shapes)  # beside a sigmoid only
+    gating = meta.integer("expert_gating_func", 0) or (_SIGMOID if has_correction else _SOFTMAX)
     if gating not in (_SOFTMAX, _SIGMOID):
         raise meta.error("expert_gating_func", f"{_SOFTMAX} or {_SIGMOID}, a softmax or a sigmoid")
     is_split = "blk.0.attn_k_b.weight" in file.shapes
