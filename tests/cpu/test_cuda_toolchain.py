@@ -119,6 +119,7 @@ def test_it_is_checked_before_a_model_is_read(
 ) -> None:
     """A machine with a GPU and no compiler: nothing of the model is there, and nothing of it is complained about."""
     cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(build, "fetch_models", lambda config, report: config)
     monkeypatch.setattr(build, "resolve_device", lambda name: cuda)
     monkeypatch.setattr(build, "resolve_dtype", lambda config, device: torch.bfloat16)
     monkeypatch.setattr(build, "load_backend", lambda name, device: None)

@@ -8,7 +8,7 @@ import pytest
 from real_daemon import SMALL, refusal, serve
 
 from engine.model_source import find_model
-from tests.fake_hub import fake_hub
+from tests.fake_hub import fake_hub, refusing_url
 
 
 def test_a_gguf_repository_is_served_by_its_tag(tmp_path: Path) -> None:
@@ -32,6 +32,7 @@ def test_a_gguf_repository_is_served_by_its_tag(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_is_away_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    assert "The hub at http://127.0.0.1:1 cannot be reached (Connection refused)" in refusal("org/model")
+    with refusing_url() as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        assert f"The hub at {url} cannot be reached (Connection refused)" in refusal("org/model")

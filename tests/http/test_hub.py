@@ -23,7 +23,7 @@ from engine.hub.model import open_model
 from engine.model_check import check_model
 from engine.model_source import fetch, fetch_models
 from engine.startup_progress import StartupProgress
-from tests.fake_hub import COMMIT, FakeHub, digest, fake_hub
+from tests.fake_hub import COMMIT, FakeHub, digest, fake_hub, refusing_url
 from tests.patience import PATIENCE_S
 
 WEIGHTS = bytes(range(256)) * 1200  # 300 KiB, several reads of a connection
@@ -229,8 +229,9 @@ def test_an_address_that_is_searched_for_forever_is_given_up(hub: FakeHub, monke
 
 
 def test_a_hub_that_is_away(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    point_to(monkeypatch, "http://127.0.0.1:1")
-    assert "The hub at http://127.0.0.1:1 cannot be reached (Connection refused)" in refused()
+    with refusing_url() as url:
+        point_to(monkeypatch, url)
+        assert f"The hub at {url} cannot be reached (Connection refused)" in refused()
 
 
 def test_ids_and_tokens_that_are_wrong(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
