@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from engine.text.tools.base import CallParser, OfferedTool, ToolFormat, Tools, any_of
-from engine.text.tools.json_calls import JsonScanner
+from engine.text.tools.json_arguments import JsonScanner
 
 
 class CallTags(ToolFormat):

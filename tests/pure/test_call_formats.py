@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from engine.text.tools.formats import TOOL_FORMATS
 from engine.text.tools.python_literals import LiteralReader, json_of_literal
-from engine.text.types import CallArguments, CallBegin, Content
+from engine.text.types import CallArguments, CallBegin
+from tests.pure.calls import parsed
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -34,22 +35,7 @@ CALLED = ["weather", ROME]
 
 def parse(tool_format: str, *texts: str) -> list[Any]:
     """Content as strings, calls as [name, arguments]."""
-    parser = TOOL_FORMATS[tool_format].parser(TOOLS)
-    merged: list[Any] = []
-    for piece in [*(piece for text in texts for piece in parser.push(text)), *parser.finish()]:
-        if isinstance(piece, CallBegin):
-            merged.append([piece.name, ""])
-        elif isinstance(piece, CallArguments):
-            assert piece.text
-            merged[-1][1] += piece.text
-        else:
-            assert isinstance(piece, Content)
-            assert piece.text
-            if merged and isinstance(merged[-1], str):
-                merged[-1] += piece.text
-            else:
-                merged.append(piece.text)
-    return merged
+    return parsed(TOOL_FORMATS[tool_format].parser(TOOLS), *texts)
 
 
 K_BEGIN, K_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"

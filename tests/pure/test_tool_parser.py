@@ -11,8 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.text.tools.formats import TOOL_FORMATS
-from engine.text.tools.json_calls import FORCED, JsonFormat, JsonScanner
-from engine.text.types import CallArguments, CallBegin, Content, Piece
+from engine.text.tools.json_arguments import JsonScanner
+from engine.text.tools.json_calls import FORCED, JsonFormat
+from engine.text.types import CallArguments, CallBegin, Content
+from tests.pure.calls import merge, parsed
 
 TOOLS: dict[str, dict[str, Any]] = {"weather": {}, "add": {}}
 PARIS = '{"city": "Paris"}'
@@ -20,26 +22,8 @@ CALL = '{"name": "weather", "arguments": ' + PARIS + "}"
 LLAMA_CALL = '{"name": "weather", "parameters": ' + PARIS + "}"
 
 
-def merge(pieces: list[Piece]) -> list[Any]:
-    """Content as strings, calls as [name, arguments], pieces of the same thing joined."""
-    merged: list[Any] = []
-    for piece in pieces:
-        if isinstance(piece, CallBegin):
-            merged.append([piece.name, ""])
-        elif isinstance(piece, CallArguments):
-            merged[-1][1] += piece.text
-        elif merged and isinstance(merged[-1], str):
-            merged[-1] += piece.text
-        else:
-            merged.append(piece.text)
-    return merged
-
-
 def parse(tool_format: str, *texts: str) -> list[Any]:
-    parser = TOOL_FORMATS[tool_format].parser(TOOLS)
-    pieces = [piece for text in texts for piece in parser.push(text)]
-    assert all(piece.text for piece in pieces if isinstance(piece, Content | CallArguments))
-    return merge(pieces + parser.finish())
+    return parsed(TOOL_FORMATS[tool_format].parser(TOOLS), *texts)
 
 
 GOOD = [

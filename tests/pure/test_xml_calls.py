@@ -18,6 +18,7 @@ from engine.text.tools.formats import TOOL_FORMATS, detect_tool_format
 from engine.text.tools.schema_types import json_of, types_of
 from engine.text.types import CallArguments, CallBegin, Content
 from tests.pure.byte_vocabulary import ByteVocabulary
+from tests.pure.calls import parsed
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -37,22 +38,7 @@ TOOLS: dict[str, dict[str, Any]] = {"weather": WEATHER, "stop": {}}
 
 def parse(*texts: str) -> list[Any]:
     """Content as strings, calls as [name, arguments]."""
-    parser = TOOL_FORMATS["qwen3_xml"].parser(TOOLS)
-    merged: list[Any] = []
-    for piece in [*(piece for text in texts for piece in parser.push(text)), *parser.finish()]:
-        if isinstance(piece, CallBegin):
-            merged.append([piece.name, ""])
-        elif isinstance(piece, CallArguments):
-            assert piece.text
-            merged[-1][1] += piece.text
-        else:
-            assert isinstance(piece, Content)
-            assert piece.text
-            if merged and isinstance(merged[-1], str):
-                merged[-1] += piece.text
-            else:
-                merged.append(piece.text)
-    return merged
+    return parsed(TOOL_FORMATS["qwen3_xml"].parser(TOOLS), *texts)
 
 
 def call(name: str = "weather", **parameters: str) -> str:

@@ -16,16 +16,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from engine.text.grammars.spec import close_schema
 from engine.text.tools.base import CallParser, OfferedTool, ToolFormat, Tools, any_of, free_text, literal
-from engine.text.tools.text_values import (
-    TextValuesParser,
-    ValueGrammar,
-    check_is_closed,
-    properties_of,
-    refusal,
-    required_of,
-)
+from engine.text.tools.text_values import TextValuesParser, ValueGrammar, parameters_of
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 KEY, END_KEY = "<arg_key>", "</arg_key>"
@@ -34,7 +26,7 @@ _ENDS = {END_VALUE: len(END_VALUE), CLOSING: 0}  # the texts that end a value, a
 _NAME = re.compile(r"\s*([a-zA-Z0-9_.-]{1,128})\s*")
 _PART_OF_NAME = re.compile(r"\s*[a-zA-Z0-9_.-]{0,128}\s*")
 _MAX_SPACE = 300  # characters around a name
-_KEY_NAME = re.compile(r"[^\n<>]{1,256}")
+_KEY_NAME = re.compile(r"(?!\s)[^\n<>]{1,256}(?<!\s)")
 _PARAMETER = re.compile(rf"{KEY}\s*([^\n<>]{{1,256}}?)\s*{END_KEY}\s*{VALUE}")
 _PART_OF_KEY = re.compile(r"[^<>]{0,300}")
 
@@ -131,15 +123,10 @@ def _calls(rule: str, tools: Sequence[OfferedTool], special_tokens: Mapping[str,
         if not (tool.strict or is_forced):
             lines.append(f"call_{index}: {name} free")
             continue
-        check_is_closed(tool)
-        parameters = close_schema(tool.parameters) if tool.strict else tool.parameters
-        required, members = required_of(parameters), []
-        for place, (each, schema) in enumerate(properties_of(parameters).items()):
-            if not _KEY_NAME.fullmatch(each) or each != each.strip():
-                raise refusal(f"a parameter cannot be named {each!r}", "rename it")
-            member = f"parameter_{index}_{place}"
-            members.append(f"(NEWLINE {member})" + ("" if each in required else "?"))
-            value = values.value(each, schema, tool._replace(parameters=parameters))
-            lines.append(f"{member}: {key} {json.dumps(each)} {end_key} NEWLINE {opening} {value}")
+        parameters, enforced = parameters_of(tool, index, _KEY_NAME)
+        for each in parameters:
+            value = values.value(each.name, each.schema, enforced)
+            lines.append(f"parameter_{each.rule}: {key} {json.dumps(each.name)} {end_key} NEWLINE {opening} {value}")
+        members = [f"(NEWLINE parameter_{each.rule})" + ("" if each.is_required else "?") for each in parameters]
         lines.append(f"call_{index}: {name} {' '.join(members)}")
     return lines

@@ -16,12 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.text.piece_parser import first_of, held_back
 from engine.text.tools.base import (
     MAX_CALLS,
     SPACE,
     SPACING,
-    CallParser,
     Message,
     OfferedTool,
     ToolFormat,
@@ -31,7 +29,7 @@ from engine.text.tools.base import (
     repeated,
     with_ids,
 )
-from engine.text.types import Piece
+from engine.text.tools.json_arguments import ArgumentsParser, JsonScanner
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ID = re.compile(r"[a-zA-Z0-9]{0,64}")
@@ -45,8 +43,6 @@ _HEAD = re.compile(  # of a call: its name, and perhaps all text before its argu
 )
 _MAX_HEAD = 300  # characters; a longer one is found once its call is whole
 _BEGINNING = re.compile(rf'\{{{_GAP}(?:"|$)')
-_BARE = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # outside strings
-_CLOSING = {"{": "}", "[": "]"}
 _FENCE = "```"  # stands before other things than calls as well
 
 
@@ -172,100 +168,6 @@ JSON = JsonFormat(
     only_known=True,
 )
 FORCED = JsonFormat(name="forced", is_bare=True, only_known=True)  # what a grammar of forced calls lets a model write
-
-
-class JsonScanner:
-    """Finds the end of a JSON object that arrives in pieces, or its first fault.
-
-    A parser that needs the whole text cannot stream arguments; jiter's partial mode does not report the end of a value.
-    JSON forbids line breaks within strings, but models write them: their escapes are returned.
-    """
-
-    def __init__(self, *, is_open: bool = False) -> None:
-        """`is_open` for the rest of an object."""
-        self._open = ["}"] if is_open else []  # the closing brackets that are still missing
-        self._in_string = self._is_escaped = False
-        self.is_done = self.is_faulty = False
-
-    def read(self, text: str) -> tuple[str, str]:
-        """Return the part of a text before the end or the fault, mended, and the rest."""
-        read = []
-        for at, char in enumerate(text):
-            if self._in_string:
-                read.append(self._string(char))
-            elif self._bare(char):
-                read.append(char)
-            else:
-                self.is_faulty = True
-                return "".join(read), text[at:]
-            if not self._open:
-                self.is_done = True
-                return "".join(read), text[at + 1 :]
-        return "".join(read), ""
-
-    def _string(self, char: str) -> str:
-        """Read a character within a string."""
-        if self._is_escaped:
-            self._is_escaped = False
-        elif char == '"':
-            self._in_string = False
-        elif char == "\\":
-            self._is_escaped = True
-        return char if char >= " " else json.dumps(char)[1:-1]
-
-    def _bare(self, char: str) -> bool:
-        """Read a character outside strings; return False if it does not fit."""
-        if char in _CLOSING:
-            self._open.append(_CLOSING[char])
-        elif char == '"':
-            self._in_string = True
-        elif char in "]}":
-            return bool(self._open) and self._open.pop() == char
-        elif char not in _BARE:
-            return False
-        return True
-
-
-class ArgumentsParser(CallParser):
-    """Base of parsers of calls whose arguments are a JSON object."""
-
-    def __init__(self, openings: tuple[str, ...]) -> None:
-        super().__init__(openings)
-        self._scanner = JsonScanner()
-
-    def finish(self) -> list[Piece]:
-        """Return what was held back. Ends the text."""
-        if self._step == self._broken:
-            self._arguments(self._buffer)
-            self._buffer = ""
-        return super().finish()
-
-    def _read_arguments(self) -> bool:
-        """Read more of an object, up to its end or its first fault."""
-        text, self._buffer = self._scanner.read(self._buffer)
-        self._arguments(text)
-        if self._scanner.is_faulty:
-            self._step = self._broken
-        elif self._scanner.is_done:
-            self._end_arguments()
-        return True
-
-    def _end_arguments(self) -> None:
-        self._step = self._after
-
-    def _closings(self) -> tuple[str, ...]:
-        """Return the marks that end faulty arguments, and are read with them."""
-        return (self._closing,) if self._closing else ()
-
-    def _broken(self) -> bool:
-        """Read the text after a fault in arguments, up to the next mark."""
-        marks = (*self._openings, *self._closings())
-        at, mark = first_of(self._buffer, marks) or (len(self._buffer) - held_back(self._buffer, marks), "")
-        self._arguments(self._buffer[:at])
-        self._buffer = self._buffer[at + (len(mark) if mark in self._closings() else 0) :]
-        if mark:
-            self._step = self._text
-        return bool(mark)
 
 
 class JsonCallParser(ArgumentsParser):

@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.text.grammars.spec import close_schema
 from engine.text.piece_parser import held_back
 from engine.text.tools.base import (
     MAX_CALLS,
@@ -31,7 +30,7 @@ from engine.text.tools.base import (
 )
 from engine.text.tools.python_literals import LiteralReader
 from engine.text.tools.schema_types import types_of
-from engine.text.tools.text_values import check_is_closed, properties_of, refusal, required_of, self_contained
+from engine.text.tools.text_values import parameters_of, refusal, self_contained
 from engine.text.types import Piece
 
 _NAME = r"[a-zA-Z_][a-zA-Z0-9_.-]{0,127}"
@@ -287,19 +286,14 @@ def _arguments(index: int, tool: OfferedTool) -> list[str]:
 
     Each rule is the rest of the arguments from one on: `first` if there was none before it, else `more`.
     """
-    check_is_closed(tool)
-    parameters = close_schema(tool.parameters) if tool.strict else tool.parameters
-    required, properties = required_of(parameters), properties_of(parameters)
+    parameters, enforced = parameters_of(tool, index, re.compile(_KEY))
     lines = [f"arguments_{index}: first_{index}_0"]
-    for place, (name, schema) in enumerate(properties.items()):
-        if not re.fullmatch(_KEY, name):
-            raise refusal(f"a parameter cannot be named {name!r}", "rename it")
-        one, then = f"argument_{index}_{place}", f"{index}_{place + 1}"
-        lines.append(f'{one}: "{name}=" {_value(name, schema, tool._replace(parameters=parameters))}')
-        is_needed = name in required
-        lines.append(f"first_{index}_{place}: {one} more_{then}" + ("" if is_needed else f" | first_{then}"))
-        lines.append(f'more_{index}_{place}: ", " {one} more_{then}' + ("" if is_needed else f" | more_{then}"))
-    return [*lines, *(f'{rule}_{index}_{len(properties)}: ")"' for rule in ("first", "more"))]
+    for place, each in enumerate(parameters):
+        one, then = f"argument_{each.rule}", f"{index}_{place + 1}"
+        lines.append(f'{one}: "{each.name}=" {_value(each.name, each.schema, enforced)}')
+        lines.append(f"first_{each.rule}: {one} more_{then}" + ("" if each.is_required else f" | first_{then}"))
+        lines.append(f'more_{each.rule}: ", " {one} more_{then}' + ("" if each.is_required else f" | more_{then}"))
+    return [*lines, *(f'{rule}_{index}_{len(parameters)}: ")"' for rule in ("first", "more"))]
 
 
 def _value(name: str, schema: object, tool: OfferedTool) -> str:

@@ -28,7 +28,7 @@ from engine.text.tools.base import (
     repeated,
     with_ids,
 )
-from engine.text.tools.json_calls import ArgumentsParser, JsonScanner
+from engine.text.tools.json_arguments import ArgumentsParser, JsonScanner
 
 _NAME = r"(?P<name>[a-zA-Z0-9_.-]{1,128})"
 _NUMBER = "{number}"  # of a call, in a header

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from engine.core.errors import InvalidRequestError
+from engine.text.grammars.spec import close_schema
 from engine.text.piece_parser import first_of, held_back
 from engine.text.tools.base import OPEN_ENDED, CallParser, OfferedTool, Tools, embedded, literal
 from engine.text.tools.schema_types import STRING, json_of, resolved, type_name, types_at, types_of, values_at
@@ -158,16 +159,34 @@ class ValueGrammar(NamedTuple):
         return f"({' | '.join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))})"
 
 
-def properties_of(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schemas of a tool's parameters by name."""
-    properties = parameters.get("properties")
-    return properties if isinstance(properties, Mapping) else {}
+class Parameter(NamedTuple):
+    """A parameter of a tool; `rule` is the ending of its rules' names."""
+
+    name: str
+    schema: Any
+    is_required: bool
+    rule: str
 
 
-def required_of(parameters: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the names of the parameters that every call has."""
-    required = parameters.get("required")
-    return required if isinstance(required, list) else ()
+def parameters_of(tool: OfferedTool, index: int, named: re.Pattern[str]) -> tuple[list[Parameter], OfferedTool]:
+    """Return the parameters to enforce, in the schema's order, and the tool with the schema to enforce.
+
+    Raises InvalidRequestError unless the schema lists them, with names that match `named`.
+    """
+    if not tool.strict and any(tool.parameters.get(key, False) is not False for key in OPEN_ENDED):
+        raise refusal(f"{tool.name} needs a list of its parameters", "list them")
+    parameters = close_schema(tool.parameters) if tool.strict else tool.parameters
+    properties, required = parameters.get("properties"), parameters.get("required")
+    properties = properties if isinstance(properties, Mapping) else {}
+    required = required if isinstance(required, list) else ()
+    for name in properties:
+        if not named.fullmatch(name):
+            raise refusal(f"a parameter cannot be named {name!r}", "rename it")
+    found = [
+        Parameter(name, schema, name in required, f"{index}_{place}")
+        for place, (name, schema) in enumerate(properties.items())
+    ]
+    return found, tool._replace(parameters=parameters)
 
 
 def self_contained(name: str, schema: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,12 +201,6 @@ def self_contained(name: str, schema: Any, parameters: Mapping[str, Any]) -> dic
         if not reference.startswith(tuple(f"#/{key}/" for key in _DEFINITIONS)):
             raise refusal(f"{name!r} cannot refer to {reference}", "move that into $defs")
     return {**shared, **schema}
-
-
-def check_is_closed(tool: OfferedTool) -> None:
-    """Raise InvalidRequestError if a tool's schema does not name all parameters."""
-    if not tool.strict and any(tool.parameters.get(key, False) is not False for key in OPEN_ENDED):
-        raise refusal(f"{tool.name} needs a list of its parameters", "list them")
 
 
 def refusal(why: str, instead: str) -> InvalidRequestError:

@@ -19,16 +19,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from engine.text.grammars.spec import close_schema
 from engine.text.tools.base import SPACE, CallParser, OfferedTool, ToolFormat, Tools, any_of, literal, repeated
-from engine.text.tools.text_values import (
-    TextValuesParser,
-    ValueGrammar,
-    check_is_closed,
-    properties_of,
-    refusal,
-    required_of,
-)
+from engine.text.tools.text_values import TextValuesParser, ValueGrammar, parameters_of
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
@@ -154,16 +146,10 @@ def _calls(tools: Sequence[OfferedTool], *, is_forced: bool) -> list[str]:
         if not (tool.strict or is_forced):
             lines.append(f'call_{index}: "{tool.name}>" free')
             continue
-        check_is_closed(tool)
-        parameters = close_schema(tool.parameters) if tool.strict else tool.parameters
-        required = required_of(parameters)
-        members = []
-        for place, (name, schema) in enumerate(properties_of(parameters).items()):
-            if not _PARAMETER_NAME.fullmatch(name):
-                raise refusal(f"a parameter cannot be named {name!r}", "rename it")
-            rule = f"parameter_{index}_{place}"
-            members.append(f"({space} {rule})" + ("" if name in required else "?"))
-            value = values.value(name, schema, tool._replace(parameters=parameters))
-            lines.append(f"{rule}: {json.dumps(f'{PARAMETER}{name}>')} {value}")
+        parameters, enforced = parameters_of(tool, index, _PARAMETER_NAME)
+        for each in parameters:
+            value = values.value(each.name, each.schema, enforced)
+            lines.append(f"parameter_{each.rule}: {json.dumps(f'{PARAMETER}{each.name}>')} {value}")
+        members = [f"({space} parameter_{each.rule})" + ("" if each.is_required else "?") for each in parameters]
         lines.append(f'call_{index}: "{tool.name}>" {" ".join(members)} {space} "{END_FUNCTION}"')
     return lines
