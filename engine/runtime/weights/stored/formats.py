@@ -8,61 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.core.errors import ModelLoadError
 from engine.runtime.weights.checkpoint import StoredTensor
-from engine.runtime.weights.stored.config import Settings
-from engine.runtime.weights.stored.headers import Headers
-from engine.runtime.weights.stored.packed import Blocks, Floats, Integers, Microscaled, Packed, e2m1, e8m0, unpack_bits
+from engine.runtime.weights.stored.packed import Blocks, Floats, Integers, Microscaled, Packed, e2m1, unpack_bits
+from engine.runtime.weights.stored.part import Part, read, read_scales
 
 Shapes = dict[str, tuple[int, ...]]
 Tensors = Mapping[str, StoredTensor]
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each of its eight outputs
-
-
-class Part(NamedTuple):
-    """A module: its name, sides and settings, and the headers of all tensors."""
-
-    name: str
-    rows: int
-    inputs: int
-    settings: Settings
-    headers: Headers
-
-    def has(self, ending: str) -> bool:
-        """Return whether the files hold a tensor of this module."""
-        return self.name + ending in self.headers
-
-    def kind(self, ending: str) -> str:
-        """Return the stored type of a tensor; "" if it is missing."""
-        return self.headers[self.name + ending].kind if self.has(ending) else ""
-
-    def shape(self, ending: str, *allowed: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the stored shape if it is an allowed one, else the first of these."""
-        found = self.headers[self.name + ending].shape if self.has(ending) else None
-        return found if found in allowed else allowed[0]
-
-    @property
-    def group(self) -> int:
-        """Return the number of inputs that share a scale."""
-        return self.settings.group or self.inputs
 
 
 class Format(Protocol):
@@ -94,21 +52,6 @@ def format_of(part: Part) -> type[Format]:
     if part.kind(".weight") == "I8":
         return BnbInt8 if part.has(".SCB") else Int8
     return Nvfp4 if part.has(".weight_scale_2") else BnbNf4
-
-
-def read(tensor: StoredTensor) -> Tensor:
-    """Return a tensor in its stored type."""
-    found = torch.empty(tensor.shape, dtype=_DTYPES[tensor.kind])
-    tensor.copy_to(found)
-    return found
-
-
-def read_scales(tensor: StoredTensor) -> Tensor:
-    """Return scales as float32; those of one byte are powers of two."""
-    found = read(tensor)
-    if tensor.kind in ("U8", "F8_E8M0"):
-        return e8m0(found.view(torch.uint8))
-    return found.float()
 
 
 def _order(part: Part, stored: Tensor, group: int) -> Tensor | None:
@@ -145,7 +88,8 @@ class PackedIntegers:
     @staticmethod
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return the codes; those and zero points are stored with the same offset, which cancels."""
-        bits, zeros = part.settings.bits, torch.full((1, 1), 1 << part.settings.bits - 1, dtype=torch.int16)
+        bits = part.settings.bits
+        zeros = _middle(bits)
         codes = unpack_bits(read(tensors[".weight_packed"]), bits, part.inputs)
         scales = read_scales(tensors[".weight_scale"])
         if ".weight_zero_point" in tensors:
@@ -171,7 +115,7 @@ class Int8:
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return the codes, 128 above the stored ones, as are the zero points."""
         codes = read(tensors[".weight"]).view(torch.uint8).bitwise_xor_(128)
-        zeros = torch.full((1, 1), 128, dtype=torch.int16)
+        zeros = _middle(8)
         if ".weight_zero_point" in tensors:
             zeros = _by_row(read(tensors[".weight_zero_point"]).short() + 128, part.rows)
         scales = _by_row(read_scales(tensors[".weight_scale"]), part.rows)
@@ -216,7 +160,7 @@ class Fp8:
 
 
 class Awq:
-    """AWQ for `gemm`: eight outputs a word, in an order of its own; outputs are the second axis."""
+    """AWQ for `gemm`: eight outputs a word, shuffled; outputs are the second axis."""
 
     @staticmethod
     def shapes(part: Part) -> Shapes:
@@ -228,7 +172,7 @@ class Awq:
     @staticmethod
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return the codes in rows of outputs."""
-        codes, zeros = Awq._nibbles(tensors[".qweight"], part.rows), torch.full((1, 1), 8, dtype=torch.int16)
+        codes, zeros = Awq._nibbles(tensors[".qweight"], part.rows), _middle(4)
         if ".qzeros" in tensors:
             zeros = Awq._nibbles(tensors[".qzeros"], part.rows).short()
         return Integers(codes, read(tensors[".scales"]).t(), zeros, 4, part.group)
@@ -256,7 +200,8 @@ class Gptq:
     @staticmethod
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return the codes in rows of outputs; the first format stores zero points less 1."""
-        bits, zeros = part.settings.bits, torch.full((1, 1), 1 << part.settings.bits - 1, dtype=torch.int16)
+        bits = part.settings.bits
+        zeros = _middle(bits)
         codes = unpack_bits(read(tensors[".qweight"]).t(), bits, part.inputs)
         if ".qzeros" in tensors:
             stored = unpack_bits(read(tensors[".qzeros"]), bits, part.rows).t().short()
@@ -271,23 +216,20 @@ class Mxfp4:
     @staticmethod
     def shapes(part: Part) -> Shapes:
         """Return the endings of their names, and shapes."""
+        codes, scales = Mxfp4._endings(part)
         blocks = part.inputs // 32
-        if part.has("_blocks"):
-            return {"_blocks": (part.rows, blocks, 16), "_scales": (part.rows, blocks)}
-        return {".weight_packed": (part.rows, part.inputs // 2), ".weight_scale": (part.rows, blocks)}
+        shape = (part.rows, blocks, 16) if codes == "_blocks" else (part.rows, part.inputs // 2)
+        return {codes: shape, scales: (part.rows, blocks)}
 
     @staticmethod
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return codes and exponents; the low nibble is the even input."""
-        codes, scales = (
-            ("_blocks", "_scales")
-            if part.has("_blocks")
-            else (
-                ".weight_packed",
-                ".weight_scale",
-            )
-        )
+        codes, scales = Mxfp4._endings(part)
         return Microscaled(_neighbours(read(tensors[codes]).flatten(1)), read(tensors[scales]).view(torch.uint8))
+
+    @staticmethod
+    def _endings(part: Part) -> tuple[str, str]:
+        return ("_blocks", "_scales") if part.has("_blocks") else (".weight_packed", ".weight_scale")
 
 
 class Nvfp4:
@@ -331,7 +273,7 @@ class BnbInt8:
         """Return the codes, 128 above the stored ones."""
         codes = read(tensors[".weight"]).view(torch.uint8).bitwise_xor_(128)
         scales = read(tensors[".SCB"]).float()[:, None] / 127
-        return Integers(codes, scales, torch.full((1, 1), 128, dtype=torch.int16), 8, part.inputs)
+        return Integers(codes, scales, _middle(8), 8, part.inputs)
 
 
 class BnbNf4:
@@ -391,6 +333,11 @@ class BnbNf4:
                 f"{[part.rows, part.inputs]}."
             )
         return found
+
+
+def _middle(bits: int) -> Tensor:
+    """Return the zero point of symmetric codes, for all rows and groups."""
+    return torch.full((1, 1), 1 << bits - 1, dtype=torch.int16)
 
 
 def _by_row(values: Tensor, rows: int) -> Tensor:
