@@ -7,7 +7,6 @@ user left open are decided here, from the model and from measured memory, and re
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,11 +19,12 @@ from engine.block_size import CANDIDATES, choose, lengths_path, load_lengths, sa
 from engine.config import EngineConfig
 from engine.core.admission import QueueLimits
 from engine.core.config import SchedulerConfig
-from engine.core.errors import ConfigError, ModelLoadError
+from engine.core.errors import ModelLoadError
 from engine.core.kv.page_table import Layout
 from engine.core.scheduler import Scheduler
 from engine.core.step import StepResult
 from engine.core.types import Progress
+from engine.device import load_kernels, resolve_device, share_threads
 from engine.loop import Engine
 from engine.model_source import fetch_models
 from engine.recording import RecordingFile, RecordingScheduler, check_path
@@ -32,19 +32,18 @@ from engine.runtime import kv_cache
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.block_speeds import measure_speeds
 from engine.runtime.cuda.available import has_triton
-from engine.runtime.cuda.device import check_device, explain_absence
+from engine.runtime.cuda.device import check_device
 from engine.runtime.cuda.faults import CudaRunner
 from engine.runtime.cuda.toolchain import check_toolchain
 from engine.runtime.device_memory import (
     describe_use,
+    explained_shortage,
     full_steps,
     hold_to_share,
     measure_memory,
     other_steps,
-    shortage_told,
 )
 from engine.runtime.fingerprint import fingerprint
-from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.kv_cache import (
     KVCache,
     PoolBudget,
@@ -59,7 +58,6 @@ from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config
 from engine.runtime.models.load import load_model, resolve_dtype
-from engine.runtime.native.build import must_compile
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.runner import ModelRunner, warm_up_plan
 from engine.runtime.transports.disk import has_blocks
@@ -110,7 +108,7 @@ class _Parts:
         return block_bytes(self.model.attention_specs, block_size, self.kv_dtype) + drafts
 
     def make_runner(self, settings: SchedulerConfig) -> ModelRunner:
-        """Return a runner with a pool of its own."""
+        """Return a runner with a new pool."""
         backend = load_backend(self.config.attention_backend, self.device, self.model.attention_specs)
         kv_cache = KVCache(
             self.model.attention_specs,
@@ -134,7 +132,7 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     if device.type == "cuda" and any(spec.is_latent for spec in model.attention_specs):
         choice = describe_choice(config.attention_backend, device, model.attention_specs)
         report(Progress("attention", f"{choice}; Triton has no kernel for the model's latents"))
-    _share_threads(config.num_threads, model)
+    share_threads(config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
     parts = _Parts(config, report, device, model, speculation, _captures(config, model, device))
     settings = _scheduler_config(parts)
@@ -171,7 +169,7 @@ def _prepare_device(config: EngineConfig, report: Report) -> tuple[torch.device,
     """Return the device and the model's dtype, with kernels loaded and whatever can be checked early checked."""
     device = resolve_device(config.device)
     if device.type == "cpu":
-        _load_kernels(config.cpu_kernels, report)
+        load_kernels(config.cpu_kernels, report)
     else:
         choose_kernels("off")  # otherwise they would be compiled for nothing, at the first start on a machine
     _check_early(config, device)
@@ -318,7 +316,7 @@ def _captures(config: EngineConfig, model: CausalLM, device: torch.device) -> bo
 def _warm_up_cuda(parts: _Parts, runner: ModelRunner, settings: SchedulerConfig) -> None:
     """Capture graphs, run full steps so that they reserve their memory, and report the GPU's use."""
     config, device = parts.config, parts.device
-    with shortage_told(settings, device):
+    with explained_shortage(settings, device):
         if parts.captures:
             runner.capture(parts.report)
         if config.kv_cache_memory_bytes is None:
@@ -382,50 +380,6 @@ def _kept_block_size(parts: _Parts, runner: ModelRunner, settings: SchedulerConf
 def _depth(asked: bool | None, device: torch.device) -> int:
     """Return how many steps are launched before the last one's tokens are known."""
     return int(device.type == "cuda" if asked is None else asked)
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device of --device; `auto` takes a GPU if there is one. Raises ConfigError if it is missing."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device is 'cuda', but {explain_absence()}; use 'cpu' or 'auto'.")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        _configure_allocator()
-        torch.cuda.set_per_process_memory_fraction(1.0)  # an engine before this one may have been held to a share
-        return torch.device(name, torch.cuda.current_device())  # parts of torch.cuda refuse a device without a number
-    return torch.device(name)
-
-
-def _configure_allocator() -> None:
-    """Let torch's cache of GPU memory grow in place: steps of varying sizes would fragment fixed segments.
-
-    The variable is read with the first allocation; one that is set already is left alone.
-    """
-    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
-def _load_kernels(setting: str, report: Report) -> None:
-    if setting != "off" and must_compile():
-        report(Progress("kernels", "compiling them for this machine, once"))
-    choose_kernels(setting)
-    library = native()
-    report(Progress("kernels", "torch's own" if library is None else f"native, {library.isa.name.lower()}"))
-
-
-def _share_threads(asked: int | None, model: CausalLM) -> None:
-    """Give the cores to one team of threads: torch's, which wait by spinning, would slow down the native library's.
-
-    The team has as many threads as asked for, else one per core, but no more than a container's limit allows.
-    """
-    library = native()
-    num_threads = asked or min(library.num_threads if library else torch.get_num_threads(), usable_cpus())
-    torch.set_num_threads(num_threads)
-    if library is not None:
-        library.use_threads(num_threads)
-    if library is not None and model.capabilities.native:
-        torch.set_num_threads(1)
 
 
 def _batch_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:

@@ -22,7 +22,7 @@ def build(settings: Sequence[str]) -> Engine:
 
 def device_of(settings: Sequence[str]) -> str:
     """Return where an engine of these flags computes: "cpu" or "cuda"."""
-    from engine.build import resolve_device
+    from engine.device import resolve_device
     from server.settings.flags import load_settings
 
     return str(resolve_device(load_settings(settings).device).type)

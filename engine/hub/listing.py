@@ -66,7 +66,7 @@ def list_files(repo: str, revision: str | None, store: Path) -> Listing:
 
 
 def _in_time(call: Callable[[], T]) -> T:
-    """Return the call's result. Raises TimeoutError; the system's search for an address has no limit of its own."""
+    """Return the call's result. Raises TimeoutError; the system's search for an address has no limit."""
     results: SimpleQueue[T | Exception] = SimpleQueue()
 
     def run() -> None:

@@ -149,7 +149,7 @@ def _try(
 
 
 @contextmanager
-def shortage_told(config: SchedulerConfig, device: torch.device) -> Iterator[None]:
+def explained_shortage(config: SchedulerConfig, device: torch.device) -> Iterator[None]:
     """A scope that prepares the engine; out-of-memory in it is a MemoryBudgetError."""
     try:
         yield

@@ -92,7 +92,7 @@ router = APIRouter()
 
 
 def _card(context: Context, name: str) -> ModelCard:
-    """Return the card of a name of the model, or of an adapter."""
+    """Return the description of a served name: the model's or an adapter's."""
     loaded = context.engine.adapters.find(name)
     return ModelCard(
         id=name,

@@ -56,7 +56,7 @@ export class Answer {
     this.#abort.abort();
   }
 
-  /** Stream to the end; `onNews` is called whenever the text has grown. Never throws: what fails is told in place. */
+  /** Stream to the end; call `onNews` after each change of the text. An error is shown in the message, not thrown. */
   async run(onNews) {
     this.#clock = new Clock();
     this.element.classList.add("streaming");

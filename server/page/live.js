@@ -50,7 +50,7 @@ export class Live {
     try {
       this.#show(await getJson("v1/engine/live"));
     } catch (error) {
-      pause = error.status === 401 ? Infinity : RETRY_MS; // with another key, whoever asks for it starts anew
+      pause = error.status === 401 ? Infinity : RETRY_MS; // the page starts again with the next key
       this.onError(error);
     }
     this.#isAsking = false;

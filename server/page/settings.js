@@ -25,7 +25,7 @@ export function sampling() {
 
 export const systemPrompt = () => form.elements.system.value.trim();
 
-/** The first field that the browser finds wrong, told and focused; true if there is none. */
+/** Return whether all fields are valid; otherwise the browser shows and focuses the first that is not. */
 export function isValid() {
   form.hidden &&= form.checkValidity();
   return form.reportValidity();

@@ -13,14 +13,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine import build
-from engine.build import _Parts, _warm_up_cuda, resolve_device
+from engine import device
+from engine.build import _Parts, _warm_up_cuda
 from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, MemoryBudgetError
 from engine.core.fake_runner import FakeRunner, FakeStep
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import Progress
+from engine.device import resolve_device
 from engine.runtime.cuda.device import check_device, explain_absence
 from engine.runtime.cuda.faults import CudaRunner, to_fault
 from engine.runtime.device_memory import (
@@ -248,7 +249,7 @@ def test_the_cache_grows_in_place_unless_the_environment_says_otherwise(
     name: str, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environ = {name: "max_split_size_mb:64"} if name else {}
-    monkeypatch.setattr(build.os, "environ", environ)
+    monkeypatch.setattr(device.os, "environ", environ)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     resolve_device("cuda")

@@ -90,10 +90,10 @@ class CudaRunner:
 
 def to_fault(error: RuntimeError) -> Exception:
     """Return the engine's error for one of torch's; other errors are unchanged."""
-    told = str(error)
-    line = told.strip().partition("\n")[0]
-    if isinstance(error, torch.OutOfMemoryError) or any(sign in told for sign in _MEMORY):
+    message = str(error)
+    line = message.strip().partition("\n")[0]
+    if isinstance(error, torch.OutOfMemoryError) or any(sign in message for sign in _MEMORY):
         return DeviceMemoryError(". ".join(line.split(". ")[:2]).removesuffix("."))  # the rest is advice
-    if isinstance(error, torch.AcceleratorError) or any(sign in told for sign in _LOST):
+    if isinstance(error, torch.AcceleratorError) or any(sign in message for sign in _LOST):
         return DeviceLostError(f"the CUDA device is lost: {line.removesuffix('.')}")
     return error

@@ -21,7 +21,7 @@ struct room {
     float *shared, *weights;   /* [rows]; [rows, ranks] */
     int32_t *chosen, *places;  /* [rows, ranks] */
     int32_t *row_of, *starts;  /* [places]; [num_experts + 2], the first place of each expert */
-    char *alone[NUM_FORMATS];  /* [rows], each packed as a group of its own, for the formats of gate_up */
+    char *alone[NUM_FORMATS];  /* [rows], each packed as one group, for the formats of gate_up */
     char *packed;              /* [places], packed by expert */
     float *gate_up;            /* [places, 2 * width], only with a clamp */
     char *inner;               /* [places, width], the inputs of down */
@@ -214,7 +214,7 @@ static void sort(const struct mixture *m) {
     r->starts[0] = 0;
 }
 
-/* Pack each row as a group of its own, for all formats. */
+/* Pack each row as one group, for all formats. */
 static void run_pack_alone(const void *context, int64_t begin, int64_t end) {
     const struct mixture *m = context;
     const struct linear *like = m->moe->gate_up;

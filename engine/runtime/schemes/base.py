@@ -2,7 +2,7 @@
 
 A scheme says which tensors a checkpoint has for a part of a matrix, how they become a product on this device, and
 whether it is available here. A merged matrix (queries, keys and values; gates and ups) has a bundle of tensors for each
-part, with scales and block edges of its own. Used once, on the thread that builds the engine.
+part, with its scales and block edges. Used once, on the thread that builds the engine.
 """
 
 from __future__ import annotations

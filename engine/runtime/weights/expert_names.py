@@ -1,6 +1,6 @@
 """Names of experts in safetensors: Quire's, for what each kind of model has in its files.
 
-Inside Quire every expert has matrices of its own, `mlp.experts.3.gate_proj.weight`. Some files hold all experts of a
+Inside Quire every expert has its matrices under its number, `mlp.experts.3.gate_proj.weight`. Some files hold all experts of a
 layer as one stack; it is cut into views, and nothing is copied. Imports no torch.
 """
 

@@ -41,7 +41,7 @@ KINDS = (
 # Elements dequantised at a time without the native library. They stay in the cache, and torch converts so few without
 # waking its threads, which wait for each other on a busy machine (the default model: 0.6 s; chunks of 2^20 took 1.6 s).
 _CHUNK = 1 << 15
-_NATIVE_CHUNK = 1 << 24  # with it, for a device with memory of its own
+_NATIVE_CHUNK = 1 << 24  # with it, for a device with separate memory
 
 _INTERLEAVED = (
     "llama",
