@@ -83,14 +83,34 @@ class Linear:
         return y if out is None else out.copy_(y)
 
     @property
-    def rows(self) -> Callable[[Tensor], Tensor] | None:
-        """Return unpacked rows [T, inputs] of the weight for ids [T], where that is possible."""
-        return self.product.rows if isinstance(self.product, PackedLinear) else None
+    def weight(self) -> NativeLinear | Tensor | None:
+        """Return the matrix if its rows can be looked up, as an embedding does: packed, or as floats."""
+        if isinstance(self.product, NativeLinear):
+            return self.product if self.product.has_rows else None
+        return self.product.weight if isinstance(self.product, Dense) else None
 
     @property
     def args(self) -> LinearArgs | None:
         """Return the native library's description of the matrix, None if it does not multiply it."""
         return self.product.args if isinstance(self.product, NativeLinear) else None
+
+
+class Embedding:
+    """A matrix [vocabulary, hidden] whose rows are looked up; perhaps that of a head."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self) -> None:
+        self.weight: NativeLinear | Tensor = torch.empty(0)  # until it is loaded
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return rows [T, hidden] in the model's type for ids [T] int64."""
+        return F.embedding(ids, self.weight) if isinstance(self.weight, Tensor) else self.weight.rows(ids)
+
+    @property
+    def described(self) -> Tensor | LinearArgs:
+        """Return the matrix as the native decoder takes it."""
+        return self.weight if isinstance(self.weight, Tensor) else self.weight.args
 
 
 class Dense:

@@ -20,7 +20,7 @@ from engine.runtime.native.library import Library, LinearArgs, RouterArgs
 from engine.runtime.native.moe import Experts, Mixture
 from engine.runtime.native.ops import NativeLinear, PackedLinear
 from engine.runtime.native.quantised import QuantisedLinear
-from engine.runtime.native.rows import QuantisedRows
+from engine.runtime.native.rows import StoredRows
 
 HIDDEN, WIDTH, SHARED_WIDTH, NUM_EXPERTS, NUM_CHOSEN = 256, 256, 512, 8, 3
 SOFTMAX, SIGMOID, MAX, TOP2 = 0, 1, 0, 1
@@ -74,7 +74,7 @@ def make(library: Library, shape: tuple[int, int], name: str, *, activation: int
     kind = Kind[name]
     rows = random_rows(shape[0], shape[1], kind, scale=2**-9)
     rows = rows[torch.randperm(shape[0]).numpy()]  # each matrix of the test is another one
-    packed = QuantisedLinear.from_gguf(library, [QuantisedRows(int(kind), rows)], shape[1], dtype, bias, activation)
+    packed = QuantisedLinear.from_gguf(library, [StoredRows(int(kind), rows)], shape[1], dtype, bias, activation)
     return Weight(packed, dequantised(rows, kind), wide, is_quantised=True)
 
 

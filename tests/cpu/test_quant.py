@@ -24,7 +24,7 @@ from engine.runtime.models import load as load_module
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Isa, Library, WeightFormat, native
 from engine.runtime.native.quantised import QuantisedLinear, dequantise, is_served_quantised
-from engine.runtime.native.rows import QuantisedRows
+from engine.runtime.native.rows import StoredRows
 from tests.cpu.test_models_families import Case, load, logits_of, save_tiny
 from tests.cpu.test_weights_gguf import ARCHITECTURES, convert, tiny, write
 
@@ -88,7 +88,7 @@ def exact_bytes(num_rows: int, num_inputs: int) -> Tensor:
 def test_every_type_of_a_gguf_file(library: Library, kind: Kind, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     rows, bias = random_rows(75, 512, kind), torch.randn(75).to(dtype)
-    linear = QuantisedLinear.from_gguf(library, [QuantisedRows(int(kind), rows)], 512, dtype, bias)
+    linear = QuantisedLinear.from_gguf(library, [StoredRows(int(kind), rows)], 512, dtype, bias)
     name, size = FORMATS[kind]
     assert (linear.args.format, linear._packed.nbytes) == (name, 96 * 512 // 32 * size)
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 29):
@@ -120,7 +120,7 @@ def test_int8(library: Library, shape: tuple[int, int], dtype: torch.dtype) -> N
 def test_gates_and_ups(library: Library, kinds: tuple[Kind, Kind] | None, width: int) -> None:
     torch.manual_seed(3)
     bias, weight = torch.randn(2 * width), torch.randn(2 * width, 512)
-    rows = [QuantisedRows(int(kind), random_rows(width, 512, kind)) for kind in kinds or ()]
+    rows = [StoredRows(int(kind), random_rows(width, 512, kind)) for kind in kinds or ()]
     plain, gated = (
         QuantisedLinear.from_gguf(library, rows, 512, torch.float32, bias, code)
         if rows
@@ -140,7 +140,7 @@ def test_what_quantising_costs(library: Library) -> None:
     costs = {"int8": (QuantisedLinear.int8(library, weight, None)(x), weight.double())}
     for kind in (Kind.Q8_0, Kind.Q4_K, Kind.Q6_K):
         rows = random_rows(70, 768, kind, scale=0.0123)
-        linear = QuantisedLinear.from_gguf(library, [QuantisedRows(int(kind), rows)], 768, torch.float32, None)
+        linear = QuantisedLinear.from_gguf(library, [StoredRows(int(kind), rows)], 768, torch.float32, None)
         costs[kind.name] = (linear(x), dequantised(rows, kind))
     for name, (y, reference) in costs.items():
         expected = x.double() @ reference.T
@@ -155,7 +155,7 @@ def test_parts_of_several_types_make_one_matrix(library: Library) -> None:
     parts = [random_rows(num, 256, kind) for kind, num in zip(kinds, sizes, strict=True)]
     x = exact_bytes(7, 256)
     for used in ((0, 1), (1, 3), (2, 3), (0, 1, 2, 3), (0, 2), (4, 7), (4, 2), (5, 1), (1, 6), (5, 8), tuple(range(9))):
-        rows = [QuantisedRows(int(kinds[i]), parts[i]) for i in used]
+        rows = [StoredRows(int(kinds[i]), parts[i]) for i in used]
         linear = QuantisedLinear.from_gguf(library, rows, 256, torch.float32, None)
         expected = x.double() @ torch.cat([dequantised(parts[i], kinds[i]) for i in used]).T
         torch.testing.assert_close(linear(x).double(), expected, rtol=1e-6, atol=2e-6 * expected.abs().max().item())
@@ -169,7 +169,7 @@ def test_a_row_is_one_result(library: Library, kind: Kind | None) -> None:
     if kind is None:
         linear = QuantisedLinear.int8(library, torch.randn(600, 512).bfloat16(), None)
     else:
-        rows = [QuantisedRows(int(kind), random_rows(600, 512, kind))]
+        rows = [StoredRows(int(kind), random_rows(600, 512, kind))]
         linear = QuantisedLinear.from_gguf(library, rows, 512, torch.bfloat16, None)
     whole = linear(x)
     for start, stop in ((0, 1), (66, 67), (3, 5), (10, 27), (0, 64)):
@@ -211,7 +211,7 @@ def test_dequantising_is_ggufs_to_the_bit(kind: Kind, dtype: torch.dtype) -> Non
     if kind is Kind.MXFP4:
         blocks[..., 0] = generator.integers(0, 251, blocks.shape[:2])  # gguf overflows above
     found = torch.full((41, 1024), torch.nan, dtype=dtype)
-    dequantise(library, QuantisedRows(int(kind), rows), found)
+    dequantise(library, StoredRows(int(kind), rows), found)
     expected = torch.from_numpy(gguf.quants.dequantize(rows, kind)).to(dtype)
     bits = torch.int32 if dtype is torch.float32 else torch.int16
     assert torch.equal(found.view(bits), expected.view(bits))

@@ -5,14 +5,14 @@ It is created empty, loaded by `loads`, and completed by `finish`. Then the engi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.linear import Embedding
 from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, Target, addends
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
@@ -132,9 +132,10 @@ class Decoder:
         self.max_model_len = config.max_positions
         self.dtype = dtype
         self._config = config
+        self._device = device
         self._targets = make.targets
-        self._embedding = make.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self._embed: Callable[[Tensor], Tensor] = self._look_up
+        table = ("model.embed_tokens", config.vocab_size, config.hidden_size)
+        self._embed = Embedding() if config.tied_head else make.embedding(*table)
         # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._layers = [
@@ -155,8 +156,8 @@ class Decoder:
             for layer, settings in zip(self._layers, config.layers, strict=True)
         ]
         self._norm = RMSNorm(make, "model.norm", config.hidden_size, config)
-        head, tied = "model.embed_tokens" if config.tied_head else "lm_head", self.tied_embedding
-        self._head = make.linear({head: config.vocab_size}, config.hidden_size, is_head=True, dense=tied)
+        head, tied = ("model.embed_tokens", self._embed) if config.tied_head else ("lm_head", None)
+        self._head = make.linear({head: config.vocab_size}, config.hidden_size, is_head=True, tied=tied)
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
         self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
         self._native: NativeDecoder | None = None
@@ -164,12 +165,9 @@ class Decoder:
         self._rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.layers]
 
     @property
-    def tied_embedding(self) -> Tensor | None:
-        """Return the embedding if it is the head's matrix, too."""
-        return self._embedding if self._config.tied_head else None
-
-    def _look_up(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self._embedding)
+    def is_tied(self) -> bool:
+        """Return whether the embedding is the head's matrix, too."""
+        return self._config.tied_head
 
     @property
     def capabilities(self) -> ModelCapabilities:
@@ -218,15 +216,8 @@ class Decoder:
         return self._targets
 
     def finish(self) -> None:
-        """Complete a loaded model.
-
-        A tied matrix is held once: it is packed for the head, and the embedding reads its rows from there. If it is
-        quantised, or packed for oneDNN, its rows cannot be read, and the embedding is kept as well.
-        """
-        if self._config.tied_head and self._head.rows is not None:
-            self._embed = self._head.rows
-            self._embedding = self._embedding.new_empty(0)
-        self.loads.clear()  # they hold the embedding
+        """Complete a loaded model."""
+        self.loads.clear()
         for layer in self._layers:
             layer.finish()
         self._native = self._describe()
@@ -237,7 +228,7 @@ class Decoder:
         ropes = [rope if rope < len(self._rotaries) else None for rope in self._rope_of]
         described = [layer.describe(rope) for layer, rope in zip(self._layers, ropes, strict=True)]
         layers = [layer for layer in described if layer is not None]
-        if library is None or self._embedding.device.type != "cpu" or len(layers) < len(described):
+        if library is None or self._device.type != "cpu" or len(layers) < len(described):
             return None
         description = DecoderArgs(
             hidden=config.hidden_size,
@@ -255,13 +246,12 @@ class Decoder:
             qkv_clip=config.qkv_clip or 0.0,
         )
         rotaries = [rotary.frequencies for rotary in self._rotaries]
-        head = self._head.args if len(self._embedding) == 0 else None
         return NativeDecoder(
             library,
             description,
             layers,
             rotaries,
-            embedding=self._embedding if head is None else head,
+            embedding=self._embed.described,
             norm=self._norm.weight,
             dtype=self.dtype,
         )

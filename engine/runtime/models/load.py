@@ -120,7 +120,7 @@ def load_decoder(
     check_size(checkpoint, model_config.num_weights, dtype, device)
     served_len = config.max_model_len or model_config.max_positions
     model = Decoder(model_config, served_len=served_len, dtype=dtype, device=device, scheme=scheme)
-    fill(model.loads, checkpoint, report, tied=model.tied_embedding)
+    fill(model.loads, checkpoint, report, is_tied=model.is_tied)
     model.finish()
     if scheme.summary():
         report(Progress("quantization", scheme.summary()))

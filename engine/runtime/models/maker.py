@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.activation import Activation
-from engine.runtime.linear import Linear
+from engine.runtime.linear import Embedding, Linear
 from engine.runtime.lora.adapter import Place, Target
 from engine.runtime.schemes.base import Bundle, Matrix, Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
@@ -52,11 +52,11 @@ class Maker(NamedTuple):
         activation: Activation | None = None,
         place: Place | None = None,
         is_head: bool = False,
-        dense: Tensor | None = None,
+        tied: Embedding | None = None,
     ) -> Linear:
         """Return a linear, to be loaded, of modules merged row by row: their names, and rows.
 
-        Adapters can change it if it has a place. `dense` is an embedding that a head is tied to.
+        Adapters can change it if it has a place. `tied` is an embedding with the same matrix, which is loaded here.
         """
         shape, parts = (sum(rows.values()), num_inputs), self._parts(rows)
         if place is not None:
@@ -71,12 +71,14 @@ class Maker(NamedTuple):
             bias=None,
             activation=activation,
             is_head=is_head,
-            dense=dense,
         )
 
         def take(stored: Mapping[str, StoredTensor]) -> None:
             matrix = replace(self._filled(empty, stored), bias=self._bias(parts, stored) if bias else None)
             linear.product = self.scheme.product(matrix)
+            if tied is not None:
+                shared = linear.weight
+                tied.weight = self.scheme.dense(matrix) if shared is None else shared
 
         wanted = self._shapes(empty)
         if bias:
@@ -86,7 +88,24 @@ class Maker(NamedTuple):
 
     def weight(self, name: str, num_rows: int, num_inputs: int, take: Callable[[Tensor], object]) -> None:
         """Hand a matrix [num_rows, num_inputs], dequantised, to `take` once it is loaded."""
-        empty = Matrix(
+        empty = self._one(name, num_rows, num_inputs)
+        self.loads.append(
+            Load(self._shapes(empty), lambda stored: take(self.scheme.dense(self._filled(empty, stored))))
+        )
+
+    def embedding(self, name: str, num_rows: int, num_inputs: int) -> Embedding:
+        """Return an embedding [num_rows, num_inputs], to be loaded."""
+        empty, embedding = self._one(name, num_rows, num_inputs), Embedding()
+
+        def take(stored: Mapping[str, StoredTensor]) -> None:
+            embedding.weight = self.scheme.embedding(self._filled(empty, stored))
+
+        self.loads.append(Load(self._shapes(empty), take))
+        return embedding
+
+    def _one(self, name: str, num_rows: int, num_inputs: int) -> Matrix:
+        """Return a matrix of one module, without its tensors."""
+        return Matrix(
             bundles=self._parts({name: num_rows}),
             shape=(num_rows, num_inputs),
             dtype=self.dtype,
@@ -94,10 +113,6 @@ class Maker(NamedTuple):
             bias=None,
             activation=None,
             is_head=False,
-            dense=None,
-        )
-        self.loads.append(
-            Load(self._shapes(empty), lambda stored: take(self.scheme.dense(self._filled(empty, stored))))
         )
 
     def _parts(self, rows: Mapping[str, int]) -> list[Bundle]:

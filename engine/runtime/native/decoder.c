@@ -247,7 +247,7 @@ EXPORT int32_t quire_forward(const struct forward_args *f) {
     if (posix_memalign((void **)&memory, 64, lay_out(f, NULL, &w))) return QUIRE_NO_MEMORY;
     lay_out(f, memory, &w);
     const struct decoder *d = f->decoder;
-    struct embed_args embed = {d->embedding, f->ids, w.stream, f->num_tokens, d->hidden, d->dtype, d->is_embedding_packed,
+    struct embed_args embed = {d->embedding, f->ids, w.stream, f->num_tokens, d->hidden, d->dtype, d->embedding_format,
                                d->embedding_scale};
     quire_embed(&embed);
     fill_angles(f, &w);

@@ -34,10 +34,10 @@ struct layer {
 struct decoder {
     const struct layer *layers;
     const struct rotary *rotaries;
-    const void *embedding; /* [vocab, hidden], possibly packed, see struct embed_args */
+    const void *embedding; /* [vocab, hidden], or panels of embedding_format, see struct embed_args */
     struct norm norm;
     int64_t num_layers, num_rotaries, hidden, intermediate, num_heads, num_kv_heads, head_dim;
-    int32_t dtype, qk_norm, is_embedding_packed;
+    int32_t dtype, qk_norm, embedding_format;
     float eps, embedding_scale, residual_scale, attention_scale, softcap;
     float qkv_clip; /* bound of queries, keys and values before rotation; 0: none */
 };

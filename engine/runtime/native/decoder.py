@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.runtime.native.library import (
     DTYPES,
+    PLAIN,
     AdaptersArgs,
     AttendArgs,
     DecoderArgs,
@@ -81,8 +82,8 @@ class NativeDecoder:
     ) -> None:
         """`description` has its numbers set; rotaries are (frequencies [dim / 2], magnitude).
 
-        C holds the tensors' addresses, and the model the tensors. An embedding given as LinearArgs is the matrix of a
-        head that is tied to it.
+        C holds the tensors' addresses, and the model the tensors. An embedding given as LinearArgs is a packed
+        matrix, perhaps that of the head.
         """
         self._library, self._decoder = library, description
         self._layers = (LayerArgs * len(layers))(*layers)
@@ -93,9 +94,9 @@ class NativeDecoder:
         self._bound: PagedStep | None = None
         description.layers, description.num_layers = addressof(self._layers), len(layers)
         description.rotaries, description.num_rotaries = addressof(self._rotaries), len(rotaries)
-        is_packed = isinstance(embedding, LinearArgs)
         description.embedding = embedding.packed if isinstance(embedding, LinearArgs) else embedding.data_ptr()
-        description.is_embedding_packed, description.norm = is_packed, _norm(norm)
+        description.embedding_format = embedding.format if isinstance(embedding, LinearArgs) else PLAIN
+        description.norm = _norm(norm)
 
     def forward(
         self,

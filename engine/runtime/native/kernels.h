@@ -15,4 +15,5 @@
     const struct kernels kernels_##isa = {                                                         \
         #isa, store_int8, attend_scratch, attend, attend_merge, add_rms_norm, clip, rope, embed,      \
         sample, gemm_num_groups, gemm_rows_bytes, gemm_pack_rows, gemm, widen, clamp, add_ranks,      \
+        narrow_halves,                                                                              \
     };

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from engine.core.errors import ComputeError, ConfigError
+from engine.core.errors import ComputeError, ConfigError, ModelLoadError
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.build import find_library
 
@@ -104,20 +104,25 @@ class LinearArgs(Structure):
     _fields_ = _fields(packed__scales__bias=c_void_p, n__k=c_int64, format__dtype__activation=c_int32)
 
 
-class QuantSource(Structure):
-    """Rows of weights to be packed in a quantised format."""
+class RowsArgs(Structure):
+    """Rows of a weight file: their address, or an open file and an offset."""
 
-    _fields_ = _fields(
-        rows__packed__scales__grid=c_void_p,
-        row_bytes__num_rows__first_row__n__k=c_int64,
-        kind__format__activation=c_int32,
-    )
+    _fields_ = _fields(rows__grid=c_void_p, offset__row_bytes__num_rows=c_int64, kind__file=c_int32)
+
+
+class PackArgs(Structure):
+    """Rows of weights to be packed."""
+
+    _fields_ = [
+        ("stored", RowsArgs),
+        *_fields(packed__scales=c_void_p, first_row__n__k__head_rows=c_int64, format__activation=c_int32),
+    ]
 
 
 class DequantArgs(Structure):
-    """Rows of a GGUF file to be written as floats."""
+    """Quantised rows to be written as floats."""
 
-    _fields_ = _fields(rows__out__grid=c_void_p, row_bytes__num_rows__k=c_int64, kind__dtype=c_int32)
+    _fields_ = [("stored", RowsArgs), *_fields(out=c_void_p, k=c_int64, dtype=c_int32)]
 
 
 class GemmArgs(Structure):
@@ -157,10 +162,13 @@ class RopeArgs(Structure):
     )
 
 
-class EmbedArgs(Structure):
-    """out = scale * table[ids]."""
+PLAIN = -1  # the format of rows that are not packed
 
-    _fields_ = _fields(table__ids__out=c_void_p, rows__width=c_int64, dtype__is_packed=c_int32, scale=c_float)
+
+class EmbedArgs(Structure):
+    """out = scale * table[ids]; `format` is the WeightFormat of panels, or PLAIN."""
+
+    _fields_ = _fields(table__ids__out=c_void_p, rows__width=c_int64, dtype__format=c_int32, scale=c_float)
 
 
 class NormWeight(Structure):
@@ -228,7 +236,7 @@ class DecoderArgs(Structure):
     _fields_ = [
         *_fields(layers__rotaries__embedding=c_void_p, norm=NormWeight),
         *_fields(num_layers__num_rotaries__hidden__intermediate__num_heads__num_kv_heads__head_dim=c_int64),
-        *_fields(dtype__qk_norm__is_embedding_packed=c_int32),
+        *_fields(dtype__qk_norm__embedding_format=c_int32),
         *_fields(eps__embedding_scale__residual_scale__attention_scale__softcap__qkv_clip=c_float),
     ]
 
@@ -286,8 +294,6 @@ class Library:
         self._use_isa = _declare(functions.quire_use_isa, c_int32, c_int32)
         # Keeps freed memory in the process from now on, up to 256 MiB, for the next step.
         self.keep_memory = _declare(functions.quire_keep_memory, None)
-        pack = functions.quire_gemm_pack
-        self._gemm_pack = _declare(pack, c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32)
         # The bytes of a packed matrix in a quantised format: format, rows, columns.
         self.quant_bytes = _declare(functions.quire_quant_bytes, c_int64, c_int32, c_int64, c_int64)
         self._low_dtype = _declare(functions.quire_low_dtype, c_int32, POINTER(LinearArgs))
@@ -295,7 +301,7 @@ class Library:
         self.attend = _entry(functions.quire_attend, AttendArgs)
         self.gemm = _entry(functions.quire_gemm, GemmArgs)
         self.gemm_heads = _entry(functions.quire_gemm_heads, HeadsArgs)
-        self.quant_pack = _entry(functions.quire_quant_pack, QuantSource)
+        self.pack = _entry(functions.quire_pack, PackArgs)
         self.dequantise = _entry(functions.quire_dequantise, DequantArgs)
         self.add_rms_norm = _entry(functions.quire_add_rms_norm, NormArgs)
         self.rope = _entry(functions.quire_rope, RopeArgs)
@@ -321,10 +327,6 @@ class Library:
         self._set_threads(num_threads)
         self.num_threads = num_threads
 
-    def gemm_pack(self, weight: int, linear: LinearArgs) -> None:
-        """Pack the matrix at an address into `linear`'s memory: zeros, n rounded up to PANEL."""
-        self._gemm_pack(weight, linear.packed, linear.n, linear.k, linear.format, linear.activation)
-
     def low_dtype(self, up: LinearArgs) -> torch.dtype:
         """Return the type of the factors that `up` is multiplied with."""
         return next(dtype for dtype, code in DTYPES.items() if code == self._low_dtype(up))
@@ -342,7 +344,12 @@ def _entry(function: ctypes._NamedFuncPointer, args: type[Structure]) -> Callabl
     return function
 
 
+_CANNOT_READ = 4  # as in quire_cpu.h
+
+
 def _check(status: int, *_: object) -> None:
+    if status == _CANNOT_READ:
+        raise ModelLoadError("A weight file became shorter or unreadable while it was being loaded; start again.")
     if status != 0:
         raise ComputeError("A native kernel found no memory for its scratch space; lower --max-num-batched-tokens.")
 

@@ -47,12 +47,12 @@ INLINE void unpack_row(const struct embed_args *a, int64_t id, uint32_t *to, int
 }
 
 INLINE void embed_as(const struct embed_args *a, int64_t begin, int64_t end, enum dtype dtype) {
-    int64_t lanes = a->width / (dtype == DT_F32 ? 1 : 2);
+    int64_t lanes = a->width / (dtype == DT_F32 ? 1 : 2), is_packed = a->format >= 0;
     for (int64_t row = begin; row < end; row++) {
-        uint32_t plain[a->is_packed ? lanes : 1];
-        if (a->is_packed) unpack_row(a, a->ids[row], plain, lanes);
+        uint32_t plain[is_packed ? lanes : 1];
+        if (is_packed) unpack_row(a, a->ids[row], plain, lanes);
         struct view from = {(void *)a->table, (size_t)(a->ids[row] * a->width), dtype};
-        if (a->is_packed) from = (struct view){plain, 0, dtype};
+        if (is_packed) from = (struct view){plain, 0, dtype};
         struct view out = {a->out, (size_t)(row * a->width), DT_F32};
         for (int64_t i = 0; i < a->width; i += W) put(out, i, a->width, get(from, i, a->width) * a->scale);
     }
@@ -104,3 +104,8 @@ FOR_EACH_TYPE(add_rms_norm, norm_args)
 FOR_EACH_TYPE(clip, clip_args)
 FOR_EACH_TYPE(rope, rope_args)
 FOR_EACH_TYPE(embed, embed_args)
+
+static void narrow_halves(const float *from, uint16_t *to, int64_t num) {
+    struct view in = {(void *)from, 0, DT_F32}, out = {to, 0, DT_F16};
+    for (int64_t i = 0; i < num; i += W) put(out, i, num, get(in, i, num));
+}

@@ -23,12 +23,17 @@ from engine.runtime.native.library import (
     Library,
     LinearArgs,
     NormArgs,
+    PackArgs,
     RopeArgs,
+    RowsArgs,
     WeightFormat,
     native,
 )
+from engine.runtime.native.rows import StoredRows
 
 PANEL = 32  # weight rows that are interleaved, as in quire_cpu.h
+_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # of floats in a file, by GGUF's numbers
+_TYPES = {code: dtype for dtype, code in DTYPES.items()}
 _FORMATS = {torch.float32: WeightFormat.F32, torch.bfloat16: WeightFormat.BF16}
 
 
@@ -137,6 +142,39 @@ class NativeLinear:
         library.gemm(args)
         return y
 
+    def fill(self, parts: Sequence[tuple[RowsArgs, int]]) -> None:
+        """Pack the matrix from rows in order, each with the rows of a head if those are stored in pairs, else 0."""
+        first_row = 0
+        for stored, head_rows in parts:
+            args = PackArgs(stored, self.args.packed, None, first_row, self.args.n, self.args.k, head_rows)
+            args.format, args.activation = self.args.format, self.args.activation
+            self._library.pack(args)
+            first_row += stored.num_rows
+        assert first_row == self.args.n
+
+    @property
+    def has_rows(self) -> bool:
+        """Return whether `rows` can read the matrix."""
+        return True
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return unpacked rows [T, inputs] for ids [T] int64, for an embedding."""
+        out, linear = torch.empty(len(ids), self.args.k), self.args
+        args = EmbedArgs(linear.packed, ids.data_ptr(), out.data_ptr(), *out.shape, linear.dtype, linear.format, 1.0)
+        self._library.embed(args)
+        return out.to(_TYPES[linear.dtype])
+
+
+def stored_args(part: StoredRows) -> RowsArgs:
+    """Return the library's description of rows: their file if they have one, else their address."""
+    args = RowsArgs(offset=part.offset, row_bytes=part.rows.shape[1], num_rows=len(part.rows), kind=part.kind)
+    if part.file is not None:
+        args.file = part.file.number
+    else:
+        assert part.rows.flags.c_contiguous
+        args.rows = part.rows.ctypes.data
+    return args
+
 
 class PackedLinear(NativeLinear):
     """A matrix [outputs, inputs] in panels: y = x W^T + b, with the same bits in any batch."""
@@ -158,12 +196,46 @@ class PackedLinear(NativeLinear):
         num_outputs, num_inputs = weight.shape
         assert self.fits(weight)
         assert bias is None or (bias.dtype is weight.dtype and bias.is_contiguous())
-        self._library, self._bias, kind = library, bias, _FORMATS[weight.dtype]
+        self._allocate(library, (num_outputs, num_inputs), weight.dtype, bias, activation, arena)
+        self.fill([(_tensor_args(weight), 0)])
+
+    @classmethod
+    def from_rows(
+        cls,
+        library: Library,
+        parts: Sequence[StoredRows],
+        num_inputs: int,
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        activation: int = 0,
+    ) -> PackedLinear:
+        """Pack the rows of one matrix, floats in a file, which `holds` accepts."""
+        made = cls.__new__(cls)
+        shape = (sum(len(part.rows) for part in parts), num_inputs)
+        made._allocate(library, shape, dtype, bias, activation, None)  # noqa: SLF001 - of this class
+        made.fill([(stored_args(part), part.head_rows) for part in parts])
+        return made
+
+    def _allocate(
+        self,
+        library: Library,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        activation: int,
+        arena: Arena | None,
+    ) -> None:
+        self._library, self._bias, (num_outputs, num_inputs) = library, bias, shape
         memory = library.weights if arena is None else arena
-        self._packed = memory.zeros(-(-num_outputs // PANEL) * PANEL, num_inputs, dtype=weight.dtype)
-        bias_at, dtype = None if bias is None else bias.data_ptr(), DTYPES[weight.dtype]
-        self.args = LinearArgs(self._packed.data_ptr(), None, bias_at, num_outputs, num_inputs, kind, dtype, activation)
-        library.gemm_pack(weight.data_ptr(), self.args)
+        self._packed = memory.zeros(-(-num_outputs // PANEL) * PANEL, num_inputs, dtype=dtype)
+        bias_at, kind = None if bias is None else bias.data_ptr(), _FORMATS[dtype]
+        codes = (kind, DTYPES[dtype], activation)
+        self.args = LinearArgs(self._packed.data_ptr(), None, bias_at, num_outputs, num_inputs, *codes)
+
+    @staticmethod
+    def holds(parts: Sequence[StoredRows], num_inputs: int, dtype: torch.dtype) -> bool:
+        """Return whether a matrix of these rows can be packed as `dtype`."""
+        return dtype in _FORMATS and num_inputs % 2 == 0 and all(part.kind in _KINDS.values() for part in parts)
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
@@ -171,12 +243,12 @@ class PackedLinear(NativeLinear):
         is_known = weight.dtype in _FORMATS and weight.device.type == "cpu"
         return is_known and weight.is_contiguous() and weight.shape[1] % 2 == 0
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """Return unpacked rows [T, inputs] for ids [T] int64, for a tied embedding."""
-        out = torch.empty(len(ids), self.args.k)
-        args = EmbedArgs(self._packed.data_ptr(), ids.data_ptr(), out.data_ptr(), *out.shape, self.args.dtype, 1, 1.0)
-        self._library.embed(args)
-        return out.to(self._packed.dtype)
+
+def _tensor_args(weight: Tensor) -> RowsArgs:
+    """Return the library's description of the rows of a contiguous tensor."""
+    stored = RowsArgs(weight.data_ptr(), row_bytes=weight.shape[1] * weight.itemsize, num_rows=len(weight))
+    stored.kind = _KINDS[weight.dtype]
+    return stored
 
 
 class PackedHeads:
@@ -195,7 +267,7 @@ class PackedHeads:
         for args, rows, packed in zip(self._heads, weight, self._packed, strict=True):
             args.packed, args.n, args.k = packed.data_ptr(), num_outputs, num_inputs
             args.format, args.dtype = kind, dtype
-            library.gemm_pack(rows.data_ptr(), args)
+            library.pack(PackArgs(_tensor_args(rows), args.packed, n=args.n, k=args.k, format=args.format))
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """Write the products of x [T, heads, inputs] to out [T, heads, outputs]; rows of heads are dense."""

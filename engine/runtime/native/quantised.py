@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runtime.native.library import DTYPES, DequantArgs, Library, LinearArgs, QuantSource, WeightFormat
-from engine.runtime.native.ops import PANEL, NativeLinear
-from engine.runtime.native.rows import QuantisedRows
+from engine.runtime.native.library import DTYPES, DequantArgs, Library, LinearArgs, PackArgs, RowsArgs, WeightFormat
+from engine.runtime.native.ops import PANEL, NativeLinear, stored_args
+from engine.runtime.native.rows import StoredRows, in_halves
 
 
 class _Needs(NamedTuple):
@@ -91,19 +91,20 @@ def _grid(kind: int) -> np.ndarray | None:
     return np.searchsorted(known[kind].grid_map, known[kind].grid.ravel()).astype(np.uint8)
 
 
-def _grid_address(kind: int) -> int | None:
-    grid = _grid(kind)
-    return None if grid is None else grid.ctypes.data
+def _stored(part: StoredRows) -> RowsArgs:
+    """Return the library's description of rows, with their type's grid."""
+    args, grid = stored_args(part), _grid(part.kind)
+    args.grid = None if grid is None else grid.ctypes.data
+    return args
 
 
-def dequantise(library: Library, rows: QuantisedRows, out: Tensor) -> None:
+def dequantise(library: Library, stored: StoredRows, out: Tensor) -> None:
     """Write rows as floats to `out` [rows, inputs]: contiguous, on the CPU, of one of DTYPES."""
-    stored = np.ascontiguousarray(rows.rows)
+    if stored.head_rows:
+        stored = StoredRows(stored.kind, in_halves(stored.rows, stored.head_rows))
     assert out.is_contiguous()
-    assert len(out) == len(stored)
-    args = DequantArgs(stored.ctypes.data, out.data_ptr(), _grid_address(rows.kind), stored.shape[1], *out.shape)
-    args.kind, args.dtype = rows.kind, DTYPES[out.dtype]
-    library.dequantise(args)
+    assert len(out) == len(stored.rows)
+    library.dequantise(DequantArgs(_stored(stored), out.data_ptr(), out.shape[1], DTYPES[out.dtype]))
 
 
 class QuantisedLinear(NativeLinear):
@@ -138,7 +139,7 @@ class QuantisedLinear(NativeLinear):
     def from_gguf(
         cls,
         library: Library,
-        parts: Sequence[QuantisedRows],
+        parts: Sequence[StoredRows],
         num_inputs: int,
         dtype: torch.dtype,
         bias: Tensor | None,
@@ -147,11 +148,7 @@ class QuantisedLinear(NativeLinear):
         """Pack the rows of one matrix, in parts that may be of several types."""
         shape = (sum(len(part.rows) for part in parts), num_inputs)
         made = cls(library, format_for([part.kind for part in parts]), shape, dtype, bias, activation)
-        first_row = 0
-        for part in parts:
-            rows = np.ascontiguousarray(part.rows)
-            made._fill(rows.ctypes.data, rows.shape[1], len(rows), first_row, part.kind)
-            first_row += len(rows)
+        made.fill([(_stored(part), part.head_rows) for part in parts])
         return made
 
     @classmethod
@@ -159,13 +156,14 @@ class QuantisedLinear(NativeLinear):
         """Quantise a float matrix, with one scale for each row."""
         assert weight.is_contiguous()
         made = cls(library, WeightFormat.INT8, (weight.shape[0], weight.shape[1]), weight.dtype, bias, activation)
-        made._fill(weight.data_ptr(), weight.stride(0) * weight.itemsize, len(weight), 0, DTYPES[weight.dtype])
+        stored = RowsArgs(weight.data_ptr(), row_bytes=weight.stride(0) * weight.itemsize, num_rows=len(weight))
+        stored.kind = DTYPES[weight.dtype]
+        args = PackArgs(stored, made.args.packed, made.args.scales, n=made.args.n, k=made.args.k)
+        args.format, args.activation = made.args.format, activation
+        library.pack(args)
         return made
 
-    def _fill(self, rows: int, row_bytes: int, num_rows: int, first_row: int, kind: int) -> None:
-        is_int8 = self.args.format == WeightFormat.INT8
-        source = QuantSource(rows, self.args.packed, self.args.scales, None if is_int8 else _grid_address(kind))
-        source.row_bytes, source.num_rows, source.first_row = row_bytes, num_rows, first_row
-        source.n, source.k = self.args.n, self.args.k
-        source.kind, source.format, source.activation = kind, self.args.format, self.args.activation
-        self._library.quant_pack(source)
+    @property
+    def has_rows(self) -> bool:
+        """Return whether `rows` can read the matrix: not if it was rounded here."""
+        return self._scales is None

@@ -84,6 +84,7 @@ static void run_store_int8(const void *args, int64_t begin, int64_t end) { activ
 static void run_norm(const void *args, int64_t begin, int64_t end) { active->add_rms_norm(args, begin, end); }
 static void run_rope(const void *args, int64_t begin, int64_t end) { active->rope(args, begin, end); }
 static void run_embed(const void *args, int64_t begin, int64_t end) { active->embed(args, begin, end); }
+static void run_unpack_rows(const void *args, int64_t begin, int64_t end) { quant_unpack_rows(args, begin, end); }
 static void run_sample(const void *args, int64_t begin, int64_t end) { active->sample(args, begin, end); }
 
 EXPORT int32_t quire_store(const struct store_args *a) {
@@ -104,7 +105,7 @@ EXPORT int32_t quire_rope(const struct rope_args *a) {
 }
 
 EXPORT int32_t quire_embed(const struct embed_args *a) {
-    run_ranges(run_embed, a, a->rows, a->width, WORTH_SHARING);
+    run_ranges(is_quantised(a->format) ? run_unpack_rows : run_embed, a, a->rows, a->width, WORTH_SHARING);
     return QUIRE_OK;
 }
 
@@ -219,37 +220,42 @@ EXPORT int32_t quire_gemm_heads(const struct heads_args *a) {
     return atomic_load(&job.out_of_memory) ? QUIRE_NO_MEMORY : QUIRE_OK;
 }
 
-struct pack_job {
-    const uint32_t *from;
-    uint32_t *to;
-    int64_t n, lanes;
-    int32_t activation;
+/* Work on tiles of PANEL rows that may fail. */
+struct tile_job {
+    const void *args;
+    int64_t num_rows;
+    int32_t (*run)(const void *args, int64_t begin, int64_t end);
+    atomic_int status;
 };
 
-static void run_pack(const void *context, int64_t begin, int64_t end) {
-    const struct pack_job *job = context;
-    for (int64_t row = begin; row < end; row++) {
-        int64_t at = packed_row(row, job->n, job->activation);
-        uint32_t *to = job->to + at / PANEL * job->lanes * PANEL + at % PANEL;
-        for (int64_t l = 0; l < job->lanes; l++) to[l * PANEL] = job->from[row * job->lanes + l];
-    }
+static void run_tiles(const void *context, int64_t begin, int64_t end) {
+    struct tile_job *job = (struct tile_job *)context;
+    int64_t after = end * PANEL < job->num_rows ? end * PANEL : job->num_rows;
+    int32_t status = job->run(job->args, begin * PANEL, after);
+    if (status) atomic_store(&job->status, status);
 }
 
-/* Pack w [n, k] (k even), float32 or bfloat16. `packed` has room for n rounded up to PANEL, and begins as zeros. */
-EXPORT int32_t quire_gemm_pack(const void *w, void *packed, int64_t n, int64_t k, int32_t format, int32_t activation) {
-    struct pack_job job = {w, packed, n, format == WEIGHT_F32 ? k : k / 2, activation};
-    run_ranges(run_pack, &job, n, k, WORTH_SHARING);
+static int32_t share_tiles(int32_t (*run)(const void *, int64_t, int64_t), const void *args, int64_t num_rows,
+                           int64_t k) {
+    struct tile_job job = {args, num_rows, run, QUIRE_OK};
+    run_ranges(run_tiles, &job, (num_rows + PANEL - 1) / PANEL, k * PANEL, WORTH_SHARING);
+    return atomic_load(&job.status);
+}
+
+static int32_t run_pack_gguf(const void *source, int64_t begin, int64_t end) {
+    return quant_pack_gguf(source, begin, end);
+}
+static int32_t run_pack_floats(const void *source, int64_t begin, int64_t end) {
+    return float_pack(source, begin, end);
+}
+static int32_t run_pack_int8(const void *source, int64_t begin, int64_t end) {
+    quant_pack_int8(source, begin, end);
     return QUIRE_OK;
 }
-
-static void run_pack_gguf(const void *source, int64_t begin, int64_t end) { quant_pack_gguf(source, begin, end); }
-static void run_pack_int8(const void *source, int64_t begin, int64_t end) { quant_pack_int8(source, begin, end); }
-
-static void run_dequantise(const void *args, int64_t begin, int64_t end) { quant_dequantise(args, begin, end); }
+static int32_t run_dequantise(const void *args, int64_t begin, int64_t end) { return quant_dequantise(args, begin, end); }
 
 EXPORT int32_t quire_dequantise(const struct dequant_args *a) {
-    run_ranges(run_dequantise, a, a->num_rows, a->k, WORTH_SHARING);
-    return QUIRE_OK;
+    return share_tiles(run_dequantise, a, a->from.num_rows, a->k);
 }
 
 /* Bytes of a quantised matrix [n, k]. */
@@ -257,7 +263,10 @@ EXPORT int64_t quire_quant_bytes(int32_t format, int64_t n, int64_t k) {
     return (n + PANEL - 1) / PANEL * quant_num_blocks(k) * (int64_t)quant_block_bytes(quant_format_of(format));
 }
 
-EXPORT int32_t quire_quant_pack(const struct quant_source *s) {
-    run_ranges(s->format == WEIGHT_INT8 ? run_pack_int8 : run_pack_gguf, s, s->num_rows, s->k, WORTH_SHARING);
-    return QUIRE_OK;
+/* Pack rows; float32 and bfloat16 of an even number of columns. */
+EXPORT int32_t quire_pack(const struct quant_source *s) {
+    int32_t (*run)(const void *, int64_t, int64_t) = s->format == WEIGHT_INT8     ? run_pack_int8
+                                                     : is_quantised(s->format) ? run_pack_gguf
+                                                                               : run_pack_floats;
+    return share_tiles(run, s, s->from.num_rows, s->k);
 }

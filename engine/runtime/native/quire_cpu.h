@@ -17,7 +17,7 @@
 #include <stdint.h>
 
 enum dtype { DT_F32 = 0, DT_BF16 = 1, DT_F16 = 2 };
-enum status { QUIRE_OK = 0, QUIRE_BAD_ARGUMENT = 1, QUIRE_NO_MEMORY = 2, QUIRE_NO_SUCH_ISA = 3 };
+enum status { QUIRE_OK = 0, QUIRE_BAD_ARGUMENT = 1, QUIRE_NO_MEMORY = 2, QUIRE_NO_SUCH_ISA = 3, QUIRE_CANNOT_READ = 4 };
 
 enum {
     TILE = 16,   /* keys in one tile, on every instruction set */
@@ -128,25 +128,34 @@ static inline int64_t packed_row(int64_t row, int64_t n, int32_t activation) {
     return pair / half * PANEL + is_up * half + pair % half;
 }
 
-/* Rows of weights to be packed as `format`: those of a GGUF file (`kind` is its number for the type), or with WEIGHT_INT8
- * a matrix of the dtype `kind`. They become rows `first_row` and on of a matrix of `n`, in `packed`, which begins as
- * zeros. */
-struct quant_source {
+/* Types of floats in a file, by GGUF's numbers. */
+enum stored_float { STORED_F32 = 0, STORED_F16 = 1, STORED_BF16 = 30 };
+
+/* Rows of a weight file, in memory or, with `rows` NULL, at an offset of an open file. */
+struct stored_rows {
     const void *rows;
-    void *packed;
-    float *scales;       /* WEIGHT_INT8: [n] */
     const uint8_t *grid; /* types with a grid: levels 0 to 7, four for each entry */
-    int64_t row_bytes, num_rows, first_row, n, k;
-    int32_t kind, format, activation;
+    int64_t offset, row_bytes, num_rows;
+    int32_t kind, file; /* kind: GGUF's number for the type */
 };
 
-/* Rows of a GGUF file to be written as floats of `dtype`: out [num_rows, k]. */
+/* Rows to be packed as `format`; for WEIGHT_INT8 they are in memory, and `kind` is a dtype. They become rows `first_row`
+ * and on of a matrix of `n`, in `packed`, which begins as zeros. */
+struct quant_source {
+    struct stored_rows from;
+    void *packed;
+    float *scales; /* WEIGHT_INT8: [n] */
+    int64_t first_row, n, k;
+    int64_t head_rows; /* not 0: rows of a head, stored in pairs (0, d / 2), (1, d / 2 + 1) ... */
+    int32_t format, activation;
+};
+
+/* Quantised rows to be written as floats of `dtype`: out [num_rows, k]. */
 struct dequant_args {
-    const void *rows;
+    struct stored_rows from;
     void *out;
-    const uint8_t *grid;
-    int64_t row_bytes, num_rows, k;
-    int32_t kind, dtype;
+    int64_t k;
+    int32_t dtype;
 };
 
 /* A term added to a row's sums before bias and activation: += low up^T. `up` is float32 or bfloat16, with the n, the
@@ -248,11 +257,12 @@ struct rope_args {
 
 /* out = scale * table[ids], in float32 */
 struct embed_args {
-    const void *table;  /* [vocab, width], or if is_packed the panels of a head that is tied to it */
+    const void *table;  /* [vocab, width] of `dtype`, or the panels of a matrix */
     const int64_t *ids; /* [rows] */
     float *out;         /* [rows, width] */
     int64_t rows, width;
-    int32_t dtype, is_packed;
+    int32_t dtype;  /* of the result, before it is scaled */
+    int32_t format; /* of the panels; -1: none */
     float scale;
 };
 
@@ -293,6 +303,7 @@ struct kernels {
     void (*widen)(const struct widen_args *, int64_t begin, int64_t end);
     void (*clamp)(const struct clamp_args *, int64_t begin, int64_t end);
     void (*add_ranks)(const struct ranks_args *, int64_t begin, int64_t end);
+    void (*narrow_f16)(const float *from, uint16_t *to, int64_t num); /* to the nearest float16 */
 };
 
 extern const struct kernels kernels_portable;
@@ -340,9 +351,12 @@ EXPORT int32_t quire_add_rms_norm(const struct norm_args *);
 EXPORT int32_t quire_rope(const struct rope_args *);
 EXPORT int32_t quire_embed(const struct embed_args *);
 
-void quant_pack_gguf(const struct quant_source *source, int64_t row_begin, int64_t row_end);
-void quant_dequantise(const struct dequant_args *args, int64_t row_begin, int64_t row_end);
+/* Rows [row_begin, row_end); these return a status. */
+int32_t quant_pack_gguf(const struct quant_source *source, int64_t row_begin, int64_t row_end);
+int32_t float_pack(const struct quant_source *source, int64_t row_begin, int64_t row_end);
+int32_t quant_dequantise(const struct dequant_args *args, int64_t row_begin, int64_t row_end);
 void quant_pack_int8(const struct quant_source *source, int64_t row_begin, int64_t row_end);
+void quant_unpack_rows(const struct embed_args *args, int64_t begin, int64_t end);
 void store_tokens(const struct store_args *args, int64_t token_begin, int64_t token_end);
 
 #endif

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.runtime.activation import Activation
-from engine.runtime.linear import Product, pack
-from engine.runtime.native.library import Library
+from engine.runtime.linear import CODES, Product, pack
+from engine.runtime.native.library import Library, native
+from engine.runtime.native.ops import NativeLinear, PackedLinear
+from engine.runtime.native.rows import StoredRows
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.stored.storage import Storage
 
@@ -44,7 +46,6 @@ class Matrix:
     bias: Tensor | None
     activation: Activation | None  # with one the rows are gates, then as many ups
     is_head: bool
-    dense: Tensor | None  # the weight in `dtype`, if the model has it already, as an embedding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,20 +93,38 @@ class Scheme:
 
     def dense(self, matrix: Matrix) -> Tensor:
         """Return a matrix's weight [outputs, inputs] in the model's type."""
-        if matrix.dense is not None:
-            return matrix.dense
         weight = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
         for bundle in matrix.bundles:
             self.dequantise(bundle, weight.narrow(0, bundle.first_row, bundle.num_rows))
         return weight
 
     def product(self, matrix: Matrix) -> Product:
-        """Return the product with a matrix; this one dequantises it."""
+        """Return the product with a matrix; this one dequantises it.
+
+        Rows of floats are packed as they are read, without a tensor in between.
+        """
+        library, stored = native(), stored_rows(matrix)
+        if library and stored is not None and PackedLinear.holds(stored, matrix.shape[1], matrix.dtype):
+            code = CODES[matrix.activation]
+            return PackedLinear.from_rows(library, stored, matrix.shape[1], matrix.dtype, matrix.bias, code)
         return pack(self.dense(matrix), matrix.bias, matrix.activation)
+
+    def embedding(self, matrix: Matrix) -> NativeLinear | Tensor:
+        """Return a matrix whose rows are looked up: packed, or a weight in the model's type."""
+        return self.dense(matrix)
 
     def summary(self) -> str:
         """Return a line for the log after loading; "" for none."""
         return ""
+
+
+def stored_rows(matrix: Matrix) -> list[StoredRows] | None:
+    """Return the rows of a matrix on the CPU as the files have them, part by part; None if one lies otherwise."""
+    found = [bundle.tensors[".weight"].rows for bundle in matrix.bundles if set(bundle.tensors) == {".weight"}]
+    readers = [read for read in found if read is not None]
+    if matrix.device.type != "cpu" or len(readers) < len(matrix.bundles):
+        return None
+    return [read() for read in readers]
 
 
 def native_refusal(here: Circumstances) -> str | None:

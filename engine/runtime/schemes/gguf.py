@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from engine.runtime.linear import CODES, Product
 from engine.runtime.native.library import Isa, native
+from engine.runtime.native.ops import NativeLinear
 from engine.runtime.native.quantised import QuantisedLinear, is_served_quantised
-from engine.runtime.schemes.base import Circumstances, Matrix, Scheme, native_refusal
+from engine.runtime.schemes.base import Circumstances, Matrix, Scheme, native_refusal, stored_rows
 
 
 class GGUFScheme(Scheme):
@@ -31,10 +34,15 @@ class GGUFScheme(Scheme):
 
     def product(self, matrix: Matrix) -> Product:
         """Return the product with the rows as stored, whatever types the parts have."""
-        library = native()
-        tensors = [bundle.tensors[".weight"] for bundle in matrix.bundles]
-        parts = [tensor.quantised() for tensor in tensors if tensor.quantised is not None]
-        if library is None or len(parts) < len(tensors) or not is_served_quantised([part.kind for part in parts]):
-            return super().product(matrix)
+        return self._quantised(matrix) or super().product(matrix)
+
+    def embedding(self, matrix: Matrix) -> NativeLinear | Tensor:
+        """Return a matrix whose rows are looked up, quantised if the file's are."""
+        return self._quantised(matrix) or super().embedding(matrix)
+
+    def _quantised(self, matrix: Matrix) -> QuantisedLinear | None:
+        library, parts = native(), stored_rows(matrix)
+        if library is None or parts is None or not is_served_quantised([part.kind for part in parts]):
+            return None
         code = CODES[matrix.activation]
         return QuantisedLinear.from_gguf(library, parts, matrix.shape[1], matrix.dtype, matrix.bias, code)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.core.types import Progress
-from engine.runtime.native.rows import QuantisedRows
+from engine.runtime.native.rows import StoredRows
 from engine.runtime.weights.hf_config import HFConfig
 from engine.runtime.weights.stored.config import QuantConfig
 from engine.runtime.weights.stored.headers import Headers
@@ -24,7 +24,8 @@ Report = Callable[[Progress], None]
 class StoredTensor(NamedTuple):
     """One tensor of a file; `copy_to` converts it into a tensor of the same shape.
 
-    `kind` is its type as safetensors names it, "" for others. `quantised` returns the rows as stored, if they are blocks of a GGUF file.
+    `kind` is its type as safetensors names it, "" for others. `rows` returns the rows of a matrix as stored, if they lie in
+    the file one after the other.
     """
 
     name: str
@@ -32,7 +33,7 @@ class StoredTensor(NamedTuple):
     num_bytes: int
     file: str
     copy_to: Callable[[Tensor], None]
-    quantised: Callable[[], QuantisedRows] | None = None
+    rows: Callable[[], StoredRows] | None = None
     kind: str = ""
 
 

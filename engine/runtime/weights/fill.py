@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from engine.core.errors import MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress
@@ -27,25 +26,25 @@ class Load(NamedTuple):
     take: Callable[[Mapping[str, StoredTensor]], object]
 
 
-def fill(loads: Sequence[Load], checkpoint: Checkpoint, report: Report, *, tied: Tensor | None) -> None:
+def fill(loads: Sequence[Load], checkpoint: Checkpoint, report: Report, *, is_tied: bool) -> None:
     """Load the parts of a model in order; the files must hold their tensors and no others.
 
-    `tied` is the embedding of a model whose head is tied to it; a second head in the files must equal it.
+    If the head is tied to the embedding, a second head in the files must equal it.
     """
     wanted = {name: shape for load in loads for name, shape in load.shapes.items()}
     found = checkpoint.tensors(wanted)
     stored = {tensor.name: tensor for tensor in found if not tensor.name.endswith(_COMPUTED)}
-    head = None if tied is None else stored.pop(_HEAD, None)
+    head = stored.pop(_HEAD, None) if is_tied else None
     _check(wanted, stored, checkpoint.config.source)
     sizes = {name: tensor.num_bytes for name, tensor in stored.items()}
     total, done = sum(sizes.values()), 0
     for load in loads:
         load.take({name: stored[name] for name in load.shapes})
         for name in load.shapes:
-            done += sizes.pop(name, 0)  # an embedding and its head read one tensor
+            done += sizes[name]
             report(Progress("weights", name, done, total, "bytes"))
-    if tied is not None and head is not None:
-        _require_tied(head, tied)
+    if head is not None:
+        _require_tied(head, stored[_EMBEDDING])
 
 
 def check_size(checkpoint: Checkpoint, num_weights: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -85,11 +84,12 @@ def _check(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTen
             )
 
 
-def _require_tied(head: StoredTensor, embedding: Tensor) -> None:
+def _require_tied(head: StoredTensor, embedding: StoredTensor) -> None:
     """Raise if a checkpoint holds a tied head that differs from the embedding."""
-    second = torch.empty(head.shape, dtype=embedding.dtype)
+    first, second = torch.empty(embedding.shape), torch.empty(head.shape)
+    embedding.copy_to(first)
     head.copy_to(second)
-    if not torch.equal(second, embedding.cpu()):
+    if not torch.equal(first, second):
         raise ModelLoadError(
             f"{head.file}: {_HEAD!r} differs from {_EMBEDDING!r}, though the config ties them; set "
             "'tie_word_embeddings' to false in config.json."

@@ -21,7 +21,7 @@ from gguf.quants import dequantize
 from engine.core.errors import ModelLoadError
 from engine.gguf_header import TensorInfo
 from engine.gguf_parts import read_parts
-from engine.runtime.native.rows import QuantisedRows
+from engine.runtime.native.rows import OpenFile, StoredRows, in_halves
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.gguf_config import hf_config
 from engine.runtime.weights.gguf_names import parts_of
@@ -55,13 +55,23 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 
 
 class GGUFTensor(NamedTuple):
-    """One tensor: `rows` [rows, bytes of a row] is a view; `shape` is outermost first."""
+    """One tensor: `rows` [rows, bytes of a row] is a view of the file at `start`; `shape` is outermost first."""
 
     name: str
     shape: tuple[int, ...]
     kind: Kind
     rows: np.ndarray
-    file: str
+    file: OpenFile
+    start: int
+
+    @property
+    def path(self) -> str:
+        """Return the file's path, for errors."""
+        return str(self.file.path)
+
+    def stored(self, head_rows: int) -> StoredRows:
+        """Return the rows and where they are."""
+        return StoredRows(int(self.kind), self.rows, self.file, self.start, head_rows)
 
 
 class GGUFCheckpoint:
@@ -78,7 +88,7 @@ class GGUFCheckpoint:
         for tensor in self._stored.values():
             if tensor.kind not in KINDS:
                 raise ModelLoadError(
-                    f"{tensor.file}: tensor {tensor.name!r} is stored as {tensor.kind.name}; Quire reads "
+                    f"{tensor.path}: tensor {tensor.name!r} is stored as {tensor.kind.name}; Quire reads "
                     f"{', '.join(kind.name for kind in KINDS)}."
                 )
         ropes = {name: _values(self._stored[name]) for name in _ROPE_TENSORS if name in self._stored}
@@ -104,42 +114,42 @@ class GGUFCheckpoint:
             if name in _ROPE_TENSORS:
                 continue
             for part in parts_of(self._arch, name, whole.shape, num_layers):
-                rows = whole.rows[part.first_row : part.first_row + part.num_rows]
-                tensor = whole._replace(shape=part.shape, rows=rows)
-                quantised = None if tensor.kind in _FLOATS else partial(self._quantised, tensor)
+                first = part.first_row
+                rows, start = whole.rows[first : first + part.num_rows], whole.start + first * whole.rows.shape[1]
+                tensor = whole._replace(shape=part.shape, rows=rows, start=start)
+                stored = partial(self._stored_rows, tensor) if len(part.shape) > 1 else None
                 yield StoredTensor(
-                    part.name, tensor.shape, rows.nbytes, tensor.file, partial(self._copy, tensor), quantised
+                    part.name, tensor.shape, rows.nbytes, tensor.path, partial(self._copy, tensor), stored
                 )
 
     def _copy(self, tensor: GGUFTensor, target: Tensor) -> None:
         from engine.runtime.native.library import native  # a config is read before torch is imported
 
-        library, rows, matrix = native(), self._ordered(tensor), target.view(-1, target.shape[-1])
+        library, stored, matrix = native(), self._stored_rows(tensor), target.view(-1, target.shape[-1])
         if library is not None and tensor.kind not in _FLOATS:
-            _dequantise(library, QuantisedRows(int(tensor.kind), rows), matrix)
+            _dequantise(library, stored, matrix)
         else:
             offset = self._arch in _OFFSET_NORMS and tensor.name.endswith("norm.weight")
+            rows = in_halves(stored.rows, stored.head_rows).reshape(tensor.rows.shape)
             _convert(rows, tensor.kind, matrix, np.float32(offset))
 
-    def _quantised(self, tensor: GGUFTensor) -> QuantisedRows:
-        return QuantisedRows(int(tensor.kind), self._ordered(tensor))
-
-    def _ordered(self, tensor: GGUFTensor) -> np.ndarray:
-        """Return a tensor's rows, still quantised, in transformers' order."""
+    def _stored_rows(self, tensor: GGUFTensor) -> StoredRows:
+        """Return a tensor's rows, with their order if that is not transformers'."""
         role = tensor.name.split(".")[-2]
         if self._arch not in _INTERLEAVED or role not in ("attn_q", "attn_k"):
-            return tensor.rows
+            return tensor.stored(0)
         heads = self.config.size("num_attention_heads" if role == "attn_q" else "num_key_value_heads")
         outputs = tensor.shape[0]  # rows of a weight, elements of a bias
         if outputs % (2 * heads):
             raise ModelLoadError(
-                f"{tensor.file}: tensor {tensor.name!r} has {outputs} outputs, which {heads} heads cannot share."
+                f"{tensor.path}: tensor {tensor.name!r} has {outputs} outputs, which {heads} heads cannot share."
             )
-        pairs = tensor.rows.reshape(heads, outputs // heads // 2, 2, -1)
-        return pairs.swapaxes(1, 2).reshape(tensor.rows.shape)
+        if len(tensor.shape) == 1:  # a bias is one row in the file
+            return StoredRows(int(tensor.kind), tensor.rows.reshape(outputs, -1), head_rows=outputs // heads)
+        return tensor.stored(outputs // heads)
 
 
-def _dequantise(library: Library, stored: QuantisedRows, target: Tensor) -> None:
+def _dequantise(library: Library, stored: StoredRows, target: Tensor) -> None:
     """Dequantise rows of blocks in C."""
     import torch
 
@@ -149,21 +159,26 @@ def _dequantise(library: Library, stored: QuantisedRows, target: Tensor) -> None
         dequantise(library, stored, target)
         return
     step = max(1, _NATIVE_CHUNK // target.shape[1])
-    for some, part in zip(np.split(stored.rows, range(step, len(target), step)), target.split(step), strict=True):
+    rows = in_halves(stored.rows, stored.head_rows)
+    for some, part in zip(np.split(rows, range(step, len(target), step)), target.split(step), strict=True):
         floats = torch.empty(part.shape, dtype=part.dtype)
-        dequantise(library, QuantisedRows(stored.kind, some), floats)
+        dequantise(library, StoredRows(stored.kind, some), floats)
         part.copy_(floats)
 
 
 def _convert(rows: np.ndarray, kind: Kind, target: Tensor, stored_offset: np.float32) -> None:
-    """Dequantise rows by numpy, which reads floats as well; weights are stored plus an offset."""
+    """Dequantise rows by numpy, or copy floats; weights are stored plus an offset."""
+    import torch
     from torch import from_numpy
 
+    if kind in _FLOATS and stored_offset == 0 and rows.ctypes.data % 4 == 0:
+        dtype = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}[kind]
+        target.copy_(from_numpy(rows).view(dtype))
+        return
     step = max(1, _CHUNK // target.shape[1])
     for start in range(0, target.shape[0], step):
         with np.errstate(all="ignore"):  # damaged weights; the check of the first forward pass finds them
             part = dequantize(rows[start : start + step], kind)
-            # The subtraction also makes the copy that torch needs: the map is read-only.
             target[start : start + step].copy_(from_numpy(part - stored_offset))
 
 
@@ -174,14 +189,15 @@ def _values(tensor: GGUFTensor) -> list[float]:
 
 def _read_tensors(path: Path, infos: Iterable[TensorInfo]) -> dict[str, GGUFTensor]:
     """Return tensors as rows of a memory map. Raises ModelLoadError for a cut file."""
-    data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    file = OpenFile(path)
+    data = np.memmap(path, np.uint8, "c").view(np.ndarray)
     try:
-        return {info.name: _tensor(data, info, str(path)) for info in infos}
+        return {info.name: _tensor(data, info, file) for info in infos}
     except ValueError as error:
         raise ModelLoadError(f"The model file {path} is truncated or damaged ({error}); download it again.") from None
 
 
-def _tensor(data: np.ndarray, info: TensorInfo, file: str) -> GGUFTensor:
+def _tensor(data: np.ndarray, info: TensorInfo, file: OpenFile) -> GGUFTensor:
     kind = Kind(info.kind)
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if not info.shape or 0 in info.shape or info.shape[-1] % block:
@@ -190,4 +206,6 @@ def _tensor(data: np.ndarray, info: TensorInfo, file: str) -> GGUFTensor:
     end = info.start + num_rows * row_bytes
     if end > len(data):
         raise ValueError(f"it ends at byte {len(data)}, inside tensor {info.name!r}")
-    return GGUFTensor(info.name, info.shape, kind, data[info.start : end].reshape(num_rows, row_bytes), file)
+    return GGUFTensor(
+        info.name, info.shape, kind, data[info.start : end].reshape(num_rows, row_bytes), file, info.start
+    )

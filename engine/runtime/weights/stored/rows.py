@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.runtime.native.rows import QuantisedRows
+from engine.runtime.native.rows import StoredRows
 from engine.runtime.weights.stored.packed import Blocks, Integers, Microscaled, Packed
 
 _Q4_0, _Q4_1, _Q8_0, _MXFP4 = 2, 3, 8, 39  # GGUF's numbers
@@ -17,7 +17,7 @@ _BLOCK = 32  # weights of a block
 _PRECISION = 2.0**-10  # error of scales kept as float16, relative to the largest of the row
 
 
-def rows_of(packed: Packed) -> QuantisedRows | None:
+def rows_of(packed: Packed) -> StoredRows | None:
     """Return rows with the same weights; None if no type holds them."""
     if isinstance(packed, Integers):
         return _of_integers(packed)
@@ -26,7 +26,7 @@ def rows_of(packed: Packed) -> QuantisedRows | None:
     return _of_blocks(packed) if isinstance(packed, Blocks) else None
 
 
-def _of_integers(packed: Integers) -> QuantisedRows | None:
+def _of_integers(packed: Integers) -> StoredRows | None:
     inputs, group = packed.codes.shape[1], packed.group
     is_even = inputs % _BLOCK == 0 and (group % _BLOCK == 0 or group >= inputs)
     scales = _as_float16(packed.scales.float())
@@ -57,7 +57,7 @@ def _shifted(packed: Integers, offset: int) -> Tensor:
     return (codes + shift).view(packed.codes.shape)
 
 
-def _of_blocks(packed: Blocks) -> QuantisedRows | None:
+def _of_blocks(packed: Blocks) -> StoredRows | None:
     if packed.values.shape[1] % _BLOCK:
         return None
     weight = packed.dequantise().unflatten(1, (-1, _BLOCK))
@@ -91,9 +91,9 @@ def _nibbles(codes: Tensor) -> Tensor:
     return blocks[:, :, 0] | blocks[:, :, 1] << 4
 
 
-def _rows(kind: int, *parts: Tensor) -> QuantisedRows:
+def _rows(kind: int, *parts: Tensor) -> StoredRows:
     """Return rows of blocks; parts are bytes [rows, blocks, n]."""
-    return QuantisedRows(kind, torch.cat(parts, 2).flatten(1).numpy())
+    return StoredRows(kind, torch.cat(parts, 2).flatten(1).numpy())
 
 
 def _bytes(heads: Tensor, like: Tensor) -> Tensor:

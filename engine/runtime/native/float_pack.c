@@ -1,0 +1,65 @@
+/* Packing of weights of floats into panels, once at load: [inputs / 2][PANEL] pairs of bfloat16, or [inputs][PANEL]
+ * float32. Rows come from a file, of float32, float16 or bfloat16, or from a tensor. Plain C for every machine. */
+#include <string.h>
+
+#include "stored_rows.h"
+
+enum { STRIP = 64 }; /* values of a row that are packed in turn: what several rows write then stays in the cache */
+
+static float widen_f16(uint16_t half) {
+    uint32_t magnitude = half & 0x7fff, bits = magnitude << 13;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    value *= 0x1p112f; /* rebiases the exponent; subnormals come out right as well */
+    memcpy(&bits, &value, sizeof bits);
+    if (magnitude >= 0x7c00) bits |= 0x7f800000;
+    bits |= (uint32_t)(half & 0x8000) << 16;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* The nearest bfloat16. */
+static uint16_t narrow(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* Values [first, first + num) of a row as the panels hold them; `to` has room for STRIP float32. */
+static void convert(const uint8_t *row, int64_t first, int64_t num, int32_t kind, int32_t format, uint32_t *to) {
+    const int is_kept = kind == (format == WEIGHT_F32 ? STORED_F32 : STORED_BF16);
+    const size_t size = kind == STORED_F32 ? 4 : 2;
+    row += (size_t)first * size;
+    if (is_kept) memcpy(to, row, (size_t)num * size);
+    for (int64_t i = 0; i < num && !is_kept; i++) {
+        uint32_t bits = 0;
+        float value;
+        memcpy(&bits, row + (size_t)i * size, size);
+        if (kind == STORED_BF16) bits <<= 16;
+        memcpy(&value, &bits, sizeof value);
+        if (kind == STORED_F16) value = widen_f16((uint16_t)bits);
+        uint16_t low = narrow(value);
+        if (format == WEIGHT_F32) memcpy(to + i, &value, sizeof value);
+        else memcpy((uint16_t *)to + i, &low, sizeof low);
+    }
+}
+
+static void pack_tile(const void *context, const uint8_t *rows, int64_t begin, int64_t end) {
+    const struct quant_source *s = context;
+    const int64_t pair = s->format == WEIGHT_F32 ? 1 : 2, lanes = s->k / pair;
+    for (int64_t first = 0; first < s->k; first += STRIP) {
+        int64_t num = first + STRIP < s->k ? STRIP : s->k - first;
+        for (int64_t i = begin; i < end; i++) {
+            uint32_t strip[STRIP];
+            int64_t at = target_row(s, i);
+            uint32_t *to = (uint32_t *)s->packed + (at / PANEL * lanes + first / pair) * PANEL + at % PANEL;
+            convert(rows + (i - begin) * s->from.row_bytes, first, num, s->from.kind, s->format, strip);
+            for (int64_t l = 0; l < num / pair; l++) to[l * PANEL] = strip[l];
+        }
+    }
+}
+
+int32_t float_pack(const struct quant_source *s, int64_t begin, int64_t end) {
+    return for_each_tile(&s->from, begin, end, pack_tile, s);
+}
