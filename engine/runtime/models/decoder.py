@@ -131,10 +131,10 @@ class Decoder:
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_positions
         self.dtype = dtype
-        self._config = config
+        self.config = config
         self._targets = make.targets
         self._embedding = make.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self._embed: Callable[[Tensor], Tensor] = self._look_up
+        self.embed: Callable[[Tensor], Tensor] = self._look_up
         # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._layers = [
@@ -166,7 +166,7 @@ class Decoder:
     @property
     def tied_embedding(self) -> Tensor | None:
         """Return the embedding if it is the head's matrix, too."""
-        return self._embedding if self._config.tied_head else None
+        return self._embedding if self.config.tied_head else None
 
     def _look_up(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self._embedding)
@@ -175,7 +175,7 @@ class Decoder:
     def capabilities(self) -> ModelCapabilities:
         """Return whether the native library computes the products."""
         # The definition of a mixture counts tokens on the host, so a graph cannot hold it.
-        graphs = all(layer.moe is None for layer in self._config.layers)
+        graphs = all(layer.moe is None for layer in self.config.layers)
         return ModelCapabilities(adapters=True, graphs=graphs, native=self._head.args is not None)
 
     def forward(
@@ -191,7 +191,7 @@ class Decoder:
             described = NativeAdapters(adapters, len(ids)) if adapters else None  # lives as long as the call
             args = None if described is None else described.args
             return self._native.forward(ids, positions, attention.paged_step, rows, args)
-        x = self._embed(ids)
+        x = self.embed(ids)
         if self._embedding_multiplier != 1.0:
             x.mul_(self._embedding_multiplier)
         angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
@@ -201,16 +201,16 @@ class Decoder:
             delta = layer(x, delta, angles[rope], attention, own)
         if rows is not None:
             x, delta = x.index_select(0, rows), None if delta is None else delta.index_select(0, rows)
-        return self._norm.add(x, delta, self._config.residual_multiplier)
+        return self._norm.add(x, delta, self.config.residual_multiplier)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, vocab_size] of hidden states, in `out` if given."""
         # In bfloat16, logits near 25 would be 0.125 apart, and the two best would often be equal.
         logits = self._head.in_float32(hidden, out)
-        if self._config.logit_multiplier != 1.0:
-            logits.mul_(self._config.logit_multiplier)
-        if self._config.logit_softcap is not None:
-            logits.div_(self._config.logit_softcap).tanh_().mul_(self._config.logit_softcap)
+        if self.config.logit_multiplier != 1.0:
+            logits.mul_(self.config.logit_multiplier)
+        if self.config.logit_softcap is not None:
+            logits.div_(self.config.logit_softcap).tanh_().mul_(self.config.logit_softcap)
         return logits
 
     def adapter_targets(self) -> dict[str, Target]:
@@ -223,8 +223,8 @@ class Decoder:
         A tied matrix is held once: it is packed for the head, and the embedding reads its rows from there. If it is
         quantised, or packed for oneDNN, its rows cannot be read, and the embedding is kept as well.
         """
-        if self._config.tied_head and self._head.rows is not None:
-            self._embed = self._head.rows
+        if self.config.tied_head and self._head.rows is not None:
+            self.embed = self._head.rows
             self._embedding = self._embedding.new_empty(0)
         self.loads.clear()  # they hold the embedding
         for layer in self._layers:
@@ -233,7 +233,7 @@ class Decoder:
 
     def _describe(self) -> NativeDecoder | None:
         """Describe the model to the native library, if that holds every matrix."""
-        library, config = native(), self._config
+        library, config = native(), self.config
         ropes = [rope if rope < len(self._rotaries) else None for rope in self._rope_of]
         described = [layer.describe(rope) for layer, rope in zip(self._layers, ropes, strict=True)]
         layers = [layer for layer in described if layer is not None]
