@@ -113,6 +113,11 @@ class DecoderLayer:
         if isinstance(self._mlp, MoE):
             self._mlp.finish()
 
+    @property
+    def lacking(self) -> str:
+        """Return a matrix without which the native library cannot compute the mixture; "" for none."""
+        return self._mlp.lacking if isinstance(self._mlp, MoE) else ""
+
 
 class Decoder:
     """A CausalLM; some rope scalings need `served_len`, the longest sequence it will see."""
@@ -212,6 +217,17 @@ class Decoder:
         if self._config.logit_softcap is not None:
             logits.div_(self._config.logit_softcap).tanh_().mul_(self._config.logit_softcap)
         return logits
+
+    def summary(self) -> str:
+        """Return a line for the log about mixtures that the native library does not compute; "" for none."""
+        lacking = {index: layer.lacking for index, layer in enumerate(self._layers) if layer.lacking}
+        if not lacking or native() is None or self._embedding.device.type != "cpu":
+            return ""
+        first, dtype = next(iter(lacking)), str(self.dtype).removeprefix("torch.")
+        return (
+            f"the experts of {len(lacking)} of {len(self._layers)} layers run in torch, which is slower; the native library "
+            f"has no product for model.layers.{first}.mlp.{lacking[first]} in {dtype}"
+        )
 
     def adapter_targets(self) -> dict[str, Target]:
         """Return the matrices that adapters can change, by checkpoint name."""
