@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.config import EngineConfig
+from engine.draft_source import complete, naming_draft
 from engine.gguf_header import read_beginning
-from engine.model_source import check_entries, local_path, naming_draft
+from engine.model_source import check_entries, local_path
 from engine.runtime.lora.config import check_folder, naming
 from engine.runtime.models.config import narrow_latents
 from engine.runtime.models.config_file import is_native, require_readable, servable
@@ -36,6 +37,7 @@ def check_model(config: EngineConfig, *, has_tokenizer: bool = False) -> ModelFa
 
     With `has_tokenizer` the model's tokenizer is not used.
     """
+    config = complete(config)
     facts = _check_one(config, has_tokenizer=has_tokenizer)
     if facts.max_positions is not None:
         config.check_length(facts.max_positions)
