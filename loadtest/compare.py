@@ -343,7 +343,8 @@ def _prepare(options: argparse.Namespace) -> int:
     from engine.model_source import find_model
     from loadtest.peers.models import prepare
 
-    source, files = Path(find_model(None).path), {file_of(peer.name, options.precision) for peer in PEERS} - {""}
+    source, names = Path(find_model(None).path), options.only or [peer.name for peer in PEERS]
+    files = {file_of(name, options.precision) for name in names} - {""}
     for model in options.models:
         prepare(COMPARED[model], source, options.models_dir, sorted(files), print)
     return 0
