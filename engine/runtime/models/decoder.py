@@ -92,9 +92,13 @@ class DecoderLayer:
 
     def describe(self, rotary: int | None) -> LayerArgs | None:
         """Describe the layer to the native library, or return None if that cannot compute it."""
-        if isinstance(self._attention, LatentAttention):
-            return None
-        mlp, matrices, mixture = self._mlp, [self._attention.qkv, self._attention.o], None
+        attention, mlp, mixture, latent = self._attention, self._mlp, None, None
+        if isinstance(attention, LatentAttention):
+            latent, matrices = attention.args, [attention.down, attention.o]
+            if latent is None:
+                return None
+        else:
+            matrices = [attention.qkv, attention.o]
         if isinstance(mlp, MoE):
             mixture = mlp.mixture
         else:
@@ -104,12 +108,15 @@ class DecoderLayer:
             return None
         places = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
         norms = [norm.weight if isinstance(norm, RMSNorm) else None for norm in places]
+        heads = attention.head_norms
         return describe_layer(
-            linears, norms, self._attention.head_norms, self._window, rotary, mixture=mixture, sinks=self.sinks
+            linears, norms, heads, self._window, rotary, mixture=mixture, latent=latent, sinks=self.sinks
         )
 
     def finish(self) -> None:
         """Complete a loaded layer."""
+        if isinstance(self._attention, LatentAttention):
+            self._attention.finish()
         if isinstance(self._mlp, MoE):
             self._mlp.finish()
 
