@@ -21,7 +21,7 @@ from engine.runtime.models.maker import Maker
 from engine.runtime.models.mla import LatentAttention
 from engine.runtime.models.moe import MoE
 from engine.runtime.models.rope import Rotary
-from engine.runtime.native.decoder import NativeDecoder, describe_layer
+from engine.runtime.native.decoder import NativeDecoder, Streams, describe_layer
 from engine.runtime.native.library import DTYPES, DecoderArgs, LayerArgs, native
 from engine.runtime.schemes.base import Scheme
 
@@ -143,10 +143,10 @@ class Decoder:
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_positions
         self.dtype = dtype
-        self.config = config
+        self._config = config
         self._targets = make.targets
         self._embedding = make.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.embed: Callable[[Tensor], Tensor] = self._look_up
+        self.embed: Callable[[Tensor], Tensor] = self._look_up  # ids [T] -> embeddings [T, hidden], as stored
         # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._layers = [
@@ -176,9 +176,14 @@ class Decoder:
         self._rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.layers]
 
     @property
+    def config(self) -> ModelConfig:
+        """Return the model's settings."""
+        return self._config
+
+    @property
     def tied_embedding(self) -> Tensor | None:
         """Return the embedding if it is the head's matrix, too."""
-        return self._embedding if self.config.tied_head else None
+        return self._embedding if self._config.tied_head else None
 
     def _look_up(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self._embedding)
@@ -187,8 +192,8 @@ class Decoder:
     def capabilities(self) -> ModelCapabilities:
         """Return whether the native library computes the products."""
         # The definition of a mixture counts tokens on the host, so a graph cannot hold it.
-        graphs = all(layer.moe is None for layer in self.config.layers)
-        return ModelCapabilities(adapters=True, graphs=graphs, native=self._head.args is not None)
+        graphs = all(layer.moe is None for layer in self._config.layers)
+        return ModelCapabilities(adapters=True, graphs=graphs, native=self._head.args is not None, heads=True)
 
     def forward(
         self,
@@ -197,32 +202,42 @@ class Decoder:
         attention: LayerAttention,
         rows: Tensor | None = None,
         adapters: Sequence[AdapterRows] = (),
+        streams: Streams | None = None,
     ) -> Tensor:
         """Return normed hidden states [R, hidden] of `rows` [R], or all; ids, positions [T]."""
         if self._native is not None and attention.paged_step is not None:
             described = NativeAdapters(adapters, len(ids)) if adapters else None  # lives as long as the call
             args = None if described is None else described.args
-            return self._native.forward(ids, positions, attention.paged_step, rows, args)
+            return self._native.forward(ids, positions, attention.paged_step, rows, args, streams)
         x = self.embed(ids)
         if self._embedding_multiplier != 1.0:
             x.mul_(self._embedding_multiplier)
         angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
         delta: Tensor | None = None
         for index, (layer, rope) in enumerate(zip(self._layers, self._rope_of, strict=True)):
+            if streams is not None and index in streams.layers:
+                self._copy_stream(x, delta, streams, index)
             own = partial(addends, adapters, index) if adapters else None
             delta = layer(x, delta, angles[rope], attention, own)
+        if streams is not None and len(self._layers) in streams.layers:
+            self._copy_stream(x, delta, streams, len(self._layers))
         if rows is not None:
             x, delta = x.index_select(0, rows), None if delta is None else delta.index_select(0, rows)
-        return self._norm.add(x, delta, self.config.residual_multiplier)
+        return self._norm.add(x, delta, self._config.residual_multiplier)
+
+    def _copy_stream(self, x: Tensor, delta: Tensor | None, streams: Streams, layer: int) -> None:
+        """Write x + scale * delta, the sum that enters a layer."""
+        out = streams.out[:, streams.layers.index(layer)]
+        out.copy_(x if delta is None else torch.add(x, delta, alpha=self._config.residual_multiplier))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, vocab_size] of hidden states, in `out` if given."""
         # In bfloat16, logits near 25 would be 0.125 apart, and the two best would often be equal.
         logits = self._head.in_float32(hidden, out)
-        if self.config.logit_multiplier != 1.0:
-            logits.mul_(self.config.logit_multiplier)
-        if self.config.logit_softcap is not None:
-            logits.div_(self.config.logit_softcap).tanh_().mul_(self.config.logit_softcap)
+        if self._config.logit_multiplier != 1.0:
+            logits.mul_(self._config.logit_multiplier)
+        if self._config.logit_softcap is not None:
+            logits.div_(self._config.logit_softcap).tanh_().mul_(self._config.logit_softcap)
         return logits
 
     def summary(self) -> str:
@@ -246,7 +261,7 @@ class Decoder:
         A tied matrix is held once: it is packed for the head, and the embedding reads its rows from there. If it is
         quantised, or packed for oneDNN, its rows cannot be read, and the embedding is kept as well.
         """
-        if self.config.tied_head and self._head.rows is not None:
+        if self._config.tied_head and self._head.rows is not None:
             self.embed = self._head.rows
             self._embedding = self._embedding.new_empty(0)
         self.loads.clear()  # they hold the embedding
@@ -256,7 +271,7 @@ class Decoder:
 
     def _describe(self) -> NativeDecoder | None:
         """Describe the model to the native library, if that holds every matrix."""
-        library, config = native(), self.config
+        library, config = native(), self._config
         ropes = [rope if rope < len(self._rotaries) else None for rope in self._rope_of]
         described = [layer.describe(rope) for layer, rope in zip(self._layers, ropes, strict=True)]
         layers = [layer for layer in described if layer is not None]
