@@ -73,8 +73,9 @@ class Eagle3:
         model, hidden = config.model, config.model.hidden_size
         make = Maker(dtype, device, scheme, loads=[], targets={})
         self.loads = make.loads
-        self.streams, self.target_hidden_size = config.streams, config.target_hidden_size
-        self.hidden_size, self.dtype = hidden, dtype
+        self.streams: Sequence[int] = config.streams
+        self.target_hidden_size = config.target_hidden_size
+        self.hidden_size, self.dtype, self.needs_all = hidden, dtype, config.needs_all
         self._config, self._embed = config, embed
         if _EMBEDDING in stored or hidden != config.target_hidden_size:
             table = make.tensor(_EMBEDDING, model.vocab_size, hidden)

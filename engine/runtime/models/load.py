@@ -21,7 +21,7 @@ from engine.runtime.models.families import read_config
 from engine.runtime.native.library import native
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.base import Circumstances, Scheme
-from engine.runtime.speculation.eagle3_config import foreign_target, read_eagle3, require_folder
+from engine.runtime.speculation.eagle3_config import foreign_target, read_eagle3
 from engine.runtime.weights.checkpoint import Checkpoint, Report
 from engine.runtime.weights.fill import check_size, fill
 from engine.runtime.weights.formats import FORMATS, choose_format
@@ -64,7 +64,7 @@ def load_eagle3(
     """Build the EAGLE-3 draft of a target, in its type, and fill it. Raises ConfigError or ModelLoadError."""
     if not isinstance(target, Decoder):
         raise foreign_target()
-    path = require_folder(Path(config.model))
+    path = Path(config.model)
     checkpoint = choose_format(config.load_format, path).open(path, config.seed)
     own = read_eagle3(checkpoint.config, target.config)
     scheme = choose_scheme(

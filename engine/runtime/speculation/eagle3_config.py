@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from engine.core.errors import ConfigError
@@ -12,7 +11,6 @@ from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.config_file import servable
 from engine.runtime.models.families import read_config
 from engine.runtime.weights.hf_config import HFConfig
-from engine.speculative_config import FLAG
 
 _LAYERS = ("llama", "qwen3")  # whose decoder layers are EAGLE-3's
 
@@ -25,6 +23,7 @@ class Eagle3Config:
     draft_vocab_size: int  # tokens that it can draft
     target_hidden_size: int
     streams: tuple[int, ...]  # of the target: the stream before layer i; the number of layers: after the last
+    needs_all: bool  # the last of these streams leaves the target's last layer
     norm_before_residual: bool  # the residual of the first layer is the normed state
     norm_before_fc: bool  # the target's states are normed as one vector
     fc_norm: bool  # each of the target's states is normed
@@ -40,11 +39,13 @@ def read_eagle3(hf: HFConfig, target: ModelConfig) -> Eagle3Config:
     model, settings = read_config(layers.values, layers.source), _Settings(hf)
     if settings.section("eagle_config").values.get("use_aux_hidden_state") is False:
         raise settings.section("eagle_config").error("use_aux_hidden_state", "true, as EAGLE-3 has it")
+    streams = _streams(settings, len(target.layers))
     config = Eagle3Config(
         model=model,
         draft_vocab_size=hf.size("draft_vocab_size", model.vocab_size),
         target_hidden_size=hf.size("target_hidden_size", model.hidden_size),
-        streams=_streams(settings, len(target.layers)),
+        streams=streams,
+        needs_all=streams[-1] == len(target.layers),
         norm_before_residual=settings.flag("norm_before_residual", True),
         norm_before_fc=settings.flag("norm_before_fc"),
         fc_norm=settings.flag("fc_norm"),
@@ -54,21 +55,22 @@ def read_eagle3(hf: HFConfig, target: ModelConfig) -> Eagle3Config:
     return config
 
 
+def check_eagle3(draft: HFConfig, target: ModelConfig | None) -> None:
+    """Check the configs of a draft and its target, None for a model that transformers' code runs.
+
+    Raises ConfigError or ModelLoadError.
+    """
+    if target is None:
+        raise foreign_target()
+    read_eagle3(draft, target)
+
+
 def foreign_target() -> ConfigError:
     """Return the error for a target whose states cannot be read."""
     return ConfigError(
-        f"{FLAG}: EAGLE-3 reads states between the model's layers, and transformers' code runs this model, which does not "
-        "show them; choose the method ngram or draft_model."
+        "EAGLE-3 reads states between the model's layers, and transformers' code runs this model, which does not show "
+        "them; choose the method ngram or draft_model."
     )
-
-
-def require_folder(path: Path) -> Path:
-    """Return the path of a draft's folder. Raises ConfigError for a file."""
-    if path.is_file():
-        raise ConfigError(
-            f"{FLAG}: {path} is a {path.suffix} file, and Quire reads EAGLE-3 drafts of safetensors; name a folder."
-        )
-    return path
 
 
 class _Settings(HFConfig):
@@ -98,11 +100,11 @@ def _check(config: Eagle3Config, target: ModelConfig, source: str) -> None:
     ):
         if own != wanted:
             raise ConfigError(
-                f"{FLAG}: {source} is of a draft for {what.format(own)}, and the model has {wanted}; choose one that was "
+                f"{source} is of a draft for {what.format(own)}, and the model has {wanted}; choose one that was "
                 "trained for this model."
             )
     if config.draft_vocab_size > target.vocab_size:
         raise ConfigError(
-            f"{FLAG}: {source} has a draft vocabulary of {config.draft_vocab_size} tokens, more than the model's "
+            f"{source} has a draft vocabulary of {config.draft_vocab_size} tokens, more than the model's "
             f"{target.vocab_size}; choose one that was trained for this model."
         )
