@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH = 32, 4, 2, 8, 48
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH = 32, 8, 4, 8, 48
 THETA, EPS = 10000.0, 1e-5
 LAYER = {
     "model_type": "llama",
@@ -148,9 +148,8 @@ class Oracle:
         normed = states if self._options.get("norm_output") else self._norm("norm", states)
         drafted = self._linear("lm_head", normed)
         logits = torch.full((len(drafted), vocab_size), -torch.inf, dtype=torch.float64)
-        offsets = self._tensors.get("d2t", torch.zeros(drafted.shape[1], dtype=torch.int64))
-        for index in range(drafted.shape[1]):
-            logits[:, index + int(offsets[index])] = drafted[:, index]
+        offsets = self._tensors.get("d2t", torch.zeros(drafted.shape[1], dtype=torch.int64)).tolist()
+        logits[:, [index + offset for index, offset in enumerate(offsets)]] = drafted
         return logits
 
     def _attend(self, at: str, x: Tensor) -> Tensor:
@@ -174,3 +173,95 @@ def _rotate(x: Tensor) -> Tensor:
     first, second = x[..., :half], x[..., half:]
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+# A target whose next token depends on the last two, and a draft that is right by construction. The stream of the target
+# holds [code of the token, code of the token before, constants]; all codes have one length, so norms only scale. Queries
+# and keys are constants, and the rotation lets a position see itself alone, or the one before alone.
+CODE = 14
+_CONSTANT, _BEFORE, _SHARP = 2.0, 0.7, 20.0
+_FIRST, _SECOND, _LAST = slice(0, CODE), slice(CODE, 2 * CODE), slice(2 * CODE, HIDDEN)
+_RMS_TOKEN = ((CODE + 4 * _CONSTANT**2) / HIDDEN) ** 0.5
+_RMS_STATE = ((CODE * (1 + _BEFORE**2) + 4 * _CONSTANT**2) / HIDDEN) ** 0.5
+
+
+def _sharp(num_heads: int, inputs: int, position: int = 0) -> Tensor:
+    """Return a projection whose heads are one constant vector, turned by a position."""
+    vector = torch.full((1, 1, HEAD_DIM), _SHARP)
+    half, angles = HEAD_DIM // 2, position * THETA ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+    first, second = vector[..., :half], vector[..., half:]
+    turned = torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
+    weight = torch.zeros(num_heads * HEAD_DIM, inputs)
+    weight[:, _LAST] = (turned.flatten() / (4 * _CONSTANT / _RMS_TOKEN)).repeat(num_heads)[:, None]
+    return weight
+
+
+def _out(rows: slice) -> Tensor:
+    """Return the projection of values of all query heads to some dimensions of the stream."""
+    num = rows.stop - rows.start
+    weight = torch.zeros(HIDDEN, HEADS, HEAD_DIM)
+    group = HEADS // KV_HEADS
+    for index in range(num):
+        weight[rows.start + index, index // HEAD_DIM * group : (index // HEAD_DIM + 1) * group, index % HEAD_DIM] = (
+            1 / group
+        )
+    return weight.flatten(1)
+
+
+def bigram_target(vocab_size: int, num_layers: int, kept: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of a llama that chooses among the `kept` tokens."""
+    generator = torch.Generator().manual_seed(11)
+    codes = torch.tensor([[1.0 if token >> bit & 1 else -1.0 for bit in range(CODE)] for token in range(vocab_size)])
+    codes = codes @ torch.linalg.qr(torch.randn(CODE, CODE, generator=generator))[0]
+    table = torch.zeros(vocab_size, HIDDEN)
+    table[:, _FIRST], table[:, _LAST] = codes, _CONSTANT
+    head = torch.zeros(vocab_size, HIDDEN)
+    head[:, _LAST] = -3.0  # other tokens are never chosen
+    head[kept] = 0.6 * torch.randn(len(kept), HIDDEN, generator=generator)
+    tensors = {"model.embed_tokens.weight": table, "lm_head.weight": head, "model.norm.weight": torch.ones(HIDDEN)}
+    for layer in range(num_layers):
+        at = f"model.layers.{layer}."
+        value = torch.zeros(KV_HEADS * HEAD_DIM, HIDDEN)
+        value[range(CODE), range(CODE)] = _BEFORE * _RMS_TOKEN
+        out = _out(slice(CODE, 2 * CODE)) if layer == 0 else torch.zeros(HIDDEN, HEADS * HEAD_DIM)
+        tensors |= {
+            at + "self_attn.q_proj.weight": _sharp(HEADS, HIDDEN, -1),
+            at + "self_attn.k_proj.weight": _sharp(KV_HEADS, HIDDEN),
+            at + "self_attn.v_proj.weight": value,
+            at + "self_attn.o_proj.weight": out,
+            at + "mlp.gate_proj.weight": torch.zeros(WIDTH, HIDDEN),
+            at + "mlp.up_proj.weight": torch.zeros(WIDTH, HIDDEN),
+            at + "mlp.down_proj.weight": torch.zeros(HIDDEN, WIDTH),
+            at + "input_layernorm.weight": torch.ones(HIDDEN),
+            at + "post_attention_layernorm.weight": torch.ones(HIDDEN),
+        }
+    return tensors
+
+
+def bigram_draft(target: Mapping[str, Tensor], kept: Tensor, *, noise: float = 0.0) -> dict[str, Tensor]:
+    """Return the tensors of a draft of that target, right but for the noise, in a vocabulary of `kept` tokens."""
+    generator = torch.Generator().manual_seed(13)
+    vocab_size = len(target["lm_head.weight"])
+    tensors = random_tensors(vocab_size, len(kept), 3, options={}, seed=1)
+    value = torch.zeros(KV_HEADS * HEAD_DIM, 2 * HIDDEN)
+    own, before = range(CODE), range(CODE, 2 * CODE)
+    value[own, own] = _RMS_TOKEN / _RMS_STATE
+    value[own, [HIDDEN + index for index in own]] = -1.0
+    value[before, [HIDDEN + index for index in own]] = _BEFORE
+    value[before, [HIDDEN + index for index in before]] = -1.0
+    at = "layers.0."
+    tensors |= {
+        "fc.weight": torch.cat((torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)), 1),
+        at + "self_attn.q_proj.weight": _sharp(HEADS, 2 * HIDDEN),
+        at + "self_attn.k_proj.weight": _sharp(KV_HEADS, 2 * HIDDEN),
+        at + "self_attn.v_proj.weight": value,
+        at + "self_attn.o_proj.weight": _out(slice(0, 2 * CODE)),
+        at + "mlp.down_proj.weight": torch.zeros(HIDDEN, WIDTH),
+        "lm_head.weight": target["lm_head.weight"][kept],
+        "d2t": kept - torch.arange(len(kept)),
+        "t2d": torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, kept, value=True),
+    }
+    tensors |= {name: torch.ones_like(each) for name, each in tensors.items() if "norm" in name}
+    for name in ("fc.weight", at + "self_attn.v_proj.weight", at + "mlp.down_proj.weight"):
+        tensors[name] += noise * torch.randn(tensors[name].shape, generator=generator)
+    return tensors

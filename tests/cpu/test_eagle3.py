@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import random
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
+from engine.core.scheduler import Scheduler
+from engine.core.stats import Stats
+from engine.core.types import Request
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.load import load_eagle3, load_model
 from tests.cpu.dense_attention import DenseAttention
-from tests.cpu.eagle3_drafts import HIDDEN, LAYER, Oracle, random_tensors, write_draft
-from tests.cpu.model_driver import CPU
+from tests.cpu.eagle3_drafts import HIDDEN, LAYER, Oracle, bigram_draft, bigram_target, random_tensors, write_draft
+from tests.cpu.model_driver import CPU, Served, make_runner, request, serve, settings
 
 VOCAB, NUM_LAYERS = 48, 7
 TARGET = {**LAYER, "vocab_size": VOCAB, "num_hidden_layers": NUM_LAYERS, "max_position_embeddings": 256}
@@ -143,11 +149,110 @@ def test_a_damaged_or_foreign_draft_is_one_sentence(tmp_path: Path, target: Deco
     )
     if folder is None:
         folder = write_draft(tmp_path / "draft", made("original")[2], VOCAB, {}, layout="original")
-        from safetensors.torch import save_file
-
         save_file(tensors, Path(folder) / "model.safetensors")
     path = Path(folder) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     with pytest.raises(kind, match=sentence) as caught:
         load(folder, target)
     assert str(caught.value).count("\n") == 0
+
+
+# -- through the engine ------------------------------------------------------------------------------------------------
+
+KEPT = torch.tensor([token for token in range(VOCAB) if token % 6])
+_random = random.Random(7)
+PROMPTS = [[_random.randrange(VOCAB) for _ in range(length)] for length in (2, 3, 4, 17, 30, 9, 40)]
+REGIMES: dict[str, dict[str, int]] = {
+    "roomy": {},
+    "chunked": {"max_num_batched_tokens": 8},
+    "tiny pool": {"num_blocks": 22},
+    "blocks of 1": {"block_size": 1, "num_blocks": 600},
+    "swapping": {"num_blocks": 22, "num_host_blocks": 100},
+}
+SAMPLING: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "top_k": 5},
+    "penalised": {"temperature": 0.8, "repetition_penalty": 1.3},
+    "several": {"temperature": 1.0, "n": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def bigrams(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, `right` and `noisy` drafts of it."""
+    folder = tmp_path_factory.mktemp("bigrams")
+    (folder / "target").mkdir()
+    (folder / "target" / "config.json").write_text(json.dumps(TARGET))
+    tensors = bigram_target(VOCAB, NUM_LAYERS, KEPT)
+    save_file(tensors, folder / "target" / "model.safetensors")
+    write_draft(folder / "right", bigram_draft(tensors, KEPT), VOCAB, {}, layout="original")
+    write_draft(folder / "noisy", bigram_draft(tensors, KEPT, noise=0.015), VOCAB, {}, layout="speculators")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(bigrams: Path) -> Decoder:
+    loaded = load_model(EngineConfig(model=str(bigrams / "target")), CPU, torch.float32, lambda _: None)
+    assert isinstance(loaded, Decoder)
+    return loaded
+
+
+def requests(sampling: dict[str, object]) -> list[Request]:
+    return [request(f"r{i}", prompt, **{"seed": i, "max_tokens": 14, **sampling}) for i, prompt in enumerate(PROMPTS)]
+
+
+def run(model: Decoder, head: Eagle3 | None, asked: list[Request], apart: int, **regime: int) -> tuple[Served, Stats]:
+    config = settings(**regime, num_speculative_tokens=4 * (head is not None))
+    scheduler, runner = Scheduler(config), make_runner(model, config, head=head)
+    if runner.heads is not None:
+        runner.speculate(runner.heads)
+    return serve(model, config, asked, apart=apart, scheduler=scheduler, runner=runner), scheduler.stats
+
+
+@pytest.mark.parametrize(
+    ("sampling", "regime"),
+    [
+        *((name, "roomy") for name in SAMPLING),
+        *((name, regime) for name in ("sampled", "several") for regime in REGIMES),
+    ],
+)
+def test_a_right_draft_is_accepted_and_answers_stay(bigrams: Path, model: Decoder, sampling: str, regime: str) -> None:
+    plain, _ = run(model, None, requests(SAMPLING[sampling]), 1)
+    served, stats = run(model, load(str(bigrams / "right"), model), requests(SAMPLING[sampling]), 1, **REGIMES[regime])
+    assert served.ids == plain.ids
+    if sampling != "penalised":
+        assert stats.spec_accepted_tokens == stats.spec_draft_tokens > 20
+
+
+def test_acceptance_is_that_of_the_published_formulas(bigrams: Path, model: Decoder) -> None:
+    """Drafts and accepted ones are counted against the formulas, over the states of transformers' model."""
+    asked = requests({"max_tokens": 20})[:5]
+    plain, _ = run(model, None, asked, 0)
+    served, stats = run(model, load(str(bigrams / "noisy"), model), asked, 0)
+    assert served.ids == plain.ids
+    theirs = LlamaForCausalLM.from_pretrained(bigrams / "target", dtype=torch.float32)
+    oracle = Oracle(load_file(bigrams / "noisy" / "model.safetensors"), {}, theirs.model.embed_tokens.weight.detach())
+    num_drafts = num_accepted = 0
+    for index, prompt in enumerate(PROMPTS[: len(asked)]):
+        tokens = torch.tensor([*prompt, *served.ids[f"r{index}", 0]])
+        with torch.inference_mode():
+            hidden = theirs(tokens[None], output_hidden_states=True).hidden_states
+        states = oracle.project([hidden[layer][0] for layer in (2, 3, 4)])
+        at = len(prompt)  # of the last known token
+        while at < len(tokens) - 1:
+            drafts = drafts_by(oracle, tokens[: at + 1], states, min(4, len(tokens) - 2 - at))
+            agreeing = [a == b for a, b in zip(drafts, tokens[at + 1 :].tolist(), strict=False)]
+            right = [*agreeing, False].index(False)
+            num_drafts, num_accepted, at = num_drafts + len(drafts), num_accepted + right, at + right + 1
+    assert 0.2 < num_accepted / num_drafts < 0.9
+    assert (stats.spec_draft_tokens, stats.spec_accepted_tokens) == (num_drafts, num_accepted)
+
+
+def drafts_by(oracle: Oracle, tokens: Tensor, states: Tensor, num: int) -> list[int]:
+    """Return the tokens that a draft says follow."""
+    ids, states, drafts = tokens[1:], states[: len(tokens) - 1], list[int]()
+    while len(drafts) < num:
+        following = oracle.forward(ids, states)[-1:]
+        drafts.append(int(oracle.logits(following, VOCAB).argmax()))
+        ids, states = torch.cat((ids, torch.tensor(drafts[-1:]))), torch.cat((states, following))
+    return drafts
