@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.config import EngineConfig
+from engine.draft_source import complete, naming_draft
 from engine.gguf_header import read_first_values
-from engine.model_source import check_entries, local_path, naming_draft
+from engine.model_source import check_entries, local_path
 from engine.runtime.lora.config import check_folder, naming
 from engine.runtime.models.config import narrow_latents
 from engine.runtime.models.config_file import is_native, require_readable, servable
@@ -32,6 +33,7 @@ class ModelFacts(NamedTuple):
 
 def check_model(config: EngineConfig) -> ModelFacts:
     """Check model, draft model and adapters. Raises ModelLoadError or ConfigError."""
+    config = complete(config)
     facts = _check_one(config)
     if facts.max_positions is not None:
         config.check_length(facts.max_positions)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
 from engine.hub.files import SMALL
@@ -71,32 +68,6 @@ def fetch(
     from engine.hub.model import open_model
 
     return open_model(model, revision, download_dir).fetch(report, weights=weights)
-
-
-def fetch_models(config: EngineConfig, report: Callable[[Progress], None]) -> EngineConfig:
-    """Return the settings with local paths for model and draft model, fetched if they are ids. Raises ModelLoadError."""
-
-    def fetch_one(config: EngineConfig) -> str:
-        weights = config.load_format != "dummy"
-        return str(fetch(config.model, config.revision, config.download_dir, report, weights=weights))
-
-    path, draft = fetch_one(config), config.speculation
-    if path != config.model:
-        config = replace(config, model=path)
-    if draft is None or draft.model is None:
-        return config
-    with naming_draft():
-        path = fetch_one(config.of_draft(draft))
-    return config if path == draft.model else replace(config, speculative_config=draft.with_model(path))
-
-
-@contextmanager
-def naming_draft() -> Iterator[None]:
-    """Name --speculative-config in the errors of a draft model."""
-    try:
-        yield
-    except (ConfigError, ModelLoadError) as error:
-        raise type(error)(f"--speculative-config: the draft model could not be loaded: {error}") from error
 
 
 def check_tokenizer_source(source: str) -> None:

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, QuireError
 from engine.core.types import Progress
+from engine.draft_source import fetch_models
 from engine.model_check import ModelFacts, check_model
-from engine.model_source import check_tokenizer_source, fetch, fetch_models, find_model, local_path
+from engine.model_source import check_tokenizer_source, fetch, find_model, local_path
 from server.batches.folder import DataFolder
 from server.settings.app_config import AppConfig
 from server.settings.files import check_folder, read_setting_file

@@ -18,10 +18,11 @@ from rich.console import Console
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
+from engine.draft_source import fetch_models
 from engine.hub import listing, transfer
 from engine.hub.model import open_model
 from engine.model_check import check_model
-from engine.model_source import fetch, fetch_models
+from engine.model_source import fetch
 from engine.startup_progress import StartupProgress
 from tests.fake_hub import COMMIT, FakeHub, digest, fake_hub, refusing_url
 from tests.patience import PATIENCE_S
