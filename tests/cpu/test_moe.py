@@ -305,6 +305,21 @@ def test_experts_are_quantised_as_other_matrices(tmp_path: Path) -> None:
     assert 0 < divergence.median() < 0.01
 
 
+def test_the_start_says_which_matrix_leaves_experts_to_torch(tmp_path: Path) -> None:
+    """Rows of odd length have no native product; the shared expert's are even."""
+    case = CASES["qwen2-moe"]
+    save_tiny(replace(case, settings=case.settings | {"moe_intermediate_size": 25}), tmp_path)
+    lines: list[str] = []
+    for dtype in (torch.float32, torch.float16):
+        config = EngineConfig(model=str(tmp_path))
+        load_model(config, CPU, dtype, lambda p: lines.append(p.detail) if p.stage == "kernels" else None)
+    first = "the experts of 2 of 3 layers run in torch, which is slower; the native library has no product for model.layers."
+    assert lines == [first + "0.mlp.experts.0.down_proj in float32", first + "0.mlp.experts.0.gate_proj in float16"]
+    save_tiny(case, tmp_path)
+    load_model(EngineConfig(model=str(tmp_path)), CPU, torch.float32, lambda p: lines.append(p.detail))
+    assert "run in torch" not in lines[-1]
+
+
 def test_random_weights_and_sizes_count_experts(tmp_path: Path) -> None:
     save_tiny(CASES["qwen2-moe"], tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())

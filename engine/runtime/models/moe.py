@@ -7,7 +7,7 @@ MLP of 2-D matrices, so any scheme can store it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,6 +95,7 @@ class MoE:
         "down",
         "experts",
         "gate_up",
+        "lacking",
         "mixture",
         "router",
         "shared_down",
@@ -106,6 +107,7 @@ class MoE:
         self._clamp, self._activation = config.clamp, config.activation
         self.mixture: Mixture | None = None  # the native library's, which computes all of this
         self.experts: CudaExperts | None = None  # the kernels', for all but the router and the shared expert
+        self.lacking = ""  # on a CPU, a matrix without which it cannot
         self.router = Router(config.router, hidden_size, make)
         self.gate_up, self.down = [], []
         for expert in range(config.router.num_experts):
@@ -147,6 +149,7 @@ class MoE:
         """Describe the loaded mixture to the native library, if that holds every matrix."""
         library, router = native(), self.router.describe()
         gate_up, down = _args_of(self.gate_up), _args_of(self.down)
+        self.lacking = next((name for name, linear in self._matrices() if linear.args is None), "")
         if library is None or router is None or gate_up is None or down is None:
             return
         shared = None
@@ -163,6 +166,19 @@ class MoE:
             shared=shared,
             clamp=None if self._clamp is None else (self._clamp.alpha, self._clamp.limit),
         )
+
+    def _matrices(self) -> Iterator[tuple[str, Linear]]:
+        """Yield every matrix with its name in a checkpoint."""
+        yield "gate", self.router.linear
+        shared = () if self.shared_gate_up is None else (("shared_expert", self.shared_gate_up, self.shared_down),)
+        experts = ((f"experts.{i}", *pair) for i, pair in enumerate(zip(self.gate_up, self.down, strict=True)))
+        for name, gate_up, down in (*experts, *shared):
+            assert gate_up is not None
+            assert down is not None
+            yield f"{name}.gate_proj", gate_up
+            yield f"{name}.down_proj", down
+        if self.shared_gate is not None:
+            yield "shared_expert_gate", self.shared_gate
 
     def _routed(self, x: Tensor) -> Tensor:
         """Return the float32 sum over each token's experts, added in the order of their ranks."""
