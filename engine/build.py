@@ -25,8 +25,8 @@ from engine.core.scheduler import Scheduler
 from engine.core.step import StepResult
 from engine.core.types import Progress
 from engine.device import load_kernels, resolve_device, share_threads
+from engine.draft_source import fetch_models
 from engine.loop import Engine
-from engine.model_source import fetch_models
 from engine.recording import RecordingFile, RecordingScheduler, check_path
 from engine.runtime import kv_cache
 from engine.runtime.attention.table import describe_choice, load_backend

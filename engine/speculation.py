@@ -47,6 +47,8 @@ class Speculation:
 
     def start(self, runner: ModelRunner, settings: SchedulerConfig, captures: bool, report: Report) -> SchedulerConfig:
         """Measure the cost of drafts, and let the runner draft. Raises ConfigError if no draft has room."""
+        for hint in self.asked.hints:
+            report(Progress("speculation", hint))
         num_drafts = self.asked.num_speculative_tokens
         self.asked.check_room("--max-num-batched-tokens", settings.max_num_batched_tokens)
         self.asked.check_room("--max-model-len", settings.max_model_len)
@@ -76,7 +78,7 @@ class Speculation:
             dtype=self._kv_dtype(self.model),
             device=self.device,
         )
-        return DraftModel(self.model, backend, kv_cache, settings, self.device)
+        return DraftModel(self.model, backend, kv_cache, settings, self.device, self.asked.max_model_len)
 
     def _kv_dtype(self, model: CausalLM) -> torch.dtype:
         return resolve_kv_dtype(self.config.kv_cache_dtype, model.dtype, model.attention_specs)

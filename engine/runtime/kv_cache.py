@@ -98,9 +98,10 @@ class KVCache:
                 "lower --kv-cache-memory-bytes or --gpu-memory-utilization, --max-num-seqs or --max-model-len."
             ) from error
 
-        is_native = backend.capabilities.native and not any(spec.is_latent for spec in specs)
         # The whole pool, for attention in the native library.
-        self.paged_step: PagedStep | None = backend.paged_step(self._keys, self._values) if is_native else None
+        self.paged_step: PagedStep | None = None
+        if backend.capabilities.native:
+            self.paged_step = backend.paged_step(specs, self._keys, self._values)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one layer over the prepared batch."""

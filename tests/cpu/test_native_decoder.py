@@ -23,6 +23,7 @@ from tests.cpu import test_models_families as families
 # One or two of each form: biases, kinds of norm and where they stand, windows, soft caps, partial and missing rotation.
 NAMES = ("llama-tied-biased", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "phi3", "granite", "smollm3")
 MOE_NAMES = ("qwen2-moe", "granitemoe", "gpt-oss", "glm4-moe", "olmoe")
+LATENT_NAMES = ("deepseek_v2", "deepseek_v2-lite", "deepseek_v3", "deepseek_v3-halves-biased")
 STEPS = [(0, 9), (30, 1), (3, 1), (17, 5)]  # (tokens cached, tokens now) of each sequence
 CPU = torch.device("cpu")
 
@@ -69,7 +70,7 @@ def run(model: Decoder, *, in_one_call: bool, rows: torch.Tensor | None) -> list
     return [hidden, *cache.blocks]
 
 
-@pytest.mark.parametrize("name", NAMES + MOE_NAMES)
+@pytest.mark.parametrize("name", NAMES + MOE_NAMES + LATENT_NAMES)
 def test_one_call_says_what_the_parts_say(library: Library, name: str, tmp_path: Path) -> None:
     library.use_threads(2)
     families.save_tiny(families.CASES[name], tmp_path)

@@ -90,11 +90,21 @@ class DecoderLayer:
         """Return the heads' sinks [num_heads], float32, to be loaded."""
         return self._attention.sinks
 
+    @property
+    def is_capturable(self) -> bool:
+        """Return whether a CUDA graph can hold the loaded layer."""
+        # The definition of a mixture counts tokens on the host.
+        return not isinstance(self._mlp, MoE) or self._mlp.experts is not None
+
     def describe(self, rotary: int | None) -> LayerArgs | None:
         """Describe the layer to the native library, or return None if that cannot compute it."""
-        if isinstance(self._attention, LatentAttention):
-            return None
-        mlp, matrices, mixture = self._mlp, [self._attention.qkv, self._attention.o], None
+        attention, mlp, mixture, latent = self._attention, self._mlp, None, None
+        if isinstance(attention, LatentAttention):
+            latent, matrices = attention.args, [attention.down, attention.o]
+            if latent is None:
+                return None
+        else:
+            matrices = [attention.qkv, attention.o]
         if isinstance(mlp, MoE):
             mixture = mlp.mixture
         else:
@@ -104,14 +114,22 @@ class DecoderLayer:
             return None
         places = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
         norms = [norm.weight if isinstance(norm, RMSNorm) else None for norm in places]
+        heads = attention.head_norms
         return describe_layer(
-            linears, norms, self._attention.head_norms, self._window, rotary, mixture=mixture, sinks=self.sinks
+            linears, norms, heads, self._window, rotary, mixture=mixture, latent=latent, sinks=self.sinks
         )
 
     def finish(self) -> None:
         """Complete a loaded layer."""
+        if isinstance(self._attention, LatentAttention):
+            self._attention.finish()
         if isinstance(self._mlp, MoE):
             self._mlp.finish()
+
+    @property
+    def lacking(self) -> str:
+        """Return a matrix without which the native library cannot compute the mixture; "" for none."""
+        return self._mlp.lacking if isinstance(self._mlp, MoE) else ""
 
 
 class Decoder:
@@ -174,8 +192,7 @@ class Decoder:
     @property
     def capabilities(self) -> ModelCapabilities:
         """Return whether the native library computes the products."""
-        # The definition of a mixture counts tokens on the host, so a graph cannot hold it.
-        graphs = all(layer.moe is None for layer in self._config.layers)
+        graphs = all(layer.is_capturable for layer in self._layers)
         return ModelCapabilities(adapters=True, graphs=graphs, native=self._head.args is not None)
 
     def forward(
@@ -212,6 +229,17 @@ class Decoder:
         if self._config.logit_softcap is not None:
             logits.div_(self._config.logit_softcap).tanh_().mul_(self._config.logit_softcap)
         return logits
+
+    def summary(self) -> str:
+        """Return a line for the log about mixtures that the native library does not compute; "" for none."""
+        lacking = {index: layer.lacking for index, layer in enumerate(self._layers) if layer.lacking}
+        if not lacking or native() is None or self._embedding.device.type != "cpu":
+            return ""
+        first, dtype = next(iter(lacking)), str(self.dtype).removeprefix("torch.")
+        return (
+            f"the experts of {len(lacking)} of {len(self._layers)} layers run in torch, which is slower; the native library "
+            f"has no product for model.layers.{first}.mlp.{lacking[first]} in {dtype}"
+        )
 
     def adapter_targets(self) -> dict[str, Target]:
         """Return the matrices that adapters can change, by checkpoint name."""

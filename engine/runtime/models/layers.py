@@ -99,7 +99,8 @@ class FullNorm:
         return torch.cat((self.q(flat[:, :split]), self.k(flat[:, split:])), 1).view(qk.shape)
 
 
-def _addends(adapters: LayerAdapters | None, place: Place, x: Tensor) -> Sequence[Addend]:
+def addends(adapters: LayerAdapters | None, place: Place, x: Tensor) -> Sequence[Addend]:
+    """Return the terms that adapters add to the product of x with the matrix at a place."""
     return () if adapters is None else adapters(place, x)
 
 
@@ -136,7 +137,7 @@ class Attention:
 
         The tensors that `attention` gets are views into wider rows: a token's heads are contiguous, tokens are not.
         """
-        qkv = self.qkv(x, _addends(adapters, Place.QKV, x)).view(self._shape)
+        qkv = self.qkv(x, addends(adapters, Place.QKV, x)).view(self._shape)
         qk = qkv[:, : self._heads]
         if isinstance(self._norm, FullNorm):
             qk.copy_(self._norm(qk))
@@ -153,7 +154,7 @@ class Attention:
         return self._project(out.flatten(1), adapters)
 
     def _project(self, x: Tensor, adapters: LayerAdapters | None) -> Tensor:
-        return self.o(x, _addends(adapters, Place.O, x))
+        return self.o(x, addends(adapters, Place.O, x))
 
     def _rotation(self, angles: Angles | None) -> Rotation:
         if isinstance(self._norm, HeadNorm):
@@ -178,5 +179,5 @@ class MLP:
         self.down = make.linear({"down_proj": hidden}, width, bias=bias, place=Place.DOWN)
 
     def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
-        inner = self.gate_up(x, _addends(adapters, Place.GATE_UP, x))
-        return self.down(inner, _addends(adapters, Place.DOWN, inner))
+        inner = self.gate_up(x, addends(adapters, Place.GATE_UP, x))
+        return self.down(inner, addends(adapters, Place.DOWN, inner))

@@ -19,6 +19,7 @@ from engine.runtime.native.library import (
     AttendArgs,
     DecoderArgs,
     ForwardArgs,
+    LatentArgs,
     LayerArgs,
     Library,
     LinearArgs,
@@ -47,11 +48,12 @@ def describe_layer(
     rotary: int | None,
     *,
     mixture: Mixture | None = None,
+    latent: LatentArgs | None = None,
     sinks: Tensor | None = None,
 ) -> LayerArgs:
     """Describe a layer: qkv, o, gate_up, down; the norms around attention and MLP, None where the family has none.
 
-    With a mixture, `linears` ends with o. `sinks` [num_heads] are float32.
+    With a mixture, `linears` ends with o. C keeps the address of `latent`. `sinks` [num_heads] are float32.
     """
     layer = LayerArgs(*linears, window=window or 0, rotary=-1 if rotary is None else rotary)
     places = ("before_attention", "after_attention", "before_mlp", "after_mlp", "q", "k")
@@ -59,6 +61,8 @@ def describe_layer(
         setattr(layer, name, _norm(norm))
     if mixture is not None:
         layer.moe = mixture.address
+    if latent is not None:
+        layer.latent = addressof(latent)
     if sinks is not None:
         assert sinks.dtype is torch.float32
         layer.sinks = sinks.data_ptr()

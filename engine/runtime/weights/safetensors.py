@@ -37,9 +37,8 @@ class SafetensorsCheckpoint:
     """A folder in the hub's layout; its weight files are opened when needed."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:  # noqa: ARG002 - for random weights
-        path = folder / "config.json"
         self._folder = folder
-        self.config = HFConfig(_read_object(path), str(path))
+        self.config = read_config(folder)
         self.quantization: QuantConfig | None = read_quantization(self.config, folder)
         self._headers: dict[str, Header] | None = None
 
@@ -137,6 +136,12 @@ def _is_zero(tensor: StoredTensor) -> bool:
 
 def _copy(file: Any, name: str, part: Part, target: Tensor) -> None:
     target.copy_(part.view(file.get_tensor(name)))  # a view of the map, converted and moved in one copy
+
+
+def read_config(folder: Path) -> HFConfig:
+    """Return the config.json of a folder. Raises ModelLoadError."""
+    path = folder / "config.json"
+    return HFConfig(_read_object(path), str(path))
 
 
 def _read_object(path: Path) -> dict[str, Any]:
