@@ -90,6 +90,12 @@ class DecoderLayer:
         """Return the heads' sinks [num_heads], float32, to be loaded."""
         return self._attention.sinks
 
+    @property
+    def is_capturable(self) -> bool:
+        """Return whether a CUDA graph can hold the loaded layer."""
+        # The definition of a mixture counts tokens on the host.
+        return not isinstance(self._mlp, MoE) or self._mlp.experts is not None
+
     def describe(self, rotary: int | None) -> LayerArgs | None:
         """Describe the layer to the native library, or return None if that cannot compute it."""
         attention, mlp, mixture, latent = self._attention, self._mlp, None, None
@@ -191,8 +197,7 @@ class Decoder:
     @property
     def capabilities(self) -> ModelCapabilities:
         """Return whether the native library computes the products."""
-        # The definition of a mixture counts tokens on the host, so a graph cannot hold it.
-        graphs = all(layer.moe is None for layer in self._config.layers)
+        graphs = all(layer.is_capturable for layer in self._layers)
         return ModelCapabilities(adapters=True, graphs=graphs, native=self._head.args is not None, heads=True)
 
     def forward(
