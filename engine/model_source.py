@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
+from engine.gguf_parts import stem
 from engine.hub.files import SMALL
 from engine.regular_file import MAX_BYTES, check_regular, reason
 from engine.runtime.weights.formats import LOCAL, SUFFIXES, is_model
@@ -38,7 +36,8 @@ class ModelSource(NamedTuple):
 def find_model(model: str | None) -> ModelSource:
     """Return the model that the user named, or the embedded default. Raises ModelLoadError.
 
-    A local model is named after its folder, or its file without the suffix; a Hugging Face id is its own name.
+    A local model is named after its folder, or its file without the suffix and the part's number; a Hugging Face id is its
+    own name.
     """
     if model is None:
         return ModelSource(str(_embedded_model()), DEFAULT_NAME)
@@ -50,7 +49,7 @@ def find_model(model: str | None) -> ModelSource:
             f"{model} has no config.json; name a folder with config.json, tokenizer.json and *.safetensors, or a "
             f"{' or '.join(SUFFIXES)} file."
         )
-    return ModelSource(str(path), path.resolve().stem if path.is_file() else path.resolve().name)
+    return ModelSource(str(path), stem(path.resolve()) if path.is_file() else path.resolve().name)
 
 
 def fetch(
@@ -71,32 +70,6 @@ def fetch(
     from engine.hub.model import open_model
 
     return open_model(model, revision, download_dir).fetch(report, weights=weights)
-
-
-def fetch_models(config: EngineConfig, report: Callable[[Progress], None]) -> EngineConfig:
-    """Return the settings with local paths for model and draft model, fetched if they are ids. Raises ModelLoadError."""
-
-    def fetch_one(config: EngineConfig) -> str:
-        weights = config.load_format != "dummy"
-        return str(fetch(config.model, config.revision, config.download_dir, report, weights=weights))
-
-    path, draft = fetch_one(config), config.speculation
-    if path != config.model:
-        config = replace(config, model=path)
-    if draft is None or draft.model is None:
-        return config
-    with naming_draft():
-        path = fetch_one(config.of_draft(draft))
-    return config if path == draft.model else replace(config, speculative_config=draft.with_model(path))
-
-
-@contextmanager
-def naming_draft() -> Iterator[None]:
-    """Name --speculative-config in the errors of a draft model."""
-    try:
-        yield
-    except (ConfigError, ModelLoadError) as error:
-        raise type(error)(f"--speculative-config: the draft model could not be loaded: {error}") from error
 
 
 def check_tokenizer_source(source: str) -> None:

@@ -1,68 +1,123 @@
-"""Reads --speculative-config, whose keys are vLLM's where they mean the same."""
+"""Reads --speculative-config, whose keys and values are vLLM's.
+
+A key is served, or a hint that has no effect here and is named at the start, or refused. draft_source.py completes what
+the config.json of model and draft decide. Standard library only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.core.errors import ConfigError
 from engine.setting import read_object, unknown_key
 
-METHODS = ("ngram", "draft_model")
 MAX_DRAFTS = 32
+DEFAULT_DRAFTS = 4
 
-_FLAG = "--speculative-config"
+FLAG = "--speculative-config"
+
+
+class Method(NamedTuple):
+    """A way to draft. A method is one class and one line of METHODS."""
+
+    place: str  # of its class, which imports torch
+    keys: tuple[str, ...]  # that it takes, beside `method` and `num_speculative_tokens`
+    has_model: bool = False  # beside the one that is served
+    check: str = ""  # place of the function that checks config.json of draft and target; "": a model like any other
+
+
+_MODEL = ("model", "revision", "quantization", "max_model_len")
+METHODS = {
+    "ngram": Method("engine.speculation:FromText", ("prompt_lookup_min", "prompt_lookup_max")),
+    "draft_model": Method("engine.speculation:FromModel", _MODEL, has_model=True),
+    "eagle3": Method(
+        "engine.speculation:FromEagle3", _MODEL, True, "engine.runtime.speculation.eagle3_config:check_eagle3"
+    ),
+}
+
+_CHOICES = f"{', '.join(METHODS)}, or name a model that drafts"
+
+# Keys that change speed in vLLM and nothing else, and the reason why they have no effect here.
+_HINTS = {
+    "attention_backend": "--attention-backend is for both models",
+    "code_revision": "no code of a repository is run",
+    "disable_eagle_block_drop": "the prefix cache knows which positions a draft has",
+    "disable_lookahead_block_hashes": "the prefix cache knows which positions a draft has",
+    "disable_padded_drafter_batch": "batches of drafts are never padded",
+    "draft_lm_head_quantization": "quantization is for all matrices of a draft",
+    "draft_sample_method": "drafts are drawn as the answer is, which accepts the most",
+    "enforce_eager": "drafts are not captured as CUDA graphs",
+    "kv_cache_dtype": "--kv-cache-dtype is for both models",
+    "moe_backend": "the kernels of experts are chosen for the device",
+    "num_speculative_tokens_per_batch_size": "draft lengths follow acceptance and measured costs",
+    "use_local_argmax_reduction": "a draft runs on one device",
+}
+# Keys, or beginnings of keys, that would change the meaning: the values that do not, and the reason.
+_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "draft_load_config": (({},), "a draft is loaded as --load-format says"),
+    "draft_tensor_parallel_size": ((1,), "a draft runs on one device"),
+    "fly_": ((), "it accepts drafts that change answers"),
+    "parallel_drafting": ((False,), "drafts are computed one after the other"),
+    "rejection_sample_method": (("standard",), "only the standard method changes no answer, whatever the seed"),
+    "suffix_decoding_": ((), "it is for the method suffix; ngram drafts from the text, too"),
+    "synthetic_": ((), "it accepts drafts that change answers"),
+    "use_heterogeneous_vocab": ((False,), "a draft has the tokenizer of the model"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are drafted, and how many at most. `model` and below are for draft_model, prompt_lookup_* for ngram."""
+    """The method that drafts tokens, and how many at most; METHODS says which keys a method takes."""
 
-    method: str
-    num_speculative_tokens: int = 4
+    method: str = ""  # "": the config.json of the draft decides
+    num_speculative_tokens: int = 0  # 0: likewise
     prompt_lookup_min: int = 2  # shortest n-gram that is searched for in the text so far
     prompt_lookup_max: int = 4  # longest, which is searched for first
     model: str | None = None
     revision: str | None = None
     quantization: str = "auto"
+    max_model_len: int | None = None  # longer sequences get no drafts
+    hints: tuple[str, ...] = ()  # keys without effect, each with the reason
 
     @classmethod
     def read(cls, asked: str | Mapping[str, Any]) -> SpeculativeConfig:
-        """Return the configuration in JSON, or in what was read from it. Raises ConfigError."""
-        values = read_object(_FLAG, asked)
-        types = {field.name: field.type for field in fields(cls)}
-        for key, value in values.items():
-            if key not in types:
-                raise unknown_key(_FLAG, key, types)
-            wanted = int if types[key] == "int" else str
-            if type(value) is not wanted:
-                kind = "a whole number" if wanted is int else "a string"
-                raise ConfigError(f"{_FLAG}: {key} is {value!r}; it must be {kind}.")
-        method = values.get("method") or ("draft_model" if "model" in values else None)
-        if method not in METHODS:
-            raise ConfigError(f"{_FLAG}: method is {method!r}; choose one of {', '.join(METHODS)}.")
-        own = {"ngram": ("prompt_lookup_",), "draft_model": ("model", "revision", "quantization")}
-        other = METHODS[1 - METHODS.index(method)]
-        stray = next((key for key in values if key.startswith(own[other])), None)
+        """Return the configuration in JSON, or in the mapping read from it. Raises ConfigError."""
+        given = {key: value for key, value in read_object(FLAG, asked).items() if value is not None}
+        values, hints = {}, []
+        for key, value in given.items():
+            if key in _TYPES:
+                values[key] = _checked(key, value)
+            elif key in _HINTS:
+                hints.append(f"{key} has no effect: {_HINTS[key]}")
+            else:
+                _refuse(key, value)
+        method = values["method"] = _method(values)
+        own = METHODS[method or "draft_model"].keys
+        stray = next((key for key in values if key not in (*_COMMON, *own)), None)
         if stray is not None:
-            raise ConfigError(f"{_FLAG}: {stray} is for the method {other}, and the method is {method}; leave it out.")
-        return cls(**{**_filled(values), "method": method})
+            takers = [name for name, each in METHODS.items() if stray in each.keys]
+            raise ConfigError(
+                f"{FLAG}: {stray} is for the method {' or '.join(takers)}, and the method is "
+                f"{method or 'that of a draft model'}; leave it out."
+            )
+        return cls(**_filled(values), hints=tuple(hints))
 
-    def with_model(self, path: str) -> dict[str, Any]:
-        """Return the configuration as --speculative-config, with a local draft model."""
-        return {
-            "method": self.method,
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "model": path,
-            "quantization": self.quantization,
-        }
+    def check_named(self) -> None:
+        """Raise ConfigError if neither a method nor a draft is named, or not the draft that the method needs."""
+        if not self.method and self.model is None:
+            raise ConfigError(f"{FLAG}: method is missing; choose one of {_CHOICES}.")
+        if self.method and METHODS[self.method].has_model and not self.model:
+            raise ConfigError(
+                f"{FLAG}: the method {self.method} needs a model, such as an id, a folder or a .gguf file."
+            )
 
     def check_vocabulary(self, num_tokens: int, of_target: int) -> None:
         """Raise ConfigError if the draft model has another vocabulary than the model."""
         if num_tokens != of_target:
             raise ConfigError(
-                f"{_FLAG}: the draft model {self.model} has {num_tokens} tokens and the model {of_target}; choose one of "
+                f"{FLAG}: the draft model {self.model} has {num_tokens} tokens and the model {of_target}; choose one of "
                 "the same family, whose tokenizer is the same."
             )
 
@@ -70,30 +125,64 @@ class SpeculativeConfig:
         """Raise ConfigError if a token and its drafts exceed a limit on tokens, `room`."""
         if room is not None and room <= self.num_speculative_tokens:
             raise ConfigError(
-                f"{_FLAG}: num_speculative_tokens is {self.num_speculative_tokens}, and {flag} is {room}; a token and its "
+                f"{FLAG}: num_speculative_tokens is {self.num_speculative_tokens}, and {flag} is {room}; a token and its "
                 f"drafts need {1 + self.num_speculative_tokens}, so lower the one or raise the other."
             )
 
-    def __post_init__(self) -> None:
-        for name, most in (
-            ("num_speculative_tokens", MAX_DRAFTS),
-            ("prompt_lookup_max", MAX_DRAFTS),
-            ("prompt_lookup_min", self.prompt_lookup_max),
-        ):
-            value = getattr(self, name)
-            if not 1 <= value <= most:
-                raise ConfigError(f"{_FLAG}: {name} is {value}; it must be from 1 to {most}.")
-        if self.method == "draft_model" and not self.model:
-            raise ConfigError(
-                f"{_FLAG}: the method draft_model needs a model, such as an id, a folder or a .gguf file."
-            )
+
+_COMMON = ("method", "num_speculative_tokens")
+_TYPES = {field.name: field.type for field in fields(SpeculativeConfig) if field.name != "hints"}
+
+
+def _checked(key: str, value: object) -> Any:
+    """Return a value of the type and in the bounds of its key. Raises ConfigError."""
+    wanted = int if "int" in str(_TYPES[key]) else str
+    if type(value) is not wanted:
+        kind = "a whole number" if wanted is int else "a string"
+        raise ConfigError(f"{FLAG}: {key} is {value!r}; it must be {kind}.")
+    if isinstance(value, int):
+        _check_bounds(key, value, None if key == "max_model_len" else MAX_DRAFTS)
+    return value
+
+
+def _check_bounds(key: str, value: int, most: int | None) -> None:
+    if value < 1 or (most is not None and value > most):
+        bounds = "at least 1" if most is None else f"from 1 to {most}"
+        raise ConfigError(f"{FLAG}: {key} is {value}; it must be {bounds}.")
+
+
+def _refuse(key: str, value: object) -> None:
+    """Raise ConfigError for a key without a field, unless the value means the default."""
+    found = next((each for name, each in _REFUSED.items() if key == name or key.startswith(name)), None)
+    if found is None:
+        raise unknown_key(FLAG, key, [*_TYPES, *_HINTS, *_REFUSED])
+    harmless, reason = found
+    if value not in harmless:
+        raise ConfigError(f"{FLAG}: {key} is {value!r}, which Quire does not serve: {reason}; leave it out.")
+
+
+def _method(values: dict[str, Any]) -> str:
+    """Return the method by Quire's name, "" if the draft decides; drops a `model` that only names the method."""
+    method = str(values.get("method", ""))
+    if method in ("", "ngram", "ngram_gpu") and values.get("model") in ("ngram", "[ngram]"):
+        method = values.pop("model").strip("[]")
+    if method == "ngram_gpu":
+        method = "ngram"
+    elif method.endswith("_mtp"):
+        method = "mtp"
+    if method and method not in METHODS:
+        raise ConfigError(f"{FLAG}: method is {method!r}, which Quire does not serve; choose one of {_CHOICES}.")
+    return method
 
 
 def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with the other end of prompt_lookup_* adjusted, where one was given."""
+    """Return the values with defaults that depend on others. Raises ConfigError for ends in the wrong order."""
     filled = dict(values)
     if "prompt_lookup_max" in values:
         filled.setdefault("prompt_lookup_min", min(2, values["prompt_lookup_max"]))
+        _check_bounds("prompt_lookup_min", filled["prompt_lookup_min"], values["prompt_lookup_max"])
     elif "prompt_lookup_min" in values:
         filled.setdefault("prompt_lookup_max", max(4, values["prompt_lookup_min"]))
+    if values["method"] == "ngram":
+        filled.setdefault("num_speculative_tokens", DEFAULT_DRAFTS)
     return filled

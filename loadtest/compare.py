@@ -25,7 +25,17 @@ from loadtest.client import Client, ClientError, Target
 from loadtest.comparison import IDLE_LOAD, ROOT, Drive, Results, describe_host
 from loadtest.errors import LoadtestError
 from loadtest.peers.process import PeerError, ServerProcess, free_port, running
-from loadtest.peers.table import DEFAULT_EXECUTABLES, PEERS, PRECISIONS, Peer, Setup, installed_bytes, version
+from loadtest.peers.table import (
+    DEFAULT_EXECUTABLES,
+    GGUF_FORMATS,
+    PEERS,
+    PRECISIONS,
+    Peer,
+    Setup,
+    file_of,
+    installed_bytes,
+    version,
+)
 from loadtest.plots import require_matplotlib
 from loadtest.shapes import COMPARED
 from loadtest.workload import Job, Length, synthetic
@@ -91,13 +101,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     more = "more flags for a server: --flags quire='--block-size 32'"
     who.add_argument("--flags", action="append", type=_flags, default=[], metavar="NAME=FLAGS", help=more)
     what = parser.add_argument_group("the work")
-    precisions = "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items())
+    precisions = (
+        "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items())
+        + f"; or of GGUF: {', '.join(GGUF_FORMATS)}"
+    )
     what.add_argument("--models-dir", type=Path, metavar="DIR", required=True, help="where --prepare writes models")
-    what.add_argument("--prepare", action="store_true", help="write the models that are not there yet, and end")
+    what.add_argument(
+        "--prepare", action="store_true", help="write the files of this precision that are not there yet, and end"
+    )
     what.add_argument("--models", nargs="+", choices=_MODELS, default=[_MODELS[0]], help="default %(default)s")
     what.add_argument("--workloads", nargs="+", choices=[load.name for load in WORKLOADS], help="default: all")
     what.add_argument("--concurrency", nargs="+", type=positive_int, metavar="N", help="default 1 2 8 32 128")
-    what.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help=precisions)
+    what.add_argument(
+        "--precision", choices=(*PRECISIONS, *GGUF_FORMATS), metavar="NAME", default="bf16", help=precisions
+    )
     what.add_argument("--rounds", type=positive_int, metavar="N", help="times that each server is driven; default 2")
     what.add_argument("--quick", action="store_true", help="distinct prompts, concurrency 1 8 32, one round")
     what.add_argument(
@@ -183,10 +200,13 @@ class Plan:
         names = options.workloads or [load.name for load in WORKLOADS[: 1 if options.quick else None]]
         levels = options.concurrency or ([1, 8, 32] if options.quick else [1, 2, 8, 32, 128])
         for model in options.models:
-            if not (options.models_dir / model / "hf" / "model.safetensors").is_file():
-                raise CompareError(
-                    f"--models-dir {options.models_dir} has no {model}; write it with --prepare --models {model}."
-                )
+            for name in executables:
+                file = file_of(name, options.precision)
+                if file and not (options.models_dir / model / file).exists():
+                    raise CompareError(
+                        f"--models-dir {options.models_dir} has no {model}/{file}; write it with --prepare "
+                        f"--models {model} --precision {options.precision}."
+                    )
         workloads = [load for load in WORKLOADS if load.name in names]
         return cls(
             options, wanted, executables, workloads, sorted(levels), options.rounds or (1 if options.quick else 2)
@@ -195,7 +215,9 @@ class Plan:
     def turns(self) -> Iterator[Turn]:
         for model in self.options.models:
             for index in range(self.rounds):
-                yield from (Turn(model, index, peer) for peer in PEERS if peer.name in self.executables)
+                for peer in PEERS:
+                    if peer.name in self.executables and file_of(peer.name, self.options.precision):
+                        yield Turn(model, index, peer)
 
     def setup(self, turn: Turn) -> Setup:
         tokens = max(load.num_tokens for load in self.workloads) + _MARGIN_TOKENS
@@ -321,7 +343,8 @@ def _prepare(options: argparse.Namespace) -> int:
     from engine.model_source import find_model
     from loadtest.peers.models import prepare
 
-    source = Path(find_model(None).path)
+    source, names = Path(find_model(None).path), options.only or [peer.name for peer in PEERS]
+    files = {file_of(name, options.precision) for name in names} - {""}
     for model in options.models:
-        prepare(COMPARED[model], source, options.models_dir, print)
+        prepare(COMPARED[model], source, options.models_dir, sorted(files), print)
     return 0

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +26,16 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int
+    ffn: int  # of one expert in a mixture
     vocab: int
     context: int
     rope_base: float
     norm_eps: float
     bias: bool = False  # of Q, K and V
     is_tied: bool = True
+    experts: int = 0
+    chosen: int = 0  # experts of a token
+    has_qk_norm: bool = False  # over whole queries and keys
     is_embedded: bool = False  # its weights come with Quire; others are random
     more: Mapping[str, Any] = field(default_factory=dict)  # other fields of config.json
 
@@ -34,7 +43,7 @@ class Shape:
     def layer_weights(self) -> int:
         """Return the weights that every token multiplies."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.ffn)
+        return self.layers * (attention + 3 * self.hidden * self.ffn * max(self.chosen, 1) + self.hidden * self.experts)
 
     @property
     def decode_weights(self) -> int:
@@ -64,6 +73,7 @@ class Shape:
             "vocab_size": self.vocab,
             "tie_word_embeddings": self.is_tied,
             "torch_dtype": "bfloat16",
+            **({"num_experts_per_tok": self.chosen} if self.chosen else {}),
             **self.more,
         }
 
@@ -76,7 +86,16 @@ COMPARED = _by_name(
     Shape("smollm2-135m", "llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, 1e5, 1e-5, is_embedded=True),
     Shape("qwen2.5-0.5b", "qwen2", 24, 896, 14, 2, 64, 4864, 151936, 32768, 1e6, 1e-6, bias=True),
     Shape("qwen2.5-1.5b", "qwen2", 28, 1536, 12, 2, 128, 8960, 151936, 32768, 1e6, 1e-6, bias=True),
-)
+    Shape(
+        "granite-3.1-1b-a400m", "granitemoe", 24, 1024, 16, 8, 64, 512, 49155, 131072, 1.5e6, 1e-6, experts=32, chosen=8,
+        more={"num_local_experts": 32, "embedding_multiplier": 12.0, "attention_multiplier": 0.015625,
+              "residual_multiplier": 0.22, "logits_scaling": 6.0},
+    ),
+    Shape(
+        "olmoe-1b-7b", "olmoe", 16, 2048, 16, 16, 128, 1024, 50304, 4096, 1e4, 1e-5, is_tied=False, experts=64, chosen=8,
+        has_qk_norm=True, more={"num_experts": 64, "norm_topk_prob": False},
+    ),
+)  # fmt: skip
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,

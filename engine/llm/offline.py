@@ -29,11 +29,12 @@ from engine.core.admission import check_request
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.types import AbortCause, Adapter, Grammar, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
+from engine.draft_source import fetch_models
 from engine.llm.job import Job, RequestOutput
 from engine.llm.params import SamplingParams
 from engine.loop import Engine
 from engine.model_check import check_model
-from engine.model_source import fetch_models, find_model
+from engine.model_source import find_model
 from engine.setting import declared, expand, features
 from engine.startup_progress import StartupProgress
 from engine.text.channels import CHANNEL_NAMES
@@ -82,7 +83,7 @@ class LLM:
         source = find_model(model)
         modules = tuple(LoraModule(name, str(path)) for name, path in (lora_modules or {}).items())
         config = _engine_config(source.path, {"lora_modules": modules, **engine})
-        check_model(config)
+        check_model(config, has_tokenizer=tokenizer is not None)
         from engine.build import build_engine  # torch, seconds
 
         with StartupProgress() as startup:

@@ -19,6 +19,23 @@ PRECISIONS = {
     "bf16": "sixteen bits everywhere",
     "int8": "eight-bit weights: Quire and vLLM from int8 safetensors, the others from Q8_0",
 }
+_FILES = {
+    "quire": {"bf16": "hf", "int8": "hf"},
+    "vllm": {"bf16": "hf", "int8": "w8a8"},
+    "llama-server": {"bf16": "bf16.gguf", "int8": "q8_0.gguf"},
+    "openvino": {"bf16": "f16.gguf", "int8": "q8_0.gguf"},  # it reads no bfloat16 GGUF
+}
+GGUF_FORMATS = (
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4",
+    "q2_k", "q3_k", "q4_k", "q4_k_m", "q5_k", "q5_k_m", "q6_k", "iq4_xs", "iq3_xxs", "iq3_s",
+)  # fmt: skip
+
+
+def file_of(peer: str, precision: str) -> str:
+    """Return the file of a model's folder that a server reads; "" if it reads none."""
+    if precision in GGUF_FORMATS:
+        return f"{precision}.gguf" if peer in ("quire", "llama-server") else ""
+    return _FILES[peer][precision]
 
 
 class Setup(NamedTuple):
@@ -50,12 +67,8 @@ def _python_prefix(python: Path) -> Path:
 
 
 def _quire(python: str, setup: Setup) -> Command:
-    model, quantized = {
-        "bf16": ("hf", []),
-        "int8": ("hf", ["--quantization", "int8"]),
-    }[setup.precision]
     argv = [
-        *(python, "-m", "server", "serve", str(setup.model / model)),
+        *(python, "-m", "server", "serve", str(setup.model / file_of("quire", setup.precision))),
         *("--port", str(setup.port)),
         *("--served-model-name", setup.model.name),
         *("--dtype", "bfloat16"),
@@ -63,7 +76,7 @@ def _quire(python: str, setup: Setup) -> Command:
         *("--max-model-len", str(setup.max_model_len)),
         *("--kv-cache-memory-bytes", f"{setup.kv_gib}GiB"),
         *("--num-threads", str(setup.num_threads)),
-        *quantized,
+        *(("--quantization", "int8") if setup.precision == "int8" else ()),
     ]
     return Command(argv, {})
 
@@ -81,7 +94,7 @@ def _vllm(python: str, setup: Setup) -> Command:
         environ["LD_PRELOAD"] = str(openmp)
     argv = [
         *(python, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(setup.model / ("hf" if setup.precision == "bf16" else "w8a8"))),
+        *("--model", str(setup.model / file_of("vllm", setup.precision))),
         *("--host", "127.0.0.1", "--port", str(setup.port)),
         *("--served-model-name", setup.model.name),
         *("--dtype", "bfloat16"),
@@ -95,7 +108,7 @@ def _llama_server(executable: str, setup: Setup) -> Command:
     """Give each slot room for the longest request."""
     argv = [
         executable,
-        *("-m", str(setup.model / ("bf16.gguf" if setup.precision == "bf16" else "q8_0.gguf"))),
+        *("-m", str(setup.model / file_of("llama-server", setup.precision))),
         *("--host", "127.0.0.1", "--port", str(setup.port)),
         *("--alias", setup.model.name),
         *("-t", str(setup.num_threads), "-tb", str(setup.num_threads)),
@@ -108,7 +121,7 @@ def _llama_server(executable: str, setup: Setup) -> Command:
 def _openvino(python: str, setup: Setup) -> Command:
     argv = [
         *(python, str(Path(__file__).with_name("openvino_server.py"))),
-        str(setup.model / ("f16.gguf" if setup.precision == "bf16" else "q8_0.gguf")),  # it reads no bfloat16 GGUF
+        str(setup.model / file_of("openvino", setup.precision)),
         *("--port", str(setup.port)),
         *("--name", setup.model.name),
         *("--num-threads", str(setup.num_threads)),

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.gguf_header import read_header
 from engine.model_source import find_model
 from engine.runtime.weights.gguf import GGUFCheckpoint
+from loadtest.peers.gguf_file import random_blocks
 from loadtest.peers.models import bfloat16_bits, int8_rows, prepare
+from loadtest.peers.table import GGUF_FORMATS
 from loadtest.shapes import COMPARED, Shape
+from quire import LLM, SamplingParams
 
 VOCAB = 49152 + 8  # the embedded tokenizer's, and some of the fillers that a larger shape needs
 TINY = {
     "llama": Shape("tiny-llama", "llama", 2, 32, 4, 2, 8, 64, VOCAB, 128, 100000.0, 1e-5),
     "qwen2": Shape("tiny-qwen2", "qwen2", 2, 32, 4, 2, 8, 64, VOCAB, 128, 1e6, 1e-6, bias=True),
 }
+FILES = ("hf", "w8a8", "bf16.gguf", "f16.gguf", "q8_0.gguf")
+MIXTURES = {
+    shape.arch: replace(shape, layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=32, vocab=VOCAB)
+    for shape in COMPARED.values()
+    if shape.experts
+}
 
 
 @pytest.fixture(scope="module", params=TINY)
 def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Shape, Path]:
     shape, folder = TINY[request.param], tmp_path_factory.mktemp("models")
-    prepare(shape, Path(find_model(None).path), folder, lambda _: None)
+    prepare(shape, Path(find_model(None).path), folder, FILES, lambda _: None)
     return shape, folder / shape.name
 
 
@@ -78,7 +90,7 @@ def test_a_prompt_is_the_same_tokens_and_every_token_has_a_text(prepared: tuple[
 def test_what_is_there_is_not_written_again(prepared: tuple[Shape, Path]) -> None:
     shape, folder = prepared
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    prepare(shape, Path(find_model(None).path), folder.parent, lambda _: None)
+    prepare(shape, Path(find_model(None).path), folder.parent, FILES, lambda _: None)
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
@@ -92,6 +104,30 @@ def test_a_row_of_zeros_has_a_scale() -> None:
     bits, scales = int8_rows(np.zeros((2, 4), np.float32))
     assert not bits.any()
     assert (scales > 0).all()
+
+
+@pytest.mark.parametrize("shape", MIXTURES.values(), ids=list(MIXTURES))
+def test_a_mixture_is_the_same_model_for_every_reader(shape: Shape, tmp_path: Path) -> None:
+    prepare(shape, Path(find_model(None).path), tmp_path, ("hf", "bf16.gguf"), lambda _: None)
+    _, told = AutoModelForCausalLM.from_pretrained(tmp_path / shape.name / "hf", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    tokens = [1, 2, 30, VOCAB - 1]
+    logprobs = []
+    for file in ("hf", "bf16.gguf"):
+        with LLM(str(tmp_path / shape.name / file), dtype="float32", quantization="none") as llm:
+            (output,) = llm.generate([tokens], SamplingParams(max_tokens=0, prompt_logprobs=0))
+        logprobs.append([next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]])
+    assert np.allclose(*logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in GGUF_FORMATS if name != "q8_0" and not name.endswith("_m")])
+def test_random_blocks_are_numbers_around_zero(name: str) -> None:
+    kind = GGMLQuantizationType[name.upper()]
+    numbers = dequantize(random_blocks("blk.0.ffn_up.weight", (3, 8, 1024), kind), kind)
+    assert numbers.shape == (3, 8, 1024)
+    assert abs(numbers.mean()) < 0.006
+    assert 0.015 < numbers.std() < 0.027
 
 
 def test_the_embedded_model_has_its_shape() -> None:

@@ -156,6 +156,7 @@ def test_a_linear_is_filled_part_by_part(activation: Activation | None) -> None:
         bias=None,
         activation=activation,
         is_head=False,
+        dense=None,
     )
     linear = Linear(Fp8Scheme().product(matrix), activation)
     assert isinstance(linear.product, Fp8Linear)
@@ -276,6 +277,7 @@ def stored_matrix(folder: Path, dtype: torch.dtype, *names: str) -> tuple[Stored
         bias=None,
         activation=None,
         is_head=False,
+        dense=None,
     )
     return scheme, matrix, torch.cat(weights)
 

@@ -23,9 +23,9 @@ MODEL = "smollm2-135m"
 @pytest.fixture
 def options(tmp_path: Path) -> Any:
     def make(*argv: str) -> argparse.Namespace:
-        weights = tmp_path / MODEL / "hf" / "model.safetensors"
-        weights.parent.mkdir(parents=True, exist_ok=True)
-        weights.touch()
+        (tmp_path / MODEL / "hf").mkdir(parents=True, exist_ok=True)
+        for name in ("bf16.gguf", "q4_k.gguf"):
+            (tmp_path / MODEL / name).touch()
         parser = argparse.ArgumentParser()
         compare.add_options(parser)
         return parser.parse_args(["--models-dir", str(tmp_path), *argv])
@@ -67,6 +67,11 @@ def test_servers_take_turns_round_by_round(options: Any) -> None:
     plan = Plan.of(options("--vllm", "/bin/sh", "--llama-server", "/bin/sh", "--rounds", "2"))
     order = [(turn.round, turn.peer.name) for turn in plan.turns()]
     assert order == [(index, name) for index in (0, 1) for name in ("quire", "vllm", "llama-server")]
+
+
+def test_only_servers_that_read_a_format_take_part(options: Any) -> None:
+    plan = Plan.of(options("--vllm", "/bin/sh", "--llama-server", "/bin/sh", "--precision", "q4_k", "--rounds", "1"))
+    assert [turn.peer.name for turn in plan.turns()] == ["quire", "llama-server"]
 
 
 def test_every_server_gets_the_same_prompts_and_no_round_repeats_one(options: Any) -> None:
@@ -132,7 +137,7 @@ def test_more_flags_reach_the_server_they_name(options: Any) -> None:
     ("argv", "sentence"),
     [
         (["--vllm", "/no/such/python"], "--vllm is '/no/such/python'"),
-        (["--models", "qwen2.5-0.5b"], "has no qwen2.5-0.5b; write it with --prepare"),
+        (["--models", "qwen2.5-0.5b"], "has no qwen2.5-0.5b/hf; write it with --prepare"),
     ],
 )
 def test_what_cannot_be_compared_is_one_sentence(options: Any, argv: list[str], sentence: str) -> None:

@@ -208,8 +208,15 @@ def test_draws_stand_up_to_the_first_that_differs() -> None:
     [
         ("{", "which is not JSON"),
         ("3", "it must be a JSON object"),
-        ({}, "method is None; choose one of ngram, draft_model"),
-        ({"method": "eagle"}, "method is 'eagle'; choose one of"),
+        ({}, "method is missing; choose one of ngram, draft_model"),
+        ({"num_speculative_tokens": 3}, "method is missing; choose one of ngram, draft_model"),
+        *(
+            (
+                {"method": method, "model": "m"},
+                f"method is '{method}', which Quire does not serve; choose one of ngram, ",
+            )
+            for method in ("suffix", "eagle", "dflash", "dspark", "extract_hidden_states", "custom_class", "medusa")
+        ),
         ({"method": "ngram", "prompt_lookup": 3}, "has no key 'prompt_lookup'; did you mean 'prompt_lookup_"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be from 1 to 32"),
         (
@@ -223,11 +230,27 @@ def test_draws_stand_up_to_the_first_that_differs() -> None:
         ({"method": "ngram", "model": "m"}, "model is for the method draft_model"),
         ({"method": "draft_model"}, "needs a model"),
         ({"model": "m", "prompt_lookup_max": 3}, "prompt_lookup_max is for the method ngram"),
+        ({"method": "ngram", "max_model_len": 9}, "max_model_len is for the method draft_model"),
+        ({"model": "m", "max_model_len": 0}, "max_model_len is 0; it must be at least 1"),
+        *(
+            ({"model": "m", key: value}, f"{key} is {value!r}, which Quire does not serve: {reason}")
+            for key, value, reason in (
+                ("draft_tensor_parallel_size", 2, "a draft runs on one device"),
+                ("draft_load_config", {"load_format": "dummy"}, "a draft is loaded as --load-format says"),
+                ("parallel_drafting", True, "drafts are computed one after the other"),
+                ("use_heterogeneous_vocab", True, "a draft has the tokenizer of the model"),
+                ("rejection_sample_method", "synthetic", "only the standard method"),
+                ("synthetic_acceptance_rates", [0.5], "it accepts drafts that change answers"),
+                ("synthetic_acceptance_length", 2, "it accepts drafts that change answers"),
+                ("fly_window", 3, "it accepts drafts that change answers"),
+                ("suffix_decoding_max_tree_depth", 24, "it is for the method suffix; ngram drafts"),
+            )
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_a_sentence(asked: object, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        EngineConfig(model="m", speculative_config=asked)  # type: ignore[arg-type]
+        SpeculativeConfig.read(EngineConfig(model="m", speculative_config=asked).speculative_config).check_named()  # type: ignore[arg-type]
     assert told in str(caught.value)
     assert str(caught.value).startswith("--speculative-config")
 
@@ -236,7 +259,43 @@ def test_what_is_left_out_has_a_default() -> None:
     read = SpeculativeConfig.read('{"method": "ngram", "prompt_lookup_max": 1}')
     assert (read.num_speculative_tokens, read.prompt_lookup_min, read.prompt_lookup_max) == (4, 1, 1)
     assert SpeculativeConfig.read({"method": "ngram", "prompt_lookup_min": 6}).prompt_lookup_max == 6
-    assert SpeculativeConfig.read({"model": "m"}).method == "draft_model"
+    assert SpeculativeConfig.read({"model": "m"}).method == ""  # its config.json decides
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"method": "ngram"},
+        {"method": "ngram_gpu"},
+        {"model": "ngram"},
+        {"model": "[ngram]"},
+        {"method": "ngram", "model": "[ngram]", "quantization": None},
+        {"method": "ngram", "rejection_sample_method": "standard", "draft_tensor_parallel_size": 1},
+        {"method": "ngram", "draft_load_config": {}, "parallel_drafting": False, "use_heterogeneous_vocab": False},
+    ],
+)
+def test_vllms_spellings_of_one_configuration(asked: dict[str, object]) -> None:
+    assert SpeculativeConfig.read(asked) == SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+
+
+def test_a_key_without_effect_is_named() -> None:
+    keys = [
+        "attention_backend",
+        "code_revision",
+        "disable_eagle_block_drop",
+        "disable_lookahead_block_hashes",
+        "enforce_eager",
+        "moe_backend",
+        "disable_padded_drafter_batch",
+        "draft_lm_head_quantization",
+        "draft_sample_method",
+        "kv_cache_dtype",
+        "num_speculative_tokens_per_batch_size",
+        "use_local_argmax_reduction",
+    ]
+    read = SpeculativeConfig.read({"method": "ngram", **dict.fromkeys(keys, "any")})
+    assert [hint.split()[0] for hint in read.hints] == keys
+    assert all(" has no effect: " in hint for hint in read.hints)
 
 
 def test_steps_are_not_planned_ahead_of_tokens_that_drafts_begin_with() -> None:

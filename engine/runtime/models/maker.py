@@ -71,6 +71,7 @@ class Maker(NamedTuple):
             bias=None,
             activation=activation,
             is_head=is_head,
+            dense=None,
         )
 
         def take(stored: Mapping[str, StoredTensor]) -> None:
@@ -86,12 +87,10 @@ class Maker(NamedTuple):
         self.loads.append(Load(wanted, take))
         return linear
 
-    def weight(self, name: str, num_rows: int, num_inputs: int, take: Callable[[Tensor], object]) -> None:
-        """Hand a matrix [num_rows, num_inputs], dequantised, to `take` once it is loaded."""
+    def matrix(self, name: str, num_rows: int, num_inputs: int, take: Callable[[Matrix], object]) -> None:
+        """Hand a matrix [num_rows, num_inputs] to `take`, which makes its products, once its tensors are there."""
         empty = self._one(name, num_rows, num_inputs)
-        self.loads.append(
-            Load(self._shapes(empty), lambda stored: take(self.scheme.dense(self._filled(empty, stored))))
-        )
+        self.loads.append(Load(self._shapes(empty), lambda stored: take(self._filled(empty, stored))))
 
     def embedding(self, name: str, num_rows: int, num_inputs: int) -> Embedding:
         """Return an embedding [num_rows, num_inputs], to be loaded."""
@@ -113,6 +112,7 @@ class Maker(NamedTuple):
             bias=None,
             activation=None,
             is_head=False,
+            dense=None,
         )
 
     def _parts(self, rows: Mapping[str, int]) -> list[Bundle]:

@@ -8,16 +8,17 @@ part, with its scales and block edges. Used once, on the thread that builds the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.activation import Activation
-from engine.runtime.linear import CODES, Product, pack
+from engine.runtime.linear import CODES, DenseHeads, HeadProducts, Product, pack
 from engine.runtime.native.library import Library, native
-from engine.runtime.native.ops import NativeLinear, PackedLinear
+from engine.runtime.native.ops import PANEL, NativeHeads, NativeLinear, PackedLinear
 from engine.runtime.native.rows import StoredRows
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.stored.storage import Storage
@@ -39,13 +40,14 @@ class Bundle(NamedTuple):
 class Matrix:
     """A matrix [outputs, inputs] to multiply by, merged of parts row by row."""
 
-    bundles: Sequence[Bundle]  # in the order of their rows
+    bundles: Sequence[Bundle]  # in the order of their rows; none: the weight is `dense`
     shape: tuple[int, int]
     dtype: torch.dtype  # of inputs, outputs and bias
     device: torch.device
     bias: Tensor | None
     activation: Activation | None  # with one the rows are gates, then as many ups
     is_head: bool
+    dense: Tensor | None  # the weight in `dtype`, if it is there already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,8 @@ class Scheme:
 
     def dense(self, matrix: Matrix) -> Tensor:
         """Return a matrix's weight [outputs, inputs] in the model's type."""
+        if matrix.dense is not None:
+            return matrix.dense
         weight = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
         for bundle in matrix.bundles:
             self.dequantise(bundle, weight.narrow(0, bundle.first_row, bundle.num_rows))
@@ -113,6 +117,25 @@ class Scheme:
         """Return a matrix whose rows are looked up: packed, or a weight in the model's type."""
         return self.dense(matrix)
 
+    def heads(self, matrix: Matrix, num_heads: int) -> HeadProducts:
+        """Return the products of heads with matrices of their own, which are the rows of one.
+
+        The native library's have the same bits in any batch. Its panels are cut between heads, so heads whose rows are
+        no multiple of a panel are dequantised and padded.
+        """
+        library, (num_rows, num_inputs) = native(), matrix.shape
+        num_outputs = num_rows // num_heads
+        if library is not None and matrix.device.type == "cpu":
+            whole = matrix
+            if num_outputs % PANEL:
+                weight = F.pad(self.dense(matrix).unflatten(0, (num_heads, -1)), (0, 0, 0, -num_outputs % PANEL))
+                weight = weight.flatten(0, 1)
+                whole = replace(matrix, bundles=(), shape=(len(weight), num_inputs), dense=weight)
+            product = self.product(whole)
+            if isinstance(product, NativeLinear):
+                return NativeHeads(library, product, num_heads, num_outputs)
+        return DenseHeads(self.dense(matrix).unflatten(0, (num_heads, -1)))
+
     def summary(self) -> str:
         """Return a line for the log after loading; "" for none."""
         return ""
@@ -122,7 +145,7 @@ def stored_rows(matrix: Matrix) -> list[StoredRows] | None:
     """Return the rows of a matrix on the CPU as the files have them, part by part; None if one lies otherwise."""
     found = [bundle.tensors[".weight"].rows for bundle in matrix.bundles if set(bundle.tensors) == {".weight"}]
     readers = [read for read in found if read is not None]
-    if matrix.device.type != "cpu" or len(readers) < len(matrix.bundles):
+    if matrix.device.type != "cpu" or not readers or len(readers) < len(matrix.bundles):
         return None
     return [read() for read in readers]
 

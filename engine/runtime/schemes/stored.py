@@ -56,7 +56,7 @@ class StoredScheme(Scheme):
     def _native(self, matrix: Matrix) -> Product | None:
         """Return the native library's product; None if no rows hold the matrix."""
         library = native()
-        if library is None:
+        if library is None or matrix.dense is not None:
             return None
         parts = []
         for bundle in matrix.bundles:

@@ -30,6 +30,7 @@ _MAX_BYTES = 64 << 20  # the index of the largest checkpoints takes 10 MB
 _OTHER_TOWERS = ("vision_tower.", "multi_modal_projector.")
 _BODY = ("embed_tokens.", "layers.", "norm.")
 _BYTES = {**FLOATS, **CODES}
+_VOCABULARY = {"d2t": {"I64": 8, "I32": 4}, "t2d": {"BOOL": 1, "U8": 1}}  # of an EAGLE-3 draft, and their types
 _MAX_CODES = {"I32": 16, "U8": 2}  # that an element may hold: of 2 bits and of 4
 
 
@@ -37,9 +38,8 @@ class SafetensorsCheckpoint:
     """A folder in the hub's layout; its weight files are opened when needed."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:  # noqa: ARG002 - for random weights
-        path = folder / "config.json"
         self._folder = folder
-        self.config = HFConfig(_read_object(path), str(path))
+        self.config = read_config(folder)
         self.quantization: QuantConfig | None = read_quantization(self.config, folder)
         self._headers: dict[str, Header] | None = None
 
@@ -119,7 +119,7 @@ def _stored(path: Path, config: HFConfig) -> Iterator[StoredTensor]:
 def _require_readable(tensor: StoredTensor, *, is_quantised: bool) -> None:
     """Raise ModelLoadError for a type that is not read, or not for this tensor."""
     is_part = is_quantised and (module_of(tensor.name) is not None or not tensor.name.endswith((".weight", ".bias")))
-    readable = _BYTES if is_part else FLOATS
+    readable = _VOCABULARY.get(tensor.name, _BYTES if is_part else FLOATS)
     if tensor.kind not in readable:
         raise ModelLoadError(
             f"{tensor.file}: tensor {tensor.name!r} is stored as {tensor.kind}; Quire reads {', '.join(readable)} in "
@@ -137,6 +137,12 @@ def _is_zero(tensor: StoredTensor) -> bool:
 
 def _copy(file: Any, name: str, part: Part, target: Tensor) -> None:
     target.copy_(part.view(file.get_tensor(name)))  # a view of the map, converted and moved in one copy
+
+
+def read_config(folder: Path) -> HFConfig:
+    """Return the config.json of a folder. Raises ModelLoadError."""
+    path = folder / "config.json"
+    return HFConfig(_read_object(path), str(path))
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""Completes --speculative-config from the config.json of model and draft, and fetches both.
+
+The config of a speculator, a draft that was trained for one model, names that model, the verifier. Such a draft may also
+be named as the model: then its verifier is served. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.core.errors import ConfigError, ModelLoadError
+from engine.core.types import Progress
+from engine.model_source import fetch, find_model, local_path
+from engine.runtime.weights.hf_config import HFConfig
+from engine.runtime.weights.safetensors import read_config
+from engine.setting import read_object
+from engine.speculative_config import DEFAULT_DRAFTS, FLAG, METHODS, SpeculativeConfig
+
+_NO_CONFIG = HFConfig({}, "")
+# Parts of a repository's name that vLLM reads the method from, in its order.
+_NAMED = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+_NUM_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+
+
+def complete(config: EngineConfig) -> EngineConfig:
+    """Return the settings with a method and a number of drafts; the verifier is the model of a speculator.
+
+    Raises ConfigError or ModelLoadError.
+    """
+    own = read_source(config)
+    if own.has("speculators_config"):
+        config = _with_verifier(config, own)
+        own = _NO_CONFIG
+    asked = config.speculation
+    if asked is None:
+        return config
+    asked.check_named()
+    if asked.method and asked.num_speculative_tokens:
+        return config
+    with naming_draft():
+        draft = own if asked.model is None else read_source(config.of_draft(asked))
+    method = asked.method or _method(asked, draft)
+    num_drafts = asked.num_speculative_tokens or _num_drafts(method, draft)
+    if method == "mtp" and asked.model == config.model:  # as vLLM allows it to be written
+        config = _with_draft(config, model=None)
+    return _with_draft(config, method=method, num_speculative_tokens=num_drafts)
+
+
+def fetch_models(config: EngineConfig, report: Callable[[Progress], None]) -> EngineConfig:
+    """Return complete settings with local paths for model and draft, fetched if they are ids. Raises ModelLoadError."""
+
+    def fetch_one(config: EngineConfig) -> str:
+        weights = config.load_format != "dummy"
+        return str(fetch(config.model, config.revision, config.download_dir, report, weights=weights))
+
+    config = complete(config)
+    path, draft = fetch_one(config), config.speculation
+    if path != config.model:
+        config = replace(config, model=path)
+    if draft is None or draft.model is None:
+        return config
+    with naming_draft():
+        path = fetch_one(config.of_draft(draft))
+    return config if path == draft.model else _with_draft(config, model=path)
+
+
+@contextmanager
+def naming_draft() -> Iterator[None]:
+    """Name --speculative-config in the errors of a draft model."""
+    try:
+        yield
+    except (ConfigError, ModelLoadError) as error:
+        raise type(error)(f"{FLAG}: the draft model could not be loaded: {error}") from error
+
+
+def _with_draft(config: EngineConfig, **changes: Any) -> EngineConfig:
+    """Return the settings with other values of --speculative-config."""
+    assert config.speculative_config is not None
+    return replace(config, speculative_config={**read_object(FLAG, config.speculative_config), **changes})
+
+
+def _with_verifier(config: EngineConfig, speculator: HFConfig) -> EngineConfig:
+    """Return the settings for the model that a speculator drafts for, with the speculator as its draft."""
+    verifier = speculator.section("speculators_config").section("verifier")
+    if not verifier.has("name_or_path"):
+        raise ModelLoadError(
+            f"{speculator.source} is of a speculator and names no verifier; name the model that it drafts for, and "
+            f"this one in {FLAG} as model."
+        )
+    given: Mapping[str, Any] = {} if config.speculative_config is None else read_object(FLAG, config.speculative_config)
+    drafting = {"model": config.model, "revision": config.revision, **given}
+    model = find_model(verifier.text("name_or_path")).path
+    return replace(config, model=model, revision=None, speculative_config=drafting)
+
+
+def read_source(config: EngineConfig) -> HFConfig:
+    """Return the config.json of a folder or repository; an empty one for a GGUF file."""
+    path = local_path(config.model)
+    if path is None:
+        from engine.hub.model import open_model
+
+        found = open_model(config.model, config.revision, config.download_dir)
+        if not found.is_folder:
+            return _NO_CONFIG
+        path = found.fetch_config(weights=config.load_format != "dummy")
+    return read_config(path) if path.is_dir() else _NO_CONFIG
+
+
+def _method(asked: SpeculativeConfig, draft: HFConfig) -> str:
+    """Return the method of a draft model, from its config, then its name. Raises ConfigError."""
+    assert asked.model is not None, "otherwise a method is given"
+    method = _method_in(draft) or next((each for word, each in _NAMED.items() if word in _name(asked.model)), "")
+    if method and method not in METHODS:
+        raise ConfigError(
+            f"{FLAG}: {asked.model} is a draft of the method {method!r}, which Quire does not serve; choose one of "
+            f"{', '.join(METHODS)}."
+        )
+    return method or "draft_model"
+
+
+def _method_in(draft: HFConfig) -> str:
+    """Return the method that a config.json names; "" if it is of an ordinary model."""
+    if draft.has("speculators_model_type"):
+        return draft.text("speculators_model_type")
+    kinds = draft.texts("architectures") if draft.has("architectures") else ()
+    if draft.has("draft_vocab_size") or any("eagle3" in kind.lower() for kind in kinds):
+        return "eagle3"
+    return "mtp" if any(draft.values.get(key) for key in _NUM_HEADS) else ""
+
+
+def _num_drafts(method: str, draft: HFConfig) -> int:
+    """Return the number of drafts that a config.json recommends, or Quire's."""
+    if method == "mtp":
+        return next((draft.size(key) for key in _NUM_HEADS if draft.has(key)), 1)
+    proposals = draft.section("speculators_config").values.get("proposal_methods")
+    if isinstance(proposals, list) and proposals and isinstance(proposals[0], Mapping):
+        return HFConfig(proposals[0], draft.source).size("speculative_tokens", DEFAULT_DRAFTS)
+    return DEFAULT_DRAFTS
+
+
+def _name(model: str) -> str:
+    return Path(model).name.lower()
