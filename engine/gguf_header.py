@@ -40,8 +40,30 @@ class GGUFHeader(NamedTuple):
     tensors: list[TensorInfo]
 
 
+_known: dict[tuple[str, int, int], GGUFHeader] = {}  # headers that were read, by path, time and size of the file
+
+
 def read_header(path: Path) -> GGUFHeader:
-    """Return the header of a file. Raises ModelLoadError for a damaged one."""
+    """Return the header of a file. Raises ModelLoadError for a damaged one.
+
+    It is kept until forget_headers(): a start reads the same one for the config, the weights and the tokenizer.
+    """
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise ModelLoadError(f"The model file {path} cannot be read: {reason(error)}.") from None
+    key = (str(path), about.st_mtime_ns, about.st_size)
+    if key not in _known:
+        _known[key] = _read(path)
+    return _known[key]
+
+
+def forget_headers() -> None:
+    """Free the headers that were read: a tokenizer's strings take tens of megabytes."""
+    _known.clear()
+
+
+def _read(path: Path) -> GGUFHeader:
     try:
         check_regular(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

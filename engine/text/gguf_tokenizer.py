@@ -158,12 +158,15 @@ def _merges_of_scores(vocabulary: Mapping[str, int], scores: Sequence[float]) ->
     return [(left, right) for *_, left, right in sorted(merges)]
 
 
+_ADDED = frozenset(map(int, (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)))
+
+
 def _add_special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
     types = metadata.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
     added = [
         AddedToken(token, special=kind != TokenType.USER_DEFINED, normalized=False)
         for token, kind in zip(tokens, types, strict=False)
-        if token and kind in (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
+        if kind in _ADDED and token
     ]
     tokenizer.add_tokens(added)
 

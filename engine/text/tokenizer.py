@@ -55,6 +55,7 @@ class TokenizerConfig:
     eos_token_ids: frozenset[int]
     chat_template: str | None
     sampling_defaults: SamplingDefaults
+    sizes: tuple[int, int] | None = None  # number of ids, characters of the longest token; None: not known
 
 
 class TextTokenizer:
@@ -71,9 +72,7 @@ class TextTokenizer:
         self.chat_template = (
             ChatTemplate(vocabulary.chat_template, vocabulary.special_tokens) if vocabulary.chat_template else None
         )
-        vocabulary_ids = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary_ids.values()) + 1
-        self.max_token_chars = max(map(len, vocabulary_ids))
+        self.vocab_size, self.max_token_chars = vocabulary.sizes or _sizes(backend)
         self._num_ids: int | None = None  # of the model, where the tokenizer has more
         self.eos_token_ids = vocabulary.eos_token_ids
         self.description = {**vocabulary.special_tokens, "chat_template": vocabulary.chat_template}
@@ -166,7 +165,8 @@ def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type", ())
     named_ends = {special_token(metadata, role) for role in ("eos", "eot", "eom")}
-    control = {tokens[i]: i for i, kind in enumerate(types) if kind == TokenType.CONTROL}
+    mark = int(TokenType.CONTROL)  # comparing with members takes four times as long
+    control = {tokens[i]: i for i, kind in enumerate(types) if kind == mark}
     short = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     named = {name: special_token(metadata, role) for role, name in short.items()}
     return backend, TokenizerConfig(
@@ -174,7 +174,14 @@ def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
         eos_token_ids=_turn_ends(control, {token_id for token_id in named_ends if token_id is not None}),
         chat_template=metadata.get("tokenizer.chat_template"),
         sampling_defaults=SamplingDefaults(),
+        sizes=(len(tokens), max(map(len, tokens))),
     )
+
+
+def _sizes(backend: tokenizers.Tokenizer) -> tuple[int, int]:
+    """Return the number of ids and the length of the longest token; slow."""
+    ids = backend.get_vocab(with_added_tokens=True)
+    return max(ids.values()) + 1, max(map(len, ids))
 
 
 def _turn_ends(control: Mapping[str, int], named: set[int]) -> frozenset[int]:
