@@ -69,7 +69,7 @@ class Speculation:
     def _drafter(self, settings: SchedulerConfig) -> Drafter:
         if self.model is None:
             return NgramDrafter(self.asked.prompt_lookup_min, self.asked.prompt_lookup_max)
-        backend = load_backend(self.config.attention_backend, self.device, self.model.attention_specs)
+        backend = load_backend(self.config.attention_backend, self.device)
         kv_cache = KVCache(
             self.model.attention_specs,
             backend,
