@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.runtime.activation import Activation
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import LinearArgs, native
-from engine.runtime.native.ops import NativeLinear, PackedAddend, PackedHeads, PackedLinear
+from engine.runtime.native.ops import NativeLinear, PackedAddend, PackedLinear
 from engine.runtime.ops import act_mul
 
 Product = Callable[[Tensor], Tensor]  # [T, inputs] -> [T, outputs], without the activation if it is not native
@@ -118,22 +118,12 @@ class DenseHeads:
     __slots__ = ("_weight",)
 
     def __init__(self, weight: Tensor) -> None:
-        self._weight = weight.mT
+        """`weight` is [heads, outputs, inputs]."""
+        self._weight = weight.contiguous().mT
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Write the products of x [T, heads, inputs] to out [T, heads, outputs]."""
         out.copy_(torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1))
-
-
-def pack_heads(weight: Tensor) -> HeadProducts:
-    """Return the products of heads with matrices of their own, [heads, outputs, inputs].
-
-    The native library's have the same bits in any batch.
-    """
-    library = native()
-    weight = weight.contiguous()
-    if library and PackedLinear.fits(weight[0]):
-        return PackedHeads(library, weight)
-    return DenseHeads(weight)
 
 
 def pack(

@@ -16,6 +16,7 @@ from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.decoder import Decoder
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+ALL += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
 
 
 def save_adapter(
@@ -67,8 +68,12 @@ def _shapes(model: torch.nn.Module | Decoder, names: Sequence[str]) -> dict[str,
 
 
 def linears(model: torch.nn.Module, targets: Sequence[str]) -> dict[str, torch.nn.Linear]:
-    """Those of a model that are called so."""
-    found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in targets}
+    """Return those of a model that are called so; adapters never change experts."""
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in targets and "expert" not in name
+    }
     return {name: module for name, module in found.items() if isinstance(module, torch.nn.Linear)}
 
 

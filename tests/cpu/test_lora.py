@@ -46,6 +46,7 @@ NAMES = (
     "phi3",
     "granite",
     "qwen3-moe",
+    "deepseek_v2-lite",
     "deepseek_v3-halves-biased",
 )
 LENGTH = 12
@@ -94,7 +95,9 @@ def test_what_is_added_is_what_merged_weights_have_more(name: str, tmp_path: Pat
     theirs = families.save_tiny(families.CASES[name], tmp_path / "model")
     folders = [
         save_adapter(theirs, tmp_path / "all", seed=1),
-        save_adapter(theirs, tmp_path / "some", rank=3, seed=2, targets=("v_proj", "o_proj", "qkv_proj", "up_proj")),
+        save_adapter(
+            theirs, tmp_path / "some", rank=3, seed=2, targets=("v_proj", "o_proj", "qkv_proj", "up_proj", "q_b_proj")
+        ),
     ]
     model = families.load(tmp_path / "model")
     first, second = (load_adapter(model, folder) for folder in folders)
@@ -279,6 +282,16 @@ def test_what_is_not_understood_is_refused_by_its_key(
     (tmp_path / "adapter_config.json").write_text(json.dumps(values | config))
     with pytest.raises(AdapterLoadError, match=sentence):
         load_adapter(tiny, tmp_path)
+
+
+def test_an_adapter_of_the_expansion_of_latents_is_refused(tmp_path: Path) -> None:
+    """Queries are multiplied by kv_b's rows for keys transposed, to which no low-rank term can be added."""
+    theirs = families.save_tiny(families.CASES["deepseek_v2-lite"], tmp_path / "model")
+    folder = save_adapter(theirs, tmp_path / "adapter", targets=("kv_b_proj", "q_proj"))
+    with pytest.raises(
+        AdapterLoadError, match=r"it changes .*kv_b_proj, which this model cannot have changed; .*q_proj"
+    ):
+        load_adapter(families.load(tmp_path / "model"), folder)
 
 
 def test_other_models_adapters_are_refused(tiny: Decoder, tmp_path: Path) -> None:

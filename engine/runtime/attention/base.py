@@ -89,6 +89,6 @@ class AttentionBackend(ABC):
         """Attend from the projection: qkv [T, query, key and value heads, head_dim]."""
         raise NotImplementedError
 
-    def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Any:
+    def paged_step(self, specs: Sequence[AttentionSpec], keys: Sequence[Tensor], values: Sequence[Tensor]) -> Any:
         """Return the PagedStep of the native library: the pool of all layers and the step."""
         raise NotImplementedError

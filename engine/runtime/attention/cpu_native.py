@@ -36,9 +36,10 @@ class CpuNativeAttention(AttentionBackend):
                 f"--attention-backend 'cpu_native' needs an even head_dim, not {spec.head_dim}; use 'cpu'."
             )
 
-    def paged_step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> PagedStep:
+    def paged_step(self, specs: Sequence[AttentionSpec], keys: Sequence[Tensor], values: Sequence[Tensor]) -> PagedStep:
         """Return all layers, for a forward pass that is one call."""
-        return PagedStep(list(map(_pool, keys, values)), self._store, self._attend)
+        pools = [_pool_of(*layer) for layer in zip(specs, keys, values, strict=True)]
+        return PagedStep(pools, self._store, self._attend)
 
     def prepare(self, batch: Batch) -> None:
         """Point the arguments that all layers share at the step's index tensors."""
@@ -59,11 +60,9 @@ class CpuNativeAttention(AttentionBackend):
         assert q.dtype == k.dtype == v.dtype, "one type for queries, keys and values"
         assert k_pool.dtype == v_pool.dtype
         assert k_pool.dtype in (q.dtype, torch.int8)
+        pool = _pool_of(spec, k_pool, v_pool)
         if spec.is_latent:
-            assert k_pool.dtype == q.dtype, "resolve_kv_dtype has refused latents in int8"
-            pool, v = _latent_pool(k_pool, spec.out_dim), k
-        else:
-            pool = _pool(k_pool, v_pool)
+            v = k
         q, k, v = _rows(q), _rows(k), _rows(v)
         pool.dtype = DTYPES[q.dtype]
         assert k.shape[1:] == v.shape[1:] == (pool.num_kv_heads, pool.head_dim)
@@ -84,6 +83,11 @@ class CpuNativeAttention(AttentionBackend):
         args.window, args.scale, args.softcap = spec.window or 0, spec.scale, spec.softcap or 0.0
         self._library.attend(args)
         return out
+
+
+def _pool_of(spec: AttentionSpec, k: Tensor, v: Tensor) -> Pool:
+    """Describe one layer's pool, without the type of its queries."""
+    return _latent_pool(k, spec.out_dim) if spec.is_latent else _pool(k, v)
 
 
 def _pool(k: Tensor, v: Tensor) -> Pool:

@@ -27,6 +27,7 @@ class Place(IntEnum):
     O = 1  # noqa: E741 - its name in every checkpoint
     GATE_UP = 2
     DOWN = 3
+    Q_B = 4  # of a latent of queries
 
 
 class Target(NamedTuple):

@@ -99,7 +99,8 @@ class FullNorm:
         return torch.cat((self.q(flat[:, :split]), self.k(flat[:, split:])), 1).view(qk.shape)
 
 
-def _addends(adapters: LayerAdapters | None, place: Place, x: Tensor) -> Sequence[Addend]:
+def addends(adapters: LayerAdapters | None, place: Place, x: Tensor) -> Sequence[Addend]:
+    """Return the terms that adapters add to the product of x with the matrix at a place."""
     return () if adapters is None else adapters(place, x)
 
 
@@ -114,7 +115,8 @@ class Attention:
 
     __slots__ = ("_clip", "_heads", "_index", "_norm", "_num_heads", "_shape", "o", "qkv", "sinks")
 
-    def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
+    def __init__(self, index: int, config: ModelConfig, make: Maker, *, num_inputs: int | None = None) -> None:
+        """`num_inputs` is the width of x, if it is not the hidden size."""
         self._index = index
         self._num_heads = config.num_heads
         self._heads = config.num_heads + config.num_kv_heads  # the heads that are normalised and rotated
@@ -123,7 +125,7 @@ class Attention:
         rows = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
         if config.merged_checkpoint:
             rows = {"qkv_proj": sum(rows.values())}
-        self.qkv = make.linear(rows, config.hidden_size, bias=config.qkv_bias, place=Place.QKV)
+        self.qkv = make.linear(rows, num_inputs or config.hidden_size, bias=config.qkv_bias, place=Place.QKV)
         self.o = make.linear({"o_proj": config.hidden_size}, width, bias=config.o_bias, place=Place.O)
         self._norm = None if config.qk_norm is QKNorm.NONE else _QK_NORMS[config.qk_norm](config, make)
         self._clip = config.qkv_clip
@@ -132,11 +134,11 @@ class Attention:
     def __call__(
         self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None
     ) -> Tensor:
-        """Compute attention for x [T, hidden]; `angles` from Rotary, None without positions.
+        """Compute attention for x [T, inputs]; `angles` from Rotary, None without positions.
 
         The tensors that `attention` gets are views into wider rows: a token's heads are contiguous, tokens are not.
         """
-        qkv = self.qkv(x, _addends(adapters, Place.QKV, x)).view(self._shape)
+        qkv = self.qkv(x, addends(adapters, Place.QKV, x)).view(self._shape)
         qk = qkv[:, : self._heads]
         if isinstance(self._norm, FullNorm):
             qk.copy_(self._norm(qk))
@@ -153,7 +155,7 @@ class Attention:
         return self._project(out.flatten(1), adapters)
 
     def _project(self, x: Tensor, adapters: LayerAdapters | None) -> Tensor:
-        return self.o(x, _addends(adapters, Place.O, x))
+        return self.o(x, addends(adapters, Place.O, x))
 
     def _rotation(self, angles: Angles | None) -> Rotation:
         if isinstance(self._norm, HeadNorm):
@@ -178,5 +180,5 @@ class MLP:
         self.down = make.linear({"down_proj": hidden}, width, bias=bias, place=Place.DOWN)
 
     def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
-        inner = self.gate_up(x, _addends(adapters, Place.GATE_UP, x))
-        return self.down(inner, _addends(adapters, Place.DOWN, inner))
+        inner = self.gate_up(x, addends(adapters, Place.GATE_UP, x))
+        return self.down(inner, addends(adapters, Place.DOWN, inner))

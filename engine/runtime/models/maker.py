@@ -84,8 +84,8 @@ class Maker(NamedTuple):
         self.loads.append(Load(wanted, take))
         return linear
 
-    def weight(self, name: str, num_rows: int, num_inputs: int, take: Callable[[Tensor], object]) -> None:
-        """Hand a matrix [num_rows, num_inputs], dequantised, to `take` once it is loaded."""
+    def matrix(self, name: str, num_rows: int, num_inputs: int, take: Callable[[Matrix], object]) -> None:
+        """Hand a matrix [num_rows, num_inputs] to `take`, which makes its products, once its tensors are there."""
         empty = Matrix(
             bundles=self._parts({name: num_rows}),
             shape=(num_rows, num_inputs),
@@ -96,9 +96,7 @@ class Maker(NamedTuple):
             is_head=False,
             dense=None,
         )
-        self.loads.append(
-            Load(self._shapes(empty), lambda stored: take(self.scheme.dense(self._filled(empty, stored))))
-        )
+        self.loads.append(Load(self._shapes(empty), lambda stored: take(self._filled(empty, stored))))
 
     def _parts(self, rows: Mapping[str, int]) -> list[Bundle]:
         """Return the parts of a merged matrix, without tensors."""

@@ -12,17 +12,21 @@ steps go this way. Engine thread.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from engine.runtime.linear import HeadProducts, pack_heads
+from engine.runtime.linear import HeadProducts
 from engine.runtime.lora.adapter import Place
 from engine.runtime.models.base import LayerAttention
 from engine.runtime.models.config import LatentConfig, ModelConfig
-from engine.runtime.models.layers import Angles, LayerAdapters, RMSNorm
+from engine.runtime.models.layers import Angles, LayerAdapters, RMSNorm, addends
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.rope import rotate
+from engine.runtime.native.library import LatentArgs
+from engine.runtime.native.ops import NativeHeads
+from engine.runtime.schemes.base import Matrix, Scheme
 
 _NORM_EPS = 1e-6  # of the norms of latents, whatever the config's rms_norm_eps
 
@@ -43,12 +47,14 @@ class LatentAttention:
         "_value_dim",
         "_values",
         "_widths",
+        "args",
         "down",
         "o",
         "queries",
     )
 
     sinks = None
+    args: LatentArgs | None  # the native library's description, if that holds every matrix
     _keys: HeadProducts  # of queries without positions, to the width of a latent
     _values: HeadProducts  # of mixed latents, to values
 
@@ -61,38 +67,65 @@ class LatentAttention:
         norms = replace(config, norm_eps=_NORM_EPS)
         self._widths = (width if rank is None else rank, row)
         first = {"q_proj": width} if rank is None else {"q_a_proj": rank}
-        self.down = make.linear({**first, "kv_a_proj_with_mqa": row}, hidden, bias=config.qkv_bias)
+        rows = {**first, "kv_a_proj_with_mqa": row}
+        self.down = make.linear(rows, hidden, bias=config.qkv_bias, place=Place.QKV)
         self._query_norm = None if rank is None else RMSNorm(make, "q_a_layernorm", rank, norms)
-        self.queries = None if rank is None else make.linear({"q_b_proj": width}, rank)
+        self.queries = None if rank is None else make.linear({"q_b_proj": width}, rank, place=Place.Q_B)
         self._key_norm = RMSNorm(make, "kv_a_layernorm", latent.rank, norms)
+        heads = config.num_heads
         if latent.has_split_kv:
-            make.weight("k_b_proj", config.num_heads * latent.rank, latent.nope_dim, self._take_keys)
-            make.weight("v_b_proj", config.num_heads * latent.value_dim, latent.rank, self._take_values)
+            make.matrix("k_b_proj", heads * latent.rank, latent.nope_dim, partial(self._take_keys, make.scheme))
+            make.matrix("v_b_proj", heads * latent.value_dim, latent.rank, partial(self._take_values, make.scheme))
         else:
-            expanded = config.num_heads * (latent.nope_dim + latent.value_dim)
-            make.weight("kv_b_proj", expanded, latent.rank, self._take_both)
+            expanded = heads * (latent.nope_dim + latent.value_dim)
+            make.matrix("kv_b_proj", expanded, latent.rank, partial(self._take_both, make.scheme))
         self.o = make.linear({"o_proj": hidden}, config.num_heads * latent.value_dim, bias=config.o_bias, place=Place.O)
 
-    def _take_both(self, weight: Tensor) -> None:
-        """Keep kv_b_proj: a head's rows are its keys', then its values'."""
-        keys, values = weight.unflatten(0, (self._num_heads, -1)).split((self._nope_dim, self._value_dim), 1)
-        self._keys, self._values = pack_heads(keys.mT), pack_heads(values)
+    def _take_both(self, scheme: Scheme, matrix: Matrix) -> None:
+        """Keep kv_b_proj: a head's rows are its keys', then its values'.
 
-    def _take_keys(self, weight: Tensor) -> None:
+        Queries are multiplied by the transposed keys, whose codes no scheme has, so both parts are floats again.
+        """
+        heads = scheme.dense(matrix).unflatten(0, (self._num_heads, -1))
+        keys, values = heads.split((self._nope_dim, self._value_dim), 1)
+        keys, values = keys.mT.flatten(0, 1), values.flatten(0, 1)
+        self._take_keys(scheme, replace(matrix, bundles=(), shape=keys.shape, dense=keys))
+        self._take_values(scheme, replace(matrix, bundles=(), shape=values.shape, dense=values))
+
+    def _take_keys(self, scheme: Scheme, matrix: Matrix) -> None:
         """Keep k_b_proj of GGUF files: a head has a row for each number of the latent."""
-        self._keys = pack_heads(weight.unflatten(0, (self._num_heads, -1)))
+        self._keys = scheme.heads(matrix, self._num_heads)
 
-    def _take_values(self, weight: Tensor) -> None:
-        self._values = pack_heads(weight.unflatten(0, (self._num_heads, -1)))
+    def _take_values(self, scheme: Scheme, matrix: Matrix) -> None:
+        self._values = scheme.heads(matrix, self._num_heads)
+
+    def finish(self) -> None:
+        """Describe the loaded layer to the native library, if that holds every matrix."""
+        queries = None if self.queries is None else self.queries.args
+        has_queries = queries is not None or self.queries is None
+        self.args = None
+        if has_queries and isinstance(self._keys, NativeHeads) and isinstance(self._values, NativeHeads):
+            args = LatentArgs(keys=self._keys.address, values=self._values.address, eps=_NORM_EPS)
+            args.rank, args.nope_dim, args.rope_dim = self._rank, self._nope_dim, self._rope_dim
+            args.is_interleaved = self._is_interleaved
+            if queries is not None:
+                args.queries = queries
+            self.args = args
+
+    @property
+    def head_norms(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the weights of the norms of both latents, of queries and of keys."""
+        return (None if self._query_norm is None else self._query_norm.weight), self._key_norm.weight
 
     def __call__(
         self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None
     ) -> Tensor:
         """Compute attention for x [T, hidden]; `angles` from Rotary."""
         assert angles is not None, "a family with latents has positions in every layer"
-        first, row = self.down(x).split(self._widths, 1)
+        first, row = self.down(x, addends(adapters, Place.QKV, x)).split(self._widths, 1)
         if self.queries is not None and self._query_norm is not None:
-            first = self.queries(self._query_norm(first.contiguous()))
+            normed = self._query_norm(first.contiguous())
+            first = self.queries(normed, addends(adapters, Place.Q_B, normed))
         q = first.unflatten(1, (self._num_heads, -1))
         turned = self._rotate(q[..., self._nope_dim :], row[:, self._rank :], angles)
 
@@ -108,7 +141,7 @@ class LatentAttention:
         values = x.new_empty(num_tokens, self._num_heads, self._value_dim)
         self._values(mixed, values)
         out = values.flatten(1)
-        return self.o(out, () if adapters is None else adapters(Place.O, out))
+        return self.o(out, addends(adapters, Place.O, out))
 
     def _rotate(self, q: Tensor, k: Tensor, angles: Angles) -> Tensor:
         """Return q [T, heads, rope_dim] and, as one more head, k [T, rope_dim], rotated.

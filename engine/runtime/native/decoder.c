@@ -13,6 +13,7 @@ struct workspace {
     float *cos, *sin;                             /* [rotaries][T, dim], the sign of the negated half inside sin */
     float *kept_stream;                           /* [num_rows, hidden], in the last layer */
     char *kept_attended;                          /* likewise */
+    struct latent_room latent;                    /* only with latents */
     struct adapter_rows adapters;                 /* only with adapters, ... */
     char *normed;                                 /* ... like this; without them norms for qkv and gate_up are packed directly */
     char *routed, *moe; /* only with mixtures of experts: their input [T, hidden], and their memory */
@@ -27,17 +28,23 @@ static void *carve(char *base, size_t *used, int64_t count, size_t size) {
     return at;
 }
 
+static const struct linear *matrix_at(const struct layer *layer, enum place place) {
+    const struct linear *all[NUM_PLACES] = {&layer->qkv, &layer->o, &layer->gate_up, &layer->down,
+                                            layer->latent ? &layer->latent->queries : NULL};
+    return all[place];
+}
+
 /* Most bytes of packed rows, for any of the matrices. */
 static size_t packed_bytes(const struct decoder *d, int64_t rows) {
     size_t most = 0;
-    for (int64_t i = 0; i < d->num_layers; i++) {
-        const struct linear *all[] = {&d->layers[i].qkv, &d->layers[i].o, &d->layers[i].gate_up, &d->layers[i].down};
-        for (int j = 0; j < 4; j++) {
-            struct gemm_args args = {.w = *all[j], .m = rows};
+    for (int64_t i = 0; i < d->num_layers; i++)
+        for (enum place place = 0; place < NUM_PLACES; place++) {
+            const struct linear *matrix = matrix_at(&d->layers[i], place);
+            if (!matrix) continue;
+            struct gemm_args args = {.w = *matrix, .m = rows};
             size_t bytes = quire_rows_bytes(&args);
             if (bytes > most) most = bytes;
         }
-    }
     return most;
 }
 
@@ -58,17 +65,19 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
     for (int64_t i = 0; i < d->num_rotaries; i++) angles += d->rotaries[i].dim;
     w->stream = carve(base, &used, tokens * d->hidden, sizeof(float));
     w->delta = carve(base, &used, tokens * d->hidden, sizeof(float));
-    w->qkv = carve(base, &used, tokens * (d->num_heads + 2 * d->num_kv_heads) * d->head_dim, size);
-    w->attended = carve(base, &used, tokens * d->num_heads * d->head_dim, size);
+    w->qkv = carve(base, &used, tokens * d->layers->qkv.n, size);
+    w->attended = carve(base, &used, tokens * d->layers->o.k, size);
     w->mlp = carve(base, &used, tokens * d->intermediate, size);
     w->rows = carve(base, &used, 1, packed_bytes(d, tokens));
     w->cos = carve(base, &used, tokens * angles, sizeof(float));
     w->sin = carve(base, &used, tokens * angles, sizeof(float));
     w->kept_stream = carve(base, &used, f->num_rows * d->hidden, sizeof(float));
-    w->kept_attended = carve(base, &used, f->num_rows * d->num_heads * d->head_dim, size);
+    w->kept_attended = carve(base, &used, f->num_rows * d->layers->o.k, size);
     size_t mixture = mixture_bytes(d, tokens);
     w->routed = carve(base, &used, mixture ? tokens * d->hidden : 0, size);
     w->moe = carve(base, &used, 1, mixture);
+    if (d->layers->latent)
+        used += latent_lay_out(d->layers->latent, d->num_heads, d->dtype, tokens, base ? base + used : NULL, &w->latent);
     w->normed = NULL;
     if (f->adapters.num) {
         w->normed = carve(base, &used, tokens * d->hidden, size);
@@ -96,8 +105,7 @@ static void fill_angles(const struct forward_args *f, struct workspace *w) {
 /* y = x . weight, for matrix `place` of layer `layer`; without x, the rows are packed already. */
 static int32_t linear(const struct forward_args *f, int64_t layer, enum place place, const void *x,
                       struct workspace *w, void *y, int64_t rows, int32_t y_dtype) {
-    const struct layer *at = &f->decoder->layers[layer];
-    const struct linear *all[NUM_PLACES] = {&at->qkv, &at->o, &at->gate_up, &at->down}, *weight = all[place];
+    const struct linear *weight = matrix_at(&f->decoder->layers[layer], place);
     struct gemm_args args = {*weight, x, w->rows, y, rows, weight->k, num_columns_of(weight), y_dtype, NULL};
     if (f->adapters.num) {
         int32_t status = adapter_rows_multiply(&w->adapters, layer, place, x);
@@ -136,12 +144,18 @@ static void norm_whole(const struct decoder *d, struct norm norm, char *at, int6
 
 static void run_clip(const void *args, int64_t begin, int64_t end) { active_kernels()->clip(args, begin, end); }
 
+/* Where the angles of a layer's rotary begin. */
+static size_t angles_of(const struct forward_args *f, const struct layer *layer) {
+    size_t angles = 0;
+    for (int64_t i = 0; i < layer->rotary; i++) angles += (size_t)(f->decoder->rotaries[i].dim * f->num_tokens);
+    return angles;
+}
+
 static void rotate(const struct forward_args *f, const struct layer *layer, struct workspace *w, int64_t stride,
                    int64_t rows) {
     const struct decoder *d = f->decoder;
     int per_head = d->qk_norm == QK_NORM_HEAD;
-    size_t angles = 0;
-    for (int64_t i = 0; i < layer->rotary; i++) angles += (size_t)(d->rotaries[i].dim * f->num_tokens);
+    size_t angles = angles_of(f, layer);
     if (layer->rotary < 0 && !per_head) return;
     struct rope_args args = {
         .qk = w->qkv, .cos = w->cos + angles, .signed_sin = w->sin + angles,
@@ -153,10 +167,69 @@ static void rotate(const struct forward_args *f, const struct layer *layer, stru
     quire_rope(&args);
 }
 
+/* Store new rows of the pool, and attend with queries, into `out`. */
+static int32_t store_and_attend(const struct forward_args *f, const struct layer *layer, const void *k, const void *v,
+                                int64_t kv_stride, const void *q, int64_t q_stride, void *out, int64_t rows) {
+    const struct decoder *d = f->decoder;
+    struct store_args store = *f->store;
+    store.num_tokens = rows;
+    store.pool = layer->pool, store.k = k, store.v = v, store.k_stride = store.v_stride = kv_stride;
+    quire_store(&store);
+    struct attend_args attend = *f->attend;
+    attend.pool = layer->pool, attend.q = q, attend.q_stride = q_stride, attend.out = out;
+    attend.num_heads = d->num_heads, attend.sinks = layer->sinks, attend.window = layer->window;
+    attend.scale = d->attention_scale, attend.softcap = d->softcap;
+    return quire_attend(&attend);
+}
+
+/* Queries of all heads, from w->qkv where that has their latent only. */
+static int32_t queries_of(const struct forward_args *f, int64_t index, struct workspace *w, int64_t rows) {
+    const struct decoder *d = f->decoder;
+    const struct layer *layer = &d->layers[index];
+    const struct linear *matrix = &layer->latent->queries;
+    struct gemm_args packs = {.w = *matrix, .rows = w->rows, .m = rows};
+    char *normed = f->adapters.num ? w->latent.normed : NULL;
+    struct norm_args norm = {
+        .residual = w->qkv, .weight = layer->q.weight, .out = normed, .packs = normed ? NULL : &packs,
+        .rows = rows, .width = matrix->k, .residual_stride = layer->qkv.n, .out_stride = matrix->k,
+        .dtype = d->dtype, .weight_dtype = layer->q.dtype, .stream_dtype = d->dtype, .eps = layer->latent->eps,
+    };
+    quire_add_rms_norm(&norm);
+    return linear(f, index, PLACE_Q_B, normed, w, w->latent.queries, rows, d->dtype);
+}
+
+/* The same as `attention`, over a pool of latents. */
+static int32_t latent_attention(const struct forward_args *f, int64_t index, struct workspace *w, int64_t rows) {
+    const struct decoder *d = f->decoder;
+    const struct layer *layer = &d->layers[index];
+    const struct latent *l = layer->latent;
+    int64_t heads = d->num_heads, width = l->rank + l->rope_dim, head = l->nope_dim + l->rope_dim;
+    size_t angles = angles_of(f, layer), first = (size_t)(layer->qkv.n - width) * size_of(d->dtype);
+    int32_t status = linear(f, index, PLACE_QKV, w->normed, w, w->qkv, rows, d->dtype);
+    struct latent_rows args = {
+        .latent = l, .norm = layer->k.weight, .queries = w->qkv, .rows = w->qkv + first, .room = &w->latent,
+        .cos = w->cos + angles, .signed_sin = w->sin + angles,
+        .num_heads = heads, .query_stride = layer->qkv.n, .row_stride = layer->qkv.n,
+        .dtype = d->dtype, .norm_dtype = layer->k.dtype,
+    };
+    if (!status && l->queries.packed) {
+        status = queries_of(f, index, w, rows);
+        args.queries = w->latent.queries, args.query_stride = l->queries.n;
+    }
+    if (status) return status;
+    latent_rotate(&args, rows);
+    char *absorbed = w->latent.absorbed;
+    status = latent_multiply(l->keys, heads, args.queries, args.query_stride, head, absorbed, width, rows);
+    if (!status) status = store_and_attend(f, layer, w->latent.keys, NULL, width, absorbed, heads * width, w->latent.mixed, rows);
+    if (status) return status;
+    return latent_multiply(l->values, heads, w->latent.mixed, heads * l->rank, l->rank, w->attended, l->values->n, rows);
+}
+
 /* Queries, keys and values of the normed rows; keys and values into the pool; the heads' results into w->attended. */
 static int32_t attention(const struct forward_args *f, int64_t index, struct workspace *w, int64_t rows) {
     const struct decoder *d = f->decoder;
     const struct layer *layer = &d->layers[index];
+    if (layer->latent) return latent_attention(f, index, w, rows);
     size_t size = size_of(d->dtype);
     int64_t q_width = d->num_heads * d->head_dim, kv_width = d->num_kv_heads * d->head_dim;
     int64_t stride = q_width + 2 * kv_width;
@@ -172,22 +245,14 @@ static int32_t attention(const struct forward_args *f, int64_t index, struct wor
         run_ranges(run_clip, &clip, rows, stride, WORTH_SHARING);
     }
     rotate(f, layer, w, stride, rows);
-    struct store_args store = *f->store;
-    store.num_tokens = rows;
-    store.pool = layer->pool, store.k = k, store.v = v, store.k_stride = store.v_stride = stride;
-    quire_store(&store);
-    struct attend_args attend = *f->attend;
-    attend.pool = layer->pool, attend.q = w->qkv, attend.q_stride = stride, attend.out = w->attended;
-    attend.num_heads = d->num_heads, attend.sinks = layer->sinks, attend.window = layer->window;
-    attend.scale = d->attention_scale, attend.softcap = d->softcap;
-    return quire_attend(&attend);
+    return store_and_attend(f, layer, k, v, stride, w->qkv, stride, w->attended, rows);
 }
 
 /* Nothing reads the last layer's other rows: continue with the requested ones, which may repeat. */
 static void keep_rows(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
     size_t stream = (size_t)d->hidden * sizeof(float);
-    size_t attended = (size_t)(d->num_heads * d->head_dim) * size_of(d->dtype);
+    size_t attended = (size_t)d->layers->o.k * size_of(d->dtype);
     for (size_t i = 0; i < (size_t)f->num_rows; i++) {
         size_t row = (size_t)f->rows[i];
         memcpy((char *)w->kept_stream + i * stream, (char *)w->stream + row * stream, stream);
@@ -216,6 +281,21 @@ static int32_t mlp(const struct forward_args *f, int64_t index, struct workspace
     return status ? status : linear(f, index, PLACE_DOWN, w->mlp, w, w->delta, rows, DT_F32);
 }
 
+/* Round the stream that enters a layer into the caller's copy, if that layer's is wanted. */
+static void copy_stream(const struct forward_args *f, int64_t layer, struct workspace *w) {
+    const struct decoder *d = f->decoder;
+    for (int64_t i = 0; i < f->num_streams; i++) {
+        if (f->stream_layers[i] != layer) continue;
+        struct norm_args args = {
+            .residual = w->stream, .out = (char *)f->streams + (size_t)(i * d->hidden) * size_of(d->dtype),
+            .rows = f->num_tokens, .width = d->hidden,
+            .residual_stride = d->hidden, .out_stride = f->num_streams * d->hidden,
+            .dtype = d->dtype, .stream_dtype = DT_F32,
+        };
+        quire_add_rms_norm(&args);
+    }
+}
+
 static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
     int64_t rows = f->num_tokens;
@@ -224,6 +304,7 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
     for (int64_t i = 0; i < d->num_layers; i++) {
         const struct layer *layer = &d->layers[i];
         int is_last = i + 1 == d->num_layers;
+        copy_stream(f, i, w);
         int32_t status = attention(f, i, w, rows);
         if (status) return status;
         if (is_last && f->num_rows == 0) return QUIRE_OK; /* a chunk of a prompt needs keys and values only */
@@ -237,6 +318,7 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
         join(d, layer->after_mlp, is_last ? d->norm : layer[1].before_attention, w,
              is_last ? NULL : &layer[1].qkv, is_last ? f->hidden : w->normed, rows);
     }
+    copy_stream(f, d->num_layers, w);
     return QUIRE_OK;
 }
 

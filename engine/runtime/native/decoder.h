@@ -3,6 +3,7 @@
 #ifndef QUIRE_DECODER_H
 #define QUIRE_DECODER_H
 
+#include "latent.h"
 #include "lora.h"
 #include "moe.h"
 
@@ -22,10 +23,11 @@ struct rotary {
 };
 
 struct layer {
-    struct linear qkv, o, gate_up, down;
+    struct linear qkv, o, gate_up, down; /* with latents, qkv is the first product: of queries or their latent, and rows */
+    const struct latent *latent; /* NULL: keys and values have heads of their own */
     const struct moe *moe; /* instead of gate_up and down; NULL: none */
     const float *sinks;    /* [num_heads], see struct attend_args, or NULL */
-    struct norm before_attention, after_attention, before_mlp, after_mlp, q, k;
+    struct norm before_attention, after_attention, before_mlp, after_mlp, q, k; /* q, k: of latents, if there are any */
     struct pool pool;
     int64_t window; /* 0: none */
     int64_t rotary; /* which, -1: none */
@@ -52,6 +54,9 @@ struct forward_args {
     void *hidden;                     /* [num_rows, hidden] */
     int64_t num_tokens, num_rows;
     struct adapters adapters; /* of the tokens */
+    void *streams;                /* [num_tokens, num_streams, hidden]: the sums that enter these layers; for the ... */
+    const int64_t *stream_layers; /* ... number of layers the sum that leaves the last, which goes with all rows only */
+    int64_t num_streams;
 };
 
 #endif

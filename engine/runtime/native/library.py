@@ -210,12 +210,21 @@ class MixtureCall(Structure):
     _fields_ = _fields(moe__x__y__chosen__weights=c_void_p, rows=c_int64)
 
 
+class LatentArgs(Structure):
+    """A layer's matrices of latents."""
+
+    _fields_ = [
+        ("queries", LinearArgs),
+        *_fields(keys__values=c_void_p, rank__nope_dim__rope_dim=c_int64, is_interleaved=c_int32, eps=c_float),
+    ]
+
+
 class LayerArgs(Structure):
     """One layer of a decoder and its pool."""
 
     _fields_ = [
         *((name, LinearArgs) for name in ("qkv", "o", "gate_up", "down")),
-        *_fields(moe__sinks=c_void_p),
+        *_fields(latent__moe__sinks=c_void_p),
         *_fields(before_attention__after_attention__before_mlp__after_mlp__q__k=NormWeight),
         ("pool", Pool),
         *_fields(window__rotary=c_int64),
@@ -242,7 +251,7 @@ class LowRankArgs(Structure):
 class AdapterLayerArgs(Structure):
     """The terms that an adapter adds to a layer's products."""
 
-    _fields_ = _fields(qkv__o__gate_up__down=LowRankArgs)
+    _fields_ = _fields(qkv__o__gate_up__down__q_b=LowRankArgs)
 
 
 class AdaptersArgs(Structure):
@@ -258,6 +267,8 @@ class ForwardArgs(Structure):
         decoder__store__attend__ids__positions__rows__hidden=c_void_p,
         num_tokens__num_rows=c_int64,
         adapters=AdaptersArgs,
+        streams__stream_layers=c_void_p,
+        num_streams=c_int64,
     )
 
 

@@ -115,6 +115,11 @@ class NativeLinear:
     _packed: Tensor
     args: LinearArgs
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the panels, without scales of rows."""
+        return self._packed.nbytes
+
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None, addends: Sequence[PackedAddend] = ()) -> Tensor:
         """Return [T, outputs] in x's type or, unrounded, float32, for contiguous x [T, inputs]."""
         linear, library = self.args, self._library
@@ -179,23 +184,29 @@ class PackedLinear(NativeLinear):
         return out.to(self._packed.dtype)
 
 
-class PackedHeads:
-    """A matrix for each head, [heads, outputs, inputs], in panels."""
+class NativeHeads:
+    """A matrix for each head, in the panels of one matrix, with the same bits in any batch."""
 
-    __slots__ = ("_heads", "_library", "_packed")
+    __slots__ = ("_heads", "_library", "_product")
 
-    def __init__(self, library: Library, weight: Tensor) -> None:
-        """Pack `weight`, whose heads must `fit` PackedLinear."""
-        num_heads, num_outputs, num_inputs = weight.shape
-        assert PackedLinear.fits(weight[0])
-        panels = -(-num_outputs // PANEL) * PANEL
-        self._library, kind, dtype = library, _FORMATS[weight.dtype], DTYPES[weight.dtype]
-        self._packed = library.weights.zeros(num_heads, panels, num_inputs, dtype=weight.dtype)
-        self._heads = (LinearArgs * num_heads)()
-        for args, rows, packed in zip(self._heads, weight, self._packed, strict=True):
-            args.packed, args.n, args.k = packed.data_ptr(), num_outputs, num_inputs
-            args.format, args.dtype = kind, dtype
-            library.gemm_pack(rows.data_ptr(), args)
+    def __init__(self, library: Library, product: NativeLinear, num_heads: int, num_outputs: int) -> None:
+        """The product's rows are the heads', each with its `num_outputs` and others up to a multiple of PANEL."""
+        linear = product.args
+        num_rows = linear.n // num_heads
+        assert linear.n % (num_heads * PANEL) == 0
+        assert num_rows - PANEL < num_outputs <= num_rows
+        assert not linear.bias
+        self._library, self._product, self._heads = library, product, (LinearArgs * num_heads)()
+        for head, args in enumerate(self._heads):
+            args.packed = linear.packed + product.num_bytes // num_heads * head
+            args.n, args.k, args.format, args.dtype = num_outputs, linear.k, linear.format, linear.dtype
+            if linear.scales:
+                args.scales = linear.scales + head * num_rows * torch.float32.itemsize
+
+    @property
+    def address(self) -> int:
+        """Return the address of the heads' descriptions, valid while this object lives."""
+        return addressof(self._heads)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """Write the products of x [T, heads, inputs] to out [T, heads, outputs]; rows of heads are dense."""

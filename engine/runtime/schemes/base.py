@@ -8,15 +8,17 @@ part, with its scales and block edges. Used once, on the thread that builds the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.activation import Activation
-from engine.runtime.linear import Product, pack
-from engine.runtime.native.library import Library
+from engine.runtime.linear import DenseHeads, HeadProducts, Product, pack
+from engine.runtime.native.library import Library, native
+from engine.runtime.native.ops import PANEL, NativeHeads, NativeLinear
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.stored.storage import Storage
 
@@ -37,7 +39,7 @@ class Bundle(NamedTuple):
 class Matrix:
     """A matrix [outputs, inputs] to multiply by, merged of parts row by row."""
 
-    bundles: Sequence[Bundle]  # in the order of their rows
+    bundles: Sequence[Bundle]  # in the order of their rows; none: the weight is `dense`
     shape: tuple[int, int]
     dtype: torch.dtype  # of inputs, outputs and bias
     device: torch.device
@@ -102,6 +104,25 @@ class Scheme:
     def product(self, matrix: Matrix) -> Product:
         """Return the product with a matrix; this one dequantises it."""
         return pack(self.dense(matrix), matrix.bias, matrix.activation)
+
+    def heads(self, matrix: Matrix, num_heads: int) -> HeadProducts:
+        """Return the products of heads with matrices of their own, which are the rows of one.
+
+        The native library's have the same bits in any batch. Its panels are cut between heads, so heads whose rows are
+        no multiple of a panel are dequantised and padded.
+        """
+        library, (num_rows, num_inputs) = native(), matrix.shape
+        num_outputs = num_rows // num_heads
+        if library is not None and matrix.device.type == "cpu":
+            whole = matrix
+            if num_outputs % PANEL:
+                weight = F.pad(self.dense(matrix).unflatten(0, (num_heads, -1)), (0, 0, 0, -num_outputs % PANEL))
+                weight = weight.flatten(0, 1)
+                whole = replace(matrix, bundles=(), shape=(len(weight), num_inputs), dense=weight)
+            product = self.product(whole)
+            if isinstance(product, NativeLinear):
+                return NativeHeads(library, product, num_heads, num_outputs)
+        return DenseHeads(self.dense(matrix).unflatten(0, (num_heads, -1)))
 
     def summary(self) -> str:
         """Return a line for the log after loading; "" for none."""

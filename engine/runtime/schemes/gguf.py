@@ -30,11 +30,16 @@ class GGUFScheme(Scheme):
         return native_refusal(here)
 
     def product(self, matrix: Matrix) -> Product:
-        """Return the product with the rows as stored, whatever types the parts have."""
+        """Return the product with the rows as stored, whatever types the parts have; with floats if there are none."""
         library = native()
         tensors = [bundle.tensors[".weight"] for bundle in matrix.bundles]
         parts = [tensor.quantised() for tensor in tensors if tensor.quantised is not None]
-        if library is None or len(parts) < len(tensors) or not is_served_quantised([part.kind for part in parts]):
+        if (
+            library is None
+            or not parts
+            or len(parts) < len(tensors)
+            or not is_served_quantised([part.kind for part in parts])
+        ):
             return super().product(matrix)
         code = CODES[matrix.activation]
         return QuantisedLinear.from_gguf(library, parts, matrix.shape[1], matrix.dtype, matrix.bias, code)

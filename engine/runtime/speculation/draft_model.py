@@ -24,6 +24,7 @@ from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.base import CausalLM
 from engine.runtime.sampling.draw import draw
 from engine.runtime.sampling.sampler import wishes
+from engine.runtime.speculation.base import draft_by_depth
 from engine.runtime.transfer import to_device
 
 
@@ -37,10 +38,7 @@ class DraftModel:
         kv_cache: KVCache,
         config: SchedulerConfig,
         device: torch.device,
-        max_len: int | None = None,
     ) -> None:
-        """Sequences longer than `max_len`, or than the model was made for, get no drafts."""
-        self._max_len = min(max_len or model.max_model_len, model.max_model_len)
         self._model, self._backend, self._kv_cache, self._device = model, backend, kv_cache, device
         self._last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
         self._max_tokens = config.max_num_batched_tokens
@@ -57,7 +55,7 @@ class DraftModel:
             stop = piece.start + piece.num_tokens
             begin = self._known.up_to(piece)
             num_tokens = min(stop - begin, room)
-            if num_tokens and stop + num_drafts <= self._max_len:
+            if num_tokens and stop + num_drafts <= self._model.max_model_len:
                 room -= num_tokens
                 is_ready = begin + num_tokens == stop
                 samples = piece.samples if is_ready else ()
@@ -74,19 +72,16 @@ class DraftModel:
 
     def _go_on(self, slices: Sequence[SequenceSlice], asked: Mapping[int, int], drawn: Tensor) -> dict[int, list[int]]:
         """Draw the further drafts, one step each; `drawn` are the first ones."""
-        steps, going = [drawn], list(asked)
-        columns = [going]
-        for ahead in range(1, max(asked.values())):
-            going = [index for index in going if asked[index] > ahead]
+
+        def draw_next(depth: int, going: Sequence[int]) -> Tensor:
+            if not depth:
+                return drawn
             following = [slices[index] for index in going]
-            more = self._draw([piece.at(piece.start + piece.num_tokens - 1 + ahead) for piece in following])
+            more = self._draw([piece.at(piece.start + piece.num_tokens - 1 + depth) for piece in following])
             assert more is not None
-            steps.append(more)
-            columns.append(going)
-        drafts: dict[int, list[int]] = {index: [] for index in asked}
-        for ids, indices in zip(torch.cat(steps).split([len(each) for each in columns]), columns, strict=True):
-            for index, token in zip(indices, ids.tolist(), strict=True):
-                drafts[index].append(token)
+            return more
+
+        drafts = draft_by_depth(asked, draw_next)
         for index, num_drafts in asked.items():
             piece = slices[index]
             last = piece.start + piece.num_tokens + num_drafts - 1  # position of the last draft, which was not read
