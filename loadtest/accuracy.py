@@ -11,6 +11,7 @@ perplexity. llama.cpp's mixed files, which --llama-quantize makes, have no diver
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import subprocess
 from pathlib import Path
@@ -25,7 +26,8 @@ from loadtest.perplexity import PerplexityError, Score, measure, read_text
 from loadtest.shapes import COMPARED, Shape
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import numpy as np
+    from numpy.typing import NDArray
 
 TINY = Shape("tiny-512", "llama", 2, 512, 8, 4, 64, 1536, 512, 1024, 1e4, 1e-5, stds=(0.1, 0.044))
 _TRAINED = "smollm2-135m"
@@ -105,12 +107,12 @@ def _tiny(folder: Path, file: str) -> Path:
 def kl_of(path: Path) -> float:
     """Return the mean divergence of a served file from its float32 forward."""
     served, exact = _logprobs(path), _logprobs(path, dtype="float32", quantization="none")
-    return float((exact.exp() * (exact - served)).sum(-1).mean())
+    return float((math.e**exact * (exact - served)).sum(-1).mean())
 
 
-def _logprobs(path: Path, **settings: Any) -> Tensor:
+def _logprobs(path: Path, **settings: Any) -> NDArray[np.float64]:
     """Return log probabilities of the whole vocabulary, after each token of fixed prompts."""
-    import torch
+    import numpy as np
 
     from quire import LLM, SamplingParams
 
@@ -119,4 +121,4 @@ def _logprobs(path: Path, **settings: Any) -> Tensor:
     with LLM(str(path), max_logprobs=TINY.vocab, **settings) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=TINY.vocab), progress=False)
     rows = [entry for output in outputs for entry in output.prompt_logprobs or () if entry]
-    return torch.tensor([[row[token].logprob for token in range(TINY.vocab)] for row in rows], dtype=torch.float64)
+    return np.array([[row[token].logprob for token in range(TINY.vocab)] for row in rows])

@@ -15,17 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
-from safetensors.torch import save_file
-from torch import Tensor
 
 from engine.gguf_header import read_header
 from engine.text.gguf_tokenizer import build_tokenizer
 from loadtest.peers.gguf_file import fitted, write_gguf
-from loadtest.peers.packed import PACKINGS, group_of
+from loadtest.peers.packed import PACKINGS, group_of, save_packed
 from loadtest.peers.safetensors_file import Entry, write_safetensors
 from loadtest.shapes import Shape
 
@@ -215,19 +212,7 @@ def _write_packed(shape: Shape, tensors: Weights, metadata: dict[str, Any], path
     path.mkdir(exist_ok=True)
     _write_tokenizer(shape, metadata, path)
     _write_json(path / "config.json", _hf_config(shape) | {"quantization_config": packing.config(group)})
-    stored: dict[str, Tensor] = {}
-    for full, size, make in _hf_tensors(tensors):
-        module, first = full.removesuffix(".weight"), re.sub(r"layers\.\d+", "layers.0", full)
-        if len(size) < 2 or not full.endswith("_proj.weight"):
-            stored[full] = torch.from_numpy(make()).bfloat16()
-        elif tensors.is_random and first != full:
-            start = first.removesuffix(".weight")
-            alike = [key for key in stored if key.startswith(f"{start}.")]
-            stored |= {module + key.removeprefix(start): stored[key].clone() for key in alike}
-        else:
-            packed = packing.pack(torch.from_numpy(make()), group)
-            stored |= {module + ending: tensor for ending, tensor in packed.items()}
-    save_file(stored, path / "model.safetensors")
+    save_packed(_hf_tensors(tensors), path / "model.safetensors", packing, group, alike=tensors.is_random)
 
 
 def _hf_config(shape: Shape) -> dict[str, Any]:

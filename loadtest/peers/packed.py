@@ -6,10 +6,15 @@ Tools of the hub choose roundings with more care, which is no matter for speed a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
 from torch import Tensor
 
 Stored = dict[str, Tensor]
@@ -180,3 +185,27 @@ PACKINGS = {
         _nf4, lambda _: {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     ),
 }  # fmt: skip
+
+
+def save_packed(
+    tensors: Iterable[tuple[str, Sequence[int], Callable[[], NDArray[np.float32]]]],
+    path: Path,
+    packing: Packing,
+    group: int,
+    *,
+    alike: bool,
+) -> None:
+    """Save projections packed and others in bfloat16; `alike` repeats the first layer's codes in all layers."""
+    stored: Stored = {}
+    for name, size, make in tensors:
+        module, first = name.removesuffix(".weight"), re.sub(r"layers\.\d+", "layers.0", name)
+        if len(size) < 2 or not name.endswith("_proj.weight"):
+            stored[name] = torch.from_numpy(make()).bfloat16()
+        elif alike and first != name:
+            start = first.removesuffix(".weight")
+            codes = {key: tensor for key, tensor in stored.items() if key.startswith(f"{start}.")}
+            stored |= {module + key.removeprefix(start): tensor.clone() for key, tensor in codes.items()}
+        else:
+            packed = packing.pack(torch.from_numpy(make()), group)
+            stored |= {module + ending: tensor for ending, tensor in packed.items()}
+    save_file(stored, path)
