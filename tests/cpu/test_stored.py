@@ -62,13 +62,18 @@ CASES = {
     "nf4-nested": packers.nf4(nested=True),
     "bnb-int8": packers.bnb_int8(),
     "nvfp4": packers.nvfp4(modelopt=True),
+    "nvfp4-of-vllm": packers.nvfp4(modelopt=True)._replace(
+        config={"quant_method": "modelopt_fp4", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    ),
     "nvfp4-compressed": packers.nvfp4(modelopt=False),
     "mxfp4": packers.mxfp4(),
 }
 
 
 # Each way of unpacking, through the whole model; the others are compared matrix by matrix.
-SERVED = ["w4a16-actorder", "w8a8", "fp8-block", "awq", "gptq-3", "nf4-nested", "nvfp4"]
+SERVED = [
+    "w4a16-actorder", "w8a8", "fp8-block", "fbgemm", "awq", "gptq-3", "auto-round", "nf4-nested", "nvfp4", "nvfp4-of-vllm",
+]  # fmt: skip
 
 
 def log_probabilities(model: torch.nn.Module) -> torch.Tensor:
