@@ -19,7 +19,6 @@ from engine.config import EngineConfig
 from engine.core.errors import AdapterLoadError, MemoryBudgetError, ModelLoadError
 from engine.core.scheduler import Scheduler
 from engine.runtime.activation import Activation
-from engine.runtime.linear import Dense
 from engine.runtime.models.config import Clamp, GroupScoring, MoEConfig, RouterConfig, Scoring
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_model
@@ -215,33 +214,6 @@ def test_a_token_is_the_same_alone_and_in_a_batch() -> None:
     moe, _, _ = random_moe(torch.bfloat16)
     x = torch.randn(33, HIDDEN, generator=torch.Generator().manual_seed(4)).bfloat16()
     assert torch.equal(moe(x), torch.cat([moe(row[None]) for row in x]))
-
-
-@pytest.mark.parametrize("clamp", [None, Clamp(1.702, 1.0)], ids=["silu", "clamped"])
-def test_grouped_products_are_those_of_single_experts(clamp: Clamp | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA: with experts that no token chooses, and without reading a count back to the host."""
-    monkeypatch.setattr("engine.runtime.schemes.base.pack", lambda weight, bias, _: Dense(weight, bias))
-    monkeypatch.setattr("engine.runtime.models.moe.has_grouped_products", lambda device, dtype: True)
-    config = MoEConfig(
-        router=RouterConfig(num_experts=40, num_chosen=3),
-        width=32,
-        activation=Activation.SILU,
-        clamp=clamp,
-        has_bias=clamp is not None,
-    )
-    make, generator = maker(torch.bfloat16), torch.Generator().manual_seed(2)
-    moe = MoE(config, HIDDEN, make)
-    shapes = {name: shape for load in make.loads for name, shape in load.shapes.items()}
-    fill(make, {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()})
-    for num_tokens in (1, 7):
-        x = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16()
-        with monkeypatch.context() as patch:
-            patch.setattr(Tensor, "tolist", lambda _: pytest.fail("read on the host"))
-            found = moe(x)
-        stacks, moe._stacks = moe._stacks, None
-        assert stacks is not None
-        torch.testing.assert_close(found, moe(x), atol=2e-2, rtol=2e-2)
-        moe._stacks = stacks
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
