@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,19 @@ def test_a_model_equals_the_dequantised_one(name: str, tmp_path: Path) -> None:
     """--quantization none in float32 is within 1e-4 of transformers over weights dequantised by packers.py."""
     expected = log_probabilities(packers.save(tmp_path, CASES[name]))
     torch.testing.assert_close(found(tmp_path, quantization="none"), expected, atol=1e-4, rtol=0)
+    assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize(("name", "is_tied"), [("w4a16", False), ("w8a16", True), ("nf4-nested", True)])
+def test_a_packed_embedding_is_dequantised(name: str, is_tied: bool, tmp_path: Path) -> None:
+    packing = CASES[name]
+    config = deepcopy(packing.config)
+    for group in config.get("config_groups", {}).values():
+        group["targets"].append("Embedding")
+    by_name = {"embed_tokens": packing._replace(config=config), "_proj": packing}
+    expected = log_probabilities(packers.save(tmp_path, by_name, tie_word_embeddings=is_tied))
+    torch.testing.assert_close(found(tmp_path, quantization="none"), expected, atol=1e-4, rtol=0)
+    assert (found(tmp_path, quantization="stored") - expected).abs().max() < 0.2
     assert expected.std() > 0.1
 
 
