@@ -30,6 +30,7 @@ class ModelFacts(NamedTuple):
     is_native: bool  # Quire's decoder runs it and its draft model; only the tokenizer may need transformers
     vocab_size: int | None = None  # None: known only to transformers
     max_positions: int | None = None
+    num_mtp_layers: int | None = None
 
 
 def check_model(config: EngineConfig, *, has_tokenizer: bool = False) -> ModelFacts:
@@ -45,7 +46,9 @@ def check_model(config: EngineConfig, *, has_tokenizer: bool = False) -> ModelFa
         with naming(module):
             check_folder(Path(module.path))
     draft = config.speculation
-    if draft is None or draft.model is None:
+    if draft is not None:
+        draft.check_head(config.model, is_native=facts.is_native, num_mtp_layers=facts.num_mtp_layers)
+    if draft is None or draft.model in (None, config.model):
         return facts
     with naming_draft():
         other = _check_one(config.of_draft(draft), has_tokenizer=True)
@@ -108,4 +111,4 @@ def _own_facts(config: EngineConfig, model: HFConfig) -> ModelFacts:
     own = read_config(model.values, model.source)
     if own.latent is not None and config.kv_cache_dtype != "auto":
         raise narrow_latents(config.kv_cache_dtype)
-    return ModelFacts(True, own.vocab_size, own.max_positions)
+    return ModelFacts(True, own.vocab_size, own.max_positions, own.num_mtp_layers)

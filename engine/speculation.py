@@ -12,12 +12,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
-from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
+from engine.draft_source import naming_draft
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache, block_bytes, resolve_kv_dtype
 from engine.runtime.models.base import CausalLM
-from engine.runtime.models.load import load_model, resolve_dtype
+from engine.runtime.models.load import load_model, load_mtp, resolve_dtype
 from engine.runtime.runner import ModelRunner
 from engine.runtime.speculation.base import Drafter
 from engine.runtime.speculation.costs import measure_draft_costs
@@ -93,12 +93,13 @@ def load_speculation(
     asked = config.speculation
     if asked is None:
         return None
+    if asked.method == "mtp":
+        with naming_draft():
+            return Speculation(asked, config, device, head=load_mtp(config, target, device, report))
     if asked.model is None:
         return Speculation(asked, config, device)
     own = config.of_draft(asked)
-    try:
+    with naming_draft():
         model = load_model(own, device, resolve_dtype(own, device), report)
-    except (ConfigError, ModelLoadError) as error:
-        raise type(error)(f"--speculative-config: the draft model could not be loaded: {error}") from error
     asked.check_vocabulary(model.vocab_size, target.vocab_size)
     return Speculation(asked, config, device, model)

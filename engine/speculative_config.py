@@ -24,12 +24,14 @@ class Method(NamedTuple):
 
     keys: tuple[str, ...]  # that it takes, beside `method` and `num_speculative_tokens`
     has_model: bool = False  # beside the one that is served
+    is_head: bool = False  # reads the served model's hidden states
 
 
 _MODEL = ("model", "revision", "quantization", "max_model_len")
 METHODS = {
     "ngram": Method(("prompt_lookup_min", "prompt_lookup_max")),
     "draft_model": Method(_MODEL, has_model=True),
+    "mtp": Method(("model",), is_head=True),
 }
 
 # Keys that change speed in vLLM and nothing else, and the reason why they have no effect here.
@@ -103,6 +105,25 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"{FLAG}: the draft model {self.model} has {num_tokens} tokens and the model {of_target}; choose one of "
                 "the same family, whose tokenizer is the same."
+            )
+
+    def check_head(self, model: str, *, is_native: bool, num_mtp_layers: int | None) -> None:
+        """Raise ConfigError for a head that cannot draft for a model; `num_mtp_layers` None is not known yet."""
+        if not self.method or not METHODS[self.method].is_head:
+            return
+        if not is_native:
+            raise ConfigError(
+                f"{FLAG}: the method {self.method} reads the model's hidden states, which transformers' code does not "
+                "hand over; serve a model that Quire's own code runs, or choose ngram or draft_model."
+            )
+        if self.method != "mtp":
+            return
+        if self.model not in (None, model):
+            raise ConfigError(f"{FLAG}: the method mtp drafts with the layers of the model itself; leave out model.")
+        if num_mtp_layers == 0:
+            raise ConfigError(
+                f"{FLAG}: {model} has no MTP layers, which its config.json would count as 'num_nextn_predict_layers'; "
+                "choose ngram or draft_model."
             )
 
     def check_room(self, flag: str, room: int | None) -> None:

@@ -251,6 +251,7 @@ def glm4_moe(hf: HFConfig) -> ModelConfig:
         o_bias=False,
         qk_norm=QKNorm.HEAD if hf.flag("use_qk_norm") else QKNorm.NONE,
         layers=_layers(hf, moes=glm4_experts(hf)),
+        num_mtp_layers=_num_mtp_layers(hf),
     )
 
 
@@ -258,7 +259,8 @@ def glm4_moe_lite(hf: HFConfig) -> ModelConfig:
     """GLM-4.7-Flash: DeepSeek's attention, GLM's experts."""
     sizes = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
     hf = HFConfig({**sizes, **hf.values}, hf.source)
-    return _latent_common(hf, glm4_lite_experts(hf), is_interleaved=hf.flag("rope_interleave", True))
+    config = _latent_common(hf, glm4_lite_experts(hf), is_interleaved=hf.flag("rope_interleave", True))
+    return replace(config, num_mtp_layers=_num_mtp_layers(hf))
 
 
 FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
@@ -353,6 +355,11 @@ def _yarn_growth(hf: HFConfig) -> float:
 
 def _num_layers(hf: HFConfig) -> int:
     return hf.size("num_hidden_layers")
+
+
+def _num_mtp_layers(hf: HFConfig) -> int:
+    """Return the number of MTP layers; transformers has another name for it."""
+    return hf.integer("num_nextn_predict_layers", hf.integer("num_mtp_layers", 0))
 
 
 def _max_positions(hf: HFConfig) -> int:

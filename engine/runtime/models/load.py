@@ -17,12 +17,15 @@ from engine.runtime.models.base import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config, require_readable, servable
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
+from engine.runtime.models.maker import Maker
+from engine.runtime.models.mtp import MTPHead
 from engine.runtime.native.library import native
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.base import Circumstances, Scheme
 from engine.runtime.weights.checkpoint import Checkpoint, Report
 from engine.runtime.weights.fill import check_size, fill
 from engine.runtime.weights.formats import FORMATS, choose_format
+from engine.runtime.weights.hf_config import HFConfig
 from engine.runtime.weights.stored.storage import Storage
 
 _CPU_FEATURES = Path("/proc/cpuinfo")
@@ -31,12 +34,55 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> CausalLM:
     """Build the model on `device` in `dtype` and fill it, reporting progress to `report`."""
+    checkpoint, here = _open(config, device, dtype)
+    scheme = choose_scheme(config.quantization, here)
+    if config.num_loras:
+        _require_adaptable(config, scheme, here)
+    try:
+        if here.is_own:
+            return load_decoder(config, checkpoint, device, dtype, scheme, report)
+        # transformers' model code takes seconds to import, and most models do not need it
+        from engine.runtime.models.transformers_adapter import load_adapter
+
+        return load_adapter(config, Path(config.model), checkpoint, device, dtype, report)
+    except torch.OutOfMemoryError:
+        raise MemoryBudgetError(
+            f"{config.model} does not fit the memory of {device} in {str(dtype).removeprefix('torch.')}; choose a "
+            "smaller model, a smaller --dtype or a larger device."
+        ) from None
+
+
+def load_mtp(config: EngineConfig, target: CausalLM, device: torch.device, report: Report) -> MTPHead:
+    """Load the MTP head of the checkpoint that `target` was loaded from. Raises ModelLoadError."""
+    assert isinstance(target, Decoder), "load_speculation has refused any other"
+    model = read_model_config(Path(config.model), config.load_format)
+    model_config = read_config(model.values, model.source)
+    checkpoint, here = _open(config, device, target.dtype, num_more_layers=1)
+    scheme = choose_scheme(config.quantization, here)
+    make = Maker(target.dtype, device, scheme, loads=[], targets={})
+    head = MTPHead(model_config, target, config.max_model_len or model_config.max_positions, make)
+    fill(make.loads, checkpoint, report, tied=None, is_part=True)
+    head.finish()
+    return head
+
+
+def _open(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, num_more_layers: int = 0
+) -> tuple[Checkpoint, Circumstances]:
+    """Return a checkpoint, and what decides the scheme of its matrices.
+
+    Readers leave out the layers behind the last that the config names, except for `num_more_layers`.
+    """
     path = Path(config.model)
     file_format = choose_format(config.load_format, path)
     checkpoint = file_format.open(path, config.seed)
-    checkpoint.config = servable(checkpoint.config)
-    is_own = is_native(config, checkpoint.config, path)
-    here = Circumstances(
+    model = servable(checkpoint.config)
+    if num_more_layers:
+        num_layers = model.size("num_hidden_layers") + num_more_layers
+        model = HFConfig({**model.values, "num_hidden_layers": num_layers}, model.source)
+    checkpoint.config = model
+    is_own = is_native(config, model, path)
+    return checkpoint, Circumstances(
         has_gguf_rows=file_format is FORMATS["gguf"],
         is_dtype_named=config.dtype != "auto",
         device=device,
@@ -45,21 +91,6 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, r
         library=native(),
         storage=_storage(checkpoint, is_own=is_own),
     )
-    scheme = choose_scheme(config.quantization, here)
-    if config.num_loras:
-        _require_adaptable(config, scheme, here)
-    try:
-        if is_own:
-            return load_decoder(config, checkpoint, device, dtype, scheme, report)
-        # transformers' model code takes seconds to import, and most models do not need it
-        from engine.runtime.models.transformers_adapter import load_adapter
-
-        return load_adapter(config, path, checkpoint, device, dtype, report)
-    except torch.OutOfMemoryError:
-        raise MemoryBudgetError(
-            f"{config.model} does not fit the memory of {device} in {str(dtype).removeprefix('torch.')}; choose a "
-            "smaller model, a smaller --dtype or a larger device."
-        ) from None
 
 
 def choose_scheme(asked: str, here: Circumstances) -> Scheme:
