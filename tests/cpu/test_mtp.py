@@ -260,9 +260,9 @@ def test_a_head_is_loaded_and_quantised_like_the_model() -> None:
 def test_models_without_a_head_are_refused(tmp_path: Path) -> None:
     families.save_tiny(families.CASES["llama"], tmp_path)
     asked = {"speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": 2}}
-    with pytest.raises(ConfigError, match=r"has no MTP layers, .*choose ngram or draft_model\.$"):
+    with pytest.raises(ConfigError, match=r"--speculative-config: .* counts no MTP layers, .*ngram or draft_model\.$"):
         check_model(EngineConfig(model=str(tmp_path), **asked))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"hidden states, which transformers' code does not hand over"):
+    with pytest.raises(ConfigError, match=r"transformers' code runs this model, which does not show them"):
         check_model(EngineConfig(model=str(tmp_path), model_impl="transformers", **asked))  # type: ignore[arg-type]
 
 

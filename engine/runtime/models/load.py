@@ -14,14 +14,16 @@ from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.lazy import load
 from engine.runtime.models.base import CausalLM
-from engine.runtime.models.config_file import is_native, read_model_config, require_readable, servable
+from engine.runtime.models.config_file import check_mtp, is_native, read_model_config, require_readable, servable
 from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.families import read_config
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.mtp import MTPHead
 from engine.runtime.native.library import native
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.base import Circumstances, Scheme
+from engine.runtime.speculation.eagle3_config import foreign_target, read_eagle3
 from engine.runtime.weights.checkpoint import Checkpoint, Report
 from engine.runtime.weights.fill import check_size, fill
 from engine.runtime.weights.formats import FORMATS, choose_format
@@ -53,14 +55,13 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, r
 
 
 def load_mtp(config: EngineConfig, target: CausalLM, device: torch.device, report: Report) -> MTPHead:
-    """Load the MTP head of the checkpoint that `target` was loaded from. Raises ModelLoadError."""
-    assert isinstance(target, Decoder), "load_speculation has refused any other"
-    model = read_model_config(Path(config.model), config.load_format)
-    model_config = read_config(model.values, model.source)
+    """Load the MTP head of the checkpoint that `target` was loaded from. Raises ConfigError or ModelLoadError."""
+    own = target.config if isinstance(target, Decoder) else None
+    check_mtp(read_model_config(Path(config.model), config.load_format), own)
+    assert isinstance(target, Decoder)
     checkpoint, here = _open(config, device, target.dtype, num_more_layers=1)
-    scheme = choose_scheme(config.quantization, here)
-    make = Maker(target.dtype, device, scheme, loads=[], targets={})
-    head = MTPHead(model_config, target, config.max_model_len or model_config.max_positions, make)
+    make = Maker(target.dtype, device, choose_scheme(config.quantization, here), loads=[], targets={})
+    head = MTPHead(target, config.max_model_len or target.max_model_len, make)
     fill(make.loads, checkpoint, report, tied=None, is_part=True)
     head.finish()
     return head
@@ -71,7 +72,7 @@ def _open(
 ) -> tuple[Checkpoint, Circumstances]:
     """Return a checkpoint, and what decides the scheme of its matrices.
 
-    Readers leave out the layers behind the last that the config names, except for `num_more_layers`.
+    Readers leave out the layers behind the last that the config counts, except for `num_more_layers`.
     """
     path = Path(config.model)
     file_format = choose_format(config.load_format, path)
@@ -81,9 +82,40 @@ def _open(
         num_layers = model.size("num_hidden_layers") + num_more_layers
         model = HFConfig({**model.values, "num_hidden_layers": num_layers}, model.source)
     checkpoint.config = model
-    is_own = is_native(config, model, path)
-    return checkpoint, Circumstances(
-        has_gguf_rows=file_format is FORMATS["gguf"],
+    is_own, has_gguf_rows = is_native(config, model, path), file_format is FORMATS["gguf"]
+    return checkpoint, _circumstances(config, checkpoint, device, dtype, has_gguf_rows=has_gguf_rows, is_own=is_own)
+
+
+def load_eagle3(
+    config: EngineConfig, target: CausalLM, device: torch.device, report: Report, *, served_len: int
+) -> Eagle3:
+    """Build the EAGLE-3 draft of a target, in its type, and fill it. Raises ConfigError or ModelLoadError."""
+    if not isinstance(target, Decoder):
+        raise foreign_target()
+    path = Path(config.model)
+    checkpoint = choose_format(config.load_format, path).open(path, config.seed)
+    own = read_eagle3(checkpoint.config, target.config)
+    scheme = choose_scheme(
+        config.quantization, _circumstances(config, checkpoint, device, target.dtype, has_gguf_rows=False, is_own=True)
+    )
+    stored = {tensor.name for tensor in checkpoint.tensors({})}
+    draft = Eagle3(own, target.embed, stored, served_len=served_len, dtype=target.dtype, device=device, scheme=scheme)
+    fill(draft.loads, checkpoint, report, tied=None)
+    draft.loads.clear()
+    return draft
+
+
+def _circumstances(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    has_gguf_rows: bool,
+    is_own: bool,
+) -> Circumstances:
+    return Circumstances(
+        has_gguf_rows=has_gguf_rows,
         is_dtype_named=config.dtype != "auto",
         device=device,
         dtype=dtype,

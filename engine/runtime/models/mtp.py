@@ -17,7 +17,6 @@ from torch import Tensor
 
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.base import LayerAttention
-from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.decoder import Decoder, DecoderLayer
 from engine.runtime.models.layers import RMSNorm
 from engine.runtime.models.maker import Maker
@@ -28,9 +27,10 @@ class MTPHead:
     """A Head (speculation/heads.py); it is created empty, loaded by `make.loads`, and completed by `finish`."""
 
     streams: Sequence[int] = ()
+    needs_all = True
 
-    def __init__(self, config: ModelConfig, target: Decoder, served_len: int, make: Maker) -> None:
-        """`config` is the target's."""
+    def __init__(self, target: Decoder, served_len: int, make: Maker) -> None:
+        config = target.config
         settings, hidden = config.layers[-1], config.hidden_size
         make = make.within(f"model.layers.{len(config.layers)}")
         self._target, self._scale = target, config.residual_multiplier
