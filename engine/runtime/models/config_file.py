@@ -56,8 +56,8 @@ def check_mtp(model: HFConfig, config: ModelConfig | None) -> None:
         )
     if not config.num_mtp_layers:
         raise ConfigError(
-            f"{model.source or 'the model'} counts no MTP layers, as 'num_nextn_predict_layers' of DeepSeek-V3 and GLM-4.5 to 4.7 does; "
-            "choose the method ngram or draft_model."
+            f"{model.source or 'the model'} counts no MTP layers, as 'num_nextn_predict_layers' of DeepSeek-V3 and "
+            "GLM-4.5 to 4.7 does; choose the method ngram or draft_model."
         )
 
 

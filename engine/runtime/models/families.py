@@ -259,8 +259,7 @@ def glm4_moe_lite(hf: HFConfig) -> ModelConfig:
     """GLM-4.7-Flash: DeepSeek's attention, GLM's experts."""
     sizes = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
     hf = HFConfig({**sizes, **hf.values}, hf.source)
-    config = _latent_common(hf, glm4_lite_experts(hf), is_interleaved=hf.flag("rope_interleave", True))
-    return replace(config, num_mtp_layers=_num_mtp_layers(hf))
+    return _latent_common(hf, glm4_lite_experts(hf), is_interleaved=hf.flag("rope_interleave", True))
 
 
 FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
@@ -342,6 +341,7 @@ def _latent_common(hf: HFConfig, moes: Mixtures, *, is_interleaved: bool) -> Mod
         head_dim=latent.rank + latent.rope_dim,
         attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * _yarn_growth(hf) ** 2,
         latent=latent,
+        num_mtp_layers=_num_mtp_layers(hf),
     )
 
 
