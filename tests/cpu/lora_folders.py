@@ -72,7 +72,7 @@ def linears(model: torch.nn.Module, targets: Sequence[str]) -> dict[str, torch.n
     found = {
         name: module
         for name, module in model.named_modules()
-        if name.rpartition(".")[2] in targets and not (targets is ALL and "expert" in name)
+        if name.rpartition(".")[2] in targets and not (tuple(targets) == ALL and "expert" in name)
     }
     return {name: module for name, module in found.items() if isinstance(module, torch.nn.Linear)}
 
