@@ -171,7 +171,7 @@ class EngineConfig:
     speculative_config: str | Mapping[str, Any] | None = _scheduling(
         None,
         "JSON",
-        'draft tokens ahead: {"method": "ngram"} from the text so far, or {"model": PATH} by a smaller model',
+        'draft tokens ahead: {"method": "ngram"} from the text so far, {"method": "mtp"} by the MTP layer of the checkpoint, or {"model": PATH} by another model',
         unset="off",
     )
     enforce_eager: bool = _scheduling(
