@@ -31,10 +31,9 @@ class CpuNativeAttention(AttentionBackend):
 
     def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:  # noqa: ARG002
         """Raise ConfigError for an odd head_dim."""
-        if spec.head_dim % 2:
-            raise ConfigError(
-                f"--attention-backend 'cpu_native' needs an even head_dim, not {spec.head_dim}; use 'cpu'."
-            )
+        odd = next((dim for dim in (spec.head_dim, spec.out_dim) if dim % 2), None)
+        if odd is not None:
+            raise ConfigError(f"--attention-backend 'cpu_native' needs an even head_dim, not {odd}; use 'cpu'.")
 
     def paged_step(self, specs: Sequence[AttentionSpec], keys: Sequence[Tensor], values: Sequence[Tensor]) -> PagedStep:
         """Return all layers, for a forward pass that is one call."""

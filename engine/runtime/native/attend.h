@@ -12,7 +12,7 @@ enum { BLOCK_STRIPS = 2, BLOCK_ROWS = BLOCK_STRIPS * STRIP_ROWS };
 
 /* The result of a span, row by row. */
 struct state {
-    float *sums, *peak, *mass; /* [R][head_dim], [R], [R][W]: a mass is summed up only at the very end */
+    float *sums, *peak, *mass; /* [R][width of a value], [R], [R][W]: a mass is summed up only at the very end */
 };
 
 struct scratch {
@@ -205,6 +205,7 @@ INLINE size_t tiles_seen(const struct attend_args *a, const struct scratch *s, s
 INLINE void attend_span(const struct attend_args *a, const struct attend_task *task, struct scratch *s, int64_t begin,
                         int64_t stop, enum kind kind) {
     size_t dim = (size_t)a->pool.head_dim, row_floats = dim / pair_of(kind) * width_of(kind);
+    size_t value_dim = (size_t)value_dim_of(&a->pool);
     size_t block = BLOCK_STRIPS * s->strip_rows, next;
     int64_t num_queries = task->num_queries;
     for (int64_t key = begin; key < stop; key += CHUNK) {
@@ -226,8 +227,8 @@ INLINE void attend_span(const struct attend_args *a, const struct attend_task *t
             soften(a, s, &c, first, last - first, key, end, kind);
             for (size_t r = first; r < last; r = next) {
                 next = r + s->strip_rows < last ? r + s->strip_rows : last;
-                weigh_strip(kind, next - r, s->scores + (r - first) * CHUNK, s->fade + r, s->span.sums + r * dim, &c,
-                            dim);
+                weigh_strip(kind, next - r, s->scores + (r - first) * CHUNK, s->fade + r,
+                            s->span.sums + r * value_dim, &c, value_dim);
             }
         }
     }
@@ -236,7 +237,7 @@ INLINE void attend_span(const struct attend_args *a, const struct attend_task *t
 /* The result of one row: sums / mass, a sink counted in. */
 INLINE void finish_row(const struct attend_args *a, const struct attend_task *task, int64_t r, const float *sums,
                        float peak, const float *masses) {
-    int64_t dim = a->pool.value_dim ? a->pool.value_dim : a->pool.head_dim;
+    int64_t dim = value_dim_of(&a->pool);
     int64_t group = group_of(a), head = task->head * group + r % group;
     float mass = sum_f(load_f(masses)), factor = 1.f / mass;
     if (a->sinks) {
@@ -298,7 +299,7 @@ static void end_span(struct scratch *s, size_t rows, size_t dim, int is_first) {
 /* All spans of a task, first to last: joined and written out, or each left as a record, the first one joined to what
  * came before. */
 INLINE void attend_as(const struct attend_args *a, const struct attend_task *task, struct scratch *s, enum kind kind) {
-    size_t dim = (size_t)a->pool.head_dim, rows = rows_of(a, task);
+    size_t dim = (size_t)value_dim_of(&a->pool), rows = rows_of(a, task);
     int is_first = 1;
     cut_rows(s, rows);
     s->position = INT32_MAX;
@@ -344,7 +345,7 @@ static void attend(const struct attend_args *a, const struct attend_task *task, 
 
 /* Join the records of all parts, which cover the keys of one set of rows from first to last. */
 static void attend_merge(const struct attend_args *a, const struct attend_task *parts, int64_t num_parts) {
-    int64_t dim = a->pool.head_dim, rows = (int64_t)rows_of(a, parts), width = RECORD_FLOATS(dim);
+    int64_t dim = value_dim_of(&a->pool), rows = (int64_t)rows_of(a, parts), width = RECORD_FLOATS(dim);
     for (int64_t r = 0; r < rows; r++) {
         float *into = parts[0].records + r * width;
         for (int64_t p = 0; p < num_parts; p++)

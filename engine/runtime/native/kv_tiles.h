@@ -152,21 +152,49 @@ static void copy_scales(const struct attend_args *a, const struct attend_task *t
     }
 }
 
-/* Make a tile of V from one of K, whose lanes are `stride` apart. */
-INLINE void transpose_tile(const uint32_t *k, size_t stride, struct layout l, uint32_t *v) {
-    for (size_t d = 0; d < l.dim; d += l.pair, k += stride) {
-        if (l.pair == 1) {
-            for (size_t i = 0; i < TILE; i++) v[i * l.dim + d] = k[i];
+/* Exchange the middle halves of 64 bits: two keys' lanes, of two dimensions each, become two dimensions' lanes. */
+INLINE uint64_t cross_lanes(uint64_t x) {
+    return (x & 0xffff00000000ffff) | (x >> 16 & 0xffff0000) | (x << 16 & 0xffff00000000);
+}
+
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+/* Sixteen dimensions of a tile of V from the pairs of lanes of K, in registers. */
+INLINE void transpose_dims(const uint32_t *k, size_t stride, size_t dim, uint32_t *v) {
+    const __m512i cross = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+    __m512i x[8], y[8];
+    UNROLL for (int i = 0; i < 8; i++) x[i] = _mm512_shuffle_epi8(_mm512_loadu_si512(k + (size_t)i * stride), cross);
+    UNROLL for (int i = 0; i < 8; i += 2) { /* two neighbouring dimensions each of one pair of keys in 128 bits */
+        y[i] = _mm512_unpacklo_epi64(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi64(x[i], x[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 2; i++) {
+        __m512i even_low = _mm512_shuffle_i64x2(y[i], y[i + 2], 0x88), odd_low = _mm512_shuffle_i64x2(y[i], y[i + 2], 0xdd);
+        __m512i even = _mm512_shuffle_i64x2(y[i + 4], y[i + 6], 0x88), odd = _mm512_shuffle_i64x2(y[i + 4], y[i + 6], 0xdd);
+        _mm512_storeu_si512(v + (size_t)i * dim, _mm512_shuffle_i64x2(even_low, even, 0x88));
+        _mm512_storeu_si512(v + (size_t)(i + 2) * dim, _mm512_shuffle_i64x2(odd_low, odd, 0x88));
+        _mm512_storeu_si512(v + (size_t)(i + 4) * dim, _mm512_shuffle_i64x2(even_low, even, 0xdd));
+        _mm512_storeu_si512(v + (size_t)(i + 6) * dim, _mm512_shuffle_i64x2(odd_low, odd, 0xdd));
+    }
+}
+#endif
+
+/* Make a tile of V, `dim` wide, from one of K, whose lanes are `stride` apart. */
+INLINE void transpose_tile(const uint32_t *k, size_t stride, size_t dim, size_t pair, uint32_t *v) {
+    size_t d = 0;
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    for (; pair == 2 && d + TILE <= dim; d += TILE, k += TILE / 2 * stride) transpose_dims(k, stride, dim, v + d);
+#endif
+    for (; d < dim; d += pair, k += stride) {
+        if (pair == 1) {
+            for (size_t i = 0; i < TILE; i++) v[i * dim + d] = k[i];
             continue;
         }
-        /* Two keys' lanes, of two dimensions each, become two dimensions' lanes: the middle halves change places. */
         uint64_t lanes[TILE / 2];
         memcpy(lanes, k, sizeof lanes);
         for (size_t j = 0; j < TILE / 2; j++) {
-            uint64_t x = lanes[j];
-            lanes[j] = (x & 0xffff00000000ffff) | (x >> 16 & 0xffff0000) | (x << 16 & 0xffff00000000);
+            uint64_t both = cross_lanes(lanes[j]);
+            memcpy(v + j * dim + d, &both, sizeof both);
         }
-        for (size_t j = 0; j < TILE / 2; j++) memcpy(v + j * l.dim + d, &lanes[j], sizeof lanes[j]);
     }
 }
 
@@ -198,8 +226,9 @@ INLINE struct chunk locate(const struct attend_args *a, const struct attend_task
         }
         if (is_int8) widen_tile(k, k_stride, v, l.dim, kind, k_tile, v_tile);
         if (!a->pool.v) {
-            if (l.pair == 1) transpose_tile((const uint32_t *)k, k_stride / 4, (struct layout){.dim = l.dim, .pair = 1}, v_tile);
-            else transpose_tile((const uint32_t *)k, k_stride / 4, (struct layout){.dim = l.dim, .pair = 2}, v_tile);
+            size_t dim = (size_t)value_dim_of(&a->pool);
+            if (l.pair == 1) transpose_tile((const uint32_t *)k, k_stride / 4, dim, 1, v_tile);
+            else transpose_tile((const uint32_t *)k, k_stride / 4, dim, 2, v_tile);
             v = (const char *)v_tile;
         }
         c.k[t] = is_int8 ? k_tile : (const uint32_t *)k;

@@ -38,6 +38,9 @@ struct pool {
     int32_t is_int8; /* the pool's type: int8 with scales, else `dtype` */
 };
 
+/* The width of a value, and of a result. */
+static inline int64_t value_dim_of(const struct pool *p) { return p->value_dim ? p->value_dim : p->head_dim; }
+
 /* New keys and values, [num_tokens, num_kv_heads, head_dim] with a free stride between tokens. */
 struct store_args {
     struct pool pool;
@@ -66,8 +69,8 @@ struct attend_args {
  * to last by one function. So a query's result is a function of its own sequence: the same bits alone or in a batch, as
  * a decode step or inside a prompt chunk, on one thread or many, with keys that it shares or without.
  *
- * A record is the result of a span, row by row: head_dim sums, the parts of the mass, the peak. */
-#define RECORD_FLOATS(head_dim) ((head_dim) + TILE + 1)
+ * A record is the result of a span, row by row: the sums of values, the parts of the mass, the peak. */
+#define RECORD_FLOATS(value_dim) ((value_dim) + TILE + 1)
 
 struct attend_task {
     int64_t slice, head, first_query, num_queries, key_begin, key_end;
