@@ -53,6 +53,7 @@ from engine.runtime.kv_cache import (
     fit_pool,
     resolve_kv_dtype,
 )
+from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.lora.config import check_folder, naming
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.base import CausalLM
@@ -60,6 +61,7 @@ from engine.runtime.models.config_file import is_native, read_model_config
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.runner import ModelRunner, warm_up_plan
+from engine.runtime.speculation.heads import Head
 from engine.runtime.transports.disk import has_blocks
 from engine.runtime.transports.pinned import STAGING_BYTES
 from engine.runtime.transports.table import open_tiers
@@ -98,27 +100,37 @@ class _Parts:
     captures: bool = False  # decode steps are captured as CUDA graphs; their memory is measured with the rest
 
     @property
+    def head(self) -> Head | None:
+        """Return the head that drafts, if there is one."""
+        return None if self.speculation is None else self.speculation.head
+
+    @property
+    def attention_specs(self) -> list[AttentionSpec]:
+        """Return the layers of the pool: the model's, then the head's."""
+        return [*self.model.attention_specs, *(() if self.head is None else self.head.attention_specs)]
+
+    @property
     def kv_dtype(self) -> torch.dtype:
         """Return the number format of the pool."""
-        return resolve_kv_dtype(self.config.kv_cache_dtype, self.model.dtype, self.model.attention_specs)
+        return resolve_kv_dtype(self.config.kv_cache_dtype, self.model.dtype, self.attention_specs)
 
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of a block of the pool, with the draft model's."""
         drafts = self.speculation.bytes_per_block if self.speculation else 0
-        return block_bytes(self.model.attention_specs, block_size, self.kv_dtype) + drafts
+        return block_bytes(self.attention_specs, block_size, self.kv_dtype) + drafts
 
     def make_runner(self, settings: SchedulerConfig) -> ModelRunner:
         """Return a runner with a new pool."""
-        backend = load_backend(self.config.attention_backend, self.device, self.model.attention_specs)
+        backend = load_backend(self.config.attention_backend, self.device, self.attention_specs)
         kv_cache = KVCache(
-            self.model.attention_specs,
+            self.attention_specs,
             backend,
             num_blocks=settings.num_blocks,
             block_size=settings.block_size,
             dtype=self.kv_dtype,
             device=self.device,
         )
-        return ModelRunner(self.model, backend, kv_cache, settings, self.device)
+        return ModelRunner(self.model, backend, kv_cache, settings, self.device, self.head)
 
 
 def build_engine(config: EngineConfig, report: Report) -> Engine:
@@ -134,7 +146,8 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
         report(Progress("attention", f"{choice}; Triton has no kernel for the model's latents"))
     share_threads(config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
-    parts = _Parts(config, report, device, model, speculation, _captures(config, model, device))
+    captures = _captures(config, model, device) and (speculation is None or speculation.head is None)
+    parts = _Parts(config, report, device, model, speculation, captures)
     settings = _scheduler_config(parts)
     adapters, adapter_bytes = _load_adapters(parts, settings.max_num_batched_tokens)
     settings = _fit_pool(parts, settings, _pool_budget(parts, settings, adapter_bytes))
@@ -296,7 +309,7 @@ def _pool_budget(parts: _Parts, settings: SchedulerConfig, adapter_bytes: int) -
         settings,
         device,
         share=config.gpu_memory_utilization,
-        num_tensors=2 * len(model.attention_specs),
+        num_tensors=2 * len(parts.attention_specs),
         vocab_size=model.vocab_size,
         captures=parts.captures,
     )

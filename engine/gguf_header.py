@@ -54,12 +54,15 @@ def read_header(path: Path) -> GGUFHeader:
         ) from None
 
 
-def read_first_values(data: bytes) -> dict[str, Any]:
-    """Return the keys and values that the first bytes of a file hold; empty if it is no GGUF file."""
+def read_beginning(data: bytes) -> tuple[dict[str, Any], list[TensorInfo] | None]:
+    """Return the keys and values that the first bytes of a file hold, and its tensors if they hold the whole header.
+
+    No keys and values if it is no GGUF file.
+    """
     found: dict[str, Any] = {}
     with suppress(ValueError, struct.error):  # the rest is not there
-        _Reader(data).header(found)
-    return found
+        return found, _Reader(data).header(found).tensors
+    return found, None
 
 
 class _Reader:

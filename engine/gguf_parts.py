@@ -14,6 +14,21 @@ from engine.gguf_header import GGUFHeader, read_header
 _NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
+def stem(path: Path) -> str:
+    """Return a file's name without its ending, and without the number of the part."""
+    name = _NAME.fullmatch(path.name)
+    return path.stem if name is None else name[1]
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Return the files of a model that exist, by their names: the parts of a split one, else the file itself."""
+    name = _NAME.fullmatch(path.name)
+    if name is None:
+        return [path]
+    paths = (path.with_name(_part(name[1], index, int(name[3]))) for index in range(int(name[3])))
+    return [each for each in paths if each.exists()]
+
+
 def read_parts(path: Path) -> dict[Path, GGUFHeader]:
     """Return the headers of all parts by their paths, the first part's first. Raises ModelLoadError.
 

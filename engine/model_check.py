@@ -6,12 +6,13 @@ engine/config.py and server/settings/conflicts.py.
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.draft_source import complete, naming_draft
-from engine.gguf_header import read_first_values
+from engine.gguf_header import read_beginning
 from engine.model_source import check_entries, local_path
 from engine.runtime.lora.config import check_folder, naming
 from engine.runtime.models.config import narrow_latents
@@ -31,10 +32,13 @@ class ModelFacts(NamedTuple):
     max_positions: int | None = None
 
 
-def check_model(config: EngineConfig) -> ModelFacts:
-    """Check model, draft model and adapters. Raises ModelLoadError or ConfigError."""
+def check_model(config: EngineConfig, *, has_tokenizer: bool = False) -> ModelFacts:
+    """Check model, draft model and adapters. Raises ModelLoadError or ConfigError.
+
+    With `has_tokenizer` the model's tokenizer is not used.
+    """
     config = complete(config)
-    facts = _check_one(config)
+    facts = _check_one(config, has_tokenizer=has_tokenizer)
     if facts.max_positions is not None:
         config.check_length(facts.max_positions)
     for module in config.lora_modules:
@@ -44,16 +48,16 @@ def check_model(config: EngineConfig) -> ModelFacts:
     if draft is None or draft.model is None:
         return facts
     with naming_draft():
-        other = _check_one(config.of_draft(draft))
+        other = _check_one(config.of_draft(draft), has_tokenizer=True)
     if other.vocab_size is not None and facts.vocab_size is not None:
         draft.check_vocabulary(other.vocab_size, facts.vocab_size)
     return facts._replace(is_native=facts.is_native and other.is_native)
 
 
-def _check_one(config: EngineConfig) -> ModelFacts:
+def _check_one(config: EngineConfig, *, has_tokenizer: bool) -> ModelFacts:
     path = local_path(config.model)
     if path is None:
-        return _check_remote(config)
+        return _check_remote(config, has_tokenizer=has_tokenizer)
     if path.is_dir():
         check_entries(path)
     checkpoint = choose_format(config.load_format, path).open(path)
@@ -62,8 +66,8 @@ def _check_one(config: EngineConfig) -> ModelFacts:
     return facts
 
 
-def _check_remote(config: EngineConfig) -> ModelFacts:
-    """Check a model of the hub by config.json, or the first bytes of a GGUF file, which alone are fetched.
+def _check_remote(config: EngineConfig, *, has_tokenizer: bool) -> ModelFacts:
+    """Check a model of the hub by config.json, or the header of a GGUF file, which alone are fetched.
 
     Its other files are checked when they have been fetched.
     """
@@ -75,9 +79,19 @@ def _check_remote(config: EngineConfig) -> ModelFacts:
         checkpoint = FORMATS["safetensors"].open(path)
         checkpoint.config = HFConfig(checkpoint.config.values, f"{found.repo}/config.json")
         return _facts(config, checkpoint, path)
-    head = found.fetch_head()
-    if head is not None:
-        check_architecture(read_first_values(head.content), head.source)
+    from engine.runtime.weights.gguf import header_config
+    from engine.text.gguf_tokenizer import check_tokenizer
+
+    with closing(found.beginnings()) as beginnings:
+        for source, content in beginnings:
+            metadata, tensors = read_beginning(content)
+            check_architecture(metadata, source)
+            if tensors is None:
+                continue
+            if not has_tokenizer:
+                check_tokenizer(metadata)
+            model = header_config(metadata, tensors, source)
+            return ModelFacts(True) if model is None else _own_facts(config, model)
     return ModelFacts(True)
 
 
@@ -86,8 +100,11 @@ def _facts(config: EngineConfig, checkpoint: Checkpoint, path: Path) -> ModelFac
     model = servable(checkpoint.config)
     is_own = is_native(config, model, path)
     require_readable(checkpoint, is_own=is_own)
-    if not is_own:
-        return ModelFacts(False)
+    return _own_facts(config, model) if is_own else ModelFacts(False)
+
+
+def _own_facts(config: EngineConfig, model: HFConfig) -> ModelFacts:
+    """Return what the config says of a model that Quire's decoder runs. Raises ModelLoadError or ConfigError."""
     own = read_config(model.values, model.source)
     if own.latent is not None and config.kv_cache_dtype != "auto":
         raise narrow_latents(config.kv_cache_dtype)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
+from engine.gguf_parts import stem
 from engine.hub.files import SMALL
 from engine.regular_file import MAX_BYTES, check_regular, reason
 from engine.runtime.weights.formats import LOCAL, SUFFIXES, is_model
@@ -35,7 +36,8 @@ class ModelSource(NamedTuple):
 def find_model(model: str | None) -> ModelSource:
     """Return the model that the user named, or the embedded default. Raises ModelLoadError.
 
-    A local model is named after its folder, or its file without the suffix; a Hugging Face id is its own name.
+    A local model is named after its folder, or its file without the suffix and the part's number; a Hugging Face id is its
+    own name.
     """
     if model is None:
         return ModelSource(str(_embedded_model()), DEFAULT_NAME)
@@ -47,7 +49,7 @@ def find_model(model: str | None) -> ModelSource:
             f"{model} has no config.json; name a folder with config.json, tokenizer.json and *.safetensors, or a "
             f"{' or '.join(SUFFIXES)} file."
         )
-    return ModelSource(str(path), path.resolve().stem if path.is_file() else path.resolve().name)
+    return ModelSource(str(path), stem(path.resolve()) if path.is_file() else path.resolve().name)
 
 
 def fetch(

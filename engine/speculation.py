@@ -22,6 +22,7 @@ from engine.runtime.runner import ModelRunner
 from engine.runtime.speculation.base import Drafter
 from engine.runtime.speculation.costs import measure_draft_costs
 from engine.runtime.speculation.draft_model import DraftModel
+from engine.runtime.speculation.heads import Head
 from engine.runtime.speculation.ngram import NgramDrafter
 from engine.speculative_config import SpeculativeConfig
 
@@ -30,16 +31,17 @@ Report = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """The configuration, and the draft model if there is one."""
+    """The configuration, and the draft model or the head if there is one."""
 
     asked: SpeculativeConfig
     config: EngineConfig
     device: torch.device
     model: CausalLM | None = None
+    head: Head | None = None
 
     @property
     def bytes_per_block(self) -> int:
-        """Return the draft model's bytes per block of the pool."""
+        """Return the bytes per block of the draft model's own pool; a head's layers are in the target's."""
         if self.model is None:
             return 0
         assert self.config.block_size is not None, "auto does not go with speculation"
@@ -52,12 +54,12 @@ class Speculation:
         num_drafts = self.asked.num_speculative_tokens
         self.asked.check_room("--max-num-batched-tokens", settings.max_num_batched_tokens)
         self.asked.check_room("--max-model-len", settings.max_model_len)
-        drafter = self._drafter(settings)
+        drafter = runner.heads or self._drafter(settings)
         costs = measure_draft_costs(runner, drafter, settings, num_drafts, captures=captures)
         runner.speculate(drafter)
         points = (costs.plain[0], costs.checking[-1])
         costs_shown = ", ".join(f"{1e3 * cost:.3g} ms with {rows} rows" for rows, cost in points)
-        if self.model is not None:
+        if self.model is not None or self.head is not None:
             costs_shown += f", a draft {1e3 * costs.drafting[0][1]:.3g} ms"
         report(
             Progress(

@@ -140,7 +140,8 @@ def _prepare(settings: Settings) -> _Plan:
     if serve_config.tokenizer is not None:
         check_tokenizer_source(serve_config.tokenizer)
     chat_template = None if serve_config.chat_template is None else _read_template(serve_config.chat_template)
-    return _Plan(serve_config, engine_config, app_config, check_model(engine_config), chat_template, started_s)
+    facts = check_model(engine_config, has_tokenizer=serve_config.tokenizer is not None)
+    return _Plan(serve_config, engine_config, app_config, facts, chat_template, started_s)
 
 
 def _read_template(path: Path) -> str:
@@ -215,7 +216,7 @@ def _fetch(plan: _Plan, report: Callable[[Progress], None]) -> _Plan:
     if serve_config.tokenizer is not None:
         path = fetch(serve_config.tokenizer, None, engine.download_dir, report, weights=False)
         serve_config = replace(serve_config, tokenizer=str(path))
-    model = plan.model if engine is plan.engine else check_model(engine)
+    model = plan.model if engine is plan.engine else check_model(engine, has_tokenizer=True)
     return plan._replace(engine=engine, serve=serve_config, model=model)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -20,9 +21,11 @@ from engine.runtime.weights.stored.config import BESIDE
 log = logging.getLogger("quire.hub")
 
 _HEAD_BYTES = 1 << 16  # of a GGUF file, whose architecture is among its first keys
+_HEADER_BYTES = 1 << 25  # of its whole header, which is mostly the vocabulary: 5 to 15 MiB
+_HEADER_S = 2.0  # how long a start waits for the header before it fetches the file
 
 
-class Head(NamedTuple):
+class Beginning(NamedTuple):
     """The first bytes of a file; `source` names it in errors."""
 
     source: str
@@ -66,22 +69,30 @@ class HubModel:
         self._fetch([CONFIG, *(name for name in BESIDE if name in names)], None)
         return self._folder
 
-    def fetch_head(self) -> Head | None:
-        """Return the first bytes of the GGUF file; None if it is in the cache. Raises ModelLoadError."""
-        parts = gguf_files(list(self._listing.files), self._tag, self._subject)
+    def beginnings(self) -> Generator[Beginning]:
+        """Yield ever longer beginnings of the GGUF file, until its header must be there; none if it is in the cache.
+
+        Raises ModelLoadError.
+        """
+        first, *_ = parts = gguf_files(list(self._listing.files), self._tag, self._subject)
         self._require(parts)
-        if (self._folder / parts[0]).exists():
-            return None
-        head = b""
+        if (self._folder / first).exists():
+            return
+        content, wanted, start_s = bytearray(), _HEAD_BYTES, time.monotonic()
         try:
-            with open_file(self.repo, self._listing.commit, parts[0], 0, _HEAD_BYTES - 1) as response:
+            with open_file(self.repo, self._listing.commit, first, 0, _HEADER_BYTES - 1) as response:
                 for piece in response.iter_bytes():
-                    head += piece
-                    if len(head) >= _HEAD_BYTES:  # a server may ignore the range
+                    content += piece
+                    if len(content) >= wanted:
+                        yield Beginning(f"{self.repo}/{first}", bytes(content))
+                        wanted = 2 * len(content)
+                    if len(content) >= _HEADER_BYTES or time.monotonic() - start_s > _HEADER_S:
                         break
-            return Head(f"{self.repo}/{parts[0]}", head)
+        except ModelLoadError:
+            raise
         except Exception as error:  # the libraries' errors have no common base
             raise ModelLoadError(sentence(error, self.repo, self._store)) from None
+        yield Beginning(f"{self.repo}/{first}", bytes(content))
 
     def fetch(self, report: Report, *, weights: bool = True) -> Path:
         """Return the local folder or .gguf file, fetching what is missing. Raises ModelLoadError.

@@ -83,7 +83,7 @@ class LLM:
         source = find_model(model)
         modules = tuple(LoraModule(name, str(path)) for name, path in (lora_modules or {}).items())
         config = _engine_config(source.path, {"lora_modules": modules, **engine})
-        check_model(config)
+        check_model(config, has_tokenizer=tokenizer is not None)
         from engine.build import build_engine  # torch, seconds
 
         with StartupProgress() as startup:

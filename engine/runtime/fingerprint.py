@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.gguf_parts import part_paths
 from engine.runtime.native.library import native
 from engine.runtime.weights.formats import SUFFIXES
 
@@ -44,6 +45,6 @@ def fingerprint(config: EngineConfig, dtype: str, blocks: Sequence[Tensor]) -> s
 
 
 def _files(path: Path) -> list[tuple[str, int, int]]:
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = sorted(path.iterdir()) if path.is_dir() else part_paths(path)
     stats = [(file.name, file.stat()) for file in files if file.suffix in _TOLD_BY]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

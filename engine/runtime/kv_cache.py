@@ -22,7 +22,7 @@ from engine.runtime.attention.base import AttentionBackend, Rotation
 from engine.runtime.headroom import Headroom
 from engine.runtime.host_memory import available_memory
 from engine.runtime.kv_layout import PEAKS, SCALE_BYTES, AttentionSpec, movable
-from engine.runtime.models.base import FromProjected
+from engine.runtime.models.base import FromProjected, LayerAttention
 from engine.runtime.models.config import narrow_latents
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.transfer import to_device
@@ -116,6 +116,10 @@ class KVCache:
         keys, values = self._keys[layer], self._values[layer]
         return self._backend.rotate_and_attend(self._specs[layer], qkv, rotation, keys, values)
 
+    def last_layers(self, num: int) -> LayerAttention:
+        """Return attention over the last layers of the pool alone, which then count from 0."""
+        return _LastLayers(self, len(self._specs) - num)
+
     def read_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copy blocks out as bytes: rows [blocks, bytes of a block], in main memory."""
         if self._device.type == "cuda":
@@ -154,6 +158,24 @@ class KVCache:
         sources, destinations = to_device(pairs, torch.int64, self._device).unbind(1)
         for view in self.blocks:  # all sources are read before any destination is written
             view.index_copy_(0, destinations, view.index_select(0, sources))
+
+
+class _LastLayers:
+    """The LayerAttention over the layers of a pool from one on, outside of the library's forward pass."""
+
+    paged_step = None
+
+    def __init__(self, cache: KVCache, first: int) -> None:
+        self._cache, self._first = cache, first
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._cache(self._first + layer, q, k, v)
+
+    @property
+    def from_projected(self) -> FromProjected | None:
+        """See KVCache."""
+        rotate = self._cache.from_projected
+        return None if rotate is None else lambda layer, qkv, rotation: rotate(self._first + layer, qkv, rotation)
 
 
 def _values_in(spec: AttentionSpec, latents: Tensor) -> Tensor:

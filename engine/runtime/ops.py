@@ -37,3 +37,10 @@ def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
         return kernels[activation](gate_up)
     gates, ups = gate_up.chunk(2, dim=1)
     return _TORCH_ACTIVATIONS[activation](gates).mul_(ups)
+
+
+def clamped_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Return gpt-oss's activation of [T, 2 * width], gates first; the gate has no lower bound."""
+    gates, ups = gate_up.float().chunk(2, dim=-1)
+    gates, ups = gates.clamp(max=limit), ups.clamp(-limit, limit)
+    return ((ups + 1) * gates * (gates * alpha).sigmoid()).to(gate_up.dtype)

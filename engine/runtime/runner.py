@@ -30,10 +30,12 @@ from engine.runtime.drawn import Drawn
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.lora.adapter import group_rows
 from engine.runtime.models.base import CausalLM
+from engine.runtime.native.decoder import Streams
 from engine.runtime.pooling import Pooled, pool
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
 from engine.runtime.speculation.base import Drafter, fold, with_drafts
+from engine.runtime.speculation.heads import Head, HeadDrafter
 from engine.runtime.transfer import to_device
 from engine.runtime.transports.host import HostPool, MainMemoryPool
 
@@ -135,7 +137,9 @@ class ModelRunner:
         kv_cache: KVCache,
         config: SchedulerConfig,
         device: torch.device,
+        head: Head | None = None,
     ) -> None:
+        """With a head, whose layers are the last of the pool, `heads` is its drafter and runs in every step."""
         self._model, self._backend, self._kv_cache, self._device = model, backend, kv_cache, device
         self._batches = BatchBuilder(config, device)
         self._sampler = Sampler(device)
@@ -145,6 +149,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._captures = False
         self._drafter: Drafter | None = None
+        self.heads = None if head is None else HeadDrafter(head, backend, kv_cache, config, device)
         self._num_used_blocks = 0  # up to the last that was ever written
 
     def begin(self) -> None:
@@ -234,8 +239,10 @@ class ModelRunner:
             self._num_used_blocks = max(self._num_used_blocks, int(batch.kv_slots.max()) // self._config.block_size + 1)
         self._backend.prepare(batch)
         needs_all = any(piece.prompt_logprobs >= 0 or piece.params.pooling is not None for piece in plan.slices)
-        rows = None if needs_all else batch.sample_rows
-        hidden = self._forward(plan, batch, rows)
+        heads = self.heads
+        returns_all = needs_all or (heads is not None and heads.needs_all)
+        streams = None if heads is None else heads.new_streams(batch.ids)
+        hidden = self._forward(plan, batch, None if returns_all else batch.sample_rows, streams)
         first_rows = [*accumulate(batch.query_lens_host[:-1], initial=0)]
         scores = [
             self._score(index, piece, first_row, hidden)
@@ -245,8 +252,11 @@ class ModelRunner:
         pooled = pool(plan.slices, first_rows, hidden) if needs_all else None
         sampled = None
         if plan.num_samples:
-            logits = self._model.logits(hidden.index_select(0, batch.sample_rows) if needs_all else hidden)
+            logits = self._model.logits(hidden.index_select(0, batch.sample_rows) if returns_all else hidden)
             sampled = self._sampler.sample(plan, logits, self._last_ids)
+        if heads is not None:
+            states = hidden if streams is None else streams.out.flatten(1)
+            heads.observe(plan, batch, states, None if sampled is None else sampled.ids)
         return self._send(plan, sampled, scores, pooled)
 
     def _draft(self, drafter: Drafter, plan: StepPlan) -> StepPlan:
@@ -257,11 +267,11 @@ class ModelRunner:
         }
         return with_drafts(plan, {index: drafts for index, drafts in kept.items() if drafts})
 
-    def _forward(self, plan: StepPlan, batch: Batch, rows: Tensor | None) -> Tensor:
-        if all(piece.params.adapter is None for piece in plan.slices):
+    def _forward(self, plan: StepPlan, batch: Batch, rows: Tensor | None, streams: Streams | None) -> Tensor:
+        if streams is None and all(piece.params.adapter is None for piece in plan.slices):
             return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows)
         groups = group_rows(plan.slices, self._device)
-        return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows, groups)
+        return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows, groups, streams)
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> Sampled:
         """Launch a step as a graph; rows with edited logits are drawn again after it."""
@@ -283,6 +293,8 @@ class ModelRunner:
         self.close_host_pool()
         if self._drafter is not None:
             self._drafter.close()
+        elif self.heads is not None:
+            self.heads.close()
         del self._model, self._backend, self._kv_cache
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ scores instead of merges). An unknown kind is refused: a nearly right tokenizer 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
@@ -14,7 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
 from engine.core.errors import ModelLoadError
-from engine.text.gguf_words import WORDS, Words
+from engine.text.gguf_words import DEFAULT, WORDS, Words
+
+log = logging.getLogger("quire.tokenizer")
 
 
 class TokenType(IntEnum):
@@ -59,25 +62,41 @@ def check_types(metadata: Mapping[str, Any]) -> None:
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a GGUF file's metadata. Raises ModelLoadError."""
-    check_types(metadata)
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not tokens:
-        raise ModelLoadError("The GGUF file holds no tokenizer; name one with --tokenizer.")
-    model = metadata.get("tokenizer.ggml.model")
-    pre = str(metadata.get("tokenizer.ggml.pre", ""))
-    if model == "gpt2" and pre in WORDS:
-        tokenizer, has_bos = _byte_level_bpe(metadata, tokens, WORDS[pre]), WORDS[pre].has_bos
-    elif model == "llama":
+    check_tokenizer(metadata)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    if metadata["tokenizer.ggml.model"] == "llama":
         tokenizer, has_bos = _sentence_piece_bpe(metadata, tokens), True
     else:
-        kind = f"{model} with pre-tokenizer {pre!r}" if model == "gpt2" else model
-        raise ModelLoadError(
-            f"The GGUF file's tokenizer is of the unsupported kind {kind}; name the model's Hugging Face folder or id "
-            "with --tokenizer."
-        )
+        pre = _pre(metadata)
+        tokenizer, has_bos = _byte_level_bpe(metadata, tokens, WORDS[pre]), WORDS[pre].has_bos
+        if pre == DEFAULT:
+            log.warning(
+                "The GGUF file does not name its pre-tokenizer ('tokenizer.ggml.pre'), so a text is split as llama.cpp splits "
+                "it then, perhaps not as the model was trained; name the model's Hugging Face folder or id with --tokenizer, "
+                "or convert the model again."
+            )
     _add_special_tokens(tokenizer, metadata, tokens)
     _add_beginning_and_end(tokenizer, metadata, tokens, has_bos)
     return tokenizer
+
+
+def check_tokenizer(metadata: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError for metadata of which no tokenizer can be built."""
+    check_types(metadata)
+    if not metadata.get("tokenizer.ggml.tokens"):
+        raise ModelLoadError("The GGUF file holds no tokenizer; name one with --tokenizer.")
+    model = metadata.get("tokenizer.ggml.model")
+    if model == "llama" or (model == "gpt2" and _pre(metadata) in WORDS):
+        return
+    kind = f"{model} with pre-tokenizer {_pre(metadata)!r}" if model == "gpt2" else model
+    raise ModelLoadError(
+        f"The GGUF file's tokenizer is of the unsupported kind {kind}; name the model's Hugging Face folder or id with "
+        "--tokenizer."
+    )
+
+
+def _pre(metadata: Mapping[str, Any]) -> str:
+    return metadata.get("tokenizer.ggml.pre") or DEFAULT
 
 
 def special_token(metadata: Mapping[str, Any], role: str) -> int | None:

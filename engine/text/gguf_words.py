@@ -13,6 +13,7 @@ from typing import NamedTuple
 from tokenizers import Regex, pre_tokenizers
 from tokenizers.pre_tokenizers import PreTokenizer
 
+DEFAULT = "default"  # the name of files that name none
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
@@ -37,6 +38,13 @@ _DEEPSEEK3 = (
     + _SPACES,
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")
+# For files that name none, llama.cpp splits with these.
+_DEFAULT = (
+    r"[\p{P}$+<=>^~|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    "[0-9][0-9][0-9]",
+)
 # Letters of the alphabets that have capitals, as DeepSeek lists them.
 _CASED_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
@@ -118,6 +126,7 @@ _FAMILIES: Sequence[tuple[str, Words]] = (
     ("smollm starcoder refact codeshell exaone minerva-7b mellum2", Words(_digits_then_gpt2)),
     ("command-r", Words(_digits_then_gpt2, is_composed=True)),
     ("falcon", Words(_falcon)),
+    (DEFAULT, Words(partial(_passes, *_DEFAULT))),
 )
 
 

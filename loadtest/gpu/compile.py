@@ -24,19 +24,24 @@ from triton.runtime.jit import JITFunction
 
 from engine.core.step import Sample, SequenceSlice
 from engine.core.types import SamplingParams
+from engine.runtime.activation import Activation
 from engine.runtime.attention.base import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
 from engine.runtime.cuda.attention_tuning import Cut, choose_tuning
+from engine.runtime.cuda.experts import Stack
 from engine.runtime.cuda.fp8_linear import quantise_rows
 from engine.runtime.cuda.mask import mask_rows
+from engine.runtime.cuda.mixture import CudaExperts
 from engine.runtime.cuda.norm import add_rms_norm
 from engine.runtime.cuda.rope_store import rotate_and_store
+from engine.runtime.cuda.routing import route
 from engine.runtime.cuda.sampling import Penalties, sample
 from engine.runtime.cuda.sampling_edits import TokenCounts, add_to_tokens, ban_tokens
 from engine.runtime.cuda.sampling_row import Draws
 from engine.runtime.cuda.store import PoolView, view_pool
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
+from engine.runtime.models.config import Clamp, RouterConfig
 from engine.runtime.sampling.bans import Ban
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
@@ -163,6 +168,9 @@ def brief_cases(capability: int) -> Iterator[Case]:
             partial(quantise_rows, torch.zeros(3, 4096, dtype=BF16), torch.zeros(3, 4096).to(FP8), torch.zeros(3)),
         )
     yield "64 rows of 151936", partial(_sample, 64, 151_936)
+    yield from _mixtures(("gpt-oss-20b",), (1, 4096), BF16, BF16)
+    if FP8 in narrow:
+        yield from _mixtures(("Qwen3-30B-A3B",), (1,), BF16, FP8)
 
 
 def attention_cases(capability: int) -> Iterator[Case]:
@@ -253,6 +261,54 @@ def _rotate(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, rope_dim: int, 
     rotate_and_store(qkv, turns, norms, 1e-6, _empty_pool(2, dim, kv_dtype), torch.zeros(3).long())
 
 
+class Mixture(NamedTuple):
+    """The sizes of a model's mixtures."""
+
+    num_experts: int
+    num_chosen: int
+    hidden: int
+    width: int
+    activation: Activation | Clamp = Activation.SILU
+
+
+MIXTURES = {
+    "Qwen3-30B-A3B": Mixture(128, 8, 2048, 768),
+    "gpt-oss-20b": Mixture(32, 4, 2880, 2880, Clamp(1.702, 7.0)),
+    "DeepSeek-V2-Lite": Mixture(64, 6, 2048, 1408),
+}
+
+
+def mixture_cases(capability: int) -> Iterator[Case]:
+    """Yield the experts of decodes, of a batch of them, and of prompts."""
+    steps = (1, 64, 512, 4096)
+    for dtype in (BF16, F32):
+        yield from _mixtures(tuple(MIXTURES), steps, dtype, dtype)
+    if capability >= _FIRST_WITH_FP8:
+        yield from _mixtures(("Qwen3-30B-A3B",), steps, BF16, FP8)
+
+
+def _mixtures(names: Sequence[str], steps: Sequence[int], dtype: torch.dtype, stored: torch.dtype) -> Iterator[Case]:
+    for name in names:
+        for num_tokens in steps:
+            shape = f"{name}, {_name(dtype)}, experts {_name(stored)}, {num_tokens} tokens"
+            yield shape, partial(_mix, MIXTURES[name], num_tokens, dtype, stored)
+
+
+def _mix(sizes: Mixture, num_tokens: int, dtype: torch.dtype, stored: torch.dtype) -> None:
+    """Route some tokens, and compute their experts, whose matrices have no memory."""
+
+    def stack(num_outputs: int, num_inputs: int) -> Stack:
+        shape = sizes.num_experts, num_outputs
+        weight = torch.empty((*shape, num_inputs), dtype=stored, device="meta")
+        scales = torch.zeros(shape) if stored != dtype else None
+        return Stack(weight, scales, torch.zeros(shape, dtype=dtype) if scales is None else None)
+
+    router = RouterConfig(num_experts=sizes.num_experts, num_chosen=sizes.num_chosen, is_normalised=True)
+    weights, chosen = route(torch.zeros(num_tokens, sizes.num_experts), None, router)
+    experts = CudaExperts(stack(2 * sizes.width, sizes.hidden), stack(sizes.hidden, sizes.width), sizes.activation)
+    experts(torch.zeros(num_tokens, sizes.hidden, dtype=dtype), weights, chosen)
+
+
 def sampling_cases() -> Iterator[Case]:
     """Yield the kernels from logits to ids."""
     for num_rows, vocab_size in ((1, 49_152), (2, 1000), (64, 151_936)):
@@ -283,7 +339,8 @@ def compile_all(capability: int, *, is_brief: bool) -> list[Kernel]:
     if is_brief:
         compiler.compile(list(brief_cases(capability)))
     else:
-        compiler.compile([*attention_cases(capability), *layer_cases(capability), *sampling_cases()])
+        cases = (attention_cases(capability), layer_cases(capability), mixture_cases(capability), sampling_cases())
+        compiler.compile([case for part in cases for case in part])
     return compiler.kernels
 
 

@@ -16,6 +16,7 @@ from engine.runtime.kv_cache import KVCache
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.base import CausalLM, LayerAttention
 from engine.runtime.runner import ModelRunner
+from engine.runtime.speculation.heads import Head
 from tests.cpu.dense_attention import DenseAttention
 
 CPU = torch.device("cpu")
@@ -39,17 +40,20 @@ def make_runner(
     backend_name: str = "auto",
     kv_dtype: torch.dtype | None = None,
     device: torch.device = CPU,
+    head: Head | None = None,
 ) -> ModelRunner:
     backend = load_backend(backend_name, device)
     pool = KVCache(
-        model.attention_specs,
+        [*model.attention_specs, *(() if head is None else head.attention_specs)],
         backend,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         dtype=kv_dtype or model.dtype,
         device=device,
     )
-    runner = ModelRunner(model, backend, pool, config, device)
+    runner = ModelRunner(model, backend, pool, config, device, head)
+    if runner.heads is not None:
+        runner.speculate(runner.heads)
     if config.num_host_blocks:
         runner.open_host_pool(config.num_host_blocks)
     return runner

@@ -234,6 +234,16 @@ def test_the_fingerprint_is_of_everything_that_k_and_v_depend_on(tmp_path: Path)
     assert len({mine, *others}) == 1 + len(others)
 
 
+def test_the_fingerprint_of_a_split_file_is_of_all_parts(tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"GGUF")
+    config, blocks = EngineConfig(model=str(parts[0])), [torch.zeros(3, 4)]
+    mine = fingerprint(config, "float32", blocks)
+    os.utime(parts[1], ns=(1, 1))
+    assert fingerprint(config, "float32", blocks) != mine
+
+
 PROMPTS = [[(3 * i + j * j) % 90 + 1 for j in range(45)] for i in range(4)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -17,8 +17,10 @@ from engine.runtime.models import moe
 from engine.runtime.models.base import LayerAttention
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
+from engine.runtime.native.decoder import Streams
 from engine.runtime.native.library import Library, native
 from tests.cpu import test_models_families as families
+from tests.cpu.dense_attention import DenseAttention
 
 # One or two of each form: biases, kinds of norm and where they stand, windows, soft caps, partial and missing rotation.
 NAMES = ("llama-tied-biased", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "phi3", "granite", "smollm3")
@@ -49,8 +51,10 @@ def by_definition() -> Iterator[None]:
         yield
 
 
-def run(model: Decoder, *, in_one_call: bool, rows: torch.Tensor | None) -> list[torch.Tensor]:
-    """Hidden states of the last of two steps: what is cached, then STEPS; and what the pool holds then."""
+def run(
+    model: Decoder, *, in_one_call: bool, rows: torch.Tensor | None, layers: Sequence[int] = ()
+) -> list[torch.Tensor]:
+    """Hidden states of the last of two steps, cached positions and then STEPS; its streams; then the pool's content."""
     backend = load_backend("cpu_native", CPU)
     cache = KVCache(model.attention_specs, backend, num_blocks=NUM_BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
     attention: LayerAttention = cache if in_one_call else Piecewise(cache)
@@ -65,9 +69,11 @@ def run(model: Decoder, *, in_one_call: bool, rows: torch.Tensor | None) -> list
         batch = make_batch(steps, used, 4)
         batch.ids = torch.randint(3, 128, batch.ids.shape, generator=generator)
         backend.prepare(batch)
+        out = torch.empty(len(batch.ids), len(layers), model._config.hidden_size, dtype=model.dtype)
+        streams = Streams(layers, out) if wanted is rows and layers else None
         with torch.inference_mode(), by_definition() if not in_one_call else nullcontext():
-            hidden = model.forward(batch.ids, batch.positions, attention, wanted)
-    return [hidden, *cache.blocks]
+            hidden = model.forward(batch.ids, batch.positions, attention, wanted, streams=streams)
+    return [hidden, out, *cache.blocks]
 
 
 @pytest.mark.parametrize("name", NAMES + MOE_NAMES + LATENT_NAMES)
@@ -80,6 +86,25 @@ def test_one_call_says_what_the_parts_say(library: Library, name: str, tmp_path:
         ours, parts = (run(model, in_one_call=is_one, rows=rows)[0] for is_one in (True, False))
         torch.testing.assert_close(ours, parts, atol=2e-4, rtol=2e-4)
         assert parts.std() > 0.1
+
+
+@pytest.mark.parametrize("name", ["granite", "gemma2", "olmo2", "qwen2-moe"])
+def test_one_call_copies_the_streams_of_its_parts(library: Library, name: str, tmp_path: Path) -> None:
+    """The stream that enters a layer is what transformers calls its hidden state; the last goes with all rows."""
+    library.use_threads(2)
+    theirs = families.save_tiny(families.CASES[name], tmp_path)
+    model = families.load(tmp_path)
+    last = len(model.attention_specs)
+    for rows, layers in ((None, (0, 1, last)), (torch.tensor([8, 15]), (0, last - 1))):
+        ours, parts = (run(model, in_one_call=is_one, rows=rows, layers=layers)[1] for is_one in (True, False))
+        torch.testing.assert_close(ours, parts, atol=2e-4, rtol=2e-4)
+        assert (ours[:, 0] - ours[:, 1]).std() > 0.01
+    ids = torch.randint(3, 128, (9,))
+    attention, out = DenseAttention(model.attention_specs), torch.empty(9, 2, model._config.hidden_size)
+    with torch.inference_mode():
+        model.forward(ids, torch.arange(9), attention, streams=Streams((1, 2), out))
+        expected = theirs(ids[None], output_hidden_states=True, use_cache=False).hidden_states
+    torch.testing.assert_close(out, torch.stack([states[0] for states in expected[1:3]], 1), atol=1e-4, rtol=1e-4)
 
 
 def test_bfloat16_keeps_the_stream_in_float32(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.core.errors import ModelLoadError
+from engine.runtime.models.load import choose_scheme
+from engine.runtime.native.library import Isa
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.base import Bundle, Circumstances, Scheme
+from engine.runtime.weights.stored.config import QuantConfig
+from engine.runtime.weights.stored.storage import Storage
 from tests.cpu.test_models_families import CASES, load, logits_of, save_tiny
 
 IDS = torch.arange(3, 23)
@@ -65,3 +71,38 @@ def test_a_scheme_is_one_class_and_one_line(name: str, tmp_path: Path, monkeypat
     save_file({name: tensor for name, tensor in stored.items() if name != lost}, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match=rf"it lacks '{lost}'"):
         load(tmp_path)
+
+
+FAST, SLOW = SimpleNamespace(isa=Isa.AVX2), SimpleNamespace(isa=Isa.PORTABLE)
+CHOICES: dict[str, tuple[dict[str, Any], str]] = {
+    "a quantised checkpoint": ({}, "StoredScheme"),
+    "without fast kernels": ({"library": SLOW}, "Scheme"),
+    "without kernels": ({"library": None}, "Scheme"),
+    "with --dtype": ({"is_dtype_named": True}, "Scheme"),
+    "by transformers": ({"is_own": False}, "Scheme"),
+    "on CUDA": ({"device": torch.device("cuda"), "library": None}, "StoredScheme"),
+    "on CUDA with --dtype": ({"device": torch.device("cuda"), "is_dtype_named": True}, "StoredScheme"),
+    "on CUDA by transformers": ({"device": torch.device("cuda"), "is_own": False}, "Scheme"),
+    "plain weights": ({"storage": Storage()}, "Scheme"),
+    "plain weights on CUDA": ({"storage": Storage(), "device": torch.device("cuda")}, "Scheme"),
+    "a GGUF file": ({"storage": Storage(), "has_gguf_rows": True}, "GGUFScheme"),
+    "a GGUF file on CUDA": (
+        {"storage": Storage(), "has_gguf_rows": True, "device": torch.device("cuda")},
+        "Scheme",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_auto_keeps_weights_as_stored_where_that_is_fast(name: str) -> None:
+    changes, chosen = CHOICES[name]
+    plain: dict[str, Any] = {
+        "has_gguf_rows": False,
+        "is_dtype_named": False,
+        "device": torch.device("cpu"),
+        "dtype": torch.bfloat16,
+        "is_own": True,
+        "library": FAST,
+        "storage": Storage(QuantConfig("awq", "config.json", (), None)),
+    }
+    assert type(choose_scheme("auto", Circumstances(**plain | changes))).__name__ == chosen

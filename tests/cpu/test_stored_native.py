@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
-from engine.runtime.native.library import native
+from engine.runtime.native.library import Isa, native
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.runtime.weights.stored.packed import Integers
 from engine.runtime.weights.stored.rows import rows_of
@@ -190,7 +190,9 @@ def test_merged_matrices_keep_their_parts_order_and_blocks(tmp_path: Path) -> No
 def test_a_w4a16_checkpoint_through_the_engine(tmp_path: Path) -> None:
     """Chunks, preemption, the prefix cache and two choices give the tokens of one request alone."""
     packers.save(tmp_path, CASES["w4a16"])
-    model, _ = stored(tmp_path, torch.bfloat16)
+    model, line = stored(tmp_path, torch.bfloat16, quantization="auto")
+    library = native()
+    assert line.endswith("14 in 4 bits") or (library is not None and library.isa is Isa.PORTABLE)
     prompts = [list(range(3, 40)), list(range(3, 35)), [7, 9, 11], list(range(3, 50))]
     alone = [serve(model, settings(), [request("r", prompt)]).ids["r", 0] for prompt in prompts]
     config = settings(num_blocks=24, max_model_len=64, max_num_batched_tokens=13)

@@ -182,6 +182,7 @@ SPLITS = {
     "deepseek-coder": "I|'|LL| pay| |1|2|3|4|5| CamelCase|'|s| $|x|//|\n|\n|日本|ab| | end| ",
     "kimi-k2": "I'LL| pay| |123|45| Camel|Case's| $|x|//\n\n|日本|ab| | end| ",
     "falcon": "I|'|LL| pay| |123|45| CamelCase|'|s| |$|x|//|\n|\n|日本ab| | end| ",
+    "default": "I|'|LL| pay| |123|45| CamelCase|'|s| |$|x|//|\n|\n|日本ab| | end| ",  # ids were compared with llama.cpp's
     "smollm": "I|'|LL| pay| |1|2|3|4|5| CamelCase|'s| $|x|//|\n|\n|日本ab| | end| ",
     "olmo": "I|'|LL| pay| 12345| CamelCase|'s| $|x|//|\n|\n|日本ab| | end| ",
 }
@@ -190,6 +191,24 @@ SPLITS = {
 @pytest.mark.parametrize("pre", SPLITS)
 def test_words_by_the_name_of_a_file(pre: str) -> None:
     assert words_of(WORDS[pre].split(), SENTENCE) == SPLITS[pre].split("|")
+
+
+@pytest.mark.parametrize("pre", [None, "", "default"])
+def test_a_file_that_does_not_name_its_words_is_read_as_llama_cpp_does(
+    pre: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    metadata = gguf_metadata(reference(patterns()["qwen2"][0], nfc=False, ignore_merges=False), "qwen2")
+    assert build_tokenizer(metadata)
+    assert not caplog.records
+    if pre is None:
+        del metadata["tokenizer.ggml.pre"]
+    else:
+        metadata["tokenizer.ggml.pre"] = pre
+    built = build_tokenizer(metadata)
+    assert words_of(built.pre_tokenizer, SENTENCE) == SPLITS["default"].split("|")
+    (said,) = caplog.messages
+    assert "does not name its pre-tokenizer" in said
+    assert "with --tokenizer" in said
 
 
 @pytest.mark.parametrize(("pre", "is_composed"), [("olmo", True), ("qwen35", True), ("gpt-2", False)])

@@ -8,8 +8,10 @@ import shutil
 import struct
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -21,7 +23,7 @@ from engine.core.types import Progress
 from engine.draft_source import fetch_models
 from engine.hub import listing, transfer
 from engine.hub.model import open_model
-from engine.model_check import check_model
+from engine.model_check import ModelFacts, check_model
 from engine.model_source import fetch
 from engine.startup_progress import StartupProgress
 from tests.fake_hub import COMMIT, FakeHub, digest, fake_hub, refusing_url
@@ -339,14 +341,60 @@ def test_a_length_is_checked_before_weights_are_fetched(hub: FakeHub) -> None:
     assert hub.requests == ["listing", "config.json"]
 
 
-def test_an_unservable_gguf_file_is_refused_by_its_first_bytes(hub: FakeHub) -> None:
-    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 99)
-    for key, value in (("general.architecture", "mamba"), ("general.name", "m")):
-        head += struct.pack("<Q", len(key)) + key.encode() + struct.pack("<IQ", 8, len(value)) + value.encode()
-    hub.repos["org/gguf"] = {"m-Q4_K_M.gguf": head + WEIGHTS}
-    with pytest.raises(ModelLoadError, match=r"org/gguf/m-Q4_K_M.gguf: architecture 'mamba' is not supported in GGUF"):
+def gguf_header(kind: int = 8, pre: str = "qwen2", num_layers: int = 1, **more: str) -> bytes:
+    """The header of a GGUF file of the size of LLAMA, with tensors of one type."""
+    texts = {"general.architecture": "qwen2", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, **more}
+    numbers = {
+        "block_count": num_layers, "embedding_length": 32, "feed_forward_length": 64, "context_length": 64,
+        "attention.head_count": 4,
+    }  # fmt: skip
+    names = ["token_embd.weight", "output_norm.weight"]
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(names), len(texts) + len(numbers) + 2)
+    for key, value in texts.items():
+        head += text(key) + struct.pack("<I", 8) + text(value)
+    for key, number in numbers.items():
+        head += text(f"qwen2.{key}") + struct.pack("<II", 4, number)
+    head += text("qwen2.attention.layer_norm_rms_epsilon") + struct.pack("<If", 6, 1e-5)
+    head += text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 20_000) + text("word") * 20_000
+    for name in names:
+        head += text(name) + struct.pack("<IQQIQ", 2, 32, 32, kind, 0)
+    return head
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+@pytest.mark.parametrize(
+    ("head", "sentence"),
+    [
+        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported in GGUF"),
+        ({"kind": 34}, "tensor 'token_embd.weight' is stored as TQ1_0; Quire reads F32"),
+        ({"kind": 99}, "tensor 'token_embd.weight' is stored as type 99, which is unknown; Quire reads F32"),
+        ({"pre": "viking"}, "unsupported kind gpt2 with pre-tokenizer 'viking'; name the model's Hugging Face folder"),
+        ({"num_layers": 0}, "'block_count' is 0; Quire needs an integer of at least 1"),
+    ],
+)
+def test_an_unservable_gguf_file_is_refused_by_its_header(hub: FakeHub, head: dict[str, Any], sentence: str) -> None:
+    content = gguf_header(**head) + WEIGHTS
+    hub.repos["org/gguf"] = {"m-Q4_K_M.gguf": content}
+    with pytest.raises(ModelLoadError) as refusal:
         check_model(EngineConfig(model="org/gguf"))
-    assert hub.requests == ["listing", "m-Q4_K_M.gguf 0-65535"]
+    assert sentence in str(refusal.value)
+    assert hub.requests == ["listing", f"m-Q4_K_M.gguf 0-{(1 << 25) - 1}"]
+
+
+def test_what_a_header_on_the_hub_says_of_the_model(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a split file the other parts decide, too; a slow hub is not waited for."""
+    hub.repos["org/gguf"] = {"m-Q4_K_M.gguf": gguf_header() + WEIGHTS}
+    config = EngineConfig(model="org/gguf")
+    assert check_model(config) == ModelFacts(True, 32, 64)
+    with pytest.raises(ConfigError, match="made for 64 positions"):
+        check_model(replace(config, max_model_len=65))
+    hub.repos["org/gguf"] = {"m-Q4_K_M.gguf": gguf_header(pre="viking") + WEIGHTS}
+    assert check_model(config, has_tokenizer=True).vocab_size == 32
+    monkeypatch.setattr("engine.hub.model._HEADER_S", -1)
+    assert check_model(config) == ModelFacts(True)
 
 
 @pytest.mark.parametrize(

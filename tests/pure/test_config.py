@@ -498,6 +498,15 @@ def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
     assert find_model(str(tmp_path)).name == tmp_path.name
 
 
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("m-Q4_K_M.gguf", "m-Q4_K_M"), ("m-Q8_0-00001-of-00003.gguf", "m-Q8_0"), ("m-1-of-3.gguf", "m-1-of-3")],
+)
+def test_a_file_is_named_without_its_ending_and_its_part(file: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_bytes(b"")
+    assert find_model(str(tmp_path / file)).name == name
+
+
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_BLOCK_SIZE", "many")
     assert fault() == "--block-size is 'many' (set by QUIRE_BLOCK_SIZE); it must be a whole number."

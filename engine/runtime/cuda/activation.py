@@ -29,14 +29,8 @@ gelu_tanh_mul = partial(_act_mul, activation="gelu_tanh")
 
 
 @triton.jit
-def _act_mul_kernel(in_ptr, out_ptr, in_stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """A program for BLOCK columns of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate_at = in_ptr + row * in_stride + column
-    gate = tl.load(gate_at, inside, 0.0).to(tl.float32)
-    up = tl.load(gate_at + width, inside, 0.0).to(tl.float32)
+def share_of(gate, ACTIVATION: tl.constexpr):
+    """Return the factor of float32 gates: activation(gate) = gate * factor."""
     if ACTIVATION == "silu":
         share = tl.sigmoid(gate)
     elif ACTIVATION == "gelu":
@@ -45,4 +39,16 @@ def _act_mul_kernel(in_ptr, out_ptr, in_stride, width, ACTIVATION: tl.constexpr,
         # (1 + tanh(y)) / 2 is the sigmoid of 2 y.
         tl.static_assert(ACTIVATION == "gelu_tanh")
         share = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    tl.store(out_ptr + row * width + column, gate * share * up, inside)
+    return share
+
+
+@triton.jit
+def _act_mul_kernel(in_ptr, out_ptr, in_stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """A program for BLOCK columns of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate_at = in_ptr + row * in_stride + column
+    gate = tl.load(gate_at, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_at + width, inside, 0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + column, gate * share_of(gate, ACTIVATION) * up, inside)

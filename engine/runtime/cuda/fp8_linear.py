@@ -21,25 +21,25 @@ _MAX = tl.constexpr(3.4028234663852886e38)
 class Fp8Linear:
     """y = x W^T + b in bfloat16, with a weight in float8_e4m3fn that is filled row by row."""
 
-    __slots__ = ("_bias", "_scales", "_weight")
+    __slots__ = ("bias", "scales", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         assert weight.is_contiguous()
-        self._weight, self._bias = weight, bias
-        self._scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+        self.weight, self.bias = weight, bias
+        self.scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
 
     def load(self, first_row: int, num_rows: int, copy_to: Callable[[Tensor], None]) -> None:
         """Quantise the rows from `first_row` on, which `copy_to` writes in bfloat16."""
-        rows = torch.empty((num_rows, self._weight.shape[1]), dtype=torch.bfloat16, device=self._weight.device)
+        rows = torch.empty((num_rows, self.weight.shape[1]), dtype=torch.bfloat16, device=self.weight.device)
         copy_to(rows)
         end = first_row + num_rows
-        quantise_rows(rows, self._weight[first_row:end], self._scales[first_row:end])
+        quantise_rows(rows, self.weight[first_row:end], self.scales[first_row:end])
 
     def store(self, first_row: int, numbers: Tensor, scales: Tensor) -> None:
         """Copy rows that are stored in fp8, with scales [rows, 1] or one for all [1, 1]."""
         end = first_row + len(numbers)
-        self._weight[first_row:end].copy_(numbers)
-        self._scales[first_row:end].copy_(scales.expand(len(numbers), 1)[:, 0])
+        self.weight[first_row:end].copy_(numbers)
+        self.scales[first_row:end].copy_(scales.expand(len(numbers), 1)[:, 0])
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, outputs] bfloat16 of x [T, inputs] bfloat16."""
@@ -48,10 +48,10 @@ class Fp8Linear:
         quantise_rows(x, numbers, scales)
         return torch._scaled_mm(  # noqa: SLF001 - torch's only product of fp8
             numbers,
-            self._weight.t(),
+            self.weight.t(),
             scale_a=scales,
-            scale_b=self._scales[None, :],
-            bias=self._bias,
+            scale_b=self.scales[None, :],
+            bias=self.bias,
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.runtime.attention.base import Rotation
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.lora.adapter import AdapterRows, Target
-from engine.runtime.native.decoder import PagedStep
+from engine.runtime.native.decoder import PagedStep, Streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,7 @@ class ModelCapabilities:
     adapters: bool = False  # `forward` takes adapters, `adapter_targets` names the matrices
     graphs: bool = False  # its forward pass may be captured in a CUDA graph
     native: bool = False  # its products run in the native library, on the library's threads
+    heads: bool = False  # `forward` copies out streams and `embed` looks tokens up, for heads that draft
 
 
 # Layer, qkv [T, all heads, head_dim] as projected, and its rotation -> [T, num_heads, head_dim].
@@ -66,10 +67,12 @@ class CausalLM(Protocol):
         attention: LayerAttention,
         rows: Tensor | None = None,
         adapters: Sequence[AdapterRows] = (),
+        streams: Streams | None = None,
     ) -> Tensor:
         """Return the final, normed hidden states [R, hidden] of `rows` [R] int64, or of all; ids, positions [T].
 
-        Each adapter adds to its rows of the T; the bits of all other rows are the same as without.
+        Each adapter adds to its rows of the T; the bits of all other rows are the same as without. `streams` are
+        written by models with the capability `heads`.
         """
         ...
 

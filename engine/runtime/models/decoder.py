@@ -21,7 +21,7 @@ from engine.runtime.models.maker import Maker
 from engine.runtime.models.mla import LatentAttention
 from engine.runtime.models.moe import MoE
 from engine.runtime.models.rope import Rotary
-from engine.runtime.native.decoder import NativeDecoder, describe_layer
+from engine.runtime.native.decoder import NativeDecoder, Streams, describe_layer
 from engine.runtime.native.library import DTYPES, DecoderArgs, LayerArgs, native
 from engine.runtime.schemes.base import Scheme
 
@@ -90,6 +90,12 @@ class DecoderLayer:
         """Return the heads' sinks [num_heads], float32, to be loaded."""
         return self._attention.sinks
 
+    @property
+    def is_capturable(self) -> bool:
+        """Return whether a CUDA graph can hold the loaded layer."""
+        # The definition of a mixture counts tokens on the host.
+        return not isinstance(self._mlp, MoE) or self._mlp.experts is not None
+
     def describe(self, rotary: int | None) -> LayerArgs | None:
         """Describe the layer to the native library, or return None if that cannot compute it."""
         attention, mlp, mixture, latent = self._attention, self._mlp, None, None
@@ -120,6 +126,11 @@ class DecoderLayer:
         if isinstance(self._mlp, MoE):
             self._mlp.finish()
 
+    @property
+    def lacking(self) -> str:
+        """Return a matrix without which the native library cannot compute the mixture; "" for none."""
+        return self._mlp.lacking if isinstance(self._mlp, MoE) else ""
+
 
 class Decoder:
     """A CausalLM; some rope scalings need `served_len`, the longest sequence it will see."""
@@ -141,7 +152,7 @@ class Decoder:
         self._config = config
         self._targets = make.targets
         self._embedding = make.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self._embed: Callable[[Tensor], Tensor] = self._look_up
+        self.embed: Callable[[Tensor], Tensor] = self._look_up  # ids [T] -> embeddings [T, hidden], as stored
         # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._layers = [
@@ -181,9 +192,8 @@ class Decoder:
     @property
     def capabilities(self) -> ModelCapabilities:
         """Return whether the native library computes the products."""
-        # The definition of a mixture counts tokens on the host, so a graph cannot hold it.
-        graphs = all(layer.moe is None for layer in self._config.layers)
-        return ModelCapabilities(adapters=True, graphs=graphs, native=self._head.args is not None)
+        graphs = all(layer.is_capturable for layer in self._layers)
+        return ModelCapabilities(adapters=True, graphs=graphs, native=self._head.args is not None, heads=True)
 
     def forward(
         self,
@@ -192,23 +202,33 @@ class Decoder:
         attention: LayerAttention,
         rows: Tensor | None = None,
         adapters: Sequence[AdapterRows] = (),
+        streams: Streams | None = None,
     ) -> Tensor:
         """Return normed hidden states [R, hidden] of `rows` [R], or all; ids, positions [T]."""
         if self._native is not None and attention.paged_step is not None:
             described = NativeAdapters(adapters, len(ids)) if adapters else None  # lives as long as the call
             args = None if described is None else described.args
-            return self._native.forward(ids, positions, attention.paged_step, rows, args)
-        x = self._embed(ids)
+            return self._native.forward(ids, positions, attention.paged_step, rows, args, streams)
+        x = self.embed(ids)
         if self._embedding_multiplier != 1.0:
             x.mul_(self._embedding_multiplier)
         angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
         delta: Tensor | None = None
         for index, (layer, rope) in enumerate(zip(self._layers, self._rope_of, strict=True)):
+            if streams is not None and index in streams.layers:
+                self._copy_stream(x, delta, streams, index)
             own = partial(addends, adapters, index) if adapters else None
             delta = layer(x, delta, angles[rope], attention, own)
+        if streams is not None and len(self._layers) in streams.layers:
+            self._copy_stream(x, delta, streams, len(self._layers))
         if rows is not None:
             x, delta = x.index_select(0, rows), None if delta is None else delta.index_select(0, rows)
         return self._norm.add(x, delta, self._config.residual_multiplier)
+
+    def _copy_stream(self, x: Tensor, delta: Tensor | None, streams: Streams, layer: int) -> None:
+        """Write x + scale * delta, the sum that enters a layer."""
+        out = streams.out[:, streams.layers.index(layer)]
+        out.copy_(x if delta is None else torch.add(x, delta, alpha=self._config.residual_multiplier))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, vocab_size] of hidden states, in `out` if given."""
@@ -219,6 +239,17 @@ class Decoder:
         if self._config.logit_softcap is not None:
             logits.div_(self._config.logit_softcap).tanh_().mul_(self._config.logit_softcap)
         return logits
+
+    def summary(self) -> str:
+        """Return a line for the log about mixtures that the native library does not compute; "" for none."""
+        lacking = {index: layer.lacking for index, layer in enumerate(self._layers) if layer.lacking}
+        if not lacking or native() is None or self._embedding.device.type != "cpu":
+            return ""
+        first, dtype = next(iter(lacking)), str(self.dtype).removeprefix("torch.")
+        return (
+            f"the experts of {len(lacking)} of {len(self._layers)} layers run in torch, which is slower; the native library "
+            f"has no product for model.layers.{first}.mlp.{lacking[first]} in {dtype}"
+        )
 
     def adapter_targets(self) -> dict[str, Target]:
         """Return the matrices that adapters can change, by checkpoint name."""
@@ -231,7 +262,7 @@ class Decoder:
         quantised, or packed for oneDNN, its rows cannot be read, and the embedding is kept as well.
         """
         if self._config.tied_head and self._head.rows is not None:
-            self._embed = self._head.rows
+            self.embed = self._head.rows
             self._embedding = self._embedding.new_empty(0)
         self.loads.clear()  # they hold the embedding
         for layer in self._layers:

@@ -124,6 +124,8 @@ def load_decoder(
     model.finish()
     if scheme.summary():
         report(Progress("quantization", scheme.summary()))
+    if model.summary():
+        report(Progress("kernels", model.summary()))
     return model
 
 

@@ -1,25 +1,31 @@
 """A mixture of experts: a router, experts, and the shared expert of some families.
 
-The torch operations here define the arithmetic on every device; the native library computes the same in one call. The
-router and the sum over experts are float32. Each expert is an MLP of 2-D matrices, so any scheme can store it.
+The torch operations here define the arithmetic on every device; the native library computes the same in one call, and
+Triton kernels in a few launches (cuda/mixture.py). The router and the sum over experts are float32. Each expert is an
+MLP of 2-D matrices, so any scheme can store it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from engine.runtime.grouped import Stack, has_grouped_products, sort_by_owner, stack
+from engine.runtime.cuda.available import has_triton, uses_triton
 from engine.runtime.linear import Linear
-from engine.runtime.models.config import Clamp, GroupScoring, MoEConfig, RouterConfig, Scoring
+from engine.runtime.models.config import GroupScoring, MoEConfig, RouterConfig, Scoring
 from engine.runtime.models.layers import LayerAdapters
 from engine.runtime.models.maker import Maker
 from engine.runtime.native.library import LinearArgs, RouterArgs, native
 from engine.runtime.native.moe import Experts, Mixture
+from engine.runtime.ops import clamped_mul
 from engine.runtime.schemes.base import Scheme
 from engine.runtime.weights.fill import Load
+
+if TYPE_CHECKING:
+    from engine.runtime.cuda.mixture import CudaExperts
 
 # As moe.h has them.
 _SCORING_CODES = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1}
@@ -41,8 +47,12 @@ class Router:
         )
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return float32 weights and int64 experts [T, num_chosen] of x [T, hidden], the best expert first."""
+        """Return float32 weights and integer experts [T, num_chosen] of x [T, hidden], the best expert first."""
         config, logits = self._config, self.linear(x.float())
+        if uses_triton(logits):
+            from engine.runtime.cuda.routing import route
+
+            return route(logits, self.correction, config)
         # Softmax is monotone, so logits choose as probabilities do, and do not tie by underflow.
         scores = logits if config.scoring is Scoring.SOFTMAX else logits.sigmoid()
         choice = scores if self.correction is None else scores + self.correction
@@ -80,10 +90,12 @@ class MoE:
     """The weighted sum of each token's experts, plus the shared expert."""
 
     __slots__ = (
+        "_activation",
         "_clamp",
-        "_stacks",
         "down",
+        "experts",
         "gate_up",
+        "lacking",
         "mixture",
         "router",
         "shared_down",
@@ -92,16 +104,17 @@ class MoE:
     )
 
     def __init__(self, config: MoEConfig, hidden_size: int, make: Maker) -> None:
-        self._clamp = config.clamp
-        self._stacks: tuple[Stack, Stack] | None = None
+        self._clamp, self._activation = config.clamp, config.activation
         self.mixture: Mixture | None = None  # the native library's, which computes all of this
+        self.experts: CudaExperts | None = None  # the kernels', for all but the router and the shared expert
+        self.lacking = ""  # on a CPU, a matrix without which it cannot
         self.router = Router(config.router, hidden_size, make)
         self.gate_up, self.down = [], []
         for expert in range(config.router.num_experts):
             gate_up, down = _expert(config, config.width, hidden_size, make.within(f"experts.{expert}"))
             self.gate_up.append(gate_up)
             self.down.append(down)
-        if has_grouped_products(make.device, make.dtype):
+        if make.device.type == "cuda" and has_triton(make.device):
             make.loads.append(Load({}, lambda _: self.stack()))  # before the next layer, which reuses their memory
         self.shared_gate_up = self.shared_down = self.shared_gate = None
         if config.shared_width:
@@ -114,28 +127,29 @@ class MoE:
 
     def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:  # noqa: ARG002 - MLP's call
         """Return [T, hidden] of x [T, hidden]. Adapters never change experts."""
-        return self.in_torch(x) if self.mixture is None else self.mixture(x).to(x.dtype)
+        if self.mixture is not None:
+            return self.mixture(x).to(x.dtype)
+        return self.in_torch(x) if self.experts is None else self._in_kernels(self.experts, x)
 
     def in_torch(self, x: Tensor) -> Tensor:
         """Return the same, by the definition."""
         total = self._routed(x)
-        if self.shared_gate_up is not None and self.shared_down is not None:
-            shared = self.shared_down.in_float32(self._inner(self.shared_gate_up, x))
-            if self.shared_gate is not None:
-                shared = shared * self.shared_gate(x.float()).sigmoid()
-            total += shared
+        shared = self._shared(x)
+        if shared is not None:
+            total += shared if self.shared_gate is None else shared * self.shared_gate(x.float()).sigmoid()
         return total.to(x.dtype)
 
     def stack(self) -> None:
-        """Stack the loaded experts, if no scheme has packed them, so that two products serve them all."""
-        gate_up = stack(self.gate_up)
-        down = None if gate_up is None else stack(self.down)
-        self._stacks = None if gate_up is None or down is None else (gate_up, down)
+        """Stack the loaded experts for the kernels, if no scheme has packed them."""
+        from engine.runtime.cuda.mixture import stack_experts
+
+        self.experts = stack_experts(self.gate_up, self.down, self._clamp or self._activation)
 
     def finish(self) -> None:
         """Describe the loaded mixture to the native library, if that holds every matrix."""
         library, router = native(), self.router.describe()
         gate_up, down = _args_of(self.gate_up), _args_of(self.down)
+        self.lacking = next((name for name, linear in self._matrices() if linear.args is None), "")
         if library is None or router is None or gate_up is None or down is None:
             return
         shared = None
@@ -153,11 +167,23 @@ class MoE:
             clamp=None if self._clamp is None else (self._clamp.alpha, self._clamp.limit),
         )
 
+    def _matrices(self) -> Iterator[tuple[str, Linear]]:
+        """Yield every matrix with its name in a checkpoint."""
+        yield "gate", self.router.linear
+        shared = () if self.shared_gate_up is None else (("shared_expert", self.shared_gate_up, self.shared_down),)
+        experts = ((f"experts.{i}", *pair) for i, pair in enumerate(zip(self.gate_up, self.down, strict=True)))
+        for name, gate_up, down in (*experts, *shared):
+            assert gate_up is not None
+            assert down is not None
+            yield f"{name}.gate_proj", gate_up
+            yield f"{name}.down_proj", down
+        if self.shared_gate is not None:
+            yield "shared_expert_gate", self.shared_gate
+
     def _routed(self, x: Tensor) -> Tensor:
         """Return the float32 sum over each token's experts, added in the order of their ranks."""
         weights, chosen = self.router(x)
-        outputs = self._one_by_one(x, chosen) if self._stacks is None else self._in_groups(x, chosen, *self._stacks)
-        ranks = outputs.view(*chosen.shape, -1).unbind(1)
+        ranks = self._one_by_one(x, chosen).view(*chosen.shape, -1).unbind(1)
         total = ranks[0] * weights[:, :1]
         for rank, output in enumerate(ranks[1:], 1):
             total.addcmul_(output, weights[:, rank, None])
@@ -174,18 +200,21 @@ class MoE:
                 outputs[places] = self.down[expert].in_float32(inner)
         return outputs
 
-    def _in_groups(self, x: Tensor, chosen: Tensor, gate_up: Stack, down: Stack) -> Tensor:
-        """Return the same in two products; the outputs are rounded to x's type in between."""
-        groups = sort_by_owner(chosen.flatten(), len(self.down))
-        inner = gate_up(x.index_select(0, groups.places // chosen.shape[1]), groups)
-        if self._clamp is not None:
-            inner = _clamped(inner, self._clamp)
-        outputs = torch.empty(chosen.numel(), x.shape[1], device=x.device)
-        return outputs.index_copy_(0, groups.places, down(inner, groups).float())
+    def _in_kernels(self, experts: CudaExperts, x: Tensor) -> Tensor:
+        """Return all of it without waiting for the device."""
+        gate = None if self.shared_gate is None else self.shared_gate(x.float())
+        return experts(x, *self.router(x), self._shared(x), gate)
+
+    def _shared(self, x: Tensor) -> Tensor | None:
+        """Return the shared expert's output in float32, before its gate; None without one."""
+        if self.shared_gate_up is None or self.shared_down is None:
+            return None
+        return self.shared_down.in_float32(self._inner(self.shared_gate_up, x))
 
     def _inner(self, gate_up: Linear, x: Tensor) -> Tensor:
         """Return activation(gate x) * up x in x's type."""
-        return gate_up(x) if self._clamp is None else _clamped(gate_up(x), self._clamp)
+        inner, clamp = gate_up(x), self._clamp
+        return inner if clamp is None else clamped_mul(inner, clamp.alpha, clamp.limit)
 
 
 def _expert(config: MoEConfig, width: int, hidden_size: int, make: Maker) -> tuple[Linear, Linear]:
@@ -213,10 +242,3 @@ def _best_groups(choice: Tensor, config: RouterConfig) -> Tensor:
     best = _top(grouped.topk(num_best).values.sum(-1), config.num_chosen_groups)
     is_kept = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=choice.device).scatter_(-1, best, value=True)
     return grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(-2)
-
-
-def _clamped(gate_up: Tensor, clamp: Clamp) -> Tensor:
-    """Return gpt-oss's activation of [T, 2 * width], gates first; the gate has no lower bound."""
-    gates, ups = gate_up.float().chunk(2, dim=-1)
-    gates, ups = gates.clamp(max=clamp.limit), ups.clamp(-clamp.limit, clamp.limit)
-    return ((ups + 1) * gates * (gates * clamp.alpha).sigmoid()).to(gate_up.dtype)

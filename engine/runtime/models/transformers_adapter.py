@@ -29,6 +29,7 @@ from engine.runtime.lora.adapter import AdapterRows, Target
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config_file import read_model_config
 from engine.runtime.models.servable import SERVABLE_LAYERS
+from engine.runtime.native.decoder import Streams
 from engine.runtime.weights.checkpoint import Checkpoint, Report
 from engine.runtime.weights.fill import check_size
 
@@ -94,9 +95,11 @@ class TransformersModel:
         attention: LayerAttention,
         rows: Tensor | None = None,
         adapters: Sequence[AdapterRows] = (),
+        streams: Streams | None = None,
     ) -> Tensor:
         """Return normed hidden states [R, hidden] of `rows` [R], or all; ids, positions [T]."""
         assert not adapters, "load_model has refused adapters"
+        assert streams is None, "speculation.py has refused heads"
         output = self._body(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, quire_attention=attention
         )

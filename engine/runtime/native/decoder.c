@@ -281,6 +281,21 @@ static int32_t mlp(const struct forward_args *f, int64_t index, struct workspace
     return status ? status : linear(f, index, PLACE_DOWN, w->mlp, w, w->delta, rows, DT_F32);
 }
 
+/* Round the stream that enters a layer into the caller's copy, if that layer's is wanted. */
+static void copy_stream(const struct forward_args *f, int64_t layer, struct workspace *w) {
+    const struct decoder *d = f->decoder;
+    for (int64_t i = 0; i < f->num_streams; i++) {
+        if (f->stream_layers[i] != layer) continue;
+        struct norm_args args = {
+            .residual = w->stream, .out = (char *)f->streams + (size_t)(i * d->hidden) * size_of(d->dtype),
+            .rows = f->num_tokens, .width = d->hidden,
+            .residual_stride = d->hidden, .out_stride = f->num_streams * d->hidden,
+            .dtype = d->dtype, .stream_dtype = DT_F32,
+        };
+        quire_add_rms_norm(&args);
+    }
+}
+
 static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
     int64_t rows = f->num_tokens;
@@ -289,6 +304,7 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
     for (int64_t i = 0; i < d->num_layers; i++) {
         const struct layer *layer = &d->layers[i];
         int is_last = i + 1 == d->num_layers;
+        copy_stream(f, i, w);
         int32_t status = attention(f, i, w, rows);
         if (status) return status;
         if (is_last && f->num_rows == 0) return QUIRE_OK; /* a chunk of a prompt needs keys and values only */
@@ -302,6 +318,7 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
         join(d, layer->after_mlp, is_last ? d->norm : layer[1].before_attention, w,
              is_last ? NULL : &layer[1].qkv, is_last ? f->hidden : w->normed, rows);
     }
+    copy_stream(f, d->num_layers, w);
     return QUIRE_OK;
 }
 

@@ -54,6 +54,9 @@ struct forward_args {
     void *hidden;                     /* [num_rows, hidden] */
     int64_t num_tokens, num_rows;
     struct adapters adapters; /* of the tokens */
+    void *streams;                /* [num_tokens, num_streams, hidden]: the sums that enter these layers; for the ... */
+    const int64_t *stream_layers; /* ... number of layers the sum that leaves the last, which goes with all rows only */
+    int64_t num_streams;
 };
 
 #endif

@@ -7,8 +7,9 @@ operations one by one in torch; it is the definition, and runs wherever the libr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import addressof
+from ctypes import addressof, c_int64
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,17 @@ class PagedStep:
     pools: Sequence[Pool]  # one a layer
     store: StoreArgs
     attend: AttendArgs
+
+
+class Streams(NamedTuple):
+    """Residual streams that a forward pass copies out, before norms: of all its tokens.
+
+    Layer i stands for the sum that enters layer i; the number of layers for the sum that leaves the last. That one goes
+    with all rows only.
+    """
+
+    layers: Sequence[int]  # ascending
+    out: Tensor  # [T, len(layers), hidden] in the model's type, contiguous
 
 
 def describe_layer(
@@ -108,6 +120,7 @@ class NativeDecoder:
         step: PagedStep,
         rows: Tensor | None,
         adapters: AdaptersArgs | None,
+        streams: Streams | None = None,
     ) -> Tensor:
         """Return normed hidden states [R, hidden] of `rows`, or of all; all indices are int64."""
         if self._bound is not step:
@@ -120,11 +133,15 @@ class NativeDecoder:
         )  # fmt: skip
         if adapters is not None:
             args.adapters = adapters
+        if streams is not None:
+            layers = (c_int64 * len(streams.layers))(*streams.layers)  # lives as long as the call
+            args.streams, args.stream_layers = streams.out.data_ptr(), addressof(layers)
+            args.num_streams = len(layers)
         self._library.forward(args)
         return hidden
 
     def _bind(self, step: PagedStep) -> None:
-        for layer, pool in zip(self._layers, step.pools, strict=True):
+        for layer, pool in zip(self._layers, step.pools, strict=False):  # a head's layers follow in the pool
             layer.pool = pool
             layer.pool.dtype = self._decoder.dtype  # the type of the pool does not matter
         self._bound = step

@@ -267,6 +267,8 @@ class ForwardArgs(Structure):
         decoder__store__attend__ids__positions__rows__hidden=c_void_p,
         num_tokens__num_rows=c_int64,
         adapters=AdaptersArgs,
+        streams__stream_layers=c_void_p,
+        num_streams=c_int64,
     )
 
 

@@ -12,6 +12,7 @@ typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
 
 enum {
     QVECTORS = 2, /* vectors of a panel that registers hold sums of at once */
+    QNEAR = 6144, /* bytes ahead that a group alone fetches */
     QROWS = W < 16 ? 2 : IS_DOT_IN_PLACE ? 6 : 4, /* rows, times QVECTORS, that registers hold sums of */
 };
 
@@ -217,7 +218,8 @@ typedef void quant_dot_rows(const struct linear *, const char *, int64_t, struct
                             const char *, size_t);
 
 /* out[num][PANEL] = one group of packed rows . one panel. If it is the group `turn` of several, `turns`, it fetches its
- * share of the next panel meanwhile: only the first of them would wait for memory, with nothing else to do. */
+ * share of the next panel meanwhile: only the first of them would wait for memory, with nothing else to do. A group alone
+ * fetches just ahead of where it is: codes of five and six bits keep the machine too busy to run ahead by itself. */
 static void quant_panel(const struct linear *w, void *rows, int64_t first, int64_t num, int64_t p, float *out,
                         int64_t turn, int64_t turns) {
     static quant_dot_rows *const dots[] = {
@@ -241,7 +243,8 @@ static void quant_panel(const struct linear *w, void *rows, int64_t first, int64
     size_t panel_bytes = (size_t)quant_num_blocks(w->k) * quant_block_bytes(quant_format_of(w->format));
     const char *panel = (const char *)w->packed + (size_t)p * panel_bytes;
     size_t block_lines = quant_block_bytes(quant_format_of(w->format)) / 64;
-    size_t lines = turns > 1 ? (block_lines - 1) / (size_t)turns + 1 : 0;
+    size_t lines = (block_lines - 1) / (size_t)turns + 1;
     const char *ahead = panel + panel_bytes + (size_t)(turn * quant_num_blocks(w->k)) * lines * 64;
+    if (turns == 1) ahead = panel + QNEAR;
     dots[w->format](w, panel, p * PANEL, quant_group_at(w->format, w->k, rows, first, num), num, out, ahead, lines);
 }

@@ -9,9 +9,12 @@ time. Engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
 
@@ -30,6 +33,20 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Give back memory."""
+
+
+def draft_by_depth(asked: Mapping[int, int], draw: Callable[[int, Sequence[int]], Tensor]) -> dict[int, list[int]]:
+    """Return the drafts of slices that ask for a number of them, one depth after the other.
+
+    `draw` gets a depth, from 0, and the slices that go so deep, in the order of `asked`; it returns their ids.
+    """
+    columns = [[index for index, num in asked.items() if num > depth] for depth in range(max(asked.values()))]
+    steps = [draw(depth, going) for depth, going in enumerate(columns)]
+    drafts: dict[int, list[int]] = {index: [] for index in asked}
+    for ids, indices in zip(torch.cat(steps).split([len(each) for each in columns]), columns, strict=True):
+        for index, token in zip(indices, ids.tolist(), strict=True):
+            drafts[index].append(token)
+    return drafts
 
 
 def with_drafts(plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan:

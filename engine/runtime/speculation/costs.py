@@ -22,7 +22,7 @@ _MAX_ROWS = 256
 def measure_draft_costs(
     runner: ModelRunner, drafter: Drafter, config: SchedulerConfig, num_drafts: int, *, captures: bool
 ) -> DraftCosts:
-    """Time the drafter, and steps of growing size; the runner must not speculate yet.
+    """Time the drafter, and steps of growing size; the runner must not speculate yet, a head runs in its steps.
 
     A row costs the same with and without drafts, unless a step without drafts becomes a graph (`captures`).
     """
@@ -34,7 +34,8 @@ def measure_draft_costs(
     checking = list(_points(config, num_drafts, lambda plan: run(_drafted(plan))))
     if not captures:
         plain = checking = plain + checking
-    return DraftCosts(lower_hull(plain), lower_hull(checking or plain), tuple(_drafting(drafter, config, num_drafts)))
+    drafting = tuple(_drafting(drafter, config, num_drafts, run))
+    return DraftCosts(lower_hull(plain), lower_hull(checking or plain), drafting)
 
 
 def _points(config: SchedulerConfig, num_drafts: int, run: Callable[[StepPlan], None]) -> Iterator[tuple[int, float]]:
@@ -49,9 +50,14 @@ def _points(config: SchedulerConfig, num_drafts: int, run: Callable[[StepPlan], 
             break
 
 
-def _drafting(drafter: Drafter, config: SchedulerConfig, num_drafts: int) -> Iterator[tuple[int, float]]:
+def _drafting(
+    drafter: Drafter, config: SchedulerConfig, num_drafts: int, run: Callable[[StepPlan], None]
+) -> Iterator[tuple[int, float]]:
     for num_seqs in _numbers(config, num_drafts):
         plan = _plan(config, num_seqs, num_drafts)
+        run(plan._replace(num_drafts={}))  # for the states that a head reads
+        following = [replace(piece, tokens=[0, 0], start=1) for piece in plan.slices]
+        plan = plan._replace(slices=following)
         yield num_seqs, _time(lambda plan=plan: drafter.draft(plan)) / num_drafts  # type: ignore[misc]
 
 

@@ -24,6 +24,7 @@ from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.base import CausalLM
 from engine.runtime.sampling.draw import draw
 from engine.runtime.sampling.sampler import wishes
+from engine.runtime.speculation.base import draft_by_depth
 from engine.runtime.transfer import to_device
 
 
@@ -74,19 +75,16 @@ class DraftModel:
 
     def _go_on(self, slices: Sequence[SequenceSlice], asked: Mapping[int, int], drawn: Tensor) -> dict[int, list[int]]:
         """Draw the further drafts, one step each; `drawn` are the first ones."""
-        steps, going = [drawn], list(asked)
-        columns = [going]
-        for ahead in range(1, max(asked.values())):
-            going = [index for index in going if asked[index] > ahead]
+
+        def draw_next(depth: int, going: Sequence[int]) -> Tensor:
+            if not depth:
+                return drawn
             following = [slices[index] for index in going]
-            more = self._draw([piece.at(piece.start + piece.num_tokens - 1 + ahead) for piece in following])
+            more = self._draw([piece.at(piece.start + piece.num_tokens - 1 + depth) for piece in following])
             assert more is not None
-            steps.append(more)
-            columns.append(going)
-        drafts: dict[int, list[int]] = {index: [] for index in asked}
-        for ids, indices in zip(torch.cat(steps).split([len(each) for each in columns]), columns, strict=True):
-            for index, token in zip(indices, ids.tolist(), strict=True):
-                drafts[index].append(token)
+            return more
+
+        drafts = draft_by_depth(asked, draw_next)
         for index, num_drafts in asked.items():
             piece = slices[index]
             last = piece.start + piece.num_tokens + num_drafts - 1  # position of the last draft, which was not read

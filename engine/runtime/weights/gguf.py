@@ -8,10 +8,10 @@ weights/gguf_config.py turns the metadata into a config.json.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES
@@ -74,13 +74,9 @@ class GGUFCheckpoint:
         header = parts[path]
         self._stored: dict[str, GGUFTensor] = {}
         for part, its_header in parts.items():
+            for info in its_header.tensors:
+                _check_kind(info.name, info.kind, str(part))
             self._stored |= _read_tensors(part, its_header.tensors)
-        for tensor in self._stored.values():
-            if tensor.kind not in KINDS:
-                raise ModelLoadError(
-                    f"{tensor.file}: tensor {tensor.name!r} is stored as {tensor.kind.name}; Quire reads "
-                    f"{', '.join(kind.name for kind in KINDS)}."
-                )
         ropes = {name: _values(self._stored[name]) for name in _ROPE_TENSORS if name in self._stored}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}
         self._arch, values = hf_config(header.metadata, shapes, ropes, str(path))
@@ -137,6 +133,26 @@ class GGUFCheckpoint:
             )
         pairs = tensor.rows.reshape(heads, outputs // heads // 2, 2, -1)
         return pairs.swapaxes(1, 2).reshape(tensor.rows.shape)
+
+
+def header_config(metadata: Mapping[str, Any], tensors: Sequence[TensorInfo], source: str) -> HFConfig | None:
+    """Return the config of a file whose header alone is here; None for a part of a split one. Raises ModelLoadError."""
+    for tensor in tensors:
+        _check_kind(tensor.name, tensor.kind, source)
+    if metadata.get("split.count", 0) > 1:  # the tensors of the other parts decide, too
+        return None
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    ropes = {name: [1.0] * math.prod(shapes[name]) for name in _ROPE_TENSORS if name in shapes}
+    return HFConfig(hf_config(metadata, shapes, ropes, source)[1], source)
+
+
+def _check_kind(name: str, kind: int, source: str) -> None:
+    """Raise ModelLoadError for a type that is not read."""
+    if kind not in KINDS:
+        stored = Kind(kind).name if kind in Kind._value2member_map_ else f"type {kind}, which is unknown"
+        raise ModelLoadError(
+            f"{source}: tensor {name!r} is stored as {stored}; Quire reads {', '.join(kind.name for kind in KINDS)}."
+        )
 
 
 def _dequantise(library: Library, stored: QuantisedRows, target: Tensor) -> None:

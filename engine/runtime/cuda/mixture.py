@@ -1,0 +1,122 @@
+"""A layer's experts on CUDA: loaded matrices in stacks, and the kernels for steps of any size.
+
+Decode steps and short prompts take the kernels of experts.py. With many tokens an expert, bfloat16 matrices take torch's
+grouped product where that is CUTLASS's; on other GPUs it loops over experts on the host. Engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+
+from engine.runtime.activation import Activation
+from engine.runtime.cuda.experts import Stack, choose_tile, combine, down, gate_and_up
+from engine.runtime.cuda.fp8_linear import Fp8Linear
+from engine.runtime.cuda.routing import Order, sort_by_expert
+from engine.runtime.kv_layout import movable
+from engine.runtime.linear import Dense, Linear
+from engine.runtime.models.config import Clamp
+from engine.runtime.ops import act_mul, clamped_mul
+
+_ALIGNMENT = 16  # bytes, of the sides of a grouped product
+_GROUPED_GENERATIONS = (9, 10)  # of compute capability
+_GROUPED_TOKENS = 64  # of an expert, from which torch's product is taken. To be measured on a GPU.
+
+
+class CudaExperts:
+    """The experts of one layer, without their router."""
+
+    __slots__ = ("_activation", "_down", "_gate_up", "_is_grouped")
+
+    def __init__(self, gate_up: Stack, down: Stack, activation: Activation | Clamp) -> None:
+        self._gate_up, self._down, self._activation = gate_up, down, activation
+        self._is_grouped = all(map(_has_grouped_product, (gate_up.weight, down.weight)))
+
+    def __call__(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        shared: Tensor | None = None,
+        shared_gate: Tensor | None = None,
+    ) -> Tensor:
+        """Return the weighted sum of the chosen experts, and of a shared one, [T, hidden] in x's type.
+
+        `weights` float32 and `chosen` int32 [T, num_chosen]; `shared` [T, hidden] float32 is multiplied by the sigmoid of
+        `shared_gate` [T, 1] float32, if given.
+        """
+        num_experts, width, num_pairs = len(self._down.weight), self._down.weight.shape[2], chosen.numel()
+        is_grouped = self._is_grouped and num_pairs >= _GROUPED_TOKENS * num_experts
+        first, second = (
+            choose_tile(num_pairs, num_experts, inputs, x.itemsize, is_gated=is_gated)
+            for inputs, is_gated in ((x.shape[1], True), (width, False))
+        )
+        assert first.rows == second.rows
+        order = sort_by_expert(chosen, num_experts, first.rows)
+        if is_grouped:
+            parts = self._in_groups(x, chosen, order)
+        else:
+            inner = gate_and_up(x, self._gate_up, order, chosen.shape[1], self._activation, first)
+            parts = down(inner, self._down, order, second)
+        return combine(parts, order, weights, x.dtype, shared, shared_gate)
+
+    def _in_groups(self, x: Tensor, chosen: Tensor, order: Order) -> Tensor:
+        """Return the products of sorted pairs by torch, rounded to x's type."""
+        experts = chosen.flatten().index_select(0, order.pairs)
+        inner = _grouped(x.index_select(0, order.pairs // chosen.shape[1]), self._gate_up, order, experts)
+        if isinstance(self._activation, Clamp):
+            inner = clamped_mul(inner, self._activation.alpha, self._activation.limit)
+        else:
+            inner = act_mul(inner, self._activation)
+        return _grouped(inner, self._down, order, experts)
+
+
+def stack_experts(
+    gate_up: Sequence[Linear], down: Sequence[Linear], activation: Activation | Clamp
+) -> CudaExperts | None:
+    """Return loaded experts as stacks, of which their matrices become views; None if no kernel has their types."""
+    stacks = [_stack(linears) for linears in (gate_up, down)]
+    if stacks[0] is None or stacks[1] is None:
+        return None
+    return CudaExperts(stacks[0], stacks[1], activation)
+
+
+def _stack(linears: Sequence[Linear]) -> Stack | None:
+    """Return matrices of one shape and type as a stack."""
+    products = [linear.product for linear in linears]
+    kind = type(products[0])
+    if kind not in (Dense, Fp8Linear) or any(type(product) is not kind for product in products):
+        return None
+    weight, bias = _joined(products, "weight"), _joined(products, "bias")
+    assert weight is not None
+    return Stack(weight, _joined(products, "scales") if kind is Fp8Linear else None, bias)
+
+
+def _joined(products: Sequence[Any], name: str) -> Tensor | None:
+    """Stack one tensor of every product, and leave each a view of its part; None if they have none."""
+    tensors = [getattr(product, name) for product in products]
+    if tensors[0] is None:
+        return None
+    joined = torch.stack([movable(tensor) for tensor in tensors]).view(tensors[0].dtype)
+    for product, view in zip(products, joined, strict=True):
+        setattr(product, name, view)
+    return joined
+
+
+def _has_grouped_product(weight: Tensor) -> bool:
+    """Return whether torch multiplies a stack in groups without asking the host for their sizes."""
+    if not weight.is_cuda or weight.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
+        return False
+    is_aligned = not any(side * weight.itemsize % _ALIGNMENT for side in weight.shape[1:])
+    return is_aligned and torch.cuda.get_device_capability(weight.device)[0] in _GROUPED_GENERATIONS
+
+
+def _grouped(x: Tensor, stack: Stack, order: Order, experts: Tensor) -> Tensor:
+    y = F.grouped_mm(x, stack.weight.mT, offs=order.ends)
+    if stack.bias is not None:
+        y += stack.bias.index_select(0, experts)
+    return y

@@ -1,0 +1,106 @@
+"""Heads in the runner: a head that is right by construction is always right, through all that happens to its blocks."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.core.scheduler import Scheduler
+from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.models.base import LayerAttention
+from tests.cpu.model_driver import Served, make_runner, request, serve, settings
+
+VOCAB, WIDTH = 61, 8
+_generator = torch.Generator().manual_seed(5)
+_TABLE = torch.randn(VOCAB, WIDTH, generator=_generator)
+_MIXER = torch.randn(WIDTH, VOCAB, generator=_generator)
+_SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=WIDTH, scale=1.0)
+_random = random.Random(7)
+# No two begin with the same token: a head's K/V of the last position that prompts share fit one of them.
+PROMPTS = [
+    [first, *(_random.randrange(VOCAB) for _ in range(length))] for first, length in enumerate((1, 2, 3, 16, 29, 8, 39))
+]
+REGIMES: dict[str, dict[str, int]] = {
+    "roomy": {},
+    "chunked": {"max_num_batched_tokens": 8},
+    "tiny_pool": {"num_blocks": 22},
+    "block_size_1": {"block_size": 1, "num_blocks": 600},
+    "swapping": {"num_blocks": 22, "num_host_blocks": 100},
+}
+
+
+def average(values: Tensor, attention: LayerAttention) -> Tensor:
+    """Return the mean of the values of all positions up to each."""
+    nothing = torch.zeros_like(values)[:, None]
+    return attention(0, nothing, nothing, values[:, None])[:, 0]
+
+
+class Bag:
+    """A model whose state is the mean of the embeddings of all tokens up to a position."""
+
+    vocab_size, max_model_len, dtype = VOCAB, 256, torch.float32
+    attention_specs = (_SPEC,)
+
+    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention, rows: Tensor | None = None) -> Tensor:
+        states = average(_TABLE[ids], attention)
+        return states if rows is None else states[rows]
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        logits = 6 * torch.sin(3 * hidden @ _MIXER)
+        return logits if out is None else out.copy_(logits)
+
+
+class BagHead(Bag):
+    """Computes the target's next state twice: from its K/V, which hold the later tokens, and from its states.
+
+    The result is their mean, which is right only if both are: all tokens shifted by one, all positions and states.
+    """
+
+    streams = ()
+    target_hidden_size = hidden_size = WIDTH
+
+    def project(self, states: Tensor) -> Tensor:
+        return states
+
+    def forward(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerAttention) -> Tensor:  # type: ignore[override]
+        num = positions[:, None] + 1.0
+        later = _TABLE[ids]
+        values = torch.where(positions[:, None] == 0, later + states, later)
+        by_cache = average(values, attention) * num / (num + 1)
+        by_state = (states * num + later) / (num + 1)
+        return (by_cache + by_state) / 2
+
+
+@cache
+def plainly(n: int, temperature: float) -> Served:
+    return run(n, temperature, has_head=False)[0]
+
+
+def run(n: int, temperature: float, *, has_head: bool, **regime: int) -> tuple[Served, Scheduler]:
+    config = settings(**regime, num_speculative_tokens=4 * has_head)
+    asked = [
+        request(f"r{i}", prompt, n=n, temperature=temperature, seed=i, max_tokens=14)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    model, scheduler = Bag(), Scheduler(config)
+    runner = make_runner(model, config, head=BagHead() if has_head else None)
+    return serve(model, config, asked, apart=1, scheduler=scheduler, runner=runner), scheduler
+
+
+@pytest.mark.parametrize(("temperature", "regime"), [(0.0, "roomy"), *((1.0, regime) for regime in REGIMES)])
+def test_a_head_that_is_right_is_always_right(temperature: float, regime: str) -> None:
+    served, scheduler = run(1, temperature, has_head=True, **REGIMES[regime])
+    assert served.ids == plainly(1, temperature).ids
+    stats = scheduler.stats
+    assert stats.spec_accepted_tokens == stats.spec_draft_tokens > 20
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_several_answers_stay_the_same(regime: str) -> None:
+    served, scheduler = run(3, 1.0, has_head=True, **REGIMES[regime])
+    assert served.ids == plainly(3, 1.0).ids
+    assert scheduler.stats.spec_accepted_tokens > 0
