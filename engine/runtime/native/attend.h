@@ -71,20 +71,30 @@ INLINE void cut_rows(struct scratch *s, size_t num_rows) {
     s->num_rows = num_rows, s->strip_rows = (num_rows + strips - 1) / strips;
 }
 
+/* Write a query as its products take it: as `dtype`. In int8 pools of latents, numbers beside the latent are followed by
+ * their products with 256, which meet high bytes. */
+INLINE void spread_query(const struct pool *p, struct view q, void *to, enum dtype dtype) {
+    int64_t dim = query_dim_of(p), num_more = p->head_dim - dim;
+    struct view out = {to, 0, dtype}, more = {to, (size_t)dim, dtype};
+    for (int64_t d = 0; d < dim; d += W) put(out, d, dim, get(q, d, dim));
+    q.at += (size_t)p->value_dim;
+    for (int64_t d = 0; d < num_more; d += W) put(more, d, num_more, 256.f * get(q, d, num_more));
+}
+
 /* Load the task's query rows: row = query * group + head of the group. */
 INLINE void load_rows(const struct attend_args *a, const struct attend_task *task, struct scratch *s, enum kind kind) {
-    int64_t dim = a->pool.head_dim, group = group_of(a), query = 0, head = 0;
+    int64_t dim = a->pool.head_dim, query_dim = query_dim_of(&a->pool), group = group_of(a), query = 0, head = 0;
     size_t lanes = (size_t)dim / pair_of(kind), width = width_of(kind);
     const float *from[STRIP_ROWS];
     for (size_t begin = 0, num; begin < s->num_rows; begin += num) {
         num = s->num_rows - begin < s->strip_rows ? s->num_rows - begin : s->strip_rows;
         for (size_t r = 0; r < num; r++) {
             struct view q = {(void *)a->q, 0, (enum dtype)a->pool.dtype};
-            q.at = (size_t)(token_of(a, task, query) * a->q_stride + (task->head * group + head) * dim);
+            q.at = (size_t)(token_of(a, task, query) * a->q_stride + (task->head * group + head) * query_dim);
             from[r] = (const float *)((const uint16_t *)a->q + q.at);
-            if (kind != KIND_BF16_DOT) {
+            if (kind != KIND_BF16_DOT || query_dim < dim) {
                 float *wide = s->span.sums + r * (size_t)dim;
-                for (int64_t d = 0; d < dim; d += W) put((struct view){wide, 0, DT_F32}, d, dim, get(q, d, dim));
+                spread_query(&a->pool, q, wide, kind == KIND_BF16_DOT ? DT_BF16 : DT_F32);
                 from[r] = wide;
             }
             if (++head == group) head = 0, query++;

@@ -124,14 +124,18 @@ static void widen_few(const char *from, size_t num, enum kind kind, uint32_t *lo
     if (kind != KIND_BF16_DOT) memcpy(high, wide_high, num * 4);
 }
 
-/* Widen a whole int8 tile: K with lanes `k_stride` bytes apart, V with keys in pairs. */
-INLINE void widen_tile(const char *k, size_t k_stride, const char *v, size_t dim, enum kind kind, uint32_t *k_tile,
-                       uint32_t *v_tile) {
+/* Widen a whole int8 tile of K, with lanes `stride` bytes apart. */
+INLINE void widen_k_tile(const char *k, size_t stride, size_t dim, enum kind kind, uint32_t *k_tile) {
     size_t step = kind == KIND_BF16_DOT ? 1 : 2; /* tile rows that a pair becomes */
     for (size_t l = 0; l < dim / 2; l++) {
         uint32_t *to = k_tile + l * step * TILE;
-        widen_pairs(k + l * k_stride, kind, to, to + TILE);
+        widen_pairs(k + l * stride, kind, to, to + TILE);
     }
+}
+
+/* Widen a whole int8 tile of V, with keys in pairs. */
+INLINE void widen_v_tile(const char *v, size_t dim, enum kind kind, uint32_t *v_tile) {
+    size_t step = kind == KIND_BF16_DOT ? 1 : 2;
     for (size_t j = 0; j < TILE / 2; j++, v += 2 * dim) {
         uint32_t *to = v_tile + j * step * dim;
         size_t d = 0;
@@ -209,8 +213,11 @@ INLINE struct chunk locate(const struct attend_args *a, const struct attend_task
     c.num_direct = is_split || is_int8 ? c.num_tiles : (size_t)(end - key) / TILE;
     if (is_int8) {
         copy_scales(a, task, a->pool.k, key, end, copies->scales);
-        copy_scales(a, task, a->pool.v, key, end, copies->scales + CHUNK);
-        c.k_scales = copies->scales, c.v_scales = copies->scales + CHUNK;
+        c.k_scales = c.v_scales = copies->scales;
+        if (a->pool.v) {
+            copy_scales(a, task, a->pool.v, key, end, copies->scales + CHUNK);
+            c.v_scales = copies->scales + CHUNK;
+        }
     }
     for (size_t t = 0; t < c.num_tiles; t++, key += TILE) {
         uint32_t *k_tile = copies->tiles + t * 2 * tile_lanes, *v_tile = k_tile + tile_lanes;
@@ -224,10 +231,14 @@ INLINE struct chunk locate(const struct attend_args *a, const struct attend_task
             copy_tile(a, task, key, end < key + TILE ? end : key + TILE, to, to + tile_bytes);
             k = to, v = to + tile_bytes, k_stride = TILE * l.lane;
         }
-        if (is_int8) widen_tile(k, k_stride, v, l.dim, kind, k_tile, v_tile);
+        if (is_int8) {
+            widen_k_tile(k, k_stride, l.dim, kind, k_tile);
+            if (a->pool.v) widen_v_tile(v, l.dim, kind, v_tile);
+            k = (const char *)k_tile, k_stride = TILE * 4;
+        }
         if (!a->pool.v) {
             size_t dim = (size_t)value_dim_of(&a->pool);
-            if (l.pair == 1) transpose_tile((const uint32_t *)k, k_stride / 4, dim, 1, v_tile);
+            if (pair_of(kind) == 1) transpose_tile((const uint32_t *)k, k_stride / 4, dim, 1, v_tile);
             else transpose_tile((const uint32_t *)k, k_stride / 4, dim, 2, v_tile);
             v = (const char *)v_tile;
         }
@@ -260,7 +271,7 @@ INLINE void look_ahead(const struct attend_args *a, const struct attend_task *ta
 INLINE void prefetch_int8(const struct attend_args *a, const struct attend_task *task, const void *base, int64_t key,
                           int64_t end) {
     struct layout l = layout_of(&a->pool);
-    if (!a->pool.is_int8 || !is_fetching(a, task)) return;
+    if (!a->pool.is_int8 || !base || !is_fetching(a, task)) return;
     int is_key = base == a->pool.k;
     size_t run = is_key && l.block_size > TILE ? TILE * l.lane : TILE * l.dim; /* bytes that lie together */
     for (; key + TILE <= end; key += TILE) {
