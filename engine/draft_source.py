@@ -32,15 +32,18 @@ def complete(config: EngineConfig) -> EngineConfig:
 
     Raises ConfigError or ModelLoadError.
     """
-    own = _read(config)
+    own = read_source(config)
     if own.has("speculators_config"):
         config = _with_verifier(config, own)
         own = _NO_CONFIG
     asked = config.speculation
-    if asked is None or (asked.method and asked.num_speculative_tokens):
+    if asked is None:
+        return config
+    asked.check_named()
+    if asked.method and asked.num_speculative_tokens:
         return config
     with naming_draft():
-        draft = own if asked.model is None else _read(config.of_draft(asked))
+        draft = own if asked.model is None else read_source(config.of_draft(asked))
     method = asked.method or _method(asked, draft)
     num_drafts = asked.num_speculative_tokens or _num_drafts(method, draft)
     if method == "mtp" and asked.model == config.model:  # as vLLM allows it to be written
@@ -95,7 +98,7 @@ def _with_verifier(config: EngineConfig, speculator: HFConfig) -> EngineConfig:
     return replace(config, model=model, revision=None, speculative_config=drafting)
 
 
-def _read(config: EngineConfig) -> HFConfig:
+def read_source(config: EngineConfig) -> HFConfig:
     """Return the config.json of a folder or repository; an empty one for a GGUF file."""
     path = local_path(config.model)
     if path is None:

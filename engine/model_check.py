@@ -11,47 +11,73 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.config import EngineConfig
-from engine.draft_source import complete, naming_draft
+from engine.core.errors import ConfigError
+from engine.draft_source import complete, naming_draft, read_source
 from engine.gguf_header import read_beginning
 from engine.model_source import check_entries, local_path
+from engine.runtime.lazy import load
 from engine.runtime.lora.config import check_folder, naming
-from engine.runtime.models.config import narrow_latents
+from engine.runtime.models.config import ModelConfig, narrow_latents
 from engine.runtime.models.config_file import is_native, require_readable, servable
 from engine.runtime.models.families import read_config
 from engine.runtime.weights.checkpoint import Checkpoint
 from engine.runtime.weights.formats import FORMATS, choose_format
 from engine.runtime.weights.gguf_config import check_architecture
 from engine.runtime.weights.hf_config import HFConfig
+from engine.speculative_config import METHODS, SpeculativeConfig
 
 
 class ModelFacts(NamedTuple):
     """Facts about a model before it is loaded."""
 
     is_native: bool  # Quire's decoder runs it and its draft model; only the tokenizer may need transformers
-    vocab_size: int | None = None  # None: known only to transformers
-    max_positions: int | None = None
+    config: ModelConfig | None = None  # None: known only to transformers, or when a GGUF file is there
 
 
 def check_model(config: EngineConfig, *, has_tokenizer: bool = False) -> ModelFacts:
-    """Check model, draft model and adapters. Raises ModelLoadError or ConfigError.
+    """Check model, draft and adapters. Raises ModelLoadError or ConfigError.
 
     With `has_tokenizer` the model's tokenizer is not used.
     """
     config = complete(config)
     facts = _check_one(config, has_tokenizer=has_tokenizer)
-    if facts.max_positions is not None:
-        config.check_length(facts.max_positions)
+    if facts.config is not None:
+        config.check_length(facts.config.max_positions)
     for module in config.lora_modules:
         with naming(module):
             check_folder(Path(module.path))
-    draft = config.speculation
-    if draft is None or draft.model is None:
+    return facts if config.speculation is None else _check_draft(config, config.speculation, facts)
+
+
+def _check_draft(config: EngineConfig, asked: SpeculativeConfig, facts: ModelFacts) -> ModelFacts:
+    """Check a draft, and return the facts of both models. Raises ModelLoadError or ConfigError."""
+    method = METHODS[asked.method]
+    if method.check:
+        source = config.of_draft(asked) if method.has_model else config
+        with naming_draft():
+            if method.has_model:
+                _check_weights(source)
+            if facts.config is not None or not facts.is_native:
+                load(method.check)(read_source(source), facts.config)
+        return facts
+    if not method.has_model:
         return facts
     with naming_draft():
-        other = _check_one(config.of_draft(draft), has_tokenizer=True)
-    if other.vocab_size is not None and facts.vocab_size is not None:
-        draft.check_vocabulary(other.vocab_size, facts.vocab_size)
+        other = _check_one(config.of_draft(asked), has_tokenizer=True)
+    if other.config is not None and facts.config is not None:
+        asked.check_vocabulary(other.config.vocab_size, facts.config.vocab_size)
     return facts._replace(is_native=facts.is_native and other.is_native)
+
+
+def _check_weights(config: EngineConfig) -> None:
+    """Check the files of a draft that is a part of a model. Raises ModelLoadError or ConfigError."""
+    path = local_path(config.model)
+    if path is None:
+        return  # read_source checks the list of its files
+    if path.is_file():
+        raise ConfigError(f"{path} is a {path.suffix} file; name a folder of safetensors.")
+    check_entries(path)
+    choose_format(config.load_format, path).open(path).check()
 
 
 def _check_one(config: EngineConfig, *, has_tokenizer: bool) -> ModelFacts:
@@ -108,4 +134,4 @@ def _own_facts(config: EngineConfig, model: HFConfig) -> ModelFacts:
     own = read_config(model.values, model.source)
     if own.latent is not None and config.kv_cache_dtype == "fp8":
         raise narrow_latents(config.kv_cache_dtype)
-    return ModelFacts(True, own.vocab_size, own.max_positions)
+    return ModelFacts(True, own)

@@ -22,15 +22,22 @@ FLAG = "--speculative-config"
 class Method(NamedTuple):
     """A way to draft. A method is one class and one line of METHODS."""
 
+    place: str  # of its class, which imports torch
     keys: tuple[str, ...]  # that it takes, beside `method` and `num_speculative_tokens`
     has_model: bool = False  # beside the one that is served
+    check: str = ""  # place of the function that checks config.json of draft and target; "": a model like any other
 
 
 _MODEL = ("model", "revision", "quantization", "max_model_len")
 METHODS = {
-    "ngram": Method(("prompt_lookup_min", "prompt_lookup_max")),
-    "draft_model": Method(_MODEL, has_model=True),
+    "ngram": Method("engine.speculation:FromText", ("prompt_lookup_min", "prompt_lookup_max")),
+    "draft_model": Method("engine.speculation:FromModel", _MODEL, has_model=True),
+    "eagle3": Method(
+        "engine.speculation:FromEagle3", _MODEL, True, "engine.runtime.speculation.eagle3_config:check_eagle3"
+    ),
 }
+
+_CHOICES = f"{', '.join(METHODS)}, or name a model that drafts"
 
 # Keys that change speed in vLLM and nothing else, and the reason why they have no effect here.
 _HINTS = {
@@ -97,6 +104,15 @@ class SpeculativeConfig:
             )
         return cls(**_filled(values), hints=tuple(hints))
 
+    def check_named(self) -> None:
+        """Raise ConfigError if neither a method nor a draft is named, or not the draft that the method needs."""
+        if not self.method and self.model is None:
+            raise ConfigError(f"{FLAG}: method is missing; choose one of {_CHOICES}.")
+        if self.method and METHODS[self.method].has_model and not self.model:
+            raise ConfigError(
+                f"{FLAG}: the method {self.method} needs a model, such as an id, a folder or a .gguf file."
+            )
+
     def check_vocabulary(self, num_tokens: int, of_target: int) -> None:
         """Raise ConfigError if the draft model has another vocabulary than the model."""
         if num_tokens != of_target:
@@ -111,12 +127,6 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"{FLAG}: num_speculative_tokens is {self.num_speculative_tokens}, and {flag} is {room}; a token and its "
                 f"drafts need {1 + self.num_speculative_tokens}, so lower the one or raise the other."
-            )
-
-    def __post_init__(self) -> None:
-        if self.method and METHODS[self.method].has_model and not self.model:
-            raise ConfigError(
-                f"{FLAG}: the method {self.method} needs a model, such as an id, a folder or a .gguf file."
             )
 
 
@@ -160,10 +170,9 @@ def _method(values: dict[str, Any]) -> str:
         method = "ngram"
     elif method.endswith("_mtp"):
         method = "mtp"
-    if method in METHODS or (not method and "model" in values):
-        return method
-    which = f"is {method!r}, which Quire does not serve" if method else "is missing"
-    raise ConfigError(f"{FLAG}: method {which}; choose one of {', '.join(METHODS)}, or name a model that drafts.")
+    if method and method not in METHODS:
+        raise ConfigError(f"{FLAG}: method is {method!r}, which Quire does not serve; choose one of {_CHOICES}.")
+    return method
 
 
 def _filled(values: Mapping[str, Any]) -> dict[str, Any]:

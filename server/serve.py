@@ -233,8 +233,8 @@ def _load_front(plan: _Plan) -> TextTokenizer:
         chat_template=plan.chat_template,
         model_sampling=serve_config.generation_config == "auto",
     )
-    if plan.model.vocab_size is not None:
-        tokenizer.hold_to(plan.model.vocab_size)
+    if plan.model.config is not None:
+        tokenizer.hold_to(plan.model.config.vocab_size)
     check_defaults(tokenizer.sampling_defaults)
     check_draft_tokenizer(tokenizer, plan.engine.speculative_config)
     return tokenizer

@@ -147,8 +147,8 @@ def load_tokenizer(source: str, *, chat_template: str | None = None, model_sampl
 def check_draft_tokenizer(tokenizer: TextTokenizer, speculative_config: str | Mapping[str, Any] | None) -> None:
     """Raise ConfigError for a draft model whose tokenizer encodes differently."""
     asked = None if speculative_config is None else SpeculativeConfig.read(speculative_config)
-    if asked is None or asked.model is None:
-        return
+    if asked is None or asked.model is None or asked.method == "eagle3":
+        return  # an EAGLE-3 draft has the model's tokens
     try:
         other = load_tokenizer(asked.model)
     except ModelLoadError:

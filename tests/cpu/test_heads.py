@@ -60,7 +60,7 @@ class BagHead(Bag):
     The result is their mean, which is right only if both are: all tokens shifted by one, all positions and states.
     """
 
-    streams = ()
+    streams, needs_all = (), True
     target_hidden_size = hidden_size = WIDTH
 
     def project(self, states: Tensor) -> Tensor:

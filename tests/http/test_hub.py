@@ -388,11 +388,13 @@ def test_what_a_header_on_the_hub_says_of_the_model(hub: FakeHub, monkeypatch: p
     """Of a split file the other parts decide, too; a slow hub is not waited for."""
     hub.repos["org/gguf"] = {"m-Q4_K_M.gguf": gguf_header() + WEIGHTS}
     config = EngineConfig(model="org/gguf")
-    assert check_model(config) == ModelFacts(True, 32, 64)
+    found = check_model(config).config
+    assert found is not None
+    assert (found.vocab_size, found.max_positions) == (32, 64)
     with pytest.raises(ConfigError, match="made for 64 positions"):
         check_model(replace(config, max_model_len=65))
     hub.repos["org/gguf"] = {"m-Q4_K_M.gguf": gguf_header(pre="viking") + WEIGHTS}
-    assert check_model(config, has_tokenizer=True).vocab_size == 32
+    assert check_model(config, has_tokenizer=True).config == found
     monkeypatch.setattr("engine.hub.model._HEADER_S", -1)
     assert check_model(config) == ModelFacts(True)
 

@@ -250,7 +250,7 @@ def test_draws_stand_up_to_the_first_that_differs() -> None:
 )
 def test_what_cannot_be_done_is_refused_in_a_sentence(asked: object, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        EngineConfig(model="m", speculative_config=asked)  # type: ignore[arg-type]
+        SpeculativeConfig.read(EngineConfig(model="m", speculative_config=asked).speculative_config).check_named()  # type: ignore[arg-type]
     assert told in str(caught.value)
     assert str(caught.value).startswith("--speculative-config")
 

@@ -182,6 +182,11 @@ class Decoder:
         self._rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.layers]
 
     @property
+    def config(self) -> ModelConfig:
+        """Return the model's settings."""
+        return self._config
+
+    @property
     def tied_embedding(self) -> Tensor | None:
         """Return the embedding if it is the head's matrix, too."""
         return self._embedding if self._config.tied_head else None

@@ -115,7 +115,8 @@ class Attention:
 
     __slots__ = ("_clip", "_heads", "_index", "_norm", "_num_heads", "_shape", "o", "qkv", "sinks")
 
-    def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
+    def __init__(self, index: int, config: ModelConfig, make: Maker, *, num_inputs: int | None = None) -> None:
+        """`num_inputs` is the width of x, if it is not the hidden size."""
         self._index = index
         self._num_heads = config.num_heads
         self._heads = config.num_heads + config.num_kv_heads  # the heads that are normalised and rotated
@@ -124,7 +125,7 @@ class Attention:
         rows = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
         if config.merged_checkpoint:
             rows = {"qkv_proj": sum(rows.values())}
-        self.qkv = make.linear(rows, config.hidden_size, bias=config.qkv_bias, place=Place.QKV)
+        self.qkv = make.linear(rows, num_inputs or config.hidden_size, bias=config.qkv_bias, place=Place.QKV)
         self.o = make.linear({"o_proj": config.hidden_size}, width, bias=config.o_bias, place=Place.O)
         self._norm = None if config.qk_norm is QKNorm.NONE else _QK_NORMS[config.qk_norm](config, make)
         self._clip = config.qkv_clip
@@ -133,7 +134,7 @@ class Attention:
     def __call__(
         self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None
     ) -> Tensor:
-        """Compute attention for x [T, hidden]; `angles` from Rotary, None without positions.
+        """Compute attention for x [T, inputs]; `angles` from Rotary, None without positions.
 
         The tensors that `attention` gets are views into wider rows: a token's heads are contiguous, tokens are not.
         """

@@ -16,10 +16,12 @@ from engine.runtime.lazy import load
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config, require_readable, servable
 from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.families import read_config
 from engine.runtime.native.library import native
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.base import Circumstances, Scheme
+from engine.runtime.speculation.eagle3_config import foreign_target, read_eagle3
 from engine.runtime.weights.checkpoint import Checkpoint, Report
 from engine.runtime.weights.fill import check_size, fill
 from engine.runtime.weights.formats import FORMATS, choose_format
@@ -36,14 +38,8 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, r
     checkpoint = file_format.open(path, config.seed)
     checkpoint.config = servable(checkpoint.config)
     is_own = is_native(config, checkpoint.config, path)
-    here = Circumstances(
-        has_gguf_rows=file_format is FORMATS["gguf"],
-        is_dtype_named=config.dtype != "auto",
-        device=device,
-        dtype=dtype,
-        is_own=is_own,
-        library=native(),
-        storage=_storage(checkpoint, is_own=is_own),
+    here = _circumstances(
+        config, checkpoint, device, dtype, has_gguf_rows=file_format is FORMATS["gguf"], is_own=is_own
     )
     scheme = choose_scheme(config.quantization, here)
     if config.num_loras:
@@ -60,6 +56,45 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, r
             f"{config.model} does not fit the memory of {device} in {str(dtype).removeprefix('torch.')}; choose a "
             "smaller model, a smaller --dtype or a larger device."
         ) from None
+
+
+def load_eagle3(
+    config: EngineConfig, target: CausalLM, device: torch.device, report: Report, *, served_len: int
+) -> Eagle3:
+    """Build the EAGLE-3 draft of a target, in its type, and fill it. Raises ConfigError or ModelLoadError."""
+    if not isinstance(target, Decoder):
+        raise foreign_target()
+    path = Path(config.model)
+    checkpoint = choose_format(config.load_format, path).open(path, config.seed)
+    own = read_eagle3(checkpoint.config, target.config)
+    scheme = choose_scheme(
+        config.quantization, _circumstances(config, checkpoint, device, target.dtype, has_gguf_rows=False, is_own=True)
+    )
+    stored = {tensor.name for tensor in checkpoint.tensors({})}
+    draft = Eagle3(own, target.embed, stored, served_len=served_len, dtype=target.dtype, device=device, scheme=scheme)
+    fill(draft.loads, checkpoint, report, tied=None)
+    draft.loads.clear()
+    return draft
+
+
+def _circumstances(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    has_gguf_rows: bool,
+    is_own: bool,
+) -> Circumstances:
+    return Circumstances(
+        has_gguf_rows=has_gguf_rows,
+        is_dtype_named=config.dtype != "auto",
+        device=device,
+        dtype=dtype,
+        is_own=is_own,
+        library=native(),
+        storage=_storage(checkpoint, is_own=is_own),
+    )
 
 
 def choose_scheme(asked: str, here: Circumstances) -> Scheme:

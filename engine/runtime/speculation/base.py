@@ -35,6 +35,20 @@ class Drafter(Protocol):
         """Give back memory."""
 
 
+class UpToLength:
+    """Drafts by another drafter, of sequences up to a length."""
+
+    def __init__(self, drafter: Drafter, max_len: int) -> None:
+        self._drafter, self._max_len = drafter, max_len
+        self.forget, self.close = drafter.forget, drafter.close
+
+    def draft(self, plan: StepPlan) -> dict[int, list[int]]:
+        """See Drafter."""
+        lengths = {index: plan.slices[index].start + plan.slices[index].num_tokens for index in plan.num_drafts}
+        short = {index: num for index, num in plan.num_drafts.items() if lengths[index] + num <= self._max_len}
+        return self._drafter.draft(plan._replace(num_drafts=short))
+
+
 def draft_by_depth(asked: Mapping[int, int], draw: Callable[[int, Sequence[int]], Tensor]) -> dict[int, list[int]]:
     """Return the drafts of slices that ask for a number of them, one depth after the other.
 

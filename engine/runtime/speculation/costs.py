@@ -56,7 +56,10 @@ def _drafting(
     for num_seqs in _numbers(config, num_drafts):
         plan = _plan(config, num_seqs, num_drafts)
         run(plan._replace(num_drafts={}))  # for the states that a head reads
-        following = [replace(piece, tokens=[0, 0], start=1) for piece in plan.slices]
+        following = [
+            replace(piece, tokens=[0, 0], start=1, block_table=[*piece.block_table, piece.block_table[-1]])
+            for piece in plan.slices  # with an entry for the last draft, which is noted and not read
+        ]
         plan = plan._replace(slices=following)
         yield num_seqs, _time(lambda plan=plan: drafter.draft(plan)) / num_drafts  # type: ignore[misc]
 

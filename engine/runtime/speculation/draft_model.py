@@ -38,10 +38,7 @@ class DraftModel:
         kv_cache: KVCache,
         config: SchedulerConfig,
         device: torch.device,
-        max_len: int | None = None,
     ) -> None:
-        """Sequences longer than `max_len`, or than the model was made for, get no drafts."""
-        self._max_len = min(max_len or model.max_model_len, model.max_model_len)
         self._model, self._backend, self._kv_cache, self._device = model, backend, kv_cache, device
         self._last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
         self._max_tokens = config.max_num_batched_tokens
@@ -58,7 +55,7 @@ class DraftModel:
             stop = piece.start + piece.num_tokens
             begin = self._known.up_to(piece)
             num_tokens = min(stop - begin, room)
-            if num_tokens and stop + num_drafts <= self._max_len:
+            if num_tokens and stop + num_drafts <= self._model.max_model_len:
                 room -= num_tokens
                 is_ready = begin + num_tokens == stop
                 samples = piece.samples if is_ready else ()

@@ -41,6 +41,7 @@ class Head(Protocol):
     """Layers that predict the token at p + 2 from the target's state at p and the token at p + 1."""
 
     streams: Sequence[int]  # the target's streams that it reads, see native/decoder.py; none: final normed states
+    needs_all: bool  # it reads the final states, or the stream after the last layer, of all rows
     attention_specs: Sequence[AttentionSpec]  # of its layers, in the pool behind the target's
     target_hidden_size: int  # of a stream
     hidden_size: int  # of its states
@@ -94,8 +95,8 @@ class HeadDrafter:
 
     @property
     def needs_all(self) -> bool:
-        """Return whether the head reads the final states of all rows."""
-        return not self._head.streams
+        """Return whether the target's last layer must compute all rows."""
+        return self._head.needs_all
 
     def new_streams(self, like: Tensor) -> Streams | None:
         """Return memory for the streams of a step whose tokens are `like`, if the head reads any."""

@@ -30,6 +30,7 @@ _MAX_BYTES = 64 << 20  # the index of the largest checkpoints takes 10 MB
 _OTHER_TOWERS = ("vision_tower.", "multi_modal_projector.")
 _BODY = ("embed_tokens.", "layers.", "norm.")
 _BYTES = {**FLOATS, **CODES}
+_VOCABULARY = {"d2t": {"I64": 8, "I32": 4}, "t2d": {"BOOL": 1, "U8": 1}}  # of an EAGLE-3 draft, and their types
 _MAX_CODES = {"I32": 16, "U8": 2}  # that an element may hold: of 2 bits and of 4
 
 
@@ -118,7 +119,7 @@ def _stored(path: Path, config: HFConfig) -> Iterator[StoredTensor]:
 def _require_readable(tensor: StoredTensor, *, is_quantised: bool) -> None:
     """Raise ModelLoadError for a type that is not read, or not for this tensor."""
     is_part = is_quantised and (module_of(tensor.name) is not None or not tensor.name.endswith((".weight", ".bias")))
-    readable = _BYTES if is_part else FLOATS
+    readable = _VOCABULARY.get(tensor.name, _BYTES if is_part else FLOATS)
     if tensor.kind not in readable:
         raise ModelLoadError(
             f"{tensor.file}: tensor {tensor.name!r} is stored as {tensor.kind}; Quire reads {', '.join(readable)} in "
