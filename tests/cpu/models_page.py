@@ -9,17 +9,24 @@ quantization methods, schemes) and every number from a table of tests, so a fami
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from engine.runtime.lazy import load as load_class
-from engine.runtime.models.families import FAMILIES, read_config
+from engine.runtime.models.families import FAMILIES
 from engine.runtime.native.quantised import is_served_quantised
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.weights.formats import FORMATS
 from engine.runtime.weights.gguf import KINDS
 from engine.runtime.weights.gguf_config import ARCHITECTURES
 from engine.runtime.weights.stored.config import READERS
-from tests.cpu import test_engine_families, test_models_transformers, test_quant, test_stored, test_weights_gguf
+from tests.cpu import (
+    test_engine_families,
+    test_models_transformers,
+    test_moe_stored,
+    test_quant,
+    test_stored,
+    test_weights_gguf,
+)
 from tests.cpu.test_models_families import CASES, ON_A_GPU, Case
 
 HEAD = """# Models
@@ -37,10 +44,11 @@ _FAMILIES = """
 ## Architectures
 
 By `model_type` of config.json. The engine's tests run chunked, preempted and batched requests; families that differ from
-one that is tested there below the engine only have none of their own. On CUDA, *graphs* means that decode steps are
-captured as CUDA graphs, *eager* that they are launched kernel by kernel; on a GPU only the families that say so are tested.
+one that is tested there below the engine only have none of their own. On CUDA, decode steps of all of them are captured as
+CUDA graphs; experts of a mixture must then be floats or FP8 with a scale a row, since no kernel multiplies others. The last
+column says which families run in tests on a GPU.
 
-| `model_type` | models | safetensors: configs | engine: configs | GGUF: architectures (files) | CUDA |
+| `model_type` | models | safetensors: configs | engine: configs | GGUF: architectures (files) | on a GPU |
 |---|---|---|---|---|---|"""
 _OTHERS = """
 Other causal models run by transformers' own code over Quire's pool, from safetensors without quantization; tested:
@@ -107,18 +115,12 @@ def _families() -> Iterator[Sequence[str]]:
             _count(cases),
             _count(set(cases) & set(own)),
             ", ".join(f"{name} ({count})" for name, count in files.items()),
-            ("graphs" if cases and _is_captured(cases[0]) else "eager")
-            + (", tested on a GPU" if set(cases) & set(ON_A_GPU) else ""),
+            "tested" if set(cases) & set(ON_A_GPU) else "",
         )
 
 
 def _type_of(case: Case) -> str:
     return str(case.build().model_type)
-
-
-def _is_captured(name: str) -> bool:
-    """Return whether CUDA graphs can hold decode steps of a family: latents have no kernel yet."""
-    return read_config(CASES[name].build().to_dict(), name).latent is None
 
 
 def _adapted() -> list[str]:
@@ -139,11 +141,20 @@ def _types() -> Iterator[Sequence[str]]:
 
 
 def _methods() -> Iterator[Sequence[str]]:
-    by_method: dict[str, list[str]] = {method: [] for method in READERS}
+    matrices: dict[str, list[str]] = {method: [] for method in READERS}
+    models: dict[str, list[str]] = {method: [] for method in READERS}
     for name, packing in test_stored.CASES.items():
-        by_method[str(packing.config["quant_method"]).replace("_", "-")].append(name)
-    for method, names in by_method.items():
-        yield f"`{method}`", ", ".join(names), ", ".join(name for name in names if name in test_stored.SERVED)
+        matrices[_method(packing.config)].append(name)
+        if name in test_stored.SERVED:
+            models[_method(packing.config)].append(name)
+    for name, config in test_moe_stored.METHODS.items():
+        models[_method(config)].append(f"experts of {name}")
+    for method in READERS:
+        yield f"`{method}`", ", ".join(matrices[method]), ", ".join(models[method])
+
+
+def _method(config: Mapping[str, object]) -> str:
+    return str(config["quant_method"]).replace("_", "-")
 
 
 def _summary(described: object) -> str:

@@ -26,14 +26,20 @@ class Load(NamedTuple):
     take: Callable[[Mapping[str, StoredTensor]], object]
 
 
-def fill(loads: Sequence[Load], checkpoint: Checkpoint, report: Report, *, is_tied: bool) -> None:
-    """Load the parts of a model in order; the files must hold their tensors and no others.
+def fill(
+    loads: Sequence[Load], checkpoint: Checkpoint, report: Report, *, is_tied: bool = False, is_part: bool = False
+) -> None:
+    """Load the parts of a model in order; the files must hold their tensors and, unless it is a part, no others.
 
     If the head is tied to the embedding, a second head in the files must equal it.
     """
     wanted = {name: shape for load in loads for name, shape in load.shapes.items()}
     found = checkpoint.tensors(wanted)
-    stored = {tensor.name: tensor for tensor in found if not tensor.name.endswith(_COMPUTED)}
+    stored = {
+        tensor.name: tensor
+        for tensor in found
+        if not tensor.name.endswith(_COMPUTED) and (tensor.name in wanted or not is_part)
+    }
     head = stored.pop(_HEAD, None) if is_tied else None
     _check(wanted, stored, checkpoint.config.source)
     sizes = {name: tensor.num_bytes for name, tensor in stored.items()}
