@@ -22,11 +22,13 @@ from engine.core.step import StepPlan
 from engine.model_check import check_model
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_mtp
+from engine.runtime.runner import warm_up_plan
 from engine.runtime.speculation.heads import Head, HeadDrafter
 from engine.speculation import load_speculation
 from tests.cpu import test_models_families as families
 from tests.cpu import test_weights_gguf as gguf
 from tests.cpu.dense_attention import DenseAttention
+from tests.cpu.lora_folders import load_adapter, save_adapter
 from tests.cpu.model_driver import CPU, Served, make_runner, request, serve, settings
 
 _NUM_LAYERS = 2
@@ -196,6 +198,29 @@ def test_answers_stay_the_same(regime: str) -> None:
     served, scheduler = run(target, head, sampling, **REGIMES[regime])
     assert served.ids == run(target, None, sampling)[0].ids
     assert scheduler.stats.spec_draft_tokens > 10
+
+
+def test_adapters_change_the_model_and_not_its_head(tmp_path: Path) -> None:
+    target, head = load(saved("glm4_moe").folder)
+    sampling = {"adapter": load_adapter(target, save_adapter(target, tmp_path, size=1.0))}
+    served, scheduler = run(target, head, sampling)
+    plain = run(target, None, sampling)[0]
+    assert served.ids == plain.ids != run(target, None, {})[0].ids
+    assert scheduler.stats.spec_draft_tokens > 10
+
+
+def test_a_slot_that_changes_hands_has_no_state() -> None:
+    target, head = load(saved("glm4_moe").folder)
+    config = settings(num_speculative_tokens=3)
+    runner = make_runner(target, config, head=head)
+    plan = warm_up_plan(config, 1, 5)
+    runner.run(plan).wait()
+    following = [plan.slices[0].at(5)]
+    assert runner.heads is not None
+    for seq_id, num_drafted in ((following[0].seq_id, 2), (99, 0)):
+        following[0].seq_id = seq_id
+        drafts = runner.heads.draft(plan._replace(slices=following, num_drafts={0: 2}))
+        assert sum(map(len, drafts.values())) == num_drafted
 
 
 # -- right by construction ---------------------------------------------------------------------------------------------
