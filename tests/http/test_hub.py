@@ -431,6 +431,20 @@ def test_a_draft_model_is_fetched_too(hub: FakeHub) -> None:
         fetch_models(EngineConfig(model="org/model", speculative_config={"model": "org/none"}), lambda _: None)
 
 
+def test_a_speculator_on_the_hub_brings_its_verifier(hub: FakeHub) -> None:
+    speculator = {
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"verifier": {"name_or_path": "org/model"}},
+    }
+    hub.repos["org/model"] = {**SMALL, "model.safetensors": WEIGHTS}
+    hub.repos["org/draft"] = {"config.json": json.dumps(speculator).encode(), "model.safetensors": b"draft"}
+    fetched = fetch_models(EngineConfig(model="org/draft"), lambda _: None)
+    assert Path(fetched.model, "model.safetensors").read_bytes() == WEIGHTS
+    assert fetched.speculation is not None
+    assert fetched.speculation.method == "eagle3"
+    assert Path(str(fetched.speculation.model), "model.safetensors").read_bytes() == b"draft"
+
+
 def test_without_a_terminal_a_long_stage_is_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     with (
