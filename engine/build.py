@@ -121,7 +121,7 @@ class _Parts:
 
     def make_runner(self, settings: SchedulerConfig) -> ModelRunner:
         """Return a runner with a new pool."""
-        backend = load_backend(self.config.attention_backend, self.device, self.attention_specs)
+        backend = load_backend(self.config.attention_backend, self.device)
         kv_cache = KVCache(
             self.attention_specs,
             backend,
@@ -141,9 +141,6 @@ def build_engine(config: EngineConfig, report: Report) -> Engine:
     config = fetch_models(config, report)
     device, dtype = _prepare_device(config, report)
     model = load_model(config, device, dtype, report)
-    if device.type == "cuda" and any(spec.is_latent for spec in model.attention_specs):
-        choice = describe_choice(config.attention_backend, device, model.attention_specs)
-        report(Progress("attention", f"{choice}; Triton has no kernel for the model's latents"))
     share_threads(config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
     captures = _captures(config, model, device) and (speculation is None or speculation.head is None)
@@ -323,7 +320,7 @@ def _captures(config: EngineConfig, model: CausalLM, device: torch.device) -> bo
     is_wanted = device.type == "cuda" and not config.enforce_eager and model.capabilities.graphs
     if not is_wanted or not has_triton(device):
         return False
-    return load_backend(config.attention_backend, device, model.attention_specs).capabilities.graphs
+    return load_backend(config.attention_backend, device).capabilities.graphs
 
 
 def _warm_up_cuda(parts: _Parts, runner: ModelRunner, settings: SchedulerConfig) -> None:

@@ -118,7 +118,7 @@ class FromModel(Speculation):
 
     def drafter(self, runner: ModelRunner, settings: SchedulerConfig) -> Drafter:  # noqa: ARG002 - for others
         specs = self._model.attention_specs
-        backend = load_backend(self._config.attention_backend, self._device, specs)
+        backend = load_backend(self._config.attention_backend, self._device)
         kv_cache = KVCache(
             specs,
             backend,

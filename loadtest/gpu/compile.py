@@ -28,7 +28,7 @@ from engine.runtime.activation import Activation
 from engine.runtime.attention.base import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
-from engine.runtime.cuda.attention_tuning import Cut, choose_tuning
+from engine.runtime.cuda.attention_tuning import Cut, choose_latent_tuning, choose_tuning
 from engine.runtime.cuda.experts import Stack
 from engine.runtime.cuda.fp8_linear import quantise_rows
 from engine.runtime.cuda.mask import mask_rows
@@ -158,6 +158,7 @@ def brief_cases(capability: int) -> Iterator[Case]:
     for kv_dtype in (BF16, *narrow):
         for query_len, context in ((1, 100_000), (64, 4096)):
             yield from _attend(spec, query_len, context, BF16, kv_dtype, capability)
+    yield from latent_cases(capability, (128,))
     yield "bf16, width 4096", partial(_norm, BF16, 4096)
     yield "bf16, silu", partial(silu_mul, torch.zeros(3, 2 * 1536, dtype=BF16))
     for kv_dtype in (BF16, *narrow):
@@ -208,12 +209,8 @@ def _attend(
 
     def call() -> None:
         pool = _empty_pool(spec.num_kv_heads, spec.head_dim, kv_dtype)
-        rows, numbers = torch.arange(2 * query_len), torch.zeros(2, dtype=torch.int32)
-        table = torch.zeros(2, 8, dtype=torch.int32)
-        starts = torch.tensor([0, query_len, 2 * query_len], dtype=torch.int32)
-        lens = [query_len] * 2, [context] * 2
         backend = TritonPagedAttention(tuning)
-        backend.prepare(Batch(rows, rows, rows, table, starts, numbers, rows, *lens, block_tables_host=[()] * 2))
+        backend.prepare(_two_slices(query_len, context))
         q = torch.zeros(2 * query_len, spec.num_heads, spec.head_dim, dtype=dtype)
         k = q[:, : spec.num_kv_heads]
         backend.attend(spec, q, k, k, pool.k, pool.v)
@@ -221,6 +218,31 @@ def _attend(
     heads = f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"
     types = f"{_name(dtype)}, K/V {_name(kv_dtype)}"
     yield f"{heads}, {types}, {query_len} of {context}", call
+
+
+def latent_cases(capability: int, heads: Sequence[int] = (16, 64, 128)) -> Iterator[Case]:
+    """Yield decodes and chunks of prompts over latents, of models with these heads."""
+
+    def attend(spec: AttentionSpec, query_len: int) -> None:
+        pool = torch.zeros(2, 1, 64, spec.head_dim, dtype=BF16)
+        q = torch.zeros(2 * query_len, spec.num_heads, spec.head_dim, dtype=BF16)
+        tuning = choose_latent_tuning(spec.num_heads, 2, divmod(capability, 10))
+        backend = TritonPagedAttention(latent_tuning=tuning)
+        backend.prepare(_two_slices(query_len, 100_000))
+        backend.attend(spec, q, q[:, :1], q[:, :1], pool, pool)
+
+    for num_heads in heads:
+        for query_len in (1, 64):
+            spec = AttentionSpec(num_heads, 1, 576, 576**-0.5, value_dim=512)
+            yield f"{num_heads} heads over latents, bf16, {query_len} of 100000", partial(attend, spec, query_len)
+
+
+def _two_slices(query_len: int, context: int) -> Batch:
+    rows, numbers = torch.arange(2 * query_len), torch.zeros(2, dtype=torch.int32)
+    table = torch.zeros(2, 8, dtype=torch.int32)
+    starts = torch.tensor([0, query_len, 2 * query_len], dtype=torch.int32)
+    lens = [query_len] * 2, [context] * 2
+    return Batch(rows, rows, rows, table, starts, numbers, rows, *lens, block_tables_host=[()] * 2)
 
 
 def _empty_pool(num_kv_heads: int, dim: int, dtype: torch.dtype) -> PoolView:
@@ -339,7 +361,13 @@ def compile_all(capability: int, *, is_brief: bool) -> list[Kernel]:
     if is_brief:
         compiler.compile(list(brief_cases(capability)))
     else:
-        cases = (attention_cases(capability), layer_cases(capability), mixture_cases(capability), sampling_cases())
+        cases = (
+            attention_cases(capability),
+            latent_cases(capability),
+            layer_cases(capability),
+            mixture_cases(capability),
+            sampling_cases(),
+        )
         compiler.compile([case for part in cases for case in part])
     return compiler.kernels
 

@@ -64,7 +64,7 @@ def write_gguf(source: Source, tokenizer: dict[str, Any], path: Path, name: str)
     """Write matrices in a format, and vectors and routers in float32, as llama.cpp's converter does."""
     writer = GGUFWriter(path, source.shape.arch, use_temp_file=False)
     _add_settings(writer, source.shape)
-    _add_tokenizer(writer, source.shape, tokenizer)
+    _add_tokenizer(writer, tokenizer)
     kinds = {tensor: _kind(source, tensor, name) for tensor in source.shapes}
     for tensor, kind in kinds.items():
         *rows, columns = source.shapes[tensor]
@@ -80,13 +80,15 @@ def write_gguf(source: Source, tokenizer: dict[str, Any], path: Path, name: str)
     writer.write_ti_data_to_file()
     for tensor, kind in kinds.items():
         if source.is_random and kind not in _EXACT:
-            writer.write_tensor_data(random_blocks(tensor, source.shapes[tensor], kind))
+            writer.write_tensor_data(
+                random_blocks(tensor, source.shapes[tensor], kind, source.shape.stds[tensor != "token_embd.weight"])
+            )
         else:
             writer.write_tensor_data(quantize(source.get(tensor), kind))
     writer.close()
 
 
-def random_blocks(name: str, shape: tuple[int, ...], kind: Kind, std: float = 0.02) -> NDArray[np.uint8]:
+def random_blocks(name: str, shape: tuple[int, ...], kind: Kind, std: float) -> NDArray[np.uint8]:
     """Return blocks of random numbers around zero, seeded by the tensor's name."""
     values, size = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(list(name.encode()))
@@ -139,17 +141,24 @@ def _add_settings(writer: GGUFWriter, shape: Shape) -> None:
         writer.add_logit_scale(shape.more["logits_scaling"])
 
 
-def fillers(shape: Shape, known: int) -> list[str]:
-    """Return names for the ids that the tokenizer lacks; a random model may draw them."""
-    return [f"Ġfill{index}" for index in range(known, shape.vocab)]
+def fitted(metadata: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """Return a tokenizer's metadata, cut or extended to the vocabulary; a random model may draw any id."""
+    known: list[str] = metadata["tokenizer.ggml.tokens"][: shape.vocab]
+    more = [f"Ġfill{index}" for index in range(len(known), shape.vocab)]
+    names = set(known)
+    merges = [merge for merge in metadata["tokenizer.ggml.merges"] if merge.replace(" ", "", 1) in names]
+    return metadata | {
+        "tokenizer.ggml.tokens": known + more,
+        "tokenizer.ggml.token_type": metadata["tokenizer.ggml.token_type"][: len(known)] + [1] * len(more),
+        "tokenizer.ggml.merges": merges,
+    }
 
 
-def _add_tokenizer(writer: GGUFWriter, shape: Shape, metadata: dict[str, Any]) -> None:
-    more = fillers(shape, len(metadata["tokenizer.ggml.tokens"]))
+def _add_tokenizer(writer: GGUFWriter, metadata: dict[str, Any]) -> None:
     writer.add_tokenizer_model(metadata["tokenizer.ggml.model"])
     writer.add_tokenizer_pre(metadata["tokenizer.ggml.pre"])
-    writer.add_token_list(metadata["tokenizer.ggml.tokens"] + more)
-    writer.add_token_types(metadata["tokenizer.ggml.token_type"] + [1] * len(more))
+    writer.add_token_list(metadata["tokenizer.ggml.tokens"])
+    writer.add_token_types(metadata["tokenizer.ggml.token_type"])
     writer.add_token_merges(metadata["tokenizer.ggml.merges"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

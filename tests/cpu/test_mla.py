@@ -23,7 +23,6 @@ from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.model_check import check_model
-from engine.runtime.attention import table
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache, block_bytes, resolve_kv_dtype
@@ -238,24 +237,12 @@ def test_a_narrow_pool_is_refused_before_weights_are_read(tmp_path: Path) -> Non
     assert check_model(replace(asked, kv_cache_dtype="auto")).is_native
 
 
-def test_the_triton_backend_refuses_latents() -> None:
-    pytest.importorskip("triton")
-    from engine.runtime.attention.triton_paged import TritonPagedAttention
-
-    with pytest.raises(ConfigError, match="use 'auto' or 'torch'"):
-        TritonPagedAttention().check(spec_of(config_of()), torch.bfloat16, 16, CPU)
-
-
-def test_narrow_pools_are_refused_and_a_gpu_gets_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_pools_are_refused() -> None:
     specs = [spec_of(config_of())]
     for setting in ("int8", "fp8"):
         with pytest.raises(ConfigError, match=r"latents \(MLA\)"):
             resolve_kv_dtype(setting, torch.bfloat16, specs)
     assert resolve_kv_dtype("auto", torch.bfloat16, specs) is torch.bfloat16
-    monkeypatch.setattr(table, "has_triton", lambda device: True)
-    cuda = torch.device("cuda")
-    assert table._best(cuda, specs) == "torch"
-    assert table._best(cuda, ()) == "triton"
 
 
 def test_a_bias_without_a_query_latent_is_refused() -> None:

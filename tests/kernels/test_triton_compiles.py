@@ -18,6 +18,8 @@ KERNELS = [
     "_expert_kernel",
     "_find_candidates",
     "_find_peaks",
+    "_latent_decode_kernel",
+    "_latent_prefill_kernel",
     "_mask_kernel",
     "_merge_kernel",
     "_prefill_kernel",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ from engine.runtime.cuda import experts, routing
 from engine.runtime.cuda.experts import Stack, choose_tile, combine, down, gate_and_up
 from engine.runtime.cuda.fp8_linear import Fp8Linear
 from engine.runtime.cuda.routing import route, sort_by_expert
+from engine.runtime.decode_graphs import DecodeGraphs
 from engine.runtime.linear import Dense, Product
 from engine.runtime.models.config import Clamp, GroupScoring, MoEConfig, RouterConfig, Scoring
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.moe import MoE, Router
 from engine.runtime.schemes.base import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
+from tests.cpu.model_driver import make_runner, request, serve, settings
+from tests.cpu.test_models_families import CASES, load, save_tiny
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN and infinities, from NumPy
@@ -285,3 +289,28 @@ def test_nothing_is_read_on_the_host(config: MoEConfig, monkeypatch: pytest.Monk
 def without_memory(made: Product) -> Dense:
     assert isinstance(made, Dense)
     return Dense(made.weight.to("meta"), None if made.bias is None else made.bias.to("meta"))
+
+
+def test_graphs_of_mixtures_over_latents_say_what_the_steps_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a device a graph is its computation: padded rows go through the router and the experts, too."""
+    save_tiny(CASES["deepseek_v3"], tmp_path)
+    requests = [request(f"r{i}", list(range(3, 9 + 4 * i)), max_tokens=4) for i in range(3)]
+    config = settings(max_num_seqs=4, max_num_batched_tokens=16)
+    expected = serve(load(tmp_path), config, requests, apart=0)
+    monkeypatch.setattr("engine.runtime.schemes.base.pack", lambda weight, bias, _: Dense(weight, bias))
+    model, launched = load(tmp_path), []
+    layers = [layer._mlp for layer in model._layers if isinstance(layer._mlp, MoE)]
+    assert not model.capabilities.graphs
+    for layer in layers:
+        layer.mixture = None
+        layer.stack()
+    assert model.capabilities.graphs
+    runner, launch = make_runner(model, config, "triton"), DecodeGraphs.launch
+    runner.capture(lambda _: None)
+    monkeypatch.setattr(
+        DecodeGraphs, "launch", lambda self, plan: (launched.append(len(plan.slices)), launch(self, plan))[1]
+    )
+    assert serve(model, config, requests, apart=0, runner=runner).ids == expected.ids
+    assert 3 in launched  # rows, in a graph of four

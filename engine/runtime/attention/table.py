@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
 
 import torch
@@ -11,19 +10,15 @@ from engine.core.errors import ConfigError
 from engine.runtime.attention import BACKENDS, GPU_BACKENDS, LIBRARIES
 from engine.runtime.attention.base import AttentionBackend
 from engine.runtime.cuda.available import has_triton
-from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.lazy import load
 from engine.runtime.native.library import native
 
 _NO_KERNELS = "needs native kernels, and this machine has neither them nor a C compiler (cc, gcc, clang) to build them"
 
 
-def load_backend(name: str, device: torch.device, specs: Sequence[AttentionSpec] = ()) -> AttentionBackend:
-    """Return the backend `name`, or with "auto" the device's best for layers of `specs`.
-
-    Raises ConfigError.
-    """
-    chosen = _best(device, specs) if name == "auto" else name
+def load_backend(name: str, device: torch.device) -> AttentionBackend:
+    """Return the backend `name`, or the device's best with "auto". Raises ConfigError."""
+    chosen = _best(device) if name == "auto" else name
     table = BACKENDS | GPU_BACKENDS
     reason = _absence(chosen, device)
     if reason is not None:
@@ -39,9 +34,9 @@ def load_backend(name: str, device: torch.device, specs: Sequence[AttentionSpec]
     return made
 
 
-def describe_choice(name: str, device: torch.device, specs: Sequence[AttentionSpec] = ()) -> str:
+def describe_choice(name: str, device: torch.device) -> str:
     """Return the chosen backend and the libraries that could replace it, for the log."""
-    chosen = _best(device, specs) if name == "auto" else name
+    chosen = _best(device) if name == "auto" else name
     if device.type == "cpu":
         return chosen
     others = {other: _absence(other, device) for other in LIBRARIES if other != chosen}
@@ -62,8 +57,7 @@ def _absence(name: str, device: torch.device) -> str | None:
     return None
 
 
-def _best(device: torch.device, specs: Sequence[AttentionSpec]) -> str:
+def _best(device: torch.device) -> str:
     if device.type != "cpu":
-        has_kernels = has_triton(device) and not any(spec.is_latent for spec in specs)
-        return "triton" if has_kernels else "torch"
+        return "triton" if has_triton(device) else "torch"
     return "cpu" if native() is None else "cpu_native"

@@ -19,14 +19,23 @@ from engine.core.errors import ConfigError
 from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch, Rotation
 from engine.runtime.attention.prompt_library import PromptLibrary, check_library
 from engine.runtime.cuda.attention_decode import attend_decodes, choose_splits
+from engine.runtime.cuda.attention_latent import attend_latent_decodes, attend_latent_prefills
 from engine.runtime.cuda.attention_prefill import WorkTensors, attend_prefills, choose_tile, list_work
-from engine.runtime.cuda.attention_tuning import PromptTile, Tuning, choose_tuning
+from engine.runtime.cuda.attention_tuning import (
+    Cut,
+    LatentTuning,
+    PromptTile,
+    Tuning,
+    choose_latent_tuning,
+    choose_tuning,
+)
 from engine.runtime.cuda.rope_store import rotate_and_store
 from engine.runtime.cuda.store import PoolView, block_major_shape, store_kv, view_pool
 from engine.runtime.kv_layout import PEAKS, AttentionSpec
 from engine.runtime.transfer import to_device
 
 MAX_HEAD_DIM = 256
+MAX_LATENT_DIM = 512
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -64,22 +73,27 @@ class TritonPagedAttention(AttentionBackend):
 
     capabilities = BackendCapabilities(graphs=True, rotates=True)
 
-    def __init__(self, tuning: Tuning | None = None, library: PromptLibrary | None = None) -> None:
-        """`library` takes steps with prompts, if given; `tuning` replaces the table's sizes."""
-        self._tuning, self._library = tuning, library
+    def __init__(
+        self,
+        tuning: Tuning | None = None,
+        library: PromptLibrary | None = None,
+        latent_tuning: LatentTuning | None = None,
+    ) -> None:
+        """`library` takes steps with prompts, if given; tunings replace the table's sizes."""
+        self._tuning, self._library, self._latent_tuning = tuning, library, latent_tuning
         self._checked: set[tuple[object, ...]] = set()
 
     def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
         """Raise ConfigError for unsupported layers and types; also check the library."""
-        if spec.is_latent:
+        largest = MAX_LATENT_DIM if spec.is_latent else MAX_HEAD_DIM
+        if spec.out_dim > largest:
             raise ConfigError(
-                "--attention-backend 'triton' has no kernel for latents (MLA), which the model caches; use 'auto' or "
-                "'torch'."
+                f"--attention-backend 'triton' serves {'latents' if spec.is_latent else 'a head_dim'} of at most "
+                f"{largest}, and the model's is {spec.out_dim}; use 'torch'."
             )
-        if spec.head_dim > MAX_HEAD_DIM:
+        if spec.is_latent and self._library is not None:
             raise ConfigError(
-                f"--attention-backend 'triton' serves a head_dim of at most {MAX_HEAD_DIM}, and the model's is "
-                f"{spec.head_dim}; use 'torch'."
+                f"--attention-backend is {self._library.name!r}, but the model caches latents (MLA); use 'triton'."
             )
         if dtype not in (*_DTYPES, *PEAKS):
             raise ConfigError(
@@ -123,6 +137,12 @@ class TritonPagedAttention(AttentionBackend):
         step = self._step
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         assert k_pool.dtype == v_pool.dtype
+        if spec.is_latent:
+            assert k_pool.dtype == q.dtype
+            assert spec.num_kv_heads == 1
+            pool = view_pool(k_pool, k_pool)
+            store_kv(k, None, pool, step.tensors.kv_slots)
+            return self._attend_latents(spec, q, pool, step)
         assert k_pool.dtype in (q.dtype, *PEAKS)
         pool = view_pool(k_pool, v_pool)
         store_kv(k, v, pool, step.tensors.kv_slots)
@@ -155,16 +175,31 @@ class TritonPagedAttention(AttentionBackend):
             )
         if step.prefills:
             tile = choose_tile(tuning, step.longest_prefill, spec.num_heads // spec.num_kv_heads)
-            work = _work(step, spec, tile, tuning, device.num_sms)
+            work = _work(step, spec, tile, tuning.prompt_cut, device.num_sms)
             attend_prefills(spec, q, out, pool, work, *tensors[1:], tile=tile)
         return out
 
+    def _attend_latents(self, spec: AttentionSpec, q: Tensor, pool: PoolView, step: _Step) -> Tensor:
+        tensors, device = step.tensors, self._device
+        tuning = self._latent_tuning or choose_latent_tuning(spec.num_heads, q.dtype.itemsize, device.capability)
+        out = torch.empty((*q.shape[:2], spec.out_dim), dtype=q.dtype, device=q.device)
+        if step.num_decodes:
+            num_programs = step.num_decodes * -(-spec.num_heads // tuning.decode.rows)
+            splits = choose_splits(num_programs, step.longest_decode, device.num_sms, tuning.decode_cut)
+            attend_latent_decodes(
+                spec, q, out, pool, step.decodes, *tensors[1:], num=step.num_decodes, splits=splits, tile=tuning.decode
+            )
+        if step.prefills:
+            work = _work(step, spec, tuning.prompt, tuning.prompt_cut, device.num_sms)
+            attend_latent_prefills(spec, q, out, pool, work, *tensors[1:], tile=tuning.prompt)
+        return out
 
-def _work(step: _Step, spec: AttentionSpec, tile: PromptTile, tuning: Tuning, num_sms: int) -> WorkTensors:
+
+def _work(step: _Step, spec: AttentionSpec, tile: PromptTile, cut: Cut, num_sms: int) -> WorkTensors:
     key = spec.num_heads, spec.num_kv_heads, spec.window, tile
     if key not in step.work:
         lens, contexts = step.batch.query_lens_host, step.batch.context_lens_host
-        work = list_work(step.prefills, lens, contexts, spec, tile, tuning.prompt_cut, num_sms)
+        work = list_work(step.prefills, lens, contexts, spec, tile, cut, num_sms)
         device = step.tensors.kv_slots.device
         pieces, cut_tiles = (to_device(x, torch.int32, device) for x in (work.pieces, work.cut_tiles))
         step.work[key] = WorkTensors(pieces, cut_tiles, work.num_parts)

@@ -44,7 +44,7 @@ def choose_splits(num_programs: int, max_context: int, num_sms: int, cut: Cut) -
 
 
 @triton.jit
-def _cut(context, num_splits, min_split_keys, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def cut_context(context, num_splits, min_split_keys, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the first tile's position in a context, and the number of keys of a split."""
     first = 0
     if WINDOW > 0:
@@ -53,11 +53,11 @@ def _cut(context, num_splits, min_split_keys, WINDOW: tl.constexpr, BLOCK_N: tl.
     return first, tl.cdiv(keys, BLOCK_N) * BLOCK_N
 
 
-_STEP_ARGS = ("slices", "query_starts", "context_lens", "block_tables")  # whose addresses and widths change every step
+STEP_ARGS = ("slices", "query_starts", "context_lens", "block_tables")  # whose addresses and widths change every step
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_splits", "min_split_keys"], do_not_specialize_on_alignment=_STEP_ARGS
+    do_not_specialize=["table_stride", "num_splits", "min_split_keys"], do_not_specialize_on_alignment=STEP_ARGS
 )
 def _decode_kernel(
     q,  # [T, H, D], as out
@@ -96,7 +96,7 @@ def _decode_kernel(
     piece, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     index = tl.load(slices + piece)
     context = tl.load(context_lens + index)
-    first, split_keys = _cut(context, num_splits, min_split_keys, WINDOW, BLOCK_N)
+    first, split_keys = cut_context(context, num_splits, min_split_keys, WINDOW, BLOCK_N)
     begin = first + split * split_keys
     end = tl.minimum(begin + split_keys, context)
     if IS_SPLIT and begin >= end:
@@ -146,7 +146,7 @@ def _decode_kernel(
         tl.store(to, result.to(out.dtype.element_ty), mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_splits", "min_split_keys"], do_not_specialize_on_alignment=_STEP_ARGS[:3])
+@triton.jit(do_not_specialize=["num_splits", "min_split_keys"], do_not_specialize_on_alignment=STEP_ARGS[:3])
 def _merge_kernel(
     out,
     partial,
@@ -166,7 +166,7 @@ def _merge_kernel(
     piece, head = tl.program_id(0), tl.program_id(1)
     index = tl.load(slices + piece)
     context = tl.load(context_lens + index)
-    first, split_keys = _cut(context, num_splits, min_split_keys, WINDOW, BLOCK_N)
+    first, split_keys = cut_context(context, num_splits, min_split_keys, WINDOW, BLOCK_N)
     num_live = tl.cdiv(context - first, split_keys)  # no sinks without a context
     entry = (piece * tl.num_programs(1) + head).to(tl.int64) * num_splits
     row = tl.load(query_starts + index).to(tl.int64)
@@ -231,21 +231,34 @@ def attend_decodes(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if is_split:
-        _merge_kernel[(num, heads)](
-            out,
-            partial,
-            partial_lse,
-            spec.sinks,
-            slices,
-            query_starts,
-            context_lens,
-            splits.num,
-            splits.min_keys,
-            out.stride(0),
-            HEAD_DIM=dim,
-            BLOCK_N=tile.keys,
-            BLOCK_D=block_d,
-            WINDOW=spec.window or 0,
-            num_warps=4,
-        )
+    if partial is not None and partial_lse is not None:
+        merge_splits(spec, out, (partial, partial_lse), slices, query_starts, context_lens, splits, tile.keys)
+
+
+def merge_splits(
+    spec: AttentionSpec,
+    out: Tensor,
+    partial: tuple[Tensor, Tensor],
+    slices: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    splits: Splits,
+    num_keys: int,
+) -> None:
+    """Merge partial results, and the logarithms of their sums, of splits made in tiles of `num_keys`."""
+    _merge_kernel[partial[0].shape[:2]](
+        out,
+        *partial,
+        spec.sinks,
+        slices,
+        query_starts,
+        context_lens,
+        splits.num,
+        splits.min_keys,
+        out.stride(0),
+        HEAD_DIM=spec.out_dim,
+        BLOCK_N=num_keys,
+        BLOCK_D=max(16, triton.next_power_of_2(spec.out_dim)),
+        WINDOW=spec.window or 0,
+        num_warps=4,
+    )

@@ -248,17 +248,28 @@ def attend_prefills(
         num_stages=tile.stages,
     )
     if work.num_parts:
-        _merge_kernel[(work.cut_tiles.shape[0], spec.num_kv_heads, tile.rows)](
-            out,
-            partial,
-            partial_lse,
-            spec.sinks,
-            work.cut_tiles,
-            query_starts,
-            out.stride(0),
-            GROUP=group,
-            HEAD_DIM=dim,
-            BLOCK_M=tile.rows,
-            BLOCK_D=block_d,
-            num_warps=4,
-        )
+        merge_parts(spec, out, (partial, partial_lse), work, query_starts, tile)
+
+
+def merge_parts(
+    spec: AttentionSpec,
+    out: Tensor,
+    partial: tuple[Tensor, Tensor],
+    work: WorkTensors,
+    query_starts: Tensor,
+    tile: PromptTile,
+) -> None:
+    """Merge the partial results of cut tiles, and the logarithms of their sums."""
+    _merge_kernel[(work.cut_tiles.shape[0], spec.num_kv_heads, tile.rows)](
+        out,
+        *partial,
+        spec.sinks,
+        work.cut_tiles,
+        query_starts,
+        out.stride(0),
+        GROUP=spec.num_heads // spec.num_kv_heads,
+        HEAD_DIM=spec.out_dim,
+        BLOCK_M=tile.rows,
+        BLOCK_D=max(16, triton.next_power_of_2(spec.out_dim)),
+        num_warps=4,
+    )

@@ -2,7 +2,7 @@
 
 A size changes a result only by the order of its sums. The sizes were chosen by reasoning, and to compile for
 capabilities 8.0, 9.0 and 10.0 with at most 64 bytes of spilled registers (`python -m loadtest.gpu.compile` prints it),
-except for prompts over a narrow pool with a head_dim of 256, which spill 136. No GPU has measured them yet. `bash
+except for prompts over a narrow pool with a head_dim of 256, which spill 136, and latents in float32. No GPU has measured them yet. `bash
 loadtest/gpu.sh --tune` tries neighbouring sizes on a GPU and prints the best, to be entered here. Host code without
 state: any thread.
 """
@@ -84,3 +84,30 @@ def choose_tuning(
     if is_small:
         return Tuning(DecodeTile(32, 4, 3), PromptTile(16, 32, 4, 3), PromptTile(16, 32, 4, 3), *cuts)
     return Tuning(DecodeTile(16, 8, 3), PromptTile(16, 16, 8, 1), PromptTile(16, 16, 8, 1), *cuts)
+
+
+class LatentTuning(NamedTuple):
+    """Sizes for a layer of latents, whose rows are heads, or queries times heads."""
+
+    decode: PromptTile
+    prompt: PromptTile
+    decode_cut: Cut
+    prompt_cut: Cut
+
+
+@cache
+def choose_latent_tuning(num_heads: int, itemsize: int, capability: tuple[int, int]) -> LatentTuning:
+    """Return the sizes for rows of 576 numbers, of which 512 are values.
+
+    A key of 1152 bytes serves all heads, so many rows share a read of it: 64, whose accumulator fills 128 registers of
+    256 threads. Fewer heads take fewer rows. Where shared memory is small, fewer keys are on their way. In float32 no
+    tile fits the registers: kernels spill kilobytes a thread, and are correct but slow.
+    """
+    if itemsize == 4:
+        tile = PromptTile(16, 16, 8, 1)
+        return LatentTuning(tile, tile, _DECODE_CUT, _PROMPT_CUT)
+    is_large = capability in _LARGE_SHARED_MEMORY
+    keys, stages = (32, 3) if is_large else (16, 2)
+    prompt = PromptTile(64 if is_large else 32, keys, 8, 2)
+    decode = PromptTile(16, keys, 4, stages) if num_heads <= 16 else prompt
+    return LatentTuning(decode, prompt, _DECODE_CUT, _PROMPT_CUT)

@@ -22,7 +22,7 @@ class PoolView(NamedTuple):
     """One layer's pool for the kernels; a narrow pool's scales are its memory as float32."""
 
     k: Tensor
-    v: Tensor
+    v: Tensor  # the same as k for latents, which hold both
     k_scales: Tensor | None
     v_scales: Tensor | None
     strides: tuple[int, int]  # of a block, of a head
@@ -35,7 +35,7 @@ def block_major_shape(spec: AttentionSpec, num_blocks: int, block_size: int) -> 
 
 
 def view_pool(k: Tensor, v: Tensor) -> PoolView:
-    """Return a view of one layer's K and V, which are contiguous."""
+    """Return a view of one layer's K and V, which are contiguous; latents are both."""
     _, heads, block_size, width = k.shape
     assert k.is_contiguous()
     assert v.is_contiguous()
@@ -108,14 +108,19 @@ def _store_kernel(
     scales_at = (block + BLOCK_SIZE * HEAD_DIM) // 4 + offset
     rows = tl.load(k + token * k_stride + heads[:, None] * k_head_stride + dims[None, :], mask=mask, other=0)
     _store_rows(rows, k_pool, k_scales, at, scales_at, heads, dims, mask, NUM_HEADS, PEAK)
-    rows = tl.load(v + token * v_stride + heads[:, None] * v_head_stride + dims[None, :], mask=mask, other=0)
-    _store_rows(rows, v_pool, v_scales, at, scales_at, heads, dims, mask, NUM_HEADS, PEAK)
+    if v is not None:  # else latents
+        rows = tl.load(v + token * v_stride + heads[:, None] * v_head_stride + dims[None, :], mask=mask, other=0)
+        _store_rows(rows, v_pool, v_scales, at, scales_at, heads, dims, mask, NUM_HEADS, PEAK)
 
 
-def store_kv(k: Tensor, v: Tensor, pool: PoolView, slots: Tensor) -> None:
-    """Write k, v [T, num_kv_heads, head_dim] at slots [T] int64; negative slots store nothing."""
+def store_kv(k: Tensor, v: Tensor | None, pool: PoolView, slots: Tensor) -> None:
+    """Write k, v [T, num_kv_heads, head_dim] at slots [T] int64; negative slots store nothing.
+
+    Without v the rows are latents.
+    """
     num_tokens, heads, dim = k.shape
-    assert k.stride(2) == v.stride(2) == 1
+    assert k.stride(2) == 1
+    assert v is None or v.stride(2) == 1
     assert pool.k.shape[1] == heads
     assert pool.k.shape[3] == dim + SCALE_BYTES * (pool.k_scales is not None)
     _store_kernel[(num_tokens,)](
@@ -128,8 +133,7 @@ def store_kv(k: Tensor, v: Tensor, pool: PoolView, slots: Tensor) -> None:
         slots,
         k.stride(0),
         k.stride(1),
-        v.stride(0),
-        v.stride(1),
+        *(v.stride()[:2] if v is not None else (0, 0)),
         *pool.strides,
         NUM_HEADS=heads,
         HEAD_DIM=dim,
