@@ -40,13 +40,15 @@ def complete(config: EngineConfig) -> EngineConfig:
     if asked is None:
         return config
     asked.check_named()
-    if asked.method and asked.num_speculative_tokens:
+    if asked.method and asked.num_speculative_tokens and asked.method != "mtp":
         return config
     with naming_draft():
         draft = own if asked.model is None else read_source(config.of_draft(asked))
     method = asked.method or _method(asked, draft)
     num_drafts = asked.num_speculative_tokens or _num_drafts(method, draft)
-    if method == "mtp" and asked.model == config.model:  # as vLLM allows it to be written
+    if method == "mtp" and asked.model is not None:
+        if asked.model != config.model:  # as vLLM allows it to be written
+            raise ConfigError(f"{FLAG}: the method mtp drafts with layers of the model itself; leave out model.")
         config = _with_draft(config, model=None)
     return _with_draft(config, method=method, num_speculative_tokens=num_drafts)
 

@@ -32,6 +32,9 @@ _MODEL = ("model", "revision", "quantization", "max_model_len")
 METHODS = {
     "ngram": Method("engine.speculation:FromText", ("prompt_lookup_min", "prompt_lookup_max")),
     "draft_model": Method("engine.speculation:FromModel", _MODEL, has_model=True),
+    "mtp": Method(
+        "engine.speculation:FromMTP", ("model", "max_model_len"), check="engine.runtime.models.config_file:check_mtp"
+    ),
     "eagle3": Method(
         "engine.speculation:FromEagle3", _MODEL, True, "engine.runtime.speculation.eagle3_config:check_eagle3"
     ),

@@ -251,6 +251,7 @@ def glm4_moe(hf: HFConfig) -> ModelConfig:
         o_bias=False,
         qk_norm=QKNorm.HEAD if hf.flag("use_qk_norm") else QKNorm.NONE,
         layers=_layers(hf, moes=glm4_experts(hf)),
+        num_mtp_layers=_num_mtp_layers(hf),
     )
 
 
@@ -340,6 +341,7 @@ def _latent_common(hf: HFConfig, moes: Mixtures, *, is_interleaved: bool) -> Mod
         head_dim=latent.rank + latent.rope_dim,
         attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * _yarn_growth(hf) ** 2,
         latent=latent,
+        num_mtp_layers=_num_mtp_layers(hf),
     )
 
 
@@ -353,6 +355,11 @@ def _yarn_growth(hf: HFConfig) -> float:
 
 def _num_layers(hf: HFConfig) -> int:
     return hf.size("num_hidden_layers")
+
+
+def _num_mtp_layers(hf: HFConfig) -> int:
+    """Return the number of MTP layers; transformers has another name for it."""
+    return hf.integer("num_nextn_predict_layers", hf.integer("num_mtp_layers", 0))
 
 
 def _max_positions(hf: HFConfig) -> int:

@@ -31,7 +31,7 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
     "glm4_moe": {"shared_experts": "shared_expert"},
     "glm4_moe_lite": {"shared_experts": "shared_expert"},
 }
-_WITH_HEADS_FOR_LATER_TOKENS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # in layers after the last
+_WITH_HEADS_FOR_LATER_TOKENS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")  # in layers after the last
 
 
 class Part(NamedTuple):

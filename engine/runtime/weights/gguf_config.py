@@ -58,6 +58,7 @@ def _common(file: _File) -> dict[str, Any]:
         "hidden_size": hidden,
         "intermediate_size": meta.size("feed_forward_length"),
         "num_hidden_layers": meta.size("block_count") - meta.integer("nextn_predict_layers", 0),
+        "num_nextn_predict_layers": meta.integer("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": meta.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
