@@ -185,7 +185,10 @@ class EngineConfig:
     )
 
     lora_modules: tuple[LoraModule, ...] = _lora(
-        (), "NAME=PATH", "adapters, folders saved by PEFT; requests name one as their model", unset="none"
+        (),
+        "NAME=PATH",
+        "adapters: folders saved by PEFT, or ids of a hub; requests name one as their model",
+        unset="none",
     )
     max_loras: int | None = _lora(
         None,

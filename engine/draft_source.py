@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.adapter_source import fetch_adapters
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
@@ -54,13 +55,13 @@ def complete(config: EngineConfig) -> EngineConfig:
 
 
 def fetch_models(config: EngineConfig, report: Callable[[Progress], None]) -> EngineConfig:
-    """Return complete settings with local paths for model and draft, fetched if they are ids. Raises ModelLoadError."""
+    """Return complete settings with local paths for model, draft and adapters, fetched if they are ids. Raises ModelLoadError."""
 
     def fetch_one(config: EngineConfig) -> str:
         weights = config.load_format != "dummy"
         return str(fetch(config.model, config.revision, config.download_dir, report, weights=weights))
 
-    config = complete(config)
+    config = fetch_adapters(complete(config), report)
     path, draft = fetch_one(config), config.speculation
     if path != config.model:
         config = replace(config, model=path)

@@ -68,11 +68,11 @@ def _shapes(model: torch.nn.Module | Decoder, names: Sequence[str]) -> dict[str,
 
 
 def linears(model: torch.nn.Module, targets: Sequence[str]) -> dict[str, torch.nn.Linear]:
-    """Return those of a model that are called so; adapters never change experts."""
+    """Return those of a model that are called so; of `ALL` without experts, which adapters cannot change."""
     found = {
         name: module
         for name, module in model.named_modules()
-        if name.rpartition(".")[2] in targets and "expert" not in name
+        if name.rpartition(".")[2] in targets and not (tuple(targets) == ALL and "expert" in name)
     }
     return {name: module for name, module in found.items() if isinstance(module, torch.nn.Linear)}
 

@@ -33,7 +33,17 @@ from tests.cpu.model_driver import request, serve, settings
 from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny
 
 CPU = torch.device("cpu")
-WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "glm4_moe")
+WITH_EXPERTS = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "granitemoe",
+    "granitemoeshared",
+    "granitemoehybrid",
+    "gpt_oss",
+    "glm4_moe",
+)
 HIDDEN = 64
 IDS = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(1))
 

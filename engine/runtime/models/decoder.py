@@ -162,7 +162,7 @@ class Decoder:
         self.dtype = dtype
         self._config = config
         self._targets = make.targets
-        self._embedding = make.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._embedding = make.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
         self.embed: Callable[[Tensor], Tensor] = self._look_up  # ids [T] -> embeddings [T, hidden], as stored
         # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
