@@ -171,7 +171,7 @@ class EngineConfig:
     speculative_config: str | Mapping[str, Any] | None = _scheduling(
         None,
         "JSON",
-        'draft tokens ahead, with vLLM\'s keys: {"method": "ngram"} from the text so far, "mtp" by the model\'s own layers, or {"model": PATH} by a smaller model or an EAGLE-3 draft',
+        'draft tokens ahead, with vLLM\'s keys: {"method": "ngram"} from the text so far, "mtp" by the checkpoint\'s MTP layer, or {"model": PATH} by a smaller model or an EAGLE-3 draft',
         unset="off",
     )
     enforce_eager: bool = _scheduling(

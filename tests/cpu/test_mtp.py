@@ -25,6 +25,7 @@ from engine.runtime.models.load import load_mtp
 from engine.runtime.speculation.heads import Head, HeadDrafter
 from engine.speculation import load_speculation
 from tests.cpu import test_models_families as families
+from tests.cpu import test_weights_gguf as gguf
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.model_driver import CPU, Served, make_runner, request, serve, settings
 
@@ -255,6 +256,32 @@ def test_a_head_is_loaded_and_quantised_like_the_model() -> None:
             for each in (head, its_head)
         )
     assert 1e-4 < (exact - rounded).abs().mean() < 0.1
+
+
+def test_a_gguf_file_holds_the_same_head(tmp_path: Path) -> None:
+    made = saved("glm4_moe")
+    tensors = gguf.convert(made.theirs, "glm4moe", gguf.BEFORE_MLP)
+    for name, tensor in made.head.items():
+        stem = name.removesuffix(".weight").replace(".", "_")
+        tensors[f"blk.{_NUM_LAYERS}.nextn.{stem}.weight"] = (tensor.numpy(), gguf.Kind.F32)
+    tensors[f"blk.{_NUM_LAYERS}.nextn.embed_tokens.weight"] = tensors["token_embd.weight"]
+    file = gguf.write(
+        tmp_path / "m.gguf",
+        "glm4moe",
+        made.theirs.config,
+        tensors,
+        nextn_predict_layers=1,
+        **gguf.GLM4,
+        expert_shared_count=1,
+        expert_weights_norm=True,
+    )
+    heads = [load(path)[1] for path in (made.folder, file)]
+    ids, states = torch.arange(3, 11), torch.randn(8, heads[0].hidden_size)
+    with torch.inference_mode():
+        ours, theirs = (
+            head.forward(ids, torch.arange(8), states, DenseAttention(head.attention_specs)) for head in heads
+        )
+    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
 
 
 def test_models_without_a_head_are_refused(tmp_path: Path) -> None:
