@@ -1,0 +1,66 @@
+"""Rows that are packed while they are read from a file equal rows packed from memory, and can be looked up again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
+
+from engine.core.errors import ModelLoadError
+from engine.runtime.native.library import Library, native
+from engine.runtime.native.ops import PackedLinear
+from engine.runtime.native.quantised import QuantisedLinear
+from engine.runtime.native.rows import OpenFile, StoredRows, in_halves
+
+NUM_ROWS, NUM_INPUTS, SKIPPED = 80, 256, 64  # the last tile of 32 rows is not full
+
+
+@pytest.fixture(name="library")
+def fixture_library() -> Library:
+    library = native()
+    if library is None:
+        pytest.skip("no native kernels")
+    return library
+
+
+def in_file(rows: np.ndarray, kind: Kind, path: Path, head_rows: int = 0) -> StoredRows:
+    """Write rows behind some other bytes, and return where they are."""
+    path.write_bytes(bytes(SKIPPED) + rows.tobytes())
+    return StoredRows(int(kind), rows, OpenFile(path), SKIPPED, head_rows)
+
+
+@pytest.mark.parametrize("head_rows", [0, 16])
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q5_1, Kind.Q8_0])
+def test_quantised_rows(library: Library, kind: Kind, head_rows: int, tmp_path: Path) -> None:
+    weight = np.random.default_rng(0).standard_normal((NUM_ROWS, NUM_INPUTS)).astype(np.float32)
+    rows = quantize(weight, kind)
+    stored = in_file(rows, kind, tmp_path / "rows", head_rows)
+    ids = torch.tensor([79, 0, 33, 79])
+    found = QuantisedLinear.from_gguf(library, [stored], NUM_INPUTS, torch.float32, None).rows(ids)
+    ordered = StoredRows(int(kind), in_halves(rows, head_rows))
+    assert torch.equal(found, QuantisedLinear.from_gguf(library, [ordered], NUM_INPUTS, torch.float32, None).rows(ids))
+    expected = torch.from_numpy(dequantize(ordered.rows, kind))[ids]
+    torch.testing.assert_close(found, expected, rtol=2**-10, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16])
+def test_floats(library: Library, kind: Kind, dtype: torch.dtype, tmp_path: Path) -> None:
+    stored_as = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}[kind]
+    weight = torch.randn(NUM_ROWS, NUM_INPUTS, generator=torch.Generator().manual_seed(0)).to(stored_as)
+    weight[0, :3] = torch.tensor([torch.inf, -0.0, 1e-7])
+    stored = in_file(weight.view(torch.uint8).numpy(), kind, tmp_path / "rows")
+    linear = PackedLinear.from_rows(library, [stored], NUM_INPUTS, dtype, None)
+    assert torch.equal(linear.rows(torch.arange(NUM_ROWS)), weight.to(dtype))
+
+
+def test_a_file_that_was_cut(library: Library, tmp_path: Path) -> None:
+    rows = np.zeros((NUM_ROWS, 272), np.uint8)
+    stored = in_file(rows, Kind.Q8_0, tmp_path / "rows")
+    (tmp_path / "rows").write_bytes(bytes(100))
+    with pytest.raises(ModelLoadError, match="shorter"):
+        QuantisedLinear.from_gguf(library, [stored], NUM_INPUTS, torch.float32, None)
