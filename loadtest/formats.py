@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -64,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
     from engine.model_source import find_model
     from loadtest.peers.models import prepare
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     source, rows = Path(find_model(None).path), []
     host = describe_host()
     print(f"{options.model}, {host['cpu']}, {host['cores']} cores, {host['date'][:10]}, commit {host['commit']}")
