@@ -335,6 +335,31 @@ def test_an_unservable_model_is_refused_by_its_config_alone(hub: FakeHub) -> Non
     assert hub.requests == ["listing", "config.json"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("foo_bar", "knows the kind 'foo_bar'; serve a model of another family, such as Llama"),
+        (
+            "clip_text_model",
+            "transformers has no causal language model for 'clip_text_model'; serve a model of another",
+        ),
+    ],
+)
+def test_a_kind_that_transformers_cannot_serve_is_refused_before_weights(
+    hub: FakeHub, kind: str, sentence: str
+) -> None:
+    from engine.build import check_foreign  # torch
+
+    config = json.dumps({"model_type": kind}).encode()
+    hub.repos["org/model"] = {**SMALL, "config.json": config, "model.safetensors": WEIGHTS}
+    asked = EngineConfig(model="org/model")
+    assert not check_model(asked).is_native
+    with pytest.raises(ModelLoadError) as refusal:
+        check_foreign(asked)
+    assert sentence in str(refusal.value)
+    assert hub.requests == ["listing", "config.json"]
+
+
 def test_a_length_is_checked_before_weights_are_fetched(hub: FakeHub) -> None:
     hub.repos["org/model"] = {**SMALL, "model.safetensors": WEIGHTS}
     with pytest.raises(ConfigError, match="made for 64 positions"):
