@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 TINY = Shape("tiny-512", "llama", 2, 512, 8, 4, 64, 1536, 512, 1024, 1e4, 1e-5, stds=(0.1, 0.044))
 _TRAINED = "smollm2-135m"
+_MIXED = ("IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K")
 _NUM_PROMPTS, _PROMPT = 8, 64  # ids for the divergence
 
 
@@ -39,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models-dir", type=Path, metavar="DIR", required=True, help="where files are kept")
     parser.add_argument("--formats", nargs="*", choices=FORMATS, metavar="NAME", default=FORMATS, help="default: all")
     parser.add_argument("--llama-quantize", type=Path, metavar="FILE", help="llama.cpp's; makes the mixed files")
-    parser.add_argument("--mixed", nargs="+", metavar="NAME", default=["Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_XS", "IQ3_S"])
+    parser.add_argument("--mixed", nargs="+", metavar="NAME", default=_MIXED)
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8; default: pydoc's topics, which Python brings")
     parser.add_argument("--tokens", type=positive_int, default=10_240, metavar="N", help="of the text")
     parser.add_argument("--window", type=positive_int, default=512, metavar="N", help="tokens of a window")

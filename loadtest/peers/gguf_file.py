@@ -1,7 +1,7 @@
 """Writes GGUF files: the matrices quantised, or made of random blocks.
 
 A block of random codes with the right scale costs nothing to make, and its products take as long as those of trained
-weights. Types that `gguf` can quantise hold a model's own numbers.
+weights. Small models hold their own numbers in the types that `gguf` can quantise.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _BLOCKS = {
     Kind.IQ3_S: _Block(140, 0),
 }
 _EXACT = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0)
+_QUANTISED = (*_EXACT, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.MXFP4)  # by `gguf`
+_MANY = 1e8  # weights; quantising more takes minutes
 _HEADS = {Kind.F16: Kind.F16, Kind.BF16: Kind.BF16, Kind.Q8_0: Kind.Q8_0}  # others: Q6_K
 _MIXED = {"q4_k_m": Kind.Q4_K, "q5_k_m": Kind.Q5_K}  # half of the layers have some matrices in Q6_K
 
@@ -79,13 +81,20 @@ def write_gguf(source: Source, tokenizer: dict[str, Any], path: Path, name: str)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for tensor, kind in kinds.items():
-        if source.is_random and kind not in _EXACT:
+        if source.is_random and kind not in (_EXACT if source.shape.decode_weights > _MANY else _QUANTISED):
             writer.write_tensor_data(
                 random_blocks(tensor, source.shapes[tensor], kind, source.shape.stds[tensor != "token_embd.weight"])
             )
         else:
-            writer.write_tensor_data(quantize(source.get(tensor), kind))
+            writer.write_tensor_data(_quantized(source.get(tensor), kind))
     writer.close()
+
+
+def _quantized(values: NDArray[np.float32], kind: Kind) -> NDArray[Any]:
+    if kind not in _QUANTISED:
+        raise LoadtestError(f"gguf cannot quantise to {kind.name}; llama-quantize can.")
+    stored: NDArray[Any] = quantize(values, kind)
+    return stored
 
 
 def random_blocks(name: str, shape: tuple[int, ...], kind: Kind, std: float) -> NDArray[np.uint8]:

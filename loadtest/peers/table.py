@@ -77,7 +77,7 @@ def _quire(python: str, setup: Setup) -> Command:
         *(python, "-m", "server", "serve", str(setup.model / file_of("quire", setup.precision))),
         *("--port", str(setup.port)),
         *("--served-model-name", setup.model.name),
-        *("--dtype", "bfloat16"),
+        *(("--dtype", "bfloat16") if setup.precision in PRECISIONS else ()),  # it dequantises what is stored
         *("--max-num-seqs", str(setup.max_num_seqs)),
         *("--max-model-len", str(setup.max_model_len)),
         *("--kv-cache-memory-bytes", f"{setup.kv_gib}GiB"),

@@ -125,8 +125,8 @@ class LatentConfig:
 def narrow_latents(setting: str) -> ConfigError:
     """Return the error for a --kv-cache-dtype that a pool of latents cannot have."""
     return ConfigError(
-        f"--kv-cache-dtype is {setting!r}, and the model caches latents (MLA), whose rotated numbers lose too much with "
-        "one scale a row; leave it out."
+        f"--kv-cache-dtype is {setting!r}, and the model caches latents (MLA), which are narrow in int8 on a CPU only; "
+        "leave it out."
     )
 
 
