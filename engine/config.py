@@ -171,7 +171,7 @@ class EngineConfig:
     speculative_config: str | Mapping[str, Any] | None = _scheduling(
         None,
         "JSON",
-        'draft tokens ahead: {"method": "ngram"} from the text so far, or {"model": PATH} by a smaller model',
+        'draft tokens ahead: {"method": "ngram"} from the text so far, {"method": "mtp"} by the MTP layer of the checkpoint, or {"model": PATH} by another model',
         unset="off",
     )
     enforce_eager: bool = _scheduling(
@@ -185,7 +185,10 @@ class EngineConfig:
     )
 
     lora_modules: tuple[LoraModule, ...] = _lora(
-        (), "NAME=PATH", "adapters, folders saved by PEFT; requests name one as their model", unset="none"
+        (),
+        "NAME=PATH",
+        "adapters: folders saved by PEFT, or ids of a hub; requests name one as their model",
+        unset="none",
     )
     max_loras: int | None = _lora(
         None,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.adapter_source import fetch_adapters
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
@@ -40,25 +41,27 @@ def complete(config: EngineConfig) -> EngineConfig:
     if asked is None:
         return config
     asked.check_named()
-    if asked.method and asked.num_speculative_tokens:
+    if asked.method and asked.num_speculative_tokens and asked.method != "mtp":
         return config
     with naming_draft():
         draft = own if asked.model is None else read_source(config.of_draft(asked))
     method = asked.method or _method(asked, draft)
     num_drafts = asked.num_speculative_tokens or _num_drafts(method, draft)
-    if method == "mtp" and asked.model == config.model:  # as vLLM allows it to be written
+    if method == "mtp" and asked.model is not None:
+        if asked.model != config.model:  # as vLLM allows it to be written
+            raise ConfigError(f"{FLAG}: the method mtp drafts with layers of the model itself; leave out model.")
         config = _with_draft(config, model=None)
     return _with_draft(config, method=method, num_speculative_tokens=num_drafts)
 
 
 def fetch_models(config: EngineConfig, report: Callable[[Progress], None]) -> EngineConfig:
-    """Return complete settings with local paths for model and draft, fetched if they are ids. Raises ModelLoadError."""
+    """Return complete settings with local paths for model, draft and adapters, fetched if they are ids. Raises ModelLoadError."""
 
     def fetch_one(config: EngineConfig) -> str:
         weights = config.load_format != "dummy"
         return str(fetch(config.model, config.revision, config.download_dir, report, weights=weights))
 
-    config = complete(config)
+    config = fetch_adapters(complete(config), report)
     path, draft = fetch_one(config), config.speculation
     if path != config.model:
         config = replace(config, model=path)

@@ -10,13 +10,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.adapter_source import check_adapters
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.draft_source import complete, naming_draft, read_source
 from engine.gguf_header import read_beginning
 from engine.model_source import check_entries, local_path
 from engine.runtime.lazy import load
-from engine.runtime.lora.config import check_folder, naming
 from engine.runtime.models.config import ModelConfig, narrow_latents
 from engine.runtime.models.config_file import is_native, require_readable, servable
 from engine.runtime.models.families import read_config
@@ -43,9 +43,7 @@ def check_model(config: EngineConfig, *, has_tokenizer: bool = False) -> ModelFa
     facts = _check_one(config, has_tokenizer=has_tokenizer)
     if facts.config is not None:
         config.check_length(facts.config.max_positions)
-    for module in config.lora_modules:
-        with naming(module):
-            check_folder(Path(module.path))
+    check_adapters(config)
     return facts if config.speculation is None else _check_draft(config, config.speculation, facts)
 
 
@@ -132,6 +130,6 @@ def _facts(config: EngineConfig, checkpoint: Checkpoint, path: Path) -> ModelFac
 def _own_facts(config: EngineConfig, model: HFConfig) -> ModelFacts:
     """Return what the config says of a model that Quire's decoder runs. Raises ModelLoadError or ConfigError."""
     own = read_config(model.values, model.source)
-    if own.latent is not None and config.kv_cache_dtype != "auto":
+    if own.latent is not None and config.kv_cache_dtype == "fp8":
         raise narrow_latents(config.kv_cache_dtype)
     return ModelFacts(True, own)

@@ -20,7 +20,7 @@ from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache, block_bytes, resolve_kv_dtype
 from engine.runtime.lazy import load
 from engine.runtime.models.base import CausalLM
-from engine.runtime.models.load import load_eagle3, load_model, resolve_dtype
+from engine.runtime.models.load import load_eagle3, load_model, load_mtp, resolve_dtype
 from engine.runtime.runner import ModelRunner
 from engine.runtime.speculation.base import Drafter, UpToLength
 from engine.runtime.speculation.costs import measure_draft_costs
@@ -144,6 +144,15 @@ class FromHead(Speculation):
     def drafter(self, runner: ModelRunner, settings: SchedulerConfig) -> Drafter:  # noqa: ARG002 - for others
         assert runner.heads is not None, "build.py gives the runner this head"
         return runner.heads
+
+
+class FromMTP(FromHead):
+    """Drafts by the MTP layer of the target's checkpoint."""
+
+    @classmethod
+    def load(cls, setup: Setup) -> Self:
+        with naming_draft():
+            return cls(setup, load_mtp(setup.config, setup.target, setup.device, setup.report))
 
 
 class FromEagle3(FromHead):

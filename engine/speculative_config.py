@@ -32,6 +32,9 @@ _MODEL = ("model", "revision", "quantization", "max_model_len")
 METHODS = {
     "ngram": Method("engine.speculation:FromText", ("prompt_lookup_min", "prompt_lookup_max")),
     "draft_model": Method("engine.speculation:FromModel", _MODEL, has_model=True),
+    "mtp": Method(
+        "engine.speculation:FromMTP", ("model", "max_model_len"), check="engine.runtime.models.config_file:check_mtp"
+    ),
     "eagle3": Method(
         "engine.speculation:FromEagle3", _MODEL, True, "engine.runtime.speculation.eagle3_config:check_eagle3"
     ),
@@ -43,8 +46,8 @@ _CHOICES = f"{', '.join(METHODS)}, or name a model that drafts"
 _HINTS = {
     "attention_backend": "--attention-backend is for both models",
     "code_revision": "no code of a repository is run",
-    "disable_eagle_block_drop": "the prefix cache knows which positions a draft has",
-    "disable_lookahead_block_hashes": "the prefix cache knows which positions a draft has",
+    "disable_eagle_block_drop": "the prefix cache drops no block for a draft",
+    "disable_lookahead_block_hashes": "the prefix cache names blocks by their own tokens",
     "disable_padded_drafter_batch": "batches of drafts are never padded",
     "draft_lm_head_quantization": "quantization is for all matrices of a draft",
     "draft_sample_method": "drafts are drawn as the answer is, which accepts the most",

@@ -7,7 +7,20 @@ import sys
 from collections.abc import Callable, Sequence
 
 from engine.core.errors import QuireError
-from loadtest import bench, beside, compare, front, hostile, house, levers, perplexity, scheduler, steps
+from loadtest import (
+    accuracy,
+    bench,
+    beside,
+    compare,
+    formats,
+    front,
+    hostile,
+    house,
+    levers,
+    perplexity,
+    scheduler,
+    steps,
+)
 from loadtest.arguments import refuse_unwritable
 from loadtest.errors import LoadtestError
 from loadtest.simulation import calibrate, command
@@ -20,6 +33,8 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "tune": ("find this machine's settings for a model", tuning.add_options, tuning.run),
     "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
+    "formats": ("measure each format of weights on this machine", formats.add_options, formats.run),
+    "accuracy": ("measure what each format of weights costs", accuracy.add_options, accuracy.run),
     "levers": ("measure the effect of each setting", levers.add_options, levers.run),
     "hostile": ("send hostile and heavy bodies, and watch /health", hostile.add_options, hostile.run),
     "house": ("measure the code itself", house.add_options, house.run),

@@ -27,7 +27,7 @@ from loadtest.errors import LoadtestError
 from loadtest.peers.process import PeerError, ServerProcess, free_port, running
 from loadtest.peers.table import (
     DEFAULT_EXECUTABLES,
-    GGUF_FORMATS,
+    FORMATS,
     PEERS,
     PRECISIONS,
     Peer,
@@ -102,8 +102,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     who.add_argument("--flags", action="append", type=_flags, default=[], metavar="NAME=FLAGS", help=more)
     what = parser.add_argument_group("the work")
     precisions = (
-        "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items())
-        + f"; or of GGUF: {', '.join(GGUF_FORMATS)}"
+        "; ".join(f"{name}: {meaning}" for name, meaning in PRECISIONS.items()) + f"; or one of {', '.join(FORMATS)}"
     )
     what.add_argument("--models-dir", type=Path, metavar="DIR", required=True, help="where --prepare writes models")
     what.add_argument(
@@ -113,7 +112,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--workloads", nargs="+", choices=[load.name for load in WORKLOADS], help="default: all")
     what.add_argument("--concurrency", nargs="+", type=positive_int, metavar="N", help="default 1 2 8 32 128")
     what.add_argument(
-        "--precision", choices=(*PRECISIONS, *GGUF_FORMATS), metavar="NAME", default="bf16", help=precisions
+        "--precision",
+        choices=(*PRECISIONS, *FORMATS),
+        metavar="NAME",
+        default="bf16",
+        help=precisions,
     )
     what.add_argument("--rounds", type=positive_int, metavar="N", help="times that each server is driven; default 2")
     what.add_argument("--quick", action="store_true", help="distinct prompts, concurrency 1 8 32, one round")

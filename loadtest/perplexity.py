@@ -53,6 +53,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8; default: pydoc's topics, which Python brings")
     parser.add_argument("--tokens", type=int, default=50_000, metavar="N", help="of the text; default %(default)s")
     parser.add_argument("--window", type=int, default=1024, metavar="N", help="tokens of a window; default %(default)s")
+    parser.add_argument(
+        "--skip",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tokens of a window that are not scored; half + 1 is llama.cpp's",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
 
 
@@ -61,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     if options.window < 2 or options.tokens < 2:
         raise PerplexityError("A token is predicted from one before it: --tokens and --window must be at least 2.")
     text = read_text(options.text)
-    scores = [_measure(settings, options, text) for settings in options.settings]
+    scores = [measure(settings, options, text) for settings in options.settings]
     _print(scores)
     about = {"python": sys.version.split()[0], "text": str(options.text or "pydoc_data.topics")}
     save_json(options.json, about | {"scores": scores})
@@ -88,7 +95,8 @@ def cut_windows(tokens: Sequence[int], prefix: Sequence[int], size: int) -> Iter
             yield window
 
 
-def _measure(settings: str, options: argparse.Namespace, text: str) -> Score:
+def measure(settings: str, options: argparse.Namespace, text: str) -> Score:
+    """Return the perplexity under settings, which may begin with a model."""
     from engine.config import EngineConfig  # here, because other commands need neither torch nor pydantic
     from engine.model_source import fetch, find_model
     from engine.setting import declared
@@ -113,7 +121,7 @@ def _measure(settings: str, options: argparse.Namespace, text: str) -> Score:
         started_s = time.monotonic()
         outputs = llm.generate(windows, SamplingParams(max_tokens=0, prompt_logprobs=0))
         seconds = time.monotonic() - started_s
-    negative, num_tokens = sum_up(outputs, max(1, len(prefix)))
+    negative, num_tokens = sum_up(outputs, max(options.skip, len(prefix)))
     return Score(settings, math.exp(negative / num_tokens), num_tokens, seconds)
 
 

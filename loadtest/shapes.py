@@ -37,6 +37,7 @@ class Shape:
     chosen: int = 0  # experts of a token
     has_qk_norm: bool = False  # over whole queries and keys
     is_embedded: bool = False  # its weights come with Quire; others are random
+    stds: tuple[float, float] = (0.02, 0.02)  # of random embeddings, and of random matrices
     more: Mapping[str, Any] = field(default_factory=dict)  # other fields of config.json
 
     @property

@@ -3,6 +3,9 @@
 Triton decides when it is imported whether its kernels run on a device or under its interpreter, and others than our tests
 import it (torch's compiler does). So without a device the interpreter is chosen here; tests/kernels/ mends what it lacks.
 
+torch computes on one thread, because a model of a test is too small for two, and two workers of pytest have two cores: their
+threads would wait for each other most of the time. Tests that need more threads set them; the native library's stay as they are.
+
 No test may depend on the machine's speed: Hypothesis gets no deadline, and httpx waits as long as every other test does.
 `make clients` runs tests in an environment without most of these libraries.
 """
@@ -14,10 +17,11 @@ from importlib.util import find_spec
 
 from tests.patience import PATIENCE_S
 
-if find_spec("triton") and find_spec("torch"):
+if find_spec("torch"):
     import torch
 
-    if not torch.cuda.is_available():
+    torch.set_num_threads(1)
+    if find_spec("triton") and not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
 
 if find_spec("hypothesis"):

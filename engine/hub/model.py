@@ -15,6 +15,8 @@ from engine.hub.files import CONFIG, INDEX, gguf_files, is_folder, small_files, 
 from engine.hub.listing import list_files
 from engine.hub.transfer import Report, Transfer, open_file
 from engine.regular_file import reason
+from engine.runtime.lora.config import CONFIG as LORA_CONFIG
+from engine.runtime.lora.config import WEIGHTS as LORA_WEIGHTS
 from engine.runtime.weights.safetensors import shard_names
 from engine.runtime.weights.stored.config import BESIDE
 
@@ -110,6 +112,20 @@ class HubModel:
         if not self._listing.is_cached:
             self._note_commit()
         return path
+
+    def fetch_adapter(self, report: Report | None, *, weights: bool) -> Path:
+        """Return the folder of an adapter with its config, and its weights if asked for. Raises ModelLoadError."""
+        if LORA_WEIGHTS not in self._listing.files and "adapter_model.bin" in self._listing.files:
+            raise ModelLoadError(
+                f"{self._subject} holds only pickled weights (adapter_model.bin), which can run code when read; name an "
+                f"adapter with {LORA_WEIGHTS}."
+            )
+        if not self._listing.is_cached:
+            self._require([LORA_WEIGHTS])
+        self._fetch([LORA_CONFIG, *([LORA_WEIGHTS] if weights else [])], report)
+        if not self._listing.is_cached:
+            self._note_commit()
+        return self._folder
 
     def _weights(self, names: Sequence[str]) -> list[str]:
         """Return the weight files that the index names, or that lie there without one, and the index."""

@@ -21,7 +21,7 @@ from engine.runtime import huge_pages
 from engine.runtime.attention.base import AttentionBackend, Rotation
 from engine.runtime.headroom import Headroom
 from engine.runtime.host_memory import available_memory
-from engine.runtime.kv_layout import PEAKS, SCALE_BYTES, AttentionSpec, movable
+from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, movable
 from engine.runtime.models.base import FromProjected, LayerAttention
 from engine.runtime.models.config import narrow_latents
 from engine.runtime.native.decoder import PagedStep
@@ -52,6 +52,8 @@ class KVCache:
         Raises ConfigError if the device does not support the type, MemoryBudgetError if it lacks the memory."""
         if dtype == torch.float8_e4m3fn:
             require_fp8(device)
+        if dtype == torch.int8 and device.type != "cpu" and any(spec.is_latent for spec in specs):
+            raise narrow_latents("int8")
         self._specs, self._backend, self._dtype, self._device = specs, backend, dtype, device
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -69,8 +71,7 @@ class KVCache:
             backend.check(spec, dtype, block_size, device)
         self.headroom: Headroom | None = None
         shapes = [backend.kv_shape(spec, num_blocks, block_size) for spec in specs]
-        if dtype in PEAKS:
-            shapes = [(*shape[:-1], shape[-1] + SCALE_BYTES) for shape in shapes]
+        shapes = [(*shape[:-1], spec.pool_dim(dtype)) for spec, shape in zip(specs, shapes, strict=True)]
         try:
             if backend.capabilities.interleaves:
                 held = [shape for spec, shape in zip(specs, shapes, strict=True) for _ in range(spec.num_pools)]
@@ -206,19 +207,18 @@ def _block_axis(backend: AttentionBackend, spec: AttentionSpec, block_size: int)
 
 def block_bytes(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block: K and V, or latents, of `block_size` positions in all layers."""
-    scale_bytes = SCALE_BYTES if dtype in PEAKS else 0
-    return block_size * sum(
-        spec.num_pools * spec.num_kv_heads * (spec.head_dim * dtype.itemsize + scale_bytes) for spec in specs
+    return (
+        block_size * dtype.itemsize * sum(spec.num_pools * spec.num_kv_heads * spec.pool_dim(dtype) for spec in specs)
     )
 
 
 def resolve_kv_dtype(setting: str, model_dtype: torch.dtype, specs: Sequence[AttentionSpec]) -> torch.dtype:
-    """Return the type of --kv-cache-dtype. Raises ConfigError without room for scales, and for latents."""
+    """Return the type of --kv-cache-dtype. Raises ConfigError without room for scales, and for latents in fp8."""
     if setting not in _NARROW:
         return model_dtype
-    if any(spec.is_latent for spec in specs):
+    if setting != "int8" and any(spec.is_latent for spec in specs):
         raise narrow_latents(setting)
-    odd = next((spec.head_dim for spec in specs if spec.head_dim % SCALE_BYTES), None)
+    odd = next((spec.head_dim for spec in specs if spec.pool_dim(torch.int8) % SCALE_BYTES), None)
     if odd is not None:
         raise ConfigError(
             f"--kv-cache-dtype is {setting!r}, which needs a head_dim that is a multiple of {SCALE_BYTES}, and the "

@@ -8,6 +8,9 @@ thread.
 fp8 has an exponent, and could do without a scale or with one a head. But keys of some models are larger than 448, and
 numbers below 2^-6 lose digits; a scale a head would require calibration. A scale a row is right for all, and the
 kernels apply it to scores and weights: one product for each of these instead of one for each number.
+
+Latents are narrow in int8 only. A row has the scale of its latent. The numbers beside the latent, which may be far larger,
+are 16-bit integers of that scale: all low bytes, then all high bytes. So they lose no more than the latent does.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ PEAKS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the types of narrow p
 # Least peak of a row. Smaller ones, such as zeros, are stored as if they had it; otherwise the scale or its inverse
 # would not be a normal float32.
 SMALLEST_PEAK = 2.0**-116
+_LATENT_RANGE = 257.0  # how much larger than a latent the numbers beside it may be without its losing digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,12 @@ class AttentionSpec:
         """Return the number of pools: K and V, or one of latents."""
         return 1 if self.is_latent else 2
 
+    def pool_dim(self, dtype: torch.dtype) -> int:
+        """Return the width of a row in a pool of `dtype`, in numbers of that type, with a narrow one's scale."""
+        if dtype not in PEAKS:
+            return self.head_dim
+        return 2 * self.head_dim - self.out_dim + SCALE_BYTES
+
     @property
     def out_dim(self) -> int:
         """Return the width of a head's result."""
@@ -65,16 +75,19 @@ def head_major_shape(spec: AttentionSpec, num_blocks: int, block_size: int) -> t
     return (spec.num_kv_heads, num_blocks, block_size, spec.head_dim)
 
 
-def store(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
+def store(spec: AttentionSpec, pool: Tensor, slots: Tensor, rows: Tensor) -> None:
     """Write rows [T, num_kv_heads, head_dim] at slots [T]."""
-    stored = to_pool(rows, pool.dtype).transpose(0, 1)
+    stored = to_pool(rows, pool.dtype, spec.value_dim).transpose(0, 1)
     movable(pool).flatten(1, 2).index_copy_(1, slots, movable(stored))
 
 
-def to_pool(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows [..., head_dim] as stored in a pool of `dtype`; kv_store.h is identical."""
+def to_pool(rows: Tensor, dtype: torch.dtype, latent_dim: int | None = None) -> Tensor:
+    """Return rows [..., head_dim], perhaps of latents, as stored in a pool of `dtype`; kv_store.h is identical."""
     if dtype not in PEAKS:
         return rows
+    if latent_dim is not None:
+        assert dtype == torch.int8, "resolve_kv_dtype has refused others"
+        return _latents_to_pool(rows.float(), latent_dim)
     wide = rows.float()
     peak = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_PEAK)
     factor = torch.full_like(peak, PEAKS[dtype]) / peak
@@ -84,10 +97,27 @@ def to_pool(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat((movable(numbers), (peak / PEAKS[dtype]).view(torch.int8)), -1).view(dtype)
 
 
-def from_pool(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of a pool as numbers of `dtype`."""
+def _latents_to_pool(rows: Tensor, latent_dim: int) -> Tensor:
+    latents, others = rows[..., :latent_dim], rows[..., latent_dim:]
+    peak = torch.maximum(
+        latents.abs().amax(-1, keepdim=True), others.abs().amax(-1, keepdim=True) / _LATENT_RANGE
+    ).clamp(min=SMALLEST_PEAK)
+    factor = torch.full_like(peak, PEAKS[torch.int8]) / peak
+    low, whole = ((part * factor).nan_to_num(0.0).round().int() for part in (latents, others))
+    high = (whole + 128) >> 8
+    numbers = torch.cat((low, whole - 256 * high, high), -1).to(torch.int8)
+    return torch.cat((numbers, (peak / PEAKS[torch.int8]).view(torch.int8)), -1)
+
+
+def from_pool(rows: Tensor, dtype: torch.dtype, latent_dim: int | None = None) -> Tensor:
+    """Return rows of a pool, perhaps of latents, as numbers of `dtype`."""
     if rows.dtype not in PEAKS:
         return rows
+    if latent_dim is not None:
+        latents, others = rows[..., :latent_dim].float(), rows[..., latent_dim:-SCALE_BYTES].float()
+        low, high = others.chunk(2, -1)
+        numbers = torch.cat((latents, low + 256 * high), -1)
+        return (numbers * rows[..., -SCALE_BYTES:].view(torch.float32)).to(dtype)
     return (rows[..., :-SCALE_BYTES].float() * rows[..., -SCALE_BYTES:].view(torch.float32)).to(dtype)
 
 

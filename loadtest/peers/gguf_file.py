@@ -1,7 +1,7 @@
 """Writes GGUF files: the matrices quantised, or made of random blocks.
 
 A block of random codes with the right scale costs nothing to make, and its products take as long as those of trained
-weights. Types that `gguf` can quantise hold a model's own numbers.
+weights. Small models hold their own numbers in the types that `gguf` can quantise.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _BLOCKS = {
     Kind.IQ3_S: _Block(140, 0),
 }
 _EXACT = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0)
+_QUANTISED = (*_EXACT, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.MXFP4)  # by `gguf`
+_MANY = 1e8  # weights; quantising more takes minutes
 _HEADS = {Kind.F16: Kind.F16, Kind.BF16: Kind.BF16, Kind.Q8_0: Kind.Q8_0}  # others: Q6_K
 _MIXED = {"q4_k_m": Kind.Q4_K, "q5_k_m": Kind.Q5_K}  # half of the layers have some matrices in Q6_K
 
@@ -64,7 +66,7 @@ def write_gguf(source: Source, tokenizer: dict[str, Any], path: Path, name: str)
     """Write matrices in a format, and vectors and routers in float32, as llama.cpp's converter does."""
     writer = GGUFWriter(path, source.shape.arch, use_temp_file=False)
     _add_settings(writer, source.shape)
-    _add_tokenizer(writer, source.shape, tokenizer)
+    _add_tokenizer(writer, tokenizer)
     kinds = {tensor: _kind(source, tensor, name) for tensor in source.shapes}
     for tensor, kind in kinds.items():
         *rows, columns = source.shapes[tensor]
@@ -79,14 +81,23 @@ def write_gguf(source: Source, tokenizer: dict[str, Any], path: Path, name: str)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for tensor, kind in kinds.items():
-        if source.is_random and kind not in _EXACT:
-            writer.write_tensor_data(random_blocks(tensor, source.shapes[tensor], kind))
+        if source.is_random and kind not in (_EXACT if source.shape.decode_weights > _MANY else _QUANTISED):
+            writer.write_tensor_data(
+                random_blocks(tensor, source.shapes[tensor], kind, source.shape.stds[tensor != "token_embd.weight"])
+            )
         else:
-            writer.write_tensor_data(quantize(source.get(tensor), kind))
+            writer.write_tensor_data(_quantized(source.get(tensor), kind))
     writer.close()
 
 
-def random_blocks(name: str, shape: tuple[int, ...], kind: Kind, std: float = 0.02) -> NDArray[np.uint8]:
+def _quantized(values: NDArray[np.float32], kind: Kind) -> NDArray[Any]:
+    if kind not in _QUANTISED:
+        raise LoadtestError(f"gguf cannot quantise to {kind.name}; llama-quantize can.")
+    stored: NDArray[Any] = quantize(values, kind)
+    return stored
+
+
+def random_blocks(name: str, shape: tuple[int, ...], kind: Kind, std: float) -> NDArray[np.uint8]:
     """Return blocks of random numbers around zero, seeded by the tensor's name."""
     values, size = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(list(name.encode()))
@@ -139,17 +150,24 @@ def _add_settings(writer: GGUFWriter, shape: Shape) -> None:
         writer.add_logit_scale(shape.more["logits_scaling"])
 
 
-def fillers(shape: Shape, known: int) -> list[str]:
-    """Return names for the ids that the tokenizer lacks; a random model may draw them."""
-    return [f"Ġfill{index}" for index in range(known, shape.vocab)]
+def fitted(metadata: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """Return a tokenizer's metadata, cut or extended to the vocabulary; a random model may draw any id."""
+    known: list[str] = metadata["tokenizer.ggml.tokens"][: shape.vocab]
+    more = [f"Ġfill{index}" for index in range(len(known), shape.vocab)]
+    names = set(known)
+    merges = [merge for merge in metadata["tokenizer.ggml.merges"] if merge.replace(" ", "", 1) in names]
+    return metadata | {
+        "tokenizer.ggml.tokens": known + more,
+        "tokenizer.ggml.token_type": metadata["tokenizer.ggml.token_type"][: len(known)] + [1] * len(more),
+        "tokenizer.ggml.merges": merges,
+    }
 
 
-def _add_tokenizer(writer: GGUFWriter, shape: Shape, metadata: dict[str, Any]) -> None:
-    more = fillers(shape, len(metadata["tokenizer.ggml.tokens"]))
+def _add_tokenizer(writer: GGUFWriter, metadata: dict[str, Any]) -> None:
     writer.add_tokenizer_model(metadata["tokenizer.ggml.model"])
     writer.add_tokenizer_pre(metadata["tokenizer.ggml.pre"])
-    writer.add_token_list(metadata["tokenizer.ggml.tokens"] + more)
-    writer.add_token_types(metadata["tokenizer.ggml.token_type"] + [1] * len(more))
+    writer.add_token_list(metadata["tokenizer.ggml.tokens"])
+    writer.add_token_types(metadata["tokenizer.ggml.token_type"])
     writer.add_token_merges(metadata["tokenizer.ggml.merges"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

@@ -18,11 +18,11 @@ import numpy as np
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from engine.gguf_header import read_header
 from engine.text.gguf_tokenizer import build_tokenizer
-from loadtest.peers.gguf_file import fillers, write_gguf
+from loadtest.peers.gguf_file import fitted, write_gguf
+from loadtest.peers.packed import PACKINGS, group_of, save_packed
 from loadtest.peers.safetensors_file import Entry, write_safetensors
 from loadtest.shapes import Shape
 
@@ -55,7 +55,7 @@ _PERMUTED = ("llama", "granitemoe")  # their GGUF files rotate neighbours
 
 def prepare(shape: Shape, source: Path, folder: Path, names: Sequence[str], say: Callable[[str], None]) -> None:
     """Write the named files that are missing; `source` is the embedded GGUF file."""
-    metadata = read_header(source).metadata
+    metadata = fitted(read_header(source).metadata, shape)
     tensors = _Stored(shape, source) if shape.is_embedded else _Random(shape)
     for name in names:
         path = folder / shape.name / name
@@ -65,10 +65,12 @@ def prepare(shape: Shape, source: Path, folder: Path, names: Sequence[str], say:
         say(f"writing {path}")
         unfinished = path.with_name(f"unfinished-{name}")
         unfinished.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".gguf":
+        if name == "hf":
+            _write_hf(shape, tensors, metadata, unfinished)
+        elif path.suffix == ".gguf":
             write_gguf(tensors, metadata, unfinished, path.stem)
         else:
-            {"hf": _write_hf, "w8a8": _write_w8a8}[name](shape, tensors, metadata, unfinished)
+            _write_packed(shape, tensors, metadata, unfinished, name)
         unfinished.rename(path)
 
 
@@ -150,7 +152,9 @@ class _Random(Weights):
         if name.endswith(".bias"):
             return np.zeros(size, np.float32)
         rng = np.random.default_rng(list(name.encode()))
-        return _through_bfloat16(np.float32(0.02) * rng.standard_normal(size, np.float32))
+        return _through_bfloat16(
+            np.float32(self.shape.stds[not name.startswith("token_embd")]) * rng.standard_normal(size, np.float32)
+        )
 
 
 def bfloat16_bits(values: Matrix) -> NDArray[np.uint16]:
@@ -164,22 +168,8 @@ def _through_bfloat16(values: Matrix) -> Matrix:
     return (bfloat16_bits(values).astype(np.uint32) << 16).view(np.float32)
 
 
-def int8_rows(values: Matrix) -> tuple[NDArray[np.int8], Matrix]:
-    """Return each row as int8, and the scales of the rows."""
-    scales = np.maximum(np.abs(values).max(axis=1, keepdims=True), 1e-12) / np.float32(127)
-    return np.rint(values / scales).astype(np.int8), scales.astype(np.float32)
-
-
 def _bits(make: Callable[[], Matrix]) -> NDArray[np.uint16]:
     return bfloat16_bits(make())
-
-
-def _int8(make: Callable[[], Matrix]) -> NDArray[np.int8]:
-    return int8_rows(make())[0]
-
-
-def _scales(make: Callable[[], Matrix]) -> Matrix:
-    return int8_rows(make())[1]
 
 
 def _hf_tensors(tensors: Weights) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Matrix]]]:
@@ -216,40 +206,13 @@ def _write_hf(shape: Shape, tensors: Weights, metadata: dict[str, Any], path: Pa
     write_safetensors(path / "model.safetensors", entries)
 
 
-def _write_w8a8(shape: Shape, tensors: Weights, metadata: dict[str, Any], path: Path) -> None:
-    """Write int8 rows in vLLM's compressed-tensors layout."""
+def _write_packed(shape: Shape, tensors: Weights, metadata: dict[str, Any], path: Path, name: str) -> None:
+    """Write the projections packed, all others in bfloat16. Layers of random models are alike."""
+    packing, group = PACKINGS[name], group_of(shape.hidden, shape.heads * shape.head_dim, shape.ffn)
     path.mkdir(exist_ok=True)
     _write_tokenizer(shape, metadata, path)
-    _write_json(path / "config.json", _hf_config(shape) | {"quantization_config": _W8A8})
-    entries = []
-    for name, size, make in _hf_tensors(tensors):
-        if len(size) == 2 and name.endswith("_proj.weight"):
-            entries.append(Entry(name, "I8", size, partial(_int8, make)))
-            entries.append(Entry(name + "_scale", "F32", (size[0], 1), partial(_scales, make)))
-        else:
-            entries.append(Entry(name, "BF16", size, partial(_bits, make)))
-    write_safetensors(path / "model.safetensors", entries)
-
-
-_W8A8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "token",
-                "dynamic": True,
-            },
-        }
-    },
-}
+    _write_json(path / "config.json", _hf_config(shape) | {"quantization_config": packing.config(group)})
+    save_packed(_hf_tensors(tensors), path / "model.safetensors", packing, group, alike=tensors.is_random)
 
 
 def _hf_config(shape: Shape) -> dict[str, Any]:
@@ -258,9 +221,7 @@ def _hf_config(shape: Shape) -> dict[str, Any]:
 
 def _write_tokenizer(shape: Shape, metadata: dict[str, Any], folder: Path) -> None:
     tokens = metadata["tokenizer.ggml.tokens"]
-    document = json.loads(build_tokenizer(metadata).to_str())
-    document["model"]["vocab"] |= {token: len(tokens) + i for i, token in enumerate(fillers(shape, len(tokens)))}
-    Tokenizer.from_str(json.dumps(document)).save(str(folder / "tokenizer.json"))
+    build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
     special = {role: tokens[metadata[f"tokenizer.ggml.{role}_token_id"]] for role in ("bos", "eos")}
     _write_json(
         folder / "tokenizer_config.json",

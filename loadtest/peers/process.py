@@ -62,6 +62,7 @@ class ServerProcess:
                 stderr=file,
                 start_new_session=True,
             )
+        _share_niceness(self._process.pid)
         self._sampler = threading.Thread(target=self._sample, daemon=True)
         self._sampler.start()
 
@@ -130,6 +131,13 @@ def running(
         yield server
     finally:
         server.stop()
+
+
+def _share_niceness(pid: int) -> None:
+    """Give a new session, which Linux schedules as a group, the niceness of this one."""
+    with contextlib.suppress(OSError):
+        _, _, niceness = Path("/proc/self/autogroup").read_text().rpartition("nice ")
+        Path(f"/proc/{pid}/autogroup").write_text(niceness)
 
 
 def free_port() -> int:

@@ -29,12 +29,18 @@ GGUF_FORMATS = (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4",
     "q2_k", "q3_k", "q4_k", "q4_k_m", "q5_k", "q5_k_m", "q6_k", "iq4_xs", "iq3_xxs", "iq3_s",
 )  # fmt: skip
+PACKED_FORMATS = (
+    "w4a16", "w8a16", "w8a8", "awq", "gptq", "fp8-tensor", "fp8-channel", "fp8-block", "mxfp4-packed", "nf4",
+)  # fmt: skip
+FORMATS = (*GGUF_FORMATS, *PACKED_FORMATS)
 
 
 def file_of(peer: str, precision: str) -> str:
     """Return the file of a model's folder that a server reads; "" if it reads none."""
     if precision in GGUF_FORMATS:
         return f"{precision}.gguf" if peer in ("quire", "llama-server") else ""
+    if precision in PACKED_FORMATS:
+        return precision if peer in ("quire", "vllm") else ""
     return _FILES[peer][precision]
 
 
@@ -71,7 +77,7 @@ def _quire(python: str, setup: Setup) -> Command:
         *(python, "-m", "server", "serve", str(setup.model / file_of("quire", setup.precision))),
         *("--port", str(setup.port)),
         *("--served-model-name", setup.model.name),
-        *("--dtype", "bfloat16"),
+        *(("--dtype", "bfloat16") if setup.precision in PRECISIONS else ()),  # it dequantises what is stored
         *("--max-num-seqs", str(setup.max_num_seqs)),
         *("--max-model-len", str(setup.max_model_len)),
         *("--kv-cache-memory-bytes", f"{setup.kv_gib}GiB"),

@@ -68,12 +68,12 @@ def _shapes(model: torch.nn.Module | Decoder, names: Sequence[str]) -> dict[str,
 
 
 def linears(model: torch.nn.Module, targets: Sequence[str]) -> dict[str, torch.nn.Linear]:
-    """Return those of a model that are called so; adapters never change experts."""
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] in targets and "expert" not in name
-    }
+    """Return those of a model that are called so; experts, which adapters cannot change, only if a target names them."""
+
+    def is_meant(name: str, target: str) -> bool:
+        return f".{name}".endswith(f".{target}") and ("expert" in target or "expert" not in name)
+
+    found = {name: module for name, module in model.named_modules() if any(is_meant(name, each) for each in targets)}
     return {name: module for name, module in found.items() if isinstance(module, torch.nn.Linear)}
 
 

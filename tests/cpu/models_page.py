@@ -9,7 +9,7 @@ quantization methods, schemes) and every number from a table of tests, so a fami
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from engine.runtime.lazy import load as load_class
 from engine.runtime.models.families import FAMILIES
@@ -19,7 +19,14 @@ from engine.runtime.weights.formats import FORMATS
 from engine.runtime.weights.gguf import KINDS
 from engine.runtime.weights.gguf_config import ARCHITECTURES
 from engine.runtime.weights.stored.config import READERS
-from tests.cpu import test_engine_families, test_models_transformers, test_quant, test_stored, test_weights_gguf
+from tests.cpu import (
+    test_engine_families,
+    test_models_transformers,
+    test_moe_stored,
+    test_quant,
+    test_stored,
+    test_weights_gguf,
+)
 from tests.cpu.test_models_families import CASES, ON_A_GPU, Case
 
 HEAD = """# Models
@@ -134,11 +141,20 @@ def _types() -> Iterator[Sequence[str]]:
 
 
 def _methods() -> Iterator[Sequence[str]]:
-    by_method: dict[str, list[str]] = {method: [] for method in READERS}
+    matrices: dict[str, list[str]] = {method: [] for method in READERS}
+    models: dict[str, list[str]] = {method: [] for method in READERS}
     for name, packing in test_stored.CASES.items():
-        by_method[str(packing.config["quant_method"]).replace("_", "-")].append(name)
-    for method, names in by_method.items():
-        yield f"`{method}`", ", ".join(names), ", ".join(name for name in names if name in test_stored.SERVED)
+        matrices[_method(packing.config)].append(name)
+        if name in test_stored.SERVED:
+            models[_method(packing.config)].append(name)
+    for name, config in test_moe_stored.METHODS.items():
+        models[_method(config)].append(f"experts of {name}")
+    for method in READERS:
+        yield f"`{method}`", ", ".join(matrices[method]), ", ".join(models[method])
+
+
+def _method(config: Mapping[str, object]) -> str:
+    return str(config["quant_method"]).replace("_", "-")
 
 
 def _summary(described: object) -> str:

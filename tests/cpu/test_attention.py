@@ -45,10 +45,11 @@ def empty_pools(
     backend: AttentionBackend, spec: AttentionSpec, num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """K and V full of NaN; int8 numbers are full of what they like, and their scales are NaN."""
-    *shape, width = backend.kv_shape(spec, num_blocks, block_size)
+    *shape, _ = backend.kv_shape(spec, num_blocks, block_size)
+    shape.append(spec.pool_dim(dtype))
     if dtype == torch.int8:
-        return [torch.full((*shape, width + 4), -1, dtype=dtype) for _ in range(2)]
-    return [torch.full((*shape, width), torch.nan, dtype=dtype) for _ in range(2)]
+        return [torch.full(shape, -1, dtype=dtype) for _ in range(2)]
+    return [torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)]
 
 
 class Pools:

@@ -24,6 +24,7 @@ from engine.runtime.kv_cache import PoolSize, fit_pool
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native
 from engine.runtime.runner import ModelRunner
+from tests.cpu import test_models_families
 from tests.cpu.lora_folders import save_adapter
 from tests.patience import PATIENCE_S
 
@@ -242,6 +243,21 @@ def test_drafts_from_the_text_change_no_answer(folder: str) -> None:
     assert drafting._depth == plain._depth == 0
     assert answer(drafting, request) == answer(plain, request)
     assert drafting.stats.spec_accepted_tokens > 0
+
+
+def test_an_mtp_head_is_a_layer_of_the_pool_and_changes_no_answer(tmp_path: Path) -> None:
+    config = test_models_families.CASES["glm4-moe-air"].build()
+    config.save_pretrained(tmp_path)
+    request = Request(request_id="r", prompt=(1, 2, 3) * 5, params=SamplingParams(max_tokens=20, seed=5), arrival_s=0.0)
+    memory = {"kv_cache_memory_bytes": 396 * BLOCK_BYTES}
+    plain, report = build(str(tmp_path), **memory), list[Progress]()
+    asked = {"method": "glm4_moe_mtp", "model": str(tmp_path), "num_speculative_tokens": 3}
+    drafting = build(str(tmp_path), report, speculative_config=asked, **memory)
+    num_layers = config.num_hidden_layers
+    assert drafting.config.num_blocks == plain.config.num_blocks * num_layers // (num_layers + 1)
+    assert any("mtp, up to 3 tokens at a time" in progress.detail for progress in report)
+    assert drafting.config.draft_costs.drafting[0][1] > 0
+    assert answer(drafting, request) == answer(plain, request)
 
 
 def test_a_draft_model_shares_the_memory_and_changes_no_answer(

@@ -13,6 +13,7 @@ from engine.core.scheduler import Scheduler
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.base import LayerAttention
 from tests.cpu.model_driver import Served, make_runner, request, serve, settings
+from tests.cpu.test_constraint import END, StepGrammar
 
 VOCAB, WIDTH = 61, 8
 _generator = torch.Generator().manual_seed(5)
@@ -75,32 +76,66 @@ class BagHead(Bag):
         return (by_cache + by_state) / 2
 
 
+ASKED: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0},
+    "several": {"temperature": 1.0, "n": 3},
+    "penalised": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.2},
+    "constrained": {"temperature": 1.0, "grammar": StepGrammar(reach=3), "eos_token_ids": frozenset({END})},
+}
+
+
 @cache
-def plainly(n: int, temperature: float) -> Served:
-    return run(n, temperature, has_head=False)[0]
+def plainly(asked: str) -> Served:
+    return run(asked, has_head=False)[0]
 
 
-def run(n: int, temperature: float, *, has_head: bool, **regime: int) -> tuple[Served, Scheduler]:
+def run(name: str, *, has_head: bool, **regime: int) -> tuple[Served, Scheduler]:
     config = settings(**regime, num_speculative_tokens=4 * has_head)
     asked = [
-        request(f"r{i}", prompt, n=n, temperature=temperature, seed=i, max_tokens=14)
-        for i, prompt in enumerate(PROMPTS)
+        request(f"r{i}", prompt, **{"seed": i, "max_tokens": 14, **ASKED[name]}) for i, prompt in enumerate(PROMPTS)
     ]
     model, scheduler = Bag(), Scheduler(config)
     runner = make_runner(model, config, head=BagHead() if has_head else None)
     return serve(model, config, asked, apart=1, scheduler=scheduler, runner=runner), scheduler
 
 
-@pytest.mark.parametrize(("temperature", "regime"), [(0.0, "roomy"), *((1.0, regime) for regime in REGIMES)])
-def test_a_head_that_is_right_is_always_right(temperature: float, regime: str) -> None:
-    served, scheduler = run(1, temperature, has_head=True, **REGIMES[regime])
-    assert served.ids == plainly(1, temperature).ids
+@pytest.mark.parametrize(("name", "regime"), [("greedy", "roomy"), *(("sampled", regime) for regime in REGIMES)])
+def test_a_head_that_is_right_is_always_right(name: str, regime: str) -> None:
+    served, scheduler = run(name, has_head=True, **REGIMES[regime])
+    assert served.ids == plainly(name).ids
     stats = scheduler.stats
     assert stats.spec_accepted_tokens == stats.spec_draft_tokens > 20
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-def test_several_answers_stay_the_same(regime: str) -> None:
-    served, scheduler = run(3, 1.0, has_head=True, **REGIMES[regime])
-    assert served.ids == plainly(3, 1.0).ids
+@pytest.mark.parametrize(
+    ("name", "regime"),
+    [
+        ("penalised", "roomy"),
+        ("constrained", "roomy"),
+        ("constrained", "chunked"),
+        *(("several", regime) for regime in REGIMES),
+    ],
+)
+def test_answers_stay_the_same(name: str, regime: str) -> None:
+    served, scheduler = run(name, has_head=True, **REGIMES[regime])
+    assert served.ids == plainly(name).ids
     assert scheduler.stats.spec_accepted_tokens > 0
+
+
+def test_a_shared_prefix_costs_at_most_its_last_position() -> None:
+    """The second prompt finds the first one's blocks, and the head's K/V in them; it goes on with another token."""
+    config = settings(num_speculative_tokens=4)
+    scheduler, runner = Scheduler(config), make_runner(Bag(), config, head=BagHead())
+    for name, prompt in (("a", PROMPTS[6]), ("b", [*PROMPTS[6][:20], 5, 6, 7]), ("c", PROMPTS[6])):
+        num_drafts = scheduler.stats.spec_draft_tokens
+        num_right = scheduler.stats.spec_accepted_tokens
+        asked = request(name, prompt, max_tokens=16)
+        served = serve(Bag(), config, [asked], scheduler=scheduler, runner=runner)
+        assert served.ids == serve(Bag(), settings(), [asked]).ids
+        num_drafts, num_right = (
+            scheduler.stats.spec_draft_tokens - num_drafts,
+            scheduler.stats.spec_accepted_tokens - num_right,
+        )
+        assert num_right == num_drafts if name != "b" else num_drafts > 0
+    assert scheduler.stats.prefix_hit_tokens >= 20

@@ -26,7 +26,7 @@ from engine.model_check import check_model
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache, block_bytes, resolve_kv_dtype
-from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
@@ -229,19 +229,22 @@ def test_sizes_and_weights_of_v2_lite() -> None:
     assert config_of().num_weights == pytest.approx(15.7e9, rel=5e-3)
 
 
-def test_a_narrow_pool_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+def test_fp8_latents_are_refused_before_weights_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(V2_LITE))
-    asked = EngineConfig(model=str(tmp_path), load_format="dummy", kv_cache_dtype="int8")
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype is 'int8', and the model caches latents \(MLA\)"):
+    asked = EngineConfig(model=str(tmp_path), load_format="dummy", kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype is 'fp8', and the model caches latents \(MLA\)"):
         check_model(asked)
-    assert check_model(replace(asked, kv_cache_dtype="auto")).is_native
+    assert check_model(replace(asked, kv_cache_dtype="int8")).is_native
 
 
-def test_narrow_pools_are_refused() -> None:
+def test_narrow_pools_are_for_a_cpu() -> None:
     specs = [spec_of(config_of())]
-    for setting in ("int8", "fp8"):
-        with pytest.raises(ConfigError, match=r"latents \(MLA\)"):
-            resolve_kv_dtype(setting, torch.bfloat16, specs)
+    with pytest.raises(ConfigError, match=r"latents \(MLA\)"):
+        resolve_kv_dtype("fp8", torch.bfloat16, specs)
+    cuda = torch.device("cuda")
+    with pytest.raises(ConfigError, match="in int8 on a CPU only"):
+        KVCache(specs, load_backend("cpu", CPU), num_blocks=1, block_size=16, dtype=torch.int8, device=cuda)
+    assert resolve_kv_dtype("int8", torch.bfloat16, specs) is torch.int8
     assert resolve_kv_dtype("auto", torch.bfloat16, specs) is torch.bfloat16
 
 
@@ -250,7 +253,8 @@ def test_a_bias_without_a_query_latent_is_refused() -> None:
         config_of(attention_bias=True)
 
 
-def test_every_instruction_set(library: Library) -> None:
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_every_instruction_set(library: Library, is_int8: bool) -> None:
     """Prompt, chunk and decode, in float32 and bfloat16: contexts that end inside a tile, blocks shorter than one."""
     torch.manual_seed(1)
     spec = AttentionSpec(10, 1, 72, 0.2, value_dim=56)
@@ -259,13 +263,52 @@ def test_every_instruction_set(library: Library) -> None:
         keys, queries = (torch.randn(150, heads, 72).to(dtype) for heads in (1, 10))
         length = min(150, 95 * block_size)
         tables = make_tables([(0, length)], block_size, is_scattered=True)
-        pools = empty_pools(backend, spec, 96, block_size, dtype)
+        pools = empty_pools(backend, spec, 96, block_size, torch.int8 if is_int8 else dtype)
+        stored = from_pool(to_pool(keys, torch.int8, 56), torch.float32, 56) if is_int8 else keys
         for begin, end in ((0, length - 40), (length - 40, length - 1), (length - 1, length)):
             backend.prepare(make_batch([(begin, end - begin)], tables, block_size))
             out = backend.attend(spec, queries[begin:end], keys[begin:end], keys[begin:end], *pools)
-            expected = dense_attention(spec, queries[begin:end], keys[:end], keys[:end, :, :56], begin)
+            expected = dense_attention(spec, queries[begin:end], stored[:end], stored[:end, :, :56], begin)
             tolerance = 2e-5 if dtype is torch.float32 else 2e-2
             torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_rows_are_those_of_torch(library: Library, dtype: torch.dtype) -> None:
+    """Numbers and scales to the bit, where either part decides the scale; NaN and infinity are found again."""
+    torch.manual_seed(0)
+    spec, backend = AttentionSpec(1, 1, 40, 1.0, value_dim=24), load_backend("cpu_native", CPU)
+    rows = (torch.randn(64, 1, 40) * 10.0 ** torch.randint(-4, 4, (64, 1, 1))).to(dtype)
+    rows[:32, :, 24:] *= 10.0 ** torch.randint(-4, 4, (32, 1, 1)).to(dtype)
+    rows[5], rows[6, 0, 39], rows[7, 0, 0] = 0, torch.nan, -torch.inf
+    pool, values = empty_pools(backend, spec, 1, 64, torch.int8)
+    backend.prepare(make_batch([(0, 64)], [[0]], 64))
+    backend.attend(spec, rows, rows, rows, pool, values)
+    expected, flat = to_pool(rows, torch.int8, 24)[:, 0], pool.flatten()
+    stored = flat[: 64 * 56].view(28, 64, 2).permute(1, 0, 2).reshape(64, 56)
+    scales = flat[64 * 56 :].view(torch.float32)
+    assert scales[6:8].isnan().all()
+    whole = torch.arange(64).sub(6).gt(1) | torch.arange(64).lt(6)
+    assert torch.equal(scales[whole], expected[whole, 56:].view(torch.float32)[:, 0])
+    assert torch.equal(stored[whole], expected[whole, :56])
+
+
+def test_narrow_latents_are_accurate() -> None:
+    """Rotated numbers forty times as large as the latent cost a row with one scale all its digits."""
+    torch.manual_seed(3)
+    spec = AttentionSpec(8, 1, 576, 0.02, value_dim=512)
+    keys, queries = torch.randn(300, 1, 576), torch.randn(40, 8, 576)
+    keys[..., 512:] *= 40
+    queries[..., 512:] /= 40
+
+    def error(stored: Tensor) -> float:
+        expected, found = (dense_attention(spec, queries, x, x[..., :512], 260) for x in (keys, stored))
+        return float((found - expected).square().mean() / expected.square().mean())
+
+    assert error(from_pool(to_pool(keys, torch.int8, 512), torch.float32, 512)) < 2e-4
+    assert error(from_pool(to_pool(keys, torch.int8), torch.float32)) > 0.05
+    assert spec.pool_dim(torch.int8) == 644
+    assert block_bytes([spec], 16, torch.int8) == 16 * 644
 
 
 def test_split_kv_b_is_the_same_model(tmp_path: Path) -> None:
@@ -301,26 +344,33 @@ def said(served: Served) -> dict[tuple[str, int], tuple[list[int], list[float]]]
 
 
 @pytest.mark.skipif(native() is None, reason="the native kernels promise the same bits")
-def test_text_is_the_same_alone_busy_chunked_preempted_swapped_and_on_a_hit(tiny: Decoder) -> None:
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+def test_text_is_the_same_alone_busy_chunked_preempted_swapped_and_on_a_hit(
+    tiny: Decoder, kv_dtype: torch.dtype
+) -> None:
     asked = [
-        request(f"{i}-{kind}", [(7 * i + j) % 120 + 3 for j in range(length)], max_tokens=10, seed=i, logprobs=1,
+        request(f"{i}-{kind}", [(7 * i + j) % 120 + 3 for j in range(length)], max_tokens=8, seed=i, logprobs=1,
                 temperature=temperature, n=n)
         for i, length in enumerate((5, 23, 41))
         for kind, temperature, n in (("greedy", 0.0, 1), ("sampled", 1.0, 2))
     ]  # fmt: skip
     alone = {}
     for one in asked:
-        alone |= said(serve(tiny, settings(), [one]))
+        alone |= said(serve(tiny, settings(), [one], runner=make_runner(tiny, settings(), kv_dtype=kv_dtype)))
     regimes = {
         "busy": settings(max_num_seqs=12),
         "chunked": settings(max_num_batched_tokens=11),
-        "preempting": settings(num_blocks=17, max_model_len=60),
-        "swapping": settings(num_blocks=17, max_model_len=60, num_host_blocks=60),
+        "preempting": settings(num_blocks=15, max_model_len=60),
+        "swapping": settings(num_blocks=15, max_model_len=60, num_host_blocks=60),
         "uncached": settings(enable_prefix_caching=False),
     }
     for name, config in regimes.items():
+        if kv_dtype is torch.int8 and name not in ("chunked", "swapping"):
+            continue
         scheduler = Scheduler(config)
-        served = serve(tiny, config, asked, apart=1, scheduler=scheduler, runner=make_runner(tiny, config))
+        served = serve(
+            tiny, config, asked, apart=1, scheduler=scheduler, runner=make_runner(tiny, config, kv_dtype=kv_dtype)
+        )
         assert said(served) == alone, name
         preempted = scheduler.stats.preempted
         assert (preempted[PreemptionKind.RECOMPUTE] > 0) == (name == "preempting")

@@ -77,6 +77,16 @@ GPT_OSS = {
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+GRANITE_MOE = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 24,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 6.0,
+    "tie_word_embeddings": True,
+}
 GLM4 = {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
@@ -175,18 +185,16 @@ CASES = {
     "olmoe": Case(
         "OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "clip_qkv": 0.5}
     ),
-    "granitemoe": Case(
-        "GraniteMoeConfig",
-        {
-            "num_local_experts": 8,
-            "num_experts_per_tok": 3,
-            "intermediate_size": 24,
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.1,
-            "logits_scaling": 6.0,
-            "tie_word_embeddings": True,
-        },
+    "granitemoe": Case("GraniteMoeConfig", GRANITE_MOE),
+    "granitemoeshared": Case("GraniteMoeSharedConfig", GRANITE_MOE | {"shared_intermediate_size": 40}),
+    "granitemoehybrid": Case(
+        "GraniteMoeHybridConfig",
+        GRANITE_MOE
+        | {"shared_intermediate_size": 40, "position_embedding_type": "rope", "layer_types": ["full_attention"] * 3},
+    ),
+    "granitemoehybrid-dense": Case(
+        "GraniteMoeHybridConfig",
+        GRANITE_MOE | {"num_local_experts": 0, "shared_intermediate_size": 72, "layer_types": ["full_attention"] * 3},
     ),
     "gpt-oss": Case("GptOssConfig", GPT_OSS),
     "glm4-moe": Case(

@@ -33,7 +33,17 @@ from tests.cpu.model_driver import request, serve, settings
 from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny
 
 CPU = torch.device("cpu")
-WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "glm4_moe")
+WITH_EXPERTS = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "granitemoe",
+    "granitemoeshared",
+    "granitemoehybrid",
+    "gpt_oss",
+    "glm4_moe",
+)
 HIDDEN = 64
 IDS = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(1))
 
@@ -290,7 +300,7 @@ def test_cached_prompts_and_several_choices_are_the_same(name: str, tmp_path: Pa
 def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
     theirs = save_tiny(CASES["qwen2-moe"], tmp_path / "model")
     model = load(tmp_path / "model")
-    folder = save_adapter(theirs, tmp_path / "adapter", targets=("q_proj", "gate_proj"))
+    folder = save_adapter(theirs, tmp_path / "adapter", targets=("q_proj", "shared_expert.gate_proj"))
     with pytest.raises(AdapterLoadError, match=r"shared_expert\.gate_proj, which this model cannot have changed"):
         load_adapter(model, folder)
     load_adapter(model, save_adapter(theirs, tmp_path / "attention", targets=("q_proj", "o_proj")))

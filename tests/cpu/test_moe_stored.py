@@ -61,10 +61,11 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
         del tensors[name]
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     save_file(tensors, tmp_path / "model.safetensors")
-    with_method(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router"]})
+    with_method(tmp_path, MXFP4)
     check(tmp_path, log_probabilities(theirs))
 
 
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router"]}
 AWQ = packers.awq(64)
 FP8 = packers.fp8("block", ".weight_scale_inv", {"quant_method": "fp8", "weight_block_size": [128, 128]})
 GPTQ = packers.gptq(4, 32, shuffled=True, symmetric=False)
@@ -73,6 +74,7 @@ PACKED = {
     "qwen3-moe": (wide("qwen3-moe", moe_intermediate_size=192), FP8),
     "qwen2-moe": (wide("qwen2-moe", moe_intermediate_size=192, shared_expert_intermediate_size=64), GPTQ),
 }
+METHODS = {"gpt-oss": MXFP4, **{name: packing.config for name, (_, packing) in PACKED.items()}}  # of the models here
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -41,6 +41,10 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     # as published: without layer_types
     "qwen3_next-short": ({"model_type": "qwen3_next", "num_hidden_layers": 4}, "layers of type linear_attention"),
+    "granite-hybrid": (
+        LLAMA | {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
+        "'granitemoehybrid' has layers of type mamba, which paged attention cannot serve",
+    ),
     "falcon": (transformers.FalconConfig().to_dict(), "'falcon' has attention that transformers cannot exchange"),
     "bloom": (transformers.BloomConfig().to_dict(), "'bloom' has attention that transformers cannot exchange"),
     "llama4": (Case("Llama4TextConfig").build().to_dict(), "layers of type chunked_attention"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,18 @@ CASES = {
     "nf4-nested": packers.nf4(nested=True),
     "bnb-int8": packers.bnb_int8(),
     "nvfp4": packers.nvfp4(modelopt=True),
+    "nvfp4-of-vllm": packers.nvfp4(modelopt=True)._replace(
+        config={"quant_method": "modelopt_fp4", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    ),
     "nvfp4-compressed": packers.nvfp4(modelopt=False),
     "mxfp4": packers.mxfp4(),
 }
 
 
 # Each way of unpacking, through the whole model; the others are compared matrix by matrix.
-SERVED = ["w4a16-actorder", "w8a8", "fp8-block", "awq", "gptq-3", "nf4-nested", "nvfp4"]
+SERVED = [
+    "w4a16-actorder", "w8a8", "fp8-block", "fbgemm", "awq", "gptq-3", "auto-round", "nf4-nested", "nvfp4", "nvfp4-of-vllm",
+]  # fmt: skip
 
 
 def log_probabilities(model: torch.nn.Module) -> torch.Tensor:
@@ -121,6 +127,19 @@ def test_a_model_equals_the_dequantised_one(name: str, tmp_path: Path) -> None:
     """--quantization none in float32 is within 1e-4 of transformers over weights dequantised by packers.py."""
     expected = log_probabilities(packers.save(tmp_path, CASES[name]))
     torch.testing.assert_close(found(tmp_path, quantization="none"), expected, atol=1e-4, rtol=0)
+    assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize(("name", "is_tied"), [("w4a16", False), ("w8a16", True), ("nf4-nested", True)])
+def test_a_packed_embedding_is_dequantised(name: str, is_tied: bool, tmp_path: Path) -> None:
+    packing = CASES[name]
+    config = deepcopy(packing.config)
+    for group in config.get("config_groups", {}).values():
+        group["targets"].append("Embedding")
+    by_name = {"embed_tokens": packing._replace(config=config), "_proj": packing}
+    expected = log_probabilities(packers.save(tmp_path, by_name, tie_word_embeddings=is_tied))
+    torch.testing.assert_close(found(tmp_path, quantization="none"), expected, atol=1e-4, rtol=0)
+    assert (found(tmp_path, quantization="stored") - expected).abs().max() < 0.2
     assert expected.std() > 0.1
 
 

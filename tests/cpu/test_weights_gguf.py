@@ -51,6 +51,7 @@ NAMES = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.router": "ffn_gate_inp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     **{
         f"mlp.{shared}.{role}_proj": f"ffn_{role}_shexp"
@@ -82,7 +83,7 @@ def deepseek(name: str, *, is_split: bool, **settings: Any) -> tuple[Case, dict[
         "expert_used_count": config.num_experts_per_tok,
         "expert_shared_count": config.n_shared_experts,
         "expert_weights_scale": float(config.routed_scaling_factor),
-        "leading_dense_block_count": config.first_k_dense_replace,
+        "leading_dense_block_count": getattr(config, "first_k_dense_replace", 1),
         "rope.dimension_count": config.qk_rope_head_dim,
         "attention.kv_lora_rank": config.kv_lora_rank,
         "attention.key_length": head_dim,
@@ -98,7 +99,7 @@ def deepseek(name: str, *, is_split: bool, **settings: Any) -> tuple[Case, dict[
         }
     if config.q_lora_rank:
         extra["attention.q_lora_rank"] = config.q_lora_rank
-    if config.model_type == "deepseek_v3":
+    if config.model_type != "deepseek_v2":
         extra |= {"expert_gating_func": 2, "expert_weights_norm": True}
     if config.n_group and config.n_group > 1:
         extra |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
@@ -117,6 +118,12 @@ YARN_AS_IT_IS = rope(
     "yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, truncate=False
 )
 DEEPSEEK_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.75, mscale_all_dim=0.75)
+
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
+OLMO3_ROPES = {  # only full layers are scaled
+    "sliding_attention": PLAIN_ROPE,
+    "full_attention": PLAIN_ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+}
 
 # architecture, and perhaps what is special: the model, names that differ, metadata beyond the common
 ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
@@ -145,6 +152,26 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
         {**GRANITE, "logit_scale": 8.0},
     ),
     "olmo2": (CASES["olmo2"], AFTER, {}),
+    "olmo2/olmo3": (
+        Case("Olmo3Config", {"num_hidden_layers": 4, "sliding_window": 8, "rope_parameters": OLMO3_ROPES}),
+        AFTER,
+        {
+            "attention.sliding_window": 8,
+            "rope.freq_base": 500_000.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+        },
+    ),
+    "olmo2/olmo3-pattern": (
+        CASES["olmo3"],
+        AFTER,
+        {
+            "rope.freq_base": 500_000.0,
+            "attention.sliding_window": 8,
+            "attention.sliding_window_pattern": [True, False, True],
+        },
+    ),
     "llama/window": (CASES["mistral"], {}, {"attention.sliding_window": 8}),
     "mistral3": (CASES["mistral-no-window"], {}, {}),
     "llama/experts": (CASES["mixtral"], {}, {**EXPERTS, "expert_used_count": 2, "attention.sliding_window": 8}),
@@ -152,6 +179,11 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
     "qwen3moe": (CASES["qwen3-moe"], {}, EXPERTS),
     "olmoe": (Case("OlmoeConfig", CASES["olmoe"].settings | {"clip_qkv": None}), {}, EXPERTS),
     "granitemoe": (CASES["granitemoe"], {}, {**EXPERTS, **GRANITE, "logit_scale": 6.0}),
+    "granitemoe/shared": (
+        CASES["granitemoeshared"],
+        {},
+        {**EXPERTS, **GRANITE, "logit_scale": 6.0, "expert_shared_feed_forward_length": 40},
+    ),
     "gpt-oss": (
         Case("GptOssConfig", CASES["gpt-oss"].settings | YARN_AS_IT_IS),
         BEFORE_MLP,
@@ -178,6 +210,7 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
     "deepseek2": deepseek("deepseek_v3", is_split=True, **DEEPSEEK_YARN),
     "deepseek2/v2": deepseek("deepseek_v2", is_split=True),
     "deepseek2/lite": deepseek("deepseek_v2-lite", is_split=False, n_group=1, topk_group=1, **DEEPSEEK_YARN),
+    "deepseek2/glm": deepseek("glm4_moe_lite", is_split=True, mlp_layer_types=["dense", "sparse", "sparse"]),
     "glm4moe/air": (CASES["glm4-moe-air"], BEFORE_MLP, {**GLM4, "expert_shared_count": 2}),
 }
 
@@ -207,7 +240,13 @@ def write(
     if theta and "rope.freq_base" not in extra:
         writer.add_rope_freq_base(theta)
     for key, value in extra.items():
-        kinds = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string, bool: writer.add_bool}
+        kinds = {
+            float: writer.add_float32,
+            int: writer.add_uint32,
+            str: writer.add_string,
+            bool: writer.add_bool,
+            list: writer.add_array,
+        }
         add = kinds[type(value)]
         add(f"{arch}.{key}", value)
     for name, (values, kind) in tensors.items():
@@ -240,6 +279,10 @@ def converted_in_layer(
 ) -> Iterator[tuple[str, np.ndarray]]:
     if ".experts." in name:
         yield from experts_of(name, values, arch)
+        return
+    if name == "shared_mlp.input_linear.weight":
+        yield "ffn_gate_shexp.weight", values[: len(values) // 2]
+        yield "ffn_up_shexp.weight", values[len(values) // 2 :]
         return
     if name == "self_attn.sinks":
         yield "attn_sinks.weight", values
@@ -503,7 +546,13 @@ def test_experts_where_an_architecture_has_none_are_refused(tmp_path: Path) -> N
         ("deepseek2", {}, "", "deepseek_v2"),
         ("deepseek2", {"expert_gating_func": 3}, "", "Quire needs 1 or 2, a softmax or a sigmoid"),
         ("glm4moe", {"expert_gating_func": 1}, "", "Quire needs 2, a sigmoid"),
-        ("granitemoe", {"expert_shared_feed_forward_length": 32}, "", "a shared expert beside Granite's"),
+        ("deepseek2", {"feed_forward_length": [96, 96]}, "", "deepseek_v2"),
+        (
+            "deepseek2",
+            {"feed_forward_length": [96, 48]},
+            "",
+            "'feed_forward_length' differs between layers (96, 48]...)",
+        ),
         ("mistral3", {"attention.temperature_scale": 0.1}, "", "its queries are scaled by their position"),
     ],
 )

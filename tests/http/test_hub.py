@@ -17,7 +17,8 @@ import huggingface_hub.constants
 import pytest
 from rich.console import Console
 
-from engine.config import EngineConfig
+from engine.adapter_source import fetch_adapters
+from engine.config import EngineConfig, LoraModule
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
 from engine.draft_source import fetch_models
@@ -429,6 +430,45 @@ def test_a_draft_model_is_fetched_too(hub: FakeHub) -> None:
         ModelLoadError, match="--speculative-config: the draft model could not be loaded: 'org/none' is"
     ):
         fetch_models(EngineConfig(model="org/model", speculative_config={"model": "org/none"}), lambda _: None)
+
+
+def test_adapters_are_fetched_by_their_ids(hub: FakeHub, tmp_path: Path) -> None:
+    """Of a repository the config is checked first, and nothing but the adapter is fetched."""
+    adapter = {"adapter_config.json": b'{"peft_type": "LORA", "r": 4}', "adapter_model.safetensors": WEIGHTS}
+    hub.repos |= {
+        "org/model": {**SMALL, "model.safetensors": b"m"},
+        "org/lora": {**adapter, "README.md": b"not needed"},
+    }
+    config = EngineConfig(model="org/model", lora_modules=(LoraModule("a", "org/lora"),))
+    check_model(config)
+    assert hub.named("org/lora") == ["adapter_config.json", "config.json"]
+    (found,) = fetch_models(config, lambda _: None).lora_modules
+    assert found.name == "a"
+    assert {path.name: path.read_bytes() for path in Path(found.path).iterdir()} == adapter
+    fetched = replace(config, model=str(tmp_path), lora_modules=(found,), load_format="dummy")
+    assert fetch_adapters(fetched, lambda _: None) is fetched
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        (None, "--lora-modules has a=org/lora: 'org/lora' is not on http"),
+        ({"model.safetensors": b""}, "'org/lora' lacks adapter_model.safetensors, without which it cannot be served"),
+        ({"adapter_model.bin": b""}, "'org/lora' holds only pickled weights (adapter_model.bin), which can run code"),
+        (
+            {"adapter_config.json": b'{"peft_type": "IA3"}', "adapter_model.safetensors": WEIGHTS},
+            "--lora-modules has a=org/lora: ",
+        ),
+    ],
+)
+def test_repositories_without_an_adapter(hub: FakeHub, files: dict[str, bytes] | None, sentence: str) -> None:
+    if files is not None:
+        hub.repos["org/lora"] = files
+    hub.repos["org/model"] = {**SMALL, "model.safetensors": b"m"}
+    with pytest.raises(ConfigError) as refusal:
+        check_model(EngineConfig(model="org/model", lora_modules=(LoraModule("a", "org/lora"),)))
+    assert sentence in str(refusal.value)
+    assert "adapter_model.safetensors" not in hub.requests
 
 
 def test_without_a_terminal_a_long_stage_is_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:

@@ -137,8 +137,11 @@ def test_a_list_of_exceptions_that_contradicts_the_tensors_is_refused(tmp_path: 
         check_packed(config, {f"{LAYER}.weight_packed": Header("I32", (8, 1))})
     with pytest.raises(ModelLoadError, match=r"'model\.norm\.weight' is stored as I8, and only matrices can be"):
         check_packed(config, {"model.norm.weight": Header("I8", (8,))})
-    with pytest.raises(ModelLoadError, match=r"the embedding 'model\.embed_tokens\.weight_packed' is stored as I32"):
+    with pytest.raises(ModelLoadError, match=r"says that 'model\.embed_tokens' is not quantised"):
         check_packed(config, {"model.embed_tokens.weight_packed": Header("I32", (8, 1))})
+    with_embedding = read(tmp_path, compressed(group_0={"targets": ["Linear", "Embedding"], "weights": W4}))
+    assert with_embedding is not None
+    check_packed(with_embedding, {"model.embed_tokens.weight_packed": Header("I32", (8, 1))})
 
 
 def test_any_values_are_read_or_refused(tmp_path: Path) -> None:

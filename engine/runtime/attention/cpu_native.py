@@ -31,10 +31,9 @@ class CpuNativeAttention(AttentionBackend):
 
     def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:  # noqa: ARG002
         """Raise ConfigError for an odd head_dim."""
-        if spec.head_dim % 2:
-            raise ConfigError(
-                f"--attention-backend 'cpu_native' needs an even head_dim, not {spec.head_dim}; use 'cpu'."
-            )
+        odd = next((dim for dim in (spec.head_dim, spec.out_dim) if dim % 2), None)
+        if odd is not None:
+            raise ConfigError(f"--attention-backend 'cpu_native' needs an even head_dim, not {odd}; use 'cpu'.")
 
     def paged_step(self, specs: Sequence[AttentionSpec], keys: Sequence[Tensor], values: Sequence[Tensor]) -> PagedStep:
         """Return all layers, for a forward pass that is one call."""
@@ -65,8 +64,8 @@ class CpuNativeAttention(AttentionBackend):
             v = k
         q, k, v = _rows(q), _rows(k), _rows(v)
         pool.dtype = DTYPES[q.dtype]
-        assert k.shape[1:] == v.shape[1:] == (pool.num_kv_heads, pool.head_dim)
-        assert q.shape[1:] == (spec.num_heads, pool.head_dim)
+        assert k.shape[1:] == v.shape[1:] == (pool.num_kv_heads, spec.head_dim)
+        assert q.shape[1:] == (spec.num_heads, spec.head_dim)
         store = self._store
         store.pool = pool
         store.new_k, store.k_stride = k.data_ptr(), k.stride(0)
@@ -104,7 +103,10 @@ def _latent_pool(rows: Tensor, value_dim: int) -> Pool:
     """Describe one layer's pool of latents, without the type of its queries."""
     heads, _, block_size, width = rows.shape
     assert rows.stride()[2:] == (width, 1)
-    return Pool(rows.data_ptr(), None, rows.stride(0), rows.stride(1), heads, width, block_size, value_dim)
+    is_int8 = rows.dtype == torch.int8
+    pool = Pool(rows.data_ptr(), None, rows.stride(0), rows.stride(1), heads, width, block_size, value_dim)
+    pool.head_dim, pool.is_int8 = width - SCALE_BYTES * is_int8, is_int8
+    return pool
 
 
 def _rows(x: Tensor) -> Tensor:

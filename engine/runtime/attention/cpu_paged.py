@@ -50,7 +50,7 @@ class CpuPagedAttention(AttentionBackend):
         for pool, rows in ((k_pool, k), (v_pool, v))[: spec.num_pools]:
             if self._fresh is not None:
                 pool.index_fill_(1, self._fresh, 0)
-            store(pool, batch.kv_slots, rows)
+            store(spec, pool, batch.kv_slots, rows)
         out = q.new_empty((*q.shape[:2], spec.out_dim))
         for view in layout.views:
             out[view.row : view.row + view.num_queries] = attend_slice(spec, view, q, k_pool, v_pool)

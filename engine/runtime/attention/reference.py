@@ -48,7 +48,7 @@ class ReferenceAttention(AttentionBackend):
         """Store, then attend slice by slice."""
         batch = self.batch
         for pool, rows in ((k_pool, k), (v_pool, v))[: spec.num_pools]:
-            pool.flatten(0, 1)[batch.kv_slots] = to_pool(rows, pool.dtype)
+            pool.flatten(0, 1)[batch.kv_slots] = to_pool(rows, pool.dtype, spec.value_dim)
         pieces, row = [], 0
         for num_queries, context, table in zip(
             batch.query_lens_host, batch.context_lens_host, batch.block_tables_host, strict=True
@@ -56,7 +56,7 @@ class ReferenceAttention(AttentionBackend):
             num_blocks = -(-context // k_pool.shape[1])
             blocks = torch.tensor(table[:num_blocks], device=q.device)
             pools = (k_pool, v_pool)[: spec.num_pools]
-            keys, *rest = (from_pool(pool[blocks].flatten(0, 1)[:context], q.dtype) for pool in pools)
+            keys, *rest = (from_pool(pool[blocks].flatten(0, 1)[:context], q.dtype, spec.value_dim) for pool in pools)
             values = rest[0] if rest else keys[..., : spec.out_dim]
             queries = q[row : row + num_queries]
             pieces.append(dense_attention(spec, queries, keys, values, context - num_queries))

@@ -70,7 +70,7 @@ def _mask(num_queries: int, num_keys: int, start: int, window: int | None, devic
 def attend_slice(spec: AttentionSpec, view: SliceView, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
     """Return this slice's attention [num_queries, H, out_dim], from the batch's q [T, H, D]."""
     queries = q[view.row : view.row + view.num_queries]
-    keys = from_pool(_read(k_pool, view), q.dtype)
+    keys = from_pool(_read(k_pool, view), q.dtype, spec.value_dim)
     # The fused kernels want values as wide as keys: a latent is read whole, and the result cut.
     values = keys if spec.is_latent else from_pool(_read(v_pool, view), q.dtype)
     return _attend(spec, view, queries, keys, values)[..., : spec.out_dim]

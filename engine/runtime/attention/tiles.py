@@ -76,7 +76,7 @@ def attend_tiles(spec: AttentionSpec, tiles: TileBatch, q: Tensor, k_pool: Tenso
     heads, dim, group = spec.num_kv_heads, spec.head_dim, spec.num_heads // spec.num_kv_heads
     queries = q.index_select(0, tiles.tile_rows).view(num_tiles, heads, group, dim).transpose(0, 1)
     keys, *rest = (
-        from_pool(pool.index_select(1, tiles.blocks), q.dtype).view(heads * num_tiles, width, dim)
+        from_pool(pool.index_select(1, tiles.blocks), q.dtype, spec.value_dim).view(heads * num_tiles, width, dim)
         for pool in (k_pool, v_pool)[: spec.num_pools]
     )
     values = rest[0] if rest else keys[..., : spec.out_dim]

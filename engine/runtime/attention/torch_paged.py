@@ -25,7 +25,7 @@ class TorchPagedAttention(AttentionBackend):
         """Store, then attend slice by slice."""
         batch = self.batch
         for pool, rows in ((k_pool, k), (v_pool, v))[: spec.num_pools]:
-            store(pool, batch.kv_slots, rows)
+            store(spec, pool, batch.kv_slots, rows)
         if spec.window not in self._views:
             self._views[spec.window] = _view_all(batch, k_pool.shape[2], spec.window)
         return torch.cat([attend_slice(spec, view, q, k_pool, v_pool) for view in self._views[spec.window]])

@@ -17,7 +17,7 @@ from engine.config import LoraModule
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError, ClientError, ConfigError
 from engine.regular_file import check_regular, read_object, reason
 
-WEIGHTS = "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 
 # Variants of LoRA with another computation. False, empty or absent means off.
@@ -62,8 +62,8 @@ class LoraConfig:
 
 def read_config(folder: Path) -> LoraConfig:
     """Return the adapter's settings. Raises AdapterLoadError with the wrong key."""
-    path = folder / "adapter_config.json"
-    missing = f"{folder} has no adapter_config.json; name a folder that PEFT has saved."
+    path = folder / CONFIG
+    missing = f"{folder} has no {CONFIG}; name a folder that PEFT has saved."
     values = read_object(path, _MAX_CONFIG_BYTES, AdapterLoadError, missing)
     _refuse(path, values)
     return LoraConfig(

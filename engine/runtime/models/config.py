@@ -125,8 +125,8 @@ class LatentConfig:
 def narrow_latents(setting: str) -> ConfigError:
     """Return the error for a --kv-cache-dtype that a pool of latents cannot have."""
     return ConfigError(
-        f"--kv-cache-dtype is {setting!r}, and the model caches latents (MLA), whose rotated numbers lose too much with "
-        "one scale a row; leave it out."
+        f"--kv-cache-dtype is {setting!r}, and the model caches latents (MLA), which are narrow in int8 on a CPU only; "
+        "leave it out."
     )
 
 
@@ -161,6 +161,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     latent: LatentConfig | None = None  # with it num_kv_heads is 1, and head_dim that of a row of the pool
+    num_mtp_layers: int = 0  # that the checkpoint has behind the last, for later tokens; models/mtp.py
     merged_checkpoint: bool = False  # the checkpoint itself holds q, k, v (and gate, up) as one matrix (Phi-3)
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
+from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.families import FAMILIES
 from engine.runtime.models.servable import refuse_unservable
 from engine.runtime.weights.checkpoint import Checkpoint
@@ -44,6 +45,20 @@ def servable(config: HFConfig) -> HFConfig:
     stored = {key: values[key] for key in ("dtype", "torch_dtype") if values.get(key)}
     text = config.section("text_config").values
     return HFConfig({**_GEMMA3, **stored, **text, "model_type": "gemma3_text"}, config.source)
+
+
+def check_mtp(model: HFConfig, config: ModelConfig | None) -> None:
+    """Raise ConfigError for a model without MTP layers; `config` None: transformers' code runs it."""
+    if config is None:
+        raise ConfigError(
+            "MTP layers read the model's hidden states, and transformers' code runs this model, which does not show them; "
+            "choose the method ngram or draft_model."
+        )
+    if not config.num_mtp_layers:
+        raise ConfigError(
+            f"{model.source or 'the model'} counts no MTP layers, as 'num_nextn_predict_layers' of DeepSeek-V3 and "
+            "GLM-4.5 to 4.7 does; choose the method ngram or draft_model."
+        )
 
 
 def require_readable(checkpoint: Checkpoint, *, is_own: bool) -> None:

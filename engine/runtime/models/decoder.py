@@ -53,6 +53,7 @@ class DecoderLayer:
         "_mlp",
         "_scale",
         "_window",
+        "spec",
     )
 
     def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
@@ -69,6 +70,16 @@ class DecoderLayer:
         places = [RMSNorm(make, name, config.hidden_size, config) if name else NoNorm() for name in names]
         self._window = config.layers[index].window
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = places
+        self.spec = AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.attention_scale,
+            window=self._window,
+            softcap=config.attention_softcap,
+            sinks=self.sinks,
+            value_dim=None if config.latent is None else config.latent.rank,
+        )
 
     def __call__(
         self,
@@ -151,7 +162,7 @@ class Decoder:
         self.dtype = dtype
         self._config = config
         self._targets = make.targets
-        self._embedding = make.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._embedding = make.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
         self.embed: Callable[[Tensor], Tensor] = self._look_up  # ids [T] -> embeddings [T, hidden], as stored
         # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
@@ -159,19 +170,7 @@ class Decoder:
             DecoderLayer(index, config, make.within(f"model.layers.{index}", index))
             for index in range(len(config.layers))
         ]
-        self.attention_specs: Sequence[AttentionSpec] = [
-            AttentionSpec(
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                scale=config.attention_scale,
-                window=settings.window,
-                softcap=config.attention_softcap,
-                sinks=layer.sinks,
-                value_dim=None if config.latent is None else config.latent.rank,
-            )
-            for layer, settings in zip(self._layers, config.layers, strict=True)
-        ]
+        self.attention_specs: Sequence[AttentionSpec] = [layer.spec for layer in self._layers]
         self._norm = RMSNorm(make, "model.norm", config.hidden_size, config)
         head, tied = "model.embed_tokens" if config.tied_head else "lm_head", self.tied_embedding
         self._head = make.linear({head: config.vocab_size}, config.hidden_size, is_head=True, dense=tied)

@@ -43,12 +43,22 @@ def qwen_experts(hf: HFConfig, *, num_experts: int, num_chosen: int, width: int,
 
 def mixtral_experts(hf: HFConfig) -> Mixtures:
     """Return Mixtral's mixtures, and Granite's: a softmax over the chosen experts."""
+    return _softmax_of_chosen(hf, shared_width=0)
+
+
+def granite_experts(hf: HFConfig, *, shared_width: int) -> Mixtures:
+    """Return Granite's mixtures with a shared expert, which has no gate; `shared_width` is the family's default."""
+    return _softmax_of_chosen(hf, shared_width=hf.integer("shared_intermediate_size", shared_width))
+
+
+def _softmax_of_chosen(hf: HFConfig, *, shared_width: int) -> Mixtures:
     router = RouterConfig(
         num_experts=_num_experts(hf, 8),
         num_chosen=hf.size("num_experts_per_tok", 2),
         is_normalised=True,
     )
-    return _everywhere(hf, MoEConfig(router=router, width=hf.size("intermediate_size"), activation=_silu(hf)))
+    moe = MoEConfig(router=router, width=hf.size("intermediate_size"), activation=_silu(hf), shared_width=shared_width)
+    return _everywhere(hf, moe)
 
 
 def olmoe_experts(hf: HFConfig) -> Mixtures:
@@ -167,7 +177,8 @@ def _checked(hf: HFConfig, moes: Mixtures) -> Mixtures:
     if router.num_chosen > router.num_chosen_groups * group:
         raise hf.error("num_experts_per_tok", f"at most {router.num_chosen_groups * group} experts to choose from")
     if moe.shared_width < 0:
-        raise hf.error("n_shared_experts", "0 or more")
+        key = "n_shared_experts" if hf.has("n_shared_experts") else "shared_intermediate_size"
+        raise hf.error(key, "0 or more")
     return moes
 
 

@@ -21,6 +21,7 @@ from engine.runtime.models.expert_settings import (
     glm4_experts,
     glm4_lite_experts,
     gpt_oss_experts,
+    granite_experts,
     mixtral_experts,
     olmoe_experts,
     qwen_experts,
@@ -140,14 +141,7 @@ def gemma3(hf: HFConfig) -> ModelConfig:
 
 def granite(hf: HFConfig) -> ModelConfig:
     """Llama with four multipliers."""
-    return replace(
-        _common(hf),
-        mlp_bias=hf.flag("mlp_bias"),
-        embedding_multiplier=hf.number("embedding_multiplier", 1.0),
-        residual_multiplier=hf.number("residual_multiplier", 1.0),
-        attention_scale=hf.number("attention_multiplier", 1.0),
-        logit_multiplier=1.0 / hf.positive("logits_scaling", 1.0),
-    )
+    return replace(_granite_common(hf), mlp_bias=hf.flag("mlp_bias"))
 
 
 def olmo2(hf: HFConfig) -> ModelConfig:
@@ -213,14 +207,22 @@ def olmoe(hf: HFConfig) -> ModelConfig:
 
 def granitemoe(hf: HFConfig) -> ModelConfig:
     """Granite with experts in every layer."""
-    return replace(
-        _common(hf),
-        embedding_multiplier=hf.number("embedding_multiplier", 1.0),
-        residual_multiplier=hf.number("residual_multiplier", 1.0),
-        attention_scale=hf.number("attention_multiplier", 1.0),
-        logit_multiplier=1.0 / hf.positive("logits_scaling", 1.0),
-        layers=_layers(hf, moes=mixtral_experts(hf)),
-    )
+    return replace(_granite_common(hf), layers=_layers(hf, moes=mixtral_experts(hf)))
+
+
+def granitemoeshared(hf: HFConfig) -> ModelConfig:
+    """Granite with experts and a shared expert in every layer."""
+    return replace(_granite_common(hf), layers=_layers(hf, moes=granite_experts(hf, shared_width=0)))
+
+
+def granitemoehybrid(hf: HFConfig) -> ModelConfig:
+    """Granite 4 whose layers are all attention: shared experts alone, or beside others."""
+    ropes = None if hf.text("position_embedding_type", "nope") == "rope" else [None] * _num_layers(hf)
+    if hf.values.get("num_local_experts") == 0:
+        width = hf.size("shared_intermediate_size", 1024)
+        return replace(_granite_common(hf), intermediate_size=width, layers=_layers(hf, ropes=ropes))
+    moes = granite_experts(hf, shared_width=1024)
+    return replace(_granite_common(hf), layers=_layers(hf, ropes=ropes, moes=moes))
 
 
 def gpt_oss(hf: HFConfig) -> ModelConfig:
@@ -251,6 +253,7 @@ def glm4_moe(hf: HFConfig) -> ModelConfig:
         o_bias=False,
         qk_norm=QKNorm.HEAD if hf.flag("use_qk_norm") else QKNorm.NONE,
         layers=_layers(hf, moes=glm4_experts(hf)),
+        num_mtp_layers=_num_mtp_layers(hf),
     )
 
 
@@ -282,6 +285,8 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "mixtral": mixtral,
     "olmoe": olmoe,
     "granitemoe": granitemoe,
+    "granitemoeshared": granitemoeshared,
+    "granitemoehybrid": granitemoehybrid,
     "gpt_oss": gpt_oss,
     "glm4_moe": glm4_moe,
 }
@@ -305,6 +310,17 @@ def _common(hf: HFConfig) -> ModelConfig:
         attention_scale=_head_dim(hf) ** -0.5,
         qkv_bias=bias,
         o_bias=bias,
+    )
+
+
+def _granite_common(hf: HFConfig) -> ModelConfig:
+    """Return the settings that the generations of Granite share."""
+    return replace(
+        _common(hf),
+        embedding_multiplier=hf.number("embedding_multiplier", 1.0),
+        residual_multiplier=hf.number("residual_multiplier", 1.0),
+        attention_scale=hf.number("attention_multiplier", 1.0),
+        logit_multiplier=1.0 / hf.positive("logits_scaling", 1.0),
     )
 
 
@@ -340,6 +356,7 @@ def _latent_common(hf: HFConfig, moes: Mixtures, *, is_interleaved: bool) -> Mod
         head_dim=latent.rank + latent.rope_dim,
         attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * _yarn_growth(hf) ** 2,
         latent=latent,
+        num_mtp_layers=_num_mtp_layers(hf),
     )
 
 
@@ -353,6 +370,11 @@ def _yarn_growth(hf: HFConfig) -> float:
 
 def _num_layers(hf: HFConfig) -> int:
     return hf.size("num_hidden_layers")
+
+
+def _num_mtp_layers(hf: HFConfig) -> int:
+    """Return the number of MTP layers; transformers has another name for it."""
+    return hf.integer("num_nextn_predict_layers", hf.integer("num_mtp_layers", 0))
 
 
 def _max_positions(hf: HFConfig) -> int:

@@ -14,10 +14,12 @@ from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.lazy import load
 from engine.runtime.models.base import CausalLM
-from engine.runtime.models.config_file import is_native, read_model_config, require_readable, servable
+from engine.runtime.models.config_file import check_mtp, is_native, read_model_config, require_readable, servable
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.families import read_config
+from engine.runtime.models.maker import Maker
+from engine.runtime.models.mtp import MTPHead
 from engine.runtime.native.library import native
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.base import Circumstances, Scheme
@@ -25,6 +27,7 @@ from engine.runtime.speculation.eagle3_config import foreign_target, read_eagle3
 from engine.runtime.weights.checkpoint import Checkpoint, Report
 from engine.runtime.weights.fill import check_size, fill
 from engine.runtime.weights.formats import FORMATS, choose_format
+from engine.runtime.weights.hf_config import HFConfig
 from engine.runtime.weights.stored.storage import Storage
 
 _CPU_FEATURES = Path("/proc/cpuinfo")
@@ -33,29 +36,54 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> CausalLM:
     """Build the model on `device` in `dtype` and fill it, reporting progress to `report`."""
-    path = Path(config.model)
-    file_format = choose_format(config.load_format, path)
-    checkpoint = file_format.open(path, config.seed)
-    checkpoint.config = servable(checkpoint.config)
-    is_own = is_native(config, checkpoint.config, path)
-    here = _circumstances(
-        config, checkpoint, device, dtype, has_gguf_rows=file_format is FORMATS["gguf"], is_own=is_own
-    )
+    checkpoint, here = _open(config, device, dtype)
     scheme = choose_scheme(config.quantization, here)
     if config.num_loras:
         _require_adaptable(config, scheme, here)
     try:
-        if is_own:
+        if here.is_own:
             return load_decoder(config, checkpoint, device, dtype, scheme, report)
         # transformers' model code takes seconds to import, and most models do not need it
         from engine.runtime.models.transformers_adapter import load_adapter
 
-        return load_adapter(config, path, checkpoint, device, dtype, report)
+        return load_adapter(config, Path(config.model), checkpoint, device, dtype, report)
     except torch.OutOfMemoryError:
         raise MemoryBudgetError(
             f"{config.model} does not fit the memory of {device} in {str(dtype).removeprefix('torch.')}; choose a "
             "smaller model, a smaller --dtype or a larger device."
         ) from None
+
+
+def load_mtp(config: EngineConfig, target: CausalLM, device: torch.device, report: Report) -> MTPHead:
+    """Load the MTP head of the checkpoint that `target` was loaded from. Raises ConfigError or ModelLoadError."""
+    own = target.config if isinstance(target, Decoder) else None
+    check_mtp(read_model_config(Path(config.model), config.load_format), own)
+    assert isinstance(target, Decoder)
+    checkpoint, here = _open(config, device, target.dtype, num_more_layers=1)
+    make = Maker(target.dtype, device, choose_scheme(config.quantization, here), loads=[], targets={})
+    head = MTPHead(target, config.max_model_len or target.max_model_len, make)
+    fill(make.loads, checkpoint, report, tied=None, is_part=True)
+    head.finish()
+    return head
+
+
+def _open(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, num_more_layers: int = 0
+) -> tuple[Checkpoint, Circumstances]:
+    """Return a checkpoint, and what decides the scheme of its matrices.
+
+    Readers leave out the layers behind the last that the config counts, except for `num_more_layers`.
+    """
+    path = Path(config.model)
+    file_format = choose_format(config.load_format, path)
+    checkpoint = file_format.open(path, config.seed)
+    model = servable(checkpoint.config)
+    if num_more_layers:
+        num_layers = model.size("num_hidden_layers") + num_more_layers
+        model = HFConfig({**model.values, "num_hidden_layers": num_layers}, model.source)
+    checkpoint.config = model
+    is_own, has_gguf_rows = is_native(config, model, path), file_format is FORMATS["gguf"]
+    return checkpoint, _circumstances(config, checkpoint, device, dtype, has_gguf_rows=has_gguf_rows, is_own=is_own)
 
 
 def load_eagle3(

@@ -43,6 +43,17 @@ class Maker(NamedTuple):
         self.loads.append(Load({key: shape}, lambda stored: stored[key].copy_to(tensor)))
         return tensor
 
+    def embedding(self, name: str, num_rows: int, num_inputs: int) -> Tensor:
+        """Return an empty matrix into which a checkpoint's is dequantised."""
+        tensor, key = torch.empty(num_rows, num_inputs, dtype=self.dtype, device=self.device), self.prefix + name
+        wanted = self.scheme.shapes(key, num_rows, num_inputs)
+
+        def take(stored: Mapping[str, StoredTensor]) -> None:
+            self.scheme.dequantise(Bundle(key, 0, num_rows, {end: stored[key + end] for end in wanted}), tensor)
+
+        self.loads.append(Load({key + end: shape for end, shape in wanted.items()}, take))
+        return tensor
+
     def linear(
         self,
         rows: Mapping[str, int],

@@ -27,6 +27,7 @@ _RECURRENT = (
     "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma",
     "rwkv", "xlstm", "zamba", "zamba2",
 )  # fmt: skip
+_SOMETIMES_RECURRENT = ("granitemoehybrid",)  # of which some models have attention in every layer
 # Their code in transformers computes attention itself, so it cannot use a paged pool.
 _OWN_ATTENTION = (
     "biogpt", "bloom", "codegen", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt",
@@ -71,8 +72,9 @@ def _why(values: Mapping[str, Any]) -> str | None:
             f"{head} does not predict the next token; serve the causal model it was made from (its class ends in "
             "ForCausalLM), and compare texts with /v1/score or /v1/embeddings"
         )
-    layers = set(_texts(values.get("layer_types"))) - SERVABLE_LAYERS
-    if kind in _RECURRENT or layers:
+    types = _texts(values.get("layer_types") or values.get("layers_block_type"))
+    layers = set(types) - SERVABLE_LAYERS
+    if (kind in _RECURRENT and not (kind in _SOMETIMES_RECURRENT and types)) or layers:
         named = f"layers of type {', '.join(sorted(layers))}" if layers else "layers of type linear_attention"
         return (
             f"{kind!r} has {named:.200}, which paged attention cannot serve; serve a model whose layers are all full or "

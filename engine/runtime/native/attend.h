@@ -12,7 +12,7 @@ enum { BLOCK_STRIPS = 2, BLOCK_ROWS = BLOCK_STRIPS * STRIP_ROWS };
 
 /* The result of a span, row by row. */
 struct state {
-    float *sums, *peak, *mass; /* [R][head_dim], [R], [R][W]: a mass is summed up only at the very end */
+    float *sums, *peak, *mass; /* [R][width of a value], [R], [R][W]: a mass is summed up only at the very end */
 };
 
 struct scratch {
@@ -71,20 +71,30 @@ INLINE void cut_rows(struct scratch *s, size_t num_rows) {
     s->num_rows = num_rows, s->strip_rows = (num_rows + strips - 1) / strips;
 }
 
+/* Write a query as its products take it: as `dtype`. In int8 pools of latents, numbers beside the latent are followed by
+ * their products with 256, which meet high bytes. */
+INLINE void spread_query(const struct pool *p, struct view q, void *to, enum dtype dtype) {
+    int64_t dim = query_dim_of(p), num_more = p->head_dim - dim;
+    struct view out = {to, 0, dtype}, more = {to, (size_t)dim, dtype};
+    for (int64_t d = 0; d < dim; d += W) put(out, d, dim, get(q, d, dim));
+    q.at += (size_t)p->value_dim;
+    for (int64_t d = 0; d < num_more; d += W) put(more, d, num_more, 256.f * get(q, d, num_more));
+}
+
 /* Load the task's query rows: row = query * group + head of the group. */
 INLINE void load_rows(const struct attend_args *a, const struct attend_task *task, struct scratch *s, enum kind kind) {
-    int64_t dim = a->pool.head_dim, group = group_of(a), query = 0, head = 0;
+    int64_t dim = a->pool.head_dim, query_dim = query_dim_of(&a->pool), group = group_of(a), query = 0, head = 0;
     size_t lanes = (size_t)dim / pair_of(kind), width = width_of(kind);
     const float *from[STRIP_ROWS];
     for (size_t begin = 0, num; begin < s->num_rows; begin += num) {
         num = s->num_rows - begin < s->strip_rows ? s->num_rows - begin : s->strip_rows;
         for (size_t r = 0; r < num; r++) {
             struct view q = {(void *)a->q, 0, (enum dtype)a->pool.dtype};
-            q.at = (size_t)(token_of(a, task, query) * a->q_stride + (task->head * group + head) * dim);
+            q.at = (size_t)(token_of(a, task, query) * a->q_stride + (task->head * group + head) * query_dim);
             from[r] = (const float *)((const uint16_t *)a->q + q.at);
-            if (kind != KIND_BF16_DOT) {
+            if (kind != KIND_BF16_DOT || query_dim < dim) {
                 float *wide = s->span.sums + r * (size_t)dim;
-                for (int64_t d = 0; d < dim; d += W) put((struct view){wide, 0, DT_F32}, d, dim, get(q, d, dim));
+                spread_query(&a->pool, q, wide, kind == KIND_BF16_DOT ? DT_BF16 : DT_F32);
                 from[r] = wide;
             }
             if (++head == group) head = 0, query++;
@@ -205,6 +215,7 @@ INLINE size_t tiles_seen(const struct attend_args *a, const struct scratch *s, s
 INLINE void attend_span(const struct attend_args *a, const struct attend_task *task, struct scratch *s, int64_t begin,
                         int64_t stop, enum kind kind) {
     size_t dim = (size_t)a->pool.head_dim, row_floats = dim / pair_of(kind) * width_of(kind);
+    size_t value_dim = (size_t)value_dim_of(&a->pool);
     size_t block = BLOCK_STRIPS * s->strip_rows, next;
     int64_t num_queries = task->num_queries;
     for (int64_t key = begin; key < stop; key += CHUNK) {
@@ -226,8 +237,8 @@ INLINE void attend_span(const struct attend_args *a, const struct attend_task *t
             soften(a, s, &c, first, last - first, key, end, kind);
             for (size_t r = first; r < last; r = next) {
                 next = r + s->strip_rows < last ? r + s->strip_rows : last;
-                weigh_strip(kind, next - r, s->scores + (r - first) * CHUNK, s->fade + r, s->span.sums + r * dim, &c,
-                            dim);
+                weigh_strip(kind, next - r, s->scores + (r - first) * CHUNK, s->fade + r,
+                            s->span.sums + r * value_dim, &c, value_dim);
             }
         }
     }
@@ -236,7 +247,7 @@ INLINE void attend_span(const struct attend_args *a, const struct attend_task *t
 /* The result of one row: sums / mass, a sink counted in. */
 INLINE void finish_row(const struct attend_args *a, const struct attend_task *task, int64_t r, const float *sums,
                        float peak, const float *masses) {
-    int64_t dim = a->pool.value_dim ? a->pool.value_dim : a->pool.head_dim;
+    int64_t dim = value_dim_of(&a->pool);
     int64_t group = group_of(a), head = task->head * group + r % group;
     float mass = sum_f(load_f(masses)), factor = 1.f / mass;
     if (a->sinks) {
@@ -298,7 +309,7 @@ static void end_span(struct scratch *s, size_t rows, size_t dim, int is_first) {
 /* All spans of a task, first to last: joined and written out, or each left as a record, the first one joined to what
  * came before. */
 INLINE void attend_as(const struct attend_args *a, const struct attend_task *task, struct scratch *s, enum kind kind) {
-    size_t dim = (size_t)a->pool.head_dim, rows = rows_of(a, task);
+    size_t dim = (size_t)value_dim_of(&a->pool), rows = rows_of(a, task);
     int is_first = 1;
     cut_rows(s, rows);
     s->position = INT32_MAX;
@@ -344,7 +355,7 @@ static void attend(const struct attend_args *a, const struct attend_task *task, 
 
 /* Join the records of all parts, which cover the keys of one set of rows from first to last. */
 static void attend_merge(const struct attend_args *a, const struct attend_task *parts, int64_t num_parts) {
-    int64_t dim = a->pool.head_dim, rows = (int64_t)rows_of(a, parts), width = RECORD_FLOATS(dim);
+    int64_t dim = value_dim_of(&a->pool), rows = (int64_t)rows_of(a, parts), width = RECORD_FLOATS(dim);
     for (int64_t r = 0; r < rows; r++) {
         float *into = parts[0].records + r * width;
         for (int64_t p = 0; p < num_parts; p++)

@@ -187,7 +187,7 @@ static enum status make_tasks(struct plan *plan) {
 static enum status make_plan(const struct attend_args *a, struct plan *plan) {
     plan->args = a;
     plan->heads = a->pool.num_kv_heads, plan->group = a->num_heads / plan->heads;
-    plan->width = RECORD_FLOATS(a->pool.head_dim);
+    plan->width = RECORD_FLOATS(value_dim_of(&a->pool));
     plan->shares = calloc((size_t)a->num_slices, sizeof *plan->shares);
     if (!plan->shares) return QUIRE_NO_MEMORY;
     enum status status = find_prefixes(a, &plan->prefixes);

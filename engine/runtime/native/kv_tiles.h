@@ -124,14 +124,18 @@ static void widen_few(const char *from, size_t num, enum kind kind, uint32_t *lo
     if (kind != KIND_BF16_DOT) memcpy(high, wide_high, num * 4);
 }
 
-/* Widen a whole int8 tile: K with lanes `k_stride` bytes apart, V with keys in pairs. */
-INLINE void widen_tile(const char *k, size_t k_stride, const char *v, size_t dim, enum kind kind, uint32_t *k_tile,
-                       uint32_t *v_tile) {
+/* Widen a whole int8 tile of K, with lanes `stride` bytes apart. */
+INLINE void widen_k_tile(const char *k, size_t stride, size_t dim, enum kind kind, uint32_t *k_tile) {
     size_t step = kind == KIND_BF16_DOT ? 1 : 2; /* tile rows that a pair becomes */
     for (size_t l = 0; l < dim / 2; l++) {
         uint32_t *to = k_tile + l * step * TILE;
-        widen_pairs(k + l * k_stride, kind, to, to + TILE);
+        widen_pairs(k + l * stride, kind, to, to + TILE);
     }
+}
+
+/* Widen a whole int8 tile of V, with keys in pairs. */
+INLINE void widen_v_tile(const char *v, size_t dim, enum kind kind, uint32_t *v_tile) {
+    size_t step = kind == KIND_BF16_DOT ? 1 : 2;
     for (size_t j = 0; j < TILE / 2; j++, v += 2 * dim) {
         uint32_t *to = v_tile + j * step * dim;
         size_t d = 0;
@@ -152,21 +156,49 @@ static void copy_scales(const struct attend_args *a, const struct attend_task *t
     }
 }
 
-/* Make a tile of V from one of K, whose lanes are `stride` apart. */
-INLINE void transpose_tile(const uint32_t *k, size_t stride, struct layout l, uint32_t *v) {
-    for (size_t d = 0; d < l.dim; d += l.pair, k += stride) {
-        if (l.pair == 1) {
-            for (size_t i = 0; i < TILE; i++) v[i * l.dim + d] = k[i];
+/* Exchange the middle halves of 64 bits: two keys' lanes, of two dimensions each, become two dimensions' lanes. */
+INLINE uint64_t cross_lanes(uint64_t x) {
+    return (x & 0xffff00000000ffff) | (x >> 16 & 0xffff0000) | (x << 16 & 0xffff00000000);
+}
+
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+/* Sixteen dimensions of a tile of V from the pairs of lanes of K, in registers. */
+INLINE void transpose_dims(const uint32_t *k, size_t stride, size_t dim, uint32_t *v) {
+    const __m512i cross = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+    __m512i x[8], y[8];
+    UNROLL for (int i = 0; i < 8; i++) x[i] = _mm512_shuffle_epi8(_mm512_loadu_si512(k + (size_t)i * stride), cross);
+    UNROLL for (int i = 0; i < 8; i += 2) { /* two neighbouring dimensions each of one pair of keys in 128 bits */
+        y[i] = _mm512_unpacklo_epi64(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi64(x[i], x[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 2; i++) {
+        __m512i even_low = _mm512_shuffle_i64x2(y[i], y[i + 2], 0x88), odd_low = _mm512_shuffle_i64x2(y[i], y[i + 2], 0xdd);
+        __m512i even = _mm512_shuffle_i64x2(y[i + 4], y[i + 6], 0x88), odd = _mm512_shuffle_i64x2(y[i + 4], y[i + 6], 0xdd);
+        _mm512_storeu_si512(v + (size_t)i * dim, _mm512_shuffle_i64x2(even_low, even, 0x88));
+        _mm512_storeu_si512(v + (size_t)(i + 2) * dim, _mm512_shuffle_i64x2(odd_low, odd, 0x88));
+        _mm512_storeu_si512(v + (size_t)(i + 4) * dim, _mm512_shuffle_i64x2(even_low, even, 0xdd));
+        _mm512_storeu_si512(v + (size_t)(i + 6) * dim, _mm512_shuffle_i64x2(odd_low, odd, 0xdd));
+    }
+}
+#endif
+
+/* Make a tile of V, `dim` wide, from one of K, whose lanes are `stride` apart. */
+INLINE void transpose_tile(const uint32_t *k, size_t stride, size_t dim, size_t pair, uint32_t *v) {
+    size_t d = 0;
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    for (; pair == 2 && d + TILE <= dim; d += TILE, k += TILE / 2 * stride) transpose_dims(k, stride, dim, v + d);
+#endif
+    for (; d < dim; d += pair, k += stride) {
+        if (pair == 1) {
+            for (size_t i = 0; i < TILE; i++) v[i * dim + d] = k[i];
             continue;
         }
-        /* Two keys' lanes, of two dimensions each, become two dimensions' lanes: the middle halves change places. */
         uint64_t lanes[TILE / 2];
         memcpy(lanes, k, sizeof lanes);
         for (size_t j = 0; j < TILE / 2; j++) {
-            uint64_t x = lanes[j];
-            lanes[j] = (x & 0xffff00000000ffff) | (x >> 16 & 0xffff0000) | (x << 16 & 0xffff00000000);
+            uint64_t both = cross_lanes(lanes[j]);
+            memcpy(v + j * dim + d, &both, sizeof both);
         }
-        for (size_t j = 0; j < TILE / 2; j++) memcpy(v + j * l.dim + d, &lanes[j], sizeof lanes[j]);
     }
 }
 
@@ -181,8 +213,11 @@ INLINE struct chunk locate(const struct attend_args *a, const struct attend_task
     c.num_direct = is_split || is_int8 ? c.num_tiles : (size_t)(end - key) / TILE;
     if (is_int8) {
         copy_scales(a, task, a->pool.k, key, end, copies->scales);
-        copy_scales(a, task, a->pool.v, key, end, copies->scales + CHUNK);
-        c.k_scales = copies->scales, c.v_scales = copies->scales + CHUNK;
+        c.k_scales = c.v_scales = copies->scales;
+        if (a->pool.v) {
+            copy_scales(a, task, a->pool.v, key, end, copies->scales + CHUNK);
+            c.v_scales = copies->scales + CHUNK;
+        }
     }
     for (size_t t = 0; t < c.num_tiles; t++, key += TILE) {
         uint32_t *k_tile = copies->tiles + t * 2 * tile_lanes, *v_tile = k_tile + tile_lanes;
@@ -196,10 +231,15 @@ INLINE struct chunk locate(const struct attend_args *a, const struct attend_task
             copy_tile(a, task, key, end < key + TILE ? end : key + TILE, to, to + tile_bytes);
             k = to, v = to + tile_bytes, k_stride = TILE * l.lane;
         }
-        if (is_int8) widen_tile(k, k_stride, v, l.dim, kind, k_tile, v_tile);
+        if (is_int8) {
+            widen_k_tile(k, k_stride, l.dim, kind, k_tile);
+            if (a->pool.v) widen_v_tile(v, l.dim, kind, v_tile);
+            k = (const char *)k_tile, k_stride = TILE * 4;
+        }
         if (!a->pool.v) {
-            if (l.pair == 1) transpose_tile((const uint32_t *)k, k_stride / 4, (struct layout){.dim = l.dim, .pair = 1}, v_tile);
-            else transpose_tile((const uint32_t *)k, k_stride / 4, (struct layout){.dim = l.dim, .pair = 2}, v_tile);
+            size_t dim = (size_t)value_dim_of(&a->pool);
+            if (pair_of(kind) == 1) transpose_tile((const uint32_t *)k, k_stride / 4, dim, 1, v_tile);
+            else transpose_tile((const uint32_t *)k, k_stride / 4, dim, 2, v_tile);
             v = (const char *)v_tile;
         }
         c.k[t] = is_int8 ? k_tile : (const uint32_t *)k;
@@ -231,7 +271,7 @@ INLINE void look_ahead(const struct attend_args *a, const struct attend_task *ta
 INLINE void prefetch_int8(const struct attend_args *a, const struct attend_task *task, const void *base, int64_t key,
                           int64_t end) {
     struct layout l = layout_of(&a->pool);
-    if (!a->pool.is_int8 || !is_fetching(a, task)) return;
+    if (!a->pool.is_int8 || !base || !is_fetching(a, task)) return;
     int is_key = base == a->pool.k;
     size_t run = is_key && l.block_size > TILE ? TILE * l.lane : TILE * l.dim; /* bytes that lie together */
     for (; key + TILE <= end; key += TILE) {

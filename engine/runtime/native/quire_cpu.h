@@ -29,14 +29,23 @@ enum {
 
 /* One layer's K and V pool. Strides count elements. In an int8 pool a block of one head is followed by a float32 scale
  * for each of its keys; K and V are laid out as those of two bytes are, a lane being two bytes there.
- * A pool of latents has no V: a value is the first `value_dim` numbers of its key. */
+ * A pool of latents has no V: a value is the first `value_dim` numbers of its key. In int8 the other numbers of a key, which
+ * may be far larger, are 16-bit integers of the same scale: all low bytes, signed, then all high bytes. */
 struct pool {
     void *k, *v; /* v: NULL for latents */
     int64_t head_stride, block_stride;
-    int64_t num_kv_heads, head_dim, block_size, value_dim;
+    int64_t num_kv_heads, head_dim, block_size, value_dim; /* head_dim: numbers of a key as stored; value_dim: of latents */
     int32_t dtype;   /* of queries, new keys and values, and results */
     int32_t is_int8; /* the pool's type: int8 with scales, else `dtype` */
 };
+
+/* The width of a value, and of a result. */
+static inline int64_t value_dim_of(const struct pool *p) { return p->value_dim ? p->value_dim : p->head_dim; }
+
+/* The width of a query, and of a new key. */
+static inline int64_t query_dim_of(const struct pool *p) {
+    return p->is_int8 && p->value_dim ? (p->head_dim + p->value_dim) / 2 : p->head_dim;
+}
 
 /* New keys and values, [num_tokens, num_kv_heads, head_dim] with a free stride between tokens. */
 struct store_args {
@@ -66,8 +75,8 @@ struct attend_args {
  * to last by one function. So a query's result is a function of its own sequence: the same bits alone or in a batch, as
  * a decode step or inside a prompt chunk, on one thread or many, with keys that it shares or without.
  *
- * A record is the result of a span, row by row: head_dim sums, the parts of the mass, the peak. */
-#define RECORD_FLOATS(head_dim) ((head_dim) + TILE + 1)
+ * A record is the result of a span, row by row: the sums of values, the parts of the mass, the peak. */
+#define RECORD_FLOATS(value_dim) ((value_dim) + TILE + 1)
 
 struct attend_task {
     int64_t slice, head, first_query, num_queries, key_begin, key_end;

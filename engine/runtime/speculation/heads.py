@@ -10,7 +10,10 @@ last known position; for each further draft the head reads what it drew, and its
 
 Three things make a draft worse, and never change an answer. Where a prompt has several answers, or sequences share a
 prefix, the last shared position was computed with one of the tokens that follow. Adapters do not change a head. After a
-swap, and for the further answers to a prompt, a sequence has no state and gets no drafts for one step. Engine thread.
+swap, and for the further answers to a prompt, a sequence has no state and gets no drafts for one step.
+
+On CUDA all steps of an engine with a head are launched kernel by kernel: a graph would have to contain the head and the
+rows of drafts. Other drafters leave steps without drafts to graphs. Engine thread.
 
 A new kind of head is a class with the members of `Head`, made in engine/speculation.py.
 """

@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # A stack of experts: the module, the matrix, and the ending of a plain, biased, packed or scaled one.
 _STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)((?:_bias|_blocks|_scales)?)")
+_GRANITES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 _GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 # Parts of the path of a module that a kind of model spells in its way.
 _RENAMED: Mapping[str, Mapping[str, str]] = {
     "mixtral": {"block_sparse_moe": "mlp", **_MIXTRAL},
-    "granitemoe": {"block_sparse_moe": "mlp"},
+    **{kind: {"block_sparse_moe": "mlp"} for kind in _GRANITES},
     "gpt_oss": {"router": "gate"},
     "deepseek_v2": {"shared_experts": "shared_expert"},
     "deepseek_v3": {"shared_experts": "shared_expert"},
     "glm4_moe": {"shared_experts": "shared_expert"},
     "glm4_moe_lite": {"shared_experts": "shared_expert"},
 }
-_WITH_HEADS_FOR_LATER_TOKENS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # in layers after the last
+_WITH_HEADS_FOR_LATER_TOKENS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")  # in layers after the last
 
 
 class Part(NamedTuple):
@@ -49,6 +50,9 @@ def expert_parts(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterato
         layer = _LAYER.match(name)
         if layer is not None and int(layer[1]) >= config.size("num_hidden_layers"):
             return
+    if ".shared_mlp." in name and kind in _GRANITES:
+        yield from _granite_shared(config, name, shape)
+        return
     if kind in _RENAMED:
         name = _renamed(kind, name)
     stack = _STACK.fullmatch(name)
@@ -72,8 +76,20 @@ def expert_parts(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterato
 _ENDINGS = {"": ".weight", "_bias": ".bias"}
 
 
+def _granite_shared(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterator[Part]:
+    """Yield the matrices of the shared expert, which is the MLP of models without other experts."""
+    module = "mlp" if config.values.get("num_local_experts") == 0 else "mlp.shared_expert"
+    name = name.replace("shared_mlp", module)
+    if name.endswith(".input_linear.weight"):
+        for role, rows in _halves(shape[0], interleaved=False).items():
+            place = name.replace("input_linear", role)
+            yield Part(place, (len(range(*rows.indices(shape[0]))), *shape[1:]), partial(_rows, rows=rows))
+    else:
+        yield Part(name.replace("output_linear", "down_proj"), shape, _whole)
+
+
 def _renamed(kind: str, name: str) -> str:
-    if kind == "granitemoe":
+    if kind in _GRANITES:
         name = name.replace(".router.layer.", ".gate.").replace(".router.", ".gate.")
         for theirs, ours in _GRANITE.items():
             name = name.removesuffix(theirs) + ours if name.endswith(theirs) else name
@@ -89,6 +105,10 @@ def _halves(num_rows: int, *, interleaved: bool) -> dict[str, slice]:
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _rows(tensor: Tensor, *, rows: slice) -> Tensor:
+    return tensor[rows]
 
 
 def _cut(tensor: Tensor, *, expert: int, rows: slice, is_transposed: bool) -> Tensor:

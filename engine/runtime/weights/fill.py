@@ -27,14 +27,20 @@ class Load(NamedTuple):
     take: Callable[[Mapping[str, StoredTensor]], object]
 
 
-def fill(loads: Sequence[Load], checkpoint: Checkpoint, report: Report, *, tied: Tensor | None) -> None:
-    """Load the parts of a model in order; the files must hold their tensors and no others.
+def fill(
+    loads: Sequence[Load], checkpoint: Checkpoint, report: Report, *, tied: Tensor | None, is_part: bool = False
+) -> None:
+    """Load the parts of a model in order; the files must hold their tensors and, unless it is a part, no others.
 
     `tied` is the embedding of a model whose head is tied to it; a second head in the files must equal it.
     """
     wanted = {name: shape for load in loads for name, shape in load.shapes.items()}
     found = checkpoint.tensors(wanted)
-    stored = {tensor.name: tensor for tensor in found if not tensor.name.endswith(_COMPUTED)}
+    stored = {
+        tensor.name: tensor
+        for tensor in found
+        if not tensor.name.endswith(_COMPUTED) and (tensor.name in wanted or not is_part)
+    }
     head = None if tied is None else stored.pop(_HEAD, None)
     _check(wanted, stored, checkpoint.config.source)
     sizes = {name: tensor.num_bytes for name, tensor in stored.items()}

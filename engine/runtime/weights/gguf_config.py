@@ -30,13 +30,31 @@ def hf_config(
     arch = check_architecture(metadata, source)
     prefix = f"{arch}."
     own = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
-    meta = HFConfig(own, f"{source}, {arch}")
+    meta = HFConfig(_same_in_all_layers(own, f"{source}, {arch}"), f"{source}, {arch}")
     if arch not in _WITH_EXPERTS:
         meta.refuse("expert_count", f"{arch} has no mixture of experts; {', '.join(_WITH_EXPERTS)} have")
     if "token_embd.weight" not in shapes:
         raise ModelLoadError(f"{source} has no tensor 'token_embd.weight'; it is not a language model.")
     file = _File(meta, shapes, ropes)
     return arch, {"model_type": arch} | _common(file) | ARCHITECTURES[arch](file)
+
+
+def _same_in_all_layers(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return metadata with one number for each list with a number a layer. Raises ModelLoadError if they differ."""
+    found = dict(values)
+    for key in _ONE_A_LAYER:
+        value = values.get(key)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise ModelLoadError(
+                    f"{source}: {key!r} differs between layers ({str(value)[1:60]}...), which Quire cannot serve; serve a model "
+                    "whose layers are of one size, such as Qwen3."
+                )
+            found[key] = value[0]
+    return found
+
+
+_ONE_A_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv", "expert_used_count")
 
 
 def check_architecture(metadata: Mapping[str, Any], source: str) -> str:
@@ -58,6 +76,7 @@ def _common(file: _File) -> dict[str, Any]:
         "hidden_size": hidden,
         "intermediate_size": meta.size("feed_forward_length"),
         "num_hidden_layers": meta.size("block_count") - meta.integer("nextn_predict_layers", 0),
+        "num_nextn_predict_layers": meta.integer("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": meta.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -69,6 +88,7 @@ def _common(file: _File) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_output.bias" in file.shapes,
         "mlp_bias": "blk.0.ffn_down.bias" in file.shapes,
         "tie_word_embeddings": "output.weight" not in file.shapes,
+        **_window_pattern(file),
         "dtype": "bfloat16",  # in which dequantised weights are computed
     }
 
@@ -102,6 +122,15 @@ def _rope_scaling(file: _File) -> dict[str, Any] | None:
             "attention_factor": meta.number("rope.scaling.attn_factor", 1.0) * (1 + 0.1 * math.log(factor)),
         }
     raise meta.error("rope.scaling.type", "none, linear, yarn or longrope with its factor tensors")
+
+
+def _window_pattern(file: _File) -> dict[str, Any]:
+    """Return which layers have a window, if the file says so: by a flag for each, or as all but every n-th."""
+    pattern = file.meta.values.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        num_layers = file.meta.size("block_count") - file.meta.integer("nextn_predict_layers", 0)
+        return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in pattern[:num_layers]]}
+    return {} if pattern is None else {"sliding_window_pattern": file.meta.size("attention.sliding_window_pattern")}
 
 
 def _window(file: _File) -> int | None:
@@ -225,8 +254,9 @@ def _olmoe(file: _File) -> dict[str, Any]:
 
 
 def _granitemoe(file: _File) -> dict[str, Any]:
-    file.meta.refuse("expert_shared_feed_forward_length", "a shared expert beside Granite's")
-    return {**_granite(file), **_experts(file), "intermediate_size": _expert_width(file)}
+    shared_width = file.meta.integer("expert_shared_feed_forward_length", 0)
+    shared = {"model_type": "granitemoeshared", "shared_intermediate_size": shared_width} if shared_width else {}
+    return {**_granite(file), **_experts(file), "intermediate_size": _expert_width(file), **shared}
 
 
 def _gpt_oss(file: _File) -> dict[str, Any]:

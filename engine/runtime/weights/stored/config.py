@@ -268,6 +268,8 @@ def _matcher(hf: HFConfig, text: str) -> tuple[int, Callable[[str], bool]]:
     if text.startswith("re:"):
         pattern = _compile(hf, text.removeprefix("re:"))
         return 1, lambda name: pattern.match(name) is not None
+    if text == "Embedding":
+        return 2, lambda name: name.endswith("embed_tokens")
     if text in ("Linear", "LinearBase"):
         return 2, lambda name: not name.endswith("embed_tokens")
     return 0, lambda name: name == text

@@ -70,11 +70,6 @@ def check_packed(config: QuantConfig, headers: Headers) -> None:
                 f"{config.source}: tensor {name!r} is stored as {header.kind}, and only matrices can be; download the "
                 "model again."
             )
-        if module.endswith("embed_tokens"):
-            raise ModelLoadError(
-                f"{config.source}: the embedding {name!r} is stored as {header.kind}, which cannot be read; serve a "
-                "version of the checkpoint that keeps its embedding as floats, as most do, or a GGUF file."
-            )
         if config.of(module) is None:
             raise ModelLoadError(
                 f"{config.source} says that {module!r} is not quantised, but it is stored as {header.kind}; correct its "

@@ -1,0 +1,65 @@
+"""The MTP head of a checkpoint (DeepSeek-V3, GLM-4.5 to 4.7): one decoder layer more, for the token after next.
+
+    x = eh_proj(enorm(embedding of the token at p + 1), hnorm(state at p));  state = shared_head.norm(layer(x) at p)
+
+The model's embedding and LM head serve it too; copies of them in the checkpoint are not read. For a further draft the
+state takes the place of the model's, which is normed as well. Of several MTP layers the first drafts every token.
+Engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.models.base import LayerAttention
+from engine.runtime.models.decoder import Decoder, DecoderLayer
+from engine.runtime.models.layers import RMSNorm
+from engine.runtime.models.maker import Maker
+from engine.runtime.models.rope import Rotary
+
+
+class MTPHead:
+    """A Head (speculation/heads.py); it is created empty, loaded by `make.loads`, and completed by `finish`."""
+
+    streams: Sequence[int] = ()
+    needs_all = True
+
+    def __init__(self, target: Decoder, served_len: int, make: Maker) -> None:
+        config = target.config
+        settings, hidden = config.layers[-1], config.hidden_size
+        make = make.within(f"model.layers.{len(config.layers)}")
+        self._target, self._scale = target, config.residual_multiplier
+        self._embedding_norm = RMSNorm(make, "enorm", hidden, config)
+        self._state_norm = RMSNorm(make, "hnorm", hidden, config)
+        self._join = make.linear({"eh_proj": hidden}, 2 * hidden)
+        self._layer = DecoderLayer(0, replace(config, layers=(settings,)), make)
+        self._norm = RMSNorm(make, "shared_head.norm", hidden, config)
+        self._rotary = None
+        if settings.rope is not None:
+            self._rotary = Rotary(settings.rope, served_len, dtype=make.dtype, device=make.device)
+        self.attention_specs: Sequence[AttentionSpec] = [self._layer.spec]
+        self.hidden_size = self.target_hidden_size = hidden
+        self.dtype = make.dtype
+
+    def finish(self) -> None:
+        """Complete a loaded head."""
+        self._layer.finish()
+
+    def project(self, states: Tensor) -> Tensor:
+        """Return the target's states, which are read as they are."""
+        return states
+
+    def forward(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerAttention) -> Tensor:
+        """Return normed states [T, hidden]; see Head."""
+        x = self._join(torch.cat((self._embedding_norm(self._target.embed(ids)), self._state_norm(states)), 1))
+        angles = None if self._rotary is None else self._rotary(positions)
+        return self._norm.add(x, self._layer(x, None, angles, attention, None), self._scale)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return float32 logits [R, vocab_size]."""
+        return self._target.logits(states)
