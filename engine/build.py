@@ -27,6 +27,7 @@ from engine.core.types import Progress
 from engine.device import load_kernels, resolve_device, share_threads
 from engine.draft_source import fetch_models
 from engine.loop import Engine
+from engine.model_source import local_path
 from engine.recording import RecordingFile, RecordingScheduler, check_path
 from engine.runtime import kv_cache
 from engine.runtime.attention.table import describe_choice, load_backend
@@ -79,8 +80,15 @@ _MAX_QUEUED_POOLS = 8  # prompt tokens that may wait, in multiples of the pool's
 
 
 def check_foreign(config: EngineConfig) -> None:
-    """Raise ModelLoadError if the model needs transformers' code, which cannot run it; reads its config alone."""
-    path = Path(config.model)
+    """Raise ModelLoadError if the model needs transformers' code, which cannot run it; of a hub, fetches its config alone."""
+    path = local_path(config.model)
+    if path is None:
+        from engine.hub.model import open_model
+
+        found = open_model(config.model, config.revision, config.download_dir)
+        if not found.is_folder:
+            return
+        path = found.fetch_config(weights=config.load_format != "dummy")
     if is_native(config, read_model_config(path, config.load_format), path):
         return
     from engine.runtime.models.transformers_adapter import read_foreign_config

@@ -171,7 +171,7 @@ class EngineConfig:
     speculative_config: str | Mapping[str, Any] | None = _scheduling(
         None,
         "JSON",
-        'draft tokens ahead: {"method": "ngram"} from the text so far, {"method": "mtp"} by the MTP layer of the checkpoint, or {"model": PATH} by another model',
+        'draft tokens ahead, with vLLM\'s keys: {"method": "ngram"} from the text so far, "mtp" by the checkpoint\'s MTP layer, or {"model": PATH} by a smaller model or an EAGLE-3 draft',
         unset="off",
     )
     enforce_eager: bool = _scheduling(

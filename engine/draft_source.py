@@ -41,7 +41,7 @@ def complete(config: EngineConfig) -> EngineConfig:
     if asked is None:
         return config
     asked.check_named()
-    if asked.method and asked.num_speculative_tokens and asked.method != "mtp":
+    if asked.method and asked.num_speculative_tokens and (asked.method != "mtp" or asked.model is None):
         return config
     with naming_draft():
         draft = own if asked.model is None else read_source(config.of_draft(asked))

@@ -189,13 +189,14 @@ def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
     from engine.startup_progress import StartupProgress
 
     with StartupProgress() as startup:
-        plan = _fetch(plan, startup.report)
-        from engine.build import build_engine  # torch, seconds
-
         if not plan.model.is_native:
-            from engine.build import check_foreign
+            from engine.build import check_foreign  # torch, seconds
 
             check_foreign(plan.engine)
+        plan = _fetch(plan, startup.report)
+        from engine.build import build_engine
+
+        if not plan.model.is_native:
             tokenizer = _load_front(plan)
             return build_engine(plan.engine, startup.report), tokenizer
         with ThreadPoolExecutor(1) as aside:

@@ -14,17 +14,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Stats
-from engine.core.types import Request
+from engine.core.types import Progress, Request
+from engine.model_check import check_model
+from engine.model_source import find_model
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.load import load_eagle3, load_model
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.eagle3_drafts import HIDDEN, LAYER, Oracle, bigram_draft, bigram_target, random_tensors, write_draft
 from tests.cpu.model_driver import CPU, Served, make_runner, request, serve, settings
+from tests.cpu.test_engine_build import FREE_DRAFTS, answer
 
 VOCAB, NUM_LAYERS = 48, 7
 TARGET = {**LAYER, "vocab_size": VOCAB, "num_hidden_layers": NUM_LAYERS, "max_position_embeddings": 256}
@@ -256,3 +260,65 @@ def drafts_by(oracle: Oracle, tokens: Tensor, states: Tensor, num: int) -> list[
         drafts.append(int(oracle.logits(following, VOCAB).argmax()))
         ids, states = torch.cat((ids, torch.tensor(drafts[-1:]))), torch.cat((states, following))
     return drafts
+
+
+# -- as users name it --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_model", [False, True])
+def test_a_draft_is_found_out_by_its_config(bigrams: Path, monkeypatch: pytest.MonkeyPatch, is_model: bool) -> None:
+    """Named as the draft, or as the model, with the target as its verifier; in bfloat16, quantised, up to a length."""
+    monkeypatch.setattr("engine.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
+    target, path = str(bigrams / "target"), bigrams / "noisy" / "config.json"
+    settings = json.loads(path.read_text())
+    settings["speculators_config"]["verifier"] = {"name_or_path": target}
+    path.write_text(json.dumps(settings))
+    drafting = {"quantization": "int8", "max_model_len": 40, "moe_backend": "any"}
+    asked = request("r", PROMPTS[3], max_tokens=40)
+    sizes = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": 1 << 20}
+    for dtype in ("float32", "bfloat16"):
+        told: list[Progress] = []
+        named = EngineConfig(model=str(path.parent), dtype=dtype, **sizes) if is_model else EngineConfig(
+            model=target, speculative_config={"model": str(path.parent), **drafting}, dtype=dtype, **sizes
+        )  # fmt: skip
+        assert check_model(named).is_native
+        engine = build_engine(named, told.append)
+        plain = build_engine(EngineConfig(model=target, dtype=dtype, **sizes), told.append)
+        assert engine.config.num_speculative_tokens == 3
+        assert engine.config.num_blocks < plain.config.num_blocks
+        hints = [each.detail for each in told if each.stage == "speculation" and "no effect" in each.detail]
+        assert hints == (
+            [] if is_model else ["moe_backend has no effect: the kernels of experts are chosen for the device"]
+        )
+        assert answer(engine, asked) == answer(plain, asked)
+        assert 0 < engine.stats.spec_accepted_tokens < engine.stats.spec_draft_tokens
+        assert engine.stats.spec_draft_tokens < 60 or is_model  # none after position 40
+
+
+def test_what_config_json_shows_is_refused_before_weights(bigrams: Path, tmp_path: Path) -> None:
+    def refused(asked: dict[str, Any], **settings: Any) -> str:
+        with pytest.raises((ConfigError, ModelLoadError)) as caught:
+            check_model(EngineConfig(model=str(bigrams / "target"), speculative_config=asked, **settings))
+        return str(caught.value)
+
+    config = json.loads((bigrams / "right" / "config.json").read_text())
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    begin = "--speculative-config: the draft model could not be loaded: "
+    assert refused({"model": str(folder)}) == f"{begin}{folder} holds no .safetensors file."
+    (folder / "pytorch_model.bin").touch()
+    assert "holds only pickled weights (pytorch_model.bin), which can run code when read" in refused(
+        {"model": str(folder)}
+    )
+    (folder / "model.safetensors").touch()
+    (folder / "config.json").write_text(json.dumps({**config, "target_hidden_size": 64}))
+    assert refused({"model": str(folder)}) == (
+        f"{begin}{folder}/config.json is of a draft for states of 64 numbers, and the model has 32; choose one that was "
+        "trained for this model."
+    )
+    assert "transformers' code runs this model" in refused({"model": str(folder)}, model_impl="transformers")
+    file = find_model(None).path
+    assert (
+        refused({"method": "eagle3", "model": file}) == f"{begin}{file} is a .gguf file; name a folder of safetensors."
+    )

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.core.errors import AdapterLoadError, MemoryBudgetError, ModelLoadError
 from engine.core.scheduler import Scheduler
+from engine.model_check import check_model
 from engine.runtime.activation import Activation
 from engine.runtime.models.config import Clamp, GroupScoring, MoEConfig, RouterConfig, Scoring
 from engine.runtime.models.families import read_config
@@ -254,6 +255,15 @@ def test_packed_stacks_of_gpt_oss_are_cut_by_rows() -> None:
     assert torch.equal(found["1.gate_proj_blocks"], blocks[1, 0::2])
     assert torch.equal(found["1.up_proj_scales"], scales[1, 1::2])
     assert torch.equal(found["0.up_proj.bias"], bias[0, 1::2])
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    save_tiny(CASES["deepseek_v3"], tmp_path)
+    expected = logits_of(load(tmp_path), IDS, [30])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "kimi_k2"}))
+    assert check_model(EngineConfig(model=str(tmp_path))).is_native
+    assert torch.equal(logits_of(load(tmp_path), IDS, [30]), expected)
 
 
 def test_layers_that_predict_later_tokens_are_passed_over(tmp_path: Path) -> None:

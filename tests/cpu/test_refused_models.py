@@ -41,6 +41,11 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     # as published: without layer_types
     "qwen3_next-short": ({"model_type": "qwen3_next", "num_hidden_layers": 4}, "layers of type linear_attention"),
+    "deepseek_v32": (LLAMA | {"model_type": "deepseek_v32"}, "'deepseek_v32' attends to tokens that an index chooses"),
+    "no-method": (
+        LLAMA | {"quantization_config": {"bits_per_weight": 4}},
+        "quantization_config: 'quant_method' is missing; serve the checkpoint",
+    ),
     "granite-hybrid": (
         LLAMA | {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
         "'granitemoehybrid' has layers of type mamba, which paged attention cannot serve",

@@ -335,6 +335,31 @@ def test_an_unservable_model_is_refused_by_its_config_alone(hub: FakeHub) -> Non
     assert hub.requests == ["listing", "config.json"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("foo_bar", "knows the kind 'foo_bar'; serve a model of another family, such as Llama"),
+        (
+            "clip_text_model",
+            "transformers has no causal language model for 'clip_text_model'; serve a model of another",
+        ),
+    ],
+)
+def test_a_kind_that_transformers_cannot_serve_is_refused_before_weights(
+    hub: FakeHub, kind: str, sentence: str
+) -> None:
+    from engine.build import check_foreign  # torch
+
+    config = json.dumps({"model_type": kind}).encode()
+    hub.repos["org/model"] = {**SMALL, "config.json": config, "model.safetensors": WEIGHTS}
+    asked = EngineConfig(model="org/model")
+    assert not check_model(asked).is_native
+    with pytest.raises(ModelLoadError) as refusal:
+        check_foreign(asked)
+    assert sentence in str(refusal.value)
+    assert hub.requests == ["listing", "config.json"]
+
+
 def test_a_length_is_checked_before_weights_are_fetched(hub: FakeHub) -> None:
     hub.repos["org/model"] = {**SMALL, "model.safetensors": WEIGHTS}
     with pytest.raises(ConfigError, match="made for 64 positions"):
@@ -430,6 +455,20 @@ def test_a_draft_model_is_fetched_too(hub: FakeHub) -> None:
         ModelLoadError, match="--speculative-config: the draft model could not be loaded: 'org/none' is"
     ):
         fetch_models(EngineConfig(model="org/model", speculative_config={"model": "org/none"}), lambda _: None)
+
+
+def test_a_speculator_on_the_hub_brings_its_verifier(hub: FakeHub) -> None:
+    speculator = {
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"verifier": {"name_or_path": "org/model"}},
+    }
+    hub.repos["org/model"] = {**SMALL, "model.safetensors": WEIGHTS}
+    hub.repos["org/draft"] = {"config.json": json.dumps(speculator).encode(), "model.safetensors": b"draft"}
+    fetched = fetch_models(EngineConfig(model="org/draft"), lambda _: None)
+    assert Path(fetched.model, "model.safetensors").read_bytes() == WEIGHTS
+    assert fetched.speculation is not None
+    assert fetched.speculation.method == "eagle3"
+    assert Path(str(fetched.speculation.model), "model.safetensors").read_bytes() == b"draft"
 
 
 def test_adapters_are_fetched_by_their_ids(hub: FakeHub, tmp_path: Path) -> None:

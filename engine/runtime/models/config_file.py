@@ -17,6 +17,7 @@ from engine.runtime.weights.checkpoint import Checkpoint
 from engine.runtime.weights.formats import choose_format
 from engine.runtime.weights.hf_config import HFConfig
 
+_ALIASES = {"kimi_k2": "deepseek_v3"}  # kinds of the hub that are another kind in everything
 # The sizes that Gemma 3's published checkpoints with vision leave out, as transformers' Gemma3TextConfig has them.
 _GEMMA3 = {
     "vocab_size": 262_208,
@@ -40,6 +41,8 @@ def servable(config: HFConfig) -> HFConfig:
     """Return the language model's settings. Raises ModelLoadError for unservable kinds."""
     values = config.values
     refuse_unservable(values, config.source)
+    if values["model_type"] in _ALIASES:
+        return HFConfig({**values, "model_type": _ALIASES[values["model_type"]]}, config.source)
     if values.get("model_type") != "gemma3" or not config.has("text_config"):
         return config
     stored = {key: values[key] for key in ("dtype", "torch_dtype") if values.get(key)}

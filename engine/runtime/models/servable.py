@@ -28,6 +28,7 @@ _RECURRENT = (
     "rwkv", "xlstm", "zamba", "zamba2",
 )  # fmt: skip
 _SOMETIMES_RECURRENT = ("granitemoehybrid",)  # of which some models have attention in every layer
+_SPARSE = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa")  # layers that choose the tokens they attend to
 # Their code in transformers computes attention itself, so it cannot use a paged pool.
 _OWN_ATTENTION = (
     "biogpt", "bloom", "codegen", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt",
@@ -79,6 +80,10 @@ def _why(values: Mapping[str, Any]) -> str | None:
         return (
             f"{kind!r} has {named:.200}, which paged attention cannot serve; serve a model whose layers are all full or "
             "sliding attention, such as Qwen3"
+        )
+    if kind in _SPARSE:
+        return (
+            f"{kind!r} attends to tokens that an index chooses, which Quire cannot; serve DeepSeek V3 or GLM-4.5, say"
         )
     if kind in _OWN_ATTENTION:
         return (

@@ -15,8 +15,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
+import transformers
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
@@ -213,7 +220,9 @@ def _check(module: nn.Module, mask: Tensor | None) -> None:
 
 def read_foreign_config(path: Path) -> Any:
     """Return a model folder's config. Raises ModelLoadError for one that cannot be served."""
-    read_model_config(path)
+    kind = read_model_config(path).values["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise _refusal(path, f"neither Quire nor transformers {transformers.__version__} knows the kind {kind!r}")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a library's code over values that may be anything
@@ -230,11 +239,11 @@ def read_foreign_config(path: Path) -> Any:
         raise _refusal(path, f"it has layers of type {', '.join(sorted(foreign))}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _refusal(path, f"transformers has no causal language model for {config.model_type!r}")
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if kind._is_stateful:  # noqa: SLF001 - how transformers' classes declare what they are
-        raise _refusal(path, f"{kind.__name__} keeps a recurrent state")
-    if not kind._supports_attention_backend:  # noqa: SLF001 - likewise
-        raise _refusal(path, f"transformers cannot exchange the attention of {kind.__name__}")
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if model._is_stateful:  # noqa: SLF001 - how transformers' classes declare what they are
+        raise _refusal(path, f"{model.__name__} keeps a recurrent state")
+    if not model._supports_attention_backend:  # noqa: SLF001 - likewise
+        raise _refusal(path, f"transformers cannot exchange the attention of {model.__name__}")
     return config
 
 

@@ -42,6 +42,7 @@ _COMPRESSED = (
     "dense",
 )
 _PRESET_BITS = {"W4A16": 4, "W4A16_ASYM": 4, "W8A16": 8, "W4A8": 4, "W4AFP8": 4}  # in groups of 128
+_UNKNOWN = "unknown"
 READABLE = "AWQ, GPTQ, FP8 or compressed-tensors"
 
 
@@ -85,6 +86,8 @@ def read_quantization(config: HFConfig, folder: Path) -> QuantConfig | None:
         return None
     method = found.text("quant_method", _guess(found.values)).lower().replace("_", "-")
     reader = READERS.get(method)
+    if method == _UNKNOWN:
+        raise _refusal(found, "'quant_method' is missing")
     if reader is None:
         raise _refusal(found, f"the weights are quantized by {method[:60]!r}, which cannot be read")
     return reader(found, method)
@@ -119,7 +122,7 @@ def _guess(values: Mapping[str, Any]) -> str:
         return "compressed-tensors"
     if "w_bit" in values or "zero_point" in values:
         return "awq"
-    return "gptq" if "bits" in values else "modelopt" if "quant_algo" in values else "unknown"
+    return "gptq" if "bits" in values else "modelopt" if "quant_algo" in values else _UNKNOWN
 
 
 def _refusal(hf: HFConfig, why: str) -> ModelLoadError:
