@@ -105,7 +105,7 @@ def time_latents(task: Task, device: torch.device, case: Latents) -> None:
     seconds = median_s([partial(backend.attend, spec, q, k, k, pool, pool) for pool in pools])
     name = f"latents, {case.heads} heads, {case.batch} {'prompts' if case.is_prompt else 'decodes'} of {case.context}"
     if case.is_prompt:
-        rate = attention_flops(case.heads, (dim + rank) / 2, contexts) / seconds / 1e12
+        rate = attention_flops(case.heads, (dim + rank) // 2, contexts) / seconds / 1e12
         task.notebook.figure(Figure(name, rate, "TFLOP/s", task.rates().bf16_flops / 1e12))
     else:
         limit = task.rates().copy_bytes_per_s / 1e9

@@ -64,12 +64,11 @@ def time_mixture(task: Task, device: torch.device, case: Mixture) -> None:
     shapes = ((2 * case.width, case.hidden), (case.hidden, case.width))
     x = torch.randn(case.num_tokens, case.hidden, dtype=torch.bfloat16, device=device)
     logits = torch.randn(case.num_tokens, case.num_experts, device=device)
-    num_read = len(route(logits, None, config)[1].unique())
+    num_read = len(set(route(logits, None, config)[1].flatten().tolist()))
     size = sum(_bytes(case.kind, outputs, inputs) for outputs, inputs in shapes)
-    layers = [
-        CudaExperts(*(_rows(case.kind, *shape, device, case.num_experts) for shape in shapes), Activation.SILU)
-        for _ in range(min(4, num_copies(size * num_read)))
-    ]
+    copies = min(4, num_copies(size * num_read))
+    gate_up, down = ([_rows(case.kind, *shape, device, case.num_experts) for _ in range(copies)] for shape in shapes)
+    layers = [CudaExperts(first, second, Activation.SILU) for first, second in zip(gate_up, down, strict=True)]
 
     def call(layer: CudaExperts) -> Tensor:
         return layer(x, *route(logits, None, config))
