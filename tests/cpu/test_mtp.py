@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,11 +23,14 @@ from engine.core.step import StepPlan
 from engine.model_check import check_model
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_mtp
+from engine.runtime.runner import warm_up_plan
 from engine.runtime.speculation.heads import Head, HeadDrafter
 from engine.speculation import load_speculation
 from tests.cpu import test_models_families as families
+from tests.cpu import test_moe_stored
 from tests.cpu import test_weights_gguf as gguf
 from tests.cpu.dense_attention import DenseAttention
+from tests.cpu.lora_folders import load_adapter, save_adapter
 from tests.cpu.model_driver import CPU, Served, make_runner, request, serve, settings
 
 _NUM_LAYERS = 2
@@ -198,6 +202,29 @@ def test_answers_stay_the_same(regime: str) -> None:
     assert scheduler.stats.spec_draft_tokens > 10
 
 
+def test_adapters_change_the_model_and_not_its_head(tmp_path: Path) -> None:
+    target, head = load(saved("glm4_moe").folder)
+    sampling = {"adapter": load_adapter(target, save_adapter(target, tmp_path, size=1.0))}
+    served, scheduler = run(target, head, sampling)
+    plain = run(target, None, sampling)[0]
+    assert served.ids == plain.ids != run(target, None, {})[0].ids
+    assert scheduler.stats.spec_draft_tokens > 10
+
+
+def test_a_slot_that_changes_hands_has_no_state() -> None:
+    target, head = load(saved("glm4_moe").folder)
+    config = settings(num_speculative_tokens=3)
+    runner = make_runner(target, config, head=head)
+    plan = warm_up_plan(config, 1, 5)
+    runner.run(plan).wait()
+    following = [plan.slices[0].at(5)]
+    assert runner.heads is not None
+    for seq_id, num_drafted in ((following[0].seq_id, 2), (99, 0)):
+        following[0].seq_id = seq_id
+        drafts = runner.heads.draft(plan._replace(slices=following, num_drafts={0: 2}))
+        assert sum(map(len, drafts.values())) == num_drafted
+
+
 # -- right by construction ---------------------------------------------------------------------------------------------
 
 CHAIN = torch.randperm(64, generator=torch.Generator().manual_seed(4))  # the token that follows each
@@ -249,13 +276,38 @@ def test_a_head_is_loaded_and_quantised_like_the_model() -> None:
     _, head = load(folder)
     quantised, its_head = load(folder, quantization="int8")
     assert run(quantised, its_head, {})[0].ids == run(quantised, None, {})[0].ids
-    ids, states = torch.arange(3, 11), torch.randn(8, head.hidden_size)
-    with torch.inference_mode():
-        exact, rounded = (
-            each.forward(ids, torch.arange(8), states, DenseAttention(each.attention_specs))
-            for each in (head, its_head)
-        )
+    exact, rounded = states_of(head), states_of(its_head)
     assert 1e-4 < (exact - rounded).abs().mean() < 0.1
+
+
+def test_a_head_is_read_as_it_is_stored(tmp_path: Path) -> None:
+    """FP8 in blocks, as DeepSeek publishes it: eh_proj is plain, and the layer like the others."""
+    made, packing, generator = saved("deepseek_v3"), test_moe_stored.FP8, np.random.default_rng(0)
+    tensors, plain, packed = load_file(made.folder / "model.safetensors"), {}, {}
+    for name, tensor in sorted(tensors.items()):
+        plain[name] = packed[name] = tensor
+        if name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith("eh_proj.weight"):
+            parts, weight = packing.pack(generator, *tensor.shape)
+            module = name.removesuffix(".weight")
+            packed |= {module + ending: part.contiguous() for ending, part in parts.items()}
+            plain[name] = torch.from_numpy(weight.copy()).float()
+    for folder, stored in ((tmp_path / "plain", plain), (tmp_path / "packed", packed)):
+        folder.mkdir()
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text((made.folder / "config.json").read_text())
+    test_moe_stored.with_method(tmp_path / "packed", packing.config)
+    expected = states_of(load(tmp_path / "plain")[1])
+    torch.testing.assert_close(
+        states_of(load(tmp_path / "packed", quantization="none")[1]), expected, atol=1e-4, rtol=0
+    )
+    assert (states_of(load(tmp_path / "packed", quantization="stored")[1]) - expected).abs().mean() < 0.1
+
+
+def states_of(head: Head) -> Tensor:
+    """Return a head's states of some tokens and states of a target."""
+    states = torch.randn(8, head.hidden_size, generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        return head.forward(torch.arange(3, 11), torch.arange(8), states, DenseAttention(head.attention_specs))
 
 
 def test_a_gguf_file_holds_the_same_head(tmp_path: Path) -> None:
@@ -275,12 +327,7 @@ def test_a_gguf_file_holds_the_same_head(tmp_path: Path) -> None:
         expert_shared_count=1,
         expert_weights_norm=True,
     )
-    heads = [load(path)[1] for path in (made.folder, file)]
-    ids, states = torch.arange(3, 11), torch.randn(8, heads[0].hidden_size)
-    with torch.inference_mode():
-        ours, theirs = (
-            head.forward(ids, torch.arange(8), states, DenseAttention(head.attention_specs)) for head in heads
-        )
+    ours, theirs = (states_of(load(path)[1]) for path in (made.folder, file))
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
 
 
