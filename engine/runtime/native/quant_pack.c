@@ -22,6 +22,8 @@ struct block {
     int zero;
     const uint8_t *table;
     uint8_t exponent; /* MXFP4: the scale as it is stored */
+    uint8_t scale_code, min_code; /* Q4_K, Q5_K: likewise, ... */
+    const uint8_t *supers;        /* ... and the two float16 that they are multiplied by */
 };
 
 static float f16_to_f32(const uint8_t *p) {
@@ -81,6 +83,8 @@ static void read_k_scales(struct block *to, const uint8_t *p, int part) {
     int scale = part < 4 ? packed[part] & 63 : (packed[part + 4] & 15) | packed[part - 4] >> 6 << 4;
     int min = part < 4 ? packed[part + 4] & 63 : packed[part + 4] >> 4 | packed[part] >> 6 << 4;
     set_scales(to, f16_to_f32(p) * (float)scale, f16_to_f32(p + 2) * (float)min, 0);
+    to->scale_code = (uint8_t)scale, to->min_code = (uint8_t)min;
+    to->supers = p;
 }
 
 /* Low four bits: two parts of 32 share 32 bytes. */
@@ -243,13 +247,14 @@ static void read_block(int32_t kind, const uint8_t *grid, const uint8_t *row, in
 static void write_head(struct quant_format f, const struct block *from, uint8_t *block, int64_t r, int shift) {
     int zero = from->table ? f.zero : from->zero + shift;
     for (int g = 0; g < QBLOCK / f.group; g++) {
-        uint8_t *head = block + g * (f.scale + 2 * f.has_min) * PANEL;
+        uint8_t *head = block + g * quant_scale_bytes(f) * (1 + f.has_min) * PANEL;
         int at = g * f.group / 16;
         uint16_t scale = f32_to_f16(from->scale[at]);
         uint16_t min = f32_to_f16(from->min[at] + from->scale[at] * (float)(zero - f.zero));
         if (f.scale == SCALE_E8M0) head[r] = from->exponent;
         if (f.scale == SCALE_F16) memcpy(head + r * 2, &scale, 2);
-        if (f.has_min) memcpy(head + (PANEL + r) * 2, &min, 2);
+        if (f.scale == SCALE_F16 && f.has_min) memcpy(head + (PANEL + r) * 2, &min, 2);
+        if (f.scale == SCALE_CODE) head[r] = from->scale_code, head[PANEL + r] = from->min_code;
     }
 }
 
@@ -266,9 +271,17 @@ static inline __attribute__((always_inline)) uint8_t *write_plane(const uint32_t
     return to;
 }
 
+/* Write what the blocks from `b` on have in common where weight row `r` of a panel has it. */
+static void write_supers(struct quant_format f, const struct block *from, uint8_t *super, int64_t b, int64_t r) {
+    if (f.scale != SCALE_CODE || b % SUPER) return;
+    for (int i = 0; i < 2; i++) memcpy(super + (i * PANEL + r) * 2, from->supers + 2 * i, 2);
+}
+
 /* Write a block where weight row `r` of a panel has it. */
 static void write_block(struct quant_format f, const struct block *from, uint8_t *panel, int64_t b, int64_t r) {
-    uint8_t *block = panel + (size_t)b * quant_block_bytes(f), *to = block + quant_head_bytes(f) + 4 * r;
+    uint8_t *super = panel + (size_t)b * quant_block_bytes(f) + b / SUPER * quant_super_bytes(f);
+    uint8_t *block = panel + (size_t)b * quant_block_bytes(f) + (b / SUPER + 1) * quant_super_bytes(f);
+    uint8_t *to = block + quant_head_bytes(f) + 4 * r;
     int shift = from->table || (f.has_min && f.bits < 8) ? 0 : f.zero - from->zero;
     uint8_t codes[QBLOCK];
     uint32_t quads[QBLOCK / 4];
@@ -276,6 +289,7 @@ static void write_block(struct quant_format f, const struct block *from, uint8_t
         for (int i = 0; i < QBLOCK; i++) codes[i] = from->table[from->codes[i]];
     else
         for (int i = 0; i < QBLOCK; i++) codes[i] = (uint8_t)(from->codes[i] + shift);
+    write_supers(f, from, super, b, r);
     write_head(f, from, block, r, shift);
     memcpy(quads, codes, sizeof quads);
     int low = f.bits & 4;
@@ -291,7 +305,7 @@ void quant_pack_gguf(const struct quant_source *s, int64_t begin, int64_t end) {
     int64_t num_blocks = quant_num_blocks(s->k);
     for (int64_t i = begin; i < end; i++) {
         int64_t row = packed_row(s->first_row + i, s->n, s->activation);
-        uint8_t *panel = (uint8_t *)s->packed + (size_t)(row / PANEL * num_blocks) * quant_block_bytes(f);
+        uint8_t *panel = (uint8_t *)s->packed + (size_t)(row / PANEL) * quant_panel_bytes(f, s->k);
         for (int64_t b = 0; b < num_blocks; b++) {
             struct block block;
             read_block(s->kind, s->grid, (const uint8_t *)s->rows + i * s->row_bytes, b, &block);
