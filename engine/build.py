@@ -124,7 +124,7 @@ class _Parts:
 
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of a block of the pool, with the draft model's."""
-        drafts = self.speculation.bytes_per_block if self.speculation else 0
+        drafts = self.speculation.bytes_per_block(block_size) if self.speculation else 0
         return block_bytes(self.attention_specs, block_size, self.kv_dtype) + drafts
 
     def make_runner(self, settings: SchedulerConfig) -> ModelRunner:

@@ -52,7 +52,6 @@ class Speculation(ABC):
     """A loaded method. A new one is a subclass here and a line of METHODS."""
 
     head: Head | None = None  # its layers are in the target's pool
-    bytes_per_block = 0  # of the pool that a drafter has beside the target's
 
     def __init__(self, setup: Setup) -> None:
         self.asked, self._config, self._device = setup.asked, setup.config, setup.device
@@ -61,6 +60,10 @@ class Speculation(ABC):
     def load(cls, setup: Setup) -> Self:
         """Return the method with its weights. Raises ConfigError or ModelLoadError."""
         return cls(setup)
+
+    def bytes_per_block(self, block_size: int) -> int:  # noqa: ARG002 - for others
+        """Return the bytes of a block of the pool that a drafter has beside the target's."""
+        return 0
 
     @abstractmethod
     def drafter(self, runner: ModelRunner, settings: SchedulerConfig) -> Drafter:
@@ -110,11 +113,8 @@ class FromModel(Speculation):
         setup.asked.check_vocabulary(model.vocab_size, setup.target.vocab_size)
         return cls(setup, model)
 
-    @property
-    def bytes_per_block(self) -> int:  # type: ignore[override]  # a class attribute elsewhere
-        """Return the bytes of a block of the draft model's pool."""
-        assert self._config.block_size is not None, "auto does not go with speculation"
-        return block_bytes(self._model.attention_specs, self._config.block_size, self._kv_dtype)
+    def bytes_per_block(self, block_size: int) -> int:
+        return block_bytes(self._model.attention_specs, block_size, self._kv_dtype)
 
     def drafter(self, runner: ModelRunner, settings: SchedulerConfig) -> Drafter:  # noqa: ARG002 - for others
         specs = self._model.attention_specs

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TINY = Shape("tiny-512", "llama", 2, 512, 8, 4, 64, 1536, 512, 1024, 1e4, 1e-5, stds=(0.1, 0.044))
 _TRAINED = "smollm2-135m"
-_MIXED = ("IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K")
+_MIXED = ("IQ4_NL", "IQ4_XS", "IQ3_S", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K")
 _NUM_PROMPTS, _PROMPT = 8, 64  # ids for the divergence
 
 

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -49,7 +50,7 @@ class Row(NamedTuple):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `formats`."""
     parser.add_argument("--models-dir", type=Path, metavar="DIR", required=True, help="where files are kept")
-    parser.add_argument(f"--{_PEER}", type=Path, metavar="FILE", help="llama.cpp's; without it Quire runs alone")
+    parser.add_argument("--llama-server", type=Path, metavar="FILE", help="llama.cpp's; without it Quire runs alone")
     parser.add_argument("--model", choices=tuple(COMPARED), default="qwen2.5-1.5b", help="default %(default)s")
     parser.add_argument("--formats", nargs="+", choices=("bf16", *FORMATS), metavar="NAME", help="default: all")
     parser.add_argument("--rounds", type=positive_int, default=5, metavar="N", help="default %(default)s")
@@ -64,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
     from engine.model_source import find_model
     from loadtest.peers.models import prepare
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     source, rows = Path(find_model(None).path), []
     host = describe_host()
     print(f"{options.model}, {host['cpu']}, {host['cores']} cores, {host['date'][:10]}, commit {host['commit']}")

@@ -186,6 +186,8 @@ class ModelRunner:
         """Allocate the pool again with another block size; a trial captures no CUDA graphs."""
         self._kv_cache.repartition(config.num_blocks, config.block_size)
         self._batches = BatchBuilder(config, self._device)
+        if self.heads is not None:
+            self.heads.repartition(config)
         self._config = config
         self._graphs = None  # they refer to the old pool
         if self._captures and not is_trial:

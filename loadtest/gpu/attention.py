@@ -45,6 +45,19 @@ class Prefill(NamedTuple):
     length: int
 
 
+class Latents(NamedTuple):
+    """A batch that decodes over latents, or prompts."""
+
+    heads: int
+    batch: int
+    context: int
+    is_prompt: bool = False
+
+
+LATENTS = (
+    *(Latents(heads, batch, 4096) for heads in (16, 128) for batch in (1, 32, 128)),
+    *(Latents(heads, 1, 8192, is_prompt=True) for heads in (16, 128)),
+)
 DECODES = (
     *(Decode(32, batch, context) for batch, context in ((1, 1024), (1, 8192), (32, 1024), (256, 1024))),
     *(Decode(32, 128, context) for context in (1024, 4096, 8192)),
@@ -72,6 +85,31 @@ def time_prefill(task: Task, device: torch.device, case: Prefill) -> None:
     limit = task.rates().bf16_flops / 1e12
     rate = attention_flops(case.heads, dim, lens) / seconds / 1e12
     task.notebook.figure(Figure(names.prefill_attention(*case), rate, "TFLOP/s", limit))
+
+
+def time_latents(task: Task, device: torch.device, case: Latents) -> None:
+    """Measure the GB/s of the latents that decodes read, or the TFLOP/s of prompts."""
+    from engine.runtime.attention.triton_paged import TritonPagedAttention
+
+    dim, rank = (24, 16) if task.is_rehearsal else (576, 512)
+    contexts, queries = [case.context] * case.batch, [case.context if case.is_prompt else 1] * case.batch
+    num_bytes = 2 * dim * sum(contexts)
+    spec, backend = AttentionSpec(case.heads, 1, dim, dim**-0.5, value_dim=rank), TritonPagedAttention()
+    batch = _batch(device, queries, contexts)
+    shape = backend.kv_shape(spec, batch.block_tables.numel(), _BLOCK_SIZE)
+    pools = [_random(shape, device) for _ in range(1 if case.is_prompt else num_copies(num_bytes))]
+    q, k = _random((sum(queries), case.heads, dim), device), _random((sum(queries), 1, dim), device)
+    backend.prepare(batch)
+    if not bool(backend.attend(spec, q, k, k, pools[0], pools[0]).isfinite().all()):
+        raise RuntimeError("the result is not finite")
+    seconds = median_s([partial(backend.attend, spec, q, k, k, pool, pool) for pool in pools])
+    name = f"latents, {case.heads} heads, {case.batch} {'prompts' if case.is_prompt else 'decodes'} of {case.context}"
+    if case.is_prompt:
+        rate = attention_flops(case.heads, (dim + rank) // 2, contexts) / seconds / 1e12
+        task.notebook.figure(Figure(name, rate, "TFLOP/s", task.rates().bf16_flops / 1e12))
+    else:
+        limit = task.rates().copy_bytes_per_s / 1e9
+        task.notebook.figure(Figure(name, num_bytes / seconds / 1e9, "GB/s", limit))
 
 
 def _heads(task: Task) -> tuple[int, int]:

@@ -29,11 +29,12 @@ from engine.runtime.attention.base import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
 from engine.runtime.cuda.attention_tuning import Cut, choose_latent_tuning, choose_tuning
-from engine.runtime.cuda.experts import Stack
 from engine.runtime.cuda.fp8_linear import quantise_rows
 from engine.runtime.cuda.mask import mask_rows
 from engine.runtime.cuda.mixture import CudaExperts
 from engine.runtime.cuda.norm import add_rms_norm
+from engine.runtime.cuda.packed import Rows
+from engine.runtime.cuda.packed_linear import MOST_ROWS, PackedProduct, decode
 from engine.runtime.cuda.rope_store import rotate_and_store
 from engine.runtime.cuda.routing import route
 from engine.runtime.cuda.sampling import Penalties, sample
@@ -169,9 +170,9 @@ def brief_cases(capability: int) -> Iterator[Case]:
             partial(quantise_rows, torch.zeros(3, 4096, dtype=BF16), torch.zeros(3, 4096).to(FP8), torch.zeros(3)),
         )
     yield "64 rows of 151936", partial(_sample, 64, 151_936)
-    yield from _mixtures(("gpt-oss-20b",), (1, 4096), BF16, BF16)
-    if FP8 in narrow:
-        yield from _mixtures(("Qwen3-30B-A3B",), (1,), BF16, FP8)
+    yield from _mixtures(("gpt-oss-20b",), (1,), BF16, "mxfp4")
+    yield from _mixtures(("Qwen3-30B-A3B",), (1,), BF16, "bf16")
+    yield "4096 x 4096 in int4, decoded", partial(decode, _rows("int4", 4096, 4096), BF16)
 
 
 def attention_cases(capability: int) -> Iterator[Case]:
@@ -220,7 +221,7 @@ def _attend(
     yield f"{heads}, {types}, {query_len} of {context}", call
 
 
-def latent_cases(capability: int, heads: Sequence[int] = (16, 64, 128)) -> Iterator[Case]:
+def latent_cases(capability: int, heads: Sequence[int] = (16, 128)) -> Iterator[Case]:
     """Yield decodes and chunks of prompts over latents, of models with these heads."""
 
     def attend(spec: AttentionSpec, query_len: int) -> None:
@@ -302,33 +303,65 @@ MIXTURES = {
 
 def mixture_cases(capability: int) -> Iterator[Case]:
     """Yield the experts of decodes, of a batch of them, and of prompts."""
-    steps = (1, 64, 512, 4096)
-    for dtype in (BF16, F32):
-        yield from _mixtures(tuple(MIXTURES), steps, dtype, dtype)
+    yield from _mixtures(("Qwen3-30B-A3B",), (1, 64, 512, 4096), BF16, "bf16")
+    yield from _mixtures(("DeepSeek-V2-Lite",), (1,), F32, "f32")
+    yield from _mixtures(("gpt-oss-20b",), (1, 4096), BF16, "mxfp4")
+    yield from _mixtures(("Qwen3-30B-A3B",), (1,), BF16, "int4")
     if capability >= _FIRST_WITH_FP8:
-        yield from _mixtures(("Qwen3-30B-A3B",), steps, BF16, FP8)
+        yield from _mixtures(("Qwen3-30B-A3B",), (1, 4096), BF16, "fp8")
 
 
-def _mixtures(names: Sequence[str], steps: Sequence[int], dtype: torch.dtype, stored: torch.dtype) -> Iterator[Case]:
+def _mixtures(names: Sequence[str], steps: Sequence[int], dtype: torch.dtype, stored: str) -> Iterator[Case]:
     for name in names:
         for num_tokens in steps:
-            shape = f"{name}, {_name(dtype)}, experts {_name(stored)}, {num_tokens} tokens"
+            shape = f"{name}, {_name(dtype)}, experts {stored}, {num_tokens} tokens"
             yield shape, partial(_mix, MIXTURES[name], num_tokens, dtype, stored)
 
 
-def _mix(sizes: Mixture, num_tokens: int, dtype: torch.dtype, stored: torch.dtype) -> None:
+def _mix(sizes: Mixture, num_tokens: int, dtype: torch.dtype, stored: str) -> None:
     """Route some tokens, and compute their experts, whose matrices have no memory."""
 
-    def stack(num_outputs: int, num_inputs: int) -> Stack:
-        shape = sizes.num_experts, num_outputs
-        weight = torch.empty((*shape, num_inputs), dtype=stored, device="meta")
-        scales = torch.zeros(shape) if stored != dtype else None
-        return Stack(weight, scales, torch.zeros(shape, dtype=dtype) if scales is None else None)
+    def stack(num_outputs: int, num_inputs: int) -> Rows:
+        rows = _rows(stored, num_outputs, num_inputs, (sizes.num_experts,))
+        return rows._replace(bias=torch.zeros(sizes.num_experts, num_outputs, dtype=dtype))
 
     router = RouterConfig(num_experts=sizes.num_experts, num_chosen=sizes.num_chosen, is_normalised=True)
     weights, chosen = route(torch.zeros(num_tokens, sizes.num_experts), None, router)
     experts = CudaExperts(stack(2 * sizes.width, sizes.hidden), stack(sizes.hidden, sizes.width), sizes.activation)
     experts(torch.zeros(num_tokens, sizes.hidden, dtype=dtype), weights, chosen)
+
+
+def _rows(kind: str, num_outputs: int, num_inputs: int, experts: tuple[int, ...] = ()) -> Rows:
+    """Return rows without memory: floats, FP8 with a scale a row, or codes in groups of 128 or MXFP4's 32."""
+    if kind in ("bf16", "f32"):
+        dtype = BF16 if kind == "bf16" else F32
+        return Rows(torch.empty((*experts, num_outputs, num_inputs), dtype=dtype, device="meta"))
+    group = {"fp8": num_inputs, "mxfp4": 32}.get(kind, 128)
+    width = num_inputs // 2 if kind in ("int4", "mxfp4") else num_inputs
+    numbers = torch.empty((*experts, num_outputs, width), dtype=FP8 if kind == "fp8" else torch.uint8, device="meta")
+    dtype = {"fp8": F32, "mxfp4": torch.uint8}.get(kind, F16)
+    scales = torch.empty((*experts, num_outputs, num_inputs // group), dtype=dtype, device="meta")
+    zeros = torch.empty(scales.shape, dtype=torch.uint8, device="meta") if kind == "int4" else None
+    return Rows(numbers, None, kind, scales, zeros, group, 128 if kind == "int8" else 0)
+
+
+def packed_cases(capability: int, kinds: Sequence[str] = ("int4", "int8", "mxfp4", "fp8")) -> Iterator[Case]:
+    """Yield products with codes, of one row, of some, and of so many that the matrix is decoded before."""
+
+    def multiply(kind: str, num_outputs: int, num_inputs: int, num_rows: int) -> None:
+        product = PackedProduct(_rows(kind, num_outputs, num_inputs))
+        if num_rows > MOST_ROWS:
+            decode(product.rows, BF16)
+        else:
+            product(torch.zeros(num_rows, num_inputs, dtype=BF16))
+
+    for kind in kinds:
+        if kind == "fp8" and capability < _FIRST_WITH_FP8:
+            continue
+        for num_outputs, num_inputs in ((28_672, 4096), (4096, 4096)) if kind == "int4" else ((28_672, 4096),):
+            for num_rows in (1, 64, 4096) if kind == "int4" else (1, 4096):
+                shape = f"{num_outputs} x {num_inputs} in {kind}, {num_rows} rows"
+                yield shape, partial(multiply, kind, num_outputs, num_inputs, num_rows)
 
 
 def sampling_cases() -> Iterator[Case]:

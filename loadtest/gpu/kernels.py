@@ -14,8 +14,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from loadtest.gpu.attention import DECODES, PREFILLS, Decode, Prefill, time_decode, time_prefill
+from loadtest.gpu.attention import (
+    DECODES,
+    LATENTS,
+    PREFILLS,
+    Decode,
+    Latents,
+    Prefill,
+    time_decode,
+    time_latents,
+    time_prefill,
+)
 from loadtest.gpu.figures import Figure
+from loadtest.gpu.mixtures import CODES, MIXTURES, TINY, TINY_CODES, time_codes, time_mixture
 from loadtest.gpu.task import Task
 from loadtest.gpu.timing import median_s, num_copies
 
@@ -47,13 +58,17 @@ def _calls(task: Task, device: torch.device) -> list[partial[None]]:
     decodes: Sequence[Decode] = DECODES
     prefills: Sequence[Prefill] = PREFILLS
     rows: Sequence[int] = _ROWS
+    latents: Sequence[Latents] = LATENTS
     formats = (False, True) if device.type == "cuda" else (False,)
     if task.is_rehearsal:
         decodes = [Decode(4, 2, 40, kv) for kv in ("", "int8", "fp8")]
-        prefills, rows = (Prefill(4, 2, 24),), (3,)
+        prefills, rows, latents = (Prefill(4, 2, 24),), (3,), (Latents(4, 2, 40), Latents(4, 1, 24, is_prompt=True))
     return [
         *(partial(time_decode, task, device, case) for case in decodes),
         *(partial(time_prefill, task, device, case) for case in prefills),
+        *(partial(time_latents, task, device, case) for case in latents),
+        *(partial(time_mixture, task, device, case) for case in (TINY if task.is_rehearsal else MIXTURES)),
+        *(partial(time_codes, task, device, case) for case in (TINY_CODES if task.is_rehearsal else CODES)),
         *(partial(kind, task, device, num) for kind in (_time_norm, _time_rotation, _time_activation) for num in rows),
         *(partial(_time_sampling, task, device, rows[0], is_ranking) for is_ranking in (False, True)),
         *(partial(_time_product, task, device, num, is_fp8) for is_fp8 in formats for num in (1, 32, 256)),

@@ -48,7 +48,7 @@ _BLOCKS = {
 _EXACT = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0)
 _QUANTISED = (*_EXACT, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.MXFP4)  # by `gguf`
 _MANY = 1e8  # weights; quantising more takes minutes
-_HEADS = {Kind.F16: Kind.F16, Kind.BF16: Kind.BF16, Kind.Q8_0: Kind.Q8_0}  # others: Q6_K
+_HEADS = {kind: kind for kind in _EXACT}  # others: Q6_K
 _MIXED = {"q4_k_m": Kind.Q4_K, "q5_k_m": Kind.Q5_K}  # half of the layers have some matrices in Q6_K
 
 

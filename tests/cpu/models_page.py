@@ -45,8 +45,7 @@ _FAMILIES = """
 
 By `model_type` of config.json. The engine's tests run chunked, preempted and batched requests; families that differ from
 one that is tested there below the engine only have none of their own. On CUDA, decode steps of all of them are captured as
-CUDA graphs; experts of a mixture must then be floats or FP8 with a scale a row, since no kernel multiplies others. The last
-column says which families run in tests on a GPU.
+CUDA graphs. The last column says which families run in tests on a GPU.
 
 | `model_type` | models | safetensors: configs | engine: configs | GGUF: architectures (files) | on a GPU |
 |---|---|---|---|---|---|"""
@@ -69,8 +68,9 @@ _STORED = """
 By `quant_method`, in Quire's own families, with the variants that tests hold against dequantisation written from the
 formats' documents. A CPU multiplies GPTQ, AWQ, W4A16, W8A16, W8A8, FP8 and MXFP4 in rows of 4 or 8 bits, and rounds
 activations to 8 bits as for GGUF. CUDA multiplies FP8 with a scale for a row or a tensor on tensor cores, and rounds
-activations to FP8 with a scale for each token. Every other matrix (act-order, 8 bits with zero points, NVFP4, nf4; on CUDA
-also blocks and integers) is dequantised at load; the start says how many.
+activations to FP8 with a scale for each token; kernels decode integers, MXFP4 and FP8 in blocks as they multiply, and leave
+activations alone. Every other matrix (act-order, NVFP4, nf4; on a CPU also 8 bits with zero points) is dequantised at load;
+the start says how many.
 
 | `quant_method` | variants tested, matrix by matrix | through a whole model |
 |---|---|---|"""

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine.gguf_header import read_header
 from engine.model_source import find_model
 from engine.runtime.weights.gguf import GGUFCheckpoint
+from loadtest.accuracy import TINY as TINY_512
+from loadtest.accuracy import kl_of
 from loadtest.peers.gguf_file import random_blocks
 from loadtest.peers.models import bfloat16_bits, prepare
 from loadtest.peers.packed import PACKINGS
@@ -132,6 +134,11 @@ def test_random_blocks_are_numbers_around_zero(name: str) -> None:
     assert numbers.shape == (3, 8, 1024)
     assert abs(numbers.mean()) < 0.006
     assert 0.015 < numbers.std() < 0.027
+
+
+def test_the_divergence_of_a_format_is_that_of_bytes(tmp_path: Path) -> None:
+    prepare(TINY_512, Path(find_model(None).path), tmp_path, ["q8_0.gguf"], lambda _: None)
+    assert 1e-5 < kl_of(tmp_path / TINY_512.name / "q8_0.gguf") < 1e-2
 
 
 def test_the_embedded_model_has_its_shape() -> None:

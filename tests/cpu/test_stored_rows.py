@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf.quants import dequantize, quantize
+from gguf.quants import dequantize
 
 from engine.core.errors import ModelLoadError
 from engine.runtime.native.library import Library, native
 from engine.runtime.native.ops import PackedLinear
 from engine.runtime.native.quantised import QuantisedLinear
 from engine.runtime.native.rows import OpenFile, StoredRows, in_halves
+from tests.cpu.test_quant import random_rows
 
 NUM_ROWS, NUM_INPUTS, SKIPPED = 80, 256, 64  # the last tile of 32 rows is not full
 
@@ -34,17 +35,18 @@ def in_file(rows: np.ndarray, kind: Kind, path: Path, head_rows: int = 0) -> Sto
 
 
 @pytest.mark.parametrize("head_rows", [0, 16])
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q5_1, Kind.Q8_0])
+@pytest.mark.parametrize(
+    "kind", [Kind.Q4_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q2_K, Kind.IQ4_XS, Kind.MXFP4]
+)
 def test_quantised_rows(library: Library, kind: Kind, head_rows: int, tmp_path: Path) -> None:
-    weight = np.random.default_rng(0).standard_normal((NUM_ROWS, NUM_INPUTS)).astype(np.float32)
-    rows = quantize(weight, kind)
+    rows = random_rows(NUM_ROWS, NUM_INPUTS, kind)
     stored = in_file(rows, kind, tmp_path / "rows", head_rows)
     ids = torch.tensor([79, 0, 33, 79])
     found = QuantisedLinear.from_gguf(library, [stored], NUM_INPUTS, torch.float32, None).rows(ids)
     ordered = StoredRows(int(kind), in_halves(rows, head_rows))
     assert torch.equal(found, QuantisedLinear.from_gguf(library, [ordered], NUM_INPUTS, torch.float32, None).rows(ids))
     expected = torch.from_numpy(dequantize(ordered.rows, kind))[ids]
-    torch.testing.assert_close(found, expected, rtol=2**-10, atol=1e-3)
+    torch.testing.assert_close(found, expected, rtol=2**-9, atol=float(expected.abs().amax()) * 2**-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

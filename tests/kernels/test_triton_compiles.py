@@ -15,6 +15,7 @@ KERNELS = [
     "_copy_best",
     "_count_tokens",
     "_decode_kernel",
+    "_decode_rows",
     "_expert_kernel",
     "_find_candidates",
     "_find_peaks",

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from engine.runtime.activation import Activation
 from engine.runtime.cuda import experts, routing
-from engine.runtime.cuda.experts import Stack, choose_tile, combine, down, gate_and_up
+from engine.runtime.cuda.experts import choose_tile, combine, down, gate_and_up
 from engine.runtime.cuda.fp8_linear import Fp8Linear
+from engine.runtime.cuda.packed import Rows
 from engine.runtime.cuda.routing import route, sort_by_expert
 from engine.runtime.decode_graphs import DecodeGraphs
 from engine.runtime.linear import Dense, Product
@@ -204,7 +205,7 @@ def test_experts_in_fp8_are_multiplied_as_they_are_stored() -> None:
     assert chosen.shape == (5, config.num_chosen)
     expected = wide.experts(x.float(), weights, chosen) if wide.experts else x
     assert (moe.experts(x, weights, chosen) - expected).abs().max() <= 2**-7 * expected.abs().max()
-    linears = (moe.gate_up[1].product, moe.experts._gate_up.weight)
+    linears = (moe.gate_up[1].product, moe.experts._gate_up.numbers)
     assert isinstance(linears[0], Fp8Linear)
     assert linears[0].weight.data_ptr() == linears[1][1].data_ptr()  # held once
 
@@ -239,20 +240,22 @@ def test_every_tile_computes_the_same(num_pairs: int) -> None:
     """Those for many tokens, too, which are chosen by the number of pairs."""
     moe, config = mixture_of(PLAIN, torch.float32), PLAIN.router
     assert moe.experts is not None
-    tile = choose_tile(num_pairs, 64, HIDDEN, 4, is_gated=True)
+    gates, last = moe.experts._gate_up, moe.experts._down
+    tile = choose_tile(num_pairs * 6 // 64, gates, 4, is_gated=True)
     x = torch.randn(20, HIDDEN, generator=generator(4)).to(DEVICE)
     weights, chosen = moe.router(x)
     order = sort_by_expert(chosen, config.num_experts, tile.rows)
-    inner = gate_and_up(x, moe.experts._gate_up, order, config.num_chosen, PLAIN.activation, tile)
-    last = choose_tile(num_pairs, 64, PLAIN.width, 4, is_gated=False)
-    found = combine(down(inner, moe.experts._down, order, last), order, weights, x.dtype)
+    inner = gate_and_up(x, gates, order, config.num_chosen, PLAIN.activation, tile)
+    second = choose_tile(num_pairs * 6 // 64, last, 4, is_gated=False)
+    found = combine(down(inner, last, order, second), order, weights, x.dtype)
     torch.testing.assert_close(found, moe.in_torch(x), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("itemsize", "is_gated"), list(product((2, 4), (True, False))))
 def test_tiles_fit_every_gpu(itemsize: int, is_gated: bool) -> None:
     for num_pairs, num_inputs in product((1, 16 * 64, 16 * 64 + 1, 64 * 65, 10**6), (64, 1408, 2880, 4096, 40)):
-        tile = choose_tile(num_pairs, 64, num_inputs, itemsize, is_gated=is_gated)
+        stack = Rows(torch.empty((64, 8, num_inputs), device="meta"))
+        tile = choose_tile(num_pairs, stack, itemsize, is_gated=is_gated)
         rows = tile.rows + tile.outputs * (2 if is_gated else 1)
         assert rows * tile.inputs * itemsize * tile.stages <= 99 << 10 or tile.rows > 32
         assert num_inputs % tile.inputs == 0 or num_inputs == 40
@@ -276,8 +279,7 @@ def test_nothing_is_read_on_the_host(config: MoEConfig, monkeypatch: pytest.Monk
     for each in shared:
         each.product = without_memory(each.product)
     moe.experts._gate_up, moe.experts._down = (
-        Stack(*(None if x is None else x.to("meta") for x in each))
-        for each in (moe.experts._gate_up, moe.experts._down)
+        each.on(torch.device("meta")) for each in (moe.experts._gate_up, moe.experts._down)
     )
     for num_tokens in (1, 64 * 65):
         out = moe(torch.empty((num_tokens, HIDDEN), dtype=torch.bfloat16, device="meta"))

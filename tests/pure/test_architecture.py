@@ -39,7 +39,7 @@ def within(name: str, *roots: str) -> bool:
 # What measures kernels calls them.
 ON_THE_DEVICE = tuple(
     f"loadtest.gpu.{name}"
-    for name in ("attention", "compile", "kernels", "machine", "offline", "profile_steps", "timing", "tune")
+    for name in ("attention", "compile", "kernels", "machine", "mixtures", "offline", "profile_steps", "timing", "tune")
 )
 # The fields of requests are declared once, for HTTP and for the offline API.
 FIELDS = tuple(f"engine.text.fields.{name}" for name in ("base", "chat", "sampling", "structured", "tools"))

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+_FIRST_WITH_FP8 = (8, 9)
 _LOWEST_CAPABILITY = (8, 0)  # Triton's minimum, and the first devices with bfloat16
 
 
@@ -25,3 +26,8 @@ def has_triton(device: torch.device) -> bool:
 def uses_triton(x: Tensor) -> bool:
     """Return whether Triton kernels accept this tensor."""
     return x.is_cuda and has_triton(x.device)
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Return whether kernels for this device, or the interpreter, can read e4m3."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8

@@ -18,19 +18,13 @@ from torch import Tensor
 from engine.runtime.activation import Activation
 from engine.runtime.cuda.activation import share_of
 from engine.runtime.cuda.attention_tile import PRECISION
+from engine.runtime.cuda.packed import Rows, block_of, load_weights, scale_rows
 from engine.runtime.cuda.routing import Order
 from engine.runtime.models.config import Clamp
 
+_NO_CLAMP = Clamp(0.0, 0.0)
 _BLOCK = 1024  # columns that a program of the sum adds up
 _ACTIVATIONS = {Activation.SILU: "silu", Activation.GELU: "gelu", Activation.GELU_TANH: "gelu_tanh"}
-
-
-class Stack(NamedTuple):
-    """One matrix of every expert."""
-
-    weight: Tensor  # [experts, outputs, inputs], of the model's type or float8_e4m3fn
-    scales: Tensor | None  # [experts, outputs] float32, of FP8
-    bias: Tensor | None  # [experts, outputs]
 
 
 class ExpertTile(NamedTuple):
@@ -43,14 +37,17 @@ class ExpertTile(NamedTuple):
     stages: int
 
 
-def choose_tile(num_pairs: int, num_experts: int, num_inputs: int, itemsize: int, *, is_gated: bool) -> ExpertTile:
-    """Return the tile for so many pairs of all experts.
+def choose_tile(num_pairs: int, stack: Rows, itemsize: int, *, is_gated: bool) -> ExpertTile:
+    """Return the tile for so many pairs of all experts; inputs are of `itemsize`.
 
     Few pairs an expert leave a product bound by reading matrices: few rows, and many bytes on their way. The sizes fit
     99 KiB of shared memory, and have not been measured on a GPU.
     """
-    wide = 64 if itemsize == 2 else 32
-    inputs = next((size for size in (2 * wide, wide, wide // 2) if num_inputs % size == 0), wide)
+    num_experts, wide = len(stack.numbers), 64 if itemsize == 2 else 32
+    if stack.kind == "float":
+        inputs = next((size for size in (2 * wide, wide, wide // 2) if stack.num_inputs % size == 0), wide)
+    else:
+        inputs = block_of(stack, 2 * wide)
     if num_pairs <= 16 * num_experts:
         return ExpertTile(16, 32 if is_gated else 64, inputs, 4, 4 if itemsize == 2 else 3)
     inputs = min(inputs, wide)
@@ -59,25 +56,36 @@ def choose_tile(num_pairs: int, num_experts: int, num_inputs: int, itemsize: int
     return ExpertTile(64 if itemsize == 4 else 128, 64 if is_gated else 128, inputs, 8, 3)
 
 
+def choose_dense_tile(rows: Rows, num_rows: int, itemsize: int) -> ExpertTile:
+    """Return the tile for few rows of x and a single matrix of codes.
+
+    Programs are many and small, so that a matrix of 4096 outputs keeps every multiprocessor busy.
+    """
+    is_small = len(rows.numbers) <= 4096
+    wide = 128 if itemsize == 2 else 64
+    held = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    return ExpertTile(held, 16 if is_small else 32, block_of(rows, wide), 2 if is_small else 4, 4)
+
+
 def gate_and_up(
-    x: Tensor, stack: Stack, order: Order, num_chosen: int, activation: Activation | Clamp, tile: ExpertTile
+    x: Tensor, stack: Rows, order: Order, num_chosen: int, activation: Activation | Clamp, tile: ExpertTile
 ) -> Tensor:
     """Return activation(gates x) * ups x of sorted pairs [pairs, width] in x's type.
 
     x [T, inputs]; the matrices have gates, then as many ups.
     """
-    clamp = activation if isinstance(activation, Clamp) else Clamp(0.0, 0.0)
+    clamp = activation if isinstance(activation, Clamp) else _NO_CLAMP
     name = "clamped" if isinstance(activation, Clamp) else _ACTIVATIONS[activation]
-    width = stack.weight.shape[1] // 2
+    width = stack.numbers.shape[1] // 2
     out = torch.empty((order.pairs.shape[0], width), dtype=x.dtype, device=x.device)
-    _multiply(x, stack, out, order, tile, num_chosen, name, clamp)
+    multiply(x, stack, out, tile, order, num_chosen, name, clamp)
     return out
 
 
-def down(x: Tensor, stack: Stack, order: Order, tile: ExpertTile) -> Tensor:
+def down(x: Tensor, stack: Rows, order: Order, tile: ExpertTile) -> Tensor:
     """Return float32 products [pairs, outputs] of sorted x [pairs, inputs]."""
-    out = torch.empty((x.shape[0], stack.weight.shape[1]), dtype=torch.float32, device=x.device)
-    _multiply(x, stack, out, order, tile, 1, "", Clamp(0.0, 0.0))
+    out = torch.empty((x.shape[0], stack.numbers.shape[1]), dtype=torch.float32, device=x.device)
+    multiply(x, stack, out, tile, order)
     return out
 
 
@@ -113,38 +121,44 @@ def combine(
     return out
 
 
-def _multiply(
+def multiply(
     x: Tensor,
-    stack: Stack,
+    rows: Rows,
     out: Tensor,
-    order: Order,
     tile: ExpertTile,
-    num_chosen: int,
-    activation: str,
-    clamp: Clamp,
+    order: Order | None = None,
+    num_chosen: int = 1,
+    activation: str = "",
+    clamp: Clamp = _NO_CLAMP,
 ) -> None:
-    """Launch a product; without an activation x is sorted."""
-    assert stack.weight.is_contiguous()
+    """Write a product to `out`. Without an order there is one matrix; without an activation x is sorted."""
+    assert rows.numbers.is_contiguous()
     assert x.stride(1) == 1
-    assert x.shape[1] == stack.weight.shape[2]
-    assert tile.rows == order.rows
-    num_tiles = order.tiles.shape[0]
+    assert x.shape[1] == rows.num_inputs
+    assert order is None or tile.rows == order.rows
+    num_tiles = triton.cdiv(len(x), tile.rows) if order is None else order.tiles.shape[0]
     if num_tiles == 0:
         return
     # Tiles of one expert are neighbours in the first dimension, so they run together and share what L2 has of a matrix.
     _expert_kernel[(num_tiles, triton.cdiv(out.shape[1], tile.outputs))](
         x,
-        *stack,
+        rows.numbers,
+        rows.scales,
+        rows.zeros,
+        rows.bias,
         out,
-        order.pairs,
-        order.tiles,
-        order.num_tiles,
+        *((None, None, None) if order is None else (order.pairs, order.tiles, order.num_tiles)),
+        len(x),
         x.stride(0),
         clamp.alpha,
         clamp.limit,
         NUM_CHOSEN=num_chosen,
         OUTPUTS=out.shape[1],
         INPUTS=x.shape[1],
+        NUM_GROUPS=rows.num_groups,
+        GROUP=rows.group,
+        ZERO=rows.zero,
+        KIND=rows.kind,
         ACTIVATION=activation,
         IS_GATED=activation != "",
         BLOCK_M=tile.rows,
@@ -178,22 +192,28 @@ def _activate(gates, ups, alpha, limit, ACTIVATION: tl.constexpr):
     return inner
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _expert_kernel(
     x_ptr,
-    weight_ptr,  # [experts, OUTPUTS, or gates and ups, INPUTS]
+    numbers_ptr,  # of each expert OUTPUTS rows, or gates and as many ups
     scales_ptr,
+    zeros_ptr,
     bias_ptr,
     out_ptr,  # [pairs, OUTPUTS], sorted
     pairs_ptr,
     tiles_ptr,
     num_tiles_ptr,
+    num_rows,  # without tiles
     x_stride,
     alpha,
     limit,
     NUM_CHOSEN: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    KIND: tl.constexpr,
     ACTIVATION: tl.constexpr,
     IS_GATED: tl.constexpr,  # else one product of sorted x
     BLOCK_M: tl.constexpr,
@@ -202,32 +222,38 @@ def _expert_kernel(
 ):
     """One program for a tile of pairs and some outputs."""
     tile = tl.program_id(0)
-    if tile >= tl.load(num_tiles_ptr):
-        return
-    expert = tl.load(tiles_ptr + 3 * tile).to(tl.int64)
-    first, end = tl.load(tiles_ptr + 3 * tile + 1), tl.load(tiles_ptr + 3 * tile + 2)
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.minimum(outputs, OUTPUTS - 1).to(tl.int64)
+    if tiles_ptr is None:
+        first, end = tile * BLOCK_M, num_rows
+    else:
+        if tile >= tl.load(num_tiles_ptr):
+            return
+        first, end = tl.load(tiles_ptr + 3 * tile + 1), tl.load(tiles_ptr + 3 * tile + 2)
+        rows += tl.load(tiles_ptr + 3 * tile).to(tl.int64) * (2 * OUTPUTS if IS_GATED else OUTPUTS)
     places = first + tl.arange(0, BLOCK_M)
     # Rows after the end repeat the last one, which is cheaper than a mask.
     from_rows = tl.minimum(places, end - 1)
     if IS_GATED:
         from_rows = tl.load(pairs_ptr + from_rows) // NUM_CHOSEN
     x_at = from_rows.to(tl.int64) * x_stride
-    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first_row = expert * (2 * OUTPUTS if IS_GATED else OUTPUTS)
-    rows = first_row + tl.minimum(outputs, OUTPUTS - 1)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     ups = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, INPUTS, BLOCK_K):
         x = _load(x_ptr, x_at, start, INPUTS, BLOCK_K)
-        weight = _load(weight_ptr, rows * INPUTS, start, INPUTS, BLOCK_K)
-        acc = tl.dot(x, tl.trans(weight.to(x.dtype)), acc, input_precision=PRECISION)
+        weight = load_weights(
+            numbers_ptr, scales_ptr, zeros_ptr, rows, start, x.dtype, INPUTS, NUM_GROUPS, GROUP, ZERO, KIND, BLOCK_K
+        )
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
         if IS_GATED:
-            weight = _load(weight_ptr, (rows + OUTPUTS) * INPUTS, start, INPUTS, BLOCK_K)
-            ups = tl.dot(x, tl.trans(weight.to(x.dtype)), ups, input_precision=PRECISION)
-    if scales_ptr is not None:
-        acc *= tl.load(scales_ptr + rows)[None, :]
-        if IS_GATED:
-            ups *= tl.load(scales_ptr + rows + OUTPUTS)[None, :]
+            weight = load_weights(
+                numbers_ptr, scales_ptr, zeros_ptr, rows + OUTPUTS, start, x.dtype,
+                INPUTS, NUM_GROUPS, GROUP, ZERO, KIND, BLOCK_K,
+            )  # fmt: skip
+            ups = tl.dot(x, tl.trans(weight), ups, input_precision=PRECISION)
+    acc = scale_rows(acc, scales_ptr, rows, NUM_GROUPS)
+    if IS_GATED:
+        ups = scale_rows(ups, scales_ptr, rows + OUTPUTS, NUM_GROUPS)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
         if IS_GATED:

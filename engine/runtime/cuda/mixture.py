@@ -14,11 +14,13 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from engine.runtime.activation import Activation
-from engine.runtime.cuda.experts import Stack, choose_tile, combine, down, gate_and_up
+from engine.runtime.cuda.experts import choose_tile, combine, down, gate_and_up
 from engine.runtime.cuda.fp8_linear import Fp8Linear
+from engine.runtime.cuda.packed import Rows
+from engine.runtime.cuda.packed_linear import PackedProduct
 from engine.runtime.cuda.routing import Order, sort_by_expert
 from engine.runtime.kv_layout import movable
-from engine.runtime.linear import Dense, Linear
+from engine.runtime.linear import Dense, Linear, Product
 from engine.runtime.models.config import Clamp
 from engine.runtime.ops import act_mul, clamped_mul
 
@@ -32,9 +34,9 @@ class CudaExperts:
 
     __slots__ = ("_activation", "_down", "_gate_up", "_is_grouped")
 
-    def __init__(self, gate_up: Stack, down: Stack, activation: Activation | Clamp) -> None:
+    def __init__(self, gate_up: Rows, down: Rows, activation: Activation | Clamp) -> None:
         self._gate_up, self._down, self._activation = gate_up, down, activation
-        self._is_grouped = all(map(_has_grouped_product, (gate_up.weight, down.weight)))
+        self._is_grouped = all(map(_has_grouped_product, (gate_up.numbers, down.numbers)))
 
     def __call__(
         self,
@@ -49,12 +51,10 @@ class CudaExperts:
         `weights` float32 and `chosen` int32 [T, num_chosen]; `shared` [T, hidden] float32 is multiplied by the sigmoid of
         `shared_gate` [T, 1] float32, if given.
         """
-        num_experts, width, num_pairs = len(self._down.weight), self._down.weight.shape[2], chosen.numel()
+        num_experts, num_pairs = len(self._down.numbers), chosen.numel()
         is_grouped = self._is_grouped and num_pairs >= _GROUPED_TOKENS * num_experts
-        first, second = (
-            choose_tile(num_pairs, num_experts, inputs, x.itemsize, is_gated=is_gated)
-            for inputs, is_gated in ((x.shape[1], True), (width, False))
-        )
+        first = choose_tile(num_pairs, self._gate_up, x.itemsize, is_gated=True)
+        second = choose_tile(num_pairs, self._down, x.itemsize, is_gated=False)
         assert first.rows == second.rows
         order = sort_by_expert(chosen, num_experts, first.rows)
         if is_grouped:
@@ -85,26 +85,47 @@ def stack_experts(
     return CudaExperts(stacks[0], stacks[1], activation)
 
 
-def _stack(linears: Sequence[Linear]) -> Stack | None:
-    """Return matrices of one shape and type as a stack."""
-    products = [linear.product for linear in linears]
-    kind = type(products[0])
-    if kind not in (Dense, Fp8Linear) or any(type(product) is not kind for product in products):
+def _stack(linears: Sequence[Linear]) -> Rows | None:
+    """Return matrices of one shape and kind as a stack, and leave each a view of its part."""
+    rows = [_rows_of(linear.product) for linear in linears]
+    held = [each for each in rows if each is not None]
+    if len(held) < len(rows) or len({_kind_of(each) for each in held}) > 1:
         return None
-    weight, bias = _joined(products, "weight"), _joined(products, "bias")
-    assert weight is not None
-    return Stack(weight, _joined(products, "scales") if kind is Fp8Linear else None, bias)
+    stacked = Rows._make(_join(values) for values in zip(*held, strict=True))
+    for at, linear in enumerate(linears):
+        _replace(linear.product, Rows._make(x[at] if isinstance(x, Tensor) else x for x in stacked))
+    return stacked
 
 
-def _joined(products: Sequence[Any], name: str) -> Tensor | None:
-    """Stack one tensor of every product, and leave each a view of its part; None if they have none."""
-    tensors = [getattr(product, name) for product in products]
-    if tensors[0] is None:
-        return None
-    joined = torch.stack([movable(tensor) for tensor in tensors]).view(tensors[0].dtype)
-    for product, view in zip(products, joined, strict=True):
-        setattr(product, name, view)
-    return joined
+def _rows_of(product: Product) -> Rows | None:
+    """Return the rows of a product that a kernel multiplies by."""
+    if isinstance(product, Dense):
+        return Rows(product.weight, product.bias)
+    if isinstance(product, Fp8Linear):
+        return Rows(product.weight, product.bias, "fp8", product.scales[:, None], group=product.weight.shape[1])
+    return product.rows if isinstance(product, PackedProduct) else None
+
+
+def _kind_of(rows: Rows) -> tuple[object, ...]:
+    """Return all that stacked rows must have in common."""
+    return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in rows)
+
+
+def _join(values: Sequence[Any]) -> Any:
+    """Stack tensors; return anything else as it is, which all have in common."""
+    first = values[0]
+    return torch.stack([movable(value) for value in values]).view(first.dtype) if isinstance(first, Tensor) else first
+
+
+def _replace(product: Product, rows: Rows) -> None:
+    """Give a product other memory with its numbers."""
+    if isinstance(product, Dense):
+        product.weight, product.bias = rows.numbers, rows.bias
+    elif isinstance(product, Fp8Linear):
+        assert rows.scales is not None
+        product.weight, product.bias, product.scales = rows.numbers, rows.bias, rows.scales[:, 0]
+    elif isinstance(product, PackedProduct):
+        product.rows = rows
 
 
 def _has_grouped_product(weight: Tensor) -> bool:
@@ -115,8 +136,8 @@ def _has_grouped_product(weight: Tensor) -> bool:
     return is_aligned and torch.cuda.get_device_capability(weight.device)[0] in _GROUPED_GENERATIONS
 
 
-def _grouped(x: Tensor, stack: Stack, order: Order, experts: Tensor) -> Tensor:
-    y = F.grouped_mm(x, stack.weight.mT, offs=order.ends)
+def _grouped(x: Tensor, stack: Rows, order: Order, experts: Tensor) -> Tensor:
+    y = F.grouped_mm(x, stack.numbers.mT, offs=order.ends)
     if stack.bias is not None:
         y += stack.bias.index_select(0, experts)
     return y

@@ -96,6 +96,8 @@ class WeightFormat(IntEnum):
     IQ3_XXS = 15
     IQ3_S = 16
     MXFP4 = 17
+    Q4_SUPER = 18
+    Q5_SUPER = 19
 
 
 class LinearArgs(Structure):

@@ -131,9 +131,22 @@ INLINE vu load_quad(struct quant_format f, const char *codes, int quad, int v) {
     return code;
 }
 
+/* Scales and minimums of SUPER blocks, for QVECTORS vectors of a panel. */
+struct supers {
+    vf scale[QVECTORS], min[QVECTORS];
+};
+
+/* The scales of a group of inputs, for vector `v` of a panel; `head` is where the group has them. */
+INLINE vf quant_scale(struct quant_format f, const char *head, int v, vf super) {
+    head += v * W * quant_scale_bytes(f);
+    if (f.scale == SCALE_F16) return load_f16(head);
+    if (f.scale == SCALE_E8M0) return load_e8m0(head);
+    return f.scale == SCALE_CODE ? load_u8(head) * super : splat(1);
+}
+
 /* One group of inputs: QVECTORS vectors of a panel against R rows, summed into acc. */
 INLINE void quant_dot_group(struct quant_format f, int R, const char *block, int g, int v0, vu table,
-                            struct quant_group x, vf acc[QROWS][QVECTORS]) {
+                            const struct supers *supers, struct quant_group x, vf acc[QROWS][QVECTORS]) {
     const char *codes = block + quant_head_bytes(f);
     struct dot dot[QROWS][QVECTORS];
     UNROLL for (int r = 0; r < R; r++)
@@ -148,9 +161,9 @@ INLINE void quant_dot_group(struct quant_format f, int R, const char *block, int
                                                       : dot_add4(dot[r][v], code, x.bytes[i * R + r]);
         }
     UNROLL for (int v = 0; v < QVECTORS; v++) {
-        const char *head = block + (size_t)(g * (f.scale + 2 * f.has_min) * PANEL + (v0 + v) * W * f.scale);
-        vf scale = f.scale == SCALE_F16 ? load_f16(head) : f.scale == SCALE_E8M0 ? load_e8m0(head) : splat(1);
-        vf min = f.has_min ? load_f16(head + PANEL * sizeof(uint16_t)) : splat(0);
+        const char *head = block + (size_t)(g * quant_scale_bytes(f) * (1 + f.has_min) * PANEL);
+        vf scale = quant_scale(f, head, v0 + v, supers->scale[v]);
+        vf min = f.has_min ? quant_scale(f, head + quant_scale_bytes(f) * PANEL, v0 + v, supers->min[v]) : splat(0);
         UNROLL for (int r = 0; r < R; r++) {
             vf sum = __builtin_convertvector((vi)dot_end(dot[r][v]), vf);
             acc[r][v] += sum * (f.scale == SCALE_OF_ROW ? splat(x.scales[r]) : scale * x.scales[r]);
@@ -168,10 +181,18 @@ INLINE void quant_dot(int32_t format, int R, const struct linear *w, const char 
     vf acc[QROWS][QVECTORS];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < QVECTORS; v++) acc[r][v] = splat(0);
+    struct supers supers = {0};
     for (int64_t b = 0; b < quant_num_blocks(w->k); b++, panel += quant_block_bytes(f)) {
+        if (f.scale == SCALE_CODE && b % SUPER == 0) {
+            UNROLL for (int v = 0; v < QVECTORS; v++) {
+                supers.scale[v] = load_f16(panel + (v0 + v) * W * 2);
+                supers.min[v] = load_f16(panel + (PANEL + (v0 + v) * W) * 2);
+            }
+            panel += quant_super_bytes(f);
+        }
         for (size_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
         UNROLL for (int g = 0; g < QBLOCK / f.group; g++) {
-            quant_dot_group(f, R, panel, g, v0, table, x, acc);
+            quant_dot_group(f, R, panel, g, v0, table, &supers, x, acc);
             x.bytes += f.group / 4 * R;
             x.starts += R, x.sums += R;
         }
@@ -213,6 +234,8 @@ DEFINE_QUANT_DOT(quant_dot_q8_half, WEIGHT_Q8_HALF)
 DEFINE_QUANT_DOT(quant_dot_q8_half_min, WEIGHT_Q8_HALF_MIN)
 DEFINE_QUANT_DOT(quant_dot_table, WEIGHT_IQ4)
 DEFINE_QUANT_DOT(quant_dot_mxfp4, WEIGHT_MXFP4)
+DEFINE_QUANT_DOT(quant_dot_q4_super, WEIGHT_Q4_SUPER)
+DEFINE_QUANT_DOT(quant_dot_q5_super, WEIGHT_Q5_SUPER)
 
 typedef void quant_dot_rows(const struct linear *, const char *, int64_t, struct quant_group, int64_t, float *,
                             const char *, size_t);
@@ -239,12 +262,15 @@ static void quant_panel(const struct linear *w, void *rows, int64_t first, int64
         [WEIGHT_IQ3_XXS] = quant_dot_table,
         [WEIGHT_IQ3_S] = quant_dot_table,
         [WEIGHT_MXFP4] = quant_dot_mxfp4,
+        [WEIGHT_Q4_SUPER] = quant_dot_q4_super,
+        [WEIGHT_Q5_SUPER] = quant_dot_q5_super,
     };
-    size_t panel_bytes = (size_t)quant_num_blocks(w->k) * quant_block_bytes(quant_format_of(w->format));
+    int64_t num_blocks = quant_num_blocks(w->k);
+    size_t panel_bytes = quant_panel_bytes(quant_format_of(w->format), w->k);
     const char *panel = (const char *)w->packed + (size_t)p * panel_bytes;
-    size_t block_lines = quant_block_bytes(quant_format_of(w->format)) / 64;
+    size_t block_lines = (panel_bytes / (size_t)num_blocks + 63) / 64;
     size_t lines = (block_lines - 1) / (size_t)turns + 1;
-    const char *ahead = panel + panel_bytes + (size_t)(turn * quant_num_blocks(w->k)) * lines * 64;
+    const char *ahead = panel + panel_bytes + (size_t)(turn * num_blocks) * lines * 64;
     if (turns == 1) ahead = panel + QNEAR;
     dots[w->format](w, panel, p * PANEL, quant_group_at(w->format, w->k, rows, first, num), num, out, ahead, lines);
 }

@@ -84,6 +84,20 @@ INLINE vf load_e8m0(const void *p) {
     return (vf)select_u((vi)bits == 0, least, bits) * 0.5f;
 }
 
+/* W bytes, unsigned, as float32. */
+INLINE vf load_u8(const void *p) {
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(p)));
+#elif defined(X86_INTRINSICS)
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p)));
+#else
+    typedef uint8_t vub __attribute__((vector_size(W)));
+    vub bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector((vi)__builtin_convertvector(bytes, vu), vf);
+#endif
+}
+
 /* A table of 16 bytes, repeated as `look_up` wants it. */
 INLINE vu load_table(const uint8_t *table) {
     vu repeated;

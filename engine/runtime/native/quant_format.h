@@ -9,16 +9,21 @@
  *     weight = scale * (code - zero) - min,  codes unsigned
  *     weight = scale * table[code]           for a format with a table, which is stored plus `zero`
  *
- * A scale is float16, or with E8M0 a byte, the exponent of a power of two; the table has doubled values there.
+ * A scale is float16, or with E8M0 a byte, the exponent of a power of two; the table has doubled values there. With
+ * SCALE_CODE a scale and a minimum are bytes, times float16 of SUPER blocks, which lie ahead of these: of each row first
+ * that of the scales, then that of the minimums. These are the types' own numbers, so nothing is rounded.
  * WEIGHT_INT8 has one float32 scale for a whole row, in struct linear, and nothing but codes in its blocks. */
 #ifndef QUIRE_QUANT_FORMAT_H
 #define QUIRE_QUANT_FORMAT_H
 
 #include "quire_cpu.h"
 
-enum { QBLOCK = 32 }; /* inputs of a block, and of x that share a scale */
+enum {
+    QBLOCK = 32, /* inputs of a block, and of x that share a scale */
+    SUPER = 8,   /* blocks */
+};
 
-enum scale_kind { SCALE_OF_ROW, SCALE_E8M0, SCALE_F16 }; /* also the bytes of a scale in a block */
+enum scale_kind { SCALE_OF_ROW, SCALE_E8M0, SCALE_CODE, SCALE_F16 };
 
 struct quant_format {
     int bits, group, scale, has_min, zero, has_table;
@@ -41,6 +46,8 @@ static inline __attribute__((always_inline)) struct quant_format quant_format_of
     case WEIGHT_IQ3_XXS:
     case WEIGHT_IQ3_S: return (struct quant_format){4, 32, SCALE_F16, 0, 128, 1};
     case WEIGHT_MXFP4: return (struct quant_format){4, 32, SCALE_E8M0, 0, 128, 1};
+    case WEIGHT_Q4_SUPER: return (struct quant_format){4, 32, SCALE_CODE, 1, 0, 0};
+    case WEIGHT_Q5_SUPER: return (struct quant_format){5, 32, SCALE_CODE, 1, 0, 0};
     default: return (struct quant_format){8, 32, SCALE_OF_ROW, 0, 128, 0}; /* WEIGHT_INT8 */
     }
 }
@@ -58,9 +65,19 @@ static inline const uint8_t *quant_table_of(int32_t format) {
 
 static inline int is_quantised(int32_t format) { return format >= WEIGHT_INT8; }
 
+/* Bytes of a scale, and of a minimum if there are any. */
+static inline __attribute__((always_inline)) int quant_scale_bytes(struct quant_format f) {
+    return f.scale == SCALE_OF_ROW ? 0 : f.scale == SCALE_F16 ? 2 : 1;
+}
+
+/* Bytes of the scales, or minimums, of SUPER blocks. */
+static inline __attribute__((always_inline)) int quant_super_bytes(struct quant_format f) {
+    return f.scale == SCALE_CODE ? 2 * 2 * PANEL : 0;
+}
+
 /* Bytes of a block ahead of its codes. */
 static inline __attribute__((always_inline)) size_t quant_head_bytes(struct quant_format f) {
-    return (size_t)(QBLOCK / f.group * (f.scale + 2 * f.has_min) * PANEL);
+    return (size_t)(QBLOCK / f.group * quant_scale_bytes(f) * (1 + f.has_min) * PANEL);
 }
 
 static inline __attribute__((always_inline)) size_t quant_block_bytes(struct quant_format f) {
@@ -68,5 +85,10 @@ static inline __attribute__((always_inline)) size_t quant_block_bytes(struct qua
 }
 
 static inline int64_t quant_num_blocks(int64_t k) { return (k + QBLOCK - 1) / QBLOCK; }
+
+static inline size_t quant_panel_bytes(struct quant_format f, int64_t k) {
+    int64_t num = quant_num_blocks(k), num_supers = (num + SUPER - 1) / SUPER;
+    return (size_t)num * quant_block_bytes(f) + (size_t)(num_supers * quant_super_bytes(f));
+}
 
 #endif

@@ -31,9 +31,11 @@ struct block {
     int zero;
     const uint8_t *table;
     uint8_t exponent; /* MXFP4: the scale as it is stored */
+    uint8_t scale_code, min_code; /* Q4_K, Q5_K: likewise, ... */
+    const uint8_t *supers;        /* ... and the two float16 that they are multiplied by */
 };
 
-enum { STRIP = 8 }; /* blocks of a row that are packed in turn: what several rows write then stays in the cache */
+enum { STRIP = SUPER }; /* blocks of a row that are packed in turn: what several rows write then stays in the cache */
 #define EACH_QUAD(i) _Pragma("GCC unroll 8") for (int i = 0; i < QBLOCK / 4; i++)
 #define CONSTANT static inline __attribute__((always_inline)) /* compiled for each type and format */
 
@@ -101,6 +103,8 @@ CONSTANT void read_k_scales(struct block *to, const uint8_t *p, int part) {
     int scale = part < 4 ? packed[part] & 63 : (packed[part + 4] & 15) | packed[part - 4] >> 6 << 4;
     int min = part < 4 ? packed[part + 4] & 63 : packed[part + 4] >> 4 | packed[part] >> 6 << 4;
     set_scales(to, f16_to_f32(p) * (float)scale, f16_to_f32(p + 2) * (float)min, 0);
+    to->scale_code = (uint8_t)scale, to->min_code = (uint8_t)min;
+    to->supers = p;
 }
 
 /* Low four bits: two parts of 32 share 32 bytes. */
@@ -236,6 +240,7 @@ CONSTANT void read_short_block(int32_t kind, const uint8_t *row, int64_t b, stru
 CONSTANT void read_block(int32_t kind, const uint8_t *grid, const uint8_t *row, int64_t b, struct block *to) {
     int part = (int)(b % 8);
     to->table = NULL;
+    to->supers = NULL;
     to->min[0] = to->min[1] = 0;
     switch (kind) {
     case GGUF_Q2_K: read_q2_k(to, row + b / 8 * 84, part); break;
@@ -286,10 +291,11 @@ CONSTANT void write_head(struct quant_format f, const struct block *from, const 
                          uint8_t *block, int64_t r) {
     const int num = QBLOCK / f.group;
     for (int g = 0; g < num; g++) {
-        uint8_t *head = block + g * (f.scale + 2 * f.has_min) * PANEL;
+        uint8_t *head = block + g * quant_scale_bytes(f) * (1 + f.has_min) * PANEL;
         if (f.scale == SCALE_E8M0) head[r] = from->exponent;
         if (f.scale == SCALE_F16) memcpy(head + r * 2, heads->halves + b * num + g, 2);
-        if (f.has_min) memcpy(head + (PANEL + r) * 2, heads->halves + (STRIP + b) * num + g, 2);
+        if (f.scale == SCALE_F16 && f.has_min) memcpy(head + (PANEL + r) * 2, heads->halves + (STRIP + b) * num + g, 2);
+        if (f.scale == SCALE_CODE) head[r] = from->scale_code, head[PANEL + r] = from->min_code;
     }
 }
 
@@ -304,6 +310,12 @@ static inline __attribute__((always_inline)) uint8_t *write_plane(const uint32_t
         memcpy(to, &packed, sizeof packed);
     }
     return to;
+}
+
+/* Write what the blocks of a strip have in common where weight row `r` of a panel has it. */
+CONSTANT void write_supers(struct quant_format f, const struct block *from, uint8_t *super, int64_t r) {
+    for (int i = 0; i < 2 && f.scale == SCALE_CODE && from->supers; i++)
+        memcpy(super + (i * PANEL + r) * 2, from->supers + 2 * i, 2);
 }
 
 /* Write the codes of a block where weight row `r` of a panel has them. */
@@ -333,21 +345,24 @@ CONSTANT void pack_rows_as(const struct quant_source *s, const uint8_t *rows, in
                            int32_t format) {
     const struct quant_format f = quant_format_of(format);
     const int64_t num_blocks = quant_num_blocks(s->k);
-    const size_t block_bytes = quant_block_bytes(f);
+    const size_t block_bytes = quant_block_bytes(f), panel_bytes = quant_panel_bytes(f, s->k);
     void (*narrow)(const float *, uint16_t *, int64_t) = active_kernels()->narrow_f16;
     for (int64_t strip = 0; strip < num_blocks; strip += STRIP) {
         int64_t after = strip + STRIP < num_blocks ? strip + STRIP : num_blocks;
         for (int64_t i = begin; i < end; i++) {
             struct block blocks[STRIP];
             struct heads heads = {0};
-            int64_t to = target_row(s, i), first = to / PANEL * num_blocks + strip;
-            uint8_t *out = (uint8_t *)s->packed + (size_t)first * block_bytes;
+            int64_t to = target_row(s, i);
+            uint8_t *out = (uint8_t *)s->packed + (size_t)(to / PANEL) * panel_bytes + (size_t)strip * block_bytes;
+            out += strip / SUPER * quant_super_bytes(f);
             for (int64_t b = 0; b < after - strip; b++) {
                 read_block(kind, s->from.grid, rows + (i - begin) * s->from.row_bytes, strip + b, blocks + b);
                 note_head(f, blocks + b, &heads, b);
             }
             if (f.scale == SCALE_F16)
                 narrow(heads.values, heads.halves, (1 + f.has_min) * STRIP * QBLOCK / f.group);
+            write_supers(f, blocks, out, to % PANEL);
+            out += quant_super_bytes(f);
             for (int64_t b = 0; b < after - strip; b++, out += block_bytes) {
                 write_head(f, blocks + b, &heads, b, out, to % PANEL);
                 write_codes(f, blocks + b, out, to % PANEL);
@@ -371,8 +386,8 @@ static void pack_tile(const void *context, const uint8_t *rows, int64_t begin, i
     PACK_CASE(GGUF_Q8_0, WEIGHT_Q8)
     PACK_CASE(GGUF_Q2_K, WEIGHT_Q2_HALF_MIN)
     PACK_CASE(GGUF_Q3_K, WEIGHT_Q3_HALF)
-    PACK_CASE(GGUF_Q4_K, WEIGHT_Q4_MIN)
-    PACK_CASE(GGUF_Q5_K, WEIGHT_Q5_MIN)
+    PACK_CASE(GGUF_Q4_K, WEIGHT_Q4_SUPER)
+    PACK_CASE(GGUF_Q5_K, WEIGHT_Q5_SUPER)
     PACK_CASE(GGUF_Q6_K, WEIGHT_Q6_HALF)
     PACK_CASE(GGUF_IQ3_XXS, WEIGHT_IQ3_XXS)
     PACK_CASE(GGUF_IQ3_S, WEIGHT_IQ3_S)
@@ -468,16 +483,22 @@ void quant_unpack_rows(const struct embed_args *a, int64_t begin, int64_t end) {
     const int64_t num_blocks = quant_num_blocks(a->width);
     for (int64_t i = begin; i < end; i++) {
         int64_t r = a->ids[i] % PANEL;
-        const uint8_t *panel = (const uint8_t *)a->table + (size_t)(a->ids[i] / PANEL * num_blocks) * block_bytes;
+        const uint8_t *panel = (const uint8_t *)a->table + (size_t)(a->ids[i] / PANEL) * quant_panel_bytes(f, a->width);
+        const uint8_t *supers = panel;
         for (int64_t b = 0; b < num_blocks; b++, panel += block_bytes) {
+            if (b % SUPER == 0) supers = panel, panel += quant_super_bytes(f);
             struct block block = {.zero = f.zero, .table = f.has_table ? quant_table_of(a->format) : NULL};
             float values[QBLOCK], *out = a->out + i * a->width + b * QBLOCK;
             for (int half = 0; half < 2; half++) {
-                const uint8_t *head = panel + half * 16 / f.group * (f.scale + 2 * f.has_min) * PANEL;
+                const uint8_t *head = panel + half * 16 / f.group * quant_scale_bytes(f) * (1 + f.has_min) * PANEL;
                 uint32_t bits = head[r] < 2 ? (uint32_t)0x00200000 << head[r] : (uint32_t)(head[r] - 1) << 23;
+                if (f.scale == SCALE_E8M0) memcpy(&block.scale[half], &bits, sizeof bits);
                 if (f.scale == SCALE_F16) block.scale[half] = f16_to_f32(head + r * 2);
-                else memcpy(&block.scale[half], &bits, sizeof bits);
-                if (f.has_min) block.min[half] = f16_to_f32(head + (PANEL + r) * 2);
+                if (f.scale == SCALE_F16 && f.has_min) block.min[half] = f16_to_f32(head + (PANEL + r) * 2);
+                if (f.scale == SCALE_CODE) {
+                    block.scale[half] = f16_to_f32(supers + r * 2) * (float)head[r];
+                    block.min[half] = f16_to_f32(supers + (PANEL + r) * 2) * (float)head[PANEL + r];
+                }
             }
             read_codes(f, panel + quant_head_bytes(f) + 4 * r, block.quads);
             block_values(&block, values);

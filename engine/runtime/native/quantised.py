@@ -20,12 +20,15 @@ from engine.runtime.native.rows import StoredRows, in_halves
 
 
 class _Needs(NamedTuple):
-    """What a row format needs to hold a type without loss: bits, finer scales, minimums, a table."""
+    """What a row format needs to hold a type without loss: bits, finer scales, minimums.
+
+    A matrix of one type, or of several with the same `exact` format, has that format.
+    """
 
     bits: int
     has_halves: bool
     has_min: bool
-    table: WeightFormat | None = None
+    exact: WeightFormat | None = None
 
 
 _NEEDS = {
@@ -36,8 +39,8 @@ _NEEDS = {
     8: _Needs(8, False, False),  # Q8_0
     10: _Needs(2, True, True),  # Q2_K
     11: _Needs(3, True, False),  # Q3_K
-    12: _Needs(4, False, True),  # Q4_K
-    13: _Needs(5, False, True),  # Q5_K
+    12: _Needs(4, False, True, WeightFormat.Q4_SUPER),  # Q4_K
+    13: _Needs(5, False, True, WeightFormat.Q5_SUPER),  # Q5_K
     14: _Needs(6, True, False),  # Q6_K
     18: _Needs(8, False, False, WeightFormat.IQ3_XXS),
     20: _Needs(8, False, False, WeightFormat.IQ4),  # IQ4_NL
@@ -45,7 +48,7 @@ _NEEDS = {
     23: _Needs(8, False, False, WeightFormat.IQ4),  # IQ4_XS
     39: _Needs(8, False, False, WeightFormat.MXFP4),
 }
-_FORMATS = {  # what each row format without a table has, smallest first
+_FORMATS = {  # what each row format that holds several types has, smallest first
     WeightFormat.Q2_HALF_MIN: _Needs(2, True, True),
     WeightFormat.Q3_HALF: _Needs(3, True, False),
     WeightFormat.Q4: _Needs(4, False, False),
@@ -65,16 +68,16 @@ def is_served_quantised(kinds: Iterable[int]) -> bool:
 
     The exponents of MXFP4 have no other row format, so its parts do not mix with those of other types.
     """
-    tables = {_NEEDS[kind].table if kind in _NEEDS else None for kind in kinds}
-    return all(kind in _NEEDS for kind in kinds) and (WeightFormat.MXFP4 not in tables or len(tables) == 1)
+    exact = {_NEEDS[kind].exact if kind in _NEEDS else None for kind in kinds}
+    return all(kind in _NEEDS for kind in kinds) and (WeightFormat.MXFP4 not in exact or len(exact) == 1)
 
 
 def format_for(kinds: Sequence[int]) -> WeightFormat:
     """Return the smallest row format that holds all these types without loss."""
     needs = [_NEEDS[kind] for kind in kinds]
-    table = needs[0].table
-    if table is not None and all(need.table is table for need in needs):
-        return table
+    exact = needs[0].exact
+    if exact is not None and all(need.exact is exact for need in needs):
+        return exact
     wanted = [max(column) for column in zip(*(need[:3] for need in needs), strict=True)]
     return next(name for name, has in _FORMATS.items() if all(a >= b for a, b in zip(has, wanted, strict=False)))
 

@@ -260,7 +260,7 @@ EXPORT int32_t quire_dequantise(const struct dequant_args *a) {
 
 /* Bytes of a quantised matrix [n, k]. */
 EXPORT int64_t quire_quant_bytes(int32_t format, int64_t n, int64_t k) {
-    return (n + PANEL - 1) / PANEL * quant_num_blocks(k) * (int64_t)quant_block_bytes(quant_format_of(format));
+    return (n + PANEL - 1) / PANEL * (int64_t)quant_panel_bytes(quant_format_of(format), k);
 }
 
 /* Pack rows; float32 and bfloat16 of an even number of columns. */

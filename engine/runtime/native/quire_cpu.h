@@ -107,10 +107,12 @@ enum weight_format {
     WEIGHT_Q5_MIN = 11,
     WEIGHT_Q6_HALF = 12,
     WEIGHT_Q6_HALF_MIN = 13,
-    WEIGHT_IQ4 = 14, /* from here on codes are indices of a table */
+    WEIGHT_IQ4 = 14, /* from here to WEIGHT_MXFP4 codes are indices of a table */
     WEIGHT_IQ3_XXS = 15,
     WEIGHT_IQ3_S = 16,
     WEIGHT_MXFP4 = 17,
+    WEIGHT_Q4_SUPER = 18, /* these have no table */
+    WEIGHT_Q5_SUPER = 19,
 };
 
 enum activation { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_GELU = 3 };

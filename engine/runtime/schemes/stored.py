@@ -1,7 +1,7 @@
 """Weights of a quantised checkpoint, multiplied as stored where this device has a product for them.
 
-On a CPU the native library multiplies rows of 4 or 8 bits; on CUDA tensor cores multiply FP8 with a scale for a row or
-for a part. Other matrices are dequantised while they are loaded.
+On a CPU the native library multiplies rows of 4 or 8 bits. On CUDA tensor cores multiply FP8 with a scale for a row or
+for a part, and kernels decode other codes of 4 or 8 bits. Other matrices are dequantised while they are loaded.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import Counter
 
 import torch
 
+from engine.runtime.cuda.available import has_fp8, has_triton
 from engine.runtime.linear import CODES, Product
 from engine.runtime.native.library import Isa, native
 from engine.runtime.native.quantised import QuantisedLinear, is_served_quantised
@@ -46,7 +47,8 @@ class StoredScheme(Scheme):
 
     def product(self, matrix: Matrix) -> Product:
         """Return the product with the codes as stored, or with floats."""
-        made = self._native(matrix) if matrix.device.type == "cpu" else self._fp8(matrix)
+        is_on_cpu = matrix.device.type == "cpu"
+        made = self._native(matrix) if is_on_cpu else self._fp8(matrix) or self._packed(matrix)
         if made is not None:
             return made
         if any(self.storage.is_packed(bundle.name) for bundle in matrix.bundles):
@@ -89,6 +91,23 @@ class StoredScheme(Scheme):
             product.store(bundle.first_row, part.values, part.scales)
         self._counts["in fp8"] += len(matrix.bundles)
         return product
+
+    def _packed(self, matrix: Matrix) -> Product | None:
+        """Return the product of our kernels, which decode codes; None if they lack a part's, or for a head."""
+        if matrix.is_head or matrix.dense is not None or not has_triton(matrix.device):
+            return None
+        unpacked = [self.storage.unpack(bundle.name, bundle.tensors) for bundle in matrix.bundles]
+        parts = [part for part in unpacked if part is not None]
+        if len(parts) < len(unpacked):
+            return None
+        from engine.runtime.cuda.packed import pack_rows  # imports Triton, which a CPU-only machine may lack
+        from engine.runtime.cuda.packed_linear import PackedProduct
+
+        rows = pack_rows(parts)
+        if rows is None or (rows.kind == "fp8" and not has_fp8(matrix.device)):
+            return None
+        self._counts["in 4 bits" if rows.kind in ("int4", "mxfp4") else "in 8 bits"] += len(parts)
+        return PackedProduct(rows._replace(bias=matrix.bias).on(matrix.device))
 
     def summary(self) -> str:
         """Return how the packed matrices are multiplied."""
