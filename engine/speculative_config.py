@@ -35,9 +35,7 @@ METHODS = {
     "mtp": Method(
         "engine.speculation:FromMTP", ("model", "max_model_len"), check="engine.runtime.models.config_file:check_mtp"
     ),
-    "eagle3": Method(
-        "engine.speculation:FromEagle3", _MODEL, True, "engine.runtime.speculation.eagle3_config:check_eagle3"
-    ),
+    "eagle3": Method("engine.speculation:FromEagle3", _MODEL, True, "engine.runtime.models.eagle3_config:check_eagle3"),
 }
 
 _CHOICES = f"{', '.join(METHODS)}, or name a model that drafts"

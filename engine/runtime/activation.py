@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, auto
 
 
@@ -11,3 +12,11 @@ class Activation(Enum):
     SILU = auto()
     GELU_TANH = auto()
     GELU = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """gpt-oss's activation: (u + 1) * g * sigmoid(alpha * g), g <= limit, -limit <= u <= limit."""
+
+    alpha: float
+    limit: float

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.core.step import Sample, SequenceSlice
 from engine.core.types import SamplingParams
-from engine.runtime.activation import Activation
+from engine.runtime.activation import Activation, Clamp
 from engine.runtime.attention.base import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
@@ -34,7 +34,7 @@ from engine.runtime.cuda.mask import mask_rows
 from engine.runtime.cuda.mixture import CudaExperts
 from engine.runtime.cuda.norm import add_rms_norm
 from engine.runtime.cuda.packed import Rows
-from engine.runtime.cuda.packed_linear import MOST_ROWS, PackedProduct, decode
+from engine.runtime.cuda.packed_linear import PackedProduct, decode
 from engine.runtime.cuda.rope_store import rotate_and_store
 from engine.runtime.cuda.routing import route
 from engine.runtime.cuda.sampling import Penalties, sample
@@ -42,7 +42,7 @@ from engine.runtime.cuda.sampling_edits import TokenCounts, add_to_tokens, ban_t
 from engine.runtime.cuda.sampling_row import Draws
 from engine.runtime.cuda.store import PoolView, view_pool
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
-from engine.runtime.models.config import Clamp, RouterConfig
+from engine.runtime.routing import RouterConfig
 from engine.runtime.sampling.bans import Ban
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
@@ -51,7 +51,7 @@ INT8, FP8 = torch.int8, torch.float8_e4m3fn
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 _FIRST_WITH_FP8 = 89
 _KEYS = 64  # for which instructions are counted
-_MOST_SPILLED = 64  # bytes of registers a thread; smaller tiles would cost more
+_MOST_SPILLED = 80  # bytes of registers a thread; smaller tiles would cost more
 
 
 class Kernel(NamedTuple):
@@ -345,23 +345,17 @@ def _rows(kind: str, num_outputs: int, num_inputs: int, experts: tuple[int, ...]
     return Rows(numbers, None, kind, scales, zeros, group, 128 if kind == "int8" else 0)
 
 
-def packed_cases(capability: int, kinds: Sequence[str] = ("int4", "int8", "mxfp4", "fp8")) -> Iterator[Case]:
-    """Yield products with codes, of one row, of some, and of so many that the matrix is decoded before."""
+def packed_cases(capability: int) -> Iterator[Case]:
+    """Yield products with codes, of one row and of some, and the decoding of a matrix for many rows."""
 
-    def multiply(kind: str, num_outputs: int, num_inputs: int, num_rows: int) -> None:
-        product = PackedProduct(_rows(kind, num_outputs, num_inputs))
-        if num_rows > MOST_ROWS:
-            decode(product.rows, BF16)
-        else:
-            product(torch.zeros(num_rows, num_inputs, dtype=BF16))
+    def multiply(kind: str, num_rows: int) -> None:
+        PackedProduct(_rows(kind, 4096, 4096))(torch.zeros(num_rows, 4096, dtype=BF16))
 
+    kinds = ("int4", "int8", "mxfp4", "fp8") if capability >= _FIRST_WITH_FP8 else ("int4", "int8", "mxfp4")
     for kind in kinds:
-        if kind == "fp8" and capability < _FIRST_WITH_FP8:
-            continue
-        for num_outputs, num_inputs in ((28_672, 4096), (4096, 4096)) if kind == "int4" else ((28_672, 4096),):
-            for num_rows in (1, 64, 4096) if kind == "int4" else (1, 4096):
-                shape = f"{num_outputs} x {num_inputs} in {kind}, {num_rows} rows"
-                yield shape, partial(multiply, kind, num_outputs, num_inputs, num_rows)
+        for num_rows in (1, 64) if kind == "int4" else (1,):
+            yield f"4096 x 4096 in {kind}, {num_rows} rows", partial(multiply, kind, num_rows)
+    yield "4096 x 4096 in int4, decoded", partial(decode, _rows("int4", 4096, 4096), BF16)
 
 
 def sampling_cases() -> Iterator[Case]:
@@ -399,6 +393,7 @@ def compile_all(capability: int, *, is_brief: bool) -> list[Kernel]:
             latent_cases(capability),
             layer_cases(capability),
             mixture_cases(capability),
+            packed_cases(capability),
             sampling_cases(),
         )
         compiler.compile([case for part in cases for case in part])

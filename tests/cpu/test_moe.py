@@ -19,12 +19,13 @@ from engine.config import EngineConfig
 from engine.core.errors import AdapterLoadError, MemoryBudgetError, ModelLoadError
 from engine.core.scheduler import Scheduler
 from engine.model_check import check_model
-from engine.runtime.activation import Activation
-from engine.runtime.models.config import Clamp, GroupScoring, MoEConfig, RouterConfig, Scoring
+from engine.runtime.activation import Activation, Clamp
+from engine.runtime.models.config import MoEConfig
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_model
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.moe import MoE, Router
+from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 from engine.runtime.schemes.base import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.expert_names import expert_parts

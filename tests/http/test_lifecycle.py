@@ -126,7 +126,7 @@ def test_a_stream_that_has_nothing_to_say_shows_that_it_lives(serve: Serve) -> N
         live.gate.open()
         said = [line for line in lines if line and not line.startswith(":")]
     assert said[-1] == "data: [DONE]"
-    assert json.loads(said[0].removeprefix("data: "))["choices"][0]["text"] == "h"
+    assert json.loads(said[0].removeprefix("data: "))["choices"][0]["text"].startswith("h")
 
 
 def test_a_client_that_leaves_within_its_body_costs_nothing(live: Live) -> None:

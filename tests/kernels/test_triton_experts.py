@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runtime.activation import Activation
+from engine.runtime.activation import Activation, Clamp
 from engine.runtime.cuda import experts, routing
 from engine.runtime.cuda.experts import choose_tile, combine, down, gate_and_up
 from engine.runtime.cuda.fp8_linear import Fp8Linear
@@ -19,9 +19,10 @@ from engine.runtime.cuda.packed import Rows
 from engine.runtime.cuda.routing import route, sort_by_expert
 from engine.runtime.decode_graphs import DecodeGraphs
 from engine.runtime.linear import Dense, Product
-from engine.runtime.models.config import Clamp, GroupScoring, MoEConfig, RouterConfig, Scoring
+from engine.runtime.models.config import MoEConfig
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.moe import MoE, Router
+from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 from engine.runtime.schemes.base import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from tests.cpu.model_driver import make_runner, request, serve, settings

@@ -102,7 +102,7 @@ def test_targets_of_compressed_tensors(tmp_path: Path) -> None:
 
 REFUSED = {
     "unknown": ({"quant_method": "hqq"}, "'hqq', which cannot be read; serve the checkpoint"),
-    "unnamed": ({"foo": 1}, "'unknown', which cannot be read"),
+    "unnamed": ({"foo": 1}, "'quant_method' is missing; serve the checkpoint"),
     "gptq-marlin": (GPTQ | {"checkpoint_format": "marlin"}, "format 'marlin' is laid out for one kernel"),
     "gptq-planar": (GPTQ | {"format": "gptq_p"}, "format 'gptq_p'"),
     "gptq-bits": (GPTQ | {"bits": 5}, "GPTQ with 5 bits cannot be read, only 2, 3, 4, 8"),

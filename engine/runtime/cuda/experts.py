@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.activation import Activation
+from engine.runtime.activation import Activation, Clamp
 from engine.runtime.cuda.activation import share_of
 from engine.runtime.cuda.attention_tile import PRECISION
 from engine.runtime.cuda.packed import Rows, block_of, load_weights, scale_rows
 from engine.runtime.cuda.routing import Order
-from engine.runtime.models.config import Clamp
 
 _NO_CLAMP = Clamp(0.0, 0.0)
 _BLOCK = 1024  # columns that a program of the sum adds up

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from engine.runtime.activation import Activation
+from engine.runtime.activation import Activation, Clamp
 from engine.runtime.cuda.experts import choose_tile, combine, down, gate_and_up
 from engine.runtime.cuda.fp8_linear import Fp8Linear
 from engine.runtime.cuda.packed import Rows
@@ -21,7 +21,6 @@ from engine.runtime.cuda.packed_linear import PackedProduct
 from engine.runtime.cuda.routing import Order, sort_by_expert
 from engine.runtime.kv_layout import movable
 from engine.runtime.linear import Dense, Linear, Product
-from engine.runtime.models.config import Clamp
 from engine.runtime.ops import act_mul, clamped_mul
 
 _ALIGNMENT = 16  # bytes, of the sides of a grouped product

@@ -20,11 +20,11 @@ from engine.core.errors import ModelLoadError
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.base import LayerAttention
 from engine.runtime.models.decoder import DecoderLayer
+from engine.runtime.models.eagle3_config import Eagle3Config
 from engine.runtime.models.layers import MLP, Angles, Attention, RMSNorm
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.rope import Rotary
 from engine.runtime.schemes.base import Scheme
-from engine.runtime.speculation.eagle3_config import Eagle3Config
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.fill import Load
 

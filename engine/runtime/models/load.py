@@ -17,13 +17,13 @@ from engine.runtime.models.base import CausalLM
 from engine.runtime.models.config_file import check_mtp, is_native, read_model_config, require_readable, servable
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.eagle3 import Eagle3
+from engine.runtime.models.eagle3_config import foreign_target, read_eagle3
 from engine.runtime.models.families import read_config
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.mtp import MTPHead
 from engine.runtime.native.library import native
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.base import Circumstances, Scheme
-from engine.runtime.speculation.eagle3_config import foreign_target, read_eagle3
 from engine.runtime.weights.checkpoint import Checkpoint, Report
 from engine.runtime.weights.fill import check_size, fill
 from engine.runtime.weights.formats import FORMATS, choose_format

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from engine.runtime.cuda.available import has_triton, uses_triton
 from engine.runtime.linear import Linear
-from engine.runtime.models.config import GroupScoring, MoEConfig, RouterConfig, Scoring
+from engine.runtime.models.config import MoEConfig
 from engine.runtime.models.layers import LayerAdapters
 from engine.runtime.models.maker import Maker
 from engine.runtime.native.library import LinearArgs, RouterArgs, native
 from engine.runtime.native.moe import Experts, Mixture
 from engine.runtime.ops import clamped_mul
+from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 from engine.runtime.schemes.base import Scheme
 from engine.runtime.weights.fill import Load
 
