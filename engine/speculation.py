@@ -99,7 +99,7 @@ class FromText(Speculation):
 
 
 class FromModel(Speculation):
-    """Drafts by a smaller model, with a pool of its own."""
+    """Drafts by a smaller model, with a separate pool."""
 
     def __init__(self, setup: Setup, model: CausalLM) -> None:
         super().__init__(setup)

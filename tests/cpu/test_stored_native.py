@@ -86,7 +86,7 @@ def test_rows_hold_the_same_weights(name: str, tmp_path: Path) -> None:
     assert rows is not None
     assert rows.kind == KINDS[name]
     found = gguf.quants.dequantize(rows.rows, gguf.GGMLQuantizationType(rows.kind))
-    if name.startswith("fp8"):  # the only one that is rounded anew, to 127 steps a block of 32
+    if name.startswith("fp8"):  # the only one that is rounded again, to 127 steps a block of 32
         peak = np.abs(weight).reshape(72, -1, 32).max(2).repeat(32, 1)
         assert (np.abs(found - weight) <= peak / 127 * 0.51).all()
     else:  # scales, and scales times zeros, are float16

@@ -120,7 +120,7 @@ def _nibbles(codes: Tensor) -> Tensor:
 def _scale_of(scales):
     """Return float32 of scales, or of exponents."""
     if scales.dtype == tl.uint8:
-        bits = tl.where(scales == 0, 0x00400000, scales.to(tl.int32) << 23)  # 2**-127 has no exponent of its own
+        bits = tl.where(scales == 0, 0x00400000, scales.to(tl.int32) << 23)  # 2**-127 is subnormal
         wide = tl.where(scales == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
     else:
         wide = scales.to(tl.float32)

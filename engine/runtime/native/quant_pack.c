@@ -270,7 +270,7 @@ struct heads {
     uint16_t halves[4 * STRIP];
 };
 
-/* How much is added to codes, for a format with a zero of its own. */
+/* How much is added to codes, for a format with zero points. */
 CONSTANT int code_shift(struct quant_format f, const struct block *from) {
     return from->table || (f.has_min && f.bits < 8) ? 0 : f.zero - from->zero;
 }
