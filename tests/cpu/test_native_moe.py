@@ -74,7 +74,7 @@ def make(library: Library, shape: tuple[int, int], name: str, *, activation: int
     kind = Kind[name]
     rows = random_rows(shape[0], shape[1], kind, scale=2**-9)
     rows = rows[torch.randperm(shape[0]).numpy()]  # each matrix of the test is another one
-    packed = QuantisedLinear.from_gguf(library, [StoredRows(int(kind), rows)], shape[1], dtype, bias, activation)
+    packed = QuantisedLinear.from_rows(library, [StoredRows(int(kind), rows)], shape[1], dtype, bias, activation)
     return Weight(packed, dequantised(rows, kind), wide, is_quantised=True)
 
 

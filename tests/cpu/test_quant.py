@@ -88,7 +88,7 @@ def exact_bytes(num_rows: int, num_inputs: int) -> Tensor:
 def test_every_type_of_a_gguf_file(library: Library, kind: Kind, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     rows, bias = random_rows(75, 512, kind), torch.randn(75).to(dtype)
-    linear = QuantisedLinear.from_gguf(library, [StoredRows(int(kind), rows)], 512, dtype, bias)
+    linear = QuantisedLinear.from_rows(library, [StoredRows(int(kind), rows)], 512, dtype, bias)
     name, size = FORMATS[kind]
     assert (linear.args.format, linear._packed.nbytes) == (name, 96 * 512 // 32 * size)
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 29):
@@ -122,7 +122,7 @@ def test_gates_and_ups(library: Library, kinds: tuple[Kind, Kind] | None, width:
     bias, weight = torch.randn(2 * width), torch.randn(2 * width, 512)
     rows = [StoredRows(int(kind), random_rows(width, 512, kind)) for kind in kinds or ()]
     plain, gated = (
-        QuantisedLinear.from_gguf(library, rows, 512, torch.float32, bias, code)
+        QuantisedLinear.from_rows(library, rows, 512, torch.float32, bias, code)
         if rows
         else QuantisedLinear.int8(library, weight, bias, code)
         for code in (0, 1)
@@ -140,7 +140,7 @@ def test_what_quantising_costs(library: Library) -> None:
     costs = {"int8": (QuantisedLinear.int8(library, weight, None)(x), weight.double())}
     for kind in (Kind.Q8_0, Kind.Q4_K, Kind.Q6_K):
         rows = random_rows(70, 768, kind, scale=0.0123)
-        linear = QuantisedLinear.from_gguf(library, [StoredRows(int(kind), rows)], 768, torch.float32, None)
+        linear = QuantisedLinear.from_rows(library, [StoredRows(int(kind), rows)], 768, torch.float32, None)
         costs[kind.name] = (linear(x), dequantised(rows, kind))
     for name, (y, reference) in costs.items():
         expected = x.double() @ reference.T
@@ -156,7 +156,7 @@ def test_parts_of_several_types_make_one_matrix(library: Library) -> None:
     x = exact_bytes(7, 256)
     for used in ((0, 1), (1, 3), (2, 3), (0, 1, 2, 3), (0, 2), (4, 7), (4, 2), (5, 1), (1, 6), (5, 8), tuple(range(9))):
         rows = [StoredRows(int(kinds[i]), parts[i]) for i in used]
-        linear = QuantisedLinear.from_gguf(library, rows, 256, torch.float32, None)
+        linear = QuantisedLinear.from_rows(library, rows, 256, torch.float32, None)
         expected = x.double() @ torch.cat([dequantised(parts[i], kinds[i]) for i in used]).T
         torch.testing.assert_close(linear(x).double(), expected, rtol=1e-6, atol=2e-6 * expected.abs().max().item())
 
@@ -170,7 +170,7 @@ def test_a_row_is_one_result(library: Library, kind: Kind | None) -> None:
         linear = QuantisedLinear.int8(library, torch.randn(600, 512).bfloat16(), None)
     else:
         rows = [StoredRows(int(kind), random_rows(600, 512, kind))]
-        linear = QuantisedLinear.from_gguf(library, rows, 512, torch.bfloat16, None)
+        linear = QuantisedLinear.from_rows(library, rows, 512, torch.bfloat16, None)
     whole = linear(x)
     for start, stop in ((0, 1), (66, 67), (3, 5), (10, 27), (0, 64)):
         library.use_threads(1 + start % 2)

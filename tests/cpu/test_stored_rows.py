@@ -42,9 +42,9 @@ def test_quantised_rows(library: Library, kind: Kind, head_rows: int, tmp_path: 
     rows = random_rows(NUM_ROWS, NUM_INPUTS, kind)
     stored = in_file(rows, kind, tmp_path / "rows", head_rows)
     ids = torch.tensor([79, 0, 33, 79])
-    found = QuantisedLinear.from_gguf(library, [stored], NUM_INPUTS, torch.float32, None).rows(ids)
+    found = QuantisedLinear.from_rows(library, [stored], NUM_INPUTS, torch.float32, None).rows(ids)
     ordered = StoredRows(int(kind), in_halves(rows, head_rows))
-    assert torch.equal(found, QuantisedLinear.from_gguf(library, [ordered], NUM_INPUTS, torch.float32, None).rows(ids))
+    assert torch.equal(found, QuantisedLinear.from_rows(library, [ordered], NUM_INPUTS, torch.float32, None).rows(ids))
     expected = torch.from_numpy(dequantize(ordered.rows, kind))[ids]
     torch.testing.assert_close(found, expected, rtol=2**-9, atol=float(expected.abs().amax()) * 2**-9)
 
@@ -65,4 +65,4 @@ def test_a_file_that_was_cut(library: Library, tmp_path: Path) -> None:
     stored = in_file(rows, Kind.Q8_0, tmp_path / "rows")
     (tmp_path / "rows").write_bytes(bytes(100))
     with pytest.raises(ModelLoadError, match="shorter"):
-        QuantisedLinear.from_gguf(library, [stored], NUM_INPUTS, torch.float32, None)
+        QuantisedLinear.from_rows(library, [stored], NUM_INPUTS, torch.float32, None)

@@ -17,7 +17,7 @@ struct latent {
 
 /* The intermediate results of a layer, in the model's type. */
 struct latent_room {
-    char *normed, *queries; /* only with `queries`: its input, if that is not packed at once, and its result */
+    char *normed, *queries; /* the input of `queries`, unless it is packed directly, and its result */
     char *absorbed;         /* [T, num_heads, rank + rope_dim], queries that meet the rows of the pool */
     char *keys;             /* [T, rank + rope_dim], new rows of the pool */
     char *mixed;            /* [T, num_heads, rank], weighted sums of latents */

@@ -139,7 +139,7 @@ class QuantisedLinear(NativeLinear):
             self.args.bias = bias.data_ptr()
 
     @classmethod
-    def from_gguf(
+    def from_rows(
         cls,
         library: Library,
         parts: Sequence[StoredRows],

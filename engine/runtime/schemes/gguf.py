@@ -45,4 +45,4 @@ class GGUFScheme(Scheme):
         if library is None or parts is None or not is_served_quantised([part.kind for part in parts]):
             return None
         code = CODES[matrix.activation]
-        return QuantisedLinear.from_gguf(library, parts, matrix.shape[1], matrix.dtype, matrix.bias, code)
+        return QuantisedLinear.from_rows(library, parts, matrix.shape[1], matrix.dtype, matrix.bias, code)

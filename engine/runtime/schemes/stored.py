@@ -72,7 +72,7 @@ class StoredScheme(Scheme):
         for part in parts:
             self._counts[f"in {_BITS[part.kind]} bits"] += 1
         code = CODES[matrix.activation]
-        return QuantisedLinear.from_gguf(library, parts, matrix.shape[1], matrix.dtype, matrix.bias, code)
+        return QuantisedLinear.from_rows(library, parts, matrix.shape[1], matrix.dtype, matrix.bias, code)
 
     def _fp8(self, matrix: Matrix) -> Product | None:
         """Return the product on tensor cores; None if the matrix is not FP8 with scales for rows."""
