@@ -47,7 +47,7 @@ from server.telemetry.request_log import RequestLog
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import read_tenants
 
-# One line an endpoint: its module's `router` is served, and described by /openapi.json and docs/reference.md.
+# One line an endpoint: its module's `router` is served, and described by /openapi.json and docs/reference/.
 ENDPOINTS = [
     "server.openai.completions",
     "server.openai.chat",

@@ -35,10 +35,10 @@ class EngineCollector(Collector):
     """Reads rows from the engine's statistics at each scrape."""
 
     def __init__(self, engine: Engine, rows: tuple[Metric, ...], labels: Mapping[str, str]) -> None:
-        self._engine, self._rows, self._labels = engine, rows, labels
+        self._engine, self.rows, self._labels = engine, rows, labels
 
     def collect(self) -> Iterator[Family]:
-        for metric in self._rows:
+        for metric in self.rows:
             yield metric.family(self._engine.stats, self._labels)
 
 
@@ -83,6 +83,10 @@ class Metrics:
     def render(self) -> tuple[bytes, str]:
         """Return the exposition and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def collectors(self) -> list[Collector]:
+        """Return everything that is registered, for the reference."""
+        return list(self._registry._collector_to_names)  # noqa: SLF001
 
     def _add_engine(self, engine: Engine) -> None:
         """Add the engine's health, adapters and settings."""
