@@ -112,8 +112,8 @@ def test_what_runs_and_waits_is_shown_with_its_blocks_and_no_text(serve: Serve) 
     assert [sum(n * run[i] for n, *run in runs) for i in (0, 2)] == [
         seen["blocks"][name] for name in ("held", "cached")
     ]
-    first, _, waiting = seen["sequences"]
-    assert first["arrival_s"] <= first["first_scheduled_s"] <= first["first_token_s"] <= seen["time_s"]
+    running, _, waiting = seen["sequences"]
+    assert running["arrival_s"] <= running["first_scheduled_s"] <= running["first_token_s"] <= seen["time_s"]
     assert (waiting["first_scheduled_s"], waiting["first_token_s"]) == (None, None)
     assert "secret" not in str(seen)
     [tag] = {each["tag"] for each in seen["sequences"]}
