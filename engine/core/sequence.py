@@ -83,6 +83,7 @@ class History:
     first_token_s: float = -1.0
     num_cached: int = 0  # positions that it was first admitted with
     num_preemptions: int = 0
+    preempted_s: tuple[float, ...] = ()
     num_expected: float | None = None  # tokens of the answer, where the policy predicts them
 
 
