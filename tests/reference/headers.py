@@ -14,6 +14,8 @@ REQUEST = {
     "content-type": "`application/json`; `multipart/form-data` for files.",
     "content-encoding": "Only `identity`.",
     "anthropic-version": "Has no effect.",
+    "traceparent": "The caller's trace; the request's spans join it, if traces are on.",
+    "tracestate": "Travels with the trace.",
 }
 RESPONSE = {
     "x-request-id": "The request's name.",

@@ -12,6 +12,7 @@ from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
 from engine.loop import Engine
 from server.telemetry.metrics import EngineCollector, Metrics
+from server.telemetry.otlp import SpanCounts
 from tests.reference.tables import MADE, cell, table
 
 _HEAD = f"""# Metrics
@@ -30,7 +31,9 @@ def metrics_page() -> str:
     """Return the page."""
     config = SchedulerConfig(num_blocks=8, block_size=4, max_model_len=16, max_num_seqs=1, max_num_batched_tokens=16)
     engine = Engine(Scheduler(config), FakeRunner(config), vocab_size=16)
-    rows = list(dict.fromkeys(_rows(Metrics(engine, "MODEL", compat_vllm=True), engine)))
+    metrics = Metrics(engine, "MODEL", compat_vllm=True)
+    metrics.add_span_counts(SpanCounts())
+    rows = list(dict.fromkeys(_rows(metrics, engine)))
     heads = ("metric", "type", "labels", "meaning")
     lines = [_HEAD]
     for title, prefix in (("Quire's names", "quire_"), ("OpenTelemetry's names", "gen_ai_")):
@@ -57,6 +60,9 @@ def _rows(metrics: Metrics, engine: Engine) -> Iterator[Row]:
             labels = [label for label in collector._labelnames if label not in ("model_name", "engine")]
             for family in collector.describe():
                 yield _row(family, labels)
+        elif type(collector).__module__.startswith("server."):
+            for family in collector.collect():
+                yield _row(family, list(family.samples[0].labels))
 
 
 def _row(family: Family, labels: list[str]) -> Row:
