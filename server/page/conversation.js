@@ -22,6 +22,7 @@ const NUMBERS = [
   ...["temperature", "top_p", "top_k", "min_p", "max_tokens", "presence_penalty", "frequency_penalty"],
   ...["repetition_penalty", "seed"],
 ];
+const COMPLETION_TOKENS = 256;
 const MAX_TITLE = 60;
 
 export function newConversation(settings = {}) {
@@ -70,7 +71,8 @@ export function requestFor({ settings, messages }, index, { continues = false } 
   Object.assign(body, stop.length ? { stop } : {});
   if (settings.api === "completion") {
     const answered = continues ? messages[index].content : "";
-    return { path: "v1/completions", body: { ...body, prompt: messages[index - 1].content + answered } };
+    const bounded = { max_tokens: COMPLETION_TOKENS, ...body }; // the API's default is 16
+    return { path: "v1/completions", body: { ...bounded, prompt: messages[index - 1].content + answered } };
   }
   const tools = parseTools(settings.tools);
   Object.assign(body, tools.length ? { tools } : {});
