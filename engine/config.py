@@ -65,12 +65,14 @@ class EngineConfig:
         "",
         "number format of weights, activations and KV cache",
         choices=("auto", "float32", "bfloat16", "float16"),
+        is_essential=True,
     )
     quantization: str = _model(
         "auto",
         "",
         "weights: gguf and stored multiply them as the files have them (auto, unless --dtype names another format), none dequantises them; at load int8 quantises any on a CPU, fp8 on CUDA",
         choices=("auto", *SCHEMES),
+        is_essential=True,
     )
     max_model_len: int | None = _model(
         None,
@@ -79,11 +81,16 @@ class EngineConfig:
         unset="auto",
         is_auto=True,
         at_least=1,
+        is_essential=True,
     )
     seed: int = _model(0, "N", "seed of dummy weights")
 
     device: str = _device(
-        "auto", "", "where the model runs; auto takes a GPU if there is one", choices=("auto", "cpu", "cuda")
+        "auto",
+        "",
+        "where the model runs; auto takes a GPU if there is one",
+        choices=("auto", "cpu", "cuda"),
+        is_essential=True,
     )
     num_threads: int | None = _device(
         None,
@@ -107,7 +114,12 @@ class EngineConfig:
         choices=("auto", "off", "portable", "avx2", "avx512", "avx512bf16"),
     )
     gpu_memory_utilization: float = _device(
-        0.9, "SHARE", "share of the GPU's memory that Quire may use", above=0, at_most=1
+        0.9,
+        "SHARE",
+        "share of the GPU's memory that Quire may use",
+        above=0,
+        at_most=1,
+        is_essential=True,
     )
     kv_cache_memory_bytes: int | None = _device(
         None, "SIZE", "KV pool size, such as 2GiB; overrides the share", unset="measured", at_least=1
@@ -138,7 +150,12 @@ class EngineConfig:
     kv_offload_disk_gib: float = _offload("disk_gib", 8.0, "GIB", "largest size of that folder", at_least=0)
 
     max_num_seqs: int | None = _scheduling(
-        None, "N", "most sequences in one step", unset="chosen for the device", at_least=1
+        None,
+        "N",
+        "most sequences in one step",
+        unset="chosen for the device",
+        at_least=1,
+        is_essential=True,
     )
     max_num_batched_tokens: int | None = _scheduling(
         None, "N", "most tokens in one step", unset="chosen for the device", at_least=1
@@ -189,6 +206,7 @@ class EngineConfig:
         "NAME=PATH",
         "adapters: folders saved by PEFT, or ids of a hub; requests name one as their model",
         unset="none",
+        is_essential=True,
     )
     max_loras: int | None = _lora(
         None,

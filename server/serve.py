@@ -62,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(settings.log_level, settings.log_format)
     for notice in settings.notices:
         log.warning(name_origins(notice, settings))
+    if settings.remarks:
+        log.info("no effect here: %s", "; ".join(settings.remarks))
     try:
         plan = _prepare(settings)
         with bind(settings.host, settings.port) as listener:

@@ -40,12 +40,14 @@ class AppConfig:
         "",
         "format of the model's tool calls; auto reads it off the chat template, none leaves calls in the text",
         choices=("auto", "none", *TOOL_FORMATS),
+        is_essential=True,
     )
     reasoning_parser: str = _model(
         "auto",
         "",
         "format of the model's reasoning; auto reads it off the chat template, none leaves reasoning in the text",
         choices=("auto", "none", *REASONING_TAGS, *CHANNEL_NAMES),
+        is_essential=True,
     )
     pooling: str = _model(
         "last",
@@ -137,6 +139,7 @@ class AppConfig:
         name="api_key",
         unset="open to all",
         is_secret=True,
+        is_essential=True,
     )
     tenants: Path | None = _security(
         None,
