@@ -36,6 +36,7 @@ from server.settings.flags import load_settings, name_origins
 from server.settings.serve_config import ServeConfig
 from server.settings.settings import Settings
 from server.telemetry.logs import configure_logging
+from server.telemetry.otlp_endpoints import find_endpoints
 from server.tenancy.tenant_file import read_tenants
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def _prepare(settings: Settings) -> _Plan:
             raise ConfigError(
                 f"--lora-modules has {module.name}={module.path}, but that is the model's own name; choose another name."
             )
+    find_endpoints(app_config, log.warning)
     if app_config.tenants is not None:
         read_tenants(app_config.tenants, app_config.api_keys)
     if app_config.data_dir is not None:

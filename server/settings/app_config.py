@@ -109,6 +109,18 @@ class AppConfig:
     metrics_compat: str = _http(
         "none", "", "also export metrics under another server's names", choices=("none", "vllm")
     )
+    otlp_traces_endpoint: str | None = _http(
+        None,
+        "URL",
+        "collector that takes traces by OTLP over HTTP, such as http://localhost:4318/v1/traces",
+        unset="as OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say",
+    )
+    otlp_metrics_endpoint: str | None = _http(
+        None,
+        "URL",
+        "collector that takes the gen_ai.server.* metrics by OTLP over HTTP; /metrics is there without it",
+        unset="as OTEL_EXPORTER_OTLP_METRICS_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say",
+    )
     sse_keep_alive_interval_s: float = _http(
         15.0,
         "SECONDS",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -20,7 +21,7 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from engine.loop import Engine
@@ -29,6 +30,9 @@ from server.telemetry.event_metrics import EventMetrics, VllmEventMetrics
 from server.telemetry.events import Listener
 from server.telemetry.loop_lag import LoopLag
 from server.telemetry.metric_rows import METRICS, VLLM_METRICS, Family, Metric
+
+if TYPE_CHECKING:
+    from server.telemetry.otlp import SpanCounts
 
 
 class EngineCollector(Collector):
@@ -60,6 +64,24 @@ class LoraCollector(Collector):
         yield family
 
 
+class SpanCollector(Collector):
+    """What became of the spans of traces."""
+
+    def __init__(self, counts: SpanCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Family]:
+        yield CounterMetricFamily("quire_trace_spans_sent", "Spans that the collector took.", self._counts.sent)
+        dropped = CounterMetricFamily(
+            "quire_trace_spans_dropped",
+            "Spans that never reached the collector, by reason: the queue was full, or sending failed.",
+            labels=["reason"],
+        )
+        for reason, number in self._counts.dropped.items():
+            dropped.add_metric([reason], number)
+        yield dropped
+
+
 class Metrics:
     """Everything that /metrics shows; `listeners` count events. Event loop."""
 
@@ -83,6 +105,10 @@ class Metrics:
     def render(self) -> tuple[bytes, str]:
         """Return the exposition and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def add_span_counts(self, counts: SpanCounts) -> None:
+        """Export what became of spans; without traces these metrics do not exist."""
+        self._registry.register(SpanCollector(counts))
 
     def _add_engine(self, engine: Engine) -> None:
         """Add the engine's health, adapters and settings."""

@@ -299,6 +299,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--max-body-bytes", "1MiB", "--max-logprobs", "7", "--max-stored-responses", "8", "--strict-fields", "--stall-limit", "3",
         "--sse-keep-alive-interval", "2.5",
         "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page",
+        "--otlp-traces-endpoint", "http://c:4318", "--otlp-metrics-endpoint", "http://m:4318",
         "--tool-call-parser", "json", "--reasoning-parser", "qwen3", "--pooling", "mean",
         "--data-dir", "/var/quire", "--max-file-bytes", "2MiB", "--allow-runtime-lora-updating",
         "--tenants", "/etc/tenants.yaml", "--share-prefix-cache", "--pinned-prefixes", "/etc/prefixes.jsonl",
@@ -338,6 +339,8 @@ def test_every_application_setting_reaches_the_application() -> None:
         stall_limit_s=3.0,
         shutdown_timeout_s=4.0,
         metrics_compat="vllm",
+        otlp_traces_endpoint="http://c:4318",
+        otlp_metrics_endpoint="http://m:4318",
     )
     default = AppConfig(model="", served_model_names=())
     for field in fields(AppConfig):
