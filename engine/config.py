@@ -51,6 +51,9 @@ class EngineConfig:
         "folder for models of the hub, in the layout of its cache",
         unset="$HF_HUB_CACHE, else ~/.cache/huggingface/hub",
     )
+    hf_overrides: Mapping[str, Any] | None = _model(
+        None, "JSON", "keys of the model's config.json and other values for them", unset="none"
+    )
     load_format: str = _model(
         "auto",
         "",
@@ -123,6 +126,9 @@ class EngineConfig:
     )
     kv_cache_memory_bytes: int | None = _device(
         None, "SIZE", "KV pool size, such as 2GiB; overrides the share", unset="measured", at_least=1
+    )
+    num_gpu_blocks_override: int | None = _device(
+        None, "N", "blocks of the KV pool, instead of as many as there is memory for", unset="measured", at_least=1
     )
     kv_cache_dtype: str = _device(
         "auto",
@@ -277,6 +283,7 @@ class EngineConfig:
             quantization=asked.quantization,
             max_model_len=None,
             load_format=self.load_format if self.load_format == "dummy" else "auto",
+            hf_overrides=None,
             lora_modules=(),
             max_loras=None,
             allow_runtime_lora_updating=False,
@@ -292,6 +299,10 @@ CONFLICTS = (
     Conflict(
         lambda c: c.block_size is not None and c.block_size & (c.block_size - 1),
         "--block-size is {c.block_size}; it must be a power of two from 1 to 1024, or auto.",
+    ),
+    Conflict(
+        lambda c: None not in (c.num_gpu_blocks_override, c.kv_cache_memory_bytes),
+        "--num-gpu-blocks-override and --kv-cache-memory-bytes both size the KV pool; leave one of the two out.",
     ),
     Conflict(
         lambda c: c.speculation is not None and c.async_scheduling,

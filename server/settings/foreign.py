@@ -142,6 +142,12 @@ def _context(value: Any) -> Any:
     return "auto" if str(value) == "0" else value
 
 
+def _thinking(value: Any) -> Any:
+    raise ValueError(
+        f"{value!r} cannot be set for all requests; send thinking_token_budget or reasoning_effort with them"
+    )
+
+
 def _names(value: Any) -> list[str]:
     return [name.strip() for name in str(value).split(",") if name.strip()]
 
@@ -318,8 +324,8 @@ LLAMA_SERVER = (
     _row("--chat-template-file", Alias("chat_template")),
     _row("--chat-template-kwargs", Alias("default_chat_template_kwargs")),
     _row("--reasoning-format", Alias("reasoning_parser", values={"deepseek": "auto"})),
-    _row("-rea --reasoning", Alias("default_chat_template_kwargs", "enable_thinking", {"on": True, "off": False, "auto": None})),
-    _row("--reasoning-budget", Alias("default_chat_template_kwargs", "enable_thinking", {"-1": None, "0": False}, note="-1 or 0; a request sets others as thinking_token_budget")),
+    _row("-rea --reasoning", Alias("default_chat_template_kwargs", "enable_thinking", {"on": True, "off": False, "auto": None}, _thinking)),
+    _row("--reasoning-budget", Alias("default_chat_template_kwargs", "enable_thinking", {"-1": None, "0": False}, _thinking, note="-1 or 0; a request sets others as thinking_token_budget")),
     _row("--reasoning-effort", NoEffect("the template's default holds", ("default",), "send reasoning_effort with each request")),
     _row("--temp --temperature", _sampling("temperature")),
     _row("--top-k", _sampling("top_k", int)),

@@ -21,6 +21,8 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
 def type_of(each: Declared) -> Any:
     """Return the type to validate a setting's value as."""
     setting = each.setting
+    if setting.is_secret and type(None) in get_args(each.type):
+        return SecretStr | None
     if setting.is_secret:
         return Annotated[tuple[SecretStr, ...], BeforeValidator(_split_keys)]
     if setting.unit in ("TOKENS", "N") and int in (each.type, *get_args(each.type)):
@@ -42,6 +44,8 @@ def type_of(each: Declared) -> Any:
 
 def reveal(value: Any) -> Any:
     """Return a validated value as the configurations hold it: secrets as plain text."""
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
     if isinstance(value, tuple):
         return tuple(item.get_secret_value() if isinstance(item, SecretStr) else item for item in value)
     return value
