@@ -200,7 +200,7 @@ VLLM = (
     _row("--kernel-config --attention-config -ac --performance-mode --stream-interval", _PERFORMANCE),
     _row("--num-lookahead-slots --num-scheduler-steps --preemption-mode", _PERFORMANCE),
     _switch("--use-v2-block-manager --multi-step-stream-outputs", NoEffect("K/V is always paged in blocks")),
-    _row("--prefix-caching-hash-algo", NoEffect("blocks of the prefix cache are compared by their tokens' SHA-256")),
+    _row("--prefix-caching-hash-algo", NoEffect("blocks of the prefix cache are compared by BLAKE2b of their tokens")),
     # -- scheduling
     _switch("--enable-chunked-prefill", NoEffect("long prompts are always computed in pieces")),
     _row("--long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills", _PERFORMANCE),
@@ -234,7 +234,7 @@ VLLM = (
     _switch("--enable-tokenizer-info-endpoint", NoEffect("/tokenizer_info is always served")),
     _switch("--enable-per-request-metrics", NoEffect("answers have the header Server-Timing, and metrics with include_metrics")),
     _switch("--enable-request-id-headers", NoEffect("answers always have x-request-id")),
-    _switch("--enable-server-load-tracking", Refusal("the load is in /metrics, as quire_num_requests_running and quire_num_requests_waiting")),
+    _switch("--enable-server-load-tracking", NoEffect("/load is always served")),
     # -- HTTP
     _row("--uds", Refusal("the daemon listens on a port; use --host and --port")),
     _row("--middleware", Refusal("code named by a flag is not run; put a proxy before the daemon"), Takes.MANY),
@@ -291,6 +291,7 @@ LLAMA_SERVER = (
     _row("-md --model-draft --spec-draft-model", Alias("speculative_config", "model")),
     _row("--draft --draft-n --draft-max --spec-draft-n-max", Alias("speculative_config", "num_speculative_tokens", convert=int)),
     _row("--draft-min --draft-n-min --draft-p-min --spec-draft-n-min --spec-draft-p-min -ngld --gpu-layers-draft -devd --device-draft", _PERFORMANCE),
+    _row("--spec-type", Refusal("write --speculative-config '{\"method\": \"ngram\"}' or name a draft with -md")),
     _row("--models-dir --models-preset --models-max", Refusal("one daemon serves one model; start one for each, behind a router")),
     _switch("--check-tensors", NoEffect("numbers that are not finite are refused at the start")),
     _switch("--offline", Refusal("set the variable HF_HUB_OFFLINE=1, as other Hugging Face programs read it")),
@@ -352,7 +353,7 @@ LLAMA_SERVER = (
     _row("--sse-ping-interval", Alias("sse_keep_alive_interval", values={"-1": 0})),
     _switch("--ui --webui", Alias("page")),
     _switch("--metrics", NoEffect("/metrics is always served")),
-    _switch("--slots --no-slots", NoEffect("running requests are shown by /v1/requests and the page")),
+    _switch("--slots --no-slots", NoEffect("the page at / shows running requests")),
     _switch("--props", Refusal("settings do not change while the daemon runs; restart it")),
     _row("--path --media-path --tools --tools-runtime --mcp-servers-config --mcp-servers-json", Refusal("files and tools of this machine are not offered to clients")),
     _switch("-ag --agent --ui-mcp-proxy --webui-mcp-proxy", Refusal("files and tools of this machine are not offered to clients")),
@@ -411,13 +412,21 @@ _LEVEL = re.compile(r"-O(\d+)")
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[Given]]:
-    """Return a command line without the foreign flags, underscores in names as hyphens, and these flags. Raises ConfigError."""
+    """Return a command line without the foreign flags, and these. Raises ConfigError.
+
+    Underscores in names become hyphens, and `--FLAG.KEY VALUE` becomes a key of a JSON setting, as in vLLM.
+    """
     words, rest, found = list(argv), list[str](), list[Given]()
+    keys: dict[str, dict[str, Any]] = {}  # of JSON settings, given one by one
     while words:
         word = words.pop(0)
         name, equals, value = word.partition("=")
         if name.startswith("--"):
+            name, dot, key = name.partition(".")
             name = name.replace("_", "-")
+            if dot and name not in _ROWS:
+                keys.setdefault(name, {})[key] = _json_value(value if equals else words.pop(0) if words else "")
+                continue
         if level := _LEVEL.fullmatch(name):
             name, equals, value = "-O", "=", level[1]
         is_on, row = _find(name)
@@ -429,7 +438,17 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[Given]]:
             found.append(Given(row, name, is_on))
         else:
             found.append(Given(row, name, _values(row, name, [value] if equals else [], words)))
+    for name, values in keys.items():
+        rest += [name, json.dumps(values)]
     return rest, found
+
+
+def _json_value(text: str) -> Any:
+    """Return the value of `--FLAG.KEY VALUE`: JSON, or else a string."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _values(row: Foreign, name: str, values: list[str], words: list[str]) -> Any:
@@ -447,8 +466,8 @@ def _values(row: Foreign, name: str, values: list[str], words: list[str]) -> Any
 
 
 def _find(name: str) -> tuple[bool, Foreign | None]:
-    """Return the row of a flag; False with it for the `--no-` form of a switch. A key of a JSON flag follows a dot."""
-    row = _ROWS.get(name) or _ROWS.get(name.partition(".")[0])
+    """Return the row of a flag; False with it for the `--no-` form of a switch."""
+    row = _ROWS.get(name)
     if row is not None or not name.startswith("--no-"):
         return True, row
     row = _ROWS.get("--" + name.removeprefix("--no-"))

@@ -111,6 +111,8 @@ def _module(item: object) -> LoraModule:
     elif isinstance(item, str):
         name, _, path = item.partition("=")
         item = {"name": name.strip(), "path": path.strip()}
+    if isinstance(item, dict):  # vLLM's third key changes a card's parent, which is the served model here
+        item = {key: value for key, value in item.items() if key != "base_model_name"}
     if not isinstance(item, dict) or item.keys() != {"name", "path"}:
         raise ValueError(item)
     if not all(isinstance(text, str) and text for text in item.values()):
