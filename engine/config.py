@@ -1,7 +1,7 @@
 """The engine's settings as a user gives them, each declared once.
 
 None means "choose for me"; engine/build.py resolves it and derives the core's SchedulerConfig. Everything else made from a
-setting (flag, variable, YAML key, --help, docs/reference.md) follows from its field here. Imports no third-party module.
+setting (flag, variable, YAML key, --help, docs/reference/) follows from its field here. Imports no third-party module.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from server.telemetry.otlp import Otlp
     from server.telemetry.tracing import Tracing
 
-# One line an endpoint: its module's `router` is served, and described by /openapi.json and docs/reference.md.
+# One line an endpoint: its module's `router` is served, and described by /openapi.json and docs/reference/.
 ENDPOINTS = [
     "server.openai.completions",
     "server.openai.chat",

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from engine.text.fields.base import RequestBody
 from engine.version import VERSION
 from server.http.bodies import ResponseBody
+from server.http.field_meanings import add_meanings
 
 _SCHEMAS = "#/components/schemas/"
 _NULL = {"type": "null"}
@@ -100,8 +101,9 @@ def _add_schemas(document: dict[str, Any], bodies: Sequence[type[RequestBody]]) 
     added = definitions["$defs"]
     twice = known.keys() & added.keys()
     assert not twice, f"in requests and answers alike, rename one: {twice}"
-    for schema in added.values():
+    for name, schema in added.items():
         _let_fields_be_null(schema)
+        add_meanings(name, schema)
     known.update(added)
     return {body: references[body, "validation"] for body in bodies}
 

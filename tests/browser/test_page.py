@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
+from engine.core.config import SchedulerConfig
 from tests.http.harness import Live, eventually
 
 Serve = Callable[..., Live]
@@ -81,7 +83,7 @@ def test_the_live_view_follows_several_chats(serve: Serve, open_page: Open) -> N
     ask(page, PROMPT)
     expect(page.locator("#running")).to_have_text("2")
     expect(page.locator("#status")).to_have_text("computing")
-    expect(page.locator(".sequences li")).to_have_count(2)
+    expect(page.locator(".sequence")).to_have_count(2)
     expect(page.locator("#rate")).to_have_text(re.compile(r"^[1-9]\d*$"))
     expect(page.locator("#ttft")).to_have_text(re.compile(r"\d m?s$"))
     expect(page.locator("#tpot")).to_have_text(re.compile(r"\d m?s$"))
@@ -90,12 +92,13 @@ def test_the_live_view_follows_several_chats(serve: Serve, open_page: Open) -> N
     expect(held).to_have_text(re.compile("^[1-9]"))
     owns = [card(page, chat).evaluate("chat => chat.style.getPropertyValue('--own')") for chat in (1, 2)]
     assert len(set(owns)) == 2, "each chat wears its sequence's colour"
-    page.locator(".sequences li").first.hover()
+    page.locator(".sequence").first.hover()
     for chat in (1, 2):
         card(page, chat).get_by_role("button", name="Stop").click()
     expect(page.locator("#running")).to_have_text("0")
     expect(held).to_have_text(re.compile("^0 held"))
-    expect(page.locator(".sequences li")).to_have_count(0)
+    expect(page.locator(".sequence:not(.ended)")).to_have_count(0)
+    expect(page.locator(".sequence.ended")).to_have_count(2)
     live.check_idle()
 
 
@@ -204,3 +207,46 @@ def test_a_phone_needs_no_sideways_scrolling_and_everything_has_a_name(serve: Se
     nameless = page.evaluate("""[...document.querySelectorAll("button, input, select, textarea, canvas")].filter(
         (each) => !(each.labels?.length || each.ariaLabel || each.textContent.trim())).map((each) => each.outerHTML)""")
     assert nameless == []
+
+
+def test_a_sequence_shows_its_journey_while_it_runs_and_afterwards(serve: Serve, open_page: Open) -> None:
+    live = serve(step_s=0.02)
+    page = open_page(live)
+    answer = ask_without_end(page)
+    row = page.locator(".sequence").first
+    row.focus()
+    page.keyboard.press("Enter")
+    journey = page.locator("#journey")
+    expect(journey).to_be_visible()
+    expect(journey.locator("li").nth(1)).to_contain_text("admitted with")
+    expect(journey.locator("li").nth(2)).to_contain_text("of prefill")
+    expect(journey.locator("li").last).to_contain_text("running:")
+    card(page).get_by_role("button", name="Stop").click()
+    expect(journey.locator("li").last).to_contain_text("ended:")
+    assert page.locator("#journey-canvas").evaluate(CENSUS) > 3
+    assert len(answer.inner_text()) >= 3
+    journey.get_by_role("button", name="Close").click()
+    expect(journey).to_be_hidden()
+    page.locator(".sequence.ended").click()
+    expect(journey).to_be_visible()
+
+
+def test_a_pool_of_any_size_is_drawn_and_a_click_opens_the_journey_of_its_owner(serve: Serve, open_page: Open) -> None:
+    config = SchedulerConfig(
+        num_blocks=100_000, block_size=1, max_model_len=8192, max_num_seqs=4, max_num_batched_tokens=8192
+    )
+    live = serve(config=config, step_s=0.1)
+    body = {"prompt": ["x" * 7000, "y" * 7000], "max_tokens": 1000, "stream": True}
+    with httpx.stream("POST", live.url + "/v1/completions", json=body) as response:
+        lines = response.iter_lines()  # kept: without a reader the stream is closed
+        next(lines)
+        page = open_page(live)
+        expect(page.locator("#pool-note")).to_have_text(
+            re.compile(r"^first 16,384 of 100,000 blocks of 1 tokens, \d+ a square$")
+        )
+        page.locator("#pool").click(position={"x": 4, "y": 4})
+        expect(page.locator("#journey-note")).to_have_text(re.compile(r"at most 7,\d+ blocks$"))
+        page.locator("#pool").hover(position={"x": 4, "y": 4})
+        assert re.match(
+            r"Blocks 0 to \d+: \d+ held, 0 cached, 0 free", page.locator("#pool").get_attribute("title") or ""
+        )

@@ -1,4 +1,4 @@
-"""The dashboard, the alerts, the runbook and the compose file against the code they describe.
+"""The dashboard, the alerts and the runbook against the code they describe.
 
 promtool tests the alerts where it is installed. monitoring/verify.py evaluates everything against a real daemon and a real
 Prometheus.
@@ -206,16 +206,9 @@ def test_prometheus_finds_its_rules_and_its_target() -> None:
         assert compose[daemon]["networks"]["default"]["aliases"] == ["quire"]
 
 
-def test_compose_opens_nothing_to_the_network_and_mounts_what_exists() -> None:
-    services = load("docker-compose.yml")["services"]
-    for name, service in services.items():
-        assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name
+def test_every_service_has_a_health_check() -> None:
+    for name, service in load("docker-compose.yml")["services"].items():
         assert "healthcheck" in service or name.startswith("quire-"), name  # the image has its own
-        for volume in service.get("volumes", ()):
-            source = volume.partition(":")[0]
-            assert not source.startswith("./") or (ROOT / source).exists(), volume
-    assert services["quire-gpu"]["profiles"] == ["gpu"]
-    assert services["quire-cpu"]["profiles"] == ["cpu"]
 
 
 def test_grafana_is_provisioned_with_what_compose_runs() -> None:
