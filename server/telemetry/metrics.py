@@ -39,10 +39,10 @@ class EngineCollector(Collector):
     """Reads rows from the engine's statistics at each scrape."""
 
     def __init__(self, engine: Engine, rows: tuple[Metric, ...], labels: Mapping[str, str]) -> None:
-        self._engine, self._rows, self._labels = engine, rows, labels
+        self._engine, self.rows, self._labels = engine, rows, labels
 
     def collect(self) -> Iterator[Family]:
-        for metric in self._rows:
+        for metric in self.rows:
             yield metric.family(self._engine.stats, self._labels)
 
 
@@ -105,6 +105,10 @@ class Metrics:
     def render(self) -> tuple[bytes, str]:
         """Return the exposition and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def collectors(self) -> list[Collector]:
+        """Return everything that is registered, for the reference."""
+        return list(self._registry._collector_to_names)  # noqa: SLF001
 
     def add_span_counts(self, counts: SpanCounts) -> None:
         """Export what became of spans; without traces these metrics do not exist."""
