@@ -99,7 +99,12 @@ def create_app(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> F
         await _stop(context)
 
     app = _routed(context, lifespan=lifespan, middleware=_middleware(context, open_paths))
-    app.include_router(openapi_router(routers(), needs_key=context.tenancy.needs_key, open_paths=open_paths))
+    if config.openapi:
+        app.include_router(
+            openapi_router(
+                routers(), needs_key=context.tenancy.needs_key, open_paths=open_paths, root_path=config.root_path
+            )
+        )
     app.include_router(unserved.router)
     if page:
         app.include_router(live.router)
@@ -118,7 +123,7 @@ def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Con
     if export is not None:
         metrics.listeners += export.listeners
         metrics.add_span_counts(export.otlp.counts)
-    telemetry = Telemetry(request_log, *metrics.listeners, log_answer)
+    telemetry = Telemetry(request_log, *metrics.listeners, *([log_answer] if config.enable_log_requests else []))
     emit = telemetry.emit
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     limits = ModelLimits.of(
@@ -140,7 +145,7 @@ def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Con
         client=EngineClient(engine),
         tokenizer=tokenizer,
         config=config,
-        preprocessor=ChatPreprocessor(limits),
+        preprocessor=ChatPreprocessor(limits, config.default_chat_template_kwargs or {}),
         metrics=metrics,
         telemetry=telemetry,
         tenancy=tenancy,
@@ -236,7 +241,7 @@ def _middleware(context: Context, open_paths: Collection[str]) -> list[Middlewar
     They log, refuse foreign web pages, allow origins, and check the key.
     """
     config = context.config
-    stack = [Middleware(RequestScope, emit=context.telemetry.emit, tracing=context.tracing)]
+    stack = [Middleware(RequestScope, emit=context.telemetry.emit, tracing=context.tracing, root_path=config.root_path)]
     allowed_hosts = None if context.tenancy.needs_key else config.allowed_hosts
     stack.append(Middleware(CrossSiteGuard, allowed_hosts=allowed_hosts, allowed_origins=config.allowed_origins))
     if config.allowed_origins:

@@ -37,11 +37,13 @@ RECORD = "record"
 class RequestScope:
     """Normalises a request, gives it an id, reports its end, answers exceptions.
 
-    What is inside sees a GET for a HEAD, and no slash at the end of a path: a redirect would lose the body of a POST.
+    What is inside sees a GET for a HEAD, no slash at the end of a path, because a redirect would lose the body of a POST,
+    and no --root-path before it, whether or not the proxy removes it.
     """
 
-    def __init__(self, app: ASGIApp, emit: Listener, tracing: Tracing | None = None) -> None:
+    def __init__(self, app: ASGIApp, emit: Listener, tracing: Tracing | None = None, root_path: str = "") -> None:
         self._app, self._emit, self._tracing = app, emit, tracing
+        self._root_path = root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request; an unforeseen exception becomes a 500, if it still can."""
@@ -52,7 +54,10 @@ class RequestScope:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        path = scope["path"].rstrip("/") or "/"
+        path = scope["path"].rstrip("/")
+        if self._root_path and f"{path}/".startswith(f"{self._root_path}/"):
+            path = path.removeprefix(self._root_path)
+        path = path or "/"
         is_anthropic = _is_anthropic(path, headers)
         # uvicorn keeps the scope with the real method, and sends no body in answer to a HEAD.
         scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}

@@ -6,9 +6,10 @@ Frozen. Any thread.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
@@ -23,6 +24,7 @@ _scheduling = section("Scheduling")
 _http = section("HTTP")
 _batches = section("Files and batches")
 _security = section("Security")
+_logging = section("Logging and configuration")
 _transfer = feature("kv_transfer_config", "Prefill and decode apart")
 
 
@@ -40,12 +42,20 @@ class AppConfig:
         "",
         "format of the model's tool calls; auto reads it off the chat template, none leaves calls in the text",
         choices=("auto", "none", *TOOL_FORMATS),
+        is_essential=True,
     )
     reasoning_parser: str = _model(
         "auto",
         "",
         "format of the model's reasoning; auto reads it off the chat template, none leaves reasoning in the text",
         choices=("auto", "none", *REASONING_TAGS, *CHANNEL_NAMES),
+        is_essential=True,
+    )
+    default_chat_template_kwargs: Mapping[str, Any] | None = _model(
+        None,
+        "JSON",
+        'variables of the chat template where a request names none, such as {"enable_thinking": false}',
+        unset="none",
     )
     pooling: str = _model(
         "last",
@@ -102,6 +112,12 @@ class AppConfig:
     max_stored_responses: int = _http(
         1000, "N", "responses of /v1/responses kept in memory to be continued; 0 keeps none", at_least=0
     )
+    root_path: str = _http("", "PATH", "path under which a proxy serves the daemon, such as /quire", unset="none")
+    openapi: bool = _http(True, "", "serve /openapi.json")
+    enable_force_include_usage: bool = _http(False, "", "end every stream with its usage, asked for or not")
+    return_tokens_as_token_ids: bool = _http(
+        False, "", "write tokens of logprobs as token_id:N, so that every token is told from every other"
+    )
     page: bool = _http(True, "", "serve the playground and the live view of the engine at /")
     strict_fields: bool = _http(False, "", "refuse requests with unknown fields, or hints that cannot be followed")
     metrics_compat: str = _http(
@@ -149,6 +165,7 @@ class AppConfig:
         name="api_key",
         unset="open to all",
         is_secret=True,
+        is_essential=True,
     )
     tenants: Path | None = _security(
         None,
@@ -172,3 +189,5 @@ class AppConfig:
         (), "ORIGIN", "origins whose pages may call from a browser (CORS); * is any", unset="none"
     )
     protect_metrics: bool = _security(False, "", "ask for a key on /metrics and /version, too")
+
+    enable_log_requests: bool = _logging(True, "", "write a line for each answered request, without its texts")

@@ -8,6 +8,7 @@ from server.settings.reference import settings_section
 from tests.reference.commands import commands_page
 from tests.reference.errors import errors_page
 from tests.reference.fields import FieldsPage, endpoints_page
+from tests.reference.foreign import foreign_page
 from tests.reference.headers import headers_page
 from tests.reference.metrics import metrics_page
 
@@ -22,6 +23,7 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics_page(),
         "errors.md": errors_page(),
         "headers.md": headers_page(),
+        "foreign-flags.md": foreign_page(),
         "cli.md": commands_page(),
     }
     return {name: text.rstrip() + "\n" for name, text in texts.items()}
