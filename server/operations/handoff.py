@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-import httpx
 from pydantic import BaseModel
 
 from engine.core.errors import ParcelError
@@ -50,6 +49,8 @@ class Receiver:
     def __init__(
         self, engine: Engine, handover: Handover, config: AppConfig, count: Callable[[HandoffOutcome], None]
     ) -> None:
+        import httpx  # 45 ms, and few daemons receive
+
         self._engine, self._handover, self._count = engine, handover, count
         self._timeout_s = config.prefill_timeout_s
         key = config.api_keys[0] if config.api_keys else ""

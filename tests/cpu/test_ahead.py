@@ -1,0 +1,179 @@
+"""Work of a start that runs beside imports: backed memory, torch's libraries, packing on other threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event, get_ident
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from engine import ahead
+from engine.ahead import BackedMemory, weight_memory
+from engine.config import EngineConfig
+from engine.core.errors import ModelLoadError
+from engine.runtime.models.load import load_model
+from engine.runtime.native.arena import Arena
+from engine.runtime.native.library import Library, native
+from engine.runtime.native.ops import NativeLinear
+from engine.runtime.native.packer import Packer
+from tests.cpu.test_weights_gguf import tiny, write
+
+_MIB = 1 << 20
+
+
+@pytest.fixture
+def library() -> Iterator[Library]:
+    """The native library, whose arena is released."""
+    library = native()
+    if library is None:
+        pytest.skip("no native library")
+    yield library
+    library.weights.release()
+
+
+def rows_in_memory() -> int:
+    """Bytes of this process in memory that come from no file."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def test_memory_is_backed_ahead_and_what_is_left_is_given_back() -> None:
+    before = rows_in_memory()
+    memory = BackedMemory(64 * _MIB)
+    arena = Arena()
+    arena.use(memory)
+    first = arena.zeros(1000, dtype=torch.float32)
+    first.fill_(7)
+    memory._thread.join()
+    if native() is not None:
+        assert rows_in_memory() - before > 48 * _MIB
+    arena.release()
+    assert rows_in_memory() - before < 16 * _MIB
+    assert torch.equal(first, torch.full((1000,), 7.0))
+    assert not arena.zeros(8 * _MIB, dtype=torch.uint8).any()
+
+
+def test_a_tensor_that_does_not_fit_gets_other_memory() -> None:
+    arena = Arena()
+    arena.use(BackedMemory(4 * _MIB))
+    small, large = arena.zeros(100, dtype=torch.uint8), arena.zeros(5 * _MIB, dtype=torch.uint8)
+    small.fill_(1)
+    assert not large.any()
+    arena.release()  # a second time
+
+
+@pytest.mark.parametrize(
+    "settings", [{"device": "cuda"}, {"cpu_kernels": "off"}, {"quantization": "int8"}, {"model": "org/of-a-hub"}]
+)
+def test_memory_is_backed_only_for_weights_on_a_cpu(settings: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(bytes(_MIB))
+    model = {"model": str(tmp_path / "model.gguf"), "device": "cpu"}
+    assert weight_memory(EngineConfig(**(model | settings))) is None
+    memory = weight_memory(EngineConfig(**model))
+    assert memory is not None
+    assert len(memory.pages) == int(0.95 * _MIB)
+    memory.release(0)
+
+
+def test_memory_is_not_backed_where_little_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").write_bytes(bytes(_MIB))
+    monkeypatch.setattr(ahead, "available_memory", lambda: _MIB)
+    assert weight_memory(EngineConfig(model=str(tmp_path / "model.gguf"), device="cpu")) is None
+
+
+def test_torch_works_without_the_operations_left_out_and_gets_them_later() -> None:
+    """In a process of its own: this one has torch."""
+    code = (
+        "from engine.ahead import import_torch, load_torch_libraries\n"
+        "load_torch_libraries()\nimport_torch()\n"
+        "import sys, torch\n"
+        "assert torch.ones(2).sum() == 2 and 'torch._meta_registrations' not in sys.modules\n"
+        "import torch._meta_registrations\n"
+        "x = torch.empty(1, 1, 4, 4, device='meta')\n"
+        "y = torch.empty(1, 2, 2, 2, device='meta')\n"
+        "print(torch.nn.functional.grid_sample(x, y, align_corners=False).shape)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "torch.Size([1, 1, 2, 2])"
+
+
+def packed(model: object) -> list[bytes]:
+    """The packed matrices of a decoder, in the order of their addresses' names."""
+    found: dict[int, NativeLinear] = {}
+
+    def visit(part: object) -> None:
+        if isinstance(part, NativeLinear):
+            found[id(part)] = part
+            return
+        if isinstance(part, (list, tuple)):
+            for each in part:
+                visit(each)
+            return
+        if not type(part).__module__.startswith("engine.runtime"):
+            return
+        names = [name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ())]
+        for name in (*names, *getattr(part, "__dict__", ())):
+            visit(getattr(part, name, None))
+
+    visit(model)
+    return [bytes(linear._packed.view(torch.uint8).flatten().numpy()) for linear in found.values()]
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.BF16])
+def test_weights_packed_beside_are_those_packed_in_turn(
+    kind: Kind, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte for byte, in backed memory or not."""
+    theirs, tensors = tiny(tmp_path / "hf", num_hidden_layers=3)
+    stored = {name: (values, kind if values.ndim > 1 else Kind.F32) for name, (values, _) in tensors.items()}
+    config = EngineConfig(model=str(write(tmp_path / "model.gguf", "llama", theirs.config, stored)), device="cpu")
+    cpu, dtype = torch.device("cpu"), torch.bfloat16
+    library.weights.use(BackedMemory(4 * _MIB))
+    beside = packed(load_model(config, cpu, dtype, lambda _: None))
+    library.weights.release()
+    monkeypatch.setattr(library, "packer", Packer())
+    monkeypatch.setattr(Packer, "run", lambda _, call: call())
+    in_turn = packed(load_model(config, cpu, dtype, lambda _: None))
+    assert len(beside) >= 3 * 4
+    assert beside == in_turn
+    assert any(np.frombuffer(each, np.uint8).any() for each in beside)
+
+
+def test_reports_follow_the_calls_before_them() -> None:
+    packer, order, go = Packer(), [], Event()
+
+    def slow() -> None:
+        go.wait(60)
+        order.append("packed")
+
+    with packer.behind():
+        packer.run(slow)
+        packer.after(lambda: order.append(f"reported {get_ident()}"))
+        assert order == []
+        go.set()
+    assert order == ["packed", f"reported {get_ident()}"]
+
+
+def test_a_failed_call_ends_the_block_and_the_rest_is_not_run() -> None:
+    packer, ran = Packer(), []
+
+    def fail() -> None:
+        raise ModelLoadError("It became shorter.")
+
+    def load() -> None:
+        with packer.behind():
+            packer.run(fail)
+            packer.after(lambda: ran.append("report"))
+
+    with pytest.raises(ModelLoadError, match="shorter"):
+        load()
+    assert ran == []
+    packer.run(lambda: ran.append("now"))
+    packer.after(lambda: ran.append("after"))
+    assert ran == ["now", "after"]
