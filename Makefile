@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 DEV_INSTALLED := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help serve bench simulate test clients check format clean
+.PHONY: help serve bench simulate test clients check format docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,8 +51,11 @@ format: $(DEV_INSTALLED)  ## rewrite the code in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(DEV_INSTALLED)  ## build the site of docs/ in build/site; a broken link fails
+	$(BIN)/zensical build --strict
+
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) $(CLIENTS) build dist results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

@@ -2,7 +2,7 @@
 
 Importing torch and the HTTP side holds the GIL for about a second. C code called through ctypes runs without it, so each
 part here starts a thread that uses another core meanwhile. All of it is optional: what is not done ahead is done by its
-first user. The order of a start is in server/serve.py. Only `import_torch` imports torch.
+first user. The order of a start is in server/serve.py. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import sys
 from contextlib import suppress
 from ctypes import POINTER, addressof, c_char, c_int32, c_int64, c_void_p
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
-from types import ModuleType
 
 from engine.config import EngineConfig
 from engine.gguf_parts import part_paths
@@ -26,7 +24,6 @@ from engine.runtime.native.build import find_library, must_compile
 
 # In the order in which torch loads them; the first makes those of a CUDA build visible to the second.
 _TORCH_LIBRARIES = ("libtorch_global_deps.so", "libtorch_cpu.so")
-_META = "torch._meta_registrations"
 _GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _SHARE = 0.95  # of the files' bytes; some tensors of every model are not packed
 
@@ -42,7 +39,8 @@ def load_torch_libraries() -> None:
     if torch is None or torch.origin is None:
         return
     folder = Path(torch.origin).parent / "lib"
-    Thread(target=_load, args=(folder,), name="torch-libraries", daemon=True).start()
+    # No daemon: a process that ends while a library is half loaded would crash.
+    Thread(target=_load, args=(folder,), name="torch-libraries").start()
 
 
 def _load(folder: Path) -> None:
@@ -53,22 +51,6 @@ def _load(folder: Path) -> None:
     dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], c_void_p
     for name, scope in zip(_TORCH_LIBRARIES, (ctypes.RTLD_GLOBAL, ctypes.RTLD_LOCAL), strict=True):
         dlopen(os.fsencode(folder / name), os.RTLD_NOW | scope)  # if it fails, `import torch` says why
-
-
-def import_torch() -> None:
-    """Import torch without its operations in Python for the device "meta", whose registration takes 0.17 s.
-
-    Only transformers' code and torch.compile use that device. The registration is a module that torch imports for its
-    effect; an empty one takes its place here, and is removed, so that `import torch._meta_registrations` still works.
-    """
-    if "torch" in sys.modules:
-        return
-    sys.modules[_META] = ModuleType(_META)
-    try:
-        import torch
-    finally:
-        del sys.modules[_META]
-    vars(torch).pop(_META.partition(".")[2], None)
 
 
 def weight_memory(config: EngineConfig) -> BackedMemory | None:

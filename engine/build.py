@@ -91,11 +91,11 @@ def check_foreign(config: EngineConfig) -> None:
         if not found.is_folder:
             return
         path = found.fetch_config(weights=config.load_format != "dummy")
-    if is_native(config, read_model_config(path, config.load_format), path):
+    if is_native(config, read_model_config(path, config.load_format, config.hf_overrides), path):
         return
     from engine.runtime.models.transformers_adapter import read_foreign_config
 
-    read_foreign_config(path)
+    read_foreign_config(path, config.hf_overrides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +323,8 @@ def _pool_budget(parts: _Parts, settings: SchedulerConfig, adapter_bytes: int) -
     config, model, device = parts.config, parts.model, parts.device
     if config.kv_cache_memory_bytes is not None:
         return PoolBudget(config.kv_cache_memory_bytes)
+    if config.num_gpu_blocks_override is not None:
+        return PoolBudget(config.num_gpu_blocks_override * parts.bytes_per_block(settings.block_size))
     if device.type == "cpu":
         useful_blocks = settings.max_num_seqs * -(-settings.max_model_len // settings.block_size)
         return PoolBudget(min(default_cpu_budget(), useful_blocks * parts.bytes_per_block(settings.block_size)))

@@ -1,7 +1,7 @@
 """The engine's settings as a user gives them, each declared once.
 
 None means "choose for me"; engine/build.py resolves it and derives the core's SchedulerConfig. Everything else made from a
-setting (flag, variable, YAML key, --help, docs/reference.md) follows from its field here. Imports no third-party module.
+setting (flag, variable, YAML key, --help, docs/reference/) follows from its field here. Imports no third-party module.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ class EngineConfig:
         "folder for models of the hub, in the layout of its cache",
         unset="$HF_HUB_CACHE, else ~/.cache/huggingface/hub",
     )
+    hf_overrides: Mapping[str, Any] | None = _model(
+        None, "JSON", "keys of the model's config.json and other values for them", unset="none"
+    )
     load_format: str = _model(
         "auto",
         "",
@@ -65,12 +68,14 @@ class EngineConfig:
         "",
         "number format of weights, activations and KV cache",
         choices=("auto", "float32", "bfloat16", "float16"),
+        is_essential=True,
     )
     quantization: str = _model(
         "auto",
         "",
         "weights: gguf and stored multiply them as the files have them (auto, unless --dtype names another format), none dequantises them; at load int8 quantises any on a CPU, fp8 on CUDA",
         choices=("auto", *SCHEMES),
+        is_essential=True,
     )
     max_model_len: int | None = _model(
         None,
@@ -79,11 +84,16 @@ class EngineConfig:
         unset="auto",
         is_auto=True,
         at_least=1,
+        is_essential=True,
     )
     seed: int = _model(0, "N", "seed of dummy weights")
 
     device: str = _device(
-        "auto", "", "where the model runs; auto takes a GPU if there is one", choices=("auto", "cpu", "cuda")
+        "auto",
+        "",
+        "where the model runs; auto takes a GPU if there is one",
+        choices=("auto", "cpu", "cuda"),
+        is_essential=True,
     )
     num_threads: int | None = _device(
         None,
@@ -107,10 +117,18 @@ class EngineConfig:
         choices=("auto", "off", "portable", "avx2", "avx512", "avx512bf16"),
     )
     gpu_memory_utilization: float = _device(
-        0.9, "SHARE", "share of the GPU's memory that Quire may use", above=0, at_most=1
+        0.9,
+        "SHARE",
+        "share of the GPU's memory that Quire may use",
+        above=0,
+        at_most=1,
+        is_essential=True,
     )
     kv_cache_memory_bytes: int | None = _device(
         None, "SIZE", "KV pool size, such as 2GiB; overrides the share", unset="measured", at_least=1
+    )
+    num_gpu_blocks_override: int | None = _device(
+        None, "N", "blocks of the KV pool, instead of as many as there is memory for", unset="measured", at_least=1
     )
     kv_cache_dtype: str = _device(
         "auto",
@@ -138,7 +156,12 @@ class EngineConfig:
     kv_offload_disk_gib: float = _offload("disk_gib", 8.0, "GIB", "largest size of that folder", at_least=0)
 
     max_num_seqs: int | None = _scheduling(
-        None, "N", "most sequences in one step", unset="chosen for the device", at_least=1
+        None,
+        "N",
+        "most sequences in one step",
+        unset="chosen for the device",
+        at_least=1,
+        is_essential=True,
     )
     max_num_batched_tokens: int | None = _scheduling(
         None, "N", "most tokens in one step", unset="chosen for the device", at_least=1
@@ -189,6 +212,7 @@ class EngineConfig:
         "NAME=PATH",
         "adapters: folders saved by PEFT, or ids of a hub; requests name one as their model",
         unset="none",
+        is_essential=True,
     )
     max_loras: int | None = _lora(
         None,
@@ -259,6 +283,7 @@ class EngineConfig:
             quantization=asked.quantization,
             max_model_len=None,
             load_format=self.load_format if self.load_format == "dummy" else "auto",
+            hf_overrides=None,
             lora_modules=(),
             max_loras=None,
             allow_runtime_lora_updating=False,
@@ -274,6 +299,10 @@ CONFLICTS = (
     Conflict(
         lambda c: c.block_size is not None and c.block_size & (c.block_size - 1),
         "--block-size is {c.block_size}; it must be a power of two from 1 to 1024, or auto.",
+    ),
+    Conflict(
+        lambda c: None not in (c.num_gpu_blocks_override, c.kv_cache_memory_bytes),
+        "--num-gpu-blocks-override and --kv-cache-memory-bytes both size the KV pool; leave one of the two out.",
     ),
     Conflict(
         lambda c: c.speculation is not None and c.async_scheduling,

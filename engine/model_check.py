@@ -18,7 +18,7 @@ from engine.gguf_header import read_beginning
 from engine.model_source import check_entries, local_path
 from engine.runtime.lazy import load
 from engine.runtime.models.config import ModelConfig, narrow_latents
-from engine.runtime.models.config_file import is_native, require_readable, servable
+from engine.runtime.models.config_file import is_native, override, require_readable, servable
 from engine.runtime.models.families import read_config
 from engine.runtime.weights.checkpoint import Checkpoint
 from engine.runtime.weights.formats import FORMATS, choose_format
@@ -115,13 +115,13 @@ def _check_remote(config: EngineConfig, *, has_tokenizer: bool) -> ModelFacts:
             if not has_tokenizer:
                 check_tokenizer(metadata)
             model = header_config(metadata, tensors, source)
-            return ModelFacts(True) if model is None else _own_facts(config, model)
+            return ModelFacts(True) if model is None else _own_facts(config, override(model, config.hf_overrides))
     return ModelFacts(True)
 
 
 def _facts(config: EngineConfig, checkpoint: Checkpoint, path: Path) -> ModelFacts:
     """Return what the config says of the model. Raises ModelLoadError or ConfigError."""
-    model = servable(checkpoint.config)
+    model = servable(checkpoint.config, config.hf_overrides)
     is_own = is_native(config, model, path)
     require_readable(checkpoint, is_own=is_own)
     return _own_facts(config, model) if is_own else ModelFacts(False)

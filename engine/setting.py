@@ -1,7 +1,7 @@
 """Declares a setting as a dataclass field: its default, unit, bounds and help.
 
 EngineConfig (engine/config.py) and the server's classes (server/settings/) consist of such fields. Flags, variables, YAML
-keys, --help and docs/reference.md are made from them, and `check` holds a configuration to its bounds and conflicts however
+keys, --help and docs/reference/ are made from them, and `check` holds a configuration to its bounds and conflicts however
 it was made. Standard library only. Any thread.
 """
 
@@ -38,6 +38,7 @@ class Setting:
     is_auto: bool = False  # "auto" stands for None
     is_secret: bool = False
     short: str = ""  # a second flag
+    is_essential: bool = False  # shown by --help; --help=all shows the others, too
     feature: str = ""  # the JSON setting that this is a key of ...
     key: str = ""  # ... and the key
 
@@ -157,6 +158,26 @@ def read_object(flag: str, given: object) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{flag} is {given!r}; it must be a JSON object.")
     return values
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """Return the known word that a misspelt one was meant to be, or ""."""
+    limit = max(1, len(word) // 6)
+    near = min(((_distance(word, each), each) for each in known), default=(limit + 1, ""))
+    return near[1] if near[0] <= limit and len(word.strip("-")) > 2 else ""
+
+
+def _distance(a: str, b: str) -> int:
+    """Return how many letters to insert, delete, change or swap with a neighbour to make one word of the other."""
+    before, last = list[int](), list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        row = [i]
+        for j, other in enumerate(b, 1):
+            row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != other)))
+            if i > 1 and j > 1 and (a[i - 2], letter) == (other, b[j - 2]):
+                row[j] = min(row[j], before[j - 2] + 1)
+        before, last = last, row
+    return last[-1]
 
 
 def unknown_key(flag: str, key: object, known: Iterable[str]) -> ConfigError:

@@ -3,7 +3,7 @@
     python -m loadtest formats --models-dir DIR --llama-server FILE
 
 A format's file is written if it is missing, and deleted afterwards. Quire and llama-server (for formats that it reads) start one after the other
-from a cached file and stay; then rounds of 1 and of 8 concurrent requests are sent to them in turns. Ratios are medians
+from a cached file and stay; then rounds of 1, of 8, ... concurrent requests are sent to them in turns. Ratios are medians
 over rounds, so that a drift of the machine's speed affects both.
 """
 
@@ -31,7 +31,6 @@ from loadtest.shapes import COMPARED
 from loadtest.workload import Length, synthetic
 
 _PEER = "llama-server"
-_LEVELS = (1, 8)
 _PROMPT, _CONTEXT = 16, 512
 _START_LIMIT_S = 300.0
 
@@ -53,6 +52,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--llama-server", type=Path, metavar="FILE", help="llama.cpp's; without it Quire runs alone")
     parser.add_argument("--model", choices=tuple(COMPARED), default="qwen2.5-1.5b", help="default %(default)s")
     parser.add_argument("--formats", nargs="+", choices=("bf16", *FORMATS), metavar="NAME", help="default: all")
+    parser.add_argument(
+        "--concurrency", nargs="+", type=positive_int, default=(1, 8), metavar="N", help="requests; default 1 8"
+    )
     parser.add_argument("--rounds", type=positive_int, default=5, metavar="N", help="default %(default)s")
     parser.add_argument("--tokens", type=positive_int, default=48, metavar="N", help="of an answer; default 48")
     parser.add_argument("--num-threads", type=positive_int, metavar="N", default=os.cpu_count(), help="one a core")
@@ -78,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         rows.append(_measure(options, name, servers, executables))
         for path in () if options.keep else missing:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        lines = list(markdown(_HEAD, [_cells(rows[-1])]))
+        lines = list(markdown(_head(options.concurrency), [_cells(rows[-1])]))
         print("\n".join(lines[2 if number else 0 :]), flush=True)
         save_json(options.json, {"host": host, "model": options.model, "rows": [row._asdict() for row in rows]})
     return int(any(row.error for row in rows))
@@ -86,20 +88,26 @@ def run(options: argparse.Namespace) -> int:
 
 def _measure(options: argparse.Namespace, name: str, files: dict[str, str], executables: dict[str, str]) -> Row:
     folder = (options.models_dir / options.model).absolute()
-    row = Row(name, _size(folder / files[QUIRE]), {}, {}, {peer: {level: [] for level in _LEVELS} for peer in files})
+    row = Row(
+        name,
+        _size(folder / files[QUIRE]),
+        {},
+        {},
+        {peer: {level: [] for level in options.concurrency} for peer in files},
+    )
     started: dict[str, ServerProcess] = {}
     try:
         with ExitStack() as stack:
             logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             for peer, file in files.items():
                 _read(folder / file)
-                setup = Setup(folder, free_port(), name, options.num_threads, _LEVELS[-1], _CONTEXT, 1)
+                setup = Setup(folder, free_port(), name, options.num_threads, max(options.concurrency), _CONTEXT, 1)
                 command = next(each for each in PEERS if each.name == peer).command(executables[peer], setup)
                 first = _body(options.model, "time year people", 1)
                 started[peer] = stack.enter_context(running(command, setup.port, logs / peer, first, _START_LIMIT_S))
                 row.ready_s[peer] = started[peer].ready_s
             for number in range(-1, options.rounds):  # the first is a warm-up
-                for level in _LEVELS:
+                for level in options.concurrency:
                     for peer in sorted(files, reverse=bool(number % 2)):
                         rate = asyncio.run(_drive(started[peer].port, options, level, number))
                         row.rates[peer][level] += [rate] if number >= 0 else []
@@ -147,14 +155,17 @@ def _body(model: str, text: str, num_tokens: int) -> dict[str, Any]:
     }
 
 
-_HEAD = ("format", "GB", "tok/s at 1", "/ llama", "at 8", "/ llama", "first token, s", "llama", "peak GB", "llama")
+def _head(levels: Sequence[int]) -> list[str]:
+    rates = [cell for level in levels for cell in (f"tok/s at {level}", "/ llama")]
+    return ["format", "GB", *rates, "first token, s", "llama", "peak GB", "llama"]
 
 
 def _cells(row: Row) -> list[str]:
     if row.error:
-        return [row.format, f"{row.file_bytes / 1e9:.2f}", row.error.splitlines()[0], *("-" for _ in _HEAD[3:])]
+        blanks = ["-"] * (len(_head(list(row.rates[QUIRE]))) - 3)
+        return [row.format, f"{row.file_bytes / 1e9:.2f}", row.error.splitlines()[0], *blanks]
     ours, theirs, cells = row.rates[QUIRE], row.rates.get(_PEER), [row.format, f"{row.file_bytes / 1e9:.2f}"]
-    for level in _LEVELS:
+    for level in ours:
         ratios = [one / other for one, other in zip(ours[level], theirs[level], strict=True)] if theirs else []
         cells += [f"{median(ours[level]):.1f}", f"{median(ratios):.2f}" if ratios else "-"]
     for figures, scale in ((row.ready_s, 1.0), (row.peak_bytes, 1e9)):

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware import Middleware
@@ -40,14 +40,19 @@ from server.operations.handoff import Receiver
 from server.operations.page import load_files, page_router
 from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
 from server.settings.app_config import AppConfig
-from server.telemetry.events import GrammarCompiled, PrefillDelegated, Telemetry, TenantRefused
+from server.telemetry.events import GrammarCompiled, Listener, PrefillDelegated, Telemetry, TenantRefused
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
+from server.telemetry.otlp_endpoints import find_endpoints
 from server.telemetry.request_log import RequestLog
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import read_tenants
 
-# One line an endpoint: its module's `router` is served, and described by /openapi.json and docs/reference.md.
+if TYPE_CHECKING:
+    from server.telemetry.otlp import Otlp
+    from server.telemetry.tracing import Tracing
+
+# One line an endpoint: its module's `router` is served, and described by /openapi.json and docs/reference/.
 ENDPOINTS = [
     "server.openai.completions",
     "server.openai.chat",
@@ -65,7 +70,7 @@ ENDPOINTS = [
 ]
 # Headers that scripts of other origins may read.
 EXPOSED_HEADERS = (
-    *("x-request-id", "request-id", "x-quire-ignored-fields", "retry-after", "server-timing"),
+    *("x-request-id", "request-id", "x-quire-ignored-fields", "retry-after", "server-timing", "traceparent"),
     *(f"x-ratelimit-{kind}-{what}" for kind in ("limit", "remaining") for what in ("requests", "tokens")),
     "x-ratelimit-reset-tokens",
 )
@@ -94,7 +99,12 @@ def create_app(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> F
         await _stop(context)
 
     app = _routed(context, lifespan=lifespan, middleware=_middleware(context, open_paths))
-    app.include_router(openapi_router(routers(), needs_key=context.tenancy.needs_key, open_paths=open_paths))
+    if config.openapi:
+        app.include_router(
+            openapi_router(
+                routers(), needs_key=context.tenancy.needs_key, open_paths=open_paths, root_path=config.root_path
+            )
+        )
     app.include_router(unserved.router)
     if page:
         app.include_router(live.router)
@@ -109,7 +119,11 @@ def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Con
         handover = open_handover(engine, config.kv_connector_dir, int(config.kv_connector_gib * (1 << 30)))
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     request_log = RequestLog()
-    telemetry = Telemetry(request_log, *metrics.listeners, log_answer)
+    export = _open_export(config, engine)
+    if export is not None:
+        metrics.listeners += export.listeners
+        metrics.add_span_counts(export.otlp.counts)
+    telemetry = Telemetry(request_log, *metrics.listeners, *([log_answer] if config.enable_log_requests else []))
     emit = telemetry.emit
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     limits = ModelLimits.of(
@@ -131,7 +145,7 @@ def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Con
         client=EngineClient(engine),
         tokenizer=tokenizer,
         config=config,
-        preprocessor=ChatPreprocessor(limits),
+        preprocessor=ChatPreprocessor(limits, config.default_chat_template_kwargs or {}),
         metrics=metrics,
         telemetry=telemetry,
         tenancy=tenancy,
@@ -142,11 +156,37 @@ def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Con
         grammars=GrammarCompiler(tokenizer, engine.vocab_size, lambda seconds: emit(GrammarCompiled(seconds))),
         bodies=bodies,
         batches=BatchService(config, engine, bodies, tenancy) if config.data_dir is not None else None,
+        otlp=None if export is None else export.otlp,
+        tracing=None if export is None else export.tracing,
         handover=handover if config.role == "prefill" else None,
         receiver=Receiver(engine, handover, config, lambda outcome: emit(PrefillDelegated(outcome.value)))
         if handover and config.role == "decode"
         else None,
     )
+
+
+class _Export(NamedTuple):
+    """What sends traces and metrics to a collector."""
+
+    otlp: Otlp
+    tracing: Tracing | None
+    listeners: list[Listener]
+
+
+def _open_export(config: AppConfig, engine: Engine) -> _Export | None:
+    """Return what exports over OTLP; None, without importing OpenTelemetry, if no address is given."""
+    endpoints = find_endpoints(config)
+    if endpoints is None:
+        return None
+    from server.telemetry.otlp import Otlp
+    from server.telemetry.tracing import GenAiMetrics, Tracing
+
+    otlp, name = Otlp(endpoints), config.served_model_names[0]
+    tracing = None if otlp.tracers is None else Tracing(otlp.tracers, name, engine.clock)
+    listeners: list[Listener] = [] if tracing is None else [tracing.observe]
+    if otlp.meters is not None:
+        listeners.append(GenAiMetrics(otlp.meters, name).observe)
+    return _Export(otlp, tracing, listeners)
 
 
 async def _start(context: Context, prefixes: Sequence[Request]) -> None:
@@ -169,6 +209,8 @@ async def _stop(context: Context) -> None:
         context.batches.close()
     context.grammars.close()
     context.bodies.close()
+    if context.otlp is not None:
+        await context.otlp.close()
     context.metrics.loop_lag.stop()
 
 
@@ -199,7 +241,7 @@ def _middleware(context: Context, open_paths: Collection[str]) -> list[Middlewar
     They log, refuse foreign web pages, allow origins, and check the key.
     """
     config = context.config
-    stack = [Middleware(RequestScope, emit=context.telemetry.emit)]
+    stack = [Middleware(RequestScope, emit=context.telemetry.emit, tracing=context.tracing, root_path=config.root_path)]
     allowed_hosts = None if context.tenancy.needs_key else config.allowed_hosts
     stack.append(Middleware(CrossSiteGuard, allowed_hosts=allowed_hosts, allowed_origins=config.allowed_origins))
     if config.allowed_origins:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from fastapi import Depends, Request
 
@@ -38,6 +38,10 @@ from server.telemetry.request_log import RequestLog
 from server.tenancy.public_prefixes import PublicPrefixes
 from server.tenancy.tenancy import Tenancy, owner_of
 from server.tenancy.tenant_file import DEFAULT
+
+if TYPE_CHECKING:
+    from server.telemetry.otlp import Otlp
+    from server.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +73,8 @@ class Context:
     bodies: BodyReader
     started_s: int  # Unix time
     batches: BatchService | None = None  # None without --data-dir
+    otlp: Otlp | None = None  # sends traces and metrics to a collector
+    tracing: Tracing | None = None
     handover: Handover | None = None  # of a prefill daemon
     receiver: Receiver | None = None  # of a decode daemon
     public_prefixes: PublicPrefixes = field(default_factory=PublicPrefixes)

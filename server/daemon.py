@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from engine.core.errors import ConfigError, ShuttingDownError
 from server.context import Context
 from server.http.connection import Connection
+from server.settings.tls import Tls
 from server.tenancy.tenant_file import read_tenants
 
 log = logging.getLogger("quire.serve")
@@ -34,7 +35,13 @@ WATCH_S = 0.25  # between two looks at the engine's health
 IDLE_S = 1.0  # after the start, and between two looks for an idle moment
 
 
-def run(app: FastAPI, listener: socket.socket, shutdown_timeout_s: float, on_ready: Callable[[], None]) -> int:
+def run(
+    app: FastAPI,
+    listener: socket.socket,
+    shutdown_timeout_s: float,
+    on_ready: Callable[[], None],
+    tls: Tls | None = None,
+) -> int:
     """Serve on a bound socket; `on_ready` is called once requests are accepted. Returns the exit status, 0 or 1."""
     config = uvicorn.Config(
         app,
@@ -46,10 +53,11 @@ def run(app: FastAPI, listener: socket.socket, shutdown_timeout_s: float, on_rea
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=FLUSH_S,
+        **({} if tls is None else tls._asdict()),
     )
     context = app.state.context
     assert isinstance(context, Context)
-    daemon = Daemon(config, context, shutdown_timeout_s, on_ready)
+    daemon = Daemon(config, context, shutdown_timeout_s, on_ready, tls)
     try:
         daemon.run(sockets=[listener])
     except SystemExit:  # uvicorn's, with a status of its own, where the application did not start; it is in the log
@@ -61,7 +69,12 @@ class Daemon(uvicorn.Server):
     """uvicorn's server, with signals that drain the engine before connections are closed."""
 
     def __init__(
-        self, config: uvicorn.Config, context: Context, shutdown_timeout_s: float, on_ready: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        context: Context,
+        shutdown_timeout_s: float,
+        on_ready: Callable[[], None],
+        tls: Tls | None = None,
     ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
@@ -71,6 +84,7 @@ class Daemon(uvicorn.Server):
         self._tenancy = context.tenancy
         self._tenants = context.config.tenants
         self._api_keys = context.config.api_keys
+        self._tls = tls
         self._timeout_s = shutdown_timeout_s
         self._num_signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -80,8 +94,8 @@ class Daemon(uvicorn.Server):
         """Serve until `should_exit`, watching the engine."""
         self._loop = asyncio.get_running_loop()
         self._tasks.append(self._loop.create_task(self._watch()))
-        if self._tenants is not None:
-            self._loop.add_signal_handler(signal.SIGHUP, self._reread, self._tenants)
+        if self._tenants is not None or self._tls is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, self._reread)
         try:
             await super().serve(sockets)
             if self._client.is_abandoned:
@@ -115,7 +129,20 @@ class Daemon(uvicorn.Server):
             log.error("%s for the third time: exiting immediately", name)
             os._exit(1)
 
-    def _reread(self, path: Path) -> None:
+    def _reread(self) -> None:
+        """Read the tenants and the certificate again."""
+        if self._tenants is not None:
+            self._reread_tenants(self._tenants)
+        if self._tls is not None:
+            assert self.config.ssl is not None
+            try:
+                self._tls.load_into(self.config.ssl)
+            except ConfigError as error:
+                log.error("SIGHUP: the certificate stays as it was: %s", error)  # noqa: TRY400 - one sentence for the user
+                return
+            log.info("SIGHUP: read the certificate from %s", self._tls.ssl_certfile)
+
+    def _reread_tenants(self, path: Path) -> None:
         try:
             tenants = read_tenants(path, self._api_keys)
         except ConfigError as error:

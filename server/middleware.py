@@ -11,6 +11,7 @@ import logging
 import re
 import time
 import uuid
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,6 +20,11 @@ from engine.core.errors import ShuttingDownError
 from server.errors import IS_ANTHROPIC, REQUEST_ID, is_disk_full, to_api_error
 from server.telemetry.events import Event, HttpAnswered, Listener, RequestEnded
 from server.tenancy.tenancy import TENANT
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+    from server.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +37,13 @@ RECORD = "record"
 class RequestScope:
     """Normalises a request, gives it an id, reports its end, answers exceptions.
 
-    What is inside sees a GET for a HEAD, and no slash at the end of a path: a redirect would lose the body of a POST.
+    What is inside sees a GET for a HEAD, no slash at the end of a path, because a redirect would lose the body of a POST,
+    and no --root-path before it, whether or not the proxy removes it.
     """
 
-    def __init__(self, app: ASGIApp, emit: Listener) -> None:
-        self._app, self._emit = app, emit
+    def __init__(self, app: ASGIApp, emit: Listener, tracing: Tracing | None = None, root_path: str = "") -> None:
+        self._app, self._emit, self._tracing = app, emit, tracing
+        self._root_path = root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request; an unforeseen exception becomes a 500, if it still can."""
@@ -46,27 +54,22 @@ class RequestScope:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        path = scope["path"].rstrip("/") or "/"
+        path = scope["path"].rstrip("/")
+        if self._root_path and f"{path}/".startswith(f"{self._root_path}/"):
+            path = path.removeprefix(self._root_path)
+        path = path or "/"
         is_anthropic = _is_anthropic(path, headers)
         # uvicorn keeps the scope with the real method, and sends no body in answer to a HEAD.
         scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
         state = scope["state"] = {**scope.get("state", {}), REQUEST_ID: request_id, IS_ANTHROPIC: is_anthropic}
         status = 0
+        span = None if self._tracing is None else self._tracing.begin(scope["method"], path, headers)
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
-                if is_anthropic:
-                    headers["request-id"] = request_id
-                if IGNORED_FIELDS in state:
-                    headers["x-quire-ignored-fields"] = ", ".join(state[IGNORED_FIELDS])
-                if TENANT in state:
-                    record = state.get(RECORD)
-                    generation = None if record is None else record.generation
-                    headers.update(state[TENANT].headers(generation.num_drawn_tokens if generation is not None else 0))
+                self._complete(MutableHeaders(scope=message), state, span)
             await send(message)
 
         try:
@@ -84,12 +87,26 @@ class RequestScope:
             if not status:
                 await to_api_error(error).response(scope)(scope, receive, send_with_headers)
         finally:
-            self._conclude(scope, request_id, status, time.monotonic() - started_s)
+            self._conclude(scope, request_id, status, time.monotonic() - started_s, span)
 
-    def _conclude(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+    def _complete(self, headers: MutableHeaders, state: dict[str, Any], span: Span | None) -> None:
+        """Add the headers that every answer has."""
+        headers["x-request-id"] = state[REQUEST_ID]
+        if state[IS_ANTHROPIC]:
+            headers["request-id"] = state[REQUEST_ID]
+        if span is not None and self._tracing is not None:
+            headers.update(self._tracing.headers(span))
+        if IGNORED_FIELDS in state:
+            headers["x-quire-ignored-fields"] = ", ".join(state[IGNORED_FIELDS])
+        if TENANT in state:
+            record = state.get(RECORD)
+            generation = None if record is None else record.generation
+            headers.update(state[TENANT].headers(generation.num_drawn_tokens if generation is not None else 0))
+
+    def _conclude(self, scope: Scope, request_id: str, status: int, seconds: float, span: Span | None) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
         record = scope["state"].get(RECORD)
-        self._emit(HttpAnswered(request_id, route, scope["method"], status, seconds, record))
+        self._emit(HttpAnswered(request_id, route, scope["method"], status, seconds, record, span))
         if record is not None:
             self._emit(RequestEnded(record, status, seconds))
 
@@ -106,6 +123,8 @@ def log_answer(event: Event) -> None:
     words = (event.method, event.route, event.status, event.seconds, event.request_id, shown)
     named = {"request_id": event.request_id, "route": event.route, "status": event.status}
     extra = {**named, "seconds": round(event.seconds, 3), **fields}
+    if event.span is not None:
+        extra["trace_id"] = f"{event.span.get_span_context().trace_id:032x}"
     logger.log(level, "%s %s %d in %.3f s, request %r%s", *words, extra=extra)
 
 

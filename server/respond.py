@@ -86,7 +86,13 @@ def chunk_meta(context: Context, requests: Sequence[Request], *, id_prefix: str,
     """Return the fields that all chunks of the requests' answer share."""
     prompts = [request.prompt for request in requests]
     return ChunkMeta(
-        id_prefix=id_prefix, model=model, tokenizer=context.tokenizer, prompts=prompts, answer_id=answer_id(requests)
+        id_prefix=id_prefix,
+        model=model,
+        tokenizer=context.tokenizer,
+        prompts=prompts,
+        answer_id=answer_id(requests),
+        has_usage=context.config.enable_force_include_usage,
+        has_token_ids=context.config.return_tokens_as_token_ids,
     )
 
 

@@ -11,6 +11,7 @@ import errno
 import gc
 import json
 import logging
+import os
 import shlex
 import socket
 import sys
@@ -18,11 +19,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.ahead import import_torch, load_torch_libraries, weight_memory
+from engine.ahead import load_torch_libraries, weight_memory
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, QuireError
 from engine.core.types import Progress
@@ -30,13 +31,17 @@ from engine.draft_source import fetch_models
 from engine.gguf_header import forget_headers
 from engine.model_check import ModelFacts, check_model
 from engine.model_source import check_tokenizer_source, fetch, find_model, local_path
+from engine.setting import unknown_key
+from engine.text.types import SamplingDefaults
 from server.batches.folder import DataFolder
 from server.settings.app_config import AppConfig
 from server.settings.files import check_folder, read_setting_file
 from server.settings.flags import load_settings, name_origins
 from server.settings.serve_config import ServeConfig
 from server.settings.settings import Settings
+from server.settings.tls import Tls, read_tls
 from server.telemetry.logs import configure_logging
+from server.telemetry.otlp_endpoints import find_endpoints
 from server.tenancy.tenant_file import read_tenants
 
 if TYPE_CHECKING:
@@ -61,11 +66,13 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(f"quire: {error}\n")
         return 2
-    configure_logging(settings.log_level, settings.log_format)
+    configure_logging(settings.log_level, settings.log_format, settings.uvicorn_log_level)
     gc.disable()  # objects made at start-up stay: collecting among them took 0.3 s; hide_from_collector enables it
     load_torch_libraries()
     for notice in settings.notices:
         log.warning(name_origins(notice, settings))
+    if settings.remarks:
+        log.info("no effect here: %s", "; ".join(settings.remarks))
     try:
         plan = _prepare(settings)
         with bind(settings.host, settings.port) as listener:
@@ -119,6 +126,7 @@ class _Plan(NamedTuple):
     app: AppConfig
     model: ModelFacts
     chat_template: str | None
+    tls: Tls | None
     started_s: float
 
 
@@ -135,6 +143,7 @@ def _prepare(settings: Settings) -> _Plan:
             raise ConfigError(
                 f"--lora-modules has {module.name}={module.path}, but that is the model's own name; choose another name."
             )
+    find_endpoints(app_config, log.warning)
     if app_config.tenants is not None:
         read_tenants(app_config.tenants, app_config.api_keys)
     if app_config.data_dir is not None:
@@ -146,15 +155,30 @@ def _prepare(settings: Settings) -> _Plan:
         read_setting_file("--pinned-prefixes", app_config.pinned_prefixes)
     if serve_config.tokenizer is not None:
         check_tokenizer_source(serve_config.tokenizer)
+    if serve_config.generation_config not in ("auto", "vllm"):
+        _check_generation_config(Path(serve_config.generation_config))
+    if serve_config.hf_token is not None:
+        os.environ["HF_TOKEN"] = serve_config.hf_token  # the hub's library reads it there
     chat_template = None if serve_config.chat_template is None else _read_template(serve_config.chat_template)
     facts = check_model(engine_config, has_tokenizer=serve_config.tokenizer is not None)
-    return _Plan(serve_config, engine_config, app_config, facts, chat_template, started_s)
+    tls = read_tls(serve_config)
+    return _Plan(serve_config, engine_config, app_config, facts, chat_template, tls, started_s)
 
 
-def _read_template(path: Path) -> str:
+def _check_generation_config(folder: Path) -> None:
+    """Raise ConfigError for a --generation-config that names no folder with that file."""
+    if not (folder / "generation_config.json").is_file():
+        raise ConfigError(
+            f"--generation-config is {str(folder)!r}; it must be auto, vllm or a folder with generation_config.json."
+        )
+
+
+def _read_template(given: str) -> str:
+    """Return a chat template: a file's, or the text itself. Raises ConfigError."""
     from engine.text.chat_template import ChatTemplate  # jinja2
 
-    text = read_setting_file("--chat-template", path)
+    is_text = "{%" in given or "{{" in given
+    text = given if is_text else read_setting_file("--chat-template", Path(given))
     ChatTemplate(text, {})  # raises ConfigError for one that cannot be read
     return text
 
@@ -177,13 +201,13 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
 
     def announce() -> None:
         host, port = listener.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = f"{'http' if plan.tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("ready in %.1f s: %s serves %s", time.monotonic() - plan.started_s, url, name)
         log.info("try: %s", _curl(url, name, has_key=bool(app_config.api_keys or app_config.tenants)))
 
     forget_headers()
     hide_from_collector()
-    return run(app, listener, app_config.shutdown_timeout_s, announce)
+    return run(app, listener, app_config.shutdown_timeout_s, announce, plan.tls)
 
 
 def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
@@ -216,8 +240,7 @@ def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
 def _load_beside(plan: _Plan, startup: StartupProgress) -> tuple[Engine, TextTokenizer]:
     """Return the engine of a model that needs no transformers, and the tokenizer, which is loaded on a thread."""
     memory = weight_memory(plan.engine)
-    import_torch()
-    from engine.build import build_engine
+    from engine.build import build_engine  # torch
 
     with ThreadPoolExecutor(1) as aside, _short_turns():
         front = aside.submit(_load_front, plan)
@@ -245,8 +268,10 @@ def _short_turns() -> Iterator[None]:
 def _fetch(plan: _Plan, report: Callable[[Progress], None]) -> _Plan:
     """Return the plan with local paths for models of the hub, checked again with all their files. Raises QuireError."""
     engine, serve_config = fetch_models(plan.engine, report), plan.serve
-    if serve_config.tokenizer is not None:
-        path = fetch(serve_config.tokenizer, None, engine.download_dir, report, weights=False)
+    revision = serve_config.tokenizer_revision
+    tokenizer = serve_config.tokenizer or (plan.engine.model if revision not in (None, plan.engine.revision) else None)
+    if tokenizer is not None:
+        path = fetch(tokenizer, revision, engine.download_dir, report, weights=False)
         serve_config = replace(serve_config, tokenizer=str(path))
     model = plan.model if engine is plan.engine else check_model(engine, has_tokenizer=True)
     return plan._replace(engine=engine, serve=serve_config, model=model)
@@ -255,22 +280,39 @@ def _fetch(plan: _Plan, report: Callable[[Progress], None]) -> _Plan:
 def _load_front(plan: _Plan) -> TextTokenizer:
     """Return the tokenizer, and import the modules of the HTTP side."""
     import server.daemon  # noqa: F401 - imported for its duration
-    from engine.text.fields.sampling import check_defaults
     from engine.text.tokenizer import check_draft_tokenizer, load_tokenizer
     from server.app import routers
 
     routers()
-    serve_config = plan.serve
     tokenizer = load_tokenizer(
-        serve_config.tokenizer or plan.engine.model,
+        plan.serve.tokenizer or plan.engine.model,
         chat_template=plan.chat_template,
-        model_sampling=serve_config.generation_config == "auto",
+        sampling=_sampling(plan.serve, Path(plan.engine.model)),
     )
     if plan.model.config is not None:
         tokenizer.hold_to(plan.model.config.vocab_size)
-    check_defaults(tokenizer.sampling_defaults)
     check_draft_tokenizer(tokenizer, plan.engine.speculative_config)
     return tokenizer
+
+
+def _sampling(serve_config: ServeConfig, model: Path) -> SamplingDefaults:
+    """Return the sampling where a request names none. Raises ConfigError or ModelLoadError."""
+    from engine.text.fields.sampling import check_defaults
+    from engine.text.tokenizer import read_sampling, sampling_of
+
+    source, neutral = serve_config.generation_config, SamplingDefaults()
+    folder = model if source == "auto" else Path(source)
+    defaults = neutral if source == "vllm" or folder.is_file() else read_sampling(folder)
+    more = serve_config.override_generation_config or {}
+    unknown = more.keys() - {*asdict(neutral), "do_sample"}
+    if unknown:
+        raise unknown_key("--override-generation-config", min(unknown), asdict(neutral))
+    defaults = sampling_of(more, defaults, "--override-generation-config")
+    check_defaults(defaults)
+    if defaults != neutral:
+        named = {name: value for name, value in asdict(defaults).items() if value != getattr(neutral, name)}
+        log.info("sampling where a request names none: %s", ", ".join(f"{name} {named[name]}" for name in named))
+    return defaults
 
 
 def hide_from_collector() -> None:

@@ -265,6 +265,7 @@ class OutputProcessor:
         self._queue.stop(seq)
         seq.move(Status.PREEMPTED)
         seq.history.num_preemptions += 1
+        seq.history.preempted_s += (self._processed_s,)
         if not self._leave(seq):
             self._suspend(seq)
 

@@ -83,6 +83,7 @@ class History:
     first_token_s: float = -1.0
     num_cached: int = 0  # positions that it was first admitted with
     num_preemptions: int = 0
+    preempted_s: tuple[float, ...] = ()
     num_expected: float | None = None  # tokens of the answer, where the policy predicts them
 
 
@@ -275,6 +276,9 @@ class Sequence:
             num_computed=self.num_computed,
             num_cached=self.history.num_cached,
             num_preemptions=self.history.num_preemptions,
+            arrival_s=self.request.arrival_s,
+            first_scheduled_s=None if self.history.first_scheduled_s < 0 else self.history.first_scheduled_s,
+            first_token_s=None if self.history.first_token_s < 0 else self.history.first_token_s,
             blocks=tuple(self.kv.blocks),
         )
 

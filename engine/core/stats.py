@@ -206,6 +206,9 @@ class SequenceView(NamedTuple):
     num_computed: int  # of these, with K and V in the pool
     num_cached: int  # of these, found in the prefix cache
     num_preemptions: int
+    arrival_s: float
+    first_scheduled_s: float | None  # None until it is known
+    first_token_s: float | None
     blocks: tuple[int, ...]  # physical blocks in logical order
 
 

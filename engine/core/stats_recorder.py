@@ -126,6 +126,7 @@ class StatsRecorder:
             num_preemptions=seq.history.num_preemptions,
             num_drafted=0 if seq.drafts is None else seq.drafts.num_drafted,
             num_accepted=0 if seq.drafts is None else seq.drafts.num_accepted,
+            preempted_s=seq.history.preempted_s,
         )
 
     def dropped(self, seq: Sequence, target: Target) -> None:

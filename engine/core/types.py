@@ -223,6 +223,7 @@ class RequestTimings(NamedTuple):
     num_preemptions: int
     num_drafted: int = 0  # tokens, by speculation ...
     num_accepted: int = 0  # ... and of these, those that were drawn
+    preempted_s: tuple[float, ...] = ()  # when it was preempted: the ends of the steps before
 
 
 class TokenEvent(NamedTuple):

@@ -30,6 +30,7 @@ def fingerprint(config: EngineConfig, dtype: str, blocks: Sequence[Tensor]) -> s
         "weights": _files(Path(config.model)),
         "load_format": config.load_format,
         "seed": config.seed if config.load_format == "dummy" else None,
+        "hf_overrides": config.hf_overrides,
         "model_impl": config.model_impl,
         "dtype": dtype,
         "quantization": config.quantization,

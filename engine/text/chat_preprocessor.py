@@ -45,8 +45,10 @@ class PreparedChat:
 class ChatPreprocessor:
     """`prepare` a conversation, or only `render` and `encode` its prompt."""
 
-    def __init__(self, limits: ModelLimits) -> None:
+    def __init__(self, limits: ModelLimits, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """`template_kwargs` are variables of the chat template where a request names none."""
         self.limits = limits
+        self._template_kwargs = template_kwargs or {}
         self._tokenizer = limits.tokenizer
         self._format = limits.chat_format
 
@@ -68,6 +70,8 @@ class ChatPreprocessor:
         wants_answer, variables = chat.add_generation_prompt, chat.chat_template_kwargs
         if chat.effort is not None:
             variables = {**chat_format.template_kwargs(chat.effort), **variables}
+        if self._template_kwargs:
+            variables = {**self._template_kwargs, **variables}
         return template.render(
             messages,
             tools=tools,

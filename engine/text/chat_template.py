@@ -17,11 +17,11 @@ from jinja2.parser import Parser
 
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.text.template_budget import BoundedEnvironment, Budget, BudgetError, spending
+from engine.text.types import RESERVED
 
 _CUT = "<<the final message ends here>>"  # plain text, so that no filter of a template changes it
 MAX_SOURCE = 128 << 10  # characters of a template; those of models that call tools have up to 30,000
 _MAX_WORDS = 1000  # of an error
-_OURS = ("messages", "tools", "add_generation_prompt")
 
 
 class _Generation(Extension):
@@ -108,7 +108,7 @@ class ChatTemplate:
 
 
 def _check_names(template_kwargs: Mapping[str, Any]) -> None:
-    for name in _OURS:
+    for name in sorted(RESERVED):
         if name in template_kwargs:
             raise InvalidRequestError(f"chat_template_kwargs may not set {name!r}.", param="chat_template_kwargs")
 

@@ -14,7 +14,8 @@ from engine.text.types import SamplingDefaults
 
 GREEDY_BELOW = 1e-5  # a temperature too small to divide logits by asks for the most likely token
 MAX_BAD_CHARS = 8192  # of all bad words; they are encoded in 10 ms
-_MODELS_OWN = [each.name for each in dataclasses.fields(SamplingDefaults)]  # fields whose default depends on the model
+# Fields whose default depends on the model.
+_MODELS_OWN = [each.name for each in dataclasses.fields(SamplingDefaults) if each.name != "max_new_tokens"]
 _SHARED = SamplingFields.model_fields.keys() & {each.name for each in dataclasses.fields(SamplingParams)}
 
 
@@ -37,6 +38,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the engine's parameters. Raises InvalidRequestError."""
     limits.check_logprobs(fields.prompt_logprobs, "prompt_logprobs")
+    bound = limits.tokenizer.sampling_defaults.max_new_tokens
+    max_tokens = max_tokens if bound is None else min(max_tokens, bound)
     if fields.min_tokens > max_tokens:
         _refuse("min_tokens", f"min_tokens is {fields.min_tokens}, more than max_tokens ({max_tokens}); lower it.")
     if fields.stop_token_ids:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class TokenizerConfig:
     special_tokens: Mapping[str, str]  # "bos_token" and the like, as chat templates call them
     eos_token_ids: frozenset[int]
     chat_template: str | None
-    sampling_defaults: SamplingDefaults
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     sizes: tuple[int, int] | None = None  # number of ids, characters of the longest token; None: not known
 
 
@@ -130,17 +130,23 @@ class TextTokenizer:
         return token.replace("▁", " ").encode()
 
 
-def load_tokenizer(source: str, *, chat_template: str | None = None, model_sampling: bool = False) -> TextTokenizer:
+def load_tokenizer(
+    source: str, *, chat_template: str | None = None, sampling: SamplingDefaults | None = None
+) -> TextTokenizer:
     """Return the tokenizer of a local file or folder. Raises ModelLoadError.
 
-    `chat_template` replaces the source's. Sampling defaults are OpenAI's unless `model_sampling` asks for those of the
-    source's generation_config, so that a request means the same on every model.
+    `chat_template` replaces the source's. `sampling` holds where a request names no value; the default is OpenAI's.
     """
     path = Path(source)
     backend, vocabulary = _from_gguf(path) if path.suffix == ".gguf" else _from_folder(path)
-    defaults = vocabulary.sampling_defaults if model_sampling else SamplingDefaults()
     template = chat_template or vocabulary.chat_template
+    defaults = SamplingDefaults() if sampling is None else sampling
     return TextTokenizer(backend, replace(vocabulary, chat_template=template, sampling_defaults=defaults))
+
+
+def read_sampling(folder: Path) -> SamplingDefaults:
+    """Return the sampling that a folder's generation_config.json recommends; OpenAI's without one. Raises ModelLoadError."""
+    return sampling_of(_json_file(folder / "generation_config.json"), SamplingDefaults(), "generation_config.json")
 
 
 def check_draft_tokenizer(tokenizer: TextTokenizer, speculative_config: str | Mapping[str, Any] | None) -> None:
@@ -173,7 +179,6 @@ def _from_gguf(path: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
         special_tokens={name: tokens[token_id] for name, token_id in named.items() if token_id is not None},
         eos_token_ids=_turn_ends(control, {token_id for token_id in named_ends if token_id is not None}),
         chat_template=metadata.get("tokenizer.chat_template"),
-        sampling_defaults=SamplingDefaults(),
         sizes=(len(tokens), max(map(len, tokens))),
     )
 
@@ -222,7 +227,6 @@ def _from_folder(folder: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
         special_tokens=special,
         eos_token_ids=frozenset(ends),
         chat_template=template.get("default") if isinstance(template, dict) else template,
-        sampling_defaults=_sampling_defaults(generation),
     )
 
 
@@ -237,13 +241,13 @@ def _json_file(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
-    """Return the values that a generation_config recommends."""
-    names = [field.name for field in fields(SamplingDefaults)]
-    named = {name: generation[name] for name in names if generation.get(name) is not None}
+def sampling_of(values: Mapping[str, Any], base: SamplingDefaults, source: str) -> SamplingDefaults:
+    """Return `base` with the sampling in the keys of a generation config. Raises ModelLoadError, naming the source."""
+    names = [each.name for each in fields(SamplingDefaults)]
+    named = {name: values[name] for name in names if values.get(name) is not None}
     for name, value in named.items():
         if type(value) not in (int, float) or not isfinite(value):
-            raise ModelLoadError(f"generation_config.json: {name!r} is {value!r:.80}, not a number; mend or remove it.")
-    if named and generation.get("do_sample") is False:
+            raise ModelLoadError(f"{source}: {name!r} is {value!r:.80}, not a number; correct or remove it.")
+    if named.keys() - {"max_new_tokens"} and values.get("do_sample") is False:
         named["temperature"] = 0.0
-    return SamplingDefaults(**named)
+    return replace(base, **named)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})  # variables of chat templates that a request sets
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
@@ -15,6 +17,7 @@ class SamplingDefaults:
     top_k: int = 0  # 0 is off
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None  # the most tokens of any answer
 
 
 class Reasoning(NamedTuple):

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from engine.text.fields.base import RequestBody
 from engine.version import VERSION
 from server.http.bodies import ResponseBody
+from server.http.field_meanings import add_meanings
 
 _SCHEMAS = "#/components/schemas/"
 _NULL = {"type": "null"}
@@ -51,15 +52,19 @@ def answers(model: type[ResponseBody], *, streams: bool = False) -> dict[int | s
     return {200: answer}
 
 
-def openapi_router(routers: Sequence[APIRouter], *, needs_key: bool, open_paths: Collection[str]) -> APIRouter:
-    """Return the route that describes `routers`; `open_paths` never need a key."""
+def openapi_router(
+    routers: Sequence[APIRouter], *, needs_key: bool, open_paths: Collection[str], root_path: str = ""
+) -> APIRouter:
+    """Return the route that describes `routers`, which a proxy serves at `root_path`; `open_paths` never need a key."""
     router = APIRouter()
     document = b""
 
     @router.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
         nonlocal document
-        document = document or to_json(describe(routers, needs_key=needs_key, open_paths=open_paths))
+        if not document:
+            made = describe(routers, needs_key=needs_key, open_paths=open_paths)
+            document = to_json({**made, "servers": [{"url": root_path}]} if root_path else made)
         return Response(document, media_type="application/json")
 
     return router
@@ -100,8 +105,9 @@ def _add_schemas(document: dict[str, Any], bodies: Sequence[type[RequestBody]]) 
     added = definitions["$defs"]
     twice = known.keys() & added.keys()
     assert not twice, f"in requests and answers alike, rename one: {twice}"
-    for schema in added.values():
+    for name, schema in added.items():
         _let_fields_be_null(schema)
+        add_meanings(name, schema)
     known.update(added)
     return {body: references[body, "validation"] for body in bodies}
 

@@ -142,8 +142,9 @@ class CompletionFormatter(ChunkFormatter):
             stop_reason=delta.stop_reason,
         )
         if self._body.logprobs is not None:
-            as_ids = self._body.return_tokens_as_token_ids
-            choice.logprobs = completion_logprobs(self._meta.tokenizer, delta, self._body.logprobs, as_ids=as_ids)
+            choice.logprobs = completion_logprobs(
+                self._meta.tokenizer, delta, self._body.logprobs, as_ids=self._spells_ids
+            )
         if self._body.return_token_ids:
             choice.token_ids = delta.token_ids
             if delta.prompt is not None:

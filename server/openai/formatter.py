@@ -28,6 +28,8 @@ class ChunkMeta:
     tokenizer: TextTokenizer
     prompts: Sequence[Sequence[int]]
     answer_id: str
+    has_usage: bool = False  # every stream ends with its usage
+    has_token_ids: bool = False  # logprobs spell tokens as their ids
     created: int = field(default_factory=lambda: int(time.time()))
 
     def fields(self, object_name: str) -> dict[str, Any]:
@@ -75,7 +77,10 @@ class ChunkFormatter(ABC):
         """`empty` is a chunk without choices, whose last field is `choices`."""
         self._body = body
         self._meta = meta
-        self._options = body.stream_options or StreamOptions()
+        options = body.stream_options or StreamOptions()
+        self._has_usage = options.include_usage or meta.has_usage
+        self._counts_often = options.continuous_usage_stats
+        self._spells_ids = body.return_tokens_as_token_ids or meta.has_token_ids
         document = empty.json_bytes()
         assert document.endswith(b'"choices":[]}')
         self._head = document[:-2]
@@ -93,15 +98,15 @@ class ChunkFormatter(ABC):
 
     def news(self, news: Sequence[tuple[int, Delta]], usage: Callable[[], Usage]) -> bytes:
         shown: dict[str, Usage | None] = {}
-        if self._options.include_usage:
-            shown = {"usage": usage() if self._options.continuous_usage_stats else None}
+        if self._has_usage:
+            shown = {"usage": usage() if self._counts_often else None}
         return b"".join([frame(chunk) for index, delta in news for chunk in self.chunks(index, delta, **shown)])
 
     def closing(self, usage: Usage, metrics: AnswerMetrics | None) -> bytes:
         last = self._render(b"", usage=usage)
         if metrics is not None:
             return frame(with_metrics(last, metrics)) + DONE
-        return frame(last) + DONE if self._options.include_usage else DONE
+        return frame(last) + DONE if self._has_usage else DONE
 
     def failure(self, error: ApiError) -> bytes:
         return frame(error.body()) + DONE

@@ -45,6 +45,7 @@ async def load(context: InContext) -> dict[str, Any]:
 
 @router.get("/version")
 async def version() -> dict[str, Any]:
+    """Return the daemon's version."""
     return {"version": VERSION}
 
 

@@ -1,20 +1,20 @@
 """GET /v1/engine/live: the state of the pool and the engine, for the page.
 
 The page gets only the first characters of a request's id: enough for a client to recognise its request, too few to use
-another's. A tenant sees its own sequences; sums cover all.
+another's. A tenant sees its own sequences; sums and the pool's cells cover all, the others' without their ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic_core import to_json
 from starlette.responses import Response
 
 from engine.core.stats import SequenceView
 from server.context import InContext, InOwner
+from server.operations.pool_cells import MAX_CELLS, runs, summarise
 from server.tenancy.tenant_file import DEFAULT
 
 TAG_CHARS = 8
@@ -23,11 +23,25 @@ router = APIRouter()
 
 
 @router.get("/v1/engine/live")
-async def live(context: InContext, owner: InOwner) -> Response:
-    """Return the engine's state."""
+async def live(
+    context: InContext,
+    owner: InOwner,
+    cells: Annotated[int, Query(ge=1, le=MAX_CELLS)] = MAX_CELLS,
+    blocks: Annotated[int | None, Query(ge=1)] = None,
+    sequence: Annotated[int | None, Query(ge=0)] = None,
+) -> Response:
+    """Return the engine's state: its first `blocks` in at most `cells` cells, and the page table of one `sequence`."""
     snapshot = await context.live.snapshot()
     config, stats = context.engine.config, context.engine.stats
     views = [view for view in snapshot.sequences if owner in (DEFAULT, view.tenant)]
+    pool = summarise(
+        snapshot,
+        config.num_blocks,
+        config.block_size,
+        is_visible=lambda view: owner in (DEFAULT, view.tenant),
+        num_shown=blocks,
+        max_cells=cells,
+    )
     document = {
         "object": "engine.live",
         "time_s": context.engine.clock(),
@@ -38,6 +52,7 @@ async def live(context: InContext, owner: InOwner) -> Response:
             "cached": len(snapshot.cached_blocks),
             "free": snapshot.num_free_blocks,
         },
+        "cells": pool._asdict(),
         "requests": {
             "running": stats.num_running,
             "waiting": stats.num_waiting,
@@ -53,8 +68,8 @@ async def live(context: InContext, owner: InOwner) -> Response:
         "targets": {"held": stats.targeted, "met": stats.met},
         "ttft": {"sum_s": stats.ttft_s.sum, "count": stats.ttft_s.count},
         "itl": {"sum_s": stats.itl_s.sum, "count": stats.itl_s.count},
-        "cached_runs": runs(sorted(snapshot.cached_blocks)),
         "sequences": [_sequence(view) for view in views],
+        "page_table": next((runs(view.blocks) for view in views if view.seq_id == sequence), None),
     }
     return Response(to_json(document), media_type="application/json", headers={"cache-control": "no-store"})
 
@@ -70,16 +85,8 @@ def _sequence(view: SequenceView) -> dict[str, Any]:
         "num_computed": view.num_computed,
         "num_cached": view.num_cached,
         "num_preemptions": view.num_preemptions,
-        "block_runs": runs(view.blocks),
+        "num_blocks": len(view.blocks),
+        "arrival_s": view.arrival_s,
+        "first_scheduled_s": view.first_scheduled_s,
+        "first_token_s": view.first_token_s,
     }
-
-
-def runs(blocks: Iterable[int]) -> list[list[int]]:
-    """Return [first, length] of each run of adjacent blocks, in order."""
-    found: list[list[int]] = []
-    for block in blocks:
-        if found and block == found[-1][0] + found[-1][1]:
-            found[-1][1] += 1
-        else:
-            found.append([block, 1])
-    return found

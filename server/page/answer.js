@@ -1,125 +1,122 @@
-// One answer while it streams and after: its text, its times and counts, and the command that asks the same.
+// One answer on the page: thoughts, text, tool calls, figures, and what can be done with it. It shows a message of
+// conversation.js and follows it while it grows.
 
-import { curlCommand, streamJson } from "./api.js";
-import { count, duration, el } from "./dom.js";
+import { curlCommand } from "./api.js";
+import { CallCard } from "./calls.js";
+import { button, copyText, count, duration, el } from "./dom.js";
+import { Markdown } from "./markdown.js";
+import { Thoughts } from "./thoughts.js";
 
-const PATHS = { chat: "v1/chat/completions", completion: "v1/completions" };
-
-const newText = (choice) => choice?.delta?.content ?? choice?.text ?? "";
-
-/** Times and counts of a stream, as its reader sees them. */
-class Clock {
-  #sentMs = performance.now();
-  #firstMs = NaN;
-  #lastMs = NaN;
-  tokens = 0;
-
-  /** Note a chunk, after which there are `tokens` tokens. */
-  tick(tokens) {
-    if (tokens > this.tokens) {
-      this.#lastMs = performance.now();
-      if (Number.isNaN(this.#firstMs)) {
-        this.#firstMs = this.#lastMs;
-      }
-      this.tokens = tokens;
-    }
-  }
-
-  get ttft() {
-    return (this.#firstMs - this.#sentMs) / 1000;
-  }
-
-  get tpot() {
-    return this.tokens > 1 ? (this.#lastMs - this.#firstMs) / 1000 / (this.tokens - 1) : NaN;
-  }
-}
+const FINISHES = {
+  length: "cut at max tokens",
+  stopped: "stopped",
+  interrupted: "interrupted",
+  error: "not complete",
+  content_filter: "filtered",
+};
 
 export class Answer {
-  text = "";
-  tag = ""; // how the live view names this answer's sequence
-  #clock = null;
-  #finish = "";
-  #abort = new AbortController();
+  #markdown = null;
+  #written = 0; // characters of the text that the Markdown has
+  #cards = [];
 
-  constructor(kind, body) {
-    this.path = PATHS[kind];
-    // Counts that are exact while it streams: a chunk may bring several tokens.
-    this.body = { ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
-    this.textElement = el("div", { className: "text" });
+  /** `actions`: retry, goOn, sendResults, command (the request to repeat it with curl). */
+  constructor(message, actions) {
+    this.message = message;
+    this.actions = actions;
+    this.thoughts = new Thoughts();
+    this.text = el("div", { className: "text" });
+    this.calls = el("div", { className: "calls" });
     this.facts = el("span", { className: "facts" });
-    this.command = el("pre", { className: "command", hidden: true, tabIndex: 0 });
-    this.command.append(el("code", { textContent: curlCommand(this.path, body) }));
-    this.element = el("div", { className: "message answer" }, this.textElement, this.#footer(), this.command);
+    this.error = el("p", { className: "error", hidden: true, attrs: { role: "alert" } });
+    this.command = el("pre", { className: "command", hidden: true, tabIndex: 0, attrs: { "aria-label": "Command" } });
+    this.element = el("div", { className: "message answer" },
+      this.thoughts.element, this.text, this.calls, this.error, this.#footer(), this.command);
+    this.#markdown = new Markdown(this.text);
   }
 
-  stop() {
-    this.#abort.abort();
-  }
-
-  /** Stream to the end; call `onNews` after each change of the text. An error is shown in the message, not thrown. */
-  async run(onNews) {
-    this.#clock = new Clock();
-    this.element.classList.add("streaming");
-    try {
-      for await (const chunk of streamJson(this.path, this.body, this.#abort.signal)) {
-        this.#accept(chunk);
-        onNews();
-      }
-    } catch (error) {
-      this.#fail(error);
-    }
-    this.element.classList.remove("streaming");
+  /** Show what the message has grown by. */
+  update() {
+    const { content, reasoning, calls, facts } = this.message;
+    this.thoughts.update(reasoning, !content && !calls.length, facts.thought_s);
+    this.#markdown.write(content.slice(this.#written));
+    this.#written = content.length;
+    this.#markdown.render();
+    this.#showCalls();
     this.#showFacts();
   }
 
-  #accept(chunk) {
-    const [choice] = chunk.choices;
-    this.tag ||= chunk.id.slice(chunk.id.indexOf("-") + 1);
-    this.#finish = choice?.finish_reason ?? this.#finish;
-    this.#clock.tick(chunk.usage?.completion_tokens ?? 0);
-    const text = newText(choice);
-    if (text) {
-      this.text += text;
-      this.textElement.append(text); // a text node: never markup
-    }
-    this.#showFacts();
+  setStreaming(isStreaming) {
+    this.element.classList.toggle("streaming", isStreaming);
+    this.element.classList.toggle("empty", isStreaming && !this.message.content && !this.message.reasoning);
   }
 
-  #fail(error) {
-    if (error.name === "AbortError") {
-      this.#finish = "stopped";
-      return;
+  /** The answer is complete, or will not be. */
+  finish() {
+    this.setStreaming(false);
+    this.update();
+    this.#markdown.end();
+    this.thoughts.end(this.message.facts.thought_s);
+    const { error, facts, content } = this.message;
+    this.error.hidden = !error;
+    this.error.textContent = error;
+    this.goOn.hidden = !content || !["length", "stopped", "interrupted", "error"].includes(facts.finish);
+    this.#cards.forEach((card) => card.finish());
+  }
+
+  #showCalls() {
+    for (const call of this.message.calls.slice(this.#cards.length)) {
+      const card = new CallCard(call, () => this.#resultChanged());
+      this.#cards.push(card);
+      this.calls.append(card.element);
     }
-    const message = error instanceof TypeError ? "The server cannot be reached; is it still running?" : error.message;
-    this.textElement.after(el("p", { className: "error", textContent: message, attrs: { role: "alert" } }));
+    this.#cards.forEach((card) => card.update());
+  }
+
+  /** The conversation goes on when every call has its result. */
+  #resultChanged() {
+    if (this.message.calls.every((call) => call.result !== null)) {
+      this.actions.sendResults(this);
+    }
   }
 
   #showFacts() {
-    const { tokens, ttft, tpot } = this.#clock;
-    const facts = [`TTFT ${duration(ttft)}`, `TPOT ${duration(tpot)}`, `${count(tokens)} tokens`];
-    if (this.#finish && this.#finish !== "stop") {
-      facts.push(this.#finish === "length" ? "cut at max tokens" : this.#finish);
+    const { tokens, ttft, tpot, prompt_tokens: prompt, cached_tokens: cached, finish } = this.message.facts;
+    const facts = [];
+    if (tokens) {
+      facts.push(`${count(tokens)} token${tokens === 1 ? "" : "s"}`, `first after ${duration(ttft)}`);
+      facts.push(...(tpot > 0 ? [`${count(1 / tpot)} tokens/s`] : []));
+      facts.push(...(cached ? [`${count(cached)} of ${count(prompt)} prompt tokens cached`] : []));
+    }
+    const isStreaming = this.element.classList.contains("streaming");
+    if (!isStreaming && finish in FINISHES) {
+      facts.push(FINISHES[finish]);
     }
     this.facts.textContent = facts.join("  ·  ");
+    this.facts.title = tokens ? `TTFT ${duration(ttft)}, TPOT ${duration(tpot)}, ${count(prompt)} prompt tokens` : "";
   }
 
   #footer() {
-    const link = (textContent) => el("button", { type: "button", className: "link", textContent });
-    const [toggle, copy] = [link("curl"), link("copy")];
-    copy.hidden = true;
-    toggle.setAttribute("aria-expanded", "false");
-    toggle.onclick = () => {
-      this.command.hidden = copy.hidden = !this.command.hidden;
-      toggle.setAttribute("aria-expanded", String(!this.command.hidden));
-    };
-    copy.onclick = async () => {
-      try {
-        await navigator.clipboard.writeText(this.command.textContent);
-        copy.textContent = "copied";
-      } catch {
-        getSelection().selectAllChildren(this.command); // browsers give pages over plain HTTP no clipboard
-      }
-    };
-    return el("div", { className: "footer" }, this.facts, el("span", { className: "space" }), copy, toggle);
+    const small = (label, name, onclick) => button(label, { icon: name, className: "icon-button", onclick });
+    const copy = small("Copy answer", "copy", () => copyText(this.message.content, copy, this.text));
+    const retry = small("Retry", "retry", () => this.actions.retry(this));
+    const curl = small("Show as curl command", "terminal", () => this.#toggleCommand(curl));
+    curl.setAttribute("aria-expanded", "false");
+    this.goOn = button("Continue", { className: "link", hidden: true, onclick: () => this.actions.goOn(this) });
+    this.buttons = el("span", { className: "actions" }, this.goOn, copy, retry, curl);
+    return el("div", { className: "footer" }, this.buttons, this.facts);
+  }
+
+  #toggleCommand(toggle) {
+    const { command } = this;
+    command.hidden = !command.hidden;
+    toggle.setAttribute("aria-expanded", String(!command.hidden));
+    if (!command.hidden) {
+      const { path, body } = this.actions.request(this);
+      const copy = button("Copy command", { icon: "copy", className: "icon-button" });
+      const code = el("code", { textContent: curlCommand(path, body) });
+      copy.onclick = () => copyText(code.textContent, copy, code);
+      command.replaceChildren(copy, code);
+    }
   }
 }

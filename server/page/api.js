@@ -46,6 +46,7 @@ export async function* streamJson(path, body, signal) {
     }
     yield event;
   }
+  throw new TypeError("the stream ended before its last event"); // as fetch reports a lost connection
 }
 
 /** The data of each server-sent event of a byte stream; comments are passed over. */

@@ -1,13 +1,14 @@
-// Wires the page: the key, the chats, the live view (live.js), the header.
+// Wires the page: the key, the chats (desk.js), the live view (live.js), the header.
 
 import { ApiError, getJson, saveKey, savedKey } from "./api.js";
-import { Chat } from "./chat.js";
+import { Desk } from "./desk.js";
 import { byId, count } from "./dom.js";
+import { showApi } from "./guide.js";
 import { Live } from "./live.js";
 import { showModels } from "./settings.js";
 
-const chats = [];
-let numMade = 0;
+const RETRY_MS = 2000;
+const desk = new Desk();
 
 function setStatus(state, text) {
   const status = byId("status");
@@ -38,55 +39,14 @@ byId("key-form").addEventListener("submit", (event) => {
   connect();
 });
 byId("key-button").addEventListener("click", () => askForKey(false));
-
-// -- the chats --------------------------------------------------------------------
-
-function addChat() {
-  numMade += 1;
-  const chat = new Chat(numMade, { ask, close: removeChat });
-  chats.push(chat);
-  byId("chats").append(chat.element);
-  showAskAll();
-  return chat;
-}
-
-function removeChat(chat) {
-  chats.splice(chats.indexOf(chat), 1);
-  chat.element.remove();
-  showAskAll();
-  if (!chats.length) {
-    addChat();
-  }
-}
-
-/** With a single chat there is nothing to choose. */
-function showAskAll() {
-  byId("ask-all-label").hidden = chats.length < 2;
-}
-
-/** Send text that was typed in one chat to it, or to every idle chat. */
-function ask(chat, text) {
-  const asked = byId("ask-all").checked ? chats : [chat];
-  for (const each of asked) {
-    each.send(text);
-  }
-}
-
-byId("new-chat").addEventListener("click", () => addChat().focus());
-byId("settings-button").addEventListener("click", () => {
-  byId("settings").hidden = !byId("settings").hidden;
-});
-// Kept true to the form, which also opens by itself to show a wrong value.
-new MutationObserver(() => {
-  byId("settings-button").setAttribute("aria-expanded", String(!byId("settings").hidden));
-}).observe(byId("settings"), { attributeFilter: ["hidden"] });
+byId("api-button").addEventListener("click", () => showApi(byId("model-name").textContent));
 
 // -- the engine -------------------------------------------------------------------
 
 const live = new Live({
   onSnapshot({ sequences, requests, totals }) {
     const seqIds = new Map(sequences.map((sequence) => [sequence.tag, sequence.seq_id]));
-    for (const chat of chats) {
+    for (const chat of desk.chats) {
       chat.paint(seqIds);
     }
     const isBusy = requests.running + requests.waiting + requests.preempted > 0;
@@ -108,15 +68,16 @@ async function connect() {
     const { data: models } = await getJson("v1/models");
     showModels(models);
     byId("model-name").textContent = models[0].id;
+    desk.setModels(models.map((model) => model.id));
     byId("key-dialog").close();
     live.start();
   } catch (error) {
     live.onError(error);
     if (error.status !== 401) {
-      setTimeout(connect, 2000);
+      setTimeout(connect, RETRY_MS);
     }
   }
 }
 
-addChat();
+await desk.start();
 connect();

@@ -1,152 +1,194 @@
-// A chat card: its conversation, its composer, and the answer that is on its way. Several live side by side.
+// A chat on the page: the messages of one session (session.js), and the field for the next. Several may stand side by
+// side.
 
 import { Answer } from "./answer.js";
-import { el, sequenceColour } from "./dom.js";
-import { isValid, sampling, systemPrompt } from "./settings.js";
+import { Composer } from "./composer.js";
+import { titleOf } from "./conversation.js";
+import { button, byId, el, sequenceColour } from "./dom.js";
+import { Question } from "./question.js";
+import { Scroller } from "./scroller.js";
+import { welcome } from "./welcome.js";
 
-const SUGGESTIONS = {
-  chat: ["What is a quire of paper?", "Write a short poem about the sea.", "Explain how rainbows form."],
-  completion: ["Once upon a time", "The recipe begins with", "def fibonacci(n):"],
-};
+const SHOWN = 40; // messages that are drawn at first; older ones on demand
+const MAX_ANNOUNCED = 1000; // characters of an answer that a screen reader is given
 
 export class Chat {
-  #messages = []; // what a chat sends as its history
-  #answer = null; // the one that streams
+  #views = []; // a Question or an Answer of each message from #first on
+  #first = 0;
+  #frame = 0;
 
-  /** `ask` is called with what was typed; the caller decides which chats it goes to. */
-  constructor(number, { ask, close }) {
-    this.name = `Chat ${number}`;
-    const named = (what, more = {}) => ({ "aria-label": `${this.name}: ${what}`, ...more });
-    this.kind = el("select", { className: "quiet", attrs: named("API") },
-      new Option("Chat", "chat"), new Option("Completion", "completion"));
-    this.log = el("div", { className: "log", tabIndex: 0, attrs: named("conversation", { role: "log" }) });
-    this.input = el("textarea", { rows: 1, attrs: named("message") });
-    this.button = el("button", { type: "submit", textContent: "Send" });
-    const composer = el("form", { className: "composer" }, this.input, this.button);
-    this.element = el("article", { className: "chat", attrs: { "aria-label": this.name } },
-      this.#header(close), this.log, composer);
-    this.#listen(composer, ask);
-    this.clear();
+  /** `host`: ask(chat, text), renamed(chat), close(chat), menu(chat), settings(chat), choose(chat, model). */
+  constructor(host) {
+    this.host = host;
+    this.title = el("h3", {});
+    this.models = el("select", { className: "quiet", hidden: true, attrs: { "aria-label": "Model" } });
+    this.models.onchange = () => host.choose(this, this.models.value);
+    this.list = el("div", { className: "messages" });
+    this.older = button("Show earlier messages", { className: "quiet older", hidden: true, onclick: () => this.#showOlder() });
+    this.log = el("div", { className: "log", tabIndex: 0, attrs: { role: "log", "aria-live": "off", "aria-label": "Conversation" } },
+      this.older, this.list);
+    this.scroller = new Scroller(this.log);
+    this.composer = new Composer({
+      send: (text) => host.ask(this, text),
+      stop: () => this.session.stop(),
+    });
+    this.element = el("article", { className: "chat" }, this.#header(), this.log, this.scroller.button, this.composer.element);
+    this.element.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        this.session.stop();
+      }
+    });
   }
 
-  get isBusy() {
-    return this.#answer !== null;
+  /** Show a session. */
+  open(session) {
+    if (this.session) {
+      this.session.view = null;
+    }
+    this.session = session;
+    session.view = this;
+    this.#views = [];
+    this.#first = Math.max(session.messages.length - SHOWN, 0);
+    this.list.replaceChildren();
+    this.sync();
+    this.showSettings();
+    this.composer.open(session.conversation.id, this.#isChat ? "Ask something" : "Begin a text");
+    this.scroller.toEnd();
+  }
+
+  get #isChat() {
+    return this.session.conversation.settings.api === "chat";
   }
 
   focus() {
-    this.input.focus();
+    this.composer.input.focus();
   }
 
-  stop() {
-    this.#answer?.stop();
+  /** Offer models, if there is a choice. */
+  setModels(names) {
+    this.models.replaceChildren(...names.map((name) => new Option(name)));
+    this.models.hidden = names.length < 2;
+    this.showSettings();
   }
 
-  /** Forget the conversation; what streams is stopped. */
-  clear() {
-    this.stop();
-    this.#messages = [];
-    const kind = this.kind.value;
-    this.input.placeholder = kind === "chat" ? "Ask something" : "Begin a text";
-    const chips = SUGGESTIONS[kind].map((text) => {
-      const fill = () => {
-        this.input.value = text;
-        this.focus();
-      };
-      return el("button", { type: "button", className: "chip", textContent: text, onclick: fill });
+  /** Show the model and the kind of API that are set. */
+  showSettings() {
+    const { settings } = this.session.conversation;
+    if (settings.model) {
+      this.models.value = settings.model;
+    }
+    this.composer.input.placeholder = this.#isChat ? "Ask something" : "Begin a text";
+    this.element.classList.toggle("completion", !this.#isChat);
+    if (!this.session.messages.length) {
+      this.#showWelcome();
+    }
+  }
+
+  // -- what a session calls ---------------------------------------------------------
+
+  /** Draw the messages that changed; those that are still there keep their elements. */
+  sync() {
+    const messages = this.session.messages.slice(this.#first);
+    let same = this.#views.findIndex((view, index) => view.message !== messages[index]);
+    same = same < 0 ? this.#views.length : same;
+    this.#views.splice(same).forEach((view) => view.element.remove());
+    if (messages.length) {
+      this.list.querySelector(".welcome")?.remove();
+    }
+    for (const message of messages.slice(same)) {
+      const view = this.#make(message);
+      this.#views.push(view);
+      this.list.append(view.element);
+    }
+    this.#showState();
+    this.scroller.toEnd();
+  }
+
+  /** The last answer has grown: draw it with the next frame. */
+  grow() {
+    this.#frame ||= requestAnimationFrame(() => {
+      this.#frame = 0;
+      const view = this.#views.at(-1);
+      if (view instanceof Answer && this.session.isBusy) {
+        view.setStreaming(true);
+        view.update();
+        this.scroller.follow();
+      }
     });
-    this.log.replaceChildren(el("div", { className: "suggestions" }, ...chips));
   }
 
-  /** Send a text and stream its answer. */
-  async send(text) {
-    if (this.isBusy || !text || !isValid()) {
-      return;
-    }
-    const kind = this.kind.value;
-    this.log.querySelector(".suggestions")?.remove();
-    const className = kind === "chat" ? "message question" : "message question prompt";
-    this.log.append(el("div", { className, textContent: text }));
-    const answer = new Answer(kind, this.#body(kind, text));
-    this.log.append(answer.element);
-    this.input.value = "";
-    this.#setAnswer(answer);
-    this.#scroll(true);
-    await answer.run(() => this.#scroll(false));
-    if (answer.text && kind === "chat" && this.log.contains(answer.element)) {
-      this.#messages.push({ role: "user", content: text }, { role: "assistant", content: answer.text });
-    }
-    this.#setAnswer(null);
-    this.#scroll(false);
+  /** The last answer is complete. */
+  end() {
+    this.#views.at(-1).finish();
+    this.#showState();
+    this.scroller.follow();
+    const { content, error, calls } = this.session.messages.at(-1);
+    const called = calls.length ? `The model calls ${calls.map(({ name }) => name).join(", ")}. ` : "";
+    byId("announcer").textContent = error ? "" : (called + content).slice(0, MAX_ANNOUNCED);
   }
 
   /** Wear the colour of the sequence that writes the answer; `seqIds` maps tags to sequence ids. */
   paint(seqIds) {
-    const tag = this.#answer?.tag ?? "";
+    const tag = this.session.run?.tag ?? "";
     const seqId = tag ? seqIds.get(tag.slice(0, 8)) : undefined;
     this.element.style.setProperty("--own", seqId === undefined ? "" : sequenceColour(seqId));
   }
 
-  #header(close) {
-    const quiet = (properties) => el("button", { type: "button", className: "quiet", ...properties });
-    const clear = quiet({ textContent: "Clear", onclick: () => this.clear() });
-    const leave = quiet({ textContent: "×", title: "Close", attrs: { "aria-label": `Close ${this.name}` } });
-    leave.onclick = () => {
-      this.stop();
-      close(this);
-    };
-    const title = el("h3", { textContent: this.name });
-    const [dot, space] = [el("i", { className: "dot" }), el("span", { className: "space" })];
-    return el("header", {}, dot, title, space, this.kind, clear, leave);
-  }
+  // ---------------------------------------------------------------------------------
 
-  #body(kind, text) {
-    if (kind === "completion") {
-      return { ...sampling(), prompt: text };
+  #make(message) {
+    const index = () => this.session.messages.indexOf(message);
+    if (message.role === "user") {
+      return new Question(message, { onEdit: (text) => this.session.edit(index(), text) });
     }
-    const system = systemPrompt() ? [{ role: "system", content: systemPrompt() }] : [];
-    return { ...sampling(), messages: [...system, ...this.#messages, { role: "user", content: text }] };
+    const view = new Answer(message, {
+      retry: () => this.session.retry(index()),
+      goOn: () => this.session.goOn(index()),
+      sendResults: () => this.session.sendResults(index()),
+      request: () => this.session.request(index()),
+    });
+    if (this.session.run?.answer === message) {
+      view.setStreaming(true);
+      view.update();
+    } else {
+      view.finish();
+    }
+    return view;
   }
 
-  #setAnswer(answer) {
-    this.#answer = answer;
-    this.button.textContent = answer ? "Stop" : "Send";
-    this.button.classList.toggle("stop", answer !== null);
-    this.element.classList.toggle("busy", answer !== null);
-    this.log.setAttribute("aria-busy", String(answer !== null)); // read out when complete, not token by token
-    if (!answer) {
+  #showOlder() {
+    const height = this.log.scrollHeight;
+    const from = Math.max(this.#first - SHOWN, 0);
+    const added = this.session.messages.slice(from, this.#first).map((message) => this.#make(message));
+    this.#first = from;
+    this.#views.unshift(...added);
+    this.list.prepend(...added.map((view) => view.element));
+    this.#showState();
+    this.log.scrollTop += this.log.scrollHeight - height;
+  }
+
+  #showState() {
+    const { isBusy, conversation } = this.session;
+    const title = titleOf(conversation);
+    this.title.textContent = this.title.title = title;
+    this.element.setAttribute("aria-label", title);
+    this.older.hidden = this.#first === 0;
+    this.composer.setBusy(isBusy);
+    this.element.classList.toggle("busy", isBusy);
+    this.log.setAttribute("aria-busy", String(isBusy));
+    if (!isBusy) {
       this.element.style.removeProperty("--own");
     }
   }
 
-  #scroll(always) {
-    const { log } = this;
-    if (always || log.scrollHeight - log.scrollTop - log.clientHeight < 80) {
-      log.scrollTop = log.scrollHeight; // follows the text unless the reader has scrolled up
-    }
+  #showWelcome() {
+    this.list.replaceChildren(welcome(this.#isChat, (text) => this.composer.fill(text)));
   }
 
-  #listen(composer, ask) {
-    composer.addEventListener("submit", (event) => {
-      event.preventDefault();
-      if (this.isBusy) {
-        this.stop();
-      } else {
-        ask(this, this.input.value.trim());
-      }
-    });
-    this.input.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-        event.preventDefault();
-        if (!this.isBusy) {
-          ask(this, this.input.value.trim());
-        }
-      }
-    });
-    this.element.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") {
-        this.stop();
-      }
-    });
-    this.kind.addEventListener("change", () => this.clear());
+  #header() {
+    const settings = button("Settings", { icon: "settings", className: "icon-button", onclick: () => this.host.settings(this) });
+    this.leave = button("Close this chat", { icon: "close", className: "icon-button", onclick: () => this.host.close(this) });
+    const [dot, space] = [el("i", { className: "dot" }), el("span", { className: "space" })];
+    return el("header", {}, dot, this.title, space, this.models, settings, this.host.menu(this), this.leave);
   }
 }

@@ -1,7 +1,9 @@
-// The little that the other modules need of the DOM: making elements, and writing numbers for people.
-// Text enters the page through textContent alone, so nothing that a model says is ever markup.
+// What the other modules need of the DOM: making elements, and writing numbers for people.
+// Text enters the page through text nodes alone, so nothing that a model says is ever markup.
 
-/** An element with properties (className, textContent, onclick, ...), attributes under `attrs`, and children. */
+const SVG = "http://www.w3.org/2000/svg";
+
+/** Return an element with properties (className, onclick, ...), attributes under `attrs`, and children. */
 export function el(tag, { attrs = {}, ...properties } = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
   for (const [name, value] of Object.entries(attrs)) {
@@ -11,7 +13,53 @@ export function el(tag, { attrs = {}, ...properties } = {}, ...children) {
   return element;
 }
 
+/** Return a drawing of index.html's sprite; screen readers skip it. */
+export function icon(name) {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("class", "icon");
+  svg.setAttribute("aria-hidden", "true");
+  const use = document.createElementNS(SVG, "use");
+  use.setAttribute("href", `#icon-${name}`);
+  svg.append(use);
+  return svg;
+}
+
+/** Return a button. One with an icon shows `label` as a tooltip; one without shows it as its text. */
+export function button(label, { icon: name = "", ...properties } = {}) {
+  const shown = name ? { title: label, attrs: { "aria-label": label } } : { textContent: label };
+  const made = el("button", { type: "button", ...shown, ...properties });
+  if (name) {
+    made.append(icon(name));
+  }
+  return made;
+}
+
 export const byId = (id) => document.getElementById(id);
+
+/** Copy a text and show on the button that it was copied. Pages over plain HTTP get no clipboard: select instead. */
+export async function copyText(text, copier, element) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    if (!copyBySelection(text)) {
+      getSelection().selectAllChildren(element);
+      return;
+    }
+  }
+  copier.dataset.state = "done";
+  setTimeout(() => delete copier.dataset.state, 1500);
+}
+
+function copyBySelection(text) {
+  const area = el("textarea", { value: text, className: "unseen", readOnly: true });
+  const focused = document.activeElement;
+  document.body.append(area);
+  area.select();
+  const isCopied = document.execCommand("copy");
+  area.remove();
+  focused?.focus();
+  return isCopied;
+}
 
 /** 0.0123 -> "12.3 ms", 1.5 -> "1.50 s"; a dash for what is not known. */
 export function duration(seconds) {
@@ -28,11 +76,11 @@ export function duration(seconds) {
 /** 12345 -> "12,345"; a dash for what is not known. */
 export const count = (value) => (Number.isFinite(value) ? Math.round(value).toLocaleString("en-US") : "–");
 
-/** The colour of a sequence: neighbours in time are far apart on the colour wheel (the golden angle). */
+/** Return the colour of a sequence: neighbours in time are far apart on the colour wheel (the golden angle). */
 export function sequenceColour(seqId) {
   const [lightness, chroma] = document.documentElement.dataset.theme === "dark" ? [0.76, 0.12] : [0.62, 0.14];
   return `oklch(${lightness} ${chroma} ${(seqId * 137.508 + 150) % 360})`;
 }
 
-/** A custom property of the style sheet, for what is drawn on a canvas. */
+/** Return a custom property of the style sheet, for drawing on a canvas. */
 export const themeColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

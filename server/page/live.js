@@ -1,12 +1,15 @@
 // The live view: polls the engine's state while the page is visible, and updates the figures and drawings.
 
 import { getJson } from "./api.js";
+import { Chart } from "./chart.js";
 import { byId, count, duration } from "./dom.js";
-import { History } from "./history.js";
+import { JourneyView } from "./journey.js";
+import { Journeys } from "./journeys.js";
 import { Pool } from "./pool.js";
 import { Sequences } from "./sequences.js";
 
 const POLL_MS = 200;
+const LARGE_POLL_MS = 500; // a pool that is summarised costs the server some milliseconds a time
 const RETRY_MS = 2000;
 const WINDOW_S = 2; // over which tokens a second and TPOT are taken
 
@@ -19,19 +22,31 @@ export class Live {
   constructor({ onSnapshot, onError }) {
     this.onSnapshot = onSnapshot;
     this.onError = onError;
-    this.history = new History(byId("history"), byId("history-note"));
-    this.pool = new Pool(byId("pool"), byId("pool-note"));
-    this.sequences = new Sequences(byId("sequences"), byId("sequences-note"), (seqId) => {
-      this.pool.chosen = seqId;
-      this.pool.draw();
-    });
+    this.blocks = new Chart(byId("history"), byId("history-note"), "Blocks in use", [
+      { name: "held", fill: "--held", line: "--held-line" },
+      { name: "cached", fill: "--cached", line: "--cached-line" },
+    ]);
+    this.tokens = new Chart(byId("throughput"), byId("throughput-note"), "Tokens a second", [
+      { name: "generated", fill: "--held", line: "--held-line" },
+    ]);
+    const reactions = { choose: (seqId) => this.#choose(seqId), open: (seqId) => this.openJourney(seqId) };
+    this.pool = new Pool(byId("pool"), byId("pool-note"), reactions);
+    this.sequences = new Sequences(byId("sequences"), byId("sequences-note"), reactions);
+    this.journeys = new Journeys();
+    this.journey = new JourneyView({
+      figure: byId("journey"),
+      canvas: byId("journey-canvas"),
+      note: byId("journey-note"),
+      events: byId("journey-events"),
+      close: byId("journey-close"),
+    }, this.journeys);
     const redraw = () => this.draw();
     document.addEventListener("themechange", redraw);
     new ResizeObserver(redraw).observe(this.pool.canvas);
     document.addEventListener("visibilitychange", () => this.start());
   }
 
-  /** Ask now and again and again; a hidden page asks nothing. */
+  /** Ask repeatedly; a hidden page asks nothing. */
   start() {
     clearTimeout(this.#timer);
     if (!document.hidden && !this.#isAsking) {
@@ -39,16 +54,37 @@ export class Live {
     }
   }
 
+  /** Show how a sequence went so far; null closes the drawing. */
+  openJourney(seqId) {
+    this.journey.show(seqId);
+  }
+
   draw() {
-    this.history.draw();
+    this.blocks.draw();
+    this.tokens.draw();
     this.pool.draw();
+    this.journey.draw();
+  }
+
+  #choose(seqId) {
+    if (this.pool.chosen !== seqId) {
+      this.pool.chosen = seqId;
+      this.pool.draw();
+    }
   }
 
   async #ask() {
     let pause = POLL_MS;
     this.#isAsking = true;
     try {
-      this.#show(await getJson("v1/engine/live"));
+      const query = new URLSearchParams(this.pool.query);
+      const seqId = this.pool.chosen ?? this.journey.seqId;
+      if (seqId !== null) {
+        query.set("sequence", seqId);
+      }
+      const snapshot = await getJson(`v1/engine/live?${query}`);
+      this.#show(snapshot);
+      pause = snapshot.cells.blocks_per_cell > 1 ? LARGE_POLL_MS : POLL_MS;
     } catch (error) {
       pause = error.status === 401 ? Infinity : RETRY_MS; // the page starts again with the next key
       this.onError(error);
@@ -60,11 +96,11 @@ export class Live {
   }
 
   #show(snapshot) {
-    this.history.add(snapshot);
+    this.journeys.add(snapshot);
     this.pool.set(snapshot);
-    this.sequences.set(snapshot);
-    this.draw();
+    this.sequences.set(snapshot, this.journeys);
     this.#showFigures(snapshot);
+    this.draw();
     this.onSnapshot(snapshot);
   }
 
@@ -83,11 +119,15 @@ export class Live {
     byId("running").textContent = count(snapshot.requests.running);
     byId("waiting").textContent = count(snapshot.requests.waiting + snapshot.requests.preempted);
     byId("rate").textContent = count(rate);
+    this.blocks.add(snapshot.time_s, [snapshot.blocks.held, snapshot.blocks.cached]);
+    if (seconds) {
+      this.tokens.add(snapshot.time_s, [rate]);
+    }
     this.#showMean("ttft", oldest, snapshot);
     this.#showMean("itl", oldest, snapshot, "tpot");
   }
 
-  /** The mean of what was observed since the oldest sample; what nothing was added to stays as it is. */
+  /** The mean of the observations since the oldest sample; without any the last figure stays. */
   #showMean(name, oldest, newest, id = name) {
     const number = newest[name].count - oldest[name].count;
     if (number) {

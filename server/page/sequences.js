@@ -1,13 +1,15 @@
-// The list of living sequences, a row each: state, length, blocks. The longest fills the bar, its prompt paler than its
-// answer. Pointing at a row, or focusing it, chooses it.
+// The list of sequences, a row each: state, length, blocks. Living ones come first, then the last that ended. The
+// longest fills the bar, its prompt paler than its answer. Pointing at a row, or focusing it, chooses the sequence;
+// a click opens its journey.
 
 import { count, el, sequenceColour } from "./dom.js";
 
 const MAX_ROWS = 40;
+const MAX_ENDED = 8;
 
-function makeRow(seqId, choose) {
+function makeRow(seqId, choose, open) {
   const part = (className) => el("span", { className });
-  const row = el("li", { tabIndex: 0 });
+  const button = el("button", { type: "button", className: "sequence", onclick: () => open(seqId) });
   const parts = {
     swatch: part("swatch"),
     state: part("state"),
@@ -18,54 +20,58 @@ function makeRow(seqId, choose) {
     blocks: part("blocks"),
   };
   parts.bar.append(parts.prompt, parts.answer);
-  row.append(parts.swatch, parts.state, parts.bar, parts.tokens, parts.blocks);
+  button.append(parts.swatch, parts.state, parts.bar, parts.tokens, parts.blocks);
   for (const [event, chosen] of [["pointerenter", seqId], ["focus", seqId], ["pointerleave", null], ["blur", null]]) {
-    row.addEventListener(event, () => choose(chosen));
+    button.addEventListener(event, () => choose(chosen));
   }
-  return { row, ...parts };
+  return { row: el("li", {}, button), button, ...parts };
 }
 
 export class Sequences {
   #rows = new Map(); // by sequence id: rows are kept, so that focus and pointer stay where they are
 
-  constructor(list, note, choose) {
+  /** `choose(seqId or null)` and `open(seqId)` as in pool.js. */
+  constructor(list, note, { choose, open }) {
     this.list = list;
     this.note = note;
     this.choose = choose;
+    this.open = open;
   }
 
-  set({ sequences, requests }) {
-    const shown = sequences.slice(0, MAX_ROWS);
-    const living = new Set(shown.map((sequence) => sequence.seq_id));
+  /** Show a snapshot's sequences, and the last ones of `journeys` that ended. */
+  set({ sequences, requests }, journeys) {
+    const living = sequences.slice(0, MAX_ROWS);
+    const ended = journeys.ended(MAX_ENDED).map(({ last }) => ({ ...last, status: "ended", num_blocks: 0 }));
+    const shown = [...living, ...ended];
+    const ids = new Set(shown.map((sequence) => sequence.seq_id));
     const longest = Math.max(...shown.map((sequence) => sequence.num_tokens));
-    for (const [seqId, { row }] of this.#rows) {
-      if (!living.has(seqId)) {
-        if (row.matches(":hover, :focus")) {
+    for (const [seqId, { row, button }] of this.#rows) {
+      if (!ids.has(seqId)) {
+        if (button.matches(":hover, :focus")) {
           this.choose(null);
         }
         row.remove();
         this.#rows.delete(seqId);
       }
     }
-    for (const sequence of shown) {
-      this.#show(sequence, longest);
-    }
+    shown.forEach((sequence, index) => this.#show(sequence, longest, index));
     const total = requests.running + requests.waiting + requests.preempted;
-    const part = total > shown.length ? `, ${shown.length} shown` : "";
+    const part = total > living.length ? `, ${living.length} shown` : "";
     this.note.textContent = total ? count(total) + part : "none: the engine is idle";
   }
 
-  #show(sequence, longest) {
+  #show(sequence, longest, index) {
     const id = sequence.seq_id;
     if (!this.#rows.has(id)) {
-      this.#rows.set(id, makeRow(id, this.choose));
-      this.list.append(this.#rows.get(id).row);
+      this.#rows.set(id, makeRow(id, this.choose, this.open));
     }
-    const { row, swatch, state, prompt, answer, tokens, blocks } = this.#rows.get(id);
-    const isWaiting = ["waiting", "preempted"].includes(sequence.status);
-    const numBlocks = sequence.block_runs.reduce((sum, [, length]) => sum + length, 0);
+    const { row, button, swatch, state, prompt, answer, tokens, blocks } = this.#rows.get(id);
+    if (this.list.children[index] !== row) {
+      this.list.insertBefore(row, this.list.children[index] ?? null);
+    }
     const answered = sequence.num_tokens - sequence.num_prompt;
-    row.classList.toggle("waiting", isWaiting);
+    button.classList.toggle("waiting", ["waiting", "preempted"].includes(sequence.status));
+    button.classList.toggle("ended", sequence.status === "ended");
     for (const part of [swatch, prompt, answer]) {
       part.style.background = sequenceColour(id);
     }
@@ -74,7 +80,7 @@ export class Sequences {
     answer.style.width = `${(100 * (sequence.num_computed - ofPrompt)) / longest}%`;
     state.textContent = sequence.status;
     tokens.textContent = `${count(sequence.num_prompt)} + ${count(answered)}`;
-    tokens.title = `${sequence.num_prompt} prompt tokens (${sequence.num_cached} cached) + ${answered} generated`;
-    blocks.textContent = `${count(numBlocks)} block${numBlocks === 1 ? "" : "s"}`;
+    button.title = `${sequence.num_prompt} prompt tokens (${sequence.num_cached} cached) + ${answered} generated; click for the journey`;
+    blocks.textContent = `${count(sequence.num_blocks)} block${sequence.num_blocks === 1 ? "" : "s"}`;
   }
 }

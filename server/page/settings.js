@@ -1,32 +1,65 @@
-// The settings form: what every chat sends along with its question.
+// The dialog with a conversation's settings: model, system prompt, sampling, tools.
 
-const form = document.getElementById("settings");
+import { DEFAULTS, parseTools } from "./conversation.js";
+import { byId } from "./dom.js";
 
-form.addEventListener("submit", (event) => event.preventDefault());
+const dialog = byId("settings-dialog");
+const form = byId("settings");
+const { elements } = form;
+let edited = null; // { settings, changed } of the conversation on show
 
-/** Offer the served models; the first is chosen. */
+/** Offer the served models. */
 export function showModels(models) {
-  form.elements.model.replaceChildren(...models.map((model) => new Option(model.id)));
-  form.elements.max_tokens.max = models[0].max_model_len;
+  elements.model.replaceChildren(...models.map((model) => new Option(model.id)));
+  elements.max_tokens.max = models[0].max_model_len;
 }
 
-/** The request fields that are set. Empty ones are left out, so that the server's default holds. */
-export function sampling() {
-  const model = form.elements.model.value; // empty until the list of models has arrived
-  const fields = model ? { model } : {};
-  for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
-    const value = form.elements[name].valueAsNumber;
-    if (!Number.isNaN(value)) {
-      fields[name] = value;
-    }
+/** Edit a conversation's settings in place; `changed()` is called when the dialog closes. */
+export function editSettings(settings, changed) {
+  edited = { settings, changed };
+  fill(settings);
+  dialog.showModal();
+}
+
+function fill(settings) {
+  for (const name of Object.keys(DEFAULTS)) {
+    elements[name].value = settings[name] ?? "";
   }
-  return fields;
+  elements.model.value ||= elements.model.options[0]?.value ?? "";
+  elements.tools.setCustomValidity("");
 }
 
-export const systemPrompt = () => form.elements.system.value.trim();
-
-/** Return whether all fields are valid; otherwise the browser shows and focuses the first that is not. */
-export function isValid() {
-  form.hidden &&= form.checkValidity();
-  return form.reportValidity();
+function read() {
+  for (const [name, known] of Object.entries(DEFAULTS)) {
+    const { value, valueAsNumber } = elements[name];
+    edited.settings[name] = typeof known === "string" ? value : Number.isFinite(valueAsNumber) ? valueAsNumber : null;
+  }
 }
+
+function checkTools() {
+  try {
+    parseTools(elements.tools.value);
+    elements.tools.setCustomValidity("");
+  } catch (error) {
+    elements.tools.setCustomValidity(error.message);
+  }
+}
+
+elements.tools.addEventListener("input", checkTools);
+byId("settings-reset").addEventListener("click", () => fill({ ...DEFAULTS, model: elements.model.value }));
+form.addEventListener("submit", (event) => {
+  event.preventDefault(); // reached with valid fields only
+  dialog.close();
+});
+dialog.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") {
+    event.preventDefault(); // as Done: it shows a field that is not valid
+    form.requestSubmit();
+  }
+});
+dialog.addEventListener("close", () => {
+  if (edited && form.checkValidity()) {
+    read();
+    edited.changed();
+  }
+});

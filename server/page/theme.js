@@ -12,7 +12,8 @@
     document.documentElement.dataset.theme = current();
     const button = document.getElementById("theme-button");
     if (button) {
-      button.textContent = current() === "dark" ? "Light theme" : "Dark theme";
+      button.title = current() === "dark" ? "Light theme" : "Dark theme";
+      button.setAttribute("aria-label", button.title);
     }
     document.dispatchEvent(new Event("themechange"));
   }

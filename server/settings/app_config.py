@@ -6,9 +6,10 @@ Frozen. Any thread.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
@@ -23,6 +24,7 @@ _scheduling = section("Scheduling")
 _http = section("HTTP")
 _batches = section("Files and batches")
 _security = section("Security")
+_logging = section("Logging and configuration")
 _transfer = feature("kv_transfer_config", "Prefill and decode apart")
 
 
@@ -40,12 +42,20 @@ class AppConfig:
         "",
         "format of the model's tool calls; auto reads it off the chat template, none leaves calls in the text",
         choices=("auto", "none", *TOOL_FORMATS),
+        is_essential=True,
     )
     reasoning_parser: str = _model(
         "auto",
         "",
         "format of the model's reasoning; auto reads it off the chat template, none leaves reasoning in the text",
         choices=("auto", "none", *REASONING_TAGS, *CHANNEL_NAMES),
+        is_essential=True,
+    )
+    default_chat_template_kwargs: Mapping[str, Any] | None = _model(
+        None,
+        "JSON",
+        'variables of the chat template where a request names none, such as {"enable_thinking": false}',
+        unset="none",
     )
     pooling: str = _model(
         "last",
@@ -102,10 +112,28 @@ class AppConfig:
     max_stored_responses: int = _http(
         1000, "N", "responses of /v1/responses kept in memory to be continued; 0 keeps none", at_least=0
     )
+    root_path: str = _http("", "PATH", "path under which a proxy serves the daemon, such as /quire", unset="none")
+    openapi: bool = _http(True, "", "serve /openapi.json")
+    enable_force_include_usage: bool = _http(False, "", "end every stream with its usage, asked for or not")
+    return_tokens_as_token_ids: bool = _http(
+        False, "", "write tokens of logprobs as token_id:N, so that every token is told from every other"
+    )
     page: bool = _http(True, "", "serve the playground and the live view of the engine at /")
     strict_fields: bool = _http(False, "", "refuse requests with unknown fields, or hints that cannot be followed")
     metrics_compat: str = _http(
         "none", "", "also export metrics under another server's names", choices=("none", "vllm")
+    )
+    otlp_traces_endpoint: str | None = _http(
+        None,
+        "URL",
+        "collector that takes traces by OTLP over HTTP, such as http://localhost:4318/v1/traces",
+        unset="as OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say",
+    )
+    otlp_metrics_endpoint: str | None = _http(
+        None,
+        "URL",
+        "collector that takes the gen_ai.server.* metrics by OTLP over HTTP; /metrics is there without it",
+        unset="as OTEL_EXPORTER_OTLP_METRICS_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say",
     )
     sse_keep_alive_interval_s: float = _http(
         15.0,
@@ -137,6 +165,7 @@ class AppConfig:
         name="api_key",
         unset="open to all",
         is_secret=True,
+        is_essential=True,
     )
     tenants: Path | None = _security(
         None,
@@ -160,3 +189,5 @@ class AppConfig:
         (), "ORIGIN", "origins whose pages may call from a browser (CORS); * is any", unset="none"
     )
     protect_metrics: bool = _security(False, "", "ask for a key on /metrics and /version, too")
+
+    enable_log_requests: bool = _logging(True, "", "write a line for each answered request, without its texts")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
 from engine.setting import Conflict
+from engine.text.types import RESERVED
+
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+/?")
 
 
 def _is_url(text: str) -> bool:
@@ -62,5 +66,21 @@ CONFLICTS = (
     Conflict(
         lambda c: c.pinned_prefixes and not c.enable_prefix_caching,
         "--pinned-prefixes does not go with --no-enable-prefix-caching; leave one of them out.",
+    ),
+    Conflict(
+        lambda c: not c.ssl_certfile and (c.ssl_keyfile or c.ssl_ca_certs or c.ssl_cert_reqs),
+        "--ssl-keyfile, --ssl-ca-certs and --ssl-cert-reqs need a certificate; set --ssl-certfile, too.",
+    ),
+    Conflict(
+        lambda c: c.ssl_cert_reqs and not c.ssl_ca_certs,
+        "--ssl-cert-reqs is {c.ssl_cert_reqs}, which needs authorities to check by; set --ssl-ca-certs, too.",
+    ),
+    Conflict(
+        lambda c: c.root_path and not _ROOT_PATH.fullmatch(c.root_path),
+        "--root-path is {c.root_path!r}; it must be like /quire.",
+    ),
+    Conflict(
+        lambda c: RESERVED & (c.default_chat_template_kwargs or {}).keys(),
+        "--default-chat-template-kwargs may not set messages, tools or add_generation_prompt; leave them out.",
     ),
 )

@@ -11,13 +11,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.core.errors import ConfigError
 from engine.setting import Declared, describe, fault, features, to_flag
+from server.settings.foreign import split, unread_variables
 from server.settings.settings import DECLARED, ENV_PREFIX, Settings, Sources, names_of, read_sources, suggestion
 
 GROUPS = (  # the headings of --help, in order
@@ -33,8 +34,10 @@ GROUPS = (  # the headings of --help, in order
 )
 _EPILOG = (
     f"Every setting can also come from a variable (--max-num-seqs is {ENV_PREFIX}MAX_NUM_SEQS) or from the file given "
-    "by --config (max-num-seqs: 64). A flag wins over a variable, a variable over the file."
+    "by --config (max-num-seqs: 64). A flag wins over a variable, a variable over the file. Flags of vLLM and llama-server "
+    "are understood, too: docs/reference/foreign-flags.md."
 )
+_ALL = "all"  # of --help
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,14 +45,28 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message.removeprefix('argument ')}; see `quire serve --help`.")
 
 
-def make_parser(settings: Iterable[Declared] = DECLARED) -> argparse.ArgumentParser:
-    """Return a parser with one option per setting and one heading per group. Values stay strings; absent ones are left out."""
+class _Help(argparse.Action):
+    """Prints the essential settings, all of them, or those with a word in their names."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _namespace: object, word: Any, _option: object = None
+    ) -> NoReturn:
+        make_parser(shown=word or "").print_help()
+        parser.exit()
+
+
+def make_parser(settings: Iterable[Declared] = DECLARED, shown: str = _ALL) -> argparse.ArgumentParser:
+    """Return a parser with one option per setting and one heading per group. Values stay strings; absent ones are left out.
+
+    Its help shows settings with the word `shown` in their names, the essential ones if it is empty.
+    """
     parser = _Parser(
         prog="quire serve",
         usage="quire serve [MODEL] [--flag VALUE ...]",
         description="Serve a model to OpenAI clients.",
         epilog=_EPILOG,
         allow_abbrev=False,
+        add_help=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(
             prog, max_help_position=40, width=min(shutil.get_terminal_size().columns, 120)
@@ -57,20 +74,31 @@ def make_parser(settings: Iterable[Declared] = DECLARED) -> argparse.ArgumentPar
     )
     settings = tuple(settings)
     known = features(settings)
+    help_text = "show these settings; --help=all shows all, --help=WORD those with the word in their names"
+    parser.add_argument_group("Help").add_argument(
+        "-h", "--help", nargs="?", metavar="all", action=_Help, help=help_text
+    )
     for group in GROUPS:
         section = parser.add_argument_group(group)
         own = [each for each in settings if each.setting.group == group]
         for each in own:
-            _add_option(section, each)
+            _add_option(section, each, is_shown=_is_shown(each, shown))
         for name in dict.fromkeys(each.setting.feature for each in own if each.setting.feature):
             keys = [f"{key}, {each.setting.help} [{default_of(each)}]" for key, each in known[name].items()]
-            section.add_argument(to_flag(name), metavar="JSON", help=_escape("; ".join(keys)))
+            is_shown = shown == _ALL or bool(shown and shown in to_flag(name))
+            text = _escape("; ".join(keys)) if is_shown else argparse.SUPPRESS
+            section.add_argument(to_flag(name), metavar="JSON", help=text)
     return parser
 
 
-def _add_option(section: argparse._ArgumentGroup, each: Declared) -> None:
+def _is_shown(each: Declared, word: str) -> bool:
+    return word == _ALL or (word.replace("_", "-") in to_flag(each.name) if word else each.setting.is_essential)
+
+
+def _add_option(section: argparse._ArgumentGroup, each: Declared, *, is_shown: bool) -> None:
     setting = each.setting
-    flag, text = to_flag(each.name), _escape(f"{setting.help} [default: {default_of(each)}]")
+    flag = to_flag(each.name)
+    text = _escape(f"{setting.help} [default: {default_of(each)}]") if is_shown else argparse.SUPPRESS
     metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.unit
     if setting.feature:  # the old spelling of a JSON setting's key
         section.add_argument(flag, help=argparse.SUPPRESS)
@@ -102,12 +130,13 @@ def default_of(each: Declared) -> str:
 
 def load_settings(argv: Sequence[str]) -> Settings:
     """Return the settings of a command line, the variables and the file they name. Raises ConfigError."""
-    given, unknown = make_parser().parse_known_args(argv)
+    words, foreign = split(argv)
+    given, unknown = make_parser().parse_known_args(words)
     if unknown:
         word = unknown[0].split("=")[0]
-        hint = suggestion(word, map(to_flag, names_of(DECLARED))) if word.startswith("-") else ""
+        hint = suggestion(word, ["--help", *map(to_flag, names_of(DECLARED))]) if word.startswith("-") else ""
         raise ConfigError(f"{word} is not an argument of `quire serve`{hint or '; see `quire serve --help`.'}")
-    sources = read_sources(DECLARED, vars(given), os.environ)
+    sources = read_sources(DECLARED, vars(given), os.environ, foreign)
     try:
         settings = Settings(**sources.values)
     except ValidationError as error:
@@ -118,6 +147,9 @@ def load_settings(argv: Sequence[str]) -> Settings:
             raise ConfigError(f"{each.spelling} is {describe(value)}{_set_by(each.name, sources.origins)}; {wanted}.")
     settings.origins.update(sources.origins)
     settings.notices.extend(sources.notices)
+    settings.remarks.extend(sources.remarks)
+    if unread := unread_variables(os.environ):
+        settings.remarks.append(f"{', '.join(unread)} (variables of other servers; Quire's begin with {ENV_PREFIX})")
     return settings
 
 

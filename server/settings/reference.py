@@ -1,4 +1,4 @@
-"""The settings as a section of docs/reference.md."""
+"""The settings as a page, docs/reference/settings.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from engine.setting import Declared, features, to_flag
 from server.settings.flags import GROUPS, default_of
 from server.settings.settings import DECLARED, ENV_PREFIX
 
-_HEAD = f"""## Settings
+_HEAD = f"""# Settings
+
+Made from the code by `python -m tests.reference`; a test compares them, so this page describes this version.
 
 Each can be given as a flag, as a variable (`--max-num-seqs` is `{ENV_PREFIX}MAX_NUM_SEQS`) or in the YAML file of `--config`
 (`max-num-seqs: 64`). A flag wins over a variable, a variable over the file. Keys of JSON settings stand below their setting, with
@@ -17,12 +19,12 @@ the flags that they replace; those still work in this release, and a warning nam
 
 
 def settings_section() -> Iterator[str]:
-    """Yield the lines of the section."""
+    """Yield the lines of the page."""
     yield _HEAD
     known = features(DECLARED)
     for group in GROUPS:
         own = [each for each in DECLARED if each.setting.group == group]
-        yield f"### {group}\n\n| setting | takes | if absent | |\n|---|---|---|---|"
+        yield f"## {group}\n\n| setting | takes | if absent | |\n|---|---|---|---|"
         for each in own:
             if not each.setting.feature:
                 name = "MODEL" if each.name == "model" else to_flag(each.name)

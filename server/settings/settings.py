@@ -2,12 +2,12 @@
 
 The first source that names a setting wins: flag, then variable, then the file given by --config, then the default. An empty
 variable counts as absent, but in the Security group it is refused, because it would leave the daemon open. Settings are read
-once, before anything is loaded, and never change. server/settings/flags.py has the command line.
+once, before anything is loaded, and never change. server/settings/flags.py has the command line, and
+server/settings/foreign.py the flags and values of other servers.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError
-from engine.setting import Declared, check_conflicts, declared, expand, features
+from engine.setting import Declared, check_conflicts, closest, declared, expand, features
 from server.settings.app_config import AppConfig
 from server.settings.conflicts import CONFLICTS
 from server.settings.files import read_yaml
+from server.settings.foreign import Given, check_same, keys_of, known_value, split_file, translate
 from server.settings.serve_config import ServeConfig
 from server.settings.values import reveal, type_of
 
@@ -44,6 +45,7 @@ class Settings(_Model):  # type: ignore[misc]  # its fields are those of DECLARE
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _notices: list[str] = PrivateAttr(default_factory=list)
+    _remarks: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def origins(self) -> dict[str, str]:
@@ -54,6 +56,11 @@ class Settings(_Model):  # type: ignore[misc]  # its fields are those of DECLARE
     def notices(self) -> list[str]:
         """Return a sentence for each old spelling that was used."""
         return self._notices
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return the flags of other servers that have no effect here, with the reasons."""
+        return self._remarks
 
     def engine_config(self, model: str) -> EngineConfig:
         """Return the engine's settings, with the path of the model. Raises ConfigError."""
@@ -87,23 +94,39 @@ class Sources(NamedTuple):
     values: dict[str, Any]
     origins: dict[str, str]  # "" for the command line
     notices: list[str]
+    remarks: list[str]
 
 
-def read_sources(settings: Iterable[Declared], flags: Mapping[str, Any], environ: Mapping[str, str]) -> Sources:
-    """Combine the sources of settings. Raises ConfigError."""
+def read_sources(
+    settings: Iterable[Declared],
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    foreign: Iterable[Given] = (),
+) -> Sources:
+    """Combine the sources of settings; `foreign` are the command line's flags of other servers. Raises ConfigError."""
     settings = tuple(settings)
     variables = _read_variables(settings, environ)
     given = {name: value for name, (_, value) in variables.items()}
+    translated = translate(foreign)
+    flags = check_same(translated, flags)
+    found = Sources({}, {}, [], translated.remarks)
     config = {**given, **flags}.get("config")
-    found = Sources({}, {}, [])
-    file = read_config_file(Path(config)) if config else {}
+    file: dict[str, Any] = {}
+    if config:
+        file, in_file = split_file(read_config_file(Path(config)), names_of(settings))
+        translated = translate(in_file)
+        file = check_same(translated, file)
+        found.remarks.extend(translated.remarks)
+    other = keys_of(environ)
+    keys = {} if other is None else {"api_key": other[1]}
     for values, origins in (
+        (keys, {} if other is None else {"api_key": other[0]}),
         (file, dict.fromkeys(file, str(config))),
         (given, {name: variable for name, (variable, _) in variables.items()}),
         (flags, dict.fromkeys(flags, "")),
     ):
         for name, value in values.items():
-            expanded, notices = expand(settings, {name: value})
+            expanded, notices = expand(settings, {name: known_value(name, value)})
             found.values.update(expanded)
             found.origins.update(dict.fromkeys(expanded, origins[name]))
             found.notices.extend(notices)
@@ -142,8 +165,9 @@ def _read_variables(settings: tuple[Declared, ...], environ: Mapping[str, str]) 
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return a hint at the known word that is most like one that is not known, or ""."""
-    return "".join(f"; did you mean {match}?" for match in difflib.get_close_matches(word, list(known), 1))
+    """Return a hint at the known word that a misspelt one was meant to be, or ""."""
+    match = closest(word, known)
+    return f"; did you mean {match}?" if match else ""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

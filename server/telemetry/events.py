@@ -6,9 +6,12 @@ Routes, middleware and the tenants' accounts emit events, never one per token. E
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from server.telemetry.request_log import RequestLog, RequestRecord
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 
 class RequestOpened(NamedTuple):
@@ -35,6 +38,7 @@ class HttpAnswered(NamedTuple):
     status: int
     seconds: float
     record: RequestRecord | None  # of a generating request
+    span: Span | None = None  # if it is traced
 
 
 class TenantRefused(NamedTuple):

@@ -64,8 +64,11 @@ class StandardError(logging.Handler):
             self.handleError(record)
 
 
-def configure_logging(level: str, layout: str) -> None:
-    """Log Quire's lines from `level`, and libraries' warnings, to standard error."""
+_TRACE = 5  # uvicorn's level below debug
+
+
+def configure_logging(level: str, layout: str, uvicorn_level: str | None = None) -> None:
+    """Log Quire's lines from `level`, uvicorn's from its own, and libraries' warnings, to standard error."""
     handler = StandardError()
     tracebacks = level == "debug"
     handler.setFormatter(
@@ -74,7 +77,9 @@ def configure_logging(level: str, layout: str) -> None:
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     for name in OURS:
         logging.getLogger(name).setLevel(level.upper())
-    if level == "info":  # uvicorn's own start and stop lines repeat ours
+    if uvicorn_level is not None:
+        logging.getLogger("uvicorn").setLevel(_TRACE if uvicorn_level == "trace" else uvicorn_level.upper())
+    elif level == "info":  # uvicorn's own start and stop lines repeat ours
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -20,7 +21,7 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from engine.loop import Engine
@@ -30,15 +31,18 @@ from server.telemetry.events import Listener
 from server.telemetry.loop_lag import LoopLag
 from server.telemetry.metric_rows import METRICS, VLLM_METRICS, Family, Metric
 
+if TYPE_CHECKING:
+    from server.telemetry.otlp import SpanCounts
+
 
 class EngineCollector(Collector):
     """Reads rows from the engine's statistics at each scrape."""
 
     def __init__(self, engine: Engine, rows: tuple[Metric, ...], labels: Mapping[str, str]) -> None:
-        self._engine, self._rows, self._labels = engine, rows, labels
+        self._engine, self.rows, self._labels = engine, rows, labels
 
     def collect(self) -> Iterator[Family]:
-        for metric in self._rows:
+        for metric in self.rows:
             yield metric.family(self._engine.stats, self._labels)
 
 
@@ -58,6 +62,24 @@ class LoraCollector(Collector):
         lists = (str(self._engine.adapters.max_loras), ",".join(waiting), ",".join(running))
         family.add_metric(lists, time.time())
         yield family
+
+
+class SpanCollector(Collector):
+    """What became of the spans of traces."""
+
+    def __init__(self, counts: SpanCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Family]:
+        yield CounterMetricFamily("quire_trace_spans_sent", "Spans that the collector took.", self._counts.sent)
+        dropped = CounterMetricFamily(
+            "quire_trace_spans_dropped",
+            "Spans that never reached the collector, by reason: the queue was full, or sending failed.",
+            labels=["reason"],
+        )
+        for reason, number in self._counts.dropped.items():
+            dropped.add_metric([reason], number)
+        yield dropped
 
 
 class Metrics:
@@ -83,6 +105,14 @@ class Metrics:
     def render(self) -> tuple[bytes, str]:
         """Return the exposition and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def collectors(self) -> list[Collector]:
+        """Return everything that is registered, for the reference."""
+        return list(self._registry._collector_to_names)  # noqa: SLF001
+
+    def add_span_counts(self, counts: SpanCounts) -> None:
+        """Export what became of spans; without traces these metrics do not exist."""
+        self._registry.register(SpanCollector(counts))
 
     def _add_engine(self, engine: Engine) -> None:
         """Add the engine's health, adapters and settings."""

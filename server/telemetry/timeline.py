@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.core.errors import QuireError
 from engine.core.types import FinishReason, TokenEvent
 from server.http.bodies import ResponseBody
 
@@ -37,6 +38,8 @@ class ChoiceTimes:
     decode_s: float = 0.0
     first_heard_s: float | None = None
     num_preemptions: int | None = None  # known at its end
+    preempted_s: tuple[float, ...] = ()  # engine's clock; known at its end
+    error: QuireError | None = None
     num_drafted: int = 0
     num_accepted: int = 0
     finish_reason: FinishReason | None = None
@@ -80,9 +83,9 @@ class Timeline:
             choice.decode_s = now - choice.first_heard_s
         if event.finish_reason is None:
             return
-        choice.num_preemptions = 0
+        choice.num_preemptions, choice.error = 0, event.error
         if timings is not None:
-            choice.num_preemptions = timings.num_preemptions
+            choice.num_preemptions, choice.preempted_s = timings.num_preemptions, timings.preempted_s
             choice.num_drafted, choice.num_accepted = timings.num_drafted, timings.num_accepted
         if choice.finish_reason is not None:
             return  # ended by a stop string; later tokens are not shown

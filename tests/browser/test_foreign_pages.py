@@ -189,7 +189,7 @@ def test_the_daemons_own_page_works_by_each_of_its_names(serve: Serve, page: Pag
     live = serve(allowed_hosts=("quire.example",))
     for name in ("127.0.0.1", "localhost", "quire.example"):
         page.goto(f"http://{name}:{port(live)}/")
-        box = page.get_by_label("Chat 1: message")
+        box = page.get_by_label("Message", exact=True)
         box.fill("hello")
         box.press("Enter")
         expect(page.locator(".answer .text").last).to_have_text("hello")

@@ -33,7 +33,7 @@ HEAD = """# Models
 
 Made from the code and its tests by `python -m tests.cpu.models_page`; a test compares them, so this page describes this
 version. `quire serve` takes a folder, a .gguf file (of a split one the first part), `ORG/NAME` or `ORG/NAME:Q4_K_M` of a
-model hub; [SERVING.md](../SERVING.md) has the levers.
+model hub; [tune.md](tune.md) has the levers.
 
 A number is the number of configs or files that a test compares: with transformers' forward pass in float32, to 1e-4 in
 logits or log probabilities, or with the documented arithmetic. An empty cell means that no test covers it. All tests but

@@ -87,20 +87,10 @@ def test_memory_is_not_backed_where_little_is_free(tmp_path: Path, monkeypatch: 
     assert weight_memory(EngineConfig(model=str(tmp_path / "model.gguf"), device="cpu")) is None
 
 
-def test_torch_works_without_the_operations_left_out_and_gets_them_later() -> None:
-    """In a process of its own: this one has torch."""
-    code = (
-        "from engine.ahead import import_torch, load_torch_libraries\n"
-        "load_torch_libraries()\nimport_torch()\n"
-        "import sys, torch\n"
-        "assert torch.ones(2).sum() == 2 and 'torch._meta_registrations' not in sys.modules\n"
-        "import torch._meta_registrations\n"
-        "x = torch.empty(1, 1, 4, 4, device='meta')\n"
-        "y = torch.empty(1, 2, 2, 2, device='meta')\n"
-        "print(torch.nn.functional.grid_sample(x, y, align_corners=False).shape)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "torch.Size([1, 1, 2, 2])"
+def test_torchs_libraries_may_be_loaded_ahead() -> None:
+    """In a process of its own: this one has torch. One that ends meanwhile ends well."""
+    code = "from engine.ahead import load_torch_libraries\nload_torch_libraries()\n"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def packed(model: object) -> list[bytes]:

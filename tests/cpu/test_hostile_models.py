@@ -21,7 +21,7 @@ from engine.model_check import check_model
 from engine.runtime.models.load import load_model
 from engine.runtime.models.maker import Maker
 from engine.runtime.schemes.base import Matrix, Scheme
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer import load_tokenizer, read_sampling
 from tests.cpu.lora_folders import load_adapter, save_adapter
 from tests.cpu.served_models import refusal, save_servable, save_tokenizer
 from tests.cpu.test_models_families import CASES, save_tiny
@@ -427,7 +427,11 @@ def test_any_tokenizer_is_read_or_refused(tmp_path: Path) -> None:
         (tmp_path / "generation_config.json").write_text("{}")
         file = tmp_path / name
         file.write_text(json.dumps(edit(json.loads(file.read_text()))))
-        outcome(lambda: load_tokenizer(str(tmp_path), model_sampling=True).encode("w5", add_special_tokens=True))
+        outcome(
+            lambda: load_tokenizer(str(tmp_path), sampling=read_sampling(tmp_path)).encode(
+                "w5", add_special_tokens=True
+            )
+        )
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------

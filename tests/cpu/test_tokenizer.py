@@ -24,7 +24,7 @@ from engine.model_source import find_model
 from engine.text.chat_template import ChatTemplate
 from engine.text.gguf_tokenizer import TokenType, build_tokenizer
 from engine.text.gguf_words import WORDS
-from engine.text.tokenizer import TextTokenizer, load_tokenizer
+from engine.text.tokenizer import TextTokenizer, load_tokenizer, read_sampling, sampling_of
 from engine.text.types import SamplingDefaults
 
 TRICKY = (
@@ -357,10 +357,17 @@ def test_a_folder_gives_what_transformers_gives(folder: Path) -> None:
     assert ours.vocab_size == len(theirs)
 
 
-def test_the_models_sampling_is_taken_only_when_asked_for(folder: Path) -> None:
+def test_the_models_sampling_is_read_from_its_folder_and_overridden(folder: Path) -> None:
     assert load_tokenizer(str(folder)).sampling_defaults == SamplingDefaults()
-    taken = load_tokenizer(str(folder), model_sampling=True).sampling_defaults
-    assert taken == SamplingDefaults(temperature=0.6, top_p=0.9)
+    recommended = read_sampling(folder)
+    assert recommended == SamplingDefaults(temperature=0.6, top_p=0.9)
+    asked = sampling_of({"top_p": 0.5, "max_new_tokens": 7}, recommended, "here")
+    assert load_tokenizer(str(folder), sampling=asked).sampling_defaults == SamplingDefaults(
+        temperature=0.6, top_p=0.5, max_new_tokens=7
+    )
+    assert sampling_of({"do_sample": False, "top_k": 3}, recommended, "here").temperature == 0
+    with pytest.raises(ModelLoadError, match="here: 'top_k' is 'x', not a number"):
+        sampling_of({"top_k": "x"}, recommended, "here")
 
 
 def test_a_template_given_by_the_user_replaces_the_models_own(folder: Path) -> None:

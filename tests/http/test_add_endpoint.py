@@ -9,7 +9,7 @@ import pytest
 from harness import Live
 
 from server import app
-from server.operations.reference import reference
+from tests.reference.pages import pages
 
 
 @pytest.fixture
@@ -32,5 +32,5 @@ def test_it_is_described(http: httpx.Client) -> None:
     operation = document["paths"]["/v1/count_words"]["post"]
     assert operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/CountWordsBody")
     assert "CountedWords" in document["components"]["schemas"]
-    page = reference()
-    assert "| `POST /v1/count_words` | Count the words of a text. | [CountWordsBody](#countwordsbody) |" in page
+    row = "| `POST /v1/count_words` | Count the words of a text. | [CountWordsBody](fields.md#countwordsbody) |"
+    assert row in pages()["api.md"]

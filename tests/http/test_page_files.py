@@ -16,7 +16,6 @@ from harness import Live, eventually
 
 import server
 from engine.core.config import SchedulerConfig
-from server.operations.live import runs
 from server.telemetry.live import MIN_AGE_S
 
 Serve = Callable[..., Live]
@@ -24,8 +23,8 @@ FOLDER = Path(server.__file__).parent / "page"
 FILES = sorted(path.name for path in FOLDER.iterdir() if path.name != "index.html")
 
 
-def look(live: Live, **headers: str) -> dict[str, Any]:
-    response = httpx.get(live.url + "/v1/engine/live", headers=headers)
+def look(live: Live, query: str = "", **headers: str) -> dict[str, Any]:
+    response = httpx.get(live.url + "/v1/engine/live" + query, headers=headers)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -99,15 +98,23 @@ def test_what_runs_and_waits_is_shown_with_its_blocks_and_no_text(serve: Serve) 
         while not all(each["num_tokens"] > each["num_prompt"] for each in seen["sequences"][:2]):
             time.sleep(MIN_AGE_S)
             seen = look(live)
+        tables = [look(live, f"?sequence={each['seq_id']}")["page_table"] for each in seen["sequences"]]
     assert seen["requests"] == {"running": 2, "waiting": 1, "preempted": 0}
     assert [each["status"] for each in seen["sequences"]] == ["running", "running", "waiting"]
-    blocks = [
-        [block for start, n in each["block_runs"] for block in range(start, start + n)] for each in seen["sequences"]
-    ]
-    assert len(set(blocks[0]) | set(blocks[1])) == seen["blocks"]["held"] > 0
+    blocks = [[block for start, n in table or [] for block in range(start, start + n)] for table in tables]
+    for table, each in zip(blocks, seen["sequences"], strict=True):
+        assert len(set(table)) == len(table) >= each["num_blocks"], "it has grown since, or not"
     assert blocks[2] == []
+    assert seen["page_table"] is None
     assert seen["blocks"]["held"] + seen["blocks"]["cached"] + seen["blocks"]["free"] == 64 == seen["num_blocks"]
-    assert sum(n for _, n in seen["cached_runs"]) == seen["blocks"]["cached"]
+    runs = seen["cells"]["runs"]
+    assert sum(n for n, *_ in runs) == 64
+    assert [sum(n * run[i] for n, *run in runs) for i in (0, 2)] == [
+        seen["blocks"][name] for name in ("held", "cached")
+    ]
+    running, _, waiting = seen["sequences"]
+    assert running["arrival_s"] <= running["first_scheduled_s"] <= running["first_token_s"] <= seen["time_s"]
+    assert (waiting["first_scheduled_s"], waiting["first_token_s"]) == (None, None)
     assert "secret" not in str(seen)
     [tag] = {each["tag"] for each in seen["sequences"]}
     assert f'"id":"cmpl-{tag}' in first, "who asked finds his own"
@@ -138,8 +145,3 @@ def test_an_engine_that_does_not_come_round_to_it_is_a_503(serve: Serve, monkeyp
     time.sleep(MIN_AGE_S)
     monkeypatch.undo()
     assert look(live)["totals"]["finished"] == 1
-
-
-def test_runs_keep_the_order_and_join_neighbours() -> None:
-    assert runs([]) == []
-    assert runs([3, 4, 5, 9, 8, 0, 1]) == [[3, 3], [9, 1], [8, 1], [0, 2]]

@@ -298,7 +298,10 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--allowed-hosts", "a.b", "--protect-metrics", "--max-json-values", "6",
         "--max-body-bytes", "1MiB", "--max-logprobs", "7", "--max-stored-responses", "8", "--strict-fields", "--stall-limit", "3",
         "--sse-keep-alive-interval", "2.5",
-        "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page",
+        "--shutdown-timeout", "4", "--metrics-compat", "vllm", "--no-page", "--no-openapi", "--root-path", "/q",
+        "--enable-force-include-usage", "--return-tokens-as-token-ids", "--no-enable-log-requests",
+        "--default-chat-template-kwargs", '{"a": 1}',
+        "--otlp-traces-endpoint", "http://c:4318", "--otlp-metrics-endpoint", "http://m:4318",
         "--tool-call-parser", "json", "--reasoning-parser", "qwen3", "--pooling", "mean",
         "--data-dir", "/var/quire", "--max-file-bytes", "2MiB", "--allow-runtime-lora-updating",
         "--tenants", "/etc/tenants.yaml", "--share-prefix-cache", "--pinned-prefixes", "/etc/prefixes.jsonl",
@@ -319,6 +322,12 @@ def test_every_application_setting_reaches_the_application() -> None:
         max_logprobs=7,
         max_stored_responses=8,
         page=False,
+        openapi=False,
+        root_path="/q",
+        enable_force_include_usage=True,
+        return_tokens_as_token_ids=True,
+        enable_log_requests=False,
+        default_chat_template_kwargs={"a": 1},
         strict_fields=True,
         tool_call_parser="json",
         reasoning_parser="qwen3",
@@ -338,6 +347,8 @@ def test_every_application_setting_reaches_the_application() -> None:
         stall_limit_s=3.0,
         shutdown_timeout_s=4.0,
         metrics_compat="vllm",
+        otlp_traces_endpoint="http://c:4318",
+        otlp_metrics_endpoint="http://m:4318",
     )
     default = AppConfig(model="", served_model_names=())
     for field in fields(AppConfig):

@@ -6,7 +6,7 @@ import pytest
 
 from loadtest.client import ClientError, Outcome
 from loadtest.comparison import QUIRE
-from loadtest.formats import _HEAD, Row, _cells, decode_rate
+from loadtest.formats import Row, _cells, _head, decode_rate
 
 
 def answer(first_s: float, gap_s: float, num: int, tokens: int | None = None) -> Outcome:
@@ -38,6 +38,6 @@ def test_a_row_has_ratios_of_rounds_only_beside_a_peer() -> None:
 
 
 def test_a_server_that_fails_leaves_a_row_with_its_sentence() -> None:
-    cells = _cells(Row("q4_0", 10**9, {}, {}, {}, error="it died.\nlog"))
+    cells = _cells(Row("q4_0", 10**9, {}, {}, {QUIRE: {1: [], 8: []}}, error="it died.\nlog"))
     assert cells[:3] == ["q4_0", "1.00", "it died."]
-    assert len(cells) == len(_HEAD)
+    assert len(cells) == len(_head((1, 8)))

@@ -6,7 +6,9 @@ because the text model is served alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
@@ -32,13 +34,33 @@ _GEMMA3 = {
 }
 
 
-def read_model_config(path: Path, load_format: str = "auto") -> HFConfig:
+def read_model_config(path: Path, load_format: str = "auto", overrides: Mapping[str, Any] | None = None) -> HFConfig:
     """Return the language model's settings. Raises ModelLoadError for unservable kinds, too."""
-    return servable(choose_format(load_format, path).open(path).config)
+    return servable(choose_format(load_format, path).open(path).config, overrides)
 
 
-def servable(config: HFConfig) -> HFConfig:
-    """Return the language model's settings. Raises ModelLoadError for unservable kinds."""
+def override(config: HFConfig, overrides: Mapping[str, Any] | None) -> HFConfig:
+    """Return a config with the keys of --hf-overrides; those of an object that it has are merged.
+
+    Older keys of the rope reach the object of transformers 5, if the config has that.
+    """
+    if not overrides:
+        return config
+    values, rope = dict(config.values), config.values.get("rope_parameters")
+    for key, value in overrides.items():
+        if isinstance(rope, Mapping) and key in ("rope_scaling", "rope_theta"):
+            more = {key: value} if key == "rope_theta" else value or {}
+            values["rope_parameters"] = {**values["rope_parameters"], **more}
+        elif isinstance(value, Mapping) and isinstance(values.get(key), Mapping):
+            values[key] = {**values[key], **value}
+        else:
+            values[key] = value
+    return HFConfig(values, f"{config.source} with --hf-overrides")
+
+
+def servable(config: HFConfig, overrides: Mapping[str, Any] | None = None) -> HFConfig:
+    """Return the language model's settings, with --hf-overrides. Raises ModelLoadError for unservable kinds."""
+    config = override(config, overrides)
     values = config.values
     refuse_unservable(values, config.source)
     if values["model_type"] in _ALIASES:

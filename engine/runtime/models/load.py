@@ -57,7 +57,7 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, r
 def load_mtp(config: EngineConfig, target: CausalLM, device: torch.device, report: Report) -> MTPHead:
     """Load the MTP head of the checkpoint that `target` was loaded from. Raises ConfigError or ModelLoadError."""
     own = target.config if isinstance(target, Decoder) else None
-    check_mtp(read_model_config(Path(config.model), config.load_format), own)
+    check_mtp(read_model_config(Path(config.model), config.load_format, config.hf_overrides), own)
     assert isinstance(target, Decoder)
     checkpoint, here = _open(config, device, target.dtype, num_more_layers=1)
     make = Maker(target.dtype, device, choose_scheme(config.quantization, here), loads=[], targets={})
@@ -77,7 +77,7 @@ def _open(
     path = Path(config.model)
     file_format = choose_format(config.load_format, path)
     checkpoint = file_format.open(path, config.seed)
-    model = servable(checkpoint.config)
+    model = servable(checkpoint.config, config.hf_overrides)
     if num_more_layers:
         num_layers = model.size("num_hidden_layers") + num_more_layers
         model = HFConfig({**model.values, "num_hidden_layers": num_layers}, model.source)
@@ -147,7 +147,7 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     """Return --dtype; auto is the checkpoint's, but on a CPU bfloat16 only if it multiplies it."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
-    model = read_model_config(Path(config.model), config.load_format)
+    model = read_model_config(Path(config.model), config.load_format, config.hf_overrides)
     name = str(model.values.get("dtype") or model.values.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in _DTYPES:
         raise ModelLoadError(f"{model.source}: dtype {name!r} is not one of {', '.join(_DTYPES)}; set --dtype.")

@@ -8,7 +8,7 @@ tokens. A model whose state is not keys and values is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def load_adapter(
     report: Report,
 ) -> TransformersModel:
     """Build and fill the model at `path` with transformers."""
-    hf_config = read_foreign_config(path)
+    hf_config = read_foreign_config(path, config.hf_overrides)
     max_positions = _max_positions(hf_config, path)
     config.check_length(max_positions)
     report(Progress("weights", f"{hf_config.model_type}, through transformers"))
@@ -218,13 +218,17 @@ def _check(module: nn.Module, mask: Tensor | None) -> None:
         raise ValueError("its attention is not causal")
 
 
-def read_foreign_config(path: Path) -> Any:
-    """Return a model folder's config. Raises ModelLoadError for one that cannot be served."""
-    kind = read_model_config(path).values["model_type"]
+def read_foreign_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
+    """Return a model folder's config, with --hf-overrides. Raises ModelLoadError for one that cannot be served."""
+    values = read_model_config(path, overrides=overrides).values
+    kind = values["model_type"]
     if kind not in CONFIG_MAPPING:
         raise _refusal(path, f"neither Quire nor transformers {transformers.__version__} knows the kind {kind!r}")
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if overrides:
+            config = CONFIG_MAPPING[kind].from_dict(dict(values))
+        else:
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a library's code over values that may be anything
         raise ModelLoadError(f"{path}: transformers cannot read its config ({_line(error)}).") from error
     text = config.get_text_config()

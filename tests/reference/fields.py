@@ -1,34 +1,38 @@
-"""Writes docs/reference.md: every endpoint, every field, every setting.
+"""The pages of endpoints and of request fields, from the OpenAPI document.
 
-    python -m server.operations.reference > docs/reference.md
-
-tests/http/test_reference.py compares. Made from the OpenAPI document and from the no-ops, hints and refused fields that
-the classes of bodies declare.
+No-ops, hints and refused fields come from the classes of bodies, which declare them.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.text.fields.base import RequestBody
-from server.app import routers
-from server.http.openapi import describe
 from server.openai.translated import PASSED_ON, TranslatedBody
-from server.settings.reference import settings_section
+from server.operations.unserved import UNSERVED
+from tests.reference.tables import MADE, cell, table
 
-HEAD = """# Reference
+_API_HEAD = f"""# API
 
-Made from the code by `python -m server.operations.reference`; a test compares them, so this page describes this version.
+{MADE}
 
-A field is *honoured*, a *no-op* that by its meaning cannot change the answer, a *hint* that is dropped, or *refused* with a
-400 that names it because the answer would be silently wrong without it, unless its value asks for what is done anyway. null
-means absent. Hints and unknown fields are named in the header `x-quire-ignored-fields` and counted, or refused with
-`--strict-fields`. So are honoured fields that the served model cannot follow (`reasoning_effort` and `thinking` of a model
-that does not reason, `priority` under another policy), and tools of types that a provider would run (`tools.web_search`)
-beside tools that the client runs.
+Every path also works with a slash at its end. `GET /openapi.json` is the same as a document for programs. Bodies are JSON,
+except the upload of a file. Errors have [one shape](errors.md) on every path.
+"""
+_FIELDS_HEAD = f"""# Fields of requests
+
+{MADE}
+
+The tables list fields that are *honoured*. Below each stand the others: a field *without effect* cannot change the answer by
+its meaning. A *hint* may be dropped. A *refused* field gets a 400 that names it, because the answer would be silently wrong
+without it, unless its value asks for what is done anyway. null means absent.
+
+Hints and unknown fields are named in the header `x-quire-ignored-fields` and counted, or refused with `--strict-fields`. So
+are honoured fields that the served model cannot follow (`reasoning_effort` and `thinking` of a model that does not reason,
+`priority` under another policy), and tools of types that a provider would run (`tools.web_search`) beside tools that the
+client runs.
 """
 _SCHEMAS = "#/components/schemas/"
 _METHODS = ("get", "post", "delete")
@@ -36,24 +40,41 @@ _METHODS = ("get", "post", "delete")
 Schema = Mapping[str, Any]
 
 
-class Reference:
-    """Renders an OpenAPI document as Markdown."""
+def _operations(document: Schema) -> list[tuple[str, Schema]]:
+    return [
+        (f"{method.upper()} {path}", methods[method])
+        for path, methods in document["paths"].items()
+        for method in sorted(methods, key=_METHODS.index)
+    ]
+
+
+def endpoints_page(document: Schema) -> str:
+    """Return the page of endpoints."""
+    rows = []
+    for endpoint, operation in _operations(document):
+        name = _body_name(operation)
+        text = operation.get("description", operation.get("summary", ""))
+        rows.append((f"`{endpoint}`", cell(text), _link(name, "fields.md") if name else ""))
+    others = [(f"`{path}`", cell(message)) for path, message in UNSERVED.items()]
+    lines = [_API_HEAD, *table(("endpoint", "does", "body"), rows), "## Routes of other servers\n"]
+    lines.append("These, and all paths below them, answer a 404 with the alternative.\n")
+    return "\n".join([*lines, *table(("path", "answer"), others)])
+
+
+class FieldsPage:
+    """The page of fields: the bodies of endpoints, then the objects in them."""
 
     def __init__(self, document: Schema) -> None:
-        self._operations: list[tuple[str, Schema]] = [
-            (f"{method.upper()} {path}", methods[method])
-            for path, methods in document["paths"].items()
-            for method in sorted(methods, key=_METHODS.index)
-        ]
+        self._document = document
         self._schemas = document["components"]["schemas"]
         self._classes = {body.__name__: body for body in _subclasses(RequestBody)}
         self._sections: dict[str, None] = {}  # schemas with a section, in order
 
     def render(self) -> str:
         """Return the page."""
-        parts = [HEAD, *settings_section(), "## Endpoints\n", *self._endpoints(), "\n## Bodies\n"]
+        parts = [_FIELDS_HEAD, "## Bodies\n"]
         bodies: dict[str, list[str]] = {}
-        for endpoint, operation in self._operations:
+        for endpoint, operation in _operations(self._document):
             if name := _body_name(operation):
                 bodies.setdefault(name, []).append(endpoint)
         self._sections.update(dict.fromkeys(bodies))
@@ -63,14 +84,7 @@ class Reference:
         while done < len(self._sections):  # a section may name further objects
             parts += self._section(list(self._sections)[done], [])
             done += 1
-        return "\n".join(parts).rstrip() + "\n"
-
-    def _endpoints(self) -> Iterator[str]:
-        yield "| endpoint | | body |\n|---|---|---|"
-        for endpoint, operation in self._operations:
-            name = _body_name(operation)
-            text = " ".join(operation.get("description", operation.get("summary", "")).split())
-            yield f"| `{endpoint}` | {_cell(text)} | {_link(name) if name else ''} |"
+        return "\n".join(parts)
 
     def _section(self, name: str, endpoints: list[str]) -> Iterator[str]:
         """Yield the section of a body or an object."""
@@ -78,15 +92,16 @@ class Reference:
         yield f"### {name}\n"
         if endpoints:
             yield ", ".join(f"`{endpoint}`" for endpoint in endpoints) + "\n"
-        yield "| field | takes | if absent | |\n|---|---|---|---|"
+        rows = []
         required = schema.get("required", ())
         for field, own in schema.get("properties", {}).items():
             absent = "required" if field in required else _default(own)
-            yield f"| `{field}` | {_cell(self._kind(own))} | {_cell(absent)} | honoured |"
+            rows.append((f"`{field}`", cell(own.get("description", "")), cell(self._kind(own)), cell(absent)))
+        if rows:
+            yield from table(("field", "meaning", "takes", "if absent"), rows)
         body = self._classes.get(name)
         if body is not None:
             yield from _others(body)
-        yield ""
 
     def _kind(self, schema: Schema) -> str:
         """Return the values that a schema takes, in words."""
@@ -103,7 +118,8 @@ class Reference:
                 )
         if "enum" in schema or "const" in schema:
             return ", ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
-        kind = str(schema.get("type", "anything"))
+        kinds = schema.get("type", "anything")
+        kind = " or ".join(kinds) if isinstance(kinds, list) else str(kinds)
         if kind == "array":
             items = self._kind(schema.get("items", {}))
             return f"list of {items}" + _range(schema, "minItems", "maxItems", " of them")
@@ -127,17 +143,25 @@ def _body_name(operation: Schema) -> str:
 
 
 def _others(body: type[RequestBody]) -> Iterator[str]:
-    """Yield the rows of fields that are known without being declared."""
-    for field in sorted(PASSED_ON) if issubclass(body, TranslatedBody) else ():
-        yield f"| `{field}` | as in [ChatBody](#chatbody) | | honoured |"
-    for kind, names in (("no-op", body.NO_OPS), ("hint", body.HINTS.keys())):
-        for field in sorted(names - body.model_fields.keys()):
-            yield f"| `{field}` | anything | | {kind} |"
-    for field in sorted(body.UNSUPPORTED.keys() - body.model_fields.keys()):
-        neutral, instead = body.UNSUPPORTED[field]
-        values = ", ".join(dict.fromkeys(f"`{json.dumps(value)}`" for value in neutral))
-        takes = f"only {values}" if neutral else "nothing"
-        yield f"| `{field}` | {takes} | | refused{_cell(f': {instead}') if instead else ''} |"
+    """Yield the fields that are known without being declared, a list of each kind."""
+    if issubclass(body, TranslatedBody):
+        yield f"**As in [ChatBody](#chatbody):** {_names(PASSED_ON)}\n"
+    for kind, names in (("Without effect", body.NO_OPS), ("Hints", body.HINTS.keys())):
+        if left := names - body.model_fields.keys():
+            yield f"**{kind}:** {_names(left)}\n"
+    if refused := sorted(body.UNSUPPORTED.keys() - body.model_fields.keys()):
+        yield f"**Refused:** {', '.join(_refused(body, field) for field in refused)}\n"
+
+
+def _refused(body: type[RequestBody], field: str) -> str:
+    neutral, instead = body.UNSUPPORTED[field]
+    values = " or ".join(dict.fromkeys(f"`{json.dumps(value)}`" for value in neutral))
+    notes = "; ".join(note for note in (values and f"except {values}", instead) if note)
+    return f"`{field}`" + (f" ({notes})" if notes else "")
+
+
+def _names(fields: Any) -> str:
+    return ", ".join(f"`{field}`" for field in sorted(fields))
 
 
 def _default(schema: Schema) -> str:
@@ -158,18 +182,5 @@ def _range(schema: Schema, low: str, high: str, unit: str) -> str:
     return f", {' and '.join(parts)}{unit}" if parts else ""
 
 
-def _link(name: str) -> str:
-    return f"[{name}](#{name.lower()})"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def reference() -> str:
-    """Return the page."""
-    return Reference(describe(routers())).render()
-
-
-if __name__ == "__main__":
-    sys.stdout.write(reference())
+def _link(name: str, page: str = "") -> str:
+    return f"[{name}]({page}#{name.lower()})"

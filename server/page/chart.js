@@ -1,23 +1,27 @@
-// The last minute of the pool as two areas, one on the other: blocks that sequences hold, and the cached prefixes.
+// A chart of the last minute: stacked areas over time, in steps.
 
 import { niceCeiling, prepare } from "./canvas.js";
 import { count, themeColour } from "./dom.js";
 
 const SPAN_S = 60;
 
-export class History {
-  #points = []; // { at, held, cached }, oldest first
+export class Chart {
+  #points = []; // { at, values }, oldest first
 
-  constructor(canvas, note) {
+  /** `series` are { name, fill, line } from the bottom up, colours as custom properties. */
+  constructor(canvas, note, title, series) {
     this.canvas = canvas;
     this.note = note;
+    this.title = title;
+    this.series = series;
   }
 
-  add({ time_s: at, blocks }) {
+  /** Add one value for each series, at a time in seconds. */
+  add(at, values) {
     if (at < this.#points.at(-1)?.at) {
       this.#points = []; // the daemon was restarted, and its clock with it
     }
-    this.#points.push({ at, held: blocks.held, cached: blocks.cached });
+    this.#points.push({ at, values });
     while (this.#points[1]?.at < at - SPAN_S) {
       this.#points.shift(); // one older point stays, so that the area begins at the edge
     }
@@ -30,15 +34,18 @@ export class History {
       return;
     }
     const end = points.at(-1).at;
-    const top = niceCeiling(Math.max(...points.map((point) => point.held + point.cached), 8));
+    const top = niceCeiling(Math.max(...points.map(({ values }) => sum(values)), 8));
     const x = (at) => width * (1 - (end - at) / SPAN_S);
-    const y = (blocks) => height - 1 - ((height - 14) * blocks) / top;
+    const y = (value) => height - 1 - ((height - 14) * value) / top;
     this.#grid(context, width, y, top);
-    const { held, cached } = points.at(-1);
-    this.#area(context, points.map((p) => [x(p.at), y(p.held + p.cached)]), height, "--cached", "--cached-line");
-    this.#area(context, points.map((p) => [x(p.at), y(p.held)]), height, "--held", "--held-line");
-    this.note.textContent = `${count(held)} held, ${count(cached)} cached`;
-    this.canvas.setAttribute("aria-label", `Blocks in use over the last minute: now ${held} held, ${cached} cached`);
+    for (let number = this.series.length; number > 0; number -= 1) {
+      const { fill, line } = this.series[number - 1];
+      const corners = points.map((point) => [x(point.at), y(sum(point.values.slice(0, number)))]);
+      this.#area(context, corners, height, themeColour(fill), themeColour(line));
+    }
+    const now = this.series.map(({ name }, index) => `${count(points.at(-1).values[index])} ${name}`).join(", ");
+    this.note.textContent = now;
+    this.canvas.setAttribute("aria-label", `${this.title} over the last minute: now ${now}`);
   }
 
   #grid(context, width, y, top) {
@@ -70,10 +77,12 @@ export class History {
     const area = new Path2D(outline);
     area.lineTo(corners.at(-1)[0], height);
     area.lineTo(corners[0][0], height);
-    context.fillStyle = themeColour(fill);
+    context.fillStyle = fill;
     context.fill(area);
-    context.strokeStyle = themeColour(line);
+    context.strokeStyle = line;
     context.lineWidth = 1.5;
     context.stroke(outline);
   }
 }
+
+const sum = (values) => values.reduce((total, value) => total + value, 0);

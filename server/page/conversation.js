@@ -1,0 +1,96 @@
+// A conversation as data: its messages, its settings, and the request that they make. Plain objects, so that the
+// history can keep them; no DOM.
+
+export const DEFAULTS = {
+  model: "", // the server's first
+  api: "chat",
+  system: "",
+  temperature: 0.7,
+  top_p: null,
+  top_k: null,
+  min_p: null,
+  max_tokens: null, // what fits
+  presence_penalty: null,
+  frequency_penalty: null,
+  repetition_penalty: null,
+  seed: null,
+  stop: "", // one a line
+  reasoning_effort: "",
+  tools: "", // JSON
+};
+const NUMBERS = [
+  ...["temperature", "top_p", "top_k", "min_p", "max_tokens", "presence_penalty", "frequency_penalty"],
+  ...["repetition_penalty", "seed"],
+];
+const COMPLETION_TOKENS = 256;
+const MAX_TITLE = 60;
+
+export function newConversation(settings = {}) {
+  const now = Date.now();
+  return { id: newId(), title: "", created: now, updated: now, settings: { ...DEFAULTS, ...settings }, messages: [] };
+}
+
+/** crypto.randomUUID is missing on plain HTTP. */
+const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+
+export const userMessage = (content) => ({ role: "user", content });
+
+/** Return an answer before its first token. Its tool calls are { id, name, arguments, result }. */
+export const emptyAnswer = () => ({ role: "assistant", content: "", reasoning: "", calls: [], facts: {}, error: "" });
+
+/** Return the title that was given, or the beginning of the first message. */
+export function titleOf({ title, messages }) {
+  const text = title || (messages[0]?.content ?? "").trim().split("\n")[0];
+  return text.length > MAX_TITLE ? `${text.slice(0, MAX_TITLE - 1).trimEnd()}…` : text || "New chat";
+}
+
+/** Return the tools of the settings, [] for none. Throws a sentence if they are not valid. */
+export function parseTools(text) {
+  if (!text.trim()) {
+    return [];
+  }
+  let tools;
+  try {
+    tools = JSON.parse(text);
+  } catch (error) {
+    throw new Error(`Tools are not JSON: ${error.message}`);
+  }
+  if (!Array.isArray(tools) || !tools.every((tool) => tool?.type === "function" && tool.function?.name)) {
+    throw new Error('Tools are a JSON list of {"type": "function", "function": {"name": ..., "parameters": ...}}.');
+  }
+  return tools;
+}
+
+/** Return the path and body that ask for the message at `index`; `continues` an answer that was cut. */
+export function requestFor({ settings, messages }, index, { continues = false } = {}) {
+  const body = settings.model ? { model: settings.model } : {};
+  for (const name of NUMBERS.filter((each) => settings[each] !== null)) {
+    body[name] = settings[name];
+  }
+  const stop = settings.stop.split("\n").filter((line) => line !== "");
+  Object.assign(body, stop.length ? { stop } : {});
+  if (settings.api === "completion") {
+    const answered = continues ? messages[index].content : "";
+    const bounded = { max_tokens: COMPLETION_TOKENS, ...body }; // the API's default is 16
+    return { path: "v1/completions", body: { ...bounded, prompt: messages[index - 1].content + answered } };
+  }
+  const tools = parseTools(settings.tools);
+  Object.assign(body, tools.length ? { tools } : {});
+  Object.assign(body, settings.reasoning_effort ? { reasoning_effort: settings.reasoning_effort } : {});
+  Object.assign(body, continues ? { continue_final_message: true, add_generation_prompt: false } : {});
+  const system = settings.system.trim() ? [{ role: "system", content: settings.system.trim() }] : [];
+  const turns = messages.slice(0, continues ? index + 1 : index).flatMap(forRequest);
+  return { path: "v1/chat/completions", body: { ...body, messages: [...system, ...turns] } };
+}
+
+/** Return a message as the API has it, with the results of its tool calls. */
+function forRequest(message) {
+  const { role, content, calls = [], reasoning } = message;
+  if (role === "user" || !calls.length) {
+    return content ? [{ role, content }] : []; // an answer that failed says nothing
+  }
+  const tool_calls = calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+  const results = calls.map(({ id, result }) => ({ role: "tool", tool_call_id: id, content: result ?? "" }));
+  const thoughts = reasoning ? { reasoning_content: reasoning } : {}; // some templates show the thoughts before a call
+  return [{ role, content, ...thoughts, tool_calls }, ...results];
+}

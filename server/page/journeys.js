@@ -1,0 +1,61 @@
+// Records what the page has seen of each sequence: its state and length at every snapshot, while it lives and after.
+
+const MAX_JOURNEYS = 200;
+const MAX_SAMPLES = 400; // then every second one is dropped
+
+export class Journeys {
+  #journeys = new Map(); // by sequence id, oldest first
+  #lastS = 0;
+
+  /** Take in a snapshot; sequences that are missing from it have ended. */
+  add({ time_s: at, sequences }) {
+    if (at < this.#lastS) {
+      this.#journeys.clear(); // the daemon was restarted, and sequence ids with it
+    }
+    this.#lastS = at;
+    const living = new Set(sequences.map((sequence) => sequence.seq_id));
+    for (const [seqId, journey] of this.#journeys) {
+      if (!living.has(seqId)) {
+        journey.endS ??= at;
+      }
+    }
+    for (const sequence of sequences) {
+      this.#note(sequence, at);
+    }
+    while (this.#journeys.size > MAX_JOURNEYS) {
+      this.#journeys.delete(this.#journeys.keys().next().value);
+    }
+  }
+
+  /** { samples, events, last, endS } of a sequence, or undefined. */
+  get(seqId) {
+    return this.#journeys.get(seqId);
+  }
+
+  /** The last `number` sequences that have ended, the latest first. */
+  ended(number) {
+    const ended = [...this.#journeys.values()].filter((journey) => journey.endS !== null);
+    return ended.sort((a, b) => b.endS - a.endS).slice(0, number);
+  }
+
+  #note(sequence, at) {
+    const { seq_id: seqId, status, num_computed: computed, num_tokens: tokens, num_blocks: blocks } = sequence;
+    if (!this.#journeys.has(seqId)) {
+      this.#journeys.set(seqId, { samples: [], events: [], last: null, endS: null, peakBlocks: 0 });
+    }
+    const journey = this.#journeys.get(seqId);
+    const before = journey.last;
+    if (before && sequence.num_preemptions > before.num_preemptions) {
+      journey.events.push({ at, name: "preempted" });
+    }
+    if (before?.status === "preempted" && status !== "preempted") {
+      journey.events.push({ at, name: "resumed" });
+    }
+    journey.last = sequence;
+    journey.peakBlocks = Math.max(journey.peakBlocks, blocks);
+    journey.samples.push({ at, status, computed, tokens });
+    if (journey.samples.length > MAX_SAMPLES) {
+      journey.samples = journey.samples.filter((_, index) => index % 2 === 0);
+    }
+  }
+}

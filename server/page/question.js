@@ -1,0 +1,45 @@
+// A message of the user: its text, and a field to edit it. Editing asks again from there.
+
+import { button, copyText, el } from "./dom.js";
+
+export class Question {
+  /** `onEdit(text)` asks again with another text. */
+  constructor(message, { onEdit }) {
+    this.message = message;
+    this.onEdit = onEdit;
+    this.text = el("div", { className: "bubble", dir: "auto", textContent: message.content });
+    const copy = button("Copy message", { icon: "copy", className: "icon-button" });
+    copy.onclick = () => copyText(message.content, copy, this.text);
+    this.editButton = button("Edit message", { icon: "edit", className: "icon-button", onclick: () => this.#edit() });
+    this.footer = el("div", { className: "footer" }, el("span", { className: "actions" }, copy, this.editButton));
+    this.element = el("div", { className: "message question" }, this.text, this.footer);
+  }
+
+  #edit() {
+    const input = el("textarea", { value: this.message.content, dir: "auto", attrs: { "aria-label": "Edited message" } });
+    const send = el("button", { type: "submit", textContent: "Send" });
+    const leave = () => {
+      this.element.replaceChildren(this.text, this.footer);
+      this.editButton.focus();
+    };
+    const cancel = button("Cancel", { className: "quiet", onclick: leave });
+    const form = el("form", { className: "edit" }, input, el("div", { className: "row" }, cancel, send));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (input.value.trim()) {
+        this.onEdit(input.value.trim());
+      }
+    });
+    form.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        leave();
+      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.target === input) {
+        event.preventDefault();
+        form.requestSubmit();
+      }
+    });
+    this.element.replaceChildren(form);
+    input.focus();
+  }
+}

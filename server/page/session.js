@@ -1,0 +1,105 @@
+// A conversation in use: it asks, stops and asks again, and keeps itself in the history. It may be shown or not; an
+// answer streams on while another conversation is on the screen.
+
+import { emptyAnswer, requestFor, userMessage } from "./conversation.js";
+import { Run } from "./run.js";
+
+const SAVE_MS = 2000; // between two writes of an answer that streams
+
+export class Session {
+  run = null;
+  view = null; // { sync(), grow(), end() } of the chat that shows it
+  #savedMs = 0;
+
+  /** `save(conversation)` keeps it, and reports its own errors. */
+  constructor(conversation, save) {
+    this.conversation = conversation;
+    this.save = save;
+  }
+
+  get messages() {
+    return this.conversation.messages;
+  }
+
+  get isBusy() {
+    return this.run !== null;
+  }
+
+  stop() {
+    this.run?.stop();
+  }
+
+  /** Stop, and keep nothing more: the conversation was deleted. */
+  forget() {
+    this.save = () => {};
+    this.stop();
+  }
+
+  send(text) {
+    this.messages.push(userMessage(text));
+    return this.#answer(this.messages.length);
+  }
+
+  /** Replace the answer at an index, and forget everything after it. */
+  retry(index) {
+    return this.#answer(index);
+  }
+
+  /** Replace the question at an index, and forget everything after it. */
+  edit(index, text) {
+    this.messages.splice(index);
+    return this.send(text);
+  }
+
+  /** Go on with an answer that was cut. */
+  goOn(index) {
+    this.messages.length = index + 1;
+    return this.#run(index, { continues: true });
+  }
+
+  /** Give the model the results of its tool calls. */
+  sendResults(index) {
+    this.messages.length = index + 1;
+    return this.#answer(index + 1);
+  }
+
+  /** Return the request that the answer at an index came from. */
+  request(index) {
+    return requestFor(this.conversation, index);
+  }
+
+  #answer(index) {
+    this.messages.splice(index, Infinity, emptyAnswer());
+    return this.#run(index);
+  }
+
+  async #run(index, how) {
+    const answer = this.messages[index];
+    const { settings } = this.conversation;
+    answer.facts.model = settings.model;
+    try {
+      this.run = new Run(requestFor(this.conversation, index, how), answer);
+    } catch (error) {
+      answer.error = error.message; // the tools are not valid
+      this.view?.sync();
+      return;
+    }
+    this.view?.sync();
+    this.#keep();
+    await this.run.finish(() => {
+      this.view?.grow();
+      if (performance.now() - this.#savedMs > SAVE_MS) {
+        this.#keep();
+      }
+    });
+    this.run = null;
+    this.view?.end();
+    this.#keep();
+  }
+
+  #keep() {
+    this.#savedMs = performance.now();
+    this.conversation.updated = Date.now();
+    this.save(this.conversation);
+  }
+}

@@ -1,0 +1,52 @@
+"""The page of the command line, from the parsers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from loadtest.__main__ import COMMANDS as LOADTEST
+from server.cli import COMMANDS
+from tests.reference.tables import MADE, cell, table
+
+_HEAD = f"""# Command line
+
+{MADE}
+
+`quire COMMAND --help` explains a command, `quire --version` prints the version. The exit status is 0 when done, 1 after a failure,
+2 for a wrong command line or configuration, 130 after an interrupt.
+"""
+
+
+def commands_page() -> str:
+    """Return the page."""
+    lines = [_HEAD, *table(("command", "does"), ((f"`quire {n}`", c.summary) for n, c in COMMANDS.items()))]
+    for name in COMMANDS:
+        lines += [f"## quire {name}\n"]
+        if name == "serve":
+            lines.append("`quire serve [MODEL] [FLAGS]`. Its flags are the [settings](settings.md).\n")
+        elif name in LOADTEST:
+            parser = argparse.ArgumentParser(prog=f"quire {name}")
+            LOADTEST[name][1](parser)
+            lines += _options(parser)
+        else:
+            lines.append(f"{COMMANDS[name].summary[0].upper()}{COMMANDS[name].summary[1:]}.\n")
+    return "\n".join(lines)
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    rows = []
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"
+        choices = ", ".join(f"`{choice}`" for choice in action.choices or ())
+        text = (action.help or "") % {"default": action.default}
+        rows.append((names, cell(choices or _metavar(action)), cell(text)))
+    yield from table(("argument", "takes", ""), rows)
+
+
+def _metavar(action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return "" if not isinstance(action, argparse.BooleanOptionalAction) else "on, off"
+    return str(action.metavar or action.dest.upper())

@@ -1,0 +1,71 @@
+"""The page of metrics, from the registry that /metrics renders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric as Family
+
+from engine.core.config import SchedulerConfig
+from engine.core.fake_runner import FakeRunner
+from engine.core.scheduler import Scheduler
+from engine.loop import Engine
+from server.telemetry.metrics import EngineCollector, Metrics
+from server.telemetry.otlp import SpanCounts
+from tests.reference.tables import MADE, cell, table
+
+_HEAD = f"""# Metrics
+
+{MADE}
+
+`GET /metrics` is Prometheus text. A histogram has `_bucket`, `_sum` and `_count`; its name ends in its unit. Times start when the
+request has arrived. TTFT is the time to the first token; TPOT a request's mean time per token after the first.
+"""
+_SUFFIXES = {"counter": "_total", "info": "_info"}
+
+Row = tuple[str, str, str, str]
+
+
+def metrics_page() -> str:
+    """Return the page."""
+    config = SchedulerConfig(num_blocks=8, block_size=4, max_model_len=16, max_num_seqs=1, max_num_batched_tokens=16)
+    engine = Engine(Scheduler(config), FakeRunner(config), vocab_size=16)
+    metrics = Metrics(engine, "MODEL", compat_vllm=True)
+    metrics.add_span_counts(SpanCounts())
+    rows = list(dict.fromkeys(_rows(metrics, engine)))
+    heads = ("metric", "type", "labels", "meaning")
+    lines = [_HEAD]
+    for title, prefix in (("Quire's names", "quire_"), ("OpenTelemetry's names", "gen_ai_")):
+        own = [row for row in rows if row[0].startswith(f"`{prefix}")]
+        if own:
+            lines += [f"## {title}\n", *table(heads, own)]
+    lines += [
+        "## vLLM's names\n",
+        "With `--metrics-compat vllm`, so that dashboards and autoscalers made for vLLM work.\n",
+    ]
+    lines += table(heads, [row for row in rows if row[0].startswith("`vllm:")])
+    lines.append(
+        "The process, its memory and Python are described by the metrics of Prometheus' client: `process_*`, `python_*`.\n"
+    )
+    return "\n".join(lines)
+
+
+def _rows(metrics: Metrics, engine: Engine) -> Iterator[Row]:
+    for collector in metrics.collectors():
+        if isinstance(collector, EngineCollector):
+            for metric in collector.rows:
+                yield _row(metric.family(engine.stats, {}), [metric.label] if metric.label else [])
+        elif isinstance(collector, MetricWrapperBase):
+            labels = [label for label in collector._labelnames if label not in ("model_name", "engine")]
+            for family in collector.describe():
+                yield _row(family, labels)
+        elif type(collector).__module__.startswith("server."):
+            for family in collector.collect():
+                yield _row(family, list(family.samples[0].labels))
+
+
+def _row(family: Family, labels: list[str]) -> Row:
+    suffix = _SUFFIXES.get(family.type, "")
+    name = family.name if family.name.endswith(suffix) else family.name + suffix
+    return f"`{name}`", family.type, ", ".join(f"`{label}`" for label in labels), cell(family.documentation)
