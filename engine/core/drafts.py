@@ -113,11 +113,10 @@ def lower_hull(points: abc.Iterable[tuple[int, float]]) -> Points:
     """
     hull: list[tuple[int, float]] = []
     least = inf
-    ascending = []
+    lowest: dict[int, float] = {}  # one for each x: two would make a vertical edge
     for x, y in sorted(points, reverse=True):
-        least = min(least, y)
-        ascending.append((x, least))
-    for x, y in reversed(ascending):
+        lowest[x] = least = min(least, y)
+    for x, y in reversed(lowest.items()):
         while len(hull) >= 2:
             (x0, y0), (x1, y1) = hull[-2:]
             if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):

@@ -36,6 +36,13 @@ def answer(made: Driver, num: int, **changes: object) -> None:
 # -- how many ----------------------------------------------------------------------------------------------------------
 
 
+def test_two_costs_of_one_count_make_no_vertical_edge() -> None:
+    """Steps are timed with and without drafts, so the greatest number of rows may have two times."""
+    hull = lower_hull([(1, 1.0), (8, 2.0), (8, 3.0)])
+    assert hull == ((1, 1.0), (8, 2.0))
+    assert seconds(hull, 15) == 3.0
+
+
 def test_seconds_lie_on_lines_between_the_points() -> None:
     points = ((1, 1.0), (3, 2.0), (5, 6.0))
     assert [seconds(points, rows) for rows in (1, 2, 3, 4, 5, 7)] == [1.0, 1.5, 2.0, 4.0, 6.0, 10.0]
