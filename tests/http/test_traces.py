@@ -280,6 +280,18 @@ def test_preemptions_are_events(collector: Collector, serve: Callable[..., Live]
     assert {name for span in decodes for name in span.events} == {"quire.preempted"}
 
 
+def test_the_prefill_daemon_continues_the_trace(
+    collector: Collector, serve: Callable[..., Live], tmp_path: Path
+) -> None:
+    both = {"kv_connector_dir": tmp_path / "parcels", "otlp_traces_endpoint": collector.url}
+    prefill = serve(role="prefill", **both)
+    decode = serve(role="decode", prefill_url=prefill.url, **both)
+    assert complete(decode, {"tracestate": "vendor=1"}, prompt="x" * 100 + "|").status_code == 200
+    spans = collector.trace(5, "text_completion parrot")
+    (other,) = (span for span in spans if span.name == "POST /v1/internal/prefill")
+    assert (other.kind, other.parent_id) == (SERVER, spans[0].span_id)
+
+
 def test_a_line_of_a_batch_is_a_trace_of_its_own(
     collector: Collector, serve: Callable[..., Live], tmp_path: Path
 ) -> None:
