@@ -8,6 +8,8 @@ import { count, sequenceColour, themeColour } from "./dom.js";
 const MAX_CELL = 18; // CSS pixels
 const MIN_CELL = 6;
 const MAX_CELLS = 4096; // the server's bound
+const MIN_HEIGHT = 200; // of the largest drawing
+const MAX_HEIGHT = 380;
 const OTHERS = -1; // the owner where a sequence of another tenant holds the cell
 
 /** The largest square cell with which `needed` cells fit the box, and how many of them do. */
@@ -44,8 +46,8 @@ export class Pool {
 
   /** What the next snapshot should contain: as many cells as fit, of the blocks that have been used. */
   get query() {
-    const { width, height } = this.canvas.getBoundingClientRect();
-    const cells = Math.min(Math.max(layout(Infinity, width, height).shown, 1), MAX_CELLS);
+    const { width } = this.canvas.getBoundingClientRect();
+    const cells = Math.min(layout(Infinity, width, maxHeight()).shown, MAX_CELLS);
     return { cells, blocks: this.#needed };
   }
 
@@ -62,11 +64,12 @@ export class Pool {
   }
 
   draw() {
-    const { context, width, height } = prepare(this.canvas);
     if (!this.#snapshot) {
       return;
     }
-    const { cell, columns } = layout(this.#cells.length, width, height);
+    const { cell, columns } = layout(this.#cells.length, this.canvas.clientWidth, maxHeight());
+    this.canvas.style.height = `${cell * Math.ceil(this.#cells.length / columns)}px`;
+    const { context } = prepare(this.canvas);
     const gap = Math.max(1, Math.round(cell / 9));
     const place = (index) => [(index % columns) * cell, Math.floor(index / columns) * cell];
     this.#grid = { cell, gap, columns, place };
@@ -184,6 +187,9 @@ export class Pool {
     choose(null);
   }
 }
+
+/** The height of the drawing when it is full, in CSS pixels. */
+const maxHeight = () => Math.min(Math.max(innerHeight * 0.32, MIN_HEIGHT), MAX_HEIGHT);
 
 function describeBlock(held, shared, cached, owner) {
   if (held) {
