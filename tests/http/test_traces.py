@@ -443,6 +443,13 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         find_endpoints(app(otlp_traces_endpoint=address), environment={})
 
 
+def test_an_address_of_the_environment_that_is_none_is_a_warning() -> None:
+    said: list[str] = []
+    assert find_endpoints(app(), said.append, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "localhost:4317"}) is None
+    assert len(said) == 1
+    assert said[0].startswith("traces are not exported: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is 'localhost:4317'")
+
+
 def test_a_missing_package_is_an_error_for_the_flag_and_a_warning_for_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
