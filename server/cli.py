@@ -27,6 +27,9 @@ COMMANDS = {
     "tune": Command("find this machine's settings for a model by timing real steps", "loadtest.__main__", True),
     "simulate": Command("replay traces through the scheduler on a virtual clock", "loadtest.__main__", True),
     "calibrate": Command("measure what steps cost on this machine, for simulate", "loadtest.__main__", True),
+    "completion": Command(
+        "print a script that completes commands and flags in a shell", "server.settings.completion", False
+    ),
 }
 
 
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _help() -> str:
-    lines = [f"  {name:10}{command.summary}\n" for name, command in COMMANDS.items()]
+    lines = [f"  {name:11}{command.summary}\n" for name, command in COMMANDS.items()]
     return (
         "usage: quire COMMAND [ARGUMENT ...]\n\nAn OpenAI-compatible LLM serving daemon.\n\ncommands:\n"
         + "".join(lines)

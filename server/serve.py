@@ -31,6 +31,7 @@ from engine.gguf_header import forget_headers
 from engine.model_check import ModelFacts, check_model
 from engine.model_source import check_tokenizer_source, fetch, find_model, local_path
 from engine.setting import unknown_key
+from engine.text.generation_config import FILE, read_sampling, sampling_of
 from engine.text.types import SamplingDefaults
 from server.batches.folder import DataFolder
 from server.settings.app_config import AppConfig
@@ -151,8 +152,7 @@ def _prepare(settings: Settings) -> _Plan:
         read_setting_file("--pinned-prefixes", app_config.pinned_prefixes)
     if serve_config.tokenizer is not None:
         check_tokenizer_source(serve_config.tokenizer)
-    if serve_config.generation_config not in ("auto", "vllm"):
-        _check_generation_config(Path(serve_config.generation_config))
+    _check_sampling(serve_config)
     if serve_config.hf_token is not None:
         os.environ["HF_TOKEN"] = serve_config.hf_token  # the hub's library reads it there
     chat_template = None if serve_config.chat_template is None else _read_template(serve_config.chat_template)
@@ -161,12 +161,15 @@ def _prepare(settings: Settings) -> _Plan:
     return _Plan(serve_config, engine_config, app_config, facts, chat_template, tls, started_s)
 
 
-def _check_generation_config(folder: Path) -> None:
-    """Raise ConfigError for a --generation-config that names no folder with that file."""
-    if not (folder / "generation_config.json").is_file():
-        raise ConfigError(
-            f"--generation-config is {str(folder)!r}; it must be auto, vllm or a folder with generation_config.json."
-        )
+def _check_sampling(serve_config: ServeConfig) -> None:
+    """Raise ConfigError for sampling that cannot be followed, whatever the model recommends."""
+    source, known = serve_config.generation_config, asdict(SamplingDefaults())
+    if source not in ("auto", "vllm") and not (Path(source) / FILE).is_file():
+        raise ConfigError(f"--generation-config is {source!r}; it must be auto, vllm or a folder with {FILE}.")
+    given = serve_config.override_generation_config or {}
+    if unknown := given.keys() - {*known, "do_sample"}:
+        raise unknown_key("--override-generation-config", min(unknown), known)
+    sampling_of(given, SamplingDefaults(), "--override-generation-config")
 
 
 def _read_template(given: str) -> str:
@@ -282,16 +285,11 @@ def _load_front(plan: _Plan) -> TextTokenizer:
 def _sampling(serve_config: ServeConfig, model: Path) -> SamplingDefaults:
     """Return the sampling where a request names none. Raises ConfigError or ModelLoadError."""
     from engine.text.fields.sampling import check_defaults
-    from engine.text.tokenizer import read_sampling, sampling_of
 
     source, neutral = serve_config.generation_config, SamplingDefaults()
     folder = model if source == "auto" else Path(source)
     defaults = neutral if source == "vllm" or folder.is_file() else read_sampling(folder)
-    more = serve_config.override_generation_config or {}
-    unknown = more.keys() - {*asdict(neutral), "do_sample"}
-    if unknown:
-        raise unknown_key("--override-generation-config", min(unknown), asdict(neutral))
-    defaults = sampling_of(more, defaults, "--override-generation-config")
+    defaults = sampling_of(serve_config.override_generation_config or {}, defaults, "--override-generation-config")
     check_defaults(defaults)
     if defaults != neutral:
         named = {name: value for name, value in asdict(defaults).items() if value != getattr(neutral, name)}

@@ -188,7 +188,7 @@ class ChatFormat:
 
 
 def _choose_tool_format(asked: str, tokenizer: TextTokenizer, source: str, *, shows_tools: bool) -> ToolFormat | None:
-    """Return the format of calls. Raises ConfigError for one that no tool can be introduced in."""
+    """Return the format of calls: hermes where the template introduces no tools, and they cannot be in the one asked for."""
     if asked == "none":
         return None
     known = TOOL_FORMATS.get(asked) or detect_tool_format(source)
@@ -199,9 +199,11 @@ def _choose_tool_format(asked: str, tokenizer: TextTokenizer, source: str, *, sh
         if num_tokens == 1 or asked != "auto":  # distilled models have the template without the tokens
             return known
     if asked != "auto" and known is not HERMES:
-        raise ConfigError(
-            f"--tool-call-parser is {asked}, but the chat template has no place for tools, so they are introduced in "
-            f"{HERMES.name}' way; leave it out, or give a template with --chat-template."
+        logger.warning(
+            "--tool-call-parser %s has no effect: the chat template has no place for tools, so they are introduced, and calls "
+            "read, in the format %s; give a template with --chat-template to change that",
+            asked,
+            HERMES.name,
         )
     return HERMES
 

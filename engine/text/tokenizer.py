@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from math import isfinite
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import tokenizers
 from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.gguf_header import read_header
 from engine.model_source import check_entries
-from engine.regular_file import read_json
 from engine.speculative_config import SpeculativeConfig
 from engine.text.chat_template import ChatTemplate
+from engine.text.generation_config import FILE, read_json_beside
 from engine.text.gguf_tokenizer import TokenType, build_tokenizer, special_token
 from engine.text.types import SamplingDefaults
 
@@ -144,11 +143,6 @@ def load_tokenizer(
     return TextTokenizer(backend, replace(vocabulary, chat_template=template, sampling_defaults=defaults))
 
 
-def read_sampling(folder: Path) -> SamplingDefaults:
-    """Return the sampling that a folder's generation_config.json recommends; OpenAI's without one. Raises ModelLoadError."""
-    return sampling_of(_json_file(folder / "generation_config.json"), SamplingDefaults(), "generation_config.json")
-
-
 def check_draft_tokenizer(tokenizer: TextTokenizer, speculative_config: str | Mapping[str, Any] | None) -> None:
     """Raise ConfigError for a draft model whose tokenizer encodes differently."""
     asked = None if speculative_config is None else SpeculativeConfig.read(speculative_config)
@@ -216,9 +210,9 @@ def _from_folder(folder: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ModelLoadError(f"The tokenizer of {str(folder)!r} has no fast version; name another with --tokenizer.")
-    generation = _json_file(folder / "generation_config.json")
+    generation = read_json_beside(folder / FILE)
     ends: set[int] = set() if loaded.eos_token_id is None else {loaded.eos_token_id}
-    for config in (generation, _json_file(folder / "config.json")):
+    for config in (generation, read_json_beside(folder / "config.json")):
         named = config.get("eos_token_id")
         ends.update(token_id for token_id in (named if isinstance(named, list) else [named]) if type(token_id) is int)
     template = loaded.chat_template
@@ -228,26 +222,3 @@ def _from_folder(folder: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
         eos_token_ids=frozenset(ends),
         chat_template=template.get("default") if isinstance(template, dict) else template,
     )
-
-
-def _json_file(path: Path) -> dict[str, Any]:
-    """Return the content of a small file beside the tokenizer; empty if there is none."""
-    try:
-        content = read_json(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON: {error}.") from error
-    return content if isinstance(content, dict) else {}
-
-
-def sampling_of(values: Mapping[str, Any], base: SamplingDefaults, source: str) -> SamplingDefaults:
-    """Return `base` with the sampling in the keys of a generation config. Raises ModelLoadError, naming the source."""
-    names = [each.name for each in fields(SamplingDefaults)]
-    named = {name: values[name] for name in names if values.get(name) is not None}
-    for name, value in named.items():
-        if type(value) not in (int, float) or not isfinite(value):
-            raise ModelLoadError(f"{source}: {name!r} is {value!r:.80}, not a number; correct or remove it.")
-    if named.keys() - {"max_new_tokens"} and values.get("do_sample") is False:
-        named["temperature"] = 0.0
-    return replace(base, **named)

@@ -21,7 +21,8 @@ from engine.model_check import check_model
 from engine.runtime.models.load import load_model
 from engine.runtime.models.maker import Maker
 from engine.runtime.schemes.base import Matrix, Scheme
-from engine.text.tokenizer import load_tokenizer, read_sampling
+from engine.text.generation_config import read_sampling
+from engine.text.tokenizer import load_tokenizer
 from tests.cpu.lora_folders import load_adapter, save_adapter
 from tests.cpu.served_models import refusal, save_servable, save_tokenizer
 from tests.cpu.test_models_families import CASES, save_tiny

@@ -18,7 +18,7 @@ from engine.runtime.models import load as load_module
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_model, resolve_dtype
-from engine.runtime.models.transformers_adapter import TransformersModel
+from engine.runtime.models.transformers_adapter import TransformersModel, read_foreign_config
 from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny
 
 CPU = torch.device("cpu")
@@ -54,6 +54,34 @@ def write_config(folder: Path, **values: Any) -> str:
 def test_a_config_that_cannot_be_served_is_refused_by_name(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelLoadError, match=sentence):
         read_config(LLAMA | changes, "config.json")
+
+
+OVERRIDES = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "max_position_embeddings": 640}
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_overrides_compute_what_an_edited_config_computes(is_own: bool, tmp_path: Path) -> None:
+    """Whichever way the checkpoint spells its rope, and whoever computes it."""
+    plain, edited = tmp_path / "plain", tmp_path / "edited"
+    for folder in (plain, edited):
+        save_tiny(CASES["llama"], folder)
+    values = json.loads((edited / "config.json").read_text())
+    values.pop("rope_parameters", None)
+    values.pop("rope_scaling", None)
+    (edited / "config.json").write_text(json.dumps(values | OVERRIDES))
+    if is_own:
+        outputs = [
+            logits_of(load(folder, hf_overrides=overrides), IDS, [20])
+            for folder, overrides in ((plain, OVERRIDES), (edited, None), (plain, None))
+        ]
+        assert torch.equal(outputs[0], outputs[1])
+        assert not torch.equal(outputs[0], outputs[2])
+        assert load(plain, hf_overrides=OVERRIDES).max_model_len == 640
+    else:
+        configs = [read_foreign_config(plain, OVERRIDES), read_foreign_config(edited)]
+        assert configs[0].rope_parameters == configs[1].rope_parameters
+        assert [each.max_position_embeddings for each in configs] == [640, 640]
+        assert read_foreign_config(plain).rope_parameters != configs[0].rope_parameters
 
 
 @pytest.mark.parametrize(

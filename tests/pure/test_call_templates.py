@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from engine.core.errors import ConfigError
 from engine.text.chat_format import ChatFormat
 from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.chat_template import ChatTemplate
@@ -192,8 +191,8 @@ def test_deepseeks_template_lists_no_tools_so_the_system_message_does() -> None:
     assert distilled.tool_format is TOOL_FORMATS["hermes"]
     asked = preprocessor(source, has_marks=False, tool_call_parser="deepseek_v3").limits.chat_format
     assert asked.tool_format is TOOL_FORMATS["deepseek_v3"]
-    with pytest.raises(ConfigError, match="no place for tools"):
-        preprocessor(source, tool_call_parser="glm45")
+    other = preprocessor(source, tool_call_parser="glm45").limits.chat_format
+    assert other.tool_format is TOOL_FORMATS["hermes"]
 
 
 @pytest.mark.parametrize(
