@@ -20,6 +20,7 @@ from engine.core.types import Request
 from engine.handover import Handover, Prefix
 from engine.loop import Engine
 from server.settings.app_config import AppConfig
+from server.telemetry.propagation import TRACE_HEADERS
 
 log = logging.getLogger("quire.handoff")
 
@@ -103,7 +104,7 @@ class Receiver:
             "priority": request.priority,
             "adapter": None if adapter is None else adapter.digest.hex(),
         }
-        answer = await self._client.post("/v1/internal/prefill", json=body)
+        answer = await self._client.post("/v1/internal/prefill", json=body, headers=TRACE_HEADERS.get())
         if answer.is_error:
             raise ParcelError(f"it answered {answer.status_code}: {answer.text[:200]}")
         prefilled = Prefilled.model_validate_json(answer.content)
