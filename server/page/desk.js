@@ -40,8 +40,8 @@ export class Desk {
   async start() {
     const ids = JSON.parse(sessionStorage.getItem(OPEN) ?? "[]");
     const found = await Promise.all(ids.map((id) => this.#try(() => store.load(id))));
-    const kept = found.filter(Boolean).slice(0, MAX_CHATS);
-    (kept.length ? kept : [newConversation()]).forEach((conversation) => this.#add(this.#session(conversation)));
+    const shown = ids.map((id, index) => found[index] ?? { ...newConversation(), id }); // which may have a draft
+    (shown.length ? shown : [newConversation()]).forEach((conversation) => this.#add(this.#session(conversation)));
     await this.#list();
   }
 

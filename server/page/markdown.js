@@ -8,8 +8,9 @@ import { Paragraph, Table, columnsOf } from "./leaves.js";
 
 const MAX_DEPTH = 12; // containers deeper than this are shown as text
 const MAX_WAIT = 200; // characters after which a line is what it looks like so far
-const MARKS = /^[\s>]*(?:[-*+_=#:|\s]*|\d{1,9}[.)]?\s*)$/; // a line's start that could become several things
-const FENCE_START = /^[\s>]*(?:[-*+]\s+|\d{1,9}[.)]\s+)?(?:`{1,2}$|~{1,2}$|`{3}[^`]*$|~{3})/;
+const MARKS = /^(?:[-*+_=#:|\s>]|\d{1,9}[.)](?=\s))*(?:\d{1,9}[.)]?)?$/; // a line's start that may become several things
+const FENCE_START = /^(?:[\s>]|[-*+]\s|\d{1,9}[.)]\s)*(?:`{1,2}$|~{1,2}$|`{3,}[^`]*$|~{3})/;
+const CLOSING_START = /^[\s>]*[`~]*\s*$/;
 const FENCE = /^(`{3,}|~{3,})\s*([^`\n]*)$/;
 const MARKER = /^(?:([-*+])|(\d{1,9})([.)]))(?:\s{1,4}(?=\S)|\s|$)/;
 const RULE = /^(?:(?:-\s*){3,}|(?:\*\s*){3,}|(?:_\s*){3,})$/;
@@ -59,7 +60,8 @@ export class Markdown {
       }
       const line = this.#pending;
       this.#pending = "";
-      this.#line(line.replaceAll("\t", "    "), isComplete);
+      const isCode = this.#leaf instanceof CodeBlock && !this.#open.length; // whose tabs are its own
+      this.#line(isCode ? line : line.replace(/^\s+/, (start) => start.replaceAll("\t", "    ")), isComplete);
     }
     this.#isInLine = !isComplete;
   }
@@ -73,7 +75,11 @@ export class Markdown {
     if (line.length > MAX_WAIT) {
       return false;
     }
-    return this.#leaf instanceof CodeBlock ? /^[\s>]*[`~]*\s*$/.test(line) : MARKS.test(line) || FENCE_START.test(line);
+    const isCode = this.#leaf instanceof CodeBlock;
+    if (isCode && CLOSING_START.test(line)) {
+      return true;
+    }
+    return !(isCode && !this.#open.length) && (MARKS.test(line) || FENCE_START.test(line)); // an item's code may end
   }
 
   /** Take a line's start, or all of it. */

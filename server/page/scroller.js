@@ -12,32 +12,36 @@ export class Scroller {
     this.element = element;
     this.button = button("Scroll to the latest message", { icon: "down", className: "latest", hidden: true });
     this.button.onclick = () => this.toEnd();
-    element.addEventListener("scroll", () => this.#scrolled(), { passive: true });
+    element.addEventListener("scroll", () => this.#look(), { passive: true });
     new ResizeObserver(() => this.follow()).observe(element);
   }
 
   toEnd() {
+    this.#top = 0;
     this.#follows = true;
     this.follow();
   }
 
-  /** Scroll to the end, if the reader is there. */
+  /** Scroll to the end, unless the reader has scrolled up. */
   follow() {
+    this.#look();
     if (this.#follows) {
       this.element.scrollTop = this.element.scrollHeight;
+      this.#top = this.element.scrollTop;
     }
     this.button.hidden = this.#follows;
   }
 
-  #scrolled() {
+  /** Notice what the reader did: a growing text never scrolls up, and one that shrinks stays at its end. */
+  #look() {
     const { scrollTop, scrollHeight, clientHeight } = this.element;
-    const isAtEnd = scrollHeight - scrollTop - clientHeight < NEAR;
-    if (isAtEnd) {
+    const rest = scrollHeight - scrollTop - clientHeight;
+    if (scrollTop < this.#top && rest > 2) {
+      this.#follows = false;
+    } else if (rest < NEAR) {
       this.#follows = true;
-    } else if (scrollTop < this.#top) {
-      this.#follows = false; // growing never scrolls up; only a reader does
     }
     this.#top = scrollTop;
-    this.button.hidden = this.#follows || isAtEnd;
+    this.button.hidden = this.#follows;
   }
 }

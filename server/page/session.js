@@ -53,7 +53,8 @@ export class Session {
 
   /** Go on with an answer that was cut. */
   goOn(index) {
-    this.messages.length = index + 1;
+    const { facts, ...answer } = this.messages[index];
+    this.messages.splice(index, Infinity, { ...answer, facts: { ...facts } }); // another one, which is drawn afresh
     return this.#run(index, { continues: true });
   }
 

@@ -60,6 +60,17 @@ def test_floats(library: Library, kind: Kind, dtype: torch.dtype, tmp_path: Path
     assert torch.equal(linear.rows(torch.arange(NUM_ROWS)), weight.to(dtype))
 
 
+@pytest.mark.parametrize("activation", [0, 1])
+def test_floats_that_are_quantised(library: Library, activation: int, tmp_path: Path) -> None:
+    weight = torch.randn(2 * NUM_ROWS, NUM_INPUTS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    parts = [
+        in_file(half.view(torch.uint8).numpy(), Kind.BF16, tmp_path / str(i)) for i, half in enumerate(weight.chunk(2))
+    ]
+    linear = QuantisedLinear.int8_from_rows(library, parts, NUM_INPUTS, torch.bfloat16, None, activation)
+    x = torch.randn(5, NUM_INPUTS, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert torch.equal(linear(x), QuantisedLinear.int8(library, weight, None, activation)(x))
+
+
 def test_a_file_that_was_cut(library: Library, tmp_path: Path) -> None:
     rows = np.zeros((NUM_ROWS, 272), np.uint8)
     stored = in_file(rows, Kind.Q8_0, tmp_path / "rows")

@@ -32,7 +32,7 @@ from engine.runtime.native.library import (
 from engine.runtime.native.rows import StoredRows
 
 PANEL = 32  # weight rows that are interleaved, as in quire_cpu.h
-_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # of floats in a file, by GGUF's numbers
+FLOAT_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # of floats in a file, by GGUF's numbers
 _TYPES = {code: dtype for dtype, code in DTYPES.items()}
 _FORMATS = {torch.float32: WeightFormat.F32, torch.bfloat16: WeightFormat.BF16}
 
@@ -151,7 +151,7 @@ class NativeLinear:
         """Pack the matrix from rows in order, each with the rows of a head if those are stored in pairs, else 0."""
         first_row = 0
         for stored, head_rows in parts:
-            args = PackArgs(stored, self.args.packed, None, first_row, self.args.n, self.args.k, head_rows)
+            args = PackArgs(stored, self.args.packed, self.args.scales, first_row, self.args.n, self.args.k, head_rows)
             args.format, args.activation = self.args.format, self.args.activation
             self._library.pack(args)
             first_row += stored.num_rows
@@ -202,7 +202,7 @@ class PackedLinear(NativeLinear):
         assert self.fits(weight)
         assert bias is None or (bias.dtype is weight.dtype and bias.is_contiguous())
         self._allocate(library, (num_outputs, num_inputs), weight.dtype, bias, activation, arena)
-        self.fill([(_tensor_args(weight), 0)])
+        self.fill([(tensor_args(weight), 0)])
 
     @classmethod
     def from_rows(
@@ -240,7 +240,7 @@ class PackedLinear(NativeLinear):
     @staticmethod
     def holds(parts: Sequence[StoredRows], num_inputs: int, dtype: torch.dtype) -> bool:
         """Return whether a matrix of these rows can be packed as `dtype`."""
-        return dtype in _FORMATS and num_inputs % 2 == 0 and all(part.kind in _KINDS.values() for part in parts)
+        return dtype in _FORMATS and num_inputs % 2 == 0 and all(part.kind in FLOAT_KINDS.values() for part in parts)
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
@@ -249,10 +249,10 @@ class PackedLinear(NativeLinear):
         return is_known and weight.is_contiguous() and weight.shape[1] % 2 == 0
 
 
-def _tensor_args(weight: Tensor) -> RowsArgs:
+def tensor_args(weight: Tensor) -> RowsArgs:
     """Return the library's description of the rows of a contiguous tensor."""
     stored = RowsArgs(weight.data_ptr(), row_bytes=weight.shape[1] * weight.itemsize, num_rows=len(weight))
-    stored.kind = _KINDS[weight.dtype]
+    stored.kind = FLOAT_KINDS[weight.dtype]
     return stored
 
 

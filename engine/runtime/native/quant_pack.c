@@ -509,8 +509,7 @@ void quant_unpack_rows(const struct embed_args *a, int64_t begin, int64_t end) {
 }
 
 /* QBLOCK values of a row as float32, zeros behind its end. */
-static void read_values(const struct quant_source *s, int64_t row, int64_t begin, float values[QBLOCK]) {
-    const uint8_t *from = (const uint8_t *)s->from.rows + row * s->from.row_bytes;
+static void read_values(const struct quant_source *s, const uint8_t *from, int64_t begin, float values[QBLOCK]) {
     int64_t num = s->k - begin < QBLOCK ? s->k - begin : QBLOCK;
     for (int64_t i = num; i < QBLOCK; i++) values[i] = 0;
     if (s->from.kind == DT_F32) memcpy(values, from + begin * 4, (size_t)num * sizeof(float));
@@ -524,7 +523,7 @@ static void read_values(const struct quant_source *s, int64_t row, int64_t begin
 }
 
 /* The largest magnitude of a row, infinity or NaN if that is in it: as integers they are in the same order. */
-static float row_peak(const struct quant_source *s, int64_t row) {
+static float row_peak(const struct quant_source *s, const uint8_t *row) {
     int32_t largest = 0, bits[QBLOCK];
     for (int64_t begin = 0; begin < s->k; begin += QBLOCK) {
         float values[QBLOCK];
@@ -537,19 +536,20 @@ static float row_peak(const struct quant_source *s, int64_t row) {
     return peak;
 }
 
-void quant_pack_int8(const struct quant_source *s, int64_t begin, int64_t end) {
+static void round_tile(const void *context, const uint8_t *rows, int64_t begin, int64_t end) {
+    const struct quant_source *s = context;
     const struct quant_format f = quant_format_of(WEIGHT_INT8);
     int64_t num_blocks = quant_num_blocks(s->k);
-    for (int64_t row = begin; row < end; row++) {
-        float peak = row_peak(s, row), inverse = peak > 0 && isfinite(peak) ? 127 / peak : 0;
-        int64_t to = packed_row(row, s->n, s->activation);
+    for (int64_t row = begin; row < end; row++, rows += s->from.row_bytes) {
+        float peak = row_peak(s, rows), inverse = peak > 0 && isfinite(peak) ? 127 / peak : 0;
+        int64_t to = target_row(s, row);
         uint8_t *codes = (uint8_t *)s->packed + (size_t)(to / PANEL * num_blocks) * quant_block_bytes(f);
         codes += to % PANEL * 4;
         s->scales[to] = peak / 127; /* if that is not finite, the row's results will not be either */
         for (int64_t b = 0; b < num_blocks && inverse > 0; b++) {
             float values[QBLOCK];
             uint8_t four[4];
-            read_values(s, row, b * QBLOCK, values);
+            read_values(s, rows, b * QBLOCK, values);
             for (int i = 0; i < QBLOCK; i += 4, codes += PANEL * 4) {
                 for (int j = 0; j < 4; j++) /* adding and taking away 1.5 * 2^23 rounds to an integer */
                     four[j] = (uint8_t)((int)((values[i + j] * inverse + 12582912.f) - 12582912.f) + f.zero);
@@ -557,4 +557,8 @@ void quant_pack_int8(const struct quant_source *s, int64_t begin, int64_t end) {
             }
         }
     }
+}
+
+int32_t quant_pack_int8(const struct quant_source *s, int64_t begin, int64_t end) {
+    return for_each_tile(&s->from, begin, end, round_tile, s);
 }

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runtime.native.library import DTYPES, DequantArgs, Library, LinearArgs, PackArgs, RowsArgs, WeightFormat
-from engine.runtime.native.ops import PANEL, NativeLinear, stored_args
+from engine.runtime.native.library import DTYPES, DequantArgs, Library, LinearArgs, RowsArgs, WeightFormat
+from engine.runtime.native.ops import FLOAT_KINDS, PANEL, NativeLinear, stored_args, tensor_args
 from engine.runtime.native.rows import StoredRows, in_halves
 
 
@@ -101,6 +101,11 @@ def _stored(part: StoredRows) -> RowsArgs:
     return args
 
 
+def _with_kind(stored: RowsArgs, kind: int) -> RowsArgs:
+    stored.kind = kind
+    return stored
+
+
 def dequantise(library: Library, stored: StoredRows, out: Tensor) -> None:
     """Write rows as floats to `out` [rows, inputs]: contiguous, on the CPU, of one of DTYPES."""
     if stored.head_rows:
@@ -159,11 +164,25 @@ class QuantisedLinear(NativeLinear):
         """Quantise a float matrix, with one scale for each row."""
         assert weight.is_contiguous()
         made = cls(library, WeightFormat.INT8, (weight.shape[0], weight.shape[1]), weight.dtype, bias, activation)
-        stored = RowsArgs(weight.data_ptr(), row_bytes=weight.stride(0) * weight.itemsize, num_rows=len(weight))
-        stored.kind = DTYPES[weight.dtype]
-        args = PackArgs(stored, made.args.packed, made.args.scales, n=made.args.n, k=made.args.k)
-        args.format, args.activation = made.args.format, activation
-        library.pack(args)
+        made.fill([(_with_kind(tensor_args(weight), DTYPES[weight.dtype]), 0)])
+        return made
+
+    @classmethod
+    def int8_from_rows(
+        cls,
+        library: Library,
+        parts: Sequence[StoredRows],
+        num_inputs: int,
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        activation: int = 0,
+    ) -> QuantisedLinear:
+        """Quantise the rows of one matrix, which are stored as `dtype`."""
+        assert all(part.kind == FLOAT_KINDS[dtype] for part in parts)
+        made = cls(
+            library, WeightFormat.INT8, (sum(len(part.rows) for part in parts), num_inputs), dtype, bias, activation
+        )
+        made.fill([(_with_kind(stored_args(part), DTYPES[dtype]), part.head_rows) for part in parts])
         return made
 
     @property

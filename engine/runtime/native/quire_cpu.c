@@ -249,8 +249,7 @@ static int32_t run_pack_floats(const void *source, int64_t begin, int64_t end) {
     return float_pack(source, begin, end);
 }
 static int32_t run_pack_int8(const void *source, int64_t begin, int64_t end) {
-    quant_pack_int8(source, begin, end);
-    return QUIRE_OK;
+    return quant_pack_int8(source, begin, end);
 }
 static int32_t run_dequantise(const void *args, int64_t begin, int64_t end) { return quant_dequantise(args, begin, end); }
 

@@ -150,7 +150,7 @@ struct stored_rows {
     int32_t kind, file; /* kind: GGUF's number for the type */
 };
 
-/* Rows to be packed as `format`; for WEIGHT_INT8 they are in memory, and `kind` is a dtype. They become rows `first_row`
+/* Rows to be packed as `format`; for WEIGHT_INT8 `kind` is a dtype. They become rows `first_row`
  * and on of a matrix of `n`, in `packed`, which begins as zeros. */
 struct quant_source {
     struct stored_rows from;
@@ -366,7 +366,7 @@ EXPORT int32_t quire_embed(const struct embed_args *);
 int32_t quant_pack_gguf(const struct quant_source *source, int64_t row_begin, int64_t row_end);
 int32_t float_pack(const struct quant_source *source, int64_t row_begin, int64_t row_end);
 int32_t quant_dequantise(const struct dequant_args *args, int64_t row_begin, int64_t row_end);
-void quant_pack_int8(const struct quant_source *source, int64_t row_begin, int64_t row_end);
+int32_t quant_pack_int8(const struct quant_source *source, int64_t row_begin, int64_t row_end);
 void quant_unpack_rows(const struct embed_args *args, int64_t begin, int64_t end);
 void store_tokens(const struct store_args *args, int64_t token_begin, int64_t token_end);
 

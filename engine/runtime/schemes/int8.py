@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from engine.runtime.linear import CODES, Product
 from engine.runtime.native.library import native
+from engine.runtime.native.ops import FLOAT_KINDS
 from engine.runtime.native.quantised import QuantisedLinear
-from engine.runtime.schemes.base import Circumstances, Matrix, Scheme, native_refusal
+from engine.runtime.schemes.base import Circumstances, Matrix, Scheme, native_refusal, stored_rows
 
 
 class Int8Scheme(Scheme):
@@ -20,7 +21,10 @@ class Int8Scheme(Scheme):
 
     def product(self, matrix: Matrix) -> Product:
         """Return the product with the quantised rows."""
-        library = native()
+        library, code = native(), CODES[matrix.activation]
         if library is None:
             return super().product(matrix)
-        return QuantisedLinear.int8(library, self.dense(matrix), matrix.bias, CODES[matrix.activation])
+        parts = stored_rows(matrix)
+        if parts is not None and all(part.kind == FLOAT_KINDS[matrix.dtype] for part in parts):
+            return QuantisedLinear.int8_from_rows(library, parts, matrix.shape[1], matrix.dtype, matrix.bias, code)
+        return QuantisedLinear.int8(library, self.dense(matrix), matrix.bias, code)

@@ -6,6 +6,7 @@ layer as one stack; it is cut into views, and nothing is copied. Imports no torc
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -36,11 +37,16 @@ _WITH_HEADS_FOR_LATER_TOKENS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_
 
 
 class Part(NamedTuple):
-    """A tensor for Quire within one of a file; `view` cuts it out, without a copy."""
+    """A tensor for Quire within one of a file; `view` cuts it out, without a copy.
+
+    Its rows begin at element `first`, and every `step`-th is its own. If it is transposed, `first` is None.
+    """
 
     name: str
     shape: tuple[int, ...]
     view: Callable[[Tensor], Tensor]
+    first: int | None = 0
+    step: int = 1
 
 
 def expert_parts(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterator[Part]:
@@ -66,10 +72,14 @@ def expert_parts(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterato
         cuts = {"down_proj": slice(None)} if matrix == "down_proj" else _halves(size[0], interleaved=kind == "gpt_oss")
         for role, rows in cuts.items():
             view = partial(_cut, expert=expert, rows=rows, is_transposed=is_transposed)
+            chosen = range(*rows.indices(size[0]))
+            first = (expert * size[0] + chosen.start) * math.prod(size[1:])
             yield Part(
                 f"{module}.{expert}.{role}{_ENDINGS.get(ending, ending)}",
-                (len(range(*rows.indices(size[0]))), *size[1:]),
+                (len(chosen), *size[1:]),
                 view,
+                None if is_transposed else first,
+                chosen.step,
             )
 
 
@@ -82,8 +92,9 @@ def _granite_shared(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iter
     name = name.replace("shared_mlp", module)
     if name.endswith(".input_linear.weight"):
         for role, rows in _halves(shape[0], interleaved=False).items():
-            place = name.replace("input_linear", role)
-            yield Part(place, (len(range(*rows.indices(shape[0]))), *shape[1:]), partial(_rows, rows=rows))
+            place, chosen = name.replace("input_linear", role), range(*rows.indices(shape[0]))
+            first = chosen.start * math.prod(shape[1:])
+            yield Part(place, (len(chosen), *shape[1:]), partial(_rows, rows=rows), first)
     else:
         yield Part(name.replace("output_linear", "down_proj"), shape, _whole)
 

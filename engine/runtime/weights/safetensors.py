@@ -1,29 +1,26 @@
 """Reads folders in the hub's layout: config.json, and safetensors in one file or the shards of an index.
 
-Weights are memory-mapped. Pickled checkpoints (.bin, .pt) are refused, because reading one can run code.
+Matrices of floats are handed on as rows in the file (safetensors_file.py). Pickled checkpoints (.bin, .pt) are refused,
+because reading one can run code.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from safetensors import SafetensorError, safe_open
+from typing import Any
 
 from engine import regular_file
 from engine.core.errors import ModelLoadError
 from engine.regular_file import check_regular, reason
 from engine.runtime.weights.checkpoint import StoredTensor
-from engine.runtime.weights.expert_names import Part, expert_parts
+from engine.runtime.weights.expert_names import expert_parts
 from engine.runtime.weights.hf_config import HFConfig
+from engine.runtime.weights.safetensors_file import SafetensorsFile, has_rows
 from engine.runtime.weights.stored.config import QuantConfig, read_quantization
 from engine.runtime.weights.stored.headers import CODES, FLOATS, Header, Headers, check_packed, is_unused, module_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _INDEX = "model.safetensors.index.json"
 _MAX_BYTES = 64 << 20  # the index of the largest checkpoints takes 10 MB
@@ -58,18 +55,25 @@ class SafetensorsCheckpoint:
         if self.quantization is None:
             return {}
         if self._headers is None:
-            files = _weight_files(self._folder)
-            self._headers = {name: header for path in files for name, header, _ in _named(path, self.config, "np")}
+            self._headers = {tensor.name: Header(tensor.kind, tensor.shape) for tensor in self._named()}
             check_packed(self.quantization, self._headers)
         return self._headers
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:
         headers = self.headers()
-        for path in _weight_files(self._folder):
-            for tensor in _stored(path, self.config):
-                if not self._is_left_out(tensor, wanted, headers):
-                    _require_readable(tensor, is_quantised=self.quantization is not None)
-                    yield tensor
+        for tensor in self._named():
+            if not self._is_left_out(tensor, wanted, headers):
+                _require_readable(tensor, is_quantised=self.quantization is not None)
+                yield tensor
+
+    @cached_property
+    def _files(self) -> list[SafetensorsFile]:
+        return [SafetensorsFile(path) for path in _weight_files(self._folder)]
+
+    def _named(self) -> Iterator[StoredTensor]:
+        """Yield the tensors of all files by their names in a causal model."""
+        for file in self._files:
+            yield from _tensors(file, self.config)
 
     def _is_left_out(self, tensor: StoredTensor, wanted: Mapping[str, tuple[int, ...]], headers: Headers) -> bool:
         """Return whether no model reads a tensor: GPTQ writes biases of zeros to modules that have none."""
@@ -93,27 +97,18 @@ def _language_name(name: str) -> str | None:
     return name.removeprefix("language_model.")
 
 
-def _named(
-    path: Path, config: HFConfig, framework: str = "pt"
-) -> Iterator[tuple[str, Header, Callable[[Tensor], None]]]:
-    """Yield each tensor's name, header, and a function that copies it."""
-    try:
-        file = safe_open(path, framework=framework, device="cpu")
-        names = file.keys()
-    except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"{path} is truncated or not a safetensors file ({error}); download it again.") from None
-    for stored_name in names:
+def _tensors(file: SafetensorsFile, config: HFConfig) -> Iterator[StoredTensor]:
+    """Yield the tensors of a file; one of the file may be several, or none."""
+    path = str(file.path)
+    for stored_name, span in file.spans.items():
         name = _language_name(stored_name)
         if name is None:
             continue
-        view = file.get_slice(stored_name)
-        for part in expert_parts(config, name, tuple(view.get_shape())):
-            yield part.name, Header(view.get_dtype(), part.shape), partial(_copy, file, stored_name, part)
-
-
-def _stored(path: Path, config: HFConfig) -> Iterator[StoredTensor]:
-    for name, (kind, shape), copy_to in _named(path, config):
-        yield StoredTensor(name, shape, math.prod(shape) * _BYTES.get(kind, 0), str(path), copy_to, kind=kind)
+        size = _BYTES.get(span.kind, 0)
+        for part in expert_parts(config, name, span.shape):
+            copy_to = partial(file.copy, span, part)
+            rows = partial(file.rows, span, part) if has_rows(span, part) else None
+            yield StoredTensor(part.name, part.shape, math.prod(part.shape) * size, path, copy_to, rows, span.kind)
 
 
 def _require_readable(tensor: StoredTensor, *, is_quantised: bool) -> None:
@@ -133,10 +128,6 @@ def _is_zero(tensor: StoredTensor) -> bool:
     found = torch.empty(tensor.shape)
     tensor.copy_to(found)
     return not bool(found.any())
-
-
-def _copy(file: Any, name: str, part: Part, target: Tensor) -> None:
-    target.copy_(part.view(file.get_tensor(name)))  # a view of the map, converted and moved in one copy
 
 
 def read_config(folder: Path) -> HFConfig:

@@ -1,0 +1,185 @@
+"""Markdown of answers: what it becomes, that it does not depend on how the text was cut, and hostile texts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser
+
+from tests.http.harness import Live
+from tests.patience import PATIENCE_S
+
+Run = Callable[..., Any]
+# Draw a text that arrives in pieces of some length; the result is compared, so reading markup back is enough.
+DRAW = """async ([texts, steps]) => {
+  const { Markdown } = await import("./page/markdown.js");
+  const draw = (text, step) => {
+    const root = document.createElement("div");
+    const markdown = new Markdown(root);
+    for (let at = 0; at < text.length; at += step) {
+      markdown.write(text.slice(at, at + step));
+      markdown.render();
+    }
+    markdown.end();
+    return root;
+  };
+  return texts.map((text) => steps.map((step) => RESULT));
+}"""
+HTML = DRAW.replace("RESULT", "draw(text, step).innerHTML")
+WORK = DRAW.replace(
+    "RESULT",
+    """(() => {
+    const made = document.createElement.bind(document);
+    const joined = CharacterData.prototype.appendData;
+    let work = 0;
+    document.createElement = (...args) => (work += 1, made(...args));
+    CharacterData.prototype.appendData = function (data) { work += data.length; joined.call(this, data); };
+    const replace = Element.prototype.append;
+    Element.prototype.append = function (...args) {
+      work += args.reduce((sum, arg) => sum + (typeof arg === "string" ? arg.length : 1), 0);
+      replace.apply(this, args);
+    };
+    try { draw(text, step); } finally {
+      document.createElement = made;
+      CharacterData.prototype.appendData = joined;
+      Element.prototype.append = replace;
+    }
+    return work;
+  })()""",
+)  # characters and nodes that are put into the page
+
+
+@pytest.fixture(scope="module")
+def run(browser: Browser) -> Iterator[Run]:
+    with Live().serving() as live, browser.new_context() as context:
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_S * 1000)
+        complaints: list[str] = []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("dialog", lambda dialog: complaints.append(dialog.message))
+        page.on("request", lambda request: complaints.append(request.url) if live.url not in request.url else None)
+        page.goto(live.url)
+        yield page.evaluate
+        assert complaints == []
+
+
+def drawn(run: Run, text: str) -> str:
+    """Return the markup of a text, without what every element of its kind has."""
+    [[whole, in_pieces, in_letters]] = run(HTML, [[text], [10**6, 7, 1]])
+    assert whole == in_pieces == in_letters
+    for name in ("rel", "target"):
+        assert whole.count("<a ") == whole.count(f' {name}="')
+    for common in (' dir="auto"', ' class=""', ' target="_blank"', ' rel="noopener noreferrer nofollow"'):
+        whole = whole.replace(common, "")
+    assert isinstance(whole, str)
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("one\ntwo\n\nthree", "<p>one\ntwo</p><p>three</p>"),
+        ("# One\n###### Six ##", '<h4 class="level-1">One</h4><h6 class="level-6">Six</h6>'),
+        ("#no heading", "<p>#no heading</p>"),
+        ("a **b *c* d** `e*f*`", "<p>a <strong>b <em>c</em> d</strong> <code>e*f*</code></p>"),
+        ("***both*** ~~gone~~ __x__ _y_", "<p><em><strong>both</strong></em> <del>gone</del> <strong>x</strong> <em>y</em></p>"),
+        ("snake_case_name 2 * 3 * 4", "<p>snake_case_name 2 * 3 * 4</p>"),
+        ("**open and `open", "<p>**open and `open</p>"),
+        (r"\*not\* `` a`b ``", "<p>*not* <code>a`b</code></p>"),
+        ("- a\n- b\n  - c\n\n  more\n* d", "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c</p></li></ul><p>more</p></li></ul><ul><li><p>d</p></li></ul>"),
+        ("3. a\n4. b\n  - c\n5. d", '<ol start="3"><li><p>a</p></li><li><p>b</p><ul><li><p>c</p></li></ul></li><li><p>d</p></li></ol>'),
+        ("- [ ] a\n- [x] b", "<ul><li><p>☐ a</p></li><li><p>☑ b</p></li></ul>"),
+        ("born in\n1984. A year", "<p>born in\n1984. A year</p>"),
+        ("> a\nlazy\n> > b\n\nc", "<blockquote><p>a\nlazy</p><blockquote><p>b</p></blockquote></blockquote><p>c</p>"),
+        ("a\n***\nb\n---\nc", "<p>a</p><hr><p>b</p><hr><p>c</p>"),
+        ("[a *b*](https://x.example/p_(q)?r=1 'title')", '<p><a href="https://x.example/p_(q)?r=1" title="https://x.example/p_(q)?r=1">a <em>b</em></a></p>'),
+        ("see https://x.example/a_b, <mailto:a@b.c>", '<p>see <a href="https://x.example/a_b" title="https://x.example/a_b">https://x.example/a_b</a>, <a href="mailto:a@b.c" title="mailto:a@b.c">mailto:a@b.c</a></p>'),
+        ("![a cat](https://x.example/cat.png)", '<p><a href="https://x.example/cat.png" title="https://x.example/cat.png">Image: a cat</a></p>'),
+    ],
+)  # fmt: skip
+def test_what_a_text_becomes(run: Run, text: str, html: str) -> None:
+    assert drawn(run, text) == html
+
+
+def test_tables_and_code(run: Run) -> None:
+    html = drawn(run, "Costs:\n| a | b\\|c |\n|:-:|--:|\n| `x` | 1<br>2 |\nplain\n\n| no | table\nat all")
+    assert "<p>Costs:</p>" in html
+    assert '<thead><tr><th class="center">a</th><th class="right">b|c</th></tr></thead>' in html
+    assert '<tbody><tr><td class="center"><code>x</code></td><td class="right">1<br>2</td></tr></tbody>' in html
+    assert html.endswith("<p>plain</p><p>| no | table\nat all</p>")
+    html = drawn(
+        run, "1. so:\n   ```python title\n   if a:\n       pass  # 'x'\n   ```\n   done\n\n~~~\n```\n\n*a*\n~~~~\nend"
+    )
+    assert "<span>python</span>" in html
+    assert (
+        '<code><span class="hl-keyword">if</span> a:\n    <span class="hl-keyword">pass</span>  <span class="hl-comment"># \'x\'</span></code>'
+        in html
+    )
+    assert "<p>done</p></li></ol>" in html
+    assert html.endswith("<code>```\n\n*a*</code></pre></div><p>end</p>")
+    assert drawn(run, "```js\nlet a\n").endswith('<code><span class="hl-keyword">let</span> a</code></pre></div>')
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "<img src=https://evil.example/x onerror=alert(1)>",
+    "<svg/onload=alert(1)><iframe srcdoc='<script>alert(1)</script>'>",
+    "[a](javascript:alert(1)) [b](JaVaScRiPt:alert(1)) [c](java\tscript:alert(1)) [d](vbscript:x) [e](data:text/html,x)",
+    "<javascript:alert(1)> [f](file:///etc/passwd) [g](//evil.example/x) [h](blob:https://x.example/1)",
+    "![x](https://evil.example/pixel.png)",
+    "```<img src=x onerror=alert(1)>\n</code></pre><script>alert(1)</script>",
+    "[x](https://a.example/\"onmouseover=\"alert(1))",
+    "| <b>a</b> | b |\n|---|---|\n| <img src=x> | [x](javascript:1) |",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_markup_stays_text(run: Run, text: str) -> None:
+    found = run(
+        """async (text) => {
+          const { Markdown } = await import("./page/markdown.js");
+          const root = document.createElement("div");
+          document.body.append(root);
+          const markdown = new Markdown(root);
+          markdown.write(text);
+          markdown.end();
+          const elements = [...root.querySelectorAll("*")];
+          const allowed = new Set(["href", "title", "target", "rel", "dir", "class", "tabindex", "aria-label", "type", "role", "start"]);
+          return {
+            tags: elements.map((each) => each.localName),
+            attributes: elements.flatMap((each) => each.getAttributeNames()).filter((name) => !allowed.has(name)),
+            protocols: [...root.querySelectorAll("a")].map((each) => each.protocol),
+          };
+        }""",
+        text,
+    )
+    assert {"script", "img", "iframe", "style", "b"}.isdisjoint(found["tags"])
+    assert set(found["attributes"]) <= {"aria-hidden"}
+    assert set(found["protocols"]) <= {"http:", "https:", "mailto:"}
+
+
+def test_characters_that_reorder_text_are_shown_as_such(run: Run) -> None:
+    assert "\u202e" not in drawn(run, "a \u202ereversed `b\u2066c`\n```\n\u202edoc\n```")
+
+
+def test_a_text_looks_alike_however_it_arrives(run: Run) -> None:
+    random_ = random.Random(7)
+    pieces = ["*", "**", "_", "`", "```", "```py\n", "\n", "\n\n", "  ", "    ", "- ", "1. ", "> ", "# ", "| ", "|---|---|\n",
+              "[", "](", "https://a.example", ")", "!", "word", "two words", "<br>", "~~", "\\", "---\n", "12", "\t"]  # fmt: skip
+    texts = ["".join(random_.choices(pieces, k=random_.randint(1, 40))) for _ in range(500)]
+    for text, (whole, *others) in zip(texts, run(HTML, [texts, [10**6, 1, 2, 5]]), strict=True):
+        assert others == [whole] * 3, repr(text)
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [*("word ", "`a` ", "**b** ", "- item\n", "> ", "- ", "[", "](", "*a ", "*", "`", "``a`", "| a ", "# h\n", "line\n"),
+     *("```\n", "![", "<", "\\", "1. ", "a_", "https://a.example ", "[a](https://b.example) ", "~", "|", "\u202e")],
+)  # fmt: skip
+def test_the_cost_of_an_answer_grows_with_its_length_alone(run: Run, unit: str) -> None:
+    """40,000 characters, about 10,000 tokens, by tokens and frames: at most 40 times the work of drawing them once."""
+    [[work]] = run(WORK, [[(unit * 40_000)[:40_000]], [40]])
+    assert work < 40 * 40_000
