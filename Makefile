@@ -28,8 +28,8 @@ serve: $(INSTALLED)  ## serve the embedded model, or: make serve ARGS="MODEL --p
 bench: $(DEV_INSTALLED)  ## load a running server and measure it
 	@$(BIN)/quire bench $(ARGS)
 
-simulate: $(DEV_INSTALLED)  ## show what paging buys, or: make simulate ARGS="replay bursty-chat"
-	@$(BIN)/quire simulate $(or $(ARGS),paging)
+simulate: $(DEV_INSTALLED)  ## run the scheduler on a virtual clock, or: make simulate ARGS="replay bursty-chat"
+	@$(BIN)/quire simulate $(or $(ARGS),replay steady)
 
 test: $(DEV_INSTALLED)  ## run all tests, two files at a time
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -18,9 +20,35 @@ import pytest
 from daemons import serving
 
 HERE = Path(__file__).parent
+PAGES = HERE.parents[1] / "docs/integrations"
 PROGRAMS = HERE / "agents/node_modules/.bin"
 PATIENCE_S = 900.0  # for what has to happen; never a measurement
 SAYS = "The tool said: parrot"
+
+
+def block(page: str, language: str, start: str) -> str:
+    """Return the block of a page in docs/integrations/ that begins with a text."""
+    (text,) = (
+        found
+        for found in re.findall(rf"^```{language}\n(.*?)^```$", (PAGES / page).read_text(), re.DOTALL | re.MULTILINE)
+        if found.startswith(start)
+    )
+    return str(text)
+
+
+def names_for_claude() -> tuple[str, ...]:
+    """Return the flags that the page gives the daemon, for the model `smol`."""
+    words = shlex.split(block("claude-code.md", "bash", "quire serve"))
+    return tuple("smol" if word == "MODEL" else word for word in words[words.index("--served-model-name") :])
+
+
+def variables_for_claude(url: str) -> dict[str, str]:
+    """Return the variables that the page sets, with a daemon's address."""
+    words = shlex.split(block("claude-code.md", "bash", "ANTHROPIC_BASE_URL"))
+    assert words[-1] == "claude"
+    return {
+        name: value.replace("http://127.0.0.1:8000", url) for name, _, value in (w.partition("=") for w in words[:-1])
+    }
 
 
 def needs(program: str, package: str) -> pytest.MarkDecorator:
@@ -38,7 +66,7 @@ codex_cli = needs("codex", "@openai/codex")
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[str]:
     """A scripted model of 65,536 positions; it has the one further name that people need for Claude Code."""
-    flags = ("--served-model-name", "smol", "claude-*")
+    flags = names_for_claude()
     with serving(*flags, command=[str(HERE / "scripted_quire.py")]) as url:
         yield url
 
@@ -46,8 +74,7 @@ def scripted() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def embedded() -> Iterator[str]:
     """The embedded model, with room for instructions and a short answer."""
-    flags = ("--served-model-name", "smol", "claude-*", "--max-model-len", "4096", "--kv-cache-memory-bytes", "128MiB")
-    with serving(*flags) as url:
+    with serving(*names_for_claude(), "--max-model-len", "4096", "--kv-cache-memory-bytes", "128MiB") as url:
         yield url
 
 
@@ -74,8 +101,7 @@ def ask_claude(url: str, folder: Path, prompt: str, *flags: str, stdin: str = ""
     """Have Claude Code answer, with access to no server but this one."""
     quiet = ("DISABLE_TELEMETRY", "DISABLE_AUTOUPDATER", "DISABLE_ERROR_REPORTING")
     variables = {
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_AUTH_TOKEN": "none",
+        **variables_for_claude(url),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         **dict.fromkeys(quiet, "1"),
         **env,
@@ -91,10 +117,10 @@ def ask_codex(url: str, folder: Path, prompt: str, settings: str = "") -> list[d
     """Have Codex answer; the events it prints. An answer may fill the context, since Codex sets no other limit to it."""
     config = folder.parent / "home/.codex/config.toml"
     config.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text(
-        f'model = "smol"\nmodel_provider = "quire"\n{settings}\n'
-        f'[model_providers.quire]\nname = "Quire"\nbase_url = "{url}/v1"\nwire_api = "responses"\n'
-    )
+    page = block("codex.md", "toml", "model = ").replace('"MODEL"', '"smol"').replace("http://127.0.0.1:8000", url)
+    window = "model_context_window = 65536\n"
+    assert window in page
+    config.write_text(page.replace(window, settings or window))
     # It is to run commands, and has a folder of its own for that.
     flags = ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--json")
     done = run("codex", *flags, prompt, cwd=folder, env={})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(find_spec("litellm") is None, reason="LiteLLM is not installed: make clients"),
 ]
+PAGE = Path(__file__).parents[2] / "docs/integrations/litellm.md"
 QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
@@ -53,3 +56,10 @@ def test_errors_are_its_own(ask: dict[str, Any]) -> None:
         litellm.completion(**{**ask, "temperature": 9})
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(**{**ask, "messages": [{"role": "user", "content": "word " * 3000}]})
+
+
+def test_the_page_s_code_runs(base_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    code = code.replace("http://127.0.0.1:8000/v1", base_url).replace("SmolLM2-135M-Instruct", "smol")
+    exec(compile(code, str(PAGE), "exec"), {})
+    assert "Tokyo" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Every lever of SERVING.md, pulled on the real daemon with the real model: its promise is seen from outside."""
+"""Every lever of docs/tune.md, pulled on the real daemon with the real model: its promise is seen from outside."""
 
 from __future__ import annotations
 
