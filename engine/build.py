@@ -7,7 +7,8 @@ user left open are decided here, from the model and from measured memory, and re
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 
 from engine.adapters import Adapters
+from engine.ahead import BackedMemory
 from engine.block_size import CANDIDATES, choose, lengths_path, load_lengths, save_lengths, with_block_size
 from engine.config import EngineConfig
 from engine.core.admission import QueueLimits
@@ -141,14 +143,16 @@ class _Parts:
         return ModelRunner(self.model, backend, kv_cache, settings, self.device, self.head)
 
 
-def build_engine(config: EngineConfig, report: Report) -> Engine:
+def build_engine(config: EngineConfig, report: Report, memory: BackedMemory | None = None) -> Engine:
     """Load the model, size and allocate the pool, and warm up; returns the engine unstarted.
 
+    Packed weights are placed in `memory` first.
     Raises ConfigError, ModelLoadError or MemoryBudgetError, each with a sentence that says what to change.
     """
     config = fetch_models(config, report)
     device, dtype = _prepare_device(config, report)
-    model = load_model(config, device, dtype, report)
+    with _weights_in(memory):
+        model = load_model(config, device, dtype, report)
     share_threads(config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
     captures = _captures(config, model, device) and (speculation is None or speculation.head is None)
@@ -195,6 +199,19 @@ def _prepare_device(config: EngineConfig, report: Report) -> tuple[torch.device,
     if device.type == "cuda":
         _check_cuda(config, device, dtype, report)
     return device, dtype
+
+
+@contextmanager
+def _weights_in(memory: BackedMemory | None) -> Iterator[None]:
+    """Let the native library place packed weights in `memory`; the rest of it is released."""
+    library = native()
+    if memory is not None:
+        library.weights.use(memory) if library is not None else memory.release(0)
+    try:
+        yield
+    finally:
+        if library is not None:
+            library.weights.release()
 
 
 def _scheduler_config(parts: _Parts) -> SchedulerConfig:

@@ -11,13 +11,13 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import final
-
-from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
+from typing import TYPE_CHECKING, final
 
 from engine.core.types import Progress
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
 
 log = logging.getLogger("quire.startup")
 
@@ -31,13 +31,7 @@ class StartupProgress:
 
     def __init__(self, *, show_bars: bool | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         show = sys.stderr.isatty() if show_bars is None else show_bars
-        columns = (
-            TextColumn("{task.description:12}"),
-            BarColumn(),
-            TextColumn("{task.fields[count]}"),
-            TimeRemainingColumn(),
-        )
-        self._bars = Bars(*columns, console=Console(stderr=True), transient=True) if show else None
+        self._bars = _make_bars() if show else None
         self._tasks: dict[str, TaskID] = {}
         self._clock = clock
         self._said = ""
@@ -79,6 +73,21 @@ class StartupProgress:
             task = bars.add_task(_title(progress), total=progress.total, completed=progress.done, count=count)
             self._tasks[progress.stage] = task
         bars.update(task, completed=progress.done, total=progress.total, count=count)
+
+
+def _make_bars() -> Bars:
+    """Return bars on the terminal of standard error."""
+    from rich.console import Console  # 20 ms, and most daemons have no terminal
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description:12}"),
+        BarColumn(),
+        TextColumn("{task.fields[count]}"),
+        TimeRemainingColumn(),
+    )
+    return Bars(*columns, console=Console(stderr=True), transient=True)
 
 
 def _title(progress: Progress) -> str:

@@ -118,7 +118,7 @@ def lines(
 ) -> dict[str, Any]:
     """Return a graph; thresholds are dashed lines."""
     options = {
-        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+        "legend": {"calcs": [], "displayMode": "list", "placement": "bottom", "showLegend": True},
         "tooltip": {"mode": "multi", "sort": "desc"},
     }
     panel = _panel("timeseries", title, about, queries, unit, (8, 8), steps, options=options)
@@ -149,9 +149,16 @@ def heatmap(title: str, about: str, metric: str, unit: str) -> dict[str, Any]:
     options = {
         "calculate": False,
         "cellGap": 1,
-        "color": {"mode": "scheme", "scheme": "Turbo", "steps": 64},
+        "color": {
+            "mode": "scheme",
+            "scheme": "Turbo",
+            "steps": 64,
+            "reverse": False,
+            "exponent": 0.5,
+            "fill": "dark-orange",
+        },
         "yAxis": {"unit": unit},
-        "tooltip": {"mode": "single", "yHistogram": True},
+        "tooltip": {"mode": "single", "yHistogram": True, "showColorScale": False},
     }
     queries = [Query(f"sum by (le) (increase({metric}_bucket[R]))", "{{le}}")]
     panel = _panel("heatmap", title, about, queries, unit, (8, 8), options=options)

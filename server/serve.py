@@ -23,6 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.ahead import load_torch_libraries, weight_memory
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, QuireError
 from engine.core.types import Progress
@@ -46,6 +47,7 @@ from server.tenancy.tenant_file import read_tenants
 
 if TYPE_CHECKING:
     from engine.loop import Engine
+    from engine.startup_progress import StartupProgress
     from engine.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("quire.serve")
@@ -66,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"quire: {error}\n")
         return 2
     configure_logging(settings.log_level, settings.log_format, settings.uvicorn_log_level)
+    gc.disable()  # objects made at start-up stay: collecting among them took 0.3 s; hide_from_collector enables it
+    load_torch_libraries()
     for notice in settings.notices:
         log.warning(name_origins(notice, settings))
     if settings.remarks:
@@ -184,7 +188,6 @@ def _read_template(given: str) -> str:
 
 def _serve(plan: _Plan, listener: socket.socket) -> int:
     app_config = plan.app
-    gc.disable()  # objects made at start-up stay: collecting among them took 0.3 s; hide_from_collector enables it
     name = app_config.served_model_names[0]
     is_local = local_path(app_config.model) is not None
     log.info("loading %s%s", name, f" from {app_config.model}" if is_local or name != app_config.model else "")
@@ -213,33 +216,45 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
 def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
     """Return the engine and the tokenizer.
 
+    Python imports, which hold the GIL, take most of a start, so C code works beside them (engine/ahead.py):
+
+        main thread                                                 other threads, in C
+        settings, port, the model's header (_prepare)               torch's libraries are loaded
+        torch, engine.build                                         memory for weights is backed with pages
+        build_engine: names and memory of matrices, pool, warm-up   weights are read and packed (native/packer.py)
+        HTTP side and tokenizer, on a thread (_load_front)
+
     Two threads must not use the library transformers at the same time: it imports its modules on first use, and the second
-    thread finds them half imported. So the front is loaded on a thread (0.4 s of Python while the native library reads and
-    packs weights without the GIL) only if the engine needs no transformers.
+    thread finds them half imported. So a model that needs it is loaded step by step on the main thread.
     """
     from engine.startup_progress import StartupProgress
 
     with StartupProgress() as startup:
-        if not plan.model.is_native:
-            from engine.build import check_foreign  # torch, seconds
+        if plan.model.is_native:
+            return _load_beside(_fetch(plan, startup.report), startup)
+        from engine.build import build_engine, check_foreign  # torch, seconds
 
-            check_foreign(plan.engine)
+        check_foreign(plan.engine)
         plan = _fetch(plan, startup.report)
-        from engine.build import build_engine
+        tokenizer = _load_front(plan)
+        return build_engine(plan.engine, startup.report), tokenizer
 
-        if not plan.model.is_native:
-            tokenizer = _load_front(plan)
-            return build_engine(plan.engine, startup.report), tokenizer
-        with ThreadPoolExecutor(1) as aside, _short_turns():
-            front = aside.submit(_load_front, plan)
 
-            def report(progress: Progress) -> None:
-                startup.report(progress)
-                if front.done():
-                    front.result()  # raises what is wrong with the tokenizer, before minutes of loading
+def _load_beside(plan: _Plan, startup: StartupProgress) -> tuple[Engine, TextTokenizer]:
+    """Return the engine of a model that needs no transformers, and the tokenizer, which is loaded on a thread."""
+    memory = weight_memory(plan.engine)
+    from engine.build import build_engine  # torch
 
-            engine = build_engine(plan.engine, report)
-            return engine, front.result()
+    with ThreadPoolExecutor(1) as aside, _short_turns():
+        front = aside.submit(_load_front, plan)
+
+        def report(progress: Progress) -> None:
+            startup.report(progress)
+            if front.done():
+                front.result()  # raises what is wrong with the tokenizer, before minutes of loading
+
+        engine = build_engine(plan.engine, report, memory)
+        return engine, front.result()
 
 
 @contextmanager
@@ -267,10 +282,11 @@ def _fetch(plan: _Plan, report: Callable[[Progress], None]) -> _Plan:
 
 def _load_front(plan: _Plan) -> TextTokenizer:
     """Return the tokenizer, and import the modules of the HTTP side."""
-    import server.app
     import server.daemon  # noqa: F401 - imported for its duration
     from engine.text.tokenizer import check_draft_tokenizer, load_tokenizer
+    from server.app import routers
 
+    routers()
     tokenizer = load_tokenizer(
         plan.serve.tokenizer or plan.engine.model,
         chat_template=plan.chat_template,

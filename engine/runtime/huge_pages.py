@@ -14,6 +14,8 @@ import mmap
 import torch
 from torch import Tensor
 
+from engine.ahead import BackedMemory
+
 _HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; pages that exist already are unchanged
 
@@ -46,3 +48,9 @@ def populate(memory: Tensor) -> bool:
     begin = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     length = memory.data_ptr() + memory.nbytes - begin
     return bool(madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) == 0)
+
+
+def of_memory(memory: BackedMemory) -> Tensor:
+    """Return the bytes of backed memory, from the first huge page on."""
+    whole = torch.frombuffer(memory.pages, dtype=torch.uint8)
+    return whole[-whole.data_ptr() % _HUGE_PAGE :]

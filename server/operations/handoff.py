@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-import httpx
 from pydantic import BaseModel
 
 from engine.core.errors import ParcelError
@@ -21,6 +20,7 @@ from engine.core.types import Request
 from engine.handover import Handover, Prefix
 from engine.loop import Engine
 from server.settings.app_config import AppConfig
+from server.telemetry.propagation import TRACE_HEADERS
 
 log = logging.getLogger("quire.handoff")
 
@@ -50,6 +50,8 @@ class Receiver:
     def __init__(
         self, engine: Engine, handover: Handover, config: AppConfig, count: Callable[[HandoffOutcome], None]
     ) -> None:
+        import httpx  # 45 ms, and few daemons receive
+
         self._engine, self._handover, self._count = engine, handover, count
         self._timeout_s = config.prefill_timeout_s
         key = config.api_keys[0] if config.api_keys else ""
@@ -102,7 +104,7 @@ class Receiver:
             "priority": request.priority,
             "adapter": None if adapter is None else adapter.digest.hex(),
         }
-        answer = await self._client.post("/v1/internal/prefill", json=body)
+        answer = await self._client.post("/v1/internal/prefill", json=body, headers=TRACE_HEADERS.get())
         if answer.is_error:
             raise ParcelError(f"it answered {answer.status_code}: {answer.text[:200]}")
         prefilled = Prefilled.model_validate_json(answer.content)

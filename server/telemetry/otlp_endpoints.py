@@ -34,8 +34,13 @@ def find_endpoints(
     config: AppConfig, warn: Callable[[str], None] = _ignore, environment: Mapping[str, str] = os.environ
 ) -> Endpoints | None:
     """Return the addresses, or None if no signal is exported. Raises ConfigError."""
-    traces = _find("traces", "--otlp-traces-endpoint", config.otlp_traces_endpoint, environment)
-    metrics = _find("metrics", "--otlp-metrics-endpoint", config.otlp_metrics_endpoint, environment)
+    given = {"traces": config.otlp_traces_endpoint, "metrics": config.otlp_metrics_endpoint}
+    traces, metrics = (
+        _from_environment(signal, environment, warn)
+        if address is None
+        else _checked(f"--otlp-{signal}-endpoint", address, signal)
+        for signal, address in given.items()
+    )
     if traces is None and metrics is None:
         return None
     for address in (traces, metrics):
@@ -43,13 +48,11 @@ def find_endpoints(
             warn(f"{address} has the port of OTLP over gRPC; Quire sends OTLP over HTTP, usually to port 4318.")
     if all(map(_is_installed, _MODULES)):
         return Endpoints(traces, metrics)
-    for flag, value in (
-        ("--otlp-traces-endpoint", config.otlp_traces_endpoint),
-        ("--otlp-metrics-endpoint", config.otlp_metrics_endpoint),
-    ):
-        if value is not None:
-            raise ConfigError(f"{flag} needs OpenTelemetry's SDK, which is not installed; {_INSTALL}.")
-    # The variables may be set for all programs of a machine.
+    for signal, address in given.items():
+        if address is not None:
+            raise ConfigError(
+                f"--otlp-{signal}-endpoint needs OpenTelemetry's SDK, which is not installed; {_INSTALL}."
+            )
     warn(f"OTEL_EXPORTER_OTLP_* is set, but OpenTelemetry's SDK is not installed: nothing is exported; {_INSTALL}.")
     return None
 
@@ -61,19 +64,23 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _find(signal: str, flag: str, given: str | None, environment: Mapping[str, str]) -> str | None:
-    if given is not None:
-        return _checked(flag, given, signal)
-    if (
-        environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
-        or environment.get(f"OTEL_{signal.upper()}_EXPORTER") == "none"
-    ):
+def _from_environment(signal: str, environment: Mapping[str, str], warn: Callable[[str], None]) -> str | None:
+    """Return a signal's address; None if there is none, or one that cannot be used.
+
+    The variables may be set for all programs of a machine, so a fault is no reason not to serve.
+    """
+    name = signal.upper()
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get(f"OTEL_{name}_EXPORTER") == "none":
         return None
-    variable = f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT"
-    if own := environment.get(variable):
-        return _checked(variable, own, signal)
-    if base := environment.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
-        return _checked("OTEL_EXPORTER_OTLP_ENDPOINT", f"{base.rstrip('/')}/v1/{signal}", signal)
+    variable = f"OTEL_EXPORTER_OTLP_{name}_ENDPOINT"
+    own, base = environment.get(variable), environment.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    try:
+        if own:
+            return _checked(variable, own, signal)
+        if base:
+            return _checked("OTEL_EXPORTER_OTLP_ENDPOINT", f"{base.rstrip('/')}/v1/{signal}", signal)
+    except ConfigError as error:
+        warn(f"{signal} are not exported: {error}")
     return None
 
 

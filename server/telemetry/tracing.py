@@ -24,6 +24,7 @@ from engine.version import VERSION
 from server.errors import to_api_error
 from server.telemetry import gen_ai
 from server.telemetry.events import Event, HttpAnswered, RequestEnded
+from server.telemetry.propagation import TRACE_HEADERS
 from server.telemetry.request_log import RequestRecord
 from server.telemetry.timeline import ChoiceTimes
 
@@ -61,14 +62,19 @@ class Tracing:
         carrier = {name: ",".join(headers.getlist(name)) for name in ("traceparent", "tracestate") if name in headers}
         parent = self._propagator.extract(carrier, Context())
         about = {gen_ai.HTTP_METHOD: method, gen_ai.URL_PATH: path, gen_ai.URL_SCHEME: "http"}
-        return self._tracer.start_span(method, parent, SpanKind.SERVER, about)
+        span = self._tracer.start_span(method, parent, SpanKind.SERVER, about)
+        onward: dict[str, str] = {}
+        self._propagator.inject(onward, set_span_in_context(span, Context()))
+        TRACE_HEADERS.set(onward)
+        return span
 
-    def headers(self, span: Span) -> dict[str, str]:
-        """Return the headers that name a span to the client, or none for a span without ids."""
-        carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, set_span_in_context(span, Context()))
-        carrier.pop("tracestate", None)  # the client knows it
-        return carrier
+    @staticmethod
+    def headers(span: Span) -> dict[str, str]:
+        """Return the header that names a span to the client, or none for a span without ids."""
+        found = span.get_span_context()
+        if not found.is_valid:
+            return {}
+        return {"traceparent": f"00-{found.trace_id:032x}-{found.span_id:016x}-{found.trace_flags:02x}"}
 
     def observe(self, event: Event) -> None:
         """End the span of an HTTP request, or make that of a batch's line."""

@@ -280,6 +280,18 @@ def test_preemptions_are_events(collector: Collector, serve: Callable[..., Live]
     assert {name for span in decodes for name in span.events} == {"quire.preempted"}
 
 
+def test_the_prefill_daemon_continues_the_trace(
+    collector: Collector, serve: Callable[..., Live], tmp_path: Path
+) -> None:
+    both = {"kv_connector_dir": tmp_path / "parcels", "otlp_traces_endpoint": collector.url}
+    prefill = serve(role="prefill", **both)
+    decode = serve(role="decode", prefill_url=prefill.url, **both)
+    assert complete(decode, {"tracestate": "vendor=1"}, prompt="x" * 100 + "|").status_code == 200
+    spans = collector.trace(5, "text_completion parrot")
+    (other,) = (span for span in spans if span.name == "POST /v1/internal/prefill")
+    assert (other.kind, other.parent_id) == (SERVER, spans[0].span_id)
+
+
 def test_a_line_of_a_batch_is_a_trace_of_its_own(
     collector: Collector, serve: Callable[..., Live], tmp_path: Path
 ) -> None:
@@ -429,6 +441,13 @@ def test_the_address_of_each_signal(config: AppConfig, environment: dict[str, st
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="otlp-traces-endpoint"):
         find_endpoints(app(otlp_traces_endpoint=address), environment={})
+
+
+def test_an_address_of_the_environment_that_is_none_is_a_warning() -> None:
+    said: list[str] = []
+    assert find_endpoints(app(), said.append, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "localhost:4317"}) is None
+    assert len(said) == 1
+    assert said[0].startswith("traces are not exported: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is 'localhost:4317'")
 
 
 def test_a_missing_package_is_an_error_for_the_flag_and_a_warning_for_the_environment(

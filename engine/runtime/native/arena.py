@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from engine.ahead import BackedMemory
 from engine.runtime import huge_pages
 
 _CHUNK = 32 << 20  # bytes
@@ -23,11 +24,24 @@ class Arena:
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
+        self._backed: BackedMemory | None = None  # the memory of the chunk, if it came from outside
+
+    def use(self, memory: BackedMemory) -> None:
+        """Take the next tensors from `memory`, until it is full or released."""
+        self.release()
+        self._chunk, self._used, self._backed = huge_pages.of_memory(memory), 0, memory
+
+    def release(self) -> None:
+        """Give back what is left of the memory of `use`."""
+        if self._backed is not None:
+            self._backed.release(len(self._backed.pages) - len(self._chunk) + self._used)
+            self._chunk, self._used, self._backed = self._chunk[:0], 0, None
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor of `shape`; fresh memory is zero, and none is used twice."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._used + num_bytes > len(self._chunk):
+            self.release()
             self._chunk, self._used = huge_pages.zeros((max(num_bytes, _CHUNK),), torch.uint8), 0
         part = self._chunk[self._used : self._used + num_bytes]
         self._used += -(-num_bytes // _LINE) * _LINE

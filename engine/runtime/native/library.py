@@ -20,6 +20,7 @@ import torch
 from engine.core.errors import ComputeError, ConfigError, ModelLoadError
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.build import find_library
+from engine.runtime.native.packer import Packer
 
 _log = logging.getLogger(__name__)
 
@@ -324,6 +325,7 @@ class Library:
         self.sample = _entry(functions.quire_sample, SampleArgs)
         self.best_isa = Isa(functions.quire_best_isa())
         self.weights = Arena()
+        self.packer = Packer()
         self.isa = Isa.PORTABLE
         self.use_isa(self.best_isa)
         self.num_threads = 1

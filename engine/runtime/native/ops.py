@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import addressof
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -147,15 +148,23 @@ class NativeLinear:
         library.gemm(args)
         return y
 
-    def fill(self, parts: Sequence[tuple[RowsArgs, int]]) -> None:
-        """Pack the matrix from rows in order, each with the rows of a head if those are stored in pairs, else 0."""
-        first_row = 0
+    def fill(self, parts: Sequence[tuple[RowsArgs, int]], source: Sequence[StoredRows] = ()) -> None:
+        """Pack the matrix from rows in order, each with the rows of a head if those are stored in pairs, else 0.
+
+        If they lie in files, which `source` says, the library's packer may do it later.
+        """
+        first_row, calls = 0, []
         for stored, head_rows in parts:
             args = PackArgs(stored, self.args.packed, self.args.scales, first_row, self.args.n, self.args.k, head_rows)
             args.format, args.activation = self.args.format, self.args.activation
-            self._library.pack(args)
+            calls.append(args)
             first_row += stored.num_rows
         assert first_row == self.args.n
+        work = partial(_pack, self._library, calls, (self._packed, source))
+        if source and all(part.file is not None for part in source):
+            self._library.packer.run(work)
+        else:
+            work()
 
     @property
     def has_rows(self) -> bool:
@@ -168,6 +177,12 @@ class NativeLinear:
         args = EmbedArgs(linear.packed, ids.data_ptr(), out.data_ptr(), *out.shape, linear.dtype, linear.format, 1.0)
         self._library.embed(args)
         return out.to(_TYPES[linear.dtype])
+
+
+def _pack(library: Library, calls: Sequence[PackArgs], _keep: object) -> None:
+    """Pack parts of a matrix, keeping the memory and the files that they name."""
+    for args in calls:
+        library.pack(args)
 
 
 def stored_args(part: StoredRows) -> RowsArgs:
@@ -218,7 +233,7 @@ class PackedLinear(NativeLinear):
         made = cls.__new__(cls)
         shape = (sum(len(part.rows) for part in parts), num_inputs)
         made._allocate(library, shape, dtype, bias, activation, None)  # noqa: SLF001 - of this class
-        made.fill([(stored_args(part), part.head_rows) for part in parts])
+        made.fill([(stored_args(part), part.head_rows) for part in parts], parts)
         return made
 
     def _allocate(

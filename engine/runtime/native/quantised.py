@@ -156,7 +156,7 @@ class QuantisedLinear(NativeLinear):
         """Pack the rows of one matrix, in parts that may be of several types."""
         shape = (sum(len(part.rows) for part in parts), num_inputs)
         made = cls(library, format_for([part.kind for part in parts]), shape, dtype, bias, activation)
-        made.fill([(_stored(part), part.head_rows) for part in parts])
+        made.fill([(_stored(part), part.head_rows) for part in parts], parts)
         return made
 
     @classmethod

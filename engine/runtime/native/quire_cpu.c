@@ -220,6 +220,12 @@ EXPORT int32_t quire_gemm_heads(const struct heads_args *a) {
     return atomic_load(&job.out_of_memory) ? QUIRE_NO_MEMORY : QUIRE_OK;
 }
 
+/* Back memory with pages, whose content stays as it is, until `must_stop` is set by another thread. */
+EXPORT void quire_touch(char *memory, int64_t size, const volatile int32_t *must_stop) {
+    enum { PAGE = 4096 };
+    for (int64_t at = 0; at < size && !*must_stop; at += PAGE) __atomic_fetch_or(memory + at, 0, __ATOMIC_RELAXED);
+}
+
 /* Work on tiles of PANEL rows that may fail. */
 struct tile_job {
     const void *args;

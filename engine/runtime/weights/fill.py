@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from engine.core.errors import MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.host_memory import available_memory
+from engine.runtime.native.library import native
+from engine.runtime.native.packer import Packer
 from engine.runtime.weights.checkpoint import Checkpoint, Report, StoredTensor
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -44,11 +47,14 @@ def fill(
     _check(wanted, stored, checkpoint.config.source)
     sizes = {name: tensor.num_bytes for name, tensor in stored.items()}
     total, done = sum(sizes.values()), 0
-    for load in loads:
-        load.take({name: stored[name] for name in load.shapes})
-        for name in load.shapes:
-            done += sizes[name]
-            report(Progress("weights", name, done, total, "bytes"))
+    library = native()
+    packer = Packer() if library is None else library.packer
+    with packer.behind():
+        for load in loads:
+            load.take({name: stored[name] for name in load.shapes})
+            for name in load.shapes:
+                done += sizes[name]
+                packer.after(partial(report, Progress("weights", name, done, total, "bytes")))
     if head is not None:
         _require_tied(head, stored[_EMBEDDING])
 

@@ -1,0 +1,103 @@
+"""Does work of a start in C while Python imports modules: loads torch's libraries, and backs memory with pages.
+
+Importing torch and the HTTP side holds the GIL for about a second. C code called through ctypes runs without it, so each
+part here starts a thread that uses another core meanwhile. All of it is optional: what is not done ahead is done by its
+first user. The order of a start is in server/serve.py. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from contextlib import suppress
+from ctypes import POINTER, addressof, c_char, c_int32, c_int64, c_void_p
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
+
+from engine.config import EngineConfig
+from engine.gguf_parts import part_paths
+from engine.model_source import local_path
+from engine.runtime.host_memory import available_memory
+from engine.runtime.native.build import find_library, must_compile
+
+# In the order in which torch loads them; the first makes those of a CUDA build visible to the second.
+_TORCH_LIBRARIES = ("libtorch_global_deps.so", "libtorch_cpu.so")
+_GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+_SHARE = 0.95  # of the files' bytes; some tensors of every model are not packed
+
+
+def load_torch_libraries() -> None:
+    """Start loading torch's libraries, which takes 0.15 s of C code; `import torch` waits for the rest.
+
+    The system loads one library at a time, so numpy's, which are needed soonest, are loaded before.
+    """
+    import numpy as np  # noqa: F401 - imported for its duration
+
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        return
+    folder = Path(torch.origin).parent / "lib"
+    # No daemon: a process that ends while a library is half loaded would crash.
+    Thread(target=_load, args=(folder,), name="torch-libraries").start()
+
+
+def _load(folder: Path) -> None:
+    try:
+        dlopen = ctypes.CDLL(None).dlopen  # through ctypes, because ctypes.CDLL(path) holds the GIL
+    except (AttributeError, OSError, TypeError):  # no such system
+        return
+    dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], c_void_p
+    for name, scope in zip(_TORCH_LIBRARIES, (ctypes.RTLD_GLOBAL, ctypes.RTLD_LOCAL), strict=True):
+        dlopen(os.fsencode(folder / name), os.RTLD_NOW | scope)  # if it fails, `import torch` says why
+
+
+def weight_memory(config: EngineConfig) -> BackedMemory | None:
+    """Return memory for packed weights, a little less than the files of the model; None unless they will be on the CPU."""
+    path = local_path(config.model)
+    is_cpu = config.device == "cpu" or (config.device == "auto" and not any(map(os.path.exists, _GPUS)))
+    if path is None or not is_cpu or config.cpu_kernels == "off" or config.quantization == "int8":
+        return None
+    files = path.glob("*.safetensors") if path.is_dir() else part_paths(path)
+    num_bytes = int(_SHARE * sum(file.stat().st_size for file in files))
+    if not num_bytes or num_bytes > available_memory() // 2:
+        return None
+    try:
+        return BackedMemory(num_bytes)
+    except (OSError, OverflowError, ValueError):  # too large for this process
+        return None
+
+
+class BackedMemory:
+    """Zeroed memory on huge pages, which a thread backs with pages from its beginning on.
+
+    Backing a gigabyte takes 0.1 s, and 1 to 2.5 s on a virtual machine whose host takes free memory back. What is written
+    to it meanwhile stays.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """Raises OSError, OverflowError or ValueError if the system cannot reserve so much."""
+        self.pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+            self.pages.madvise(mmap.MADV_HUGEPAGE)
+        self._must_stop = c_int32(0)
+        self._thread = Thread(target=self._back, name="backed-memory", daemon=True)
+        self._thread.start()
+
+    def release(self, first: int) -> None:
+        """Stop backing, and give back the pages from byte `first` on, which nothing uses."""
+        self._must_stop.value = 1
+        self._thread.join()
+        first += -first % mmap.PAGESIZE
+        if first < len(self.pages) and hasattr(mmap, "MADV_DONTNEED"):
+            self.pages.madvise(mmap.MADV_DONTNEED, first)
+
+    def _back(self) -> None:
+        """Touch the pages in C; MADV_POPULATE_WRITE would hold up the memory maps of other threads."""
+        path = None if must_compile() else find_library()
+        if path is not None:
+            with suppress(OSError, AttributeError):  # of a library that is of no use here
+                touch = ctypes.CDLL(str(path)).quire_touch
+                touch.argtypes, touch.restype = [c_void_p, c_int64, POINTER(c_int32)], None
+                touch(addressof(c_char.from_buffer(self.pages)), len(self.pages), self._must_stop)

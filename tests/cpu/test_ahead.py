@@ -1,0 +1,172 @@
+"""Work of a start that runs beside imports: backed memory, torch's libraries, packing on other threads."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event, get_ident
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from engine import ahead
+from engine.ahead import BackedMemory, weight_memory
+from engine.config import EngineConfig
+from engine.core.errors import ModelLoadError
+from engine.runtime.models.load import load_model
+from engine.runtime.native.arena import Arena
+from engine.runtime.native.library import Library, native
+from engine.runtime.native.ops import NativeLinear
+from engine.runtime.native.packer import Packer
+from tests.cpu.test_weights_gguf import tiny, write
+
+_MIB = 1 << 20
+
+
+@pytest.fixture
+def library() -> Iterator[Library]:
+    """The native library, whose arena is released."""
+    library = native()
+    if library is None:
+        pytest.skip("no native library")
+    yield library
+    library.weights.release()
+
+
+def backed(memory: BackedMemory) -> int:
+    """The bytes of a map that have pages."""
+    num_pages = -(-len(memory.pages) // mmap.PAGESIZE)
+    found, whole = (ctypes.c_ubyte * num_pages)(), torch.frombuffer(memory.pages, dtype=torch.uint8)
+    status = ctypes.CDLL(None).mincore(ctypes.c_void_p(whole.data_ptr()), ctypes.c_size_t(len(whole)), found)
+    assert status == 0
+    return mmap.PAGESIZE * sum(page & 1 for page in found)
+
+
+def test_memory_is_backed_ahead_and_what_is_left_is_given_back() -> None:
+    memory = BackedMemory(32 * _MIB)
+    arena = Arena()
+    arena.use(memory)
+    first = arena.zeros(1000, dtype=torch.float32)
+    first.fill_(7)
+    memory._thread.join()
+    assert backed(memory) == 32 * _MIB or native() is None
+    arena.release()
+    assert backed(memory) <= 4 * _MIB
+    assert torch.equal(first, torch.full((1000,), 7.0))
+    assert not arena.zeros(8 * _MIB, dtype=torch.uint8).any()
+
+
+def test_a_tensor_that_does_not_fit_gets_other_memory() -> None:
+    arena = Arena()
+    arena.use(BackedMemory(4 * _MIB))
+    small, large = arena.zeros(100, dtype=torch.uint8), arena.zeros(5 * _MIB, dtype=torch.uint8)
+    small.fill_(1)
+    assert not large.any()
+    arena.release()  # a second time
+
+
+@pytest.mark.parametrize(
+    "settings", [{"device": "cuda"}, {"cpu_kernels": "off"}, {"quantization": "int8"}, {"model": "org/of-a-hub"}]
+)
+def test_memory_is_backed_only_for_weights_on_a_cpu(settings: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(bytes(_MIB))
+    model = {"model": str(tmp_path / "model.gguf"), "device": "cpu"}
+    assert weight_memory(EngineConfig(**(model | settings))) is None
+    memory = weight_memory(EngineConfig(**model))
+    assert memory is not None
+    assert len(memory.pages) == int(0.95 * _MIB)
+    memory.release(0)
+
+
+def test_memory_is_not_backed_where_little_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").write_bytes(bytes(_MIB))
+    monkeypatch.setattr(ahead, "available_memory", lambda: _MIB)
+    assert weight_memory(EngineConfig(model=str(tmp_path / "model.gguf"), device="cpu")) is None
+
+
+def test_torchs_libraries_may_be_loaded_ahead() -> None:
+    """In a process of its own: this one has torch. One that ends meanwhile ends well."""
+    code = "from engine.ahead import load_torch_libraries\nload_torch_libraries()\n"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def packed(model: object) -> list[bytes]:
+    """The packed matrices of a decoder, in the order of their addresses' names."""
+    found: dict[int, NativeLinear] = {}
+
+    def visit(part: object) -> None:
+        if isinstance(part, NativeLinear):
+            found[id(part)] = part
+            return
+        if isinstance(part, (list, tuple)):
+            for each in part:
+                visit(each)
+            return
+        if not type(part).__module__.startswith("engine.runtime"):
+            return
+        names = [name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ())]
+        for name in (*names, *getattr(part, "__dict__", ())):
+            visit(getattr(part, name, None))
+
+    visit(model)
+    return [bytes(linear._packed.view(torch.uint8).flatten().numpy()) for linear in found.values()]
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.BF16])
+def test_weights_packed_beside_are_those_packed_in_turn(
+    kind: Kind, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte for byte, in backed memory or not."""
+    theirs, tensors = tiny(tmp_path / "hf", num_hidden_layers=3)
+    stored = {name: (values, kind if values.ndim > 1 else Kind.F32) for name, (values, _) in tensors.items()}
+    config = EngineConfig(model=str(write(tmp_path / "model.gguf", "llama", theirs.config, stored)), device="cpu")
+    cpu, dtype = torch.device("cpu"), torch.bfloat16
+    library.weights.use(BackedMemory(4 * _MIB))
+    beside = packed(load_model(config, cpu, dtype, lambda _: None))
+    library.weights.release()
+    monkeypatch.setattr(library, "packer", Packer())
+    monkeypatch.setattr(Packer, "run", lambda _, call: call())
+    in_turn = packed(load_model(config, cpu, dtype, lambda _: None))
+    assert len(beside) >= 3 * 4
+    assert beside == in_turn
+    assert any(np.frombuffer(each, np.uint8).any() for each in beside)
+
+
+def test_reports_follow_the_calls_before_them() -> None:
+    packer, order, go = Packer(), [], Event()
+
+    def slow() -> None:
+        go.wait(60)
+        order.append("packed")
+
+    with packer.behind():
+        packer.run(slow)
+        packer.after(lambda: order.append(f"reported {get_ident()}"))
+        assert order == []
+        go.set()
+    assert order == ["packed", f"reported {get_ident()}"]
+
+
+def test_a_failed_call_ends_the_block_and_the_rest_is_not_run() -> None:
+    packer, ran = Packer(), []
+
+    def fail() -> None:
+        raise ModelLoadError("It became shorter.")
+
+    def load() -> None:
+        with packer.behind():
+            packer.run(fail)
+            packer.after(lambda: ran.append("report"))
+
+    with pytest.raises(ModelLoadError, match="shorter"):
+        load()
+    assert ran == []
+    packer.run(lambda: ran.append("now"))
+    packer.after(lambda: ran.append("after"))
+    assert ran == ["now", "after"]
