@@ -38,8 +38,10 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the engine's parameters. Raises InvalidRequestError."""
     limits.check_logprobs(fields.prompt_logprobs, "prompt_logprobs")
-    bound = limits.tokenizer.sampling_defaults.max_new_tokens
-    max_tokens = max_tokens if bound is None else min(max_tokens, bound)
+    defaults = limits.tokenizer.sampling_defaults
+    max_tokens = max_tokens if defaults.max_new_tokens is None else min(max_tokens, defaults.max_new_tokens)
+    if fields.use_beam_search:
+        defaults = SamplingDefaults()  # a search goes by the model's own probabilities
     if fields.min_tokens > max_tokens:
         _refuse("min_tokens", f"min_tokens is {fields.min_tokens}, more than max_tokens ({max_tokens}); lower it.")
     if fields.stop_token_ids:
@@ -50,7 +52,7 @@ def sampling_params(
     values = {name: getattr(fields, name) for name in _SHARED}
     for name in _MODELS_OWN:
         if values[name] is None:
-            values[name] = getattr(limits.tokenizer.sampling_defaults, name)
+            values[name] = getattr(defaults, name)
     bad_words = _bad_words(fields, limits) if fields.bad_words else ()
     values |= {
         "max_tokens": max_tokens,

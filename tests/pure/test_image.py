@@ -1,9 +1,10 @@
-"""The image's lock, its build context and its health check. Building the image takes minutes and is not a test."""
+"""The image's lock, context and health check, and the unit of systemd. Building the image takes minutes and is no test."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -108,3 +109,16 @@ def test_the_health_check_follows_the_status(health: ThreadingHTTPServer) -> Non
     with socket.socket() as silent:  # bound, so that no other process listens on its port
         silent.bind(("127.0.0.1", 0))
         assert check(silent.getsockname()[1]) == 1
+
+
+def test_systemd_accepts_the_unit_of_the_documents(tmp_path: Path) -> None:
+    systemd = shutil.which("systemd-analyze")
+    if systemd is None:
+        pytest.skip("systemd is not installed")
+    page = (ROOT / "docs/deploy/security.md").read_text()
+    unit = page.partition("```text\n[Unit]")[2].partition("```")[0]
+    assert "ExecStart=/opt/quire/bin/quire serve\n" in unit
+    path = tmp_path / "quire.service"
+    path.write_text("[Unit]" + unit.replace("/opt/quire/bin/quire", sys.executable))
+    done = subprocess.run([systemd, "verify", str(path)], capture_output=True, text=True, check=False)
+    assert "quire.service" not in done.stderr, done.stderr

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import ValidationError
 
-from engine.core.errors import ContextLengthError
+from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import SamplingParams
 from engine.text.fields.base import MAX_FAULTS, MAX_FIELDS, Refused, RequestBody
 from engine.text.limits import ModelLimits
@@ -203,6 +203,19 @@ def test_the_models_defaults_hold_where_a_request_is_silent() -> None:
     asked = params(temperature=0, top_k=-1, ignore_eos=True)
     assert (asked.temperature, asked.top_k, asked.eos_token_ids) == (0.0, 0, frozenset())
     assert params(temperature=1e-9).temperature == 0.0
+
+
+def test_a_search_goes_by_no_recommendation() -> None:
+    found = params(use_beam_search=True, n=2)
+    assert (found.temperature, found.top_k) == (1.0, 0)
+
+
+def test_a_bound_of_the_model_holds_for_every_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Vocabulary, "sampling_defaults", SamplingDefaults(max_new_tokens=9))
+    assert [params(max_tokens=asked).max_tokens for asked in (5, 9, 20)] == [5, 9, 9]
+    assert params().max_tokens == 9
+    with pytest.raises(InvalidRequestError, match=r"min_tokens is 10, more than max_tokens \(9\)"):
+        params(min_tokens=10, max_tokens=20)
 
 
 def test_every_sampling_field_reaches_the_engine() -> None:

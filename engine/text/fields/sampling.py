@@ -184,13 +184,14 @@ class SamplingFields(QueueFields, ConstraintFields):
 def check_defaults(defaults: SamplingDefaults) -> None:
     """Raise ConfigError if a model recommends values that no request may ask for."""
     values = asdict(defaults)
-    values["max_tokens"] = values.pop("max_new_tokens")
+    bound = values.pop("max_new_tokens")
+    values["max_tokens"] = -1 if bound == 0 else bound  # a single request may ask for 0 tokens, to score its prompt
     try:
         SamplingFields.model_validate(values)
     except ValidationError as error:
         name, reason = str(error.errors()[0]["loc"][0]), error.errors()[0]["msg"]
         spelled = "max_new_tokens" if name == "max_tokens" else name
         raise ConfigError(
-            f"The model's generation_config.json has {spelled} {shorten(repr(values[name]))} ({reason}); correct it, start "
+            f"The model's generation_config.json has {spelled} {shorten(repr(getattr(defaults, spelled)))} ({reason}); correct it, start "
             "with --generation-config vllm, or set others with --override-generation-config."
         ) from error

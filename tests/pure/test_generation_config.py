@@ -1,0 +1,60 @@
+"""Sampling where a request names none: the model's recommendation, unless the user sets another."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from engine.core.errors import ConfigError, ModelLoadError
+from engine.text.generation_config import sampling_of
+from engine.text.types import SamplingDefaults
+from server.serve import _check_sampling, _sampling
+from server.settings.serve_config import ServeConfig
+
+RECOMMENDED = {"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": [1], "max_length": 20}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "generation_config.json").write_text(json.dumps(RECOMMENDED))
+    return tmp_path
+
+
+def test_the_models_recommendation_is_the_default(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert _sampling(ServeConfig(), model) == SamplingDefaults(temperature=0.6, top_k=20)
+    assert "sampling where a request names none: temperature 0.6, top_k 20" in caplog.text
+
+
+def test_a_folder_without_a_recommendation_and_a_file_have_openais(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert _sampling(ServeConfig(), tmp_path) == _sampling(ServeConfig(), file) == SamplingDefaults()
+
+
+def test_others_can_be_set(model: Path, tmp_path: Path) -> None:
+    assert _sampling(ServeConfig(generation_config="vllm"), model) == SamplingDefaults()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"top_p": 0.5, "max_new_tokens": 3}')
+    config = ServeConfig(generation_config=str(other), override_generation_config={"temperature": 0.1})
+    assert _sampling(config, model) == SamplingDefaults(temperature=0.1, top_p=0.5, max_new_tokens=3)
+    assert sampling_of({"do_sample": False, "top_p": 1}, SamplingDefaults(), "here").temperature == 0
+
+
+@pytest.mark.parametrize("values", [{"temperature": -1}, {"max_new_tokens": 0}, {"max_new_tokens": 1.5}, {"top_p": 2}])
+def test_a_value_that_no_request_may_name_is_refused(values: dict[str, float], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"has {next(iter(values))} "):
+        _sampling(ServeConfig(override_generation_config=values), tmp_path)
+
+
+def test_what_cannot_be_followed_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it must be auto, vllm or a folder with"):
+        _check_sampling(ServeConfig(generation_config=str(tmp_path)))
+    with pytest.raises(ConfigError, match="--override-generation-config has no key 'seed'"):
+        _check_sampling(ServeConfig(override_generation_config={"seed": 1}))
+    with pytest.raises(ModelLoadError, match="--override-generation-config: 'top_k' is True, not a number"):
+        _check_sampling(ServeConfig(override_generation_config={"top_k": True}))
