@@ -22,6 +22,7 @@ from engine.gguf_parts import part_paths
 from engine.model_source import local_path
 from engine.runtime.host_memory import available_memory
 from engine.runtime.native.build import find_library, must_compile
+from engine.runtime.native.rows import OpenFile
 
 # In the order in which torch loads them; the first makes those of a CUDA build visible to the second.
 _TORCH_LIBRARIES = ("libtorch_global_deps.so", "libtorch_cpu.so")
@@ -83,9 +84,10 @@ def _read(files: Iterable[Path]) -> None:
     if not hasattr(os, "posix_fadvise"):
         return
     for path in files:
-        with suppress(OSError), path.open("rb") as file:
+        with suppress(OSError):
+            file = OpenFile(path)
             for begin in range(0, path.stat().st_size, _READ):
-                os.posix_fadvise(file.fileno(), begin, _READ, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(file.number, begin, _READ, os.POSIX_FADV_WILLNEED)
 
 
 class BackedMemory:
