@@ -14,13 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from engine.core.errors import ModelLoadError
 from engine.runtime.native.rows import OpenFile, StoredRows
 from engine.runtime.weights.expert_names import Part
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 _MAX_HEADER = 100 << 20  # bytes
@@ -62,6 +61,8 @@ class SafetensorsFile:
 
     @cached_property
     def _map(self) -> np.ndarray:
+        import numpy as np  # 30 ms, which `--help` would wait for
+
         return np.memmap(self.path, np.uint8, "c").view(np.ndarray)
 
     def rows(self, span: Span, part: Part) -> StoredRows:
