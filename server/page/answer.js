@@ -84,16 +84,17 @@ export class Answer {
     const { tokens, ttft, tpot, prompt_tokens: prompt, cached_tokens: cached, finish } = this.message.facts;
     const facts = [];
     if (tokens) {
-      facts.push(`${count(tokens)} token${tokens === 1 ? "" : "s"}`, `first after ${duration(ttft)}`);
-      facts.push(...(tpot > 0 ? [`${count(1 / tpot)} tokens/s`] : []));
-      facts.push(...(cached ? [`${count(cached)} of ${count(prompt)} prompt tokens cached`] : []));
+      facts.push(`${count(tokens)} token${tokens === 1 ? "" : "s"}`);
+      facts.push(...(tpot > 0 ? [`${count(1 / tpot)} tokens/s`] : []), `TTFT ${duration(ttft)}`);
+      facts.push(...(cached ? [`${count(cached)} of ${count(prompt)} cached`] : []));
     }
     const isStreaming = this.element.classList.contains("streaming");
     if (!isStreaming && finish in FINISHES) {
       facts.push(FINISHES[finish]);
     }
     this.facts.textContent = facts.join("  ·  ");
-    this.facts.title = tokens ? `TTFT ${duration(ttft)}, TPOT ${duration(tpot)}, ${count(prompt)} prompt tokens` : "";
+    const explained = `${duration(ttft)} to the first token, ${duration(tpot)} for each one after it`;
+    this.facts.title = tokens ? `${explained}; ${count(cached)} of ${count(prompt)} prompt tokens were cached` : "";
   }
 
   #footer() {

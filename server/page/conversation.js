@@ -5,7 +5,7 @@ export const DEFAULTS = {
   model: "", // the server's first
   api: "chat",
   system: "",
-  temperature: 0.7,
+  temperature: 0.3, // small models ramble at 1
   top_p: null,
   top_k: null,
   min_p: null,

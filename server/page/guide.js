@@ -20,7 +20,7 @@ function python(base, model) {
     `client = OpenAI(base_url="${base}", api_key=${key})`,
     "answer = client.chat.completions.create(",
     `    model="${model}",`,
-    '    messages=[{"role": "user", "content": "Explain how rainbows form."}],',
+    '    messages=[{"role": "user", "content": "What is photosynthesis?"}],',
     ")",
     "print(answer.choices[0].message.content)",
   ].join("\n");

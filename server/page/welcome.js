@@ -4,10 +4,10 @@ import { button, byId, el } from "./dom.js";
 
 const PROMPTS = {
   chat: [
-    "Explain how rainbows form.",
-    "Write a short poem about the sea.",
+    "What is photosynthesis?",
     "Give me three tips for sleeping well.",
-    "What is the capital of France?",
+    "Write a Python function that adds two numbers.",
+    "Write a short poem about the sea.",
   ],
   completion: ["Once upon a time", "The recipe begins with", "def fibonacci(n):"],
 };

@@ -151,7 +151,7 @@ def test_chats_are_exported_and_imported(serve: Serve, open_page: Open, tmp_path
     expect(answers(page)).to_have_text("kept")
     page.get_by_role("button", name="Settings").click()
     expect(page.get_by_label("Top p")).to_have_value("0.5")
-    expect(page.get_by_label("Temperature")).to_have_value("0.7")
+    expect(page.get_by_label("Temperature")).to_have_value("0.3")
     page.get_by_role("button", name="Done").click()
     page.locator("#import-file").set_input_files(tmp_path / "a.md")
     expect(page.locator("#notice")).to_contain_text("The file is not JSON")
