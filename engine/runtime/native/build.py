@@ -33,7 +33,7 @@ OnCompiled = Callable[[int, int], None]  # called with the files that are compil
 
 def find_library(on_compiled: OnCompiled = lambda *_: None) -> Path | None:
     """Return the shared library of these sources, None if it is neither found nor compiled."""
-    packaged, compiler = _packaged(), _compiler()
+    packaged, compiler = _packaged(), find_compiler()
     if packaged.exists():
         return packaged
     if compiler is None:
@@ -48,18 +48,25 @@ def find_library(on_compiled: OnCompiled = lambda *_: None) -> Path | None:
 
 def must_compile() -> bool:
     """Return whether find_library will compile: a compiler exists, and no library does."""
-    compiler = _compiler()
-    if compiler is None or _packaged().exists():
-        return False
-    cached = _cached(compiler)
-    return not cached.exists() and cached not in _failed
+    compiler = find_compiler()
+    return compiler is not None and installed_library() is None and _cached(compiler) not in _failed
+
+
+def installed_library() -> Path | None:
+    """Return the library that needs no compiling: the package's, or the cache's."""
+    compiler, packaged = find_compiler(), _packaged()
+    if packaged.exists():
+        return packaged
+    cached = None if compiler is None else _cached(compiler)
+    return cached if cached is not None and cached.exists() else None
 
 
 def _packaged() -> Path:
     return _HERE / f"quire_cpu-{source_digest()}.so"
 
 
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
+    """Return the path of a C compiler, None without one."""
     return next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
