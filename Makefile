@@ -39,7 +39,7 @@ clients: $(DEV_INSTALLED)  ## run clients whose dependencies exclude ours, in an
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --progress-bar off \
 	  --requirement tests/clients/requirements.txt $(SHORTLY)
 	@npm install --silent --no-package-lock --prefix tests/clients/agents > /dev/null \
-	  || echo "Claude Code and Codex CLI could not be installed by npm: their tests will be skipped" >&2
+	  || echo "Claude Code, Codex CLI and Continue could not be installed by npm: their tests will be skipped" >&2
 	DAEMON_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
 check: $(DEV_INSTALLED)  ## format, lint and types, as CI sees them

@@ -1,4 +1,4 @@
-"""Does work of a start in C while Python imports modules: loads torch's libraries, and backs memory with pages.
+"""Does work of a start outside of Python while modules are imported: libraries, memory, reading of files.
 
 Importing torch and the HTTP side holds the GIL for about a second. C code called through ctypes runs without it, so each
 part here starts a thread that uses another core meanwhile. All of it is optional: what is not done ahead is done by its
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from ctypes import POINTER, addressof, c_char, c_int32, c_int64, c_void_p
 from importlib.util import find_spec
@@ -21,10 +22,12 @@ from engine.gguf_parts import part_paths
 from engine.model_source import local_path
 from engine.runtime.host_memory import available_memory
 from engine.runtime.native.build import find_library, must_compile
+from engine.runtime.native.rows import OpenFile
 
 # In the order in which torch loads them; the first makes those of a CUDA build visible to the second.
 _TORCH_LIBRARIES = ("libtorch_global_deps.so", "libtorch_cpu.so")
 _GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+_READ = 4 << 20  # bytes
 _SHARE = 0.95  # of the files' bytes; some tensors of every model are not packed
 
 
@@ -33,6 +36,7 @@ def load_torch_libraries() -> None:
 
     The system loads one library at a time, so numpy's, which are needed soonest, are loaded before.
     """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads, which nothing here uses, would spin for 0.1 s
     import numpy as np  # noqa: F401 - imported for its duration
 
     torch = find_spec("torch")
@@ -53,20 +57,37 @@ def _load(folder: Path) -> None:
         dlopen(os.fsencode(folder / name), os.RTLD_NOW | scope)  # if it fails, `import torch` says why
 
 
-def weight_memory(config: EngineConfig) -> BackedMemory | None:
-    """Return memory for packed weights, a little less than the files of the model; None unless they will be on the CPU."""
+def begin_weights(config: EngineConfig) -> BackedMemory | None:
+    """Begin to read a model's files, and return memory for packed weights, a little less than the files.
+
+    Return None unless the weights will be packed on a CPU. Nothing is begun where the files would fill the memory.
+    """
     path = local_path(config.model)
-    is_cpu = config.device == "cpu" or (config.device == "auto" and not any(map(os.path.exists, _GPUS)))
-    if path is None or not is_cpu or config.cpu_kernels == "off" or config.quantization == "int8":
+    if path is None or config.load_format == "dummy":
         return None
-    files = path.glob("*.safetensors") if path.is_dir() else part_paths(path)
-    num_bytes = int(_SHARE * sum(file.stat().st_size for file in files))
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else part_paths(path)
+    num_bytes = sum(file.stat().st_size for file in files)
     if not num_bytes or num_bytes > available_memory() // 2:
         return None
+    Thread(target=_read, args=(files,), name="read-ahead", daemon=True).start()
+    is_cpu = config.device == "cpu" or (config.device == "auto" and not any(map(os.path.exists, _GPUS)))
+    if not is_cpu or config.cpu_kernels == "off" or config.quantization == "int8":
+        return None
     try:
-        return BackedMemory(num_bytes)
+        return BackedMemory(int(_SHARE * num_bytes))
     except (OSError, OverflowError, ValueError):  # too large for this process
         return None
+
+
+def _read(files: Iterable[Path]) -> None:
+    """Let the system read files into its cache. It takes no more than some megabytes a call, and does not wait."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in files:
+        with suppress(OSError):
+            file = OpenFile(path)
+            for begin in range(0, path.stat().st_size, _READ):
+                os.posix_fadvise(file.number, begin, _READ, os.POSIX_FADV_WILLNEED)
 
 
 class BackedMemory:

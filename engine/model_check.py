@@ -18,8 +18,9 @@ from engine.gguf_header import read_beginning
 from engine.model_source import check_entries, local_path
 from engine.runtime.lazy import load
 from engine.runtime.models.config import ModelConfig, narrow_latents
-from engine.runtime.models.config_file import is_native, override, require_readable, servable
+from engine.runtime.models.config_file import is_native, require_readable, servable
 from engine.runtime.models.families import read_config
+from engine.runtime.models.overrides import override
 from engine.runtime.weights.checkpoint import Checkpoint
 from engine.runtime.weights.formats import FORMATS, choose_format
 from engine.runtime.weights.gguf_config import check_architecture

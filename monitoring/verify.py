@@ -263,6 +263,15 @@ async def overload(url: str, key: str, is_enough: Callable[[], bool]) -> None:
     client.close()
 
 
+def wait_for_scrapes(api: str) -> None:
+    """Wait until the last 10 seconds have two scrapes, which rates need. Raises VerifyError."""
+    deadline = time.monotonic() + PATIENCE_S
+    while evaluate(api, "", "count_over_time(quire_engine_steps_total[10s]) >= 2").fault:
+        if time.monotonic() > deadline:
+            raise VerifyError(f"Prometheus got no metrics from the daemon within {PATIENCE_S:g} s.")
+        time.sleep(0.5)
+
+
 def evaluate(api: str, where: str, query: str) -> Check:
     """Evaluate a query now; it must find at least one number."""
     for name, value in VARIABLES.items():
@@ -329,7 +338,7 @@ def check_own(binary: str, work: Path, seconds: float) -> tuple[list[Check], lis
     with prometheus(binary, url, work) as api:
         with collector() as traces, daemon(port, traces, work):
             outcomes = asyncio.run(load(url, seconds, ("acme-key", "hobby-key")))
-            time.sleep(2.5)  # two scrapes
+            wait_for_scrapes(api)
             checks = [evaluate(api, *query) for query in (*panels(), *alerts())]
             checks = [
                 check._replace(fault="") if check.where in EMPTY and not check.found else check for check in checks
@@ -356,7 +365,7 @@ def check_given(binary: str, work: Path, seconds: float, url: str) -> tuple[list
     """Check with a daemon that runs already; an empty panel is no fault."""
     with prometheus(binary, url, work) as api:
         outcomes = asyncio.run(load(url, seconds, ("",)))
-        time.sleep(2.5)
+        wait_for_scrapes(api)
         checks = [evaluate(api, *query) for query in (*panels(), *alerts())]
         checks = [check if check.found or "found" not in check.fault else check._replace(fault="") for check in checks]
         return [*checks, rules_in_prometheus(api)], outcomes

@@ -63,7 +63,7 @@ class RequestScope:
         scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
         state = scope["state"] = {**scope.get("state", {}), REQUEST_ID: request_id, IS_ANTHROPIC: is_anthropic}
         status = 0
-        span = None if self._tracing is None else self._tracing.begin(scope["method"], path, headers)
+        span = None if self._tracing is None else self._tracing.begin(scope, headers)
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status

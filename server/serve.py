@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.ahead import load_torch_libraries, weight_memory
+from engine.ahead import begin_weights, load_torch_libraries
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, QuireError
 from engine.core.types import Progress
@@ -242,7 +242,7 @@ def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
 
 def _load_beside(plan: _Plan, startup: StartupProgress) -> tuple[Engine, TextTokenizer]:
     """Return the engine of a model that needs no transformers, and the tokenizer, which is loaded on a thread."""
-    memory = weight_memory(plan.engine)
+    memory = begin_weights(plan.engine)
     from engine.build import build_engine  # torch
 
     with ThreadPoolExecutor(1) as aside, _short_turns():

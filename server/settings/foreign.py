@@ -114,6 +114,7 @@ _PARALLEL = (
 _TUNED = "Quire decides this for the device"
 _NO_IMAGES = "prompts are text"
 _ASK = "send it with each request"
+_ROPE = 'write --hf-overrides with the keys of config.json, such as \'{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}\''
 _LOGPROBS = "logprobs are those of the model"
 
 
@@ -148,6 +149,13 @@ def _thinking(value: Any) -> Any:
     )
 
 
+def _rope(value: Any) -> Mapping[str, Any]:
+    """Return vLLM's --rope-scaling; llama-server's is the name of a kind."""
+    if isinstance(value, str) and value in ("none", "linear", "yarn"):
+        raise ValueError(_ROPE)
+    return _object(value)
+
+
 def _names(value: Any) -> list[str]:
     return [name.strip() for name in str(value).split(",") if name.strip()]
 
@@ -166,17 +174,25 @@ VLLM = (
     _row("--convert", NoEffect("vectors are served by /v1/embeddings", ("auto", "none", "embed"), "classifiers and reward models are not served; leave it out")),
     _row("--pooler-config --override-pooler-config", Alias("pooling", convert=_pooler, note="`pooling_type` LAST or MEAN")),
     _row("--limit-mm-per-prompt", NoEffect(f"{_NO_IMAGES}, as with a limit of 0")),
-    _row("--mm-processor-kwargs --media-io-kwargs --mm-encoder-tp-mode --mm-processor-cache-gb --mm-processor-cache-type", NoEffect(_NO_IMAGES)),
-    _switch("--disable-mm-preprocessor-cache --skip-mm-profiling --language-model-only", NoEffect(_NO_IMAGES)),
+    _row("--mm-processor-kwargs --media-io-kwargs --mm-encoder-tp-mode --mm-encoder-attn-backend --mm-shm-cache-max-object-size-mb --video-pruning-rate --default-mm-loras --mm-processor-cache-gb --mm-processor-cache-type", NoEffect(_NO_IMAGES)),
+    _switch("--disable-mm-preprocessor-cache --skip-mm-profiling --language-model-only --enable-mm-embeds --interleave-mm-strings", NoEffect(_NO_IMAGES)),
     _row("--model-loader-extra-config", NoEffect(_TUNED)),
     _row("--max-parallel-loading-workers --safetensors-load-strategy --ignore-patterns", NoEffect("weights are read as the machine does it fastest")),
-    _row("--rope-scaling", Refusal("write --hf-overrides '{\"rope_scaling\": {...}}'")),
+    _row("--rope-scaling", Alias("hf_overrides", "rope_scaling", convert=_rope)),
     _row("--rope-theta", Alias("hf_overrides", "rope_theta", convert=float)),
     _row("--hf-config-path", Refusal("config.json is read beside the weights; change keys of it with --hf-overrides")),
     _row("--logits-processor-pattern --logits-processors", Refusal("code named by a flag is not run; use logit_bias, bad_words or structured_outputs in requests")),
     _switch("--disable-sliding-window", Refusal("layers attend as the model was trained; bound the length with --max-model-len")),
     _switch("--skip-tokenizer-init", Refusal("text is encoded and decoded here; send token ids as the prompt where you have them")),
     _switch("--enable-prompt-embeds", Refusal("prompts are text or token ids")),
+    _row("--code-revision", NoEffect("code of a model repository is never run")),
+    _row("--override-attention-dtype", _PERFORMANCE),
+    _row("--pt-load-map-location --tokenizer-pool-size --renderer-num-workers", _PERFORMANCE),
+    _row("--io-processor-plugin --override-neuron-config", Refusal("code named by a flag is not run, and CPUs and CUDA are served; leave it out")),
+    _row("--quantization-config", Refusal("the checkpoint has its settings; --quantization int8 or fp8 quantises others as they are loaded")),
+    _row("--qlora-adapter-name-or-path", Refusal("write --lora-modules NAME=FOLDER with an adapter that PEFT saved")),
+    _switch("--enable-prompt-adapter", Refusal("prompt adapters are not served; --lora-modules names LoRA adapters")),
+    _switch("--use-tqdm-on-load", NoEffect("a terminal shows progress bars")),
     _switch("--calculate-kv-scales", NoEffect("scales of 8-bit K/V are computed from the values")),
     # -- devices
     _row("--tensor-parallel-size -tp", NoEffect(_ONE_DEVICE, ("1",), _PARALLEL)),
@@ -188,6 +204,8 @@ VLLM = (
     _row("--distributed-executor-backend", NoEffect(f"{_ONE_DEVICE}, in one process", ("mp", "uni", "ray", "external_launcher"), _PARALLEL)),
     _switch("--enable-expert-parallel", NoEffect("all experts are on the one device, as with vLLM on one GPU")),
     _switch("--enable-eplb --enable-dbo --disable-custom-all-reduce --ray-workers-use-nsight --disable-nccl-for-dp-synchronization", NoEffect(_ONE_DEVICE)),
+    _switch("--data-parallel-hybrid-lb --data-parallel-external-lb --enable-multimodal-encoder-data-parallel --numa-bind", NoEffect(_ONE_DEVICE)),
+    _row("--eplb-config --num-redundant-experts --expert-placement-strategy --all2all-backend --dbo-decode-token-threshold --dcp-kv-cache-interleave-size --cpu-distributed-timeout-seconds", NoEffect(_ONE_DEVICE)),
     _switch("--headless", Refusal("one process serves and computes; leave it out")),
     _row("--api-server-count -asc", NoEffect("one process serves HTTP")),
     _switch("--disable-frontend-multiprocessing", NoEffect("one process serves HTTP")),
@@ -198,13 +216,18 @@ VLLM = (
     _row("--max-cudagraph-capture-size --max-seq-len-to-capture", NoEffect("CUDA graphs are captured for the sizes that steps have")),
     _switch("--disable-cascade-attn --enable-flashinfer-autotune", _PERFORMANCE),
     _row("--kernel-config --attention-config -ac --performance-mode --stream-interval", _PERFORMANCE),
+    _row("--moe-backend --linear-backend --gdn-prefill-backend --mamba-cache-dtype --mamba-ssm-cache-dtype --mamba-block-size --watermark", _PERFORMANCE),
+    _switch("--kv-sharing-fast-prefill --disable-async-output-proc --aggregate-engine-logging", _PERFORMANCE),
     _row("--num-lookahead-slots --num-scheduler-steps --preemption-mode", _PERFORMANCE),
     _switch("--use-v2-block-manager --multi-step-stream-outputs", NoEffect("K/V is always paged in blocks")),
     _row("--prefix-caching-hash-algo", NoEffect("blocks of the prefix cache are compared by BLAKE2b of their tokens")),
     # -- scheduling
     _switch("--enable-chunked-prefill", NoEffect("long prompts are always computed in pieces")),
     _row("--long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills", _PERFORMANCE),
-    _row("--scheduler-cls --worker-cls --worker-extension-cls", Refusal("code named by a flag is not run; --scheduling-policy chooses the order")),
+    _row("--worker-cls", NoEffect("the worker is chosen for the device", ("auto",), "code named by a flag is not run; leave it out")),
+    _row("--speculative-model --spec-model", Alias("speculative_config", "model")),
+    _row("--num-speculative-tokens --spec-tokens", Alias("speculative_config", "num_speculative_tokens", convert=int)),
+    _row("--scheduler-cls --worker-extension-cls", Refusal("code named by a flag is not run; --scheduling-policy chooses the order")),
     _switch("--disable-hybrid-kv-cache-manager --disable-chunked-mm-input", _PERFORMANCE),
     _row("--kv-cache-metrics-sample --kv-offloading-backend", _PERFORMANCE),
     _row("--kv-offloading-size", Alias("kv_offload_config", "host_gib", convert=float)),
@@ -225,7 +248,8 @@ VLLM = (
     _row("--reasoning-config", Refusal("a budget comes with each request, as thinking_token_budget")),
     _row("--guided-decoding-backend", NoEffect("one backend serves all grammars and schemas")),
     _row("--structured-outputs-config", NoEffect("one backend serves all grammars and schemas")),
-    _switch("--guided-decoding-disable-fallback --guided-decoding-disable-additional-properties --guided-decoding-disable-any-whitespace", Refusal("the schema of a request decides; leave it out")),
+    _switch("--guided-decoding-disable-fallback", NoEffect("one backend serves all grammars and schemas")),
+    _switch("--guided-decoding-disable-additional-properties --guided-decoding-disable-any-whitespace", Refusal("the schema of a request decides; leave it out")),
     _row("--chat-template-content-format", NoEffect("the template gets the form of messages that it reads", ("auto", "string"), "text is passed to the template as a string; leave it out")),
     _switch("--trust-request-chat-template", Refusal("a request cannot bring a template; set it with --chat-template")),
     _row("--response-role", NoEffect("answers have the role assistant", ("assistant",), "answers have the role assistant; leave it out")),
@@ -233,6 +257,10 @@ VLLM = (
     _switch("--enable-prompt-tokens-details", NoEffect("usage always has prompt_tokens_details")),
     _switch("--enable-tokenizer-info-endpoint", NoEffect("/tokenizer_info is always served")),
     _switch("--enable-per-request-metrics", NoEffect("answers have the header Server-Timing, and metrics with include_metrics")),
+    _row("--fingerprint-mode --fingerprint-value", NoEffect("system_fingerprint names the version")),
+    _switch("--tokens-only", Refusal("all routes are served; close others in a proxy")),
+    _row("--additional-config --weight-transfer-config --profiler-config", NoEffect("no plugin of a platform is used", ("{}",), "it configures parts of vLLM that Quire does not have; leave it out")),
+    _row("--max-waiting-queue", Alias("max_num_queued_reqs")),
     _switch("--enable-request-id-headers", NoEffect("answers always have x-request-id")),
     _switch("--enable-server-load-tracking", NoEffect("/load is always served")),
     # -- HTTP
@@ -260,7 +288,6 @@ VLLM = (
 )  # fmt: skip
 
 _SAMPLER = "this sampler is not served; temperature, top_p, top_k, min_p and the penalties are"
-_ROPE = 'write --hf-overrides with the keys of config.json, such as \'{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}\''
 _LEVELS = {"0": "error", "1": "error", "2": "warning", "3": "info", "4": "debug", "5": "debug"}
 _KV_TYPES = {"f16": "auto", "bf16": "auto", "f32": "auto", "q8_0": "int8"}
 _REST = {"-1": None}

@@ -75,7 +75,7 @@ OPERATIONS: Final = {
     "/v1/completions": Operation("text_completion", "cmpl-"),
     "/v1/embeddings": Operation("embeddings"),
     "/v1/score": Operation("score", "score-"),
-    "/v1/rerank": Operation("rerank"),
+    "/score": Operation("score", "score-"),
 }
 
 

@@ -18,8 +18,10 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, Trac
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 from starlette.datastructures import Headers
+from starlette.types import Scope
 
-from engine.core.types import Request
+from engine.core.errors import ShuttingDownError
+from engine.core.types import FinishReason, Request
 from engine.version import VERSION
 from server.errors import to_api_error
 from server.telemetry import gen_ai
@@ -29,6 +31,7 @@ from server.telemetry.request_log import RequestRecord
 from server.telemetry.timeline import ChoiceTimes
 
 MAX_CHILDREN = 64  # spans of one request; one with a thousand choices would fill the queue
+MAX_PATH = 256  # characters, of a route or not
 _SCOPE = "quire"
 _NS = 1_000_000_000
 
@@ -52,16 +55,21 @@ class Tracing:
         self._clock = clock
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, method: str, path: str, headers: Headers) -> Span | None:
+    def begin(self, scope: Scope, headers: Headers) -> Span | None:
         """Return the span of an HTTP request; None for probes and pages, which are frequent.
 
         An invalid `traceparent` is ignored, as is one that was sent twice.
         """
+        method = scope["method"]
         if method != "POST":
             return None
         carrier = {name: ",".join(headers.getlist(name)) for name in ("traceparent", "tracestate") if name in headers}
         parent = self._propagator.extract(carrier, Context())
-        about = {gen_ai.HTTP_METHOD: method, gen_ai.URL_PATH: path, gen_ai.URL_SCHEME: "http"}
+        about = {
+            gen_ai.HTTP_METHOD: method,
+            gen_ai.URL_PATH: scope["path"][:MAX_PATH],
+            gen_ai.URL_SCHEME: scope["scheme"],
+        }
         span = self._tracer.start_span(method, parent, SpanKind.SERVER, about)
         onward: dict[str, str] = {}
         self._propagator.inject(onward, set_span_in_context(span, Context()))
@@ -151,8 +159,8 @@ class GenAiMetrics:
         )
 
     def observe(self, event: Event) -> None:
-        """Record a request that ended; one that its client abandoned is left out."""
-        if not isinstance(event, RequestEnded) or event.record.generation is None:
+        """Record a request that ended; lines of batches, and what its client abandoned, are left out."""
+        if not isinstance(event, RequestEnded) or event.is_batch or event.record.generation is None:
             return
         outcome = outcome_of(event.record, event.status)
         operation = gen_ai.OPERATIONS.get(event.record.endpoint)
@@ -189,10 +197,11 @@ def outcome_of(record: RequestRecord | None, status: int) -> Outcome:
     if record is not None and record.generation is not None:
         choices = record.generation.timeline.choices
     for choice in choices:
-        if choice.error is not None:
-            error = to_api_error(choice.error)
-            if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                return Outcome(error.code)
+        cause = choice.error
+        if choice.finish_reason is FinishReason.ABORT:  # by the engine: what a client aborts is not reported
+            cause = cause or ShuttingDownError("")
+        if cause is not None and (error := to_api_error(cause)).status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            return Outcome(error.code)
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         return Outcome(str(status))
     is_cut = status == HTTPStatus.OK and any(choice.finish_reason is None for choice in choices)

@@ -1,4 +1,4 @@
-"""Claude Code and Codex CLI, unmodified, as people point them at a server of their own. `make clients` installs them.
+"""Claude Code, Codex CLI and Continue, unmodified, as people point them at a server of their own. `make clients` installs them.
 
 They work against a scripted model (scripted_quire.py), which calls their tools and reads the results, and against the
 embedded model with instructions and tools cut to what fits into 4,096 tokens.
@@ -61,6 +61,7 @@ def needs(program: str, package: str) -> pytest.MarkDecorator:
 
 claude_code = needs("claude", "@anthropic-ai/claude-code")
 codex_cli = needs("codex", "@openai/codex")
+continue_cli = needs("cn", "@continuedev/cli")
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,18 @@ def ask_codex(url: str, folder: Path, prompt: str, settings: str = "") -> list[d
     is_cut = "max_output_tokens" in str(events[-1])
     assert is_cut or (done.returncode == 0 and events[-1]["type"] == "turn.completed"), f"{events}\n{done.stderr}"
     return events
+
+
+@continue_cli
+def test_continue_with_the_embedded_model(embedded: str, tmp_path: Path) -> None:
+    """Continue's command line reads the page's file; its extension reads the same one."""
+    config = tmp_path / "config.yaml"
+    page = block("continue.md", "yaml", "name: ").replace("SmolLM2-135M-Instruct", "smol")
+    config.write_text(page.replace("http://127.0.0.1:8000", embedded))
+    asked = ("--config", str(config), "-p", "What is the capital of Japan?")
+    done = run("cn", *asked, cwd=tmp_path / "work", env={"CONTINUE_TELEMETRY_ENABLED": "0"})
+    assert done.returncode == 0, done.stderr
+    assert "Tokyo" in done.stdout
 
 
 def words(events: list[dict[str, Any]]) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from engine import ahead
-from engine.ahead import BackedMemory, weight_memory
+from engine.ahead import BackedMemory, begin_weights
 from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.runtime.models.load import load_model
@@ -77,8 +77,8 @@ def test_a_tensor_that_does_not_fit_gets_other_memory() -> None:
 def test_memory_is_backed_only_for_weights_on_a_cpu(settings: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(bytes(_MIB))
     model = {"model": str(tmp_path / "model.gguf"), "device": "cpu"}
-    assert weight_memory(EngineConfig(**(model | settings))) is None
-    memory = weight_memory(EngineConfig(**model))
+    assert begin_weights(EngineConfig(**(model | settings))) is None
+    memory = begin_weights(EngineConfig(**model))
     assert memory is not None
     assert len(memory.pages) == int(0.95 * _MIB)
     memory.release(0)
@@ -87,7 +87,7 @@ def test_memory_is_backed_only_for_weights_on_a_cpu(settings: dict[str, str], tm
 def test_memory_is_not_backed_where_little_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").write_bytes(bytes(_MIB))
     monkeypatch.setattr(ahead, "available_memory", lambda: _MIB)
-    assert weight_memory(EngineConfig(model=str(tmp_path / "model.gguf"), device="cpu")) is None
+    assert begin_weights(EngineConfig(model=str(tmp_path / "model.gguf"), device="cpu")) is None
 
 
 def test_torchs_libraries_may_be_loaded_ahead() -> None:

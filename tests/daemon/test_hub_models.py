@@ -16,8 +16,8 @@ def test_a_gguf_repository_is_served_by_its_tag(tmp_path: Path) -> None:
     with fake_hub() as hub:
         hub.repos["org/Smol-GGUF"] = {"m.Q4_1.gguf": content, "m.Q8_0.gguf": b"not asked for"}
         hub.faults["m.Q4_1.gguf"] = [None, ("cut", 30 << 20)]  # after the first bytes, by which it is checked
-        variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret"}
-        with serve("org/Smol-GGUF:Q4_1", *SMALL, "--download-dir", tmp_path, **variables) as daemon:
+        argv = ("-hf", "org/Smol-GGUF:Q4_1", *SMALL, "--download-dir", tmp_path, "--hf-token", "hf_secret")
+        with serve(*argv, HF_ENDPOINT=hub.url) as daemon:
             (model,) = daemon.http.get("/v1/models").json()["data"]
             assert (model["id"], model["root"]) == ("org/Smol-GGUF:Q4_1", "org/Smol-GGUF:Q4_1")
             assert daemon.text(model=model["id"])

@@ -22,8 +22,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from engine.model_source import find_model
-from tests.cpu.served_models import save_servable, serving
-from tests.cpu.test_models_families import CASES
+from tests.cpu.served_models import serving
 from tests.documents.pages import PAGES, ROOT, Block, blocks, commands, name_of
 from tests.patience import PATIENCE_S
 
@@ -198,16 +197,3 @@ def test_a_gguf_file_is_served_from_a_file_of_settings(tmp_path: Path) -> None:
         assert post(address, "/v1/completions", prompt="1 2 3 1 2 3", max_tokens=8).json()
         (card,) = httpx.get(f"{address}/v1/models", timeout=PATIENCE_S).json()["data"]
     assert (card["id"], card["max_model_len"]) == ("yaml", 512)
-
-
-def test_an_id_of_the_hub_is_served(tmp_path: Path) -> None:
-    """From the hub's cache, as it lies there once it was downloaded."""
-    repository = tmp_path / "hub" / "models--some--tiny"
-    folder = repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
-    folder.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(folder.name)
-    save_servable(CASES["qwen3"], folder)
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
-    with serving("some/tiny", "--kv-cache-memory-bytes", "4MiB", **offline) as address:
-        assert post(address, "/v1/completions", prompt="w5 w7", max_tokens=4, model="some/tiny").json()

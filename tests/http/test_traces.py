@@ -268,6 +268,19 @@ def test_an_abandoned_stream_keeps_the_parts_it_had(collector: Collector, serve:
     check_tree(spans)
 
 
+def test_a_stream_that_the_shutdown_ends_is_an_error(collector: Collector, serve: Callable[..., Live]) -> None:
+    live = serve(otlp_traces_endpoint=collector.url, step_s=0.002)
+    body = {"prompt": "abc", "max_tokens": 400, "stream": True}
+    with httpx.Client(base_url=live.url) as client, client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        live.engine.order_stop(0.0)
+        assert any("shutting down" in line for line in lines)
+    root = collector.trace(4)[0]
+    assert (root.status, root.attributes["error.type"]) == (ERROR, "shutting_down")
+    assert "quire.abandoned" not in root.attributes
+
+
 def test_preemptions_are_events(collector: Collector, serve: Callable[..., Live]) -> None:
     small = replace(CONFIG, num_blocks=10, max_num_seqs=4, enable_prefix_caching=False)
     live = serve(otlp_traces_endpoint=collector.url, config=small)
@@ -368,11 +381,12 @@ def test_a_dead_collector_is_reported_once_and_its_spans_are_counted(
     monkeypatch.setattr(otlp, "FLUSH_S", 0.05)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # not listening
-        live = serve(otlp_traces_endpoint=f"http://127.0.0.1:{free.getsockname()[1]}")
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        live = serve(otlp_traces_endpoint=address)
         for sent in (4, 8):
             assert complete(live).status_code == 200
             eventually(lambda sent=sent: span_counts(live)['dropped_total{reason="export_failed"}'] == sent)
-    assert caplog.text.count("does not take spans") == 1
+    assert caplog.text.count(f"{address}/v1/traces does not take spans") == 1
 
 
 def test_the_collector_s_headers_come_from_the_environment(

@@ -116,9 +116,9 @@ def test_systemd_accepts_the_unit_of_the_documents(tmp_path: Path) -> None:
     if systemd is None:
         pytest.skip("systemd is not installed")
     page = (ROOT / "docs/deploy/security.md").read_text()
-    unit = page.partition("```ini\n")[2].partition("```")[0]
+    unit = page.partition("```text\n[Unit]")[2].partition("```")[0]
     assert "ExecStart=/opt/quire/bin/quire serve\n" in unit
     path = tmp_path / "quire.service"
-    path.write_text(unit.replace("/opt/quire/bin/quire", sys.executable))
+    path.write_text("[Unit]" + unit.replace("/opt/quire/bin/quire", sys.executable))
     done = subprocess.run([systemd, "verify", str(path)], capture_output=True, text=True, check=False)
     assert "quire.service" not in done.stderr, done.stderr

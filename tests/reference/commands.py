@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from loadtest.__main__ import COMMANDS as LOADTEST
 from server.cli import COMMANDS
+from server.settings.completion import SHELLS
 from tests.reference.tables import MADE, cell, table
 
 _HEAD = f"""# Command line
@@ -24,7 +25,12 @@ def commands_page() -> str:
     for name in COMMANDS:
         lines += [f"## quire {name}\n"]
         if name == "serve":
-            lines.append("`quire serve [MODEL] [FLAGS]`. Its flags are the [settings](settings.md).\n")
+            lines.append(
+                "`quire serve [MODEL] [FLAGS]`. Its flags are the [settings](settings.md), and [those of other servers]"
+                "(foreign-flags.md). `--help` shows the essential ones, `--help=all` all, `--help=WORD` those with it in their names.\n"
+            )
+        elif name == "completion":
+            lines += table(("shell", "load it by"), ((shell, f"`{how}`") for shell, (how, _) in SHELLS.items()))
         elif name in LOADTEST:
             parser = argparse.ArgumentParser(prog=f"quire {name}")
             LOADTEST[name][1](parser)

@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.families import FAMILIES
+from engine.runtime.models.overrides import override
 from engine.runtime.models.servable import refuse_unservable
 from engine.runtime.weights.checkpoint import Checkpoint
 from engine.runtime.weights.formats import choose_format
@@ -37,25 +38,6 @@ _GEMMA3 = {
 def read_model_config(path: Path, load_format: str = "auto", overrides: Mapping[str, Any] | None = None) -> HFConfig:
     """Return the language model's settings. Raises ModelLoadError for unservable kinds, too."""
     return servable(choose_format(load_format, path).open(path).config, overrides)
-
-
-def override(config: HFConfig, overrides: Mapping[str, Any] | None) -> HFConfig:
-    """Return a config with the keys of --hf-overrides; those of an object that it has are merged.
-
-    Older keys of the rope reach the object of transformers 5, if the config has that.
-    """
-    if not overrides:
-        return config
-    values, rope = dict(config.values), config.values.get("rope_parameters")
-    for key, value in overrides.items():
-        if isinstance(rope, Mapping) and key in ("rope_scaling", "rope_theta"):
-            more = {key: value} if key == "rope_theta" else value or {}
-            values["rope_parameters"] = {**values["rope_parameters"], **more}
-        elif isinstance(value, Mapping) and isinstance(values.get(key), Mapping):
-            values[key] = {**values[key], **value}
-        else:
-            values[key] = value
-    return HFConfig(values, f"{config.source} with --hf-overrides")
 
 
 def servable(config: HFConfig, overrides: Mapping[str, Any] | None = None) -> HFConfig:
