@@ -395,6 +395,7 @@ LLAMA_SERVER = (
 
 PROGRAMS = {"vLLM": VLLM, "llama-server": LLAMA_SERVER}
 _ROWS = {flag: row for rows in PROGRAMS.values() for row in rows for flag in row.flags}
+SPELLINGS = tuple(_ROWS)
 
 
 _IN_CHECKPOINT = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto-round", "mxfp4", "modelopt")

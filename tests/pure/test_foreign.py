@@ -258,7 +258,13 @@ def test_a_word_that_is_like_none_gets_no_suggestion(word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"), [("--hlep", "--help"), ("--prot", "--port"), ("--max-num-sqes", "--max-num-seqs")]
+    ("word", "meant"),
+    [
+        ("--hlep", "--help"),
+        ("--prot", "--port"),
+        ("--max-num-sqes", "--max-num-seqs"),
+        ("--enable-auto-tool-choise", "--enable-auto-tool-choice"),
+    ],
 )
 def test_a_misspelt_flag_gets_one(word: str, meant: str) -> None:
     assert f"did you mean {meant}?" in fault(word)
