@@ -21,6 +21,7 @@ from server.settings.app_config import AppConfig
 from server.telemetry import gen_ai, otlp
 from server.telemetry.otlp_endpoints import Endpoints, find_endpoints
 from tests.http.harness import APP, CONFIG
+from tests.patience import PATIENCE_S
 
 SERVER, INTERNAL = 2, 1  # kinds in OTLP
 UNSET, ERROR = 0, 2  # statuses
@@ -368,7 +369,7 @@ def test_a_hanging_collector_delays_no_request_and_no_end(
     with Live(otlp_traces_endpoint=collector.url).serving() as live:
         for _ in range(12):
             assert complete(live).status_code == 200
-        assert collector.asked.wait(30)
+        assert collector.asked.wait(PATIENCE_S)
         # A request's spans end just after its answer. All but the queue and the batch that hangs are dropped.
         eventually(lambda: span_counts(live)['dropped_total{reason="queue_full"}'] >= 12 * 4 - 16 - 4)
         assert span_counts(live)["sent_total"] == 0
