@@ -36,7 +36,10 @@ def hashes_of_cpu_builds(version: str) -> list[str]:
     with urllib.request.urlopen(TORCH_CPU, timeout=30) as page:
         links = re.findall(r'href="([^"#]+)#sha256=([0-9a-f]{64})"', page.read().decode())
     named = [(urllib.parse.unquote(link).rpartition("/")[2], digest) for link, digest in links]
-    return sorted(digest for name, digest in named if name.startswith(f"torch-{version}+cpu-") and BUILDS.search(name))
+    found = {digest for name, digest in named if name.startswith(f"torch-{version}+cpu-") and BUILDS.search(name)}
+    if not found:
+        raise OSError(f"it has no build of {version} with a hash")
+    return sorted(found)
 
 
 def lock_cpu(version: str, kept: str) -> str:

@@ -15,7 +15,7 @@ from engine.core.types import Progress
 from engine.runtime.cuda.device import explain_absence
 from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.models.base import CausalLM
-from engine.runtime.native.build import must_compile
+from engine.runtime.native.build import find_library, must_compile
 from engine.runtime.native.library import choose_kernels, native
 
 Report = Callable[[Progress], None]
@@ -47,6 +47,7 @@ def load_kernels(setting: str, report: Report) -> None:
     """Choose the native library of --cpu-kernels, compiled if need be, and report it."""
     if setting != "off" and must_compile():
         report(Progress("kernels", "compiling them for this machine, once"))
+        find_library(lambda done, total: report(Progress("kernels", "", done, total, "files")))
     choose_kernels(setting)
     library = native()
     report(Progress("kernels", "torch's own" if library is None else f"native, {library.isa.name.lower()}"))

@@ -3,7 +3,8 @@
 First signal: new requests are refused while open ones may finish within the shutdown timeout; then they are aborted.
 Second signal: they are aborted immediately. Third: the process exits. An engine that dies has already ended its streams; the
 process follows with exit status 1. If the engine hangs, the event loop ends every open answer itself, and the process exits
-with status 1 without waiting for it. Main thread, on the event loop.
+with status 1 without waiting for it. SIGUSR1 logs the engine's state; SIGHUP reads the tenants and the certificate again.
+Main thread, on the event loop.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from engine.core.errors import ConfigError, ShuttingDownError
 from server.context import Context
 from server.http.connection import Connection
 from server.settings.tls import Tls
+from server.telemetry.state import log_state
 from server.tenancy.tenant_file import read_tenants
 
 log = logging.getLogger("quire.serve")
@@ -96,6 +98,7 @@ class Daemon(uvicorn.Server):
         self._tasks.append(self._loop.create_task(self._watch()))
         if self._tenants is not None or self._tls is not None:
             self._loop.add_signal_handler(signal.SIGHUP, self._reread)
+        self._loop.add_signal_handler(signal.SIGUSR1, self._log_state)
         try:
             await super().serve(sockets)
             if self._client.is_abandoned:
@@ -128,6 +131,12 @@ class Daemon(uvicorn.Server):
         else:
             log.error("%s for the third time: exiting immediately", name)
             os._exit(1)
+
+    def _log_state(self) -> None:
+        """Log the state of the engine and of every thread, as one record."""
+        assert self._loop is not None
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._tasks.append(self._loop.create_task(log_state(self._context)))
 
     def _reread(self) -> None:
         """Read the tenants and the certificate again."""

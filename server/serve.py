@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shlex
+import signal
 import socket
 import sys
 import time
@@ -68,6 +69,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"quire: {error}\n")
         return 2
     configure_logging(settings.log_level, settings.log_format, settings.uvicorn_log_level)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until daemon.py handles it: by default it ends the process
     gc.disable()  # objects made at start-up stay: collecting among them took 0.3 s; hide_from_collector enables it
     load_torch_libraries()
     for notice in settings.notices:

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from engine.text.fields.base import RequestBody
 from engine.version import VERSION
 from server.http.bodies import ResponseBody
-from server.http.field_meanings import add_meanings
+from server.http.field_meanings import ANSWERS, MEANINGS, add_meanings
 
 _SCHEMAS = "#/components/schemas/"
 _NULL = {"type": "null"}
@@ -42,6 +42,9 @@ class ErrorAnswer(ResponseBody):
     """OpenAI's envelope, as server/errors.py writes it."""
 
     error: ErrorDetails
+
+
+_ERRORS = (ErrorAnswer.__name__, ErrorDetails.__name__)
 
 
 def answers(model: type[ResponseBody], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
@@ -105,9 +108,11 @@ def _add_schemas(document: dict[str, Any], bodies: Sequence[type[RequestBody]]) 
     added = definitions["$defs"]
     twice = known.keys() & added.keys()
     assert not twice, f"in requests and answers alike, rename one: {twice}"
+    for name, schema in known.items():
+        add_meanings(name, schema, ANSWERS)
     for name, schema in added.items():
         _let_fields_be_null(schema)
-        add_meanings(name, schema)
+        add_meanings(name, schema, ANSWERS if name in _ERRORS else MEANINGS)
     known.update(added)
     return {body: references[body, "validation"] for body in bodies}
 

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from engine.core.errors import ConfigError
 from engine.setting import Declared, describe, fault, features, to_flag
-from server.settings.foreign import split, unread_variables
+from server.settings.foreign import SPELLINGS, narrower, split, unread_variables
 from server.settings.settings import DECLARED, ENV_PREFIX, Settings, Sources, names_of, read_sources, suggestion
 
 GROUPS = (  # the headings of --help, in order
@@ -38,6 +38,7 @@ _EPILOG = (
     "are understood, too: docs/reference/foreign-flags.md."
 )
 _ALL = "all"  # of --help
+_MANY_CHOICES = 8  # of a value, beyond which the essential help does not list them
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,7 +83,7 @@ def make_parser(settings: Iterable[Declared] = DECLARED, shown: str = _ALL) -> a
         section = parser.add_argument_group(group)
         own = [each for each in settings if each.setting.group == group]
         for each in own:
-            _add_option(section, each, is_shown=_is_shown(each, shown))
+            _add_option(section, each, shown)
         for name in dict.fromkeys(each.setting.feature for each in own if each.setting.feature):
             keys = [f"{key}, {each.setting.help} [{default_of(each)}]" for key, each in known[name].items()]
             is_shown = shown == _ALL or bool(shown and shown in to_flag(name))
@@ -95,11 +96,14 @@ def _is_shown(each: Declared, word: str) -> bool:
     return word == _ALL or (word.replace("_", "-") in to_flag(each.name) if word else each.setting.is_essential)
 
 
-def _add_option(section: argparse._ArgumentGroup, each: Declared, *, is_shown: bool) -> None:
+def _add_option(section: argparse._ArgumentGroup, each: Declared, shown: str) -> None:
     setting = each.setting
     flag = to_flag(each.name)
-    text = _escape(f"{setting.help} [default: {default_of(each)}]") if is_shown else argparse.SUPPRESS
-    metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.unit
+    text, metavar = setting.help, "{" + ",".join(setting.choices) + "}" if setting.choices else setting.unit
+    if len(setting.choices) > _MANY_CHOICES:
+        metavar = "NAME"
+        text += f"; one of {', '.join(setting.choices)}" if shown else "; --help=all lists them"
+    text = _escape(f"{text} [default: {default_of(each)}]") if _is_shown(each, shown) else argparse.SUPPRESS
     if setting.feature:  # the old spelling of a JSON setting's key
         section.add_argument(flag, help=argparse.SUPPRESS)
     elif each.name == "model":
@@ -134,7 +138,9 @@ def load_settings(argv: Sequence[str]) -> Settings:
     given, unknown = make_parser().parse_known_args(words)
     if unknown:
         word = unknown[0].split("=")[0]
-        hint = suggestion(word, ["--help", *map(to_flag, names_of(DECLARED))]) if word.startswith("-") else ""
+        hint = (
+            suggestion(word, ["--help", *map(to_flag, names_of(DECLARED)), *SPELLINGS]) if word.startswith("-") else ""
+        )
         raise ConfigError(f"{word} is not an argument of `quire serve`{hint or '; see `quire serve --help`.'}")
     sources = read_sources(DECLARED, vars(given), os.environ, foreign)
     try:
@@ -147,7 +153,7 @@ def load_settings(argv: Sequence[str]) -> Settings:
             raise ConfigError(f"{each.spelling} is {describe(value)}{_set_by(each.name, sources.origins)}; {wanted}.")
     settings.origins.update(sources.origins)
     settings.notices.extend(sources.notices)
-    settings.remarks.extend(sources.remarks)
+    settings.remarks.extend([*sources.remarks, *narrower(settings)])
     if unread := unread_variables(os.environ):
         settings.remarks.append(f"{', '.join(unread)} (variables of other servers; Quire's begin with {ENV_PREFIX})")
     return settings

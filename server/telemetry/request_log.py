@@ -136,3 +136,8 @@ class RequestLog:
         """Return an owner's record by the request's id, or by the answer's."""
         bare = next((name[len(prefix) :] for prefix in _PREFIXES if name.startswith(prefix)), name)
         return self._records.get((owner, name)) or self._records.get((owner, bare))
+
+    def open_ids(self) -> dict[str, str]:
+        """Return the `x-request-id` of each open request by its ids in the engine."""
+        opened = (record for record in self._records.values() if record.end is None)
+        return {engine_id: record.request_id for record in opened for engine_id in record.engine_ids}

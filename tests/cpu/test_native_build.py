@@ -22,6 +22,7 @@ echo compiled > "$2"
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     """Makes a script the only compiler, and an empty folder the cache; returns the log of its calls."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_failed", set())
     monkeypatch.setattr(build, "source_digest", lambda: "0123456789abcdef")
 
     def install(script: str) -> Path:
@@ -54,10 +55,23 @@ def test_another_compiler_or_other_sources_compile_anew(compiler: Compiler, monk
     assert len({first, second, build.find_library()}) == 3
 
 
-def test_a_compiler_that_fails_leaves_nothing(compiler: Compiler, tmp_path: Path) -> None:
-    compiler("echo 'no such option' >&2; exit 1")
+def test_every_compiled_file_is_reported(compiler: Compiler) -> None:
+    compiler(WRITES_ITS_OUTPUT)
+    seen: list[tuple[int, int]] = []
+    build.find_library(lambda *counts: seen.append(counts))
+    num_files = len(list(Path(build.__file__).parent.glob("*.c")))
+    assert seen == [(number, num_files) for number in range(num_files + 1)]
+
+
+def test_a_compiler_that_fails_leaves_nothing_and_is_not_tried_again(compiler: Compiler, tmp_path: Path) -> None:
+    log = compiler("echo 'no such option' >&2; exit 1")
+    assert build.must_compile()
     assert build.find_library() is None
     assert list((tmp_path / "cache" / "quire").iterdir()) == []
+    calls = log.read_text()
+    assert not build.must_compile()
+    assert build.find_library() is None
+    assert log.read_text() == calls
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

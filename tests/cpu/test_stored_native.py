@@ -21,9 +21,11 @@ from engine.core.scheduler import Scheduler
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Isa, native
+from engine.runtime.native.ops import stored_args
+from engine.runtime.native.quantised import QuantisedLinear
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.runtime.weights.stored.packed import Integers
-from engine.runtime.weights.stored.rows import rows_of
+from engine.runtime.weights.stored.rows import repacked, rows_of
 from tests.cpu import packers
 from tests.cpu.lora_folders import load_adapter, merge, save_adapter
 from tests.cpu.model_driver import request, serve, settings
@@ -93,10 +95,30 @@ def test_rows_hold_the_same_weights(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(found, weight, rtol=1e-3, atol=16 * 2**-11 * 0.025 if rows.kind == 3 else 1e-7)
 
 
+@pytest.mark.parametrize("shape", [(72, 384), (136, 128)])
+@pytest.mark.parametrize("name", [name for name in KINDS if not name.startswith(("w3", "w5", "gptq-2", "gptq-3"))])
+def test_the_library_makes_the_same_rows(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    """Rows that are made in C while they are packed equal those of torch operations, to the byte."""
+    library, packed = native(), unpacked(tmp_path, CASES[name], *shape)[0]
+    expected, rows = rows_of(packed), repacked(packed)
+    assert library is not None
+    assert expected is not None
+    assert rows is not None
+    found = np.zeros((rows.num_rows, rows.row_bytes), np.uint8)
+    args = stored_args(rows)
+    assert library.repack(args, found.ctypes.data) == 0
+    assert rows.kind == expected.kind
+    np.testing.assert_array_equal(found, expected.rows)
+    both = [QuantisedLinear.from_rows(library, [part], shape[1], torch.float32, None) for part in (rows, expected)]
+    ids = torch.arange(shape[0])
+    assert torch.equal(both[0].rows(ids), both[1].rows(ids))
+
+
 @pytest.mark.parametrize("name", DEQUANTISED)
 def test_other_weights_have_no_rows(name: str, tmp_path: Path) -> None:
     packed, _ = unpacked(tmp_path, CASES[name], 64, 384)
     assert rows_of(packed) is None
+    assert repacked(packed) is None
 
 
 def test_scales_that_float16_cannot_hold_have_no_rows() -> None:

@@ -23,12 +23,11 @@ from safetensors.numpy import save_file
 
 from engine.model_source import find_model
 from tests.cpu.served_models import serving
-from tests.documents.pages import PAGES, ROOT, Block, blocks, commands, name_of
+from tests.documents.pages import ADDRESS, PAGES, ROOT, Block, blocks, commands, name_of
 from tests.patience import PATIENCE_S
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ADDRESS = "http://127.0.0.1:8000"
-SMALL = ("--max-model-len", "2048", "--kv-cache-memory-bytes", "128MiB")
+MODEL = "SmolLM2-135M-Instruct"
 WIDTH, RANK = 576, 4  # of the default model, and of the adapter that pages name
 
 
@@ -51,8 +50,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
     """A daemon with the model that comes with the installation."""
-    flags = ("--data-dir", str(folder / "data"), "--lora-modules", f"french={folder / 'french'}")
-    with serving(*SMALL, *flags) as address:
+    (folder / "model.Q4_K_M.gguf").symlink_to(find_model(None).path)
+    (folder / "config.yaml").write_text(f"max-num-seqs: 48\nserved-model-name: [{MODEL}]\n")
+    flags = ["--config", folder / "config.yaml", "--kv-cache-memory-bytes", "128MiB"]
+    flags += ["--data-dir", folder / "data", "--lora-modules", f"french={folder / 'french'}"]
+    with serving(str(folder / "model.Q4_K_M.gguf"), *map(str, flags), QUIRE_MAX_MODEL_LEN="2048") as address:
         yield address
 
 
@@ -186,14 +188,8 @@ def test_the_readme_s_comparison_is_true_of_quire(url: str) -> None:
         assert promised in metrics, promised
 
 
-def test_a_gguf_file_is_served_from_a_file_of_settings(tmp_path: Path) -> None:
-    """Also: n-gram drafts, and that a setting is a flag, a variable and a YAML key."""
-    (tmp_path / "model.Q4_K_M.gguf").symlink_to(find_model(None).path)
-    (tmp_path / "config.yaml").write_text("max-num-seqs: 3\nserved-model-name: [yaml]\n")
-    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 2})
-    flags = ("--config", str(tmp_path / "config.yaml"), "--kv-cache-memory-bytes", "64MiB")
-    model = str(tmp_path / "model.Q4_K_M.gguf")
-    with serving(model, *flags, "--speculative-config", drafts, QUIRE_MAX_MODEL_LEN="512") as address:
-        assert post(address, "/v1/completions", prompt="1 2 3 1 2 3", max_tokens=8).json()
-        (card,) = httpx.get(f"{address}/v1/models", timeout=PATIENCE_S).json()["data"]
-    assert (card["id"], card["max_model_len"]) == ("yaml", 512)
+def test_a_setting_is_a_flag_a_variable_and_a_key(url: str) -> None:
+    """The daemon of this module is started with all three, and from a GGUF file."""
+    base, _ = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()["data"]
+    assert (base["id"], base["max_model_len"]) == (MODEL, 2048)
+    assert 'max_num_seqs="48"' in httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text

@@ -76,7 +76,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["server"]) == 2
-    expected = "quire: 'server' is not a command; choose one of serve, bench, tune, simulate, calibrate, completion, or see `quire --help`.\n"
+    expected = "quire: 'server' is not a command; choose one of serve, bench, tune, simulate, calibrate, doctor, completion, or see `quire --help`.\n"
     assert capsys.readouterr().err == expected
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import os
 import re
 import shutil
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from urllib.parse import quote
 
 import pytest
 from packaging.requirements import Requirement
@@ -55,6 +58,24 @@ def test_the_lock_has_every_dependency_at_the_version_of_the_tests(device: str) 
     }
     assert not wrong, again
     assert versions["torch"].endswith("+cpu") is (device == "cpu")
+
+
+def test_hashes_of_cpu_builds_are_read_or_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    spec = importlib.util.spec_from_file_location("lock", ROOT / "docker/lock.py")
+    assert spec
+    assert spec.loader
+    lock = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lock)
+    builds = ("2.0+cpu-cp312-cp312-manylinux_2_28_x86_64", "2.0+cpu-cp312-cp312-win_amd64", "2.1+cpu-cp312-cp312-any")
+    links = [f'<a href="/whl/cpu/torch-{quote(name)}.whl#sha256={at:064x}">x</a>' for at, name in enumerate(builds)]
+    monkeypatch.setattr(lock.urllib.request, "urlopen", lambda url, timeout: io.BytesIO("\n".join(links).encode()))
+    made = lock.lock_cpu("2.0", "")
+    assert made.endswith(f"torch==2.0+cpu \\\n    --hash=sha256:{0:064x}\n")
+    with pytest.raises(OSError, match=re.escape("no build of 3.0")):
+        lock.lock_cpu("3.0", made)
+    links.clear()
+    assert f"sha256:{0:064x}" in lock.lock_cpu("2.0", made)
+    assert "are kept" in capsys.readouterr().err
 
 
 def test_makefile_and_image_serve_the_same_embedded_model() -> None:

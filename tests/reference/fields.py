@@ -37,6 +37,14 @@ client runs.
 _SCHEMAS = "#/components/schemas/"
 _METHODS = ("get", "post", "delete")
 
+_ANSWERS_HEAD = f"""# Fields of answers
+
+{MADE}
+
+Fields that are null are left out, except where OpenAI sends them. A stream of chat or completions has chunks of the same object, with
+`delta` instead of `message`; a stream of responses or messages has the events of those APIs.
+"""
+
 Schema = Mapping[str, Any]
 
 
@@ -52,30 +60,33 @@ def endpoints_page(document: Schema) -> str:
     """Return the page of endpoints."""
     rows = []
     for endpoint, operation in _operations(document):
-        name = _body_name(operation)
+        name, answer = _body_name(operation), _answer_name(operation)
         text = operation.get("description", operation.get("summary", ""))
-        rows.append((f"`{endpoint}`", cell(text), _link(name, "fields.md") if name else ""))
+        links = (_link(name, "fields.md") if name else "", _link(answer, "answers.md") if answer else "")
+        rows.append((f"`{endpoint}`", cell(text), *links))
     others = [(f"`{path}`", cell(message)) for path, message in UNSERVED.items()]
-    lines = [_API_HEAD, *table(("endpoint", "does", "body"), rows), "## Routes of other servers\n"]
+    lines = [_API_HEAD, *table(("endpoint", "does", "body", "answer"), rows), "## Routes of other servers\n"]
     lines.append("These, and all paths below them, answer a 404 with the alternative.\n")
     return "\n".join([*lines, *table(("path", "answer"), others)])
 
 
 class FieldsPage:
-    """The page of fields: the bodies of endpoints, then the objects in them."""
+    """A page of fields: those of the endpoints' bodies or answers, then those of the objects in them."""
 
-    def __init__(self, document: Schema) -> None:
+    def __init__(self, document: Schema, *, of_answers: bool = False) -> None:
         self._document = document
+        self._of_answers = of_answers
         self._schemas = document["components"]["schemas"]
         self._classes = {body.__name__: body for body in _subclasses(RequestBody)}
         self._sections: dict[str, None] = {}  # schemas with a section, in order
 
     def render(self) -> str:
         """Return the page."""
-        parts = [_FIELDS_HEAD, "## Bodies\n"]
+        parts = [_ANSWERS_HEAD, "## Answers\n"] if self._of_answers else [_FIELDS_HEAD, "## Bodies\n"]
+        name_of = _answer_name if self._of_answers else _body_name
         bodies: dict[str, list[str]] = {}
         for endpoint, operation in _operations(self._document):
-            if name := _body_name(operation):
+            if name := name_of(operation):
                 bodies.setdefault(name, []).append(endpoint)
         self._sections.update(dict.fromkeys(bodies))
         parts += [part for name, endpoints in bodies.items() for part in self._section(name, endpoints)]
@@ -97,7 +108,9 @@ class FieldsPage:
         for field, own in schema.get("properties", {}).items():
             absent = "required" if field in required else _default(own)
             rows.append((f"`{field}`", cell(own.get("description", "")), cell(self._kind(own)), cell(absent)))
-        if rows:
+        if rows and self._of_answers:
+            yield from table(("field", "meaning", "type"), (row[:3] for row in rows))
+        elif rows:
             yield from table(("field", "meaning", "takes", "if absent"), rows)
         body = self._classes.get(name)
         if body is not None:
@@ -138,6 +151,12 @@ def _subclasses(cls: type[RequestBody]) -> Iterator[type[RequestBody]]:
 
 def _body_name(operation: Schema) -> str:
     content = operation.get("requestBody", {}).get("content", {})
+    reference = content.get("application/json", {}).get("schema", {}).get("$ref", "")
+    return str(reference).removeprefix(_SCHEMAS)
+
+
+def _answer_name(operation: Schema) -> str:
+    content = operation.get("responses", {}).get("200", {}).get("content", {})
     reference = content.get("application/json", {}).get("schema", {}).get("$ref", "")
     return str(reference).removeprefix(_SCHEMAS)
 

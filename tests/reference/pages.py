@@ -20,6 +20,7 @@ def pages() -> dict[str, str]:
         "settings.md": "\n".join(settings_section()),
         "api.md": endpoints_page(document),
         "fields.md": FieldsPage(document).render(),
+        "answers.md": FieldsPage(document, of_answers=True).render(),
         "metrics.md": metrics_page(),
         "errors.md": errors_page(),
         "headers.md": headers_page(),

@@ -10,7 +10,7 @@ import pytest
 
 from server.app import routers
 from server.errors import _TABLE, _VALIDATION_CODES
-from server.http.field_meanings import MEANINGS
+from server.http.field_meanings import ANSWERS, MEANINGS
 from server.http.openapi import describe
 from server.openai.chat import ChatBody
 from server.openai.completions import CompletionBody
@@ -50,14 +50,16 @@ def test_every_endpoint_field_and_metric_is_there() -> None:
         assert f"`{metric.name}`" in PAGES["metrics.md"]
 
 
-def test_every_field_of_a_request_has_a_meaning() -> None:
+@pytest.mark.parametrize(("page", "meanings"), [("fields.md", MEANINGS), ("answers.md", ANSWERS)])
+def test_every_field_has_a_meaning(page: str, meanings: dict[str, str]) -> None:
     schemas = describe(routers())["components"]["schemas"]
+    names = re.findall(r"^### (\w+)$", PAGES[page], re.MULTILINE)
     used = set()
-    for name in re.findall(r"^### (\w+)$", PAGES["fields.md"], re.MULTILINE):
+    for name in [*names, "ErrorDetails", "AnthropicError", "AnthropicErrorDetails"] if meanings is ANSWERS else names:
         for field, own in schemas[name].get("properties", {}).items():
             assert own.get("description"), f"{name}.{field}: say what it means in server/http/field_meanings.py"
-            used.add(f"{name}.{field}" if f"{name}.{field}" in MEANINGS else field)
-    assert used == set(MEANINGS)
+            used.add(f"{name}.{field}" if f"{name}.{field}" in meanings else field)
+    assert used == set(meanings)
 
 
 def strings(folder: str) -> set[str]:

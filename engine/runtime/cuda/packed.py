@@ -93,14 +93,12 @@ def _pack(part: Packed) -> Rows | None:
     if isinstance(part, Blocks):
         size, scales = part.block[1], part.scales
         if scales.shape[0] > 1:
-            scales = scales.repeat_interleave(part.block[0], 0)[: len(part.values)]
-        scales = scales.expand(len(part.values), -1).contiguous()
-        return Rows(
-            part.values, kind="fp8", scales=scales, group=part.values.shape[1] if scales.shape[1] == 1 else size
-        )
-    if not isinstance(part, Integers) or part.group_of is not None or part.codes.shape[1] % 2:
+            scales = scales.repeat_interleave(part.block[0], 0)[: part.shape[0]]
+        scales = scales.expand(part.shape[0], -1).contiguous()
+        return Rows(part.values, kind="fp8", scales=scales, group=part.shape[1] if scales.shape[1] == 1 else size)
+    if not isinstance(part, Integers) or part.group_of is not None or part.shape[1] % 2:
         return None
-    num_rows, num_inputs = part.codes.shape
+    num_rows, num_inputs = part.shape
     scales = part.scales.expand(num_rows, -1).contiguous()
     group = num_inputs if scales.shape[1] == 1 else part.group
     zeros, zero = None, int(part.zeros.flatten()[0])

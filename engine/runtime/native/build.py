@@ -16,7 +16,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 
@@ -24,19 +25,22 @@ _HERE = Path(__file__).parent
 _FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wno-psabi")
 _COMPILERS = ("cc", "gcc", "clang")
 _TIME_LIMIT_S = 300
+_failed: set[Path] = set()  # libraries that this process could not compile, and does not try again
 _log = logging.getLogger(__name__)
 
+OnCompiled = Callable[[int, int], None]  # called with the files that are compiled, and all
 
-def find_library() -> Path | None:
+
+def find_library(on_compiled: OnCompiled = lambda *_: None) -> Path | None:
     """Return the shared library of these sources, None if it is neither found nor compiled."""
-    packaged, compiler = _packaged(), _compiler()
+    packaged, compiler = _packaged(), find_compiler()
     if packaged.exists():
         return packaged
     if compiler is None:
         _log.debug("no native kernels: none are packaged for this machine, and no compiler was found (%s)", _COMPILERS)
         return None
     try:
-        return _compile_cached(compiler)
+        return _compile_cached(compiler, on_compiled)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         _log.debug("no native kernels: %s", error)
         return None
@@ -44,15 +48,25 @@ def find_library() -> Path | None:
 
 def must_compile() -> bool:
     """Return whether find_library will compile: a compiler exists, and no library does."""
-    compiler = _compiler()
-    return compiler is not None and not _packaged().exists() and not _cached(compiler).exists()
+    compiler = find_compiler()
+    return compiler is not None and installed_library() is None and _cached(compiler) not in _failed
+
+
+def installed_library() -> Path | None:
+    """Return the library that needs no compiling: the package's, or the cache's."""
+    compiler, packaged = find_compiler(), _packaged()
+    if packaged.exists():
+        return packaged
+    cached = None if compiler is None else _cached(compiler)
+    return cached if cached is not None and cached.exists() else None
 
 
 def _packaged() -> Path:
     return _HERE / f"quire_cpu-{source_digest()}.so"
 
 
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
+    """Return the path of a C compiler, None without one."""
     return next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
@@ -65,15 +79,22 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_library(compiler: str, target: Path) -> None:
+def compile_library(compiler: str, target: Path, on_compiled: OnCompiled = lambda *_: None) -> None:
     """Compile the sources in parallel and link.
 
-    Raises RuntimeError with the compiler's message, OSError, or
-    SubprocessError."""
+    Raises RuntimeError with the compiler's message, OSError, or SubprocessError.
+    """
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor() as workers:
         sources = sorted(_HERE.glob("*.c"))
         objects = [str(Path(folder, source.stem + ".o")) for source in sources]
-        list(workers.map(lambda source, made: _run(compiler, *_FLAGS, "-c", "-o", made, str(source)), sources, objects))
+        running = [
+            workers.submit(_run, compiler, *_FLAGS, "-c", "-o", made, str(source))
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        on_compiled(0, len(sources))
+        for done, compiled in enumerate(as_completed(running), 1):
+            compiled.result()
+            on_compiled(done, len(sources))
         made = Path(folder, target.name)
         _run(compiler, "-shared", "-o", str(made), *objects, "-lm")
         made.replace(target)
@@ -93,12 +114,16 @@ def _cached(compiler: str) -> Path:
     return folder / f"quire_cpu-{source_digest()}-{key}.so"
 
 
-def _compile_cached(compiler: str) -> Path:
+def _compile_cached(compiler: str, on_compiled: OnCompiled) -> Path:
     target = _cached(compiler)
+    if target in _failed:
+        raise RuntimeError("they could not be compiled before")
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         _log.debug("compiling native kernels with %s", compiler)
-        compile_library(compiler, target)
+        _failed.add(target)  # unless what follows succeeds
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        compile_library(compiler, target, on_compiled)
+        _failed.remove(target)
     return target
 
 

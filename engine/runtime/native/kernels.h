@@ -9,11 +9,12 @@
 #include "gemm.h"
 #include "ops.h"
 #include "moe_rows.h"
+#include "fp8_rows.h"
 #include "sampling.h"
 
 #define DEFINE_KERNELS(isa)                                                                        \
     const struct kernels kernels_##isa = {                                                         \
         #isa, store_int8, attend_scratch, attend, attend_merge, add_rms_norm, clip, rope, embed,      \
         sample, gemm_num_groups, gemm_rows_bytes, gemm_pack_rows, gemm, widen, clamp, add_ranks,      \
-        narrow_halves,                                                                              \
+        narrow_halves, round_fp8,                                                                         \
     };

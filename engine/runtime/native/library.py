@@ -107,10 +107,24 @@ class LinearArgs(Structure):
     _fields_ = _fields(packed__scales__bias=c_void_p, n__k=c_int64, format__dtype__activation=c_int32)
 
 
+class CodesArgs(Structure):
+    """Codes in a weight file, of which rows are made."""
+
+    _fields_ = _fields(
+        scales__minimums__shifts=c_void_p,
+        k__row_bytes__num_groups__group_blocks__scale_rows=c_int64,
+        layout__bits__shift=c_int32,
+    )
+
+
 class RowsArgs(Structure):
     """Rows of a weight file: their address, or an open file and an offset."""
 
-    _fields_ = _fields(rows__grid=c_void_p, offset__row_bytes__num_rows=c_int64, kind__file=c_int32)
+    _fields_ = [
+        *_fields(rows__grid=c_void_p),
+        ("codes", POINTER(CodesArgs)),
+        *_fields(offset__row_bytes__num_rows__step=c_int64, kind__file=c_int32),
+    ]
 
 
 class PackArgs(Structure):
@@ -119,6 +133,7 @@ class PackArgs(Structure):
     _fields_ = [
         ("stored", RowsArgs),
         *_fields(packed__scales=c_void_p, first_row__n__k__head_rows=c_int64, format__activation=c_int32),
+        *_fields(first_block__num_blocks=c_int64),
     ]
 
 
@@ -316,6 +331,8 @@ class Library:
         self.gemm = _entry(functions.quire_gemm, GemmArgs)
         self.gemm_heads = _entry(functions.quire_gemm_heads, HeadsArgs)
         self.pack = _entry(functions.quire_pack, PackArgs)
+        # Writes rows that are made of codes to an address.
+        self.repack = _declare(functions.quire_repack, c_int32, POINTER(RowsArgs), c_void_p)
         self.dequantise = _entry(functions.quire_dequantise, DequantArgs)
         self.add_rms_norm = _entry(functions.quire_add_rms_norm, NormArgs)
         self.rope = _entry(functions.quire_rope, RopeArgs)

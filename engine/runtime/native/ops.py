@@ -7,7 +7,7 @@ type the library does not know, go through torch. Engine thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import addressof
+from ctypes import addressof, pointer
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import (
     DTYPES,
+    CodesArgs,
     EmbedArgs,
     GemmArgs,
     HeadsArgs,
@@ -30,8 +31,10 @@ from engine.runtime.native.library import (
     WeightFormat,
     native,
 )
-from engine.runtime.native.rows import StoredRows
+from engine.runtime.native.rows import RepackedRows, StoredRows
 
+_BLOCK = 32  # inputs of a block
+_BLOCK = 32  # inputs of a block
 PANEL = 32  # weight rows that are interleaved, as in quire_cpu.h
 FLOAT_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # of floats in a file, by GGUF's numbers
 _TYPES = {code: dtype for dtype, code in DTYPES.items()}
@@ -148,7 +151,7 @@ class NativeLinear:
         library.gemm(args)
         return y
 
-    def fill(self, parts: Sequence[tuple[RowsArgs, int]], source: Sequence[StoredRows] = ()) -> None:
+    def fill(self, parts: Sequence[tuple[RowsArgs, int]], source: Sequence[StoredRows | RepackedRows] = ()) -> None:
         """Pack the matrix from rows in order, each with the rows of a head if those are stored in pairs, else 0.
 
         If they lie in files, which `source` says, the library's packer may do it later.
@@ -185,11 +188,32 @@ def _pack(library: Library, calls: Sequence[PackArgs], _keep: object) -> None:
         library.pack(args)
 
 
-def stored_args(part: StoredRows) -> RowsArgs:
-    """Return the library's description of rows: their file if they have one, else their address."""
+def stored_args(part: StoredRows | RepackedRows) -> RowsArgs:
+    """Return the library's description of rows: their file if they have one, else their address.
+
+    It is valid while `part` lives.
+    """
+    if isinstance(part, RepackedRows):
+        args = stored_args(part.codes)
+        codes = CodesArgs(
+            part.scales.data_ptr(),
+            None if part.minimums is None else part.minimums.data_ptr(),
+            None if part.shifts is None else part.shifts.data_ptr(),
+            part.num_inputs,
+            args.row_bytes,
+            part.scales.shape[1],
+            part.group // _BLOCK,
+            part.scale_rows,
+            part.layout,
+            part.bits,
+            part.shift,
+        )
+        args.codes = pointer(codes)  # which keeps it alive
+        args.row_bytes, args.num_rows, args.kind = part.row_bytes, part.num_rows, part.kind
+        return args
     args = RowsArgs(offset=part.offset, row_bytes=part.rows.shape[1], num_rows=len(part.rows), kind=part.kind)
     if part.file is not None:
-        args.file = part.file.number
+        args.file, args.step = part.file.number, part.rows.strides[0]
     else:
         assert part.rows.flags.c_contiguous
         args.rows = part.rows.ctypes.data

@@ -344,7 +344,7 @@ CONSTANT void write_codes(struct quant_format f, const struct block *from, uint8
 CONSTANT void pack_rows_as(const struct quant_source *s, const uint8_t *rows, int64_t begin, int64_t end, int32_t kind,
                            int32_t format) {
     const struct quant_format f = quant_format_of(format);
-    const int64_t num_blocks = quant_num_blocks(s->k);
+    const int64_t num_blocks = s->num_blocks ? s->num_blocks : quant_num_blocks(s->k);
     const size_t block_bytes = quant_block_bytes(f), panel_bytes = quant_panel_bytes(f, s->k);
     void (*narrow)(const float *, uint16_t *, int64_t) = active_kernels()->narrow_f16;
     for (int64_t strip = 0; strip < num_blocks; strip += STRIP) {
@@ -353,8 +353,9 @@ CONSTANT void pack_rows_as(const struct quant_source *s, const uint8_t *rows, in
             struct block blocks[STRIP];
             struct heads heads = {0};
             int64_t to = target_row(s, i);
-            uint8_t *out = (uint8_t *)s->packed + (size_t)(to / PANEL) * panel_bytes + (size_t)strip * block_bytes;
-            out += strip / SUPER * quant_super_bytes(f);
+            int64_t first = s->first_block + strip;
+            uint8_t *out = (uint8_t *)s->packed + (size_t)(to / PANEL) * panel_bytes + (size_t)first * block_bytes;
+            out += first / SUPER * quant_super_bytes(f);
             for (int64_t b = 0; b < after - strip; b++) {
                 read_block(kind, s->from.grid, rows + (i - begin) * s->from.row_bytes, strip + b, blocks + b);
                 note_head(f, blocks + b, &heads, b);
@@ -400,6 +401,20 @@ static void pack_tile(const void *context, const uint8_t *rows, int64_t begin, i
 
 int32_t quant_pack_gguf(const struct quant_source *s, int64_t begin, int64_t end) {
     return for_each_tile(&s->from, begin, end, pack_tile, s);
+}
+
+static void pack_strip(const void *context, const uint8_t *rows, const struct strip *strip) {
+    struct quant_source part = *(const struct quant_source *)context;
+    part.first_block = strip->first, part.num_blocks = strip->num;
+    part.from.row_bytes = strip->num * strip->block_bytes;
+    for (int64_t i = 0; i < strip->num_rows; i += PANEL) {
+        int64_t after = i + PANEL < strip->num_rows ? i + PANEL : strip->num_rows;
+        pack_tile(&part, rows + i * part.from.row_bytes, i, after);
+    }
+}
+
+int32_t quant_pack_strips(const struct quant_source *s, int64_t begin, int64_t end) {
+    return for_each_strip(&s->from, begin, end, pack_strip, s);
 }
 
 /* The weights of a block, rounded after the product and again after the minimum goes off it. */

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.runtime.native.library import DTYPES, DequantArgs, Library, LinearArgs, RowsArgs, WeightFormat
 from engine.runtime.native.ops import FLOAT_KINDS, PANEL, NativeLinear, stored_args, tensor_args
-from engine.runtime.native.rows import StoredRows, in_halves
+from engine.runtime.native.rows import RepackedRows, StoredRows, in_halves
 
 
 class _Needs(NamedTuple):
@@ -94,7 +94,7 @@ def _grid(kind: int) -> np.ndarray | None:
     return np.searchsorted(known[kind].grid_map, known[kind].grid.ravel()).astype(np.uint8)
 
 
-def _stored(part: StoredRows) -> RowsArgs:
+def _stored(part: StoredRows | RepackedRows) -> RowsArgs:
     """Return the library's description of rows, with their type's grid."""
     args, grid = stored_args(part), _grid(part.kind)
     args.grid = None if grid is None else grid.ctypes.data
@@ -147,14 +147,14 @@ class QuantisedLinear(NativeLinear):
     def from_rows(
         cls,
         library: Library,
-        parts: Sequence[StoredRows],
+        parts: Sequence[StoredRows | RepackedRows],
         num_inputs: int,
         dtype: torch.dtype,
         bias: Tensor | None,
         activation: int = 0,
     ) -> QuantisedLinear:
         """Pack the rows of one matrix, in parts that may be of several types."""
-        shape = (sum(len(part.rows) for part in parts), num_inputs)
+        shape = (sum(part.num_rows for part in parts), num_inputs)
         made = cls(library, format_for([part.kind for part in parts]), shape, dtype, bias, activation)
         made.fill([(_stored(part), part.head_rows) for part in parts], parts)
         return made
@@ -182,7 +182,7 @@ class QuantisedLinear(NativeLinear):
         made = cls(
             library, WeightFormat.INT8, (sum(len(part.rows) for part in parts), num_inputs), dtype, bias, activation
         )
-        made.fill([(_with_kind(stored_args(part), DTYPES[dtype]), part.head_rows) for part in parts])
+        made.fill([(_with_kind(stored_args(part), DTYPES[dtype]), part.head_rows) for part in parts], parts)
         return made
 
     @property

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
 
 
 class OpenFile:
@@ -36,6 +38,46 @@ class StoredRows(NamedTuple):
     file: OpenFile | None = None
     offset: int = 0
     head_rows: int = 0  # not 0: the rows of a head are stored in pairs (0, d / 2), (1, d / 2 + 1) and so on
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many rows there are."""
+        return len(self.rows)
+
+
+class CodeLayout(IntEnum):
+    """How codes lie in a file, as in quire_cpu.h."""
+
+    NIBBLES = 0  # [rows, inputs / 2], the low half is the even input
+    BYTES = 1
+    FP8 = 2
+    MXFP4 = 3  # as nibbles
+    INPUT_WORDS = 4  # [inputs * bits / 32, rows]
+    OUTPUT_WORDS = 5  # [inputs, rows / 8], in AWQ's order
+
+
+class RepackedRows(NamedTuple):
+    """Rows of a GGUF type that are made while they are packed, of codes in a file and of scales in memory."""
+
+    kind: int
+    num_rows: int
+    row_bytes: int
+    num_inputs: int
+    layout: CodeLayout
+    codes: StoredRows  # as they lie in the file, which they have
+    bits: int
+    scales: Tensor  # [num_rows / scale_rows, groups]: float16, exponents of MXFP4, or float32 of FP8
+    minimums: Tensor | None  # float16, as scales
+    shifts: Tensor | None  # int8, as scales; None: `shift` for all
+    shift: int
+    group: int  # inputs that share a scale
+    scale_rows: int  # rows that share one
+    head_rows: int = 0  # of StoredRows
+
+    @property
+    def file(self) -> OpenFile | None:
+        """Return the file of the codes."""
+        return self.codes.file
 
 
 def in_halves(rows: np.ndarray, head_rows: int) -> np.ndarray:

@@ -10,7 +10,22 @@
 
 #include "quire_cpu.h"
 
+/* Blocks of all rows that are made of codes in words: [num_rows][num] of block_bytes. */
+struct strip {
+    int64_t first, num, num_rows, block_bytes;
+};
+
+static inline int is_in_strips(const struct stored_rows *from) {
+    return from->codes && from->codes->layout >= CODES_INPUT_WORDS;
+}
+
+typedef void (*strip_work)(const void *context, const uint8_t *rows, const struct strip *strip);
 typedef void (*tile_work)(const void *context, const uint8_t *rows, int64_t begin, int64_t end);
+
+/* repack.c: make rows [begin, end) of `stored`; and call `work` for strips [begin, end). */
+int32_t repack_rows(const struct stored_rows *from, const uint8_t *stored, int64_t begin, int64_t end, uint8_t *to);
+int32_t for_each_strip(const struct stored_rows *from, int64_t begin, int64_t end, strip_work work, const void *context);
+int64_t repack_num_strips(const struct stored_rows *from);
 
 static int32_t read_file(int32_t file, uint8_t *to, int64_t size, int64_t offset) {
     while (size > 0) {
@@ -22,19 +37,31 @@ static int32_t read_file(int32_t file, uint8_t *to, int64_t size, int64_t offset
     return QUIRE_OK;
 }
 
+/* Read rows [begin, end), `step` bytes apart, which have `row_bytes` each in the file; between them lie others. */
+static int32_t read_rows(const struct stored_rows *from, int64_t row_bytes, uint8_t *to, int64_t begin, int64_t end) {
+    const int64_t num = end - begin, step = from->step > row_bytes ? from->step : row_bytes;
+    int32_t status = read_file(from->file, to, (num - 1) * step + row_bytes, from->offset + begin * step);
+    for (int64_t i = 1; i < num && step > row_bytes; i++) memmove(to + i * row_bytes, to + i * step, (size_t)row_bytes);
+    return status;
+}
+
 /* Call `work` for rows [begin, end), at most PANEL at a time. */
 static int32_t for_each_tile(const struct stored_rows *from, int64_t begin, int64_t end, tile_work work,
                              const void *context) {
-    uint8_t *tile = from->rows ? NULL : malloc((size_t)(PANEL * from->row_bytes));
-    if (!from->rows && !tile) return QUIRE_NO_MEMORY;
-    int32_t status = QUIRE_OK;
+    const int64_t stored_bytes = from->codes ? from->codes->row_bytes : from->row_bytes;
+    const int64_t step = from->step > stored_bytes ? from->step : stored_bytes;
+    uint8_t *tile = from->rows ? NULL : malloc((size_t)(PANEL * step)), *made = NULL;
+    int32_t status = from->rows || tile ? QUIRE_OK : QUIRE_NO_MEMORY;
+    if (from->codes && !(made = malloc((size_t)(PANEL * from->row_bytes)))) status = QUIRE_NO_MEMORY;
     for (int64_t i = begin; i < end && !status; i += PANEL) {
         int64_t after = i + PANEL < end ? i + PANEL : end;
-        const uint8_t *rows = from->rows ? (const uint8_t *)from->rows + i * from->row_bytes : tile;
-        if (tile) status = read_file(from->file, tile, (after - i) * from->row_bytes, from->offset + i * from->row_bytes);
-        if (!status) work(context, rows, i, after);
+        const uint8_t *rows = from->rows ? (const uint8_t *)from->rows + i * stored_bytes : tile;
+        if (tile) status = read_rows(from, stored_bytes, tile, i, after);
+        if (made && !status) status = repack_rows(from, rows, i, after, made);
+        if (!status) work(context, made ? made : rows, i, after);
     }
     free(tile);
+    free(made);
     return status;
 }
 

@@ -14,10 +14,11 @@ from engine.runtime.cuda.available import has_fp8, has_triton
 from engine.runtime.linear import CODES, Product
 from engine.runtime.native.library import Isa, native
 from engine.runtime.native.quantised import QuantisedLinear, is_served_quantised
+from engine.runtime.native.rows import RepackedRows, StoredRows
 from engine.runtime.schemes.base import FOREIGN, Circumstances, Matrix, Scheme, native_refusal
 from engine.runtime.schemes.fp8 import MULTIPLE, Fp8Scheme
 from engine.runtime.weights.stored.packed import Blocks
-from engine.runtime.weights.stored.rows import rows_of
+from engine.runtime.weights.stored.rows import repacked, rows_of
 from engine.runtime.weights.stored.storage import Storage
 
 _BITS = {2: "4", 3: "4", 8: "8", 39: "4"}  # of a weight, by GGUF's numbers
@@ -60,10 +61,10 @@ class StoredScheme(Scheme):
         library = native()
         if library is None or matrix.dense is not None:
             return None
-        parts = []
+        parts: list[StoredRows | RepackedRows] = []
         for bundle in matrix.bundles:
             packed = self.storage.unpack(bundle.name, bundle.tensors)
-            rows = None if packed is None else rows_of(packed)
+            rows = None if packed is None else repacked(packed) or rows_of(packed)
             if rows is None:
                 return None
             parts.append(rows)

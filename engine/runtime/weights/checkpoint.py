@@ -25,7 +25,7 @@ class StoredTensor(NamedTuple):
     """One tensor of a file; `copy_to` converts it into a tensor of the same shape.
 
     `kind` is its type as safetensors names it, "" for others. `rows` returns the rows of a matrix as stored, if they lie in
-    the file one after the other.
+    the file, each in one piece.
     """
 
     name: str

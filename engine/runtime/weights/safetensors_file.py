@@ -66,12 +66,13 @@ class SafetensorsFile:
         return np.memmap(self.path, np.uint8, "c").view(np.ndarray)
 
     def rows(self, span: Span, part: Part) -> StoredRows:
-        """Return the rows of a matrix of floats that lies in one piece."""
+        """Return the rows of a part, of any type that is known; `kind` is GGUF's of floats, else -1."""
         assert part.first is not None
         size = _TYPES[span.kind][0]
-        begin, row_bytes = span.begin + part.first * size, part.shape[-1] * size
-        rows = self._map[begin : begin + part.shape[0] * row_bytes].reshape(part.shape[0], row_bytes)
-        return StoredRows(_GGUF_KINDS[span.kind], rows, self._file, begin)
+        num_rows, row_bytes = part.shape[0], math.prod(part.shape[1:]) * size
+        begin, num_bytes = span.begin + part.first * size, ((num_rows - 1) * part.step + 1) * row_bytes
+        rows = self._map[begin : begin + num_bytes].reshape(-1, row_bytes)[:: part.step]
+        return StoredRows(_GGUF_KINDS.get(span.kind, -1), rows, self._file, begin)
 
     def copy(self, span: Span, part: Part, target: Tensor) -> None:
         """Copy a part of a tensor into one of its shape and any type. Raises ModelLoadError if the file was cut."""
@@ -108,8 +109,8 @@ class SafetensorsFile:
 
 
 def has_rows(span: Span, part: Part) -> bool:
-    """Return whether `SafetensorsFile.rows` serves a part: a matrix of floats in one piece."""
-    return len(part.shape) == 2 and part.first is not None and part.step == 1 and span.kind in _GGUF_KINDS
+    """Return whether `SafetensorsFile.rows` serves a part: a matrix, not transposed."""
+    return len(part.shape) > 1 and part.first is not None and span.kind in _TYPES and math.prod(part.shape) > 0
 
 
 def _read_header(number: int) -> dict[str, Span]:

@@ -7,15 +7,27 @@ looked up in the headers; fill.py compares all shapes with the files.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.core.errors import ModelLoadError
+from engine.runtime.native.rows import CodeLayout
 from engine.runtime.weights.checkpoint import StoredTensor
-from engine.runtime.weights.stored.packed import Blocks, Floats, Integers, Microscaled, Packed, e2m1, unpack_bits
+from engine.runtime.weights.stored.packed import (
+    Blocks,
+    Codes,
+    Floats,
+    Integers,
+    Microscaled,
+    Packed,
+    Place,
+    e2m1,
+    unpack_bits,
+)
 from engine.runtime.weights.stored.part import Part, read, read_scales
 
 Shapes = dict[str, tuple[int, ...]]
@@ -67,6 +79,24 @@ def _order(part: Part, stored: Tensor, group: int) -> Tensor | None:
     return groups
 
 
+def _codes(
+    part: Part,
+    stored: StoredTensor,
+    layout: CodeLayout | None,
+    bits: int,
+    convert: Callable[[Tensor], Tensor],
+    offset: int = 0,
+) -> Codes:
+    """Return codes in a file, which `convert` turns into [rows, inputs]; the layout is None if the library knows none."""
+    place = None if layout is None or stored.rows is None else Place(layout, stored.rows, bits, offset)
+    return Codes((part.rows, part.inputs), lambda: convert(read(stored)), place)
+
+
+def _signed(stored: Tensor) -> Tensor:
+    """Return signed bytes as codes, which are 128 above them."""
+    return stored.view(torch.uint8).bitwise_xor_(128)
+
+
 class PackedIntegers:
     """pack-quantized of compressed-tensors: 1 to 8 bits along the inputs, zero points along the outputs."""
 
@@ -90,7 +120,9 @@ class PackedIntegers:
         """Return the codes; those and zero points are stored with the same offset, which cancels."""
         bits = part.settings.bits
         zeros = _middle(bits)
-        codes = unpack_bits(read(tensors[".weight_packed"]), bits, part.inputs)
+        layout = {4: CodeLayout.NIBBLES, 8: CodeLayout.BYTES}.get(bits)
+        convert = partial(unpack_bits, bits=bits, num=part.inputs)
+        codes = _codes(part, tensors[".weight_packed"], layout, bits, convert)
         scales = read_scales(tensors[".weight_scale"])
         if ".weight_zero_point" in tensors:
             zeros = unpack_bits(read(tensors[".weight_zero_point"]).t(), bits, part.rows).t().short()
@@ -114,7 +146,7 @@ class Int8:
     @staticmethod
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return the codes, 128 above the stored ones, as are the zero points."""
-        codes = read(tensors[".weight"]).view(torch.uint8).bitwise_xor_(128)
+        codes = _codes(part, tensors[".weight"], CodeLayout.BYTES, 8, _signed, 128)
         zeros = _middle(8)
         if ".weight_zero_point" in tensors:
             zeros = _by_row(read(tensors[".weight_zero_point"]).short() + 128, part.rows)
@@ -141,12 +173,13 @@ class Fp8:
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return the values and a grid of scales."""
         block, scales = Fp8._block(part), read_scales(tensors[Fp8._scale(part)])
+        values = _codes(part, tensors[".weight"], CodeLayout.FP8, 8, lambda stored: stored)
         if scales.dim() == 4:
             scales = scales[:, 0, :, 0]
         grid = (-(-part.rows // block[0]), -(-part.inputs // block[1]))
         if scales.numel() == 1 or (scales.shape in ((part.rows, 1), (part.rows,)) and grid != scales.shape):
-            return Blocks(read(tensors[".weight"]), scales.reshape(-1, 1), (1, part.inputs))
-        return Blocks(read(tensors[".weight"]), scales[: grid[0]], block)
+            return Blocks(values, scales.reshape(-1, 1), (1, part.inputs))
+        return Blocks(values, scales[: grid[0]], block)
 
     @staticmethod
     def _scale(part: Part) -> str:
@@ -172,15 +205,16 @@ class Awq:
     @staticmethod
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return the codes in rows of outputs."""
-        codes, zeros = Awq._nibbles(tensors[".qweight"], part.rows), _middle(4)
+        convert, zeros = partial(Awq._nibbles, rows=part.rows), _middle(4)
+        codes = _codes(part, tensors[".qweight"], CodeLayout.OUTPUT_WORDS, 4, convert)
         if ".qzeros" in tensors:
-            zeros = Awq._nibbles(tensors[".qzeros"], part.rows).short()
+            zeros = convert(read(tensors[".qzeros"])).short()
         return Integers(codes, read(tensors[".scales"]).t(), zeros, 4, part.group)
 
     @staticmethod
-    def _nibbles(tensor: StoredTensor, rows: int) -> Tensor:
+    def _nibbles(words: Tensor, rows: int) -> Tensor:
         """Return uint8 [rows, n] of words [n, rows / 8]."""
-        codes = unpack_bits(read(tensor), 4, 8 * tensor.shape[1])
+        codes = unpack_bits(words, 4, 8 * words.shape[1])
         codes = codes.unflatten(1, (-1, 8))[:, :, list(_AWQ_ORDER)].flatten(1)
         return codes[:, :rows].t().contiguous()
 
@@ -202,7 +236,8 @@ class Gptq:
         """Return the codes in rows of outputs; the first format stores zero points less 1."""
         bits = part.settings.bits
         zeros = _middle(bits)
-        codes = unpack_bits(read(tensors[".qweight"]).t(), bits, part.inputs)
+        layout = CodeLayout.INPUT_WORDS if bits in (4, 8) else None
+        codes = _codes(part, tensors[".qweight"], layout, bits, lambda words: unpack_bits(words.t(), bits, part.inputs))
         if ".qzeros" in tensors:
             stored = unpack_bits(read(tensors[".qzeros"]), bits, part.rows).t().short()
             zeros = (stored + part.settings.zero_offset) & (1 << bits) - 1
@@ -225,7 +260,8 @@ class Mxfp4:
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return codes and exponents; the low nibble is the even input."""
         codes, scales = Mxfp4._endings(part)
-        return Microscaled(_neighbours(read(tensors[codes]).flatten(1)), read(tensors[scales]).view(torch.uint8))
+        stored = _codes(part, tensors[codes], CodeLayout.MXFP4, 4, lambda found: _neighbours(found.flatten(1)))
+        return Microscaled(stored, read(tensors[scales]).view(torch.uint8))
 
     @staticmethod
     def _endings(part: Part) -> tuple[str, str]:
@@ -271,7 +307,7 @@ class BnbInt8:
     @staticmethod
     def unpack(part: Part, tensors: Tensors) -> Packed:
         """Return the codes, 128 above the stored ones."""
-        codes = read(tensors[".weight"]).view(torch.uint8).bitwise_xor_(128)
+        codes = _codes(part, tensors[".weight"], CodeLayout.BYTES, 8, _signed, 128)
         scales = read(tensors[".SCB"]).float()[:, None] / 127
         return Integers(codes, scales, _middle(8), 8, part.inputs)
 

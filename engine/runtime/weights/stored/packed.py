@@ -5,21 +5,60 @@ Used while a model is loaded. Tensors are on the CPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.runtime.native.rows import CodeLayout, StoredRows
+
+
+class Place(NamedTuple):
+    """Where codes lie in a file; a code is the stored one plus an offset, modulo 256."""
+
+    layout: CodeLayout
+    rows: Callable[[], StoredRows]
+    bits: int
+    offset: int = 0
+
+
+class Codes(NamedTuple):
+    """Codes in a file, read when they are needed; `place` is for the native library, if it knows the layout."""
+
+    shape: tuple[int, int]
+    read: Callable[[], Tensor]  # [rows, inputs]
+    place: Place | None
+
+
+def _shape(stored: Tensor | Codes) -> tuple[int, int]:
+    rows, inputs = stored.shape
+    return rows, inputs
+
+
+def _read(stored: Tensor | Codes) -> Tensor:
+    return stored.read() if isinstance(stored, Codes) else stored
+
 
 class Integers(NamedTuple):
     """weight[i, j] = scales[i, g] * (codes[i, j] - zeros[i, g]), where g is the group of input j."""
 
-    codes: Tensor  # uint8 [rows, inputs]
+    stored: Tensor | Codes  # uint8 [rows, inputs]
     scales: Tensor  # floats [rows, groups]
     zeros: Tensor  # int16 [rows, groups], or [1, 1]
     bits: int  # of a code
     group: int  # inputs of a group
     group_of: Tensor | None = None  # int64 [inputs], if the groups are not in the order of the inputs
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return rows and inputs."""
+        return _shape(self.stored)
+
+    @property
+    def codes(self) -> Tensor:
+        """Return the codes, read again from a file."""
+        return _read(self.stored)
 
     def dequantise(self) -> Tensor:
         """Return the weight, float32 [rows, inputs]."""
@@ -42,14 +81,24 @@ class Integers(NamedTuple):
 class Blocks(NamedTuple):
     """weight[i, j] = values[i, j] * scales[i // block[0], j // block[1]]."""
 
-    values: Tensor  # float8_e4m3fn [rows, inputs]
+    stored: Tensor | Codes  # float8_e4m3fn [rows, inputs]
     scales: Tensor  # float32 [blocks of rows, blocks of inputs], or with fewer of one for all
     block: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return rows and inputs."""
+        return _shape(self.stored)
+
+    @property
+    def values(self) -> Tensor:
+        """Return the values without scales, read again from a file."""
+        return _read(self.stored)
 
     def dequantise(self) -> Tensor:
         """Return the weight, float32 [rows, inputs]; the last blocks may be cut off."""
         scales = self.scales
-        for dim, (side, size) in enumerate(zip(self.block, self.values.shape, strict=True)):
+        for dim, (side, size) in enumerate(zip(self.block, self.shape, strict=True)):
             if scales.shape[dim] > 1:
                 scales = scales.repeat_interleave(side, dim).narrow(dim, 0, size)
         return self.values.float().mul_(scales)
@@ -68,8 +117,18 @@ class Floats(NamedTuple):
 class Microscaled(NamedTuple):
     """MXFP4: weight[i, j] = e2m1(codes[i, j]) * e8m0(exponents[i, j // 32])."""
 
-    codes: Tensor  # uint8 [rows, inputs]
+    stored: Tensor | Codes  # uint8 [rows, inputs]
     exponents: Tensor  # uint8 [rows, inputs / 32]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return rows and inputs."""
+        return _shape(self.stored)
+
+    @property
+    def codes(self) -> Tensor:
+        """Return the codes, read again from a file."""
+        return _read(self.stored)
 
     def dequantise(self) -> Tensor:
         """Return the weight, float32 [rows, inputs]."""

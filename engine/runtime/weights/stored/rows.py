@@ -6,67 +6,132 @@ for every 32 inputs: codes of 8 bits are finer than its three bits of mantissa. 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from engine.runtime.native.rows import StoredRows
-from engine.runtime.weights.stored.packed import Blocks, Integers, Microscaled, Packed
+from engine.runtime.native.rows import RepackedRows, StoredRows
+from engine.runtime.weights.stored.packed import Blocks, Codes, Floats, Integers, Microscaled, Packed
 
 _Q4_0, _Q4_1, _Q8_0, _MXFP4 = 2, 3, 8, 39  # GGUF's numbers
+_BLOCK_BYTES = {_Q4_0: 18, _Q4_1: 20, _Q8_0: 34, _MXFP4: 17}
 _BLOCK = 32  # weights of a block
 _PRECISION = 2.0**-10  # error of scales kept as float16, relative to the largest of the row
+_FP8_MAX, _FLOAT16_MAX = 448.0, 65504.0
+
+
+class _Plan(NamedTuple):
+    """How rows are made of codes: a type, and what is ahead of the codes of a group."""
+
+    kind: int
+    scales: Tensor  # [rows, groups]: float16, exponents of MXFP4; float32 of FP8, one for `scale_rows` rows
+    group: int
+    minimums: Tensor | None = None  # float16, as scales
+    shift: Tensor | None = None  # int16, as scales, or [1, 1]: added to codes
+    scale_rows: int = 1
 
 
 def rows_of(packed: Packed) -> StoredRows | None:
-    """Return rows with the same weights; None if no type holds them."""
-    if isinstance(packed, Integers):
-        return _of_integers(packed)
+    """Return rows with the same weights, made by torch operations; None if no type holds them."""
+    plan = _plan(packed)
+    if plan is None:
+        return None
     if isinstance(packed, Microscaled):
-        return _rows(_MXFP4, packed.exponents[:, :, None], _nibbles(packed.codes))
-    return _of_blocks(packed) if isinstance(packed, Blocks) else None
+        return _rows(_MXFP4, plan.scales[:, :, None], _nibbles(packed.codes))
+    if isinstance(packed, Blocks):
+        return _of_blocks(packed)
+    assert isinstance(packed, Integers)
+    codes = _shifted(packed, plan.shift)
+    codes = codes.unflatten(1, (-1, _BLOCK)) if plan.kind == _Q8_0 else _nibbles(codes)
+    heads = [_by_block(found, packed) for found in (plan.scales, plan.minimums) if found is not None]
+    return _rows(plan.kind, *(_bytes(head, codes) for head in heads), codes)
 
 
-def _of_integers(packed: Integers) -> StoredRows | None:
-    inputs, group = packed.codes.shape[1], packed.group
+def repacked(packed: Packed) -> RepackedRows | None:
+    """Return the rows of `rows_of`, which the native library makes while it packs them; None if it cannot."""
+    if isinstance(packed, Floats) or not isinstance(packed.stored, Codes):
+        return None
+    place = packed.stored.place
+    plan = None if place is None else _plan(packed)
+    if place is None or plan is None:
+        return None
+    (num_rows, num_inputs), scales, minimums, shifts, shift = packed.shape, plan.scales, plan.minimums, None, 0
+    group = num_inputs if scales.shape[1] == 1 else plan.group
+    if plan.shift is not None:
+        wanted = (plan.shift + place.offset).to(torch.uint8).view(torch.int8)
+        shift, shifts = int(wanted.flatten()[0]), wanted if wanted.numel() > 1 else None
+    if group % _BLOCK or num_inputs % _BLOCK:
+        return None
+    return RepackedRows(
+        kind=plan.kind,
+        num_rows=num_rows,
+        row_bytes=num_inputs // _BLOCK * _BLOCK_BYTES[plan.kind],
+        num_inputs=num_inputs,
+        layout=place.layout,
+        codes=place.rows(),
+        bits=place.bits,
+        scales=scales.contiguous(),
+        minimums=None if minimums is None else minimums.expand(scales.shape).contiguous(),
+        shifts=None if shifts is None else shifts.expand(scales.shape).contiguous(),
+        shift=shift,
+        group=group,
+        scale_rows=plan.scale_rows,
+    )
+
+
+def _plan(packed: Packed) -> _Plan | None:
+    """Return how the rows are made; None if no type holds them."""
+    if isinstance(packed, Integers):
+        return _plan_integers(packed)
+    if isinstance(packed, Microscaled):
+        return _Plan(_MXFP4, packed.exponents, _BLOCK)
+    if not isinstance(packed, Blocks) or packed.shape[1] % _BLOCK:
+        return None
+    if not float(packed.scales.abs().amax()) * _FP8_MAX / 127 < _FLOAT16_MAX:
+        return None
+    num_scale_rows = packed.scales.shape[0]
+    return _Plan(
+        _Q8_0,
+        packed.scales.float(),
+        packed.block[1],
+        scale_rows=packed.block[0] if num_scale_rows > 1 else packed.shape[0],
+    )
+
+
+def _plan_integers(packed: Integers) -> _Plan | None:
+    inputs, group = packed.shape[1], packed.group
     is_even = inputs % _BLOCK == 0 and (group % _BLOCK == 0 or group >= inputs)
-    scales = _as_float16(packed.scales.float())
-    if packed.group_of is not None or not is_even or scales is None:
+    if packed.group_of is not None or not is_even:
         return None
-    zeros = packed.zeros
+    stored, zeros = packed.scales.float(), packed.zeros
+    scales = _as_float16(stored)
+    if scales is None:
+        return None
+    if zeros.numel() > 1:
+        scales = scales.expand(torch.broadcast_shapes(scales.shape, zeros.shape))
     lowest, highest = -int(zeros.max()), (1 << packed.bits) - 1 - int(zeros.min())
-    heads = _by_block(scales, inputs, group)
     if lowest >= -8 and highest <= 7:
-        codes = _nibbles(_shifted(packed, 8))
-        return _rows(_Q4_0, _bytes(heads, codes), codes)
+        return _Plan(_Q4_0, scales, group, shift=8 - zeros)
     if packed.bits <= 4:
-        minimums = _by_block((-packed.scales.float() * zeros).half(), inputs, group)
-        codes = _nibbles(packed.codes)
-        return _rows(_Q4_1, _bytes(heads, codes), _bytes(minimums, codes), codes)
-    if lowest >= -128 and highest <= 127:
-        codes = _shifted(packed, 0).unflatten(1, (-1, _BLOCK))
-        return _rows(_Q8_0, _bytes(heads, codes), codes)
-    return None
+        return _Plan(_Q4_1, scales, group, minimums=(-stored * zeros).half())
+    return _Plan(_Q8_0, scales, group, shift=-zeros) if lowest >= -128 and highest <= 127 else None
 
 
-def _shifted(packed: Integers, offset: int) -> Tensor:
-    """Return codes less zeros plus an offset, modulo 256."""
-    shift = (offset - packed.zeros).to(torch.uint8)
-    if not bool(shift.any()):
+def _shifted(packed: Integers, shift: Tensor | None) -> Tensor:
+    """Return codes plus a shift, modulo 256."""
+    if shift is None or not bool(shift.any()):
         return packed.codes
-    codes, shift = packed.grouped(packed.codes, shift)
-    return (codes + shift).view(packed.codes.shape)
+    codes, shift = packed.grouped(packed.codes, shift.to(torch.uint8))
+    return (codes + shift).view(packed.shape)
 
 
-def _of_blocks(packed: Blocks) -> StoredRows | None:
-    if packed.values.shape[1] % _BLOCK:
-        return None
+def _of_blocks(packed: Blocks) -> StoredRows:
     weight = packed.dequantise().unflatten(1, (-1, _BLOCK))
     peak = torch.maximum(weight.amax(2), -weight.amin(2))
     scales = (peak / 127).half()
-    if not bool(scales.isfinite().all()):
-        return None
     inverse = torch.where(scales > 0, 1 / scales.float(), 0)
-    codes = weight.mul_(inverse[:, :, None]).round_().clamp_(-127, 127).to(torch.int8)
+    codes = weight.mul_(inverse[:, :, None]).round_().clamp_(-127, 127).nan_to_num_().to(torch.int8)
     return _rows(_Q8_0, _bytes(scales, codes), codes.view(torch.uint8))
 
 
@@ -77,12 +142,12 @@ def _as_float16(scales: Tensor) -> Tensor | None:
     return rounded if bool(is_near.all()) else None
 
 
-def _by_block(values: Tensor, inputs: int, group: int) -> Tensor:
+def _by_block(values: Tensor, packed: Integers) -> Tensor:
     """Return a value for each block, [rows, blocks], of one for each group."""
-    num_blocks = inputs // _BLOCK
+    num_blocks = packed.shape[1] // _BLOCK
     if values.shape[1] == 1:
         return values.expand(-1, num_blocks)
-    return values.repeat_interleave(group // _BLOCK, 1)[:, :num_blocks]
+    return values.repeat_interleave(packed.group // _BLOCK, 1)[:, :num_blocks]
 
 
 def _nibbles(codes: Tensor) -> Tensor:

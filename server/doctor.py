@@ -1,0 +1,88 @@
+"""Runs `quire doctor`: checks whether this machine can serve, and prints a table of what to do where it cannot."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+from engine.core.errors import QuireError
+from engine.doctor import Finding, State, check_machine
+
+_EXTRAS = {"triton": "CUDA kernels", "opentelemetry.sdk": "quire[otel]: traces", "matplotlib": "quire[plot]: pictures"}
+_HUB_PATIENCE_S = 5.0
+_LAST_PORT = 65535
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check the machine and print the findings. Returns 0 if it can serve, 1 if not."""
+    options = _options(argv)
+    findings = [*check_machine(), *_port(options.host, options.port), *_extras(), *(_hub() if options.online else ())]
+    failed = any(finding.state is State.FAILED for finding in findings)
+    if options.json:
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))  # noqa: T201 - the command's output
+    else:
+        _print_table(findings)
+        print("This machine cannot serve yet." if failed else "This machine can serve.")  # noqa: T201
+    return int(failed)
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("quire doctor", description="Check whether this machine can serve.")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parser.add_argument("--online", action="store_true", help="ask the model hub too")
+    parser.add_argument("--host", default="127.0.0.1", help="address to serve on; default %(default)s")
+    parser.add_argument("--port", type=int, default=int(os.environ.get("QUIRE_PORT", "8000")), help="default 8000")
+    return parser.parse_args(argv)
+
+
+def _port(host: str, port: int) -> Iterator[Finding]:
+    from server.serve import bind
+
+    if not 0 <= port <= _LAST_PORT:
+        yield Finding("port", State.FAILED, f"{port} is no port", f"choose one from 1 to {_LAST_PORT} with --port")
+        return
+    try:
+        with closing(bind(host, port)):
+            yield Finding("port", State.OK, f"{port} on {host} is free")
+    except QuireError as error:
+        yield Finding("port", State.NOTE, f"{port} on {host} is not free", str(error))
+
+
+def _extras() -> Iterator[Finding]:
+    for module, purpose in _EXTRAS.items():
+        package = module.partition(".")[0]
+        is_there = importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
+        yield Finding(package, State.OK, f"{'installed' if is_there else 'not installed'} ({purpose})")
+
+
+def _hub() -> Iterator[Finding]:
+    import httpx
+    from huggingface_hub.constants import ENDPOINT
+
+    try:
+        status = httpx.head(ENDPOINT, timeout=_HUB_PATIENCE_S, follow_redirects=True).status_code
+    except httpx.HTTPError as error:
+        advice = "check the network and HF_ENDPOINT; local models and HF_HUB_OFFLINE=1 need no hub"
+        yield Finding("model hub", State.NOTE, f"{ENDPOINT} does not answer: {error}", advice)
+    else:
+        yield Finding("model hub", State.OK if status < 500 else State.NOTE, f"{ENDPOINT} answers with {status}")
+
+
+def _print_table(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    colours = {State.OK: "green", State.NOTE: "yellow", State.FAILED: "red"}
+    table = Table("check", "", "found", "what to do", box=None, padding=(0, 2, 0, 0))
+    for check, state, found, advice in findings:
+        table.add_row(
+            check, f"[{colours[state]}]{state.value}[/]", *(text.replace("[", r"\[") for text in (found, advice))
+        )
+    width = shutil.get_terminal_size((140, 24)).columns if not sys.stdout.isatty() else None
+    Console(width=width, highlight=False).print(table)
