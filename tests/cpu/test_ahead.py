@@ -25,6 +25,7 @@ from engine.runtime.native.library import Library, native
 from engine.runtime.native.ops import NativeLinear
 from engine.runtime.native.packer import Packer
 from tests.cpu.test_weights_gguf import tiny, write
+from tests.patience import PATIENCE_S
 
 _MIB = 1 << 20
 
@@ -142,7 +143,7 @@ def test_reports_follow_the_calls_before_them() -> None:
     packer, order, go = Packer(), [], Event()
 
     def slow() -> None:
-        go.wait(60)
+        go.wait(PATIENCE_S)
         order.append("packed")
 
     with packer.behind():
