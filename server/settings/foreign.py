@@ -397,7 +397,6 @@ PROGRAMS = {"vLLM": VLLM, "llama-server": LLAMA_SERVER}
 _ROWS = {flag: row for rows in PROGRAMS.values() for row in rows for flag in row.flags}
 SPELLINGS = tuple(_ROWS)
 
-
 _IN_CHECKPOINT = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto-round", "mxfp4", "modelopt")
 _BACKENDS = (
     "FLASH_ATTN",
@@ -436,6 +435,7 @@ KEY_VARIABLES = ("VLLM_API_KEY", "LLAMA_API_KEY")  # served as --api-key: ignore
 _VARIABLES = ("VLLM_", "LLAMA_ARG_")
 
 _NUMBER = re.compile(r"-\d[\d.]*")
+_WORD = re.compile(r"[\w-]+")
 _LEVEL = re.compile(r"-O(\d+)")
 
 
@@ -589,7 +589,7 @@ def check_same(made: Translated, flags: Mapping[str, Any]) -> dict[str, Any]:
 def known_value(name: str, value: Any) -> Any:
     """Return Quire's spelling of a value of its setting `name`. Raises ConfigError for one that is refused."""
     for setting, word, why in REFUSED_VALUES:
-        if name == setting and word in str(value).split('"' if "{" in str(value) else None):
+        if name == setting and word in _WORD.findall(str(value)):
             raise ConfigError(f"{to_flag(name)} {value} is not served: {why}.")
     return VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
 

@@ -85,6 +85,14 @@ def test_memory_is_backed_only_for_weights_on_a_cpu(settings: dict[str, str], tm
     memory.release(0)
 
 
+def test_memory_of_several_nodes_is_left_to_the_threads_that_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(bytes(_MIB))
+    monkeypatch.setattr(ahead, "_SECOND_NODE", tmp_path)
+    assert begin_weights(EngineConfig(model=str(tmp_path / "model.gguf"), device="cpu")) is None
+
+
 def test_memory_is_not_backed_where_little_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").write_bytes(bytes(_MIB))
     monkeypatch.setattr(ahead, "available_memory", lambda: _MIB)

@@ -15,6 +15,7 @@ TESTS = Path(__file__).parents[1]
 WITH_HOSTS = {
     "test_cross_site.py",
     "pages.py",
+    "pictures.py",
     "test_foreign.py",
     "test_traces.py",
     "test_config.py",
