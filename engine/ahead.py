@@ -27,6 +27,7 @@ from engine.runtime.native.rows import OpenFile
 # In the order in which torch loads them; the first makes those of a CUDA build visible to the second.
 _TORCH_LIBRARIES = ("libtorch_global_deps.so", "libtorch_cpu.so")
 _GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+_SECOND_NODE = Path("/sys/devices/system/node/node1")
 _READ = 4 << 20  # bytes
 _SHARE = 0.95  # of the files' bytes; some tensors of every model are not packed
 
@@ -70,6 +71,8 @@ def begin_weights(config: EngineConfig) -> BackedMemory | None:
     if not num_bytes or num_bytes > available_memory() // 2:
         return None
     Thread(target=_read, args=(files,), name="read-ahead", daemon=True).start()
+    if _SECOND_NODE.exists():  # the pages would all be of the node of the thread that touches them
+        return None
     is_cpu = config.device == "cpu" or (config.device == "auto" and not any(map(os.path.exists, _GPUS)))
     if not is_cpu or config.cpu_kernels == "off" or config.quantization == "int8":
         return None

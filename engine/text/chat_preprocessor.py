@@ -118,10 +118,18 @@ class ChatPreprocessor:
         return sampling_params(
             chat,
             limits,
-            max_tokens=limits.rest_of_context(num_prompt, "messages") if asked is None else asked,
+            max_tokens=self._longest(num_prompt) if asked is None else asked,
             logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
             prompt_logprobs=chat.prompt_logprobs,
         )
+
+    def _longest(self, num_prompt: int) -> int:
+        """Return the most tokens of an answer whose request names no bound. Raises ContextLengthError."""
+        rest, default = (
+            self.limits.rest_of_context(num_prompt, "messages"),
+            self._tokenizer.sampling_defaults.max_tokens,
+        )
+        return rest if default is None else min(rest, default)
 
     # -- tools -------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ def sampling_of(values: Mapping[str, Any], base: SamplingDefaults, source: str) 
     for name, value in named.items():
         if type(value) not in (int, float) or not isfinite(value):
             raise ModelLoadError(f"{source}: {name!r} is {value!r:.80}, not a number; correct or remove it.")
-    if named.keys() - {"max_new_tokens"} and values.get("do_sample") is False:
+    if named.keys() - {"max_tokens", "max_new_tokens"} and values.get("do_sample") is False:
         named["temperature"] = 0.0
     return replace(base, **named)
 

@@ -15,7 +15,8 @@ from engine.text.types import SamplingDefaults
 GREEDY_BELOW = 1e-5  # a temperature too small to divide logits by asks for the most likely token
 MAX_BAD_CHARS = 8192  # of all bad words; they are encoded in 10 ms
 # Fields whose default depends on the model.
-_MODELS_OWN = [each.name for each in dataclasses.fields(SamplingDefaults) if each.name != "max_new_tokens"]
+_LENGTHS = ("max_tokens", "max_new_tokens")
+_MODELS_OWN = [each.name for each in dataclasses.fields(SamplingDefaults) if each.name not in _LENGTHS]
 _SHARED = SamplingFields.model_fields.keys() & {each.name for each in dataclasses.fields(SamplingParams)}
 
 

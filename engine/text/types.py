@@ -17,7 +17,8 @@ class SamplingDefaults:
     top_k: int = 0  # 0 is off
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    max_new_tokens: int | None = None  # the most tokens of any answer
+    max_tokens: int | None = None  # of an answer in a chat whose request names no bound
+    max_new_tokens: int | None = None  # bounds every answer
 
 
 class Reasoning(NamedTuple):

@@ -92,7 +92,7 @@ export class Answer {
     if (!isStreaming && finish in FINISHES) {
       facts.push(FINISHES[finish]);
     }
-    this.facts.textContent = facts.join("  ·  ");
+    this.facts.textContent = facts.map((fact) => fact.replaceAll(" ", "\u00a0")).join("  ·  ");
     const explained = `${duration(ttft)} to the first token, ${duration(tpot)} for each one after it`;
     this.facts.title = tokens ? `${explained}; ${count(cached)} of ${count(prompt)} prompt tokens were cached` : "";
   }

@@ -5,6 +5,7 @@ import { Answer } from "./answer.js";
 import { Composer } from "./composer.js";
 import { titleOf } from "./conversation.js";
 import { button, byId, el, sequenceColour } from "./dom.js";
+import { notify } from "./notices.js";
 import { Question } from "./question.js";
 import { Scroller } from "./scroller.js";
 import { welcome } from "./welcome.js";
@@ -13,6 +14,7 @@ const SHOWN = 40; // messages that are drawn at first; older ones on demand
 const MAX_ANNOUNCED = 1000; // characters of an answer that a screen reader is given
 
 export class Chat {
+  names = []; // of the models
   #views = []; // a Question or an Answer of each message from #first on
   #first = 0;
   #frame = 0;
@@ -66,6 +68,7 @@ export class Chat {
 
   /** Offer models, if there is a choice. */
   setModels(names) {
+    this.names = names;
     this.models.replaceChildren(...names.map((name) => new Option(name)));
     this.models.hidden = names.length < 2;
     this.showSettings();
@@ -74,9 +77,10 @@ export class Chat {
   /** Show the model and the kind of API that are set. */
   showSettings() {
     const { settings } = this.session.conversation;
-    if (settings.model) {
-      this.models.value = settings.model;
+    if (this.names.length && !this.names.includes(settings.model)) {
+      settings.model = ""; // no longer served: the first is
     }
+    this.models.value = settings.model || (this.names[0] ?? "");
     this.composer.input.placeholder = this.#isChat ? "Ask something" : "Begin a text";
     this.element.classList.toggle("completion", !this.#isChat);
     if (!this.session.messages.length) {
@@ -139,10 +143,10 @@ export class Chat {
   #make(message) {
     const index = () => this.session.messages.indexOf(message);
     if (message.role === "user") {
-      return new Question(message, { onEdit: (text) => this.session.edit(index(), text) });
+      return new Question(message, { onEdit: (text) => this.#replace(index(), (at) => this.session.edit(at, text)) });
     }
     const view = new Answer(message, {
-      retry: () => this.session.retry(index()),
+      retry: () => this.#replace(index(), (at) => this.session.retry(at)),
       goOn: () => this.session.goOn(index()),
       sendResults: () => this.session.sendResults(index()),
       request: () => this.session.request(index()),
@@ -154,6 +158,18 @@ export class Chat {
       view.finish();
     }
     return view;
+  }
+
+  /** Ask again from a message on, and offer to bring back what that removes. */
+  #replace(index, ask) {
+    const { session } = this;
+    const messages = [...session.messages];
+    session.stop();
+    ask(index);
+    if (messages.length - index > 2) {
+      const act = () => session.restore(messages);
+      notify(`The ${messages.length - index - 1} messages after it are removed.`, { action: "Undo", act });
+    }
   }
 
   #showOlder() {

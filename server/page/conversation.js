@@ -79,8 +79,18 @@ export function requestFor({ settings, messages }, index, { continues = false } 
   Object.assign(body, settings.reasoning_effort ? { reasoning_effort: settings.reasoning_effort } : {});
   Object.assign(body, continues ? { continue_final_message: true, add_generation_prompt: false } : {});
   const system = settings.system.trim() ? [{ role: "system", content: settings.system.trim() }] : [];
-  const turns = messages.slice(0, continues ? index + 1 : index).flatMap(forRequest);
+  const turns = messages.slice(0, continues ? index + 1 : index).flatMap(forRequest).reduce(joinQuestions, []);
   return { path: "v1/chat/completions", body: { ...body, messages: [...system, ...turns] } };
+}
+
+/** Join questions between which an answer failed: many chat templates want roles to alternate. */
+function joinQuestions(turns, turn) {
+  const last = turns.at(-1);
+  if (turn.role === "user" && last?.role === "user") {
+    return [...turns.slice(0, -1), { role: "user", content: `${last.content}\n\n${turn.content}` }];
+  }
+  turns.push(turn);
+  return turns;
 }
 
 /** Return a message as the API has it, with the results of its tool calls. */

@@ -33,7 +33,7 @@ export class Desk {
     byId("export-all").addEventListener("click", () => this.#exportAll());
     byId("import").addEventListener("click", () => byId("import-file").click());
     byId("import-file").addEventListener("change", (event) => this.#import(event.target));
-    document.addEventListener("visibilitychange", () => document.hidden || this.#list()); // another tab may have written
+    document.addEventListener("visibilitychange", () => this.#visibilityChanged());
   }
 
   /** Show what was on the screen before a reload, or a new chat. */
@@ -61,6 +61,19 @@ export class Desk {
     (shown ?? this.chats[0]).focus();
   }
 
+  /** Keep answers before a phone ends the hidden page; look for what another tab has written. */
+  #visibilityChanged() {
+    if (!document.hidden) {
+      this.#list();
+      return;
+    }
+    for (const session of this.#sessions.values()) {
+      if (session.isBusy) {
+        this.#save(session.conversation);
+      }
+    }
+  }
+
   // -- the chats --------------------------------------------------------------------
 
   #session(conversation) {
@@ -74,8 +87,8 @@ export class Desk {
   #new() {
     const [first] = this.chats;
     if (first.session.messages.length) {
-      const { model, api, system } = first.session.conversation.settings;
-      this.#show(first, this.#session(newConversation({ model, api, system })));
+      const { model, api } = first.session.conversation.settings;
+      this.#show(first, this.#session(newConversation({ model, api })));
     }
     showChats();
     first.focus();

@@ -64,6 +64,8 @@ const cells = (line) => {
 export const columnsOf = (line) => (line.includes("|") && DELIMITER.test(line) ? cells(line).length : 0);
 
 export class Table {
+  #rows = []; // complete, and not drawn yet
+
   constructor(header, delimiter) {
     this.alignments = cells(delimiter).map((cell) => {
       const [left, right] = [cell.startsWith(":"), cell.endsWith(":")];
@@ -76,12 +78,20 @@ export class Table {
   }
 
   add(line) {
-    this.body.append(this.#row(cells(line), "td"));
+    this.#rows.push(this.#row(cells(line), "td"));
   }
 
-  render() {} // a row is drawn when it is complete
+  /** Draw new rows: one by one at first, then when there are a sixteenth more, for each lays out the whole table. */
+  render() {
+    if (this.#rows.length > this.body.rows.length / 16) {
+      this.close();
+    }
+  }
 
-  close() {}
+  close() {
+    this.#rows.forEach((row) => this.body.append(row));
+    this.#rows = [];
+  }
 
   #row(texts, tag) {
     const row = el("tr");

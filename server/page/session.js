@@ -51,6 +51,14 @@ export class Session {
     return this.send(text);
   }
 
+  /** Bring messages back that retry or edit removed. */
+  restore(messages) {
+    this.stop();
+    this.conversation.messages = messages;
+    this.view?.sync();
+    this.#keep();
+  }
+
   /** Go on with an answer that was cut. */
   goOn(index) {
     const { facts, ...answer } = this.messages[index];
@@ -78,24 +86,32 @@ export class Session {
     const answer = this.messages[index];
     const { settings } = this.conversation;
     answer.facts.model = settings.model;
+    let run;
     try {
-      this.run = new Run(requestFor(this.conversation, index, how), answer);
+      run = new Run(requestFor(this.conversation, index, how), answer);
     } catch (error) {
       answer.error = error.message; // the tools are not valid
       this.view?.sync();
       return;
     }
+    this.run = run;
     this.view?.sync();
     this.#keep();
-    await this.run.finish(() => {
+    await run.finish(() => this.#grow(run));
+    if (this.run === run) { // else another one was begun meanwhile
+      this.run = null;
+      this.view?.end();
+      this.#keep();
+    }
+  }
+
+  #grow(run) {
+    if (this.run === run) {
       this.view?.grow();
       if (performance.now() - this.#savedMs > SAVE_MS) {
         this.#keep();
       }
-    });
-    this.run = null;
-    this.view?.end();
-    this.#keep();
+    }
   }
 
   #keep() {

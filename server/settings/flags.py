@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from engine.core.errors import ConfigError
 from engine.setting import Declared, describe, fault, features, to_flag
-from server.settings.foreign import SPELLINGS, split, unread_variables
+from server.settings.foreign import SPELLINGS, narrower, split, unread_variables
 from server.settings.settings import DECLARED, ENV_PREFIX, Settings, Sources, names_of, read_sources, suggestion
 
 GROUPS = (  # the headings of --help, in order
@@ -153,7 +153,7 @@ def load_settings(argv: Sequence[str]) -> Settings:
             raise ConfigError(f"{each.spelling} is {describe(value)}{_set_by(each.name, sources.origins)}; {wanted}.")
     settings.origins.update(sources.origins)
     settings.notices.extend(sources.notices)
-    settings.remarks.extend(sources.remarks)
+    settings.remarks.extend([*sources.remarks, *narrower(settings)])
     if unread := unread_variables(os.environ):
         settings.remarks.append(f"{', '.join(unread)} (variables of other servers; Quire's begin with {ENV_PREFIX})")
     return settings

@@ -352,15 +352,15 @@ LLAMA_SERVER = (
     _row("--chat-template-file", Alias("chat_template")),
     _row("--chat-template-kwargs", Alias("default_chat_template_kwargs")),
     _row("--reasoning-format", Alias("reasoning_parser", values={"deepseek": "auto"})),
-    _row("-rea --reasoning", Alias("default_chat_template_kwargs", "enable_thinking", {"on": True, "off": False, "auto": None}, _thinking)),
-    _row("--reasoning-budget", Alias("default_chat_template_kwargs", "enable_thinking", {"-1": None, "0": False}, _thinking, note="-1 or 0; a request sets others as thinking_token_budget")),
+    _row("-rea --reasoning", Alias("default_chat_template_kwargs", "enable_thinking", {"on": True, "off": False, "auto": None}, _thinking, note="by the variable that templates have for it")),
+    _row("--reasoning-budget", Alias("default_chat_template_kwargs", "enable_thinking", {"-1": None, "0": False}, _thinking, note="-1 or 0, by the variable that templates have for it; a request sets others as thinking_token_budget")),
     _row("--reasoning-effort", NoEffect("the template's default holds", ("default",), "send reasoning_effort with each request")),
     _row("--temp --temperature", _sampling("temperature")),
     _row("--top-k", _sampling("top_k", int)),
     _row("--top-p", _sampling("top_p")),
     _row("--min-p", _sampling("min_p")),
     _row("--repeat-penalty", _sampling("repetition_penalty")),
-    _row("-n --predict --n-predict", _sampling("max_new_tokens", int)),
+    _row("-n --predict --n-predict", _sampling("max_tokens", int)),
     _row("--presence-penalty --frequency-penalty -l --logit-bias", Refusal(_ASK)),
     _row("-s", Refusal("a request names its seed; others are drawn at random")),
     _row("--grammar --grammar-file -j --json-schema -jf --json-schema-file", Refusal(f"{_ASK}, as structured_outputs or response_format")),
@@ -396,7 +396,6 @@ LLAMA_SERVER = (
 PROGRAMS = {"vLLM": VLLM, "llama-server": LLAMA_SERVER}
 _ROWS = {flag: row for rows in PROGRAMS.values() for row in rows for flag in row.flags}
 SPELLINGS = tuple(_ROWS)
-
 
 _IN_CHECKPOINT = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto-round", "mxfp4", "modelopt")
 _BACKENDS = (
@@ -436,6 +435,7 @@ KEY_VARIABLES = ("VLLM_API_KEY", "LLAMA_API_KEY")  # served as --api-key: ignore
 _VARIABLES = ("VLLM_", "LLAMA_ARG_")
 
 _NUMBER = re.compile(r"-\d[\d.]*")
+_WORD = re.compile(r"[\w-]+")
 _LEVEL = re.compile(r"-O(\d+)")
 
 
@@ -589,9 +589,16 @@ def check_same(made: Translated, flags: Mapping[str, Any]) -> dict[str, Any]:
 def known_value(name: str, value: Any) -> Any:
     """Return Quire's spelling of a value of its setting `name`. Raises ConfigError for one that is refused."""
     for setting, word, why in REFUSED_VALUES:
-        if name == setting and word in str(value).split('"' if "{" in str(value) else None):
+        if name == setting and word in _WORD.findall(str(value)):
             raise ConfigError(f"{to_flag(name)} {value} is not served: {why}.")
     return VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
+
+
+def narrower(settings: Any) -> list[str]:
+    """Return remarks on settings that mean more to other servers than they do here."""
+    if not settings.seed or settings.load_format == "dummy":
+        return []
+    return [f"--seed {settings.seed} (it seeds random weights; a request names the seed of its answer)"]
 
 
 def keys_of(environ: Mapping[str, str]) -> tuple[str, str] | None:

@@ -53,7 +53,8 @@ class ServeConfig:
     override_generation_config: Mapping[str, Any] | None = _model(
         None,
         "JSON",
-        "sampling where a request names none: temperature, top_p, top_k, min_p, repetition_penalty; max_new_tokens bounds all answers",
+        "sampling where a request names none: temperature, top_p, top_k, min_p, repetition_penalty, max_tokens; max_new_tokens bounds "
+        "all answers",
         unset="none",
     )
 

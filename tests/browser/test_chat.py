@@ -40,6 +40,14 @@ def chats(page: Page) -> Locator:
     return page.locator("#history-list .open-chat")
 
 
+def reload(page: Page, last: str) -> None:
+    """Load the page again, once the last answer is in the history."""
+    kept = "import('./page/store.js').then(({ store }) => store.loadAll()).then(JSON.stringify)"
+    eventually(lambda: f'"content":{json.dumps(last)}' in page.evaluate(kept))
+    eventually(lambda: '"finish":"interrupted"' not in page.evaluate(kept))
+    page.reload()
+
+
 def test_thoughts_fold_when_the_answer_begins(serve: Serve, open_page: Open) -> None:
     live = serve(template=THINKING, step_s=0.01)
     page = open_page(live)
@@ -67,7 +75,7 @@ def test_a_tool_call_gets_its_result_and_the_model_goes_on(serve: Serve, open_pa
         calls.nth(index).get_by_role("textbox", name="Result").fill(result)
         calls.nth(index).get_by_role("button", name="Use this result").click()
     expect(answers(page).last).to_have_text("snow")  # the last message, which the parrot repeats
-    page.reload()
+    reload(page, "snow")
     expect(page.locator(".call .given").first).to_have_text("sunny")
     expect(answers(page).last).to_have_text("snow")
 
@@ -85,6 +93,20 @@ def test_messages_are_edited_and_asked_again(serve: Serve, open_page: Open) -> N
     page.get_by_role("button", name="Retry").click()
     expect(answers(page)).to_have_text(["three"])
     expect(page.locator(".question .bubble")).to_have_text(["three"])
+    page.get_by_role("button", name="Undo").click()
+    expect(answers(page)).to_have_text(["one", "two"])
+
+
+def test_a_question_after_a_failed_answer_takes_the_failed_one_along(serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(template=THINKING))
+    error = 'data: {"error": {"message": "The device is lost."}}\n\n'
+    page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=error), times=1
+    )
+    ask(page, "one")
+    expect(page.get_by_role("alert")).to_have_text("The device is lost.")
+    ask(page, "two")
+    expect(answers(page).last).to_have_text("one\n\ntwo", use_inner_text=True)
 
 
 def test_enter_does_not_send_while_a_character_is_composed_and_a_draft_survives(serve: Serve, open_page: Open) -> None:
@@ -111,7 +133,7 @@ def test_chats_are_kept_found_renamed_and_deleted(serve: Serve, open_page: Open)
     ask(page, "about dogs")
     expect(answers(page)).to_have_text("about dogs")
     expect(chats(page)).to_have_text(["about dogs", "about cats"])
-    page.reload()
+    reload(page, "about dogs")
     expect(answers(page)).to_have_text("about dogs")
     page.get_by_label("Search chats").fill("CAT")
     expect(chats(page)).to_have_text(["about cats"])

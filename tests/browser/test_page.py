@@ -60,7 +60,9 @@ def test_a_question_is_answered_with_its_figures_and_its_command(serve: Serve, o
     set_up(page, Temperature="0", Seed="7")
     ask(page, "Who goes 'there'?")
     expect(card(page).locator(".answer .text")).to_have_text("Who goes 'there'?")
-    expect(card(page).locator(".facts")).to_have_text(re.compile(r"^18 tokens  ·  \d+ tokens/s  ·  TTFT [\d.]+ m?s$"))
+    expect(card(page).locator(".facts")).to_have_text(
+        re.compile(r"^18\stokens\s+·\s+[\d,]+\stokens/s\s+·\s+TTFT\s[\d.]+\sm?s$")
+    )
     card(page).get_by_role("button", name="Show as curl command").click()
     command = card(page).locator(".command").inner_text()
     for part in ("/v1/chat/completions'", '"temperature":0,', '"seed":7', "Who goes '\\''there'\\''?"):

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from daemons import serving
 
+from tests.documents.pages import ADDRESS
+
 HERE = Path(__file__).parent
 PAGES = HERE.parents[1] / "docs/integrations"
 PROGRAMS = HERE / "agents/node_modules/.bin"
@@ -46,9 +48,7 @@ def variables_for_claude(url: str) -> dict[str, str]:
     """Return the variables that the page sets, with a daemon's address."""
     words = shlex.split(block("claude-code.md", "bash", "ANTHROPIC_BASE_URL"))
     assert words[-1] == "claude"
-    return {
-        name: value.replace("http://127.0.0.1:8000", url) for name, _, value in (w.partition("=") for w in words[:-1])
-    }
+    return {name: value.replace(ADDRESS, url) for name, _, value in (w.partition("=") for w in words[:-1])}
 
 
 def needs(program: str, package: str) -> pytest.MarkDecorator:
@@ -118,7 +118,7 @@ def ask_codex(url: str, folder: Path, prompt: str, settings: str = "") -> list[d
     """Have Codex answer; the events it prints. An answer may fill the context, since Codex sets no other limit to it."""
     config = folder.parent / "home/.codex/config.toml"
     config.parent.mkdir(parents=True, exist_ok=True)
-    page = block("codex.md", "toml", "model = ").replace('"MODEL"', '"smol"').replace("http://127.0.0.1:8000", url)
+    page = block("codex.md", "toml", "model = ").replace('"MODEL"', '"smol"').replace(ADDRESS, url)
     window = "model_context_window = 65536\n"
     assert window in page
     config.write_text(page.replace(window, settings or window))
@@ -136,7 +136,7 @@ def test_continue_with_the_embedded_model(embedded: str, tmp_path: Path) -> None
     """Continue's command line reads the page's file; its extension reads the same one."""
     config = tmp_path / "config.yaml"
     page = block("continue.md", "yaml", "name: ").replace("SmolLM2-135M-Instruct", "smol")
-    config.write_text(page.replace("http://127.0.0.1:8000", embedded))
+    config.write_text(page.replace(ADDRESS, embedded))
     asked = ("--config", str(config), "-p", "What is the capital of Japan?")
     done = run("cn", *asked, cwd=tmp_path / "work", env={"CONTINUE_TELEMETRY_ENABLED": "0"})
     assert done.returncode == 0, done.stderr

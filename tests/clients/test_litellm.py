@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from tests.documents.pages import ADDRESS
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(find_spec("litellm") is None, reason="LiteLLM is not installed: make clients"),
@@ -60,6 +62,6 @@ def test_errors_are_its_own(ask: dict[str, Any]) -> None:
 
 def test_the_page_s_code_runs(base_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    code = code.replace("http://127.0.0.1:8000/v1", base_url).replace("SmolLM2-135M-Instruct", "smol")
+    code = code.replace(f"{ADDRESS}/v1", base_url).replace("SmolLM2-135M-Instruct", "smol")
     exec(compile(code, str(PAGE), "exec"), {})
     assert "Tokyo" in capsys.readouterr().out

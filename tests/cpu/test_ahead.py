@@ -25,6 +25,7 @@ from engine.runtime.native.library import Library, native
 from engine.runtime.native.ops import NativeLinear
 from engine.runtime.native.packer import Packer
 from tests.cpu.test_weights_gguf import tiny, write
+from tests.patience import PATIENCE_S
 
 _MIB = 1 << 20
 
@@ -82,6 +83,14 @@ def test_memory_is_backed_only_for_weights_on_a_cpu(settings: dict[str, str], tm
     assert memory is not None
     assert len(memory.pages) == int(0.95 * _MIB)
     memory.release(0)
+
+
+def test_memory_of_several_nodes_is_left_to_the_threads_that_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(bytes(_MIB))
+    monkeypatch.setattr(ahead, "_SECOND_NODE", tmp_path)
+    assert begin_weights(EngineConfig(model=str(tmp_path / "model.gguf"), device="cpu")) is None
 
 
 def test_memory_is_not_backed_where_little_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +151,7 @@ def test_reports_follow_the_calls_before_them() -> None:
     packer, order, go = Packer(), [], Event()
 
     def slow() -> None:
-        go.wait(60)
+        go.wait(PATIENCE_S)
         order.append("packed")
 
     with packer.behind():

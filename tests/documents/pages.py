@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+ADDRESS = "http://127.0.0.1:8000"  # in the pages; tests put that of a daemon in its place
 GENERATED = {ROOT / "docs/models.md", *(ROOT / "docs/reference").glob("*.md")}
 FRONT = [ROOT / name for name in ("README.md", "SERVING.md", "CONTRIBUTING.md")]
 PAGES = FRONT + sorted(set((ROOT / "docs").rglob("*.md")) - GENERATED)

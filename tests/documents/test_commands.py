@@ -23,11 +23,10 @@ from safetensors.numpy import save_file
 
 from engine.model_source import find_model
 from tests.cpu.served_models import serving
-from tests.documents.pages import PAGES, ROOT, Block, blocks, commands, name_of
+from tests.documents.pages import ADDRESS, PAGES, ROOT, Block, blocks, commands, name_of
 from tests.patience import PATIENCE_S
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ADDRESS = "http://127.0.0.1:8000"
 MODEL = "SmolLM2-135M-Instruct"
 WIDTH, RANK = 576, 4  # of the default model, and of the adapter that pages name
 

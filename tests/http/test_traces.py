@@ -21,6 +21,7 @@ from server.settings.app_config import AppConfig
 from server.telemetry import gen_ai, otlp
 from server.telemetry.otlp_endpoints import Endpoints, find_endpoints
 from tests.http.harness import APP, CONFIG
+from tests.patience import PATIENCE_S
 
 SERVER, INTERNAL = 2, 1  # kinds in OTLP
 UNSET, ERROR = 0, 2  # statuses
@@ -366,7 +367,7 @@ def test_a_hanging_collector_delays_no_request_and_no_end(
     with Live(otlp_traces_endpoint=collector.url).serving() as live:
         for _ in range(12):
             assert complete(live).status_code == 200
-        assert collector.asked.wait(30)
+        assert collector.asked.wait(PATIENCE_S)
         counts = span_counts(live)
         assert counts['dropped_total{reason="queue_full"}'] >= 12 * 4 - 16 - 4
         assert counts["sent_total"] == 0

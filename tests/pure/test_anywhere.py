@@ -14,9 +14,12 @@ from tests.patience import PATIENCE_S
 TESTS = Path(__file__).parents[1]
 WITH_HOSTS = {
     "test_cross_site.py",
-    "test_readme.py",
+    "pages.py",
+    "pictures.py",
+    "test_foreign.py",
+    "test_traces.py",
     "test_config.py",
-}  # of headers, and of README's text; never dialled
+}  # of headers, settings and the documents' text; never dialled
 HOST = r"(?:127\.0\.0\.1|localhost|\[::1\]):[1-9]"
 
 

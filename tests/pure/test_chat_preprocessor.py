@@ -61,6 +61,13 @@ def test_a_plain_conversation_gets_a_prompt_and_parameters_alone() -> None:
     assert chat.constrained(None) is chat
 
 
+def test_a_length_holds_where_a_request_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Characters, "sampling_defaults", SamplingDefaults(max_tokens=5))
+    assert [prepared(max_tokens=asked).params.max_tokens for asked in (None, 3, 9)] == [5, 3, 9]
+    monkeypatch.setattr(Characters, "sampling_defaults", SamplingDefaults(max_tokens=5, max_new_tokens=4))
+    assert [prepared(max_tokens=asked).params.max_tokens for asked in (None, 3, 9)] == [4, 3, 4]
+
+
 def test_a_prompt_that_cannot_be_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no chat template"):
         prepared(None)

@@ -139,6 +139,7 @@ def test_a_value_that_would_change_an_answer_or_cannot_be_is_refused(line: str) 
         ("-a a,b", "served_model_name", ("a", "b")),
         ("--temp 0.6 --top-k 20", "override_generation_config", {"temperature": 0.6, "top_k": 20}),
         ("--temp 0 -n -1", "override_generation_config", {"temperature": 0.0}),
+        ("-n 512", "override_generation_config", {"max_tokens": 512}),
         ("--reasoning-budget 0", "default_chat_template_kwargs", {"enable_thinking": False}),
         ("--no-webui", "page", False),
         ("--no-cache-prompt", "enable_prefix_caching", False),
@@ -160,6 +161,11 @@ def test_flags_without_effect_are_named_once_with_the_reason() -> None:
     assert "-tp 1 (one daemon runs one model on one device)" in remarks
     assert "--mlock, --no-mmap (weights are read as the machine does it fastest)" in remarks
     assert remarks.count("-fa on") == 1
+
+
+def test_a_seed_that_seeds_no_answer_is_said() -> None:
+    assert load("--seed 42").remarks == ["--seed 42 (it seeds random weights; a request names the seed of its answer)"]
+    assert load("--seed 42 --load-format dummy").remarks == load("--seed 0").remarks == []
 
 
 def test_a_switch_that_is_refused_may_be_turned_off() -> None:

@@ -201,7 +201,7 @@ def stored_args(part: StoredRows | RepackedRows) -> RowsArgs:
             None if part.shifts is None else part.shifts.data_ptr(),
             part.num_inputs,
             args.row_bytes,
-            part.scales.shape[1],
+            part.num_groups,
             part.group // _BLOCK,
             part.scale_rows,
             part.layout,

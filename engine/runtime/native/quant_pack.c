@@ -407,10 +407,7 @@ static void pack_strip(const void *context, const uint8_t *rows, const struct st
     struct quant_source part = *(const struct quant_source *)context;
     part.first_block = strip->first, part.num_blocks = strip->num;
     part.from.row_bytes = strip->num * strip->block_bytes;
-    for (int64_t i = 0; i < strip->num_rows; i += PANEL) {
-        int64_t after = i + PANEL < strip->num_rows ? i + PANEL : strip->num_rows;
-        pack_tile(&part, rows + i * part.from.row_bytes, i, after);
-    }
+    pack_tile(&part, rows, strip->begin, strip->end);
 }
 
 int32_t quant_pack_strips(const struct quant_source *s, int64_t begin, int64_t end) {

@@ -147,7 +147,8 @@ enum stored_float { STORED_F32 = 0, STORED_F16 = 1, STORED_BF16 = 30 };
 enum code_layout { CODES_NIBBLES, CODES_BYTES, CODES_FP8, CODES_MXFP4, CODES_INPUT_WORDS, CODES_OUTPUT_WORDS };
 
 /* Codes of which rows of a GGUF type are made: code + shift, behind a scale and perhaps a minimum for each block.
- * `scales` are [num_rows / scale_rows][num_groups]: float16, bytes of MXFP4, or float32 of FP8. */
+ * `scales` are float16, bytes of MXFP4, or float32 of FP8: [num_rows / scale_rows][num_groups], or for codes in words
+ * [num_groups][num_rows]. */
 struct packed_codes {
     const void *scales;
     const uint16_t *minimums; /* as scales; NULL: none */

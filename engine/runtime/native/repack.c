@@ -8,8 +8,8 @@
 #include "stored_rows.h"
 
 enum {
-    STRIP_BYTES = 256 << 10, /* of rows that are made of a strip; they stay in the cache until they are packed */
-    OUTPUTS = 8,             /* of a word of AWQ */
+    STRIP_BLOCKS = 8, /* of inputs that are read in turn; what they take stays in the cache */
+    OUTPUTS = 8,      /* of a word of AWQ */
 };
 static const uint64_t ONES = 0x0101010101010101u;
 
@@ -71,13 +71,14 @@ static void make_bytes(const struct packed_codes *c, const uint8_t *stored, int6
     }
 }
 
-/* Make the blocks of a strip of inputs of words along the inputs: [words][rows]. */
+/* Make the blocks of rows [begin, end) of a strip of words along the inputs: [words][rows]. */
 static void make_of_input_words(const struct packed_codes *c, const uint8_t *stored, const struct strip *s, uint8_t *out) {
     const int num_words = c->bits; /* of QBLOCK inputs */
     for (int64_t b = s->first; b < s->first + s->num; b++, stored += num_words * c->row_bytes, out += s->block_bytes) {
-        for (int64_t row = 0; row < s->num_rows; row++) {
-            int64_t at = scale_of(c, row, b), shift = shift_of(c, at);
-            uint8_t *to = write_heads(c, at, out + row * s->num * s->block_bytes);
+        const int64_t heads = b / c->group_blocks * s->num_rows;
+        for (int64_t row = s->begin; row < s->end; row++) {
+            int64_t at = heads + row, shift = shift_of(c, at);
+            uint8_t *to = write_heads(c, at, out + (row - s->begin) * s->num * s->block_bytes);
             uint32_t words[8];
             for (int i = 0; i < num_words; i++) words[i] = word_at(stored + i * c->row_bytes + 4 * row);
             if (c->bits == 4) {
@@ -104,22 +105,30 @@ static inline void transpose(uint64_t words[8]) {
     }
 }
 
-/* Make the blocks of a strip of inputs of AWQ's words, of eight outputs each: [inputs][words]. */
+/* Halves i and i + 16 of eight outputs as bytes, those of even halves of the word first. */
+static inline uint64_t pair_words(uint32_t low, uint32_t high) {
+    const uint32_t mask = 0x0f0f0f0fu;
+    uint32_t even = (low & mask) | (high & mask) << 4, odd = (low >> 4 & mask) | (high & ~mask);
+    return even | (uint64_t)odd << 32;
+}
+
+/* Make the blocks of rows [begin, end) of a strip of AWQ's words, of eight outputs each: [inputs][words]. */
 static void make_of_output_words(const struct packed_codes *c, const uint8_t *stored, const struct strip *s, uint8_t *out) {
-    static const int nibble_of[OUTPUTS] = {0, 4, 1, 5, 2, 6, 3, 7};
+    static const int place_of[OUTPUTS] = {0, 2, 4, 6, 1, 3, 5, 7}; /* of each output */
     for (int64_t b = s->first; b < s->first + s->num; b++, stored += QBLOCK * c->row_bytes, out += s->block_bytes) {
-        for (int64_t row = 0; row < s->num_rows; row += OUTPUTS) {
+        const int64_t heads = b / c->group_blocks * s->num_rows;
+        for (int64_t row = s->begin; row < s->end; row += OUTPUTS) {
             const uint8_t *from = stored + row / OUTPUTS * 4;
-            uint64_t pairs[2][8]; /* for each nibble: inputs i and i + 16 in byte i */
+            uint64_t pairs[2][8];
             for (int i = 0; i < 16; i++)
-                pairs[i / 8][i % 8] = spread(word_at(from + i * c->row_bytes)) | spread(word_at(from + (i + 16) * c->row_bytes)) << 4;
+                pairs[i / 8][i % 8] = pair_words(word_at(from + i * c->row_bytes), word_at(from + (i + 16) * c->row_bytes));
             transpose(pairs[0]);
             transpose(pairs[1]);
-            for (int i = 0; i < OUTPUTS && row + i < s->num_rows; i++) {
-                int64_t at = scale_of(c, row + i, b);
-                uint8_t *to = write_heads(c, at, out + (row + i) * s->num * s->block_bytes);
+            for (int i = 0; i < OUTPUTS && row + i < s->end; i++) {
+                const int64_t at = heads + row + i;
+                uint8_t *to = write_heads(c, at, out + (row + i - s->begin) * s->num * s->block_bytes);
                 for (int half = 0; half < 2; half++) {
-                    uint64_t shifted = pairs[half][nibble_of[i]] + (uint64_t)(17 * shift_of(c, at)) * ONES;
+                    uint64_t shifted = pairs[half][place_of[i]] + (uint64_t)(17 * shift_of(c, at)) * ONES;
                     memcpy(to + 8 * half, &shifted, sizeof shifted);
                 }
             }
@@ -146,9 +155,10 @@ int32_t repack_rows(const struct stored_rows *from, const uint8_t *stored, int64
     return QUIRE_OK;
 }
 
+/* Blocks of a strip: fewer than STRIP_BLOCKS if threads would have nothing to do. */
 static int64_t strip_blocks(const struct stored_rows *from) {
-    int64_t num = STRIP_BYTES / (from->num_rows * from->row_bytes / (from->codes->k / QBLOCK) + 1);
-    return num > 1 ? num : 1;
+    int64_t num_blocks = from->codes->k / QBLOCK, num = num_blocks / (2 * team_size());
+    return num < 1 ? 1 : num < STRIP_BLOCKS ? num : STRIP_BLOCKS;
 }
 
 int64_t repack_num_strips(const struct stored_rows *from) {
@@ -161,16 +171,18 @@ int32_t for_each_strip(const struct stored_rows *from, int64_t begin, int64_t en
     const int64_t num = strip_blocks(from), num_blocks = c->k / QBLOCK;
     const int64_t stored_bytes = (c->layout == CODES_OUTPUT_WORDS ? QBLOCK : c->bits) * c->row_bytes;
     struct strip strip = {.num_rows = from->num_rows, .block_bytes = from->row_bytes / num_blocks};
-    uint8_t *stored = malloc((size_t)(num * stored_bytes)), *rows = malloc((size_t)(num * strip.num_rows * strip.block_bytes));
+    uint8_t *stored = malloc((size_t)(num * stored_bytes)), *rows = malloc((size_t)(num * PANEL * strip.block_bytes));
     int32_t status = stored && rows ? QUIRE_OK : QUIRE_NO_MEMORY;
     for (int64_t i = begin; i < end && !status; i++) {
         strip.first = i * num;
         strip.num = strip.first + num < num_blocks ? num : num_blocks - strip.first;
         status = read_file(from->file, stored, strip.num * stored_bytes, from->offset + strip.first * stored_bytes);
-        if (status) break;
-        if (c->layout == CODES_OUTPUT_WORDS) make_of_output_words(c, stored, &strip, rows);
-        else make_of_input_words(c, stored, &strip, rows);
-        work(context, rows, &strip);
+        for (strip.begin = 0; strip.begin < strip.num_rows && !status; strip.begin = strip.end) {
+            strip.end = strip.begin + PANEL < strip.num_rows ? strip.begin + PANEL : strip.num_rows;
+            if (c->layout == CODES_OUTPUT_WORDS) make_of_output_words(c, stored, &strip, rows);
+            else make_of_input_words(c, stored, &strip, rows);
+            work(context, rows, &strip);
+        }
     }
     free(stored);
     free(rows);
@@ -190,7 +202,7 @@ static void keep_tile(const void *context, const uint8_t *rows, int64_t begin, i
 static void keep_strip(const void *context, const uint8_t *rows, const struct strip *strip) {
     const struct whole *whole = context;
     size_t num_bytes = (size_t)(strip->num * strip->block_bytes);
-    for (int64_t row = 0; row < strip->num_rows; row++, rows += num_bytes)
+    for (int64_t row = strip->begin; row < strip->end; row++, rows += num_bytes)
         memcpy(whole->out + row * whole->from->row_bytes + strip->first * strip->block_bytes, rows, num_bytes);
 }
 

@@ -66,7 +66,10 @@ class RepackedRows(NamedTuple):
     layout: CodeLayout
     codes: StoredRows  # as they lie in the file, which they have
     bits: int
-    scales: Tensor  # [num_rows / scale_rows, groups]: float16, exponents of MXFP4, or float32 of FP8
+    num_groups: int
+    scales: (
+        Tensor  # [num_rows / scale_rows, groups], of words [groups, rows]: float16, exponents of MXFP4, float32 of FP8
+    )
     minimums: Tensor | None  # float16, as scales
     shifts: Tensor | None  # int8, as scales; None: `shift` for all
     shift: int

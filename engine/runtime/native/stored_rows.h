@@ -10,9 +10,9 @@
 
 #include "quire_cpu.h"
 
-/* Blocks of all rows that are made of codes in words: [num_rows][num] of block_bytes. */
+/* Blocks first .. first + num - 1 of rows [begin, end), at most PANEL, that are made of codes in words. */
 struct strip {
-    int64_t first, num, num_rows, block_bytes;
+    int64_t first, num, begin, end, num_rows, block_bytes;
 };
 
 static inline int is_in_strips(const struct stored_rows *from) {

@@ -7,6 +7,8 @@ for a part, and kernels decode other codes of 4 or 8 bits. Other matrices are de
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -22,6 +24,17 @@ from engine.runtime.weights.stored.rows import repacked, rows_of
 from engine.runtime.weights.stored.storage import Storage
 
 _BITS = {2: "4", 3: "4", 8: "8", 39: "4"}  # of a weight, by GGUF's numbers
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch use one thread: waking others for scales takes longer than they save, above all on a busy machine."""
+    num = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num)
 
 
 class StoredScheme(Scheme):
@@ -63,8 +76,11 @@ class StoredScheme(Scheme):
             return None
         parts: list[StoredRows | RepackedRows] = []
         for bundle in matrix.bundles:
-            packed = self.storage.unpack(bundle.name, bundle.tensors)
-            rows = None if packed is None else repacked(packed) or rows_of(packed)
+            with _one_thread():
+                packed = self.storage.unpack(bundle.name, bundle.tensors)
+                rows: StoredRows | RepackedRows | None = None if packed is None else repacked(packed)
+            if packed is not None and rows is None:
+                rows = rows_of(packed)
             if rows is None:
                 return None
             parts.append(rows)

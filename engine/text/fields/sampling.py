@@ -184,14 +184,17 @@ class SamplingFields(QueueFields, ConstraintFields):
 def check_defaults(defaults: SamplingDefaults) -> None:
     """Raise ConfigError if a model recommends values that no request may ask for."""
     values = asdict(defaults)
-    bound = values.pop("max_new_tokens")
-    values["max_tokens"] = -1 if bound == 0 else bound  # a single request may ask for 0 tokens, to score its prompt
+    lengths = {name: values.pop(name) for name in ("max_tokens", "max_new_tokens")}
+    name, reason = "", ""
     try:
         SamplingFields.model_validate(values)
     except ValidationError as error:
         name, reason = str(error.errors()[0]["loc"][0]), error.errors()[0]["msg"]
-        spelled = "max_new_tokens" if name == "max_tokens" else name
+    for each, value in lengths.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            name, reason = each, "it must be a whole number of at least 1"
+    if name:
         raise ConfigError(
-            f"The model's generation_config.json has {spelled} {shorten(repr(getattr(defaults, spelled)))} ({reason}); correct it, start "
+            f"The model's generation_config.json has {name} {shorten(repr(getattr(defaults, name)))} ({reason}); correct it, start "
             "with --generation-config vllm, or set others with --override-generation-config."
-        ) from error
+        )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runtime.native.rows import RepackedRows, StoredRows
+from engine.runtime.native.rows import CodeLayout, RepackedRows, StoredRows
 from engine.runtime.weights.stored.packed import Blocks, Codes, Floats, Integers, Microscaled, Packed
 
 _Q4_0, _Q4_1, _Q8_0, _MXFP4 = 2, 3, 8, 39  # GGUF's numbers
@@ -56,13 +56,18 @@ def repacked(packed: Packed) -> RepackedRows | None:
     plan = None if place is None else _plan(packed)
     if place is None or plan is None:
         return None
-    (num_rows, num_inputs), scales, minimums, shifts, shift = packed.shape, plan.scales, plan.minimums, None, 0
+    (num_rows, num_inputs), scales, shifts, shift = packed.shape, plan.scales, None, 0
     group = num_inputs if scales.shape[1] == 1 else plan.group
     if plan.shift is not None:
         wanted = (plan.shift + place.offset).to(torch.uint8).view(torch.int8)
         shift, shifts = int(wanted.flatten()[0]), wanted if wanted.numel() > 1 else None
     if group % _BLOCK or num_inputs % _BLOCK:
         return None
+
+    def laid_out(values: Tensor) -> Tensor:
+        values = values.expand(scales.shape)
+        return (values.t() if place.layout >= CodeLayout.INPUT_WORDS else values).contiguous()
+
     return RepackedRows(
         kind=plan.kind,
         num_rows=num_rows,
@@ -71,9 +76,10 @@ def repacked(packed: Packed) -> RepackedRows | None:
         layout=place.layout,
         codes=place.rows(),
         bits=place.bits,
-        scales=scales.contiguous(),
-        minimums=None if minimums is None else minimums.expand(scales.shape).contiguous(),
-        shifts=None if shifts is None else shifts.expand(scales.shape).contiguous(),
+        num_groups=scales.shape[1],
+        scales=laid_out(scales),
+        minimums=None if plan.minimums is None else laid_out(plan.minimums),
+        shifts=None if shifts is None else laid_out(shifts),
         shift=shift,
         group=group,
         scale_rows=plan.scale_rows,
