@@ -70,7 +70,9 @@ def received(shared: tuple[Live, Collector]) -> Collector:
 
 def complete(live: Live, headers: dict[str, str] | None = None, **fields: object) -> httpx.Response:
     body = {"prompt": f"{SECRET}|", "max_tokens": 5, "temperature": 0.5} | fields
-    return httpx.post(f"{live.url}/v1/completions", json=body, headers=headers)
+    return httpx.post(
+        f"{live.url}/v1/completions", json=body, headers=headers, verify=False
+    )  # certificates load slowly
 
 
 def check_tree(spans: list[Received]) -> None:
@@ -352,7 +354,7 @@ def test_metrics_of_the_conventions_are_pushed(collector: Collector, serve: Call
 
 
 def span_counts(live: Live) -> dict[str, float]:
-    lines = httpx.get(f"{live.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{live.url}/metrics", verify=False).text.splitlines()
     shown = [line.rsplit(" ", 1) for line in lines if line.startswith("quire_trace_spans")]
     return {name.removeprefix("quire_trace_spans_"): float(value) for name, value in shown}
 
@@ -368,9 +370,9 @@ def test_a_hanging_collector_delays_no_request_and_no_end(
         for _ in range(12):
             assert complete(live).status_code == 200
         assert collector.asked.wait(PATIENCE_S)
-        counts = span_counts(live)
-        assert counts['dropped_total{reason="queue_full"}'] >= 12 * 4 - 16 - 4
-        assert counts["sent_total"] == 0
+        # A request's spans end just after its answer. All but the queue and the batch that hangs are dropped.
+        eventually(lambda: span_counts(live)['dropped_total{reason="queue_full"}'] >= 12 * 4 - 16 - 4)
+        assert span_counts(live)["sent_total"] == 0
     # Left, with the collector still silent.
     assert not collector.gate.is_set()
 
