@@ -26,17 +26,17 @@ RUN pip --python /opt/quire install --no-cache-dir --disable-pip-version-check -
       --only-binary :all: --requirement /src/requirements.txt
 
 FROM dependencies AS package
+ARG REVISION=
 # hadolint ignore=DL3008 # whichever compiler the pinned Debian release has; it stays in this stage
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY engine engine
 COPY server server
 COPY loadtest loadtest
 COPY quire quire
-# The CPU kernels are compiled here, into the wheel. setuptools is that of docker/requirements.txt.
-RUN python -m engine.runtime.native.build \
-    && pip --python /opt/quire wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
+# setup.py compiles the CPU kernels into the wheel. setuptools is that of docker/requirements.txt.
+RUN BUILD_COMMIT="$REVISION" pip --python /opt/quire wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
     && python -c 'import glob, zipfile; names = zipfile.ZipFile(*glob.glob("/wheels/*.whl")).namelist(); assert any(name.endswith(".so") for name in names)'
 
 FROM dependencies

@@ -1,8 +1,14 @@
-"""The running version, as /version, answers and metrics report it."""
+"""The running version, as --version, /version, answers and metrics report it. Its number is in pyproject.toml alone."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from importlib import metadata
+from pathlib import Path
+
+COMMIT_FILE = "commit.txt"  # beside this file, in a wheel
+_HERE = Path(__file__).resolve().parent
 
 
 def _installed() -> str:
@@ -13,3 +19,16 @@ def _installed() -> str:
 
 
 VERSION = _installed()
+
+
+def commit() -> str:
+    """Return the commit this code was built from, or the checkout's; "" if neither is known."""
+    noted = _HERE / COMMIT_FILE
+    if noted.is_file():
+        return noted.read_text(encoding="ascii").strip()
+    git = shutil.which("git")
+    if git is None or not (_HERE.parent / ".git").exists():
+        return ""
+    command = (git, "-C", str(_HERE.parent), "describe", "--always", "--dirty", "--abbrev=12")
+    run = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
+    return run.stdout.strip()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from engine.version import VERSION
+from engine.version import VERSION, commit
 
 
 class Command(NamedTuple):
@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(_help())
         return 0 if arguments else 2
     if name in ("-V", "--version"):
-        sys.stdout.write(f"quire {VERSION}\n")
+        built_from = commit()
+        sys.stdout.write(f"quire {VERSION}{f' ({built_from})' if built_from else ''}\n")
         return 0
     command = COMMANDS.get(name)
     if command is None:

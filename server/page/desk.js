@@ -12,7 +12,7 @@ import { Session } from "./session.js";
 import { editSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { store } from "./store.js";
-import { download, fileName, readFile, toJson, toMarkdown } from "./transfer.js";
+import { exportChat, exportChats, fileName, readFile } from "./transfer.js";
 
 const OPEN = "quire.open"; // in sessionStorage: the ids of the chats on the screen
 const MAX_CHATS = 4;
@@ -161,8 +161,8 @@ export class Desk {
     return [
       ...(this.chats.length < MAX_CHATS ? [["Add a chat beside it", beside]] : []),
       ...(hasText ? [["Rename", () => askName(title, (name) => this.#rename(id, name))]] : []),
-      ...(hasText ? [["Export as Markdown", () => this.#export(conversation, "md")]] : []),
-      ...(hasText ? [["Export as JSON", () => this.#export(conversation, "json")]] : []),
+      ...(hasText ? [["Export as Markdown", () => exportChat(conversation)]] : []),
+      ...(hasText ? [["Export as JSON", () => exportChats([conversation], fileName(conversation, "json"))]] : []),
       ["Delete", () => this.#remove(id, title)],
     ];
   }
@@ -234,18 +234,10 @@ export class Desk {
 
   // -- files ------------------------------------------------------------------------
 
-  #export(conversation, ending) {
-    if (ending === "md") {
-      download(fileName(conversation, ending), toMarkdown(conversation), "text/markdown");
-    } else {
-      download(fileName(conversation, ending), toJson([conversation]), "application/json");
-    }
-  }
-
   async #exportAll() {
     const all = await this.#try(() => store.loadAll());
     if (all) {
-      download("quire-chats.json", toJson(all), "application/json");
+      exportChats(all);
     }
   }
 

@@ -8,9 +8,15 @@ const FORMAT = "quire-chats";
 const MAX_FILE = 100_000_000; // bytes
 const text = (value) => (typeof value === "string" ? value : "");
 
-export const toJson = (conversations) => JSON.stringify({ format: FORMAT, version: 1, conversations }, null, 2);
+/** Offer conversations as a file of JSON, which readFile takes. */
+export function exportChats(conversations, name = "quire-chats.json") {
+  download(name, JSON.stringify({ format: FORMAT, version: 1, conversations }, null, 2), "application/json");
+}
 
-export function toMarkdown(conversation) {
+/** Offer a conversation as Markdown. */
+export const exportChat = (conversation) => download(fileName(conversation, "md"), toMarkdown(conversation), "text/markdown");
+
+function toMarkdown(conversation) {
   const parts = [`# ${titleOf(conversation)}`];
   if (conversation.settings.system) {
     parts.push("## System", conversation.settings.system);
@@ -30,7 +36,7 @@ export function toMarkdown(conversation) {
 }
 
 /** Offer a text as a file. */
-export function download(name, content, type) {
+function download(name, content, type) {
   const href = URL.createObjectURL(new Blob([content], { type }));
   const anchor = el("a", { href, download: name });
   document.body.append(anchor);

@@ -179,6 +179,25 @@ def test_chats_are_exported_and_imported(serve: Serve, open_page: Open, tmp_path
     expect(page.locator("#notice")).to_contain_text("The file is not JSON")
 
 
+def test_a_long_chat_draws_its_end_first(serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(), viewport={"width": 1400, "height": 800})
+    page.evaluate("""async () => {
+      const { store } = await import("./page/store.js");
+      const { emptyAnswer, newConversation, userMessage } = await import("./page/conversation.js");
+      const messages = Array.from({ length: 50 }, (_, index) => [
+        userMessage(`question ${index}`), { ...emptyAnswer(), content: `answer ${index}` },
+      ]).flat();
+      await store.save({ ...newConversation(), messages });
+    }""")
+    page.reload()
+    chats(page).click()
+    expect(answers(page)).to_have_text([f"answer {index}" for index in range(30, 50)])
+    page.get_by_role("button", name="Show earlier messages").click()
+    page.get_by_role("button", name="Show earlier messages").click()
+    expect(answers(page)).to_have_count(50)
+    expect(page.get_by_role("button", name="Show earlier messages")).to_have_count(0)
+
+
 def test_a_full_storage_is_reported_and_the_chat_goes_on(serve: Serve, open_page: Open) -> None:
     page = open_page(serve())
     page.evaluate("""() => {

@@ -133,6 +133,7 @@ OPENERS = {
     "engine.runtime.mapped_file",
     "engine.runtime.models.load",  # /proc/cpuinfo
     "engine.runtime.native.build",
+    "engine.version",  # the commit, in a wheel
     "server.batches.folder",
     "server.batches.lines",
     "engine.child_process",  # pipes and /dev/null

@@ -4,7 +4,7 @@ A file is trusted if its name has the digest of these sources. Compiling happens
 the result is renamed into place, so processes that start together do not disturb one another. A failure is a line in
 the debug log, and the callers use torch instead. Any thread; knows no torch.
 
-`python -m engine.runtime.native.build` compiles into the package itself, for a wheel.
+setup.py puts the library into wheels.
 """
 
 from __future__ import annotations
@@ -125,7 +125,3 @@ def _compile_cached(compiler: str, on_compiled: OnCompiled) -> Path:
         compile_library(compiler, target, on_compiled)
         _failed.remove(target)
     return target
-
-
-if __name__ == "__main__":
-    compile_library(shutil.which("cc") or "cc", _packaged())

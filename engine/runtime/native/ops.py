@@ -34,7 +34,7 @@ from engine.runtime.native.library import (
 from engine.runtime.native.rows import RepackedRows, StoredRows
 
 _BLOCK = 32  # inputs of a block
-_BLOCK = 32  # inputs of a block
+_WORTH_A_THREAD = 1 << 20  # weights; fewer are packed sooner than another thread has the GIL again
 PANEL = 32  # weight rows that are interleaved, as in quire_cpu.h
 FLOAT_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # of floats in a file, by GGUF's numbers
 _TYPES = {code: dtype for dtype, code in DTYPES.items()}
@@ -154,7 +154,7 @@ class NativeLinear:
     def fill(self, parts: Sequence[tuple[RowsArgs, int]], source: Sequence[StoredRows | RepackedRows] = ()) -> None:
         """Pack the matrix from rows in order, each with the rows of a head if those are stored in pairs, else 0.
 
-        If they lie in files, which `source` says, the library's packer may do it later.
+        If they lie in files, which `source` says, the library's packer may do it later, but not for a small matrix.
         """
         first_row, calls = 0, []
         for stored, head_rows in parts:
@@ -164,7 +164,8 @@ class NativeLinear:
             first_row += stored.num_rows
         assert first_row == self.args.n
         work = partial(_pack, self._library, calls, (self._packed, source))
-        if source and all(part.file is not None for part in source):
+        is_large = self.args.n * self.args.k >= _WORTH_A_THREAD
+        if source and is_large and all(part.file is not None for part in source):
             self._library.packer.run(work)
         else:
             work()

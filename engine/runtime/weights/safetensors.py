@@ -39,6 +39,7 @@ class SafetensorsCheckpoint:
         self.config = read_config(folder)
         self.quantization: QuantConfig | None = read_quantization(self.config, folder)
         self._headers: dict[str, Header] | None = None
+        self._found: tuple[HFConfig, list[StoredTensor]] | None = None  # the tensors by a config
 
     def check(self) -> None:
         """Raise ModelLoadError for missing or unreadable weights."""
@@ -70,10 +71,11 @@ class SafetensorsCheckpoint:
     def _files(self) -> list[SafetensorsFile]:
         return [SafetensorsFile(path) for path in _weight_files(self._folder)]
 
-    def _named(self) -> Iterator[StoredTensor]:
-        """Yield the tensors of all files by their names in a causal model."""
-        for file in self._files:
-            yield from _tensors(file, self.config)
+    def _named(self) -> list[StoredTensor]:
+        """Return the tensors of all files by their names in a causal model."""
+        if self._found is None or self._found[0] is not self.config:
+            self._found = self.config, [tensor for file in self._files for tensor in _tensors(file, self.config)]
+        return self._found[1]
 
     def _is_left_out(self, tensor: StoredTensor, wanted: Mapping[str, tuple[int, ...]], headers: Headers) -> bool:
         """Return whether no model reads a tensor: GPTQ writes biases of zeros to modules that have none."""

@@ -1,6 +1,6 @@
 """Weights of a module as codes with scales, and how they are dequantised, in float32.
 
-Used while a model is loaded. Tensors are on the CPU.
+Used while a model is loaded. Tensors are on the CPU; codes may still be in a file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
 """Turns packed weights into rows of GGUF's simplest types, which the native library multiplies as they are.
 
-Integers of up to 4 bits become Q4_0 or Q4_1, wider ones Q8_0; scales become float16. MXFP4 stays itself. FP8 becomes Q8_0, with a new scale
-for every 32 inputs: codes of 8 bits are finer than its three bits of mantissa. Other weights are dequantised.
+Integers of up to 4 bits become Q4_0 or Q4_1, wider ones Q8_0; scales become float16. MXFP4 stays itself. FP8 becomes
+Q8_0, with a new scale for every 32 inputs: codes of 8 bits are finer than its three bits of mantissa. Other weights are
+dequantised.
+
+The type and the scales are decided here. The library makes the rows from codes in the file (repack.c), in the layouts
+that it knows; `rows_of` makes the same by torch operations, for other layouts.
 """
 
 from __future__ import annotations

@@ -1,0 +1,98 @@
+"""The package: built as for a release, checked, installed where nothing else of this tree can be imported, and served.
+
+The new environment has Quire from its wheel alone. What Quire depends on is the test environment's, so that torch is not
+installed a second time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from real_daemon import SMALL, Daemon
+
+from engine.runtime.native.build import find_compiler
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("engine", "server", "loadtest", "quire", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+SUFFIXES = (".py", ".c", ".h", ".json", ".html", ".css", ".js", ".svg")  # of files that running code needs
+
+
+def environment() -> dict[str, str]:
+    """The test's variables, without the path to this tree and without settings."""
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH" and not key.startswith("QUIRE_")}
+    return kept | {"BUILD_COMMIT": "0123abcd"}
+
+
+def run(*command: object, folder: Path) -> str:
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an sdist, and of a wheel that is made from it."""
+    folder = tmp_path_factory.mktemp("package")
+    sources = folder / "sources"
+    sources.mkdir()
+    for part in PARTS:
+        if (ROOT / part).is_dir():
+            shutil.copytree(ROOT / part, sources / part, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        else:
+            shutil.copy(ROOT / part, sources / part)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", sources, folder=folder)
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin folder of an environment with the wheel."""
+    folder = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "venv", "--without-pip", folder, folder=folder)
+    [wheel] = dist.glob("*.whl")
+    python = folder / "bin/python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, folder=folder)
+    # A path in a .pth file is searched last, and .pth files in it, such as an editable installation's, are not read.
+    [site] = folder.glob("lib/python3*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    return folder / "bin"
+
+
+def test_both_archives_are_valid_and_complete(dist: Path) -> None:
+    assert "PASSED" in run(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir(), folder=dist)
+    [wheel], [archive] = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    names = zipfile.ZipFile(wheel).namelist()
+    libraries = [name for name in names if name.endswith(".so")]
+    assert len(libraries) == (find_compiler() is not None)
+    assert wheel.name.endswith("-py3-none-any.whl") == (not libraries)
+    tracked = [name for name in run("git", "ls-files", *PARTS[:4], folder=ROOT).split() if name.endswith(SUFFIXES)]
+    assert set(tracked) <= set(names), "a file of the packages is missing"
+    with tarfile.open(archive) as opened:
+        inside = {name.partition("/")[2] for name in opened.getnames()}
+    assert {*tracked, "engine/commit.txt", "setup.py", "pyproject.toml"} <= inside
+
+
+def test_the_installed_command_knows_its_commit(installed: Path, tmp_path: Path) -> None:
+    assert run(installed / "quire", "--version", folder=tmp_path).endswith(" (0123abcd)\n")
+    where = run(installed / "python", "-c", "import server; print(server.__file__)", folder=tmp_path)
+    assert where.startswith(str(installed.parent))
+
+
+def test_the_installed_command_serves(installed: Path, tmp_path: Path) -> None:
+    command = [str(installed / "quire"), "serve", "--port", "0", *SMALL]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            daemon = Daemon(process)
+            assert "Paris" in daemon.text()
+            daemon.stop()
+        finally:
+            process.kill()
