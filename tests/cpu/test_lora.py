@@ -174,6 +174,7 @@ def test_without_the_library_torch_says_the_same(tmp_path: Path, monkeypatch: py
 
     ours = answers()
     monkeypatch.setattr("engine.runtime.linear.native", lambda: None)
+    monkeypatch.setattr("engine.runtime.schemes.base.native", lambda: None)
     monkeypatch.setattr("engine.runtime.models.decoder.native", lambda: None)
     for found, expected in zip(answers(), ours, strict=True):
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
