@@ -20,7 +20,7 @@ export class Answer {
   #written = 0; // characters of the text that the Markdown has
   #cards = [];
 
-  /** `actions`: retry, goOn, sendResults, command (the request to repeat it with curl). */
+  /** `actions`: retry, goOn, sendResults, request (to repeat it with curl), showJourney. */
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
@@ -92,6 +92,7 @@ export class Answer {
     if (!isStreaming && finish in FINISHES) {
       facts.push(FINISHES[finish]);
     }
+    this.journey.hidden = !this.message.facts.tag;
     this.facts.textContent = facts.map((fact) => fact.replaceAll(" ", "\u00a0")).join("  ·  ");
     const explained = `${duration(ttft)} to the first token, ${duration(tpot)} for each one after it`;
     this.facts.title = tokens ? `${explained}; ${count(cached)} of ${count(prompt)} prompt tokens were cached` : "";
@@ -103,8 +104,9 @@ export class Answer {
     const retry = small("Retry", "retry", () => this.actions.retry(this));
     const curl = small("Show as curl command", "terminal", () => this.#toggleCommand(curl));
     curl.setAttribute("aria-expanded", "false");
+    this.journey = small("Show its journey", "journey", () => this.actions.showJourney(this.message.facts.tag));
     this.goOn = button("Continue", { className: "link", hidden: true, onclick: () => this.actions.goOn(this) });
-    this.buttons = el("span", { className: "actions" }, this.goOn, copy, retry, curl);
+    this.buttons = el("span", { className: "actions" }, this.goOn, copy, retry, curl, this.journey);
     return el("div", { className: "footer" }, this.buttons, this.facts);
   }
 

@@ -4,7 +4,9 @@ import { ApiError, getJson, saveKey, savedKey } from "./api.js";
 import { Desk } from "./desk.js";
 import { byId, count } from "./dom.js";
 import { showApi } from "./guide.js";
+import { showEngine } from "./layout.js";
 import { Live } from "./live.js";
+import { notify } from "./notices.js";
 import { showModels } from "./settings.js";
 
 const RETRY_MS = 2000;
@@ -61,6 +63,14 @@ const live = new Live({
       setStatus("error", error instanceof ApiError ? error.message : "The server cannot be reached");
     }
   },
+});
+
+/** An answer of a chat asks for its sequence's journey. */
+document.addEventListener("showjourney", ({ detail: tag }) => {
+  showEngine(); // before the drawing, which is as large as its box
+  if (!live.openJourneyOf(tag)) {
+    notify("The journey of this answer is not known: journeys are recorded while the page is open.");
+  }
 });
 
 async function connect() {

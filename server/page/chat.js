@@ -150,6 +150,7 @@ export class Chat {
       goOn: () => this.session.goOn(index()),
       sendResults: () => this.session.sendResults(index()),
       request: () => this.session.request(index()),
+      showJourney: (tag) => document.dispatchEvent(new CustomEvent("showjourney", { detail: tag })),
     });
     if (this.session.run?.answer === message) {
       view.setStreaming(true);

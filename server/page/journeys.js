@@ -32,6 +32,12 @@ export class Journeys {
     return this.#journeys.get(seqId);
   }
 
+  /** The last sequence of the request whose id begins with a snapshot's tag, or null. */
+  find(id) {
+    const found = [...this.#journeys.values()].filter(({ last }) => id.startsWith(last.tag));
+    return found.length ? found.at(-1).last.seq_id : null;
+  }
+
   /** The last `number` sequences that have ended, the latest first. */
   ended(number) {
     const ended = [...this.#journeys.values()].filter((journey) => journey.endS !== null);

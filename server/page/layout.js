@@ -43,6 +43,17 @@ function showView(view) {
 /** Show the chats; a drawer over them closes. */
 export const showChats = () => showView("chat");
 
+/** Show the engine, on wide screens beside the chats. */
+export function showEngine() {
+  if (narrow.matches) {
+    showView("engine");
+  } else if (!kept.engine) {
+    kept.engine = true;
+    keep();
+    apply();
+  }
+}
+
 function showList(isShown) {
   state.list = isShown;
   if (!drawer.matches) {

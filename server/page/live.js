@@ -54,6 +54,13 @@ export class Live {
     }
   }
 
+  /** Show the journey of a request's last sequence; returns whether it is known. */
+  openJourneyOf(tag) {
+    const seqId = this.journeys.find(tag);
+    this.openJourney(seqId);
+    return seqId !== null;
+  }
+
   /** Show how a sequence went so far; null closes the drawing. */
   openJourney(seqId) {
     this.journey.show(seqId);

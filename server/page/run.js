@@ -67,6 +67,7 @@ export class Run {
     const { answer } = this;
     const delta = choice?.delta ?? { content: choice?.text };
     this.tag ||= chunk.id.slice(chunk.id.indexOf("-") + 1);
+    answer.facts.tag = this.tag;
     this.#clock.tick(chunk.usage?.completion_tokens ?? 0);
     this.#note(chunk.usage, choice);
     const thought = delta.reasoning_content ?? delta.reasoning ?? "";

@@ -229,6 +229,18 @@ def test_a_sequence_shows_its_journey_while_it_runs_and_afterwards(serve: Serve,
     expect(journey).to_be_visible()
 
 
+def test_an_answer_shows_its_own_journey(serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(step_s=0.1), viewport={"width": 390, "height": 800})
+    ask(page, "hello there")
+    expect(card(page).locator(".answer .text")).to_have_text("hello there")
+    expect(page.locator("#journey")).to_be_hidden()
+    card(page).get_by_role("button", name="Show its journey").click()
+    expect(page.locator("#journey li").last).to_contain_text("tokens")
+    page.reload()  # which forgets journeys, and keeps the chat
+    card(page).get_by_role("button", name="Show its journey").click()
+    expect(page.locator("#notice")).to_contain_text("The journey of this answer is not known")
+
+
 def test_a_pool_of_any_size_is_drawn_and_a_click_opens_the_journey_of_its_owner(serve: Serve, open_page: Open) -> None:
     config = SchedulerConfig(
         num_blocks=100_000, block_size=1, max_model_len=8192, max_num_seqs=4, max_num_batched_tokens=8192
