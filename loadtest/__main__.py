@@ -61,8 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             description=summary[0].upper() + summary[1:] + ".",
         )
         add_options(command)
-        command.set_defaults(run=run)
-    options = parser.parse_args(argv)
+        command.set_defaults(run=run, fail=command.error)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:  # argparse would name the program around the command
+        options.fail(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         refuse_unwritable(options)
         status: int = options.run(options)

@@ -70,8 +70,14 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert all(name in told for name in ("serve", "bench", "simulate"))
     assert main(["--version"]) == 0
-    assert re.fullmatch(r"quire \d\S*\n", capsys.readouterr().out)
+    assert re.fullmatch(r"quire \d\S*( \(\S+\))?\n", capsys.readouterr().out)
     assert main([]) == 2
+
+
+def test_an_unknown_option_of_bench_names_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--url", "http://127.0.0.1:1"])
+    assert "quire bench: error: unrecognized arguments: --url" in capsys.readouterr().err
 
 
 def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
