@@ -37,6 +37,8 @@ class BuildPackage(build_py):
         super().run()
         if self.editable_mode:
             return
+        for stale in Path(self.build_lib, "engine/runtime/native").glob("*.so"):
+            stale.unlink()  # an earlier build's, of other sources
         library = find_library()
         if library is not None:
             shutil.copy(library, Path(self.build_lib, "engine/runtime/native", packaged_name(library)))

@@ -38,6 +38,12 @@ def run(*command: object, folder: Path) -> str:
     return done.stdout
 
 
+def kernels_of(pid: int) -> str:
+    """Return the line of a process's memory map that names its native library."""
+    lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+    return next((line for line in lines if "quire_cpu-" in line), "")
+
+
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an sdist, and of a wheel that is made from it."""
@@ -87,12 +93,15 @@ def test_the_installed_command_knows_its_commit(installed: Path, tmp_path: Path)
     assert where.startswith(str(installed.parent))
 
 
-def test_the_installed_command_serves(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_command_serves_without_a_compiler(installed: Path, tmp_path: Path) -> None:
     command = [str(installed / "quire"), "serve", "--port", "0", *SMALL]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+    variables = environment() | {"PATH": str(installed), "XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen(command, cwd=tmp_path, env=variables, stderr=subprocess.PIPE, text=True) as process:
         try:
             daemon = Daemon(process)
             assert "Paris" in daemon.text()
+            if find_compiler() is not None:  # the wheel has kernels
+                assert f"{installed.parent}/lib" in kernels_of(process.pid)
             daemon.stop()
         finally:
             process.kill()
