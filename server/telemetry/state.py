@@ -26,7 +26,9 @@ async def log_state(context: Context) -> None:
         state = _of_snapshot(snapshot, context.request_log.open_ids(), context.engine.clock())
     except ApiError as error:
         state = {"engine_does_not_answer": error.message}
-    log.info("state of the engine and of all threads", extra={"state": _of_engine(context) | state | _threads()})
+    log.info(
+        "state of the engine and of all threads", extra={"state": _of_engine(context) | state | {"threads": _threads()}}
+    )
 
 
 def _of_engine(context: Context) -> dict[str, Any]:
@@ -78,14 +80,13 @@ def _sequence(view: SequenceView, names: dict[str, str], now: float) -> dict[str
     }
 
 
-def _threads() -> dict[str, Any]:
+def _threads() -> list[dict[str, Any]]:
     """Return each thread's stack as "file:line function", the innermost frame last; no variables."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return {
-        "threads": {
-            names.get(ident, str(ident)): [
-                f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_stack(top)
-            ]
-            for ident, top in sys._current_frames().items()  # noqa: SLF001 - the documented way to all stacks
+    return [
+        {
+            "name": names.get(ident, str(ident)),
+            "stack": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_stack(top)],
         }
-    }
+        for ident, top in sys._current_frames().items()  # noqa: SLF001 - the documented way to all stacks
+    ]

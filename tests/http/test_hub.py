@@ -529,7 +529,7 @@ def test_on_a_terminal_a_bar_goes_when_its_stage_is_complete(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     screen = Console(file=StringIO(), force_terminal=True, width=100)
-    monkeypatch.setattr("engine.startup_progress.Console", lambda **_: screen)
+    monkeypatch.setattr("rich.console.Console", lambda **_: screen)
     with caplog.at_level(logging.INFO, "quire.startup"), StartupProgress(show_bars=True) as startup:
         startup.report(Progress("download", "", 6 << 20, 10 << 20, "bytes"))
         for stage in ("download", "download", "weights"):

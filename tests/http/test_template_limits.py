@@ -65,11 +65,11 @@ def test_a_long_conversation_is_rendered_beside_the_event_loop(
 
 def test_a_template_file_is_a_small_regular_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a regular file"):
-        _read_template(Path("/dev/zero"))
+        _read_template("/dev/zero")
     with pytest.raises(ConfigError, match="not a regular file"):
-        _read_template(tmp_path)
+        _read_template(str(tmp_path))
     with pytest.raises(ConfigError, match="cannot be read"):
-        _read_template(tmp_path / "none")
+        _read_template(str(tmp_path / "none"))
     (tmp_path / "big").write_text("x" * 10_000_000)
     with pytest.raises(ConfigError, match="more than"):
-        _read_template(tmp_path / "big")
+        _read_template(str(tmp_path / "big"))
