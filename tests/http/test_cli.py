@@ -76,7 +76,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_option_of_bench_names_bench(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["bench", "--url", "http://127.0.0.1:1"])
+        main(["bench", "--url", "http://127.0.0.1"])
     assert "quire bench: error: unrecognized arguments: --url" in capsys.readouterr().err
 
 
