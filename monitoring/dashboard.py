@@ -277,7 +277,7 @@ PANELS = [
           "none"),
 
     row("KV memory"),
-    lines("KV blocks by state", "Held by sequences, cached for reuse, free. Cached blocks are free for whoever needs them.",
+    lines("KV blocks by state", "Held by sequences, cached for reuse, free. A cached block is reused when a sequence needs one.",
           _by("state", "quire_kv_blocks", rate=False), "none", stacked=True),
     lines("KV pool in use", "Share that live sequences hold, of each instance.",
           [Query("quire_kv_cache_usage_ratio", "{{instance}}")], "percentunit", up_to("green", 0.95, "red")),

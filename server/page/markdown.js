@@ -210,7 +210,7 @@ export class Markdown {
     } else if (RULE.test(text)) {
       this.#top.append(el("hr"));
     } else if (heading) {
-      // The page has headings of its own, down to the third level.
+      // The page itself uses headings down to the third level.
       this.#setLeaf(new Paragraph(`h${Math.min(heading[1].length + 3, 6)}`, `level-${heading[1].length}`));
       this.#leaf.add(text.slice(heading[0].length));
     } else if (text) {

@@ -35,7 +35,7 @@ export class Pool {
     this.canvas = canvas;
     this.note = note;
     canvas.addEventListener("pointermove", (event) => this.#point(event, choose));
-    canvas.addEventListener("pointerleave", () => this.#leave(choose));
+    canvas.addEventListener("pointerleave", () => choose(null));
     canvas.addEventListener("click", (event) => {
       const seqId = this.#ownerAt(event);
       if (seqId !== null) {
@@ -103,7 +103,7 @@ export class Pool {
       fill(held / blocks - computed, colour, isFaded ? 0.18 : 0.35);
     }
     if (cached) {
-      fill(cached / blocks, colours.cached, 1, blocks === 1 ? side / 5 : 0); // told from a held one by its shape too
+      fill(cached / blocks, colours.cached, 1, blocks === 1 ? side / 5 : 0); // its shape differs from a held one's, too
     }
     if (shared * 2 > held) {
       context.strokeStyle = colours.ink;
@@ -181,10 +181,6 @@ export class Pool {
     const facts = first === last ? describeBlock(held, shared, cached, owner)
       : `${held} held, ${cached} cached, ${last - first + 1 - held - cached} free`;
     this.canvas.title = `${name}: ${facts}`;
-  }
-
-  #leave(choose) {
-    choose(null);
   }
 }
 

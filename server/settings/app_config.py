@@ -116,7 +116,7 @@ class AppConfig:
     openapi: bool = _http(True, "", "serve /openapi.json")
     enable_force_include_usage: bool = _http(False, "", "end every stream with its usage, asked for or not")
     return_tokens_as_token_ids: bool = _http(
-        False, "", "write tokens of logprobs as token_id:N, so that every token is told from every other"
+        False, "", "write tokens of logprobs as token_id:N, so that tokens of equal text differ"
     )
     page: bool = _http(True, "", "serve the playground and the live view of the engine at /")
     strict_fields: bool = _http(False, "", "refuse requests with unknown fields, or hints that cannot be followed")

@@ -1,7 +1,7 @@
 """The names of OpenTelemetry's semantic conventions that Quire uses, all in this file.
 
 The GenAI conventions have the status Development: names may change with any version. These are of version 1.41.1, the last
-one that the versioned conventions published before GenAI moved to a repository of its own, which has made no stable release
+one that the versioned conventions published before GenAI moved to a separate repository, which has made no stable release
 since. To move to another version, change this file, and the table in docs/observe/traces.md.
 """
 

@@ -61,7 +61,7 @@ OVERRIDES = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor"
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_overrides_compute_what_an_edited_config_computes(is_own: bool, tmp_path: Path) -> None:
-    """Whichever way the checkpoint spells its rope, and whoever computes it."""
+    """In either spelling of rope, and in both implementations."""
     plain, edited = tmp_path / "plain", tmp_path / "edited"
     for folder in (plain, edited):
         save_tiny(CASES["llama"], folder)

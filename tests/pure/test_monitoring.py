@@ -57,7 +57,7 @@ def families() -> dict[str, tuple[str, set[str]]]:
     for line in metrics.render()[0].decode().splitlines():
         if line.startswith("# TYPE"):
             _, _, name, kind = line.split()
-            if not name.endswith("_created"):  # the client library's, for each of its own metrics
+            if not name.endswith("_created"):  # the client library adds one for each metric
                 found[name] = kind, set()
         elif not line.startswith("#") and name in found:
             found[name][1].update(re.findall(r'(\w+)="', line))
