@@ -25,6 +25,10 @@ from engine.runtime.native.packer import Packer
 _log = logging.getLogger(__name__)
 
 
+class GroupError(RuntimeError):
+    """Another rank of the model did not take part in a call in time, or ended."""
+
+
 class Isa(IntEnum):
     """Instruction sets the kernels are compiled for, in rising order."""
 
@@ -376,12 +380,14 @@ def _entry(function: ctypes._NamedFuncPointer, args: type[Structure]) -> Callabl
     return function
 
 
-_CANNOT_READ = 4  # as in quire_cpu.h
+_CANNOT_READ, _NO_GROUP = 4, 5  # as in quire_cpu.h
 
 
 def _check(status: int, *_: object) -> None:
     if status == _CANNOT_READ:
         raise ModelLoadError("A weight file became shorter or unreadable while it was being loaded; start again.")
+    if status == _NO_GROUP:
+        raise GroupError("A rank of the model did not take part in a step.")
     if status != 0:
         raise ComputeError("A native kernel found no memory for its scratch space; lower --max-num-batched-tokens.")
 
