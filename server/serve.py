@@ -31,7 +31,15 @@ from engine.core.types import Progress
 from engine.draft_source import fetch_models
 from engine.gguf_header import forget_headers
 from engine.model_check import ModelFacts, check_model
-from engine.model_source import check_tokenizer_source, fetch, find_model, local_path
+from engine.model_source import (
+    DEFAULT_FILE,
+    DEFAULT_NAME,
+    DEFAULT_SAMPLING,
+    check_tokenizer_source,
+    fetch,
+    find_model,
+    local_path,
+)
 from engine.setting import unknown_key
 from engine.text.generation_config import FILE, read_sampling, sampling_of
 from engine.text.types import SamplingDefaults
@@ -306,7 +314,10 @@ def _sampling(serve_config: ServeConfig, model: Path) -> SamplingDefaults:
 
     source, neutral = serve_config.generation_config, SamplingDefaults()
     folder = model if source == "auto" else Path(source)
-    defaults = neutral if source == "vllm" or folder.is_file() else read_sampling(folder)
+    if folder.is_file() and folder.name == DEFAULT_FILE and source == "auto":
+        defaults = sampling_of(DEFAULT_SAMPLING, neutral, DEFAULT_NAME)
+    else:
+        defaults = neutral if source == "vllm" or folder.is_file() else read_sampling(folder)
     defaults = sampling_of(serve_config.override_generation_config or {}, defaults, "--override-generation-config")
     check_defaults(defaults)
     if defaults != neutral:
@@ -331,6 +342,7 @@ def _curl(url: str, name: str, *, has_key: bool) -> str:
     body = {
         "model": name,
         "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
+        "temperature": 0,
         "max_tokens": 64,
     }
     key = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if has_key else ""
