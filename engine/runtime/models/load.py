@@ -22,6 +22,7 @@ from engine.runtime.models.families import read_config
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.mtp import MTPHead
 from engine.runtime.native.library import native
+from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.base import Circumstances, Scheme
 from engine.runtime.weights.checkpoint import Checkpoint, Report
@@ -34,8 +35,12 @@ _CPU_FEATURES = Path("/proc/cpuinfo")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> CausalLM:
+def load_model(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report, group: Group = SINGLE
+) -> CausalLM:
     """Build the model on `device` in `dtype` and fill it, reporting progress to `report`."""
+    if group.size > 1:
+        raise ConfigError("Models on several ranks cannot be loaded yet.")
     checkpoint, here = _open(config, device, dtype)
     scheme = choose_scheme(config.quantization, here)
     if config.num_loras:
