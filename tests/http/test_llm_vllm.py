@@ -76,7 +76,7 @@ def test_a_model_recommends_its_sampling(workshop: Workshop, monkeypatch: pytest
         assert (recommended.temperature, recommended.top_k, recommended.max_tokens) == (0.5, 0, 7)
         [output] = llm.generate("no bar", SamplingParams(max_tokens=50))
         assert len(output.outputs[0].token_ids) == 7
-    assert given == [SamplingDefaults(temperature=0.5, max_new_tokens=7)]
+    assert given == [SamplingDefaults(temperature=0.5, top_p=0.9, max_tokens=1024, max_new_tokens=7)]
 
 
 def test_a_folder_recommends_its_sampling(
