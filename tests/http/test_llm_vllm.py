@@ -35,6 +35,10 @@ def test_arguments_mean_what_the_flags_mean(
     assert "no effect here: tensor_parallel_size 1 (one daemon runs" in caplog.text
     assert workshop.config.kv_offload_gib == 0.5
     assert workshop.config.quantization == "auto"
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        LLM(quantization="awq").close()
+    assert "no effect here: quantization awq (a checkpoint's own format is recognised" in caplog.text
 
 
 @pytest.mark.parametrize(
