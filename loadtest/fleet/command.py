@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from loadtest.arguments import given, positive_float, positive_int
 from loadtest.fleet.daemons import Sizes, fleet, scratch
-from loadtest.fleet.foresee import Known, foresee, measured_costs
+from loadtest.fleet.foresee import Known, foresee, what_is_known
 from loadtest.fleet.kill import kill_and_return
 from loadtest.fleet.load import Load, cacheable, draw, prefixes_of
 from loadtest.fleet.routers import KINDS, Routing
-from loadtest.fleet.runs import Figures, measure, probe, token_ids
+from loadtest.fleet.runs import Figures, measure, token_ids
 from loadtest.output import in_ms, print_table
 
 _TEMPLATE_TOKENS = 16  # of the chat template before a prompt, in whole blocks
@@ -95,10 +95,10 @@ def run(options: argparse.Namespace) -> int:
             return kill_and_return(
                 _routing(options, policies[-1]), _sizes(options), options.daemons, options.clients, folder
             )
-        known = _known(options, folder) if options.foresee else None
+        known = _known(options, policies, folder) if options.foresee else {}
         for seed in range(options.seed, options.seed + options.runs):
             for policy in policies:
-                runs.append(_one(options, policy, seed, folder, known))
+                runs.append(_one(options, policy, seed, folder, known.get(policy)))
                 _write(options, runs)
     show(runs)
     return int(any(each.seen.num_failed for each in runs))
@@ -127,16 +127,19 @@ def _load(options: argparse.Namespace) -> Load:
     )
 
 
-def _known(options: argparse.Namespace, folder: Path) -> Known:
-    """Measure step times in a recorded run of the blind policy, with requests of its own."""
-    recordings = [folder / f"recording-{place}.jsonl" for place in range(options.daemons)]
+def _known(options: argparse.Namespace, policies: Sequence[str], folder: Path) -> dict[str, Known]:
+    """Measure step times in a recorded run of each policy, with requests that no other run has."""
+    recorded = {}
     prompts = draw(_load(options), _FAR_SEED)
-    routing = _routing(options, KINDS[options.router].blind)
-    more = [["--record", str(path)] for path in recordings]
-    with fleet(routing, _sizes(options), options.daemons, folder, more) as found:
-        seen, _ = measure(found, prompts, options.clients, options.block_size)
-        probe_s = probe(found, prompts)
-    return measured_costs(recordings, seen, probe_s)
+    for policy in policies:
+        paths = [folder / f"recording-{policy}-{place}.jsonl" for place in range(options.daemons)]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        more = [["--record", str(path)] for path in paths]
+        with fleet(_routing(options, policy), _sizes(options), options.daemons, folder, more) as found:
+            seen, _ = measure(found, prompts, options.clients, options.block_size)
+        recorded[policy] = paths, seen
+    return what_is_known(recorded)
 
 
 def _one(options: argparse.Namespace, policy: str, seed: int, folder: Path, known: Known | None) -> Run:
@@ -144,12 +147,11 @@ def _one(options: argparse.Namespace, policy: str, seed: int, folder: Path, know
     prompts = draw(load, seed)
     with fleet(_routing(options, policy), _sizes(options), options.daemons, folder) as found:
         seen, _ = measure(found, prompts, options.clients, options.block_size)
-        if known is not None:
-            tokens, probe_s = token_ids(found.members[0].port, found.model, prompts), probe(found, prompts)
+        tokens = token_ids(found.members[0].port, found.model, prompts) if known else []
     if known is not None:
         ideal = sum(cacheable(tokens, options.block_size))
         foreseen = foresee(
-            tokens, load.max_tokens, known.slower_by(probe_s), policy=policy, num_daemons=options.daemons,
+            tokens, load.max_tokens, known, policy=policy, num_daemons=options.daemons,
             num_clients=options.clients, ideal_tokens=ideal,
         )  # fmt: skip
     return Run(options.router, policy, "distinct" if options.distinct else "prefixes", seed, seen, foreseen)

@@ -7,7 +7,7 @@ steps. They contain what the daemons, the router and the clients take from each 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -84,24 +84,27 @@ class Known(NamedTuple):
     config: SchedulerConfig
     costs: StepCosts
     delays: Delays
-    probe_s: float  # TTFT of a cached prompt at rest, in the measured run
-
-    def slower_by(self, probe_s: float) -> Known:
-        """Return the same for a router whose own work takes another time at rest."""
-        before_s = max(self.delays.before_s + probe_s - self.probe_s, 0.0)
-        return self._replace(delays=self.delays._replace(before_s=before_s), probe_s=probe_s)
 
 
-def measured_costs(paths: Sequence[Path], seen: Figures, probe_s: float) -> Known:
-    """Return what the recordings of one run tell."""
+def what_is_known(recorded: Mapping[str, tuple[Sequence[Path], Figures]]) -> dict[str, Known]:
+    """Return what one recorded run of each policy tells: common step times, and the policy's delays.
+
+    Some routers ask a daemon for a prompt's tokens before they choose, so the delay differs by policy.
+    """
     from loadtest.simulation.fit import fit  # here, because it imports numpy
 
-    daemons = [read_recording(path) for path in paths]
+    read = {policy: [read_recording(path) for path in paths] for policy, (paths, _) in recorded.items()}
+    daemons = [daemon for each in read.values() for daemon in each]
     shapes = [shape for daemon in daemons for shape in daemon.shapes]
-    seconds = [each for daemon in daemons for each in daemon.seconds]
-    inside_s = fmean(each for daemon in daemons for each in daemon.ttft_s)
-    delays = Delays(before_s=max(seen.ttft_mean_s - inside_s, 0.0), events_s=_EVENTS_S)
-    return Known(daemons[0].config, fit(shapes, seconds), delays, probe_s)
+    costs = fit(shapes, [seconds for daemon in daemons for seconds in daemon.seconds])
+    known = {}
+    for policy, (_, seen) in recorded.items():
+        # The last requests are the load; those before made sure that the daemons are ready.
+        pairs = zip(read[policy], seen.shares, strict=True)
+        inside_s = fmean(ttft_s for daemon, count in pairs for ttft_s in daemon.ttft_s[-count:] if count)
+        delays = Delays(before_s=max(seen.ttft_mean_s - inside_s, 0.0), events_s=_EVENTS_S)
+        known[policy] = Known(daemons[0].config, costs, delays)
+    return known
 
 
 def foresee(

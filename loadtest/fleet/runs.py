@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import nan
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from loadtest.bench import Asking
@@ -17,7 +17,6 @@ from loadtest.fleet.daemons import Fleet, get_json
 from loadtest.fleet.load import Prompt, cacheable
 from loadtest.report import percentile, ttfts
 
-_NUM_PROBES = 20
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? ([-+.\deE]+)$", re.MULTILINE)
 
 
@@ -114,12 +113,6 @@ def measure(
     outcomes = asyncio.run(closed_loop(found.port, found.model, prompts, num_clients))
     shares = tuple(answered(member.port) - past for member, past in zip(found.members, before, strict=True))
     return figures_of(outcomes, ideal, shares), outcomes
-
-
-def probe(found: Fleet, prompts: Sequence[Prompt]) -> float:
-    """Return the TTFT of a cached prompt through the router, one request at a time."""
-    outcomes = asyncio.run(closed_loop(found.port, found.model, [prompts[0]] * _NUM_PROBES, 1))
-    return median(ttfts(outcomes[2:]))  # both daemons have computed it
 
 
 def figures_of(outcomes: Sequence[Outcome], ideal: int, shares: tuple[int, ...]) -> Figures:

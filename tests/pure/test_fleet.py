@@ -151,9 +151,8 @@ def test_step_times_are_read_from_a_recording(tmp_path: Path) -> None:
 
 def test_a_foreseen_run_has_the_figures_of_a_real_one(capsys: pytest.CaptureFixture[str]) -> None:
     prompts = [request.prompt for request in mixed(1)]
-    known = Known(scheduler(24), ONE_MS_A_TOKEN, Delays(before_s=3 * MS), probe_s=2 * MS)
+    known = Known(scheduler(24), ONE_MS_A_TOKEN, Delays(before_s=3 * MS))
     ideal = sum(cacheable(prompts, 4))
-    assert known.slower_by(4 * MS).delays.before_s == pytest.approx(5 * MS)
     runs = []
     for policy in ("round_robin", "kv_aware"):
         foreseen = foresee(
