@@ -9,19 +9,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
+from engine.core.types import Request, SamplingParams
 from loadtest.arguments import given, positive_float, positive_int
 from loadtest.fleet.daemons import Sizes, fleet, scratch
-from loadtest.fleet.foresee import Known, foresee, what_is_known
+from loadtest.fleet.foresee import what_is_known
 from loadtest.fleet.kill import kill_and_return
-from loadtest.fleet.load import Load, cacheable, draw, prefixes_of
+from loadtest.fleet.load import Load, draw, prefixes_of
 from loadtest.fleet.routers import KINDS, Routing
-from loadtest.fleet.runs import Figures, measure, token_ids
+from loadtest.fleet.runs import measure, token_ids
 from loadtest.output import in_ms, print_table
+from loadtest.simulation.closed_loop import Known, foresee
+from loadtest.simulation.fleet_figures import Figures, middle, show_fleet
 
 _TEMPLATE_TOKENS = 16  # of the chat template before a prompt, in whole blocks
 _FAR_SEED = 1 << 20  # of the run that step times are measured in
@@ -149,12 +150,22 @@ def _one(options: argparse.Namespace, policy: str, seed: int, folder: Path, know
         seen, _ = measure(found, prompts, options.clients, options.block_size)
         tokens = token_ids(found.members[0].port, found.model, prompts) if known else []
     if known is not None:
-        ideal = sum(cacheable(tokens, options.block_size))
         foreseen = foresee(
-            tokens, load.max_tokens, known, policy=policy, num_daemons=options.daemons,
-            num_clients=options.clients, ideal_tokens=ideal,
-        )  # fmt: skip
+            _requests(tokens, load.max_tokens),
+            known,
+            policy=policy,
+            num_daemons=options.daemons,
+            num_clients=options.clients,
+        )
     return Run(options.router, policy, "distinct" if options.distinct else "prefixes", seed, seen, foreseen)
+
+
+def _requests(prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Request]:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return [
+        Request(request_id=str(place), prompt=tuple(prompt), params=params, arrival_s=0.0)
+        for place, prompt in enumerate(prompts)
+    ]
 
 
 def _read(path: Path | None) -> list[Run]:
@@ -169,13 +180,6 @@ def _write(options: argparse.Namespace, runs: Sequence[Run]) -> None:
         options.json.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
 
 
-def middle(each: Sequence[Figures]) -> Figures:
-    """Return the median of each figure over runs."""
-    values = {field.name: median(getattr(one, field.name) for one in each) for field in fields(Figures)[:-1]}
-    shares = tuple(int(median(counts)) for counts in zip(*(one.shares for one in each), strict=True))
-    return Figures(**values, shares=shares)
-
-
 def show(runs: Sequence[Run]) -> None:
     """Print the medians of each policy under each load, and how well they were foreseen."""
     for load in dict.fromkeys(each.load for each in runs):
@@ -185,29 +189,11 @@ def show(runs: Sequence[Run]) -> None:
                 groups.setdefault(each.name, []).append(each)
         medians = {name: middle([each.seen for each in group]) for name, group in groups.items()}
         basis = next(iter(medians.values()))
-        rows = [(name, len(groups[name]), *_cells(seen, basis)) for name, seen in medians.items()]
         print(
-            f"Load: {load}; the ideal is {basis.ideal_tokens:,.0f} cached tokens of {basis.prompt_tokens:,.0f}. Times in ms."
+            f"Load: {load}. Ideal: {basis.ideal_tokens:,.0f} cached tokens of {basis.prompt_tokens:,.0f}. Times in ms."
         )
-        print_table(
-            ("policy", "runs", "cached", "of ideal", "x first", "TTFT p50", "x first", "p95", "e2e p50", "p95", "s", "answers", "failed"),
-            rows,
-        )  # fmt: skip
+        show_fleet({name: (len(groups[name]), seen) for name, seen in medians.items()})
         _show_foreseen({name: [each for each in group if each.foreseen] for name, group in groups.items()})
-
-
-def _cells(seen: Figures, basis: Figures) -> list[str]:
-    return [
-        f"{seen.cached_tokens:,.0f}",
-        f"{seen.of_ideal:.1%}",
-        f"{seen.cached_tokens / basis.cached_tokens:.2f}" if basis.cached_tokens else "-",
-        in_ms(seen.ttft_p50_s, 0),
-        f"{seen.ttft_p50_s / basis.ttft_p50_s:.2f}",
-        *(in_ms(each, 0) for each in (seen.ttft_p95_s, seen.e2e_p50_s, seen.e2e_p95_s)),
-        f"{seen.duration_s:.1f}",
-        " + ".join(map(str, seen.shares)),
-        f"{seen.num_failed:.0f}",
-    ]
 
 
 def _show_foreseen(groups: Mapping[str, Sequence[Run]]) -> None:

@@ -13,12 +13,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from engine.core.config import SchedulerConfig
-from engine.core.types import Request, SamplingParams
-from loadtest.fleet.runs import Figures
-from loadtest.simulation.closed_loop import ClosedLoop, Delays
-from loadtest.simulation.costs import StepCosts
+from loadtest.simulation.closed_loop import Delays, Known
+from loadtest.simulation.fleet_figures import Figures
 from loadtest.simulation.measure import Shape
-from loadtest.simulation.policies import POLICIES
 from loadtest.simulation.recording import Replayer
 from loadtest.simulation.replica import SimulationError
 
@@ -78,14 +75,6 @@ def read_recording(path: Path) -> Measured:
     return Measured(timer.config, timer.shapes[:num], timer.seconds, timer.done.ttfts_s)
 
 
-class Known(NamedTuple):
-    """What the simulator is given: a daemon's scheduler, its step times, and the delays outside it."""
-
-    config: SchedulerConfig
-    costs: StepCosts
-    delays: Delays
-
-
 def what_is_known(recorded: Mapping[str, tuple[Sequence[Path], Figures]]) -> dict[str, Known]:
     """Return what one recorded run of each policy tells: common step times, and the policy's delays.
 
@@ -105,39 +94,3 @@ def what_is_known(recorded: Mapping[str, tuple[Sequence[Path], Figures]]) -> dic
         delays = Delays(before_s=max(seen.ttft_mean_s - inside_s, 0.0), events_s=_EVENTS_S)
         known[policy] = Known(daemons[0].config, costs, delays)
     return known
-
-
-def foresee(
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-    known: Known,
-    *,
-    policy: str,
-    num_daemons: int,
-    num_clients: int,
-    ideal_tokens: int,
-) -> Figures:
-    """Return the figures of a run on the virtual clock."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    requests = [
-        Request(request_id=str(place), prompt=tuple(prompt), params=params, arrival_s=0.0)
-        for place, prompt in enumerate(prompts)
-    ]
-    if policy not in POLICIES:
-        raise SimulationError(
-            f"the policy {policy!r} is not simulated; leave out --foresee, or name one of {', '.join(POLICIES)}."
-        )
-    loop = ClosedLoop(known.config, known.costs, num_replicas=num_daemons, policy=POLICIES[policy], delays=known.delays)
-    answers = loop.run(requests, num_clients)
-    shares = [sum(answer.replica == place for answer in answers) for place in range(num_daemons)]
-    return Figures.of_times(
-        [answer.ttft_s for answer in answers],
-        [answer.e2e_s for answer in answers],
-        num_requests=len(answers),
-        num_failed=0,
-        prompt_tokens=sum(map(len, prompts)),
-        ideal_tokens=ideal_tokens,
-        cached_tokens=loop.num_cached_tokens,
-        duration_s=max(replica.now for replica in loop.replicas),
-        shares=tuple(shares),
-    )

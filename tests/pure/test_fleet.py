@@ -13,13 +13,13 @@ from engine.core.config import SchedulerConfig
 from engine.core.types import Request, SamplingParams
 from engine.recording import Entry, Journal, RecordingScheduler
 from loadtest.fleet.command import Run, show
-from loadtest.fleet.foresee import Known, foresee, read_recording
-from loadtest.fleet.load import Load, cacheable, draw, prefixes_of
+from loadtest.fleet.foresee import read_recording
+from loadtest.fleet.load import Load, draw, prefixes_of
 from loadtest.fleet.routers import Routing
-from loadtest.fleet.runs import Figures
-from loadtest.simulation.closed_loop import Answered, ClosedLoop, Delays
+from loadtest.simulation.closed_loop import Answered, ClosedLoop, Delays, Known, foresee
 from loadtest.simulation.costs import StepCosts, Table
-from loadtest.simulation.credits import names_of
+from loadtest.simulation.credits import cacheable, names_of
+from loadtest.simulation.fleet_figures import Figures, middle
 from loadtest.simulation.policies import POLICIES
 from loadtest.simulation.replica import SimulationError
 
@@ -150,14 +150,10 @@ def test_step_times_are_read_from_a_recording(tmp_path: Path) -> None:
 
 
 def test_a_foreseen_run_has_the_figures_of_a_real_one(capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = [request.prompt for request in mixed(1)]
     known = Known(scheduler(24), ONE_MS_A_TOKEN, Delays(before_s=3 * MS))
-    ideal = sum(cacheable(prompts, 4))
     runs = []
     for policy in ("round_robin", "kv_aware"):
-        foreseen = foresee(
-            prompts, 6, known, policy=policy, num_daemons=2, num_clients=4, ideal_tokens=ideal
-        )  # fmt: skip
+        foreseen = foresee(mixed(1), known, policy=policy, num_daemons=2, num_clients=4)  # fmt: skip
         assert foreseen.num_requests == sum(foreseen.shares) == 60
         assert 0 < foreseen.cached_tokens <= foreseen.ideal_tokens
         runs.append(Run("vllm", policy, "prefixes", 1, foreseen, foreseen))
@@ -167,7 +163,7 @@ def test_a_foreseen_run_has_the_figures_of_a_real_one(capsys: pytest.CaptureFixt
     assert "vllm round_robin" in printed
     assert "(+0%)" in printed
     with pytest.raises(SimulationError, match="'random' is not simulated"):
-        foresee(prompts, 6, known, policy="random", num_daemons=2, num_clients=4, ideal_tokens=ideal)
+        foresee(mixed(1), known, policy="random", num_daemons=2, num_clients=4)
 
 
 def test_a_router_is_started_with_its_own_flags() -> None:
@@ -184,4 +180,5 @@ def test_the_median_of_runs() -> None:
         for each in (2, 4, 8)
     ]  # fmt: skip
     assert [each.of_ideal for each in figures] == [0.25, 0.5, 1.0]
-    assert figures[0].ttft_p50_s == 0.2
+    assert middle(figures).cached_tokens == 4
+    assert middle(figures).ttft_p50_s == 0.2
