@@ -78,6 +78,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive_int, default=8, metavar="N", help="of each answer; default 8")
     parser.add_argument("--distinct", action="store_true", help="give every prompt a prefix of its own")
     parser.add_argument("--foresee", action="store_true", help="simulate the same runs, from step times measured here")
+    parser.add_argument(
+        "--costs", type=Path, metavar="FILE", help="with --foresee: write the step times, for `quire simulate fleet`"
+    )
     parser.add_argument("--kill", action="store_true", help="kill a daemon under load instead, and start it again")
     parser.add_argument("--seed", type=int, default=1, help="of the first run; default 1")
     parser.add_argument(
@@ -140,7 +143,10 @@ def _known(options: argparse.Namespace, policies: Sequence[str], folder: Path) -
         with fleet(_routing(options, policy), _sizes(options), options.daemons, folder, more) as found:
             seen, _ = measure(found, prompts, options.clients, options.block_size)
         recorded[policy] = paths, seen
-    return what_is_known(recorded)
+    known = what_is_known(recorded)
+    if options.costs:
+        next(iter(known.values())).costs.save(options.costs)
+    return known
 
 
 def _one(options: argparse.Namespace, policy: str, seed: int, folder: Path, known: Known | None) -> Run:

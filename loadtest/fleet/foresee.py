@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -86,6 +87,10 @@ def what_is_known(recorded: Mapping[str, tuple[Sequence[Path], Figures]]) -> dic
     daemons = [daemon for each in read.values() for daemon in each]
     shapes = [shape for daemon in daemons for shape in daemon.shapes]
     costs = fit(shapes, [seconds for daemon in daemons for seconds in daemon.seconds])
+    settings = {
+        name: value for name, value in asdict(daemons[0].config).items() if isinstance(value, int | float | str)
+    }
+    costs = replace(costs, settings=settings)
     known = {}
     for policy, (_, seen) in recorded.items():
         # The last requests are the load; those before made sure that the daemons are ready.

@@ -12,6 +12,7 @@ import pytest
 from engine.core.config import SchedulerConfig
 from engine.core.types import Request, SamplingParams
 from engine.recording import Entry, Journal, RecordingScheduler
+from loadtest.__main__ import main
 from loadtest.fleet.command import Run, show
 from loadtest.fleet.foresee import read_recording
 from loadtest.fleet.load import Load, draw, prefixes_of
@@ -182,3 +183,15 @@ def test_the_median_of_runs() -> None:
     assert [each.of_ideal for each in figures] == [0.25, 0.5, 1.0]
     assert middle(figures).cached_tokens == 4
     assert middle(figures).ttft_p50_s == 0.2
+
+
+def test_simulate_fleet_serves_clients_that_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fleet.json"
+    fleet = ["simulate", "fleet", "shared-prefixes", "--num", "60", "--clients", "8", "--set", "num_blocks=512"]
+    assert main([*fleet, "--replicas", "2", "--router", "round_robin", "cache_aware", "--json", str(path)]) == 0
+    assert "round_robin" in capsys.readouterr().out
+    blind, aware = json.loads(path.read_text())["fleets"]
+    assert aware["cached_tokens"] > 1.3 * blind["cached_tokens"]
+    assert aware["ttft_mean_s"] < blind["ttft_mean_s"]
+    assert main([*fleet, "--router", "round-robin"]) == 2
+    assert "--router round-robin is not known with --clients" in capsys.readouterr().err
