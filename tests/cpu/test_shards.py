@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
-from engine.runtime.models.load import load_model
+from engine.runtime.models.load import load_eagle3, load_model, load_mtp
 from engine.runtime.models.shards import Shards
 from engine.runtime.parallel.group import SINGLE, Group, Single
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
@@ -154,6 +154,16 @@ def test_what_cannot_be_divided_is_said(
     save_tiny(case, tmp_path)
     with pytest.raises(ConfigError, match=rf"--tensor-parallel-size is {size}, .*{reason}"):
         load(tmp_path, Rank(0, size), **settings)
+
+
+def test_heads_that_draft_need_a_whole_target(tmp_path: Path) -> None:
+    save_tiny(Case("LlamaConfig"), tmp_path)
+    config, device = EngineConfig(model=str(tmp_path), dtype="float32"), torch.device("cpu")
+    target = load(tmp_path, Rank(0, 2))
+    with pytest.raises(ConfigError, match="MTP and EAGLE-3 heads cannot be divided"):
+        load_mtp(config, target, device, lambda progress: None)
+    with pytest.raises(ConfigError, match="MTP and EAGLE-3 heads cannot be divided"):
+        load_eagle3(config, target, device, lambda progress: None, served_len=64)
 
 
 def test_merged_matrices_are_divided_as_floats_only(tmp_path: Path) -> None:
