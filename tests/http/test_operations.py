@@ -53,7 +53,8 @@ def test_metrics_may_be_protected_but_probes_are_not(serve: Serve) -> None:
     for path in ("/metrics", "/version", "/metrics/"):
         assert httpx.get(live.url + path).status_code == 401
         assert httpx.get(live.url + path, headers={"x-api-key": "k"}).status_code == 200
-    assert [httpx.get(live.url + path).status_code for path in ("/health", "/ready")] == [200, 200]
+    probes = [httpx.get(live.url + path) for path in ("/health", "/ready")]
+    assert [(probe.status_code, probe.text) for probe in probes] == [(200, "ok\n")] * 2
     described = httpx.get(live.url + "/openapi.json", headers={"x-api-key": "k"}).json()["paths"]
     assert [path for path in described if described[path].get("get", {}).get("security") == []] == ["/health", "/ready"]
 
