@@ -123,7 +123,9 @@ class Daemon(uvicorn.Server):
         self._num_signals += 1
         assert self._loop is not None
         if self._num_signals == 1:
-            log.info("%s: finishing %d open requests within %g s", name, self._client.num_open, self._timeout_s)
+            num_open = self._client.num_open
+            doing = f"finishing {num_open} open requests within {self._timeout_s:g} s" if num_open else "stopping"
+            log.info("%s: %s", name, doing)
             self._tasks.append(self._loop.create_task(self._drain(self._timeout_s)))
         elif self._num_signals == 2:
             log.warning("%s again: aborting %d open requests", name, self._client.num_open)

@@ -3,7 +3,7 @@
 The first source that names a setting wins: flag, then variable, then the file given by --config, then the default. An empty
 variable counts as absent, but in the Security group it is refused, because it would leave the daemon open. Settings are read
 once, before anything is loaded, and never change. server/settings/flags.py has the command line, and
-server/settings/foreign.py the flags and values of other servers.
+engine/foreign.py the flags and values of other servers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError
+from engine.foreign import Given, check_same, keys_of, known_value, split_file, translate
 from engine.setting import Declared, check_conflicts, closest, declared, expand, features
 from server.settings.app_config import AppConfig
 from server.settings.conflicts import CONFLICTS
 from server.settings.files import read_yaml
-from server.settings.foreign import Given, check_same, keys_of, known_value, split_file, translate
 from server.settings.serve_config import ServeConfig
 from server.settings.values import reveal, type_of
 

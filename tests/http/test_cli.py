@@ -81,9 +81,31 @@ def test_an_unknown_option_of_bench_names_bench(capsys: pytest.CaptureFixture[st
 
 
 def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["server"]) == 2
-    expected = "quire: 'server' is not a command; choose one of serve, bench, tune, simulate, calibrate, doctor, completion, or see `quire --help`.\n"
-    assert capsys.readouterr().err == expected
+    for words, sentence in (
+        (
+            ["chat"],
+            "'chat' is not a command; choose one of serve, bench, tune, simulate, calibrate, doctor, completion, or see `quire --help`.",
+        ),
+        (["server"], "'server' is not a command; did you mean `quire serve`?"),
+        (
+            ["--port", "9000"],
+            "--port needs a command before it, such as `quire serve --port`; see `quire --help`.",
+        ),
+    ):
+        assert main(words) == 2
+        assert capsys.readouterr().err == f"quire: {sentence}\n"
+
+
+def test_help_and_version_are_also_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [main(["help"]), main(["--help"]), main(["version"]), main(["--version"])] == [0] * 4
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == lines[-2]
+    assert lines[: len(lines) // 2 - 1] == lines[len(lines) // 2 - 1 : -2]
+
+
+def test_help_about_no_setting_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help=zzz"]) == 2
+    assert capsys.readouterr().err == "quire: No setting has 'zzz' in its name; `quire serve --help=all` lists them.\n"
 
 
 # -- faults at start ---------------------------------------------------------------------------------------------------

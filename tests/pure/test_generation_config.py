@@ -9,12 +9,21 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import ConfigError, ModelLoadError
+from engine.text.default_sampling import check_sampling_source, default_sampling
 from engine.text.generation_config import sampling_of
 from engine.text.types import SamplingDefaults
-from server.serve import _check_sampling, _sampling
 from server.settings.serve_config import ServeConfig
 
 RECOMMENDED = {"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": [1], "max_length": 20}
+
+
+def _sampling(config: ServeConfig, model: Path) -> SamplingDefaults:
+    source, override = config.generation_config, config.override_generation_config
+    return default_sampling(source, override, model, logging.getLogger(__name__))
+
+
+def _check_sampling(config: ServeConfig) -> None:
+    check_sampling_source(config.generation_config, config.override_generation_config)
 
 
 @pytest.fixture

@@ -6,7 +6,10 @@ process; its engine thread makes all calls, in the same order as the other ranks
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Callable
+from ctypes import addressof, c_char
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.runtime.native.library import GroupError
+from engine.runtime.native.library import GroupArgs, GroupError, Library, native
+
+_SPINS = 10_000  # looks at another rank, some 100 us, before a rank yields its core
 
 
 class Group(Protocol):
@@ -84,7 +89,60 @@ def open_group(folder: Path, rank: int, size: int, device: torch.device, *, time
         from engine.runtime.parallel.nccl import NcclGroup
 
         return NcclGroup(folder, rank, size, device, timeout_s=timeout_s)
-    return GlooGroup(folder, rank, size, timeout_s=timeout_s)
+    library = native()
+    if library is None:
+        return GlooGroup(folder, rank, size, timeout_s=timeout_s)
+    return SharedMemoryGroup(library, folder, rank, size, timeout_s=timeout_s)
+
+
+class SharedMemoryGroup:
+    """Ranks on the CPUs of one machine, which exchange numbers through the native library; `folder` is in memory."""
+
+    def __init__(self, library: Library, folder: Path, rank: int, size: int, *, timeout_s: float) -> None:
+        self.rank, self.size, self._library = rank, size, library
+        path, num_bytes = folder / "sums", library.group_bytes(size)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.truncate(file, num_bytes)  # by every rank; the first finds no file, and none shortens it
+        self._memory = mmap.mmap(file, num_bytes)
+        os.close(file)
+        is_crowded = size * library.num_threads > (os.cpu_count() or 1)
+        self._view = (c_char * num_bytes).from_buffer(self._memory)
+        self._args = GroupArgs(addressof(self._view), int(timeout_s * 1000), rank, size, 0 if is_crowded else _SPINS)
+        self.all_reduce(torch.empty(0))  # all ranks have the memory
+        path.unlink(missing_ok=True)
+
+    @property
+    def address(self) -> int | None:
+        """Return the address of the native library's description, valid while this object lives."""
+        return addressof(self._args)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replace contiguous x by the float32 sum of all ranks' x."""
+        assert x.is_contiguous()
+        wide = x.float()  # x itself, if that is float32
+        self._library.group_sum(self._args, wide.data_ptr(), wide.numel())
+        if wide is not x:
+            x.copy_(wide)
+
+    def gather(self, x: Tensor, out: Tensor | None) -> None:
+        """Write the columns of all ranks to rank 0's out."""
+        assert x.is_contiguous()
+        assert out is None or (out.is_contiguous() and out.dtype == x.dtype)
+        at, width = (None, 0) if out is None else (out.data_ptr(), out.shape[1] * out.itemsize)
+        self._library.group_gather(self._args, x.data_ptr(), at, len(x), x.shape[1] * x.itemsize, width)
+
+    def broadcast(self, x: Tensor) -> None:
+        """Replace contiguous x by rank 0's."""
+        assert x.is_contiguous()
+        self._library.group_broadcast(self._args, x.data_ptr(), x.nbytes)
+
+    def abort(self) -> None:
+        """Let the calls of all ranks fail."""
+        self._library.group_abort(self._args)
+
+    def close(self) -> None:
+        """Let the calls of all ranks fail; the memory goes with this object."""
+        self.abort()
 
 
 class GlooGroup:

@@ -87,7 +87,9 @@ class Given(NamedTuple):
         if isinstance(self.value, bool):
             return self.flag
         words = self.value if isinstance(self.value, list) else [self.value]
-        return " ".join([self.flag, *(f"{word:.60}" if isinstance(word, str) else json.dumps(word) for word in words)])
+        return " ".join(
+            [self.flag, *(f"{word:.60}" if isinstance(word, str) else json.dumps(word, default=str) for word in words)]
+        )
 
 
 class Translated(NamedTuple):
