@@ -197,7 +197,6 @@ VLLM = (
     _switch("--use-tqdm-on-load", NoEffect("a terminal shows progress bars")),
     _switch("--calculate-kv-scales", NoEffect("scales of 8-bit K/V are computed from the values")),
     # -- devices
-    _row("--tensor-parallel-size -tp", NoEffect(_ONE_DEVICE, ("1",), _PARALLEL)),
     _row("--pipeline-parallel-size -pp", NoEffect(_ONE_DEVICE, ("1",), _PARALLEL)),
     _row("--data-parallel-size -dp", NoEffect(_ONE_DEVICE, ("1",), _PARALLEL)),
     _row("--decode-context-parallel-size -dcp --prefill-context-parallel-size -pcp --data-parallel-size-local -dpl --nnodes -n-nodes", NoEffect(_ONE_DEVICE, ("1",), _PARALLEL)),

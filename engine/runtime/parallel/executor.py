@@ -18,6 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -27,7 +28,8 @@ from engine.core.errors import ConfigError, DeviceLostError, ModelLoadError, Qui
 from engine.core.step import PendingStep, Runner, StepPlan, StepResult
 from engine.runtime.batch import Packet
 from engine.runtime.host_cpus import usable_cpus
-from engine.runtime.parallel.group import Group, GroupError
+from engine.runtime.native.library import GroupError
+from engine.runtime.parallel.group import Group, open_group
 from engine.runtime.parallel.packet import encode_close, encode_config, encode_copies, encode_step
 from engine.runtime.parallel.ring import RingError, RingWriter, make_memory
 from engine.runtime.parallel.worker import Start
@@ -35,7 +37,17 @@ from engine.runtime.parallel.worker import Start
 PATIENCE_S = 60.0  # for a rank that takes part in nothing; longer than a step
 _RING_BYTES = 64 << 20  # of addresses; a page is memory once it is written
 _END_S = 2.0  # for a rank to end by itself
+_SHARED = Path("/dev/shm")  # noqa: S108 - a private folder in it
 _ROOT = Path(__file__).resolve().parents[3]
+
+
+def start_ranks(config: EngineConfig, device: torch.device) -> Executor:
+    """Start the other ranks of a model. Raises ConfigError for more ranks than GPUs."""
+    if device.type == "cuda" and torch.cuda.device_count() < config.tensor_parallel_size:
+        raise ConfigError(
+            f"--tensor-parallel-size is {config.tensor_parallel_size}, and this machine has {torch.cuda.device_count()} GPUs."
+        )
+    return Executor(config, config.num_threads or max(usable_cpus() // config.tensor_parallel_size, 1))
 
 
 class Executor:
@@ -43,8 +55,8 @@ class Executor:
 
     def __init__(self, config: EngineConfig, num_threads: int) -> None:
         """Start the processes, which load their slices while this one loads its own."""
-        self.size = config.tensor_parallel_size
-        self.folder = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
+        self.size, self.num_threads = config.tensor_parallel_size, num_threads
+        self.folder = Path(tempfile.mkdtemp(prefix="quire-ranks-", dir=_SHARED if _SHARED.is_dir() else None))
         self.shares_ids = False  # where steps overlap, the next one begins before the host knows the ids
         self.on_loss: Callable[[QuireError], None] = lambda _: None
         self._group: Group | None = None
@@ -70,12 +82,13 @@ class Executor:
 
     # -- the runner's end ----------------------------------------------------------------------------------------------
 
-    def join(self, group: Group) -> None:
-        """Take the group whose calls fail when a rank is lost."""
-        self._group = group
+    def meet(self, device: torch.device) -> Group:
+        """Open the group of all ranks, whose calls fail when one is lost."""
+        self._group = open_group(self.folder, 0, self.size, device, timeout_s=PATIENCE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._loss is not None:
-            group.abort()
+            self._group.abort()
+        return self._group
 
     def send(self, packet: Packet) -> None:
         """Have the ranks compute a step's forward pass and logits."""

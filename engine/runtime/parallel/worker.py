@@ -22,13 +22,14 @@ from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.errors import QuireError
 from engine.core.types import Progress
-from engine.device import choose_kernels, resolve_device, share_threads
+from engine.device import resolve_device, share_threads
 from engine.runtime.attention.table import load_backend
 from engine.runtime.batch import PacketBuffers, scored_portions
 from engine.runtime.kv_cache import KVCache, resolve_kv_dtype
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model, resolve_dtype
-from engine.runtime.parallel.group import Group, GroupError, open_group
+from engine.runtime.native.library import GroupError, choose_kernels
+from engine.runtime.parallel.group import Group, open_group
 from engine.runtime.parallel.packet import Step, decode
 from engine.runtime.parallel.ring import RingReader
 
