@@ -382,7 +382,7 @@ LLAMA_SERVER = (
     _switch("--ui --webui", Alias("page")),
     _switch("--metrics", NoEffect("/metrics is always served")),
     _switch("--slots --no-slots", NoEffect("the page at / shows running requests")),
-    _switch("--props", Refusal("settings do not change while the daemon runs; restart it")),
+    _switch("--props", NoEffect("POST /props is not served: settings do not change while the daemon runs")),
     _row("--path --media-path --tools --tools-runtime --mcp-servers-config --mcp-servers-json", Refusal("files and tools of this machine are not offered to clients")),
     _switch("-ag --agent --ui-mcp-proxy --webui-mcp-proxy", Refusal("files and tools of this machine are not offered to clients")),
     _switch("--log-disable", Alias("log_level", values={"True": "error", "False": "info"})),
@@ -398,7 +398,7 @@ PROGRAMS = {"vLLM": VLLM, "llama-server": LLAMA_SERVER}
 _ROWS = {flag: row for rows in PROGRAMS.values() for row in rows for flag in row.flags}
 SPELLINGS = tuple(_ROWS)
 
-_IN_CHECKPOINT = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto-round", "mxfp4", "modelopt")
+IN_CHECKPOINT = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto-round", "mxfp4", "modelopt")
 _BACKENDS = (
     "FLASH_ATTN",
     "FLASHINFER",
@@ -416,7 +416,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "kv_cache_dtype": {"fp8_e4m3": "fp8", "float16": "auto", "bfloat16": "auto"},
     "generation_config": {"quire": "vllm"},
     "tool_call_parser": {"qwen3": "hermes", "qwen25": "hermes"},
-    "quantization": {"None": "auto", **dict.fromkeys(_IN_CHECKPOINT, "auto")},
+    "quantization": {"None": "auto", **dict.fromkeys(IN_CHECKPOINT, "auto")},
     "load_format": {"hf": "auto", "fastsafetensors": "safetensors", "runai_streamer": "safetensors"},
     "model_impl": {"vllm": "quire"},
     "attention_backend": dict.fromkeys(_BACKENDS, "auto"),

@@ -21,6 +21,7 @@ from loadtest import (
     perplexity,
     scheduler,
     steps,
+    vllm_bench,
 )
 from loadtest.arguments import refuse_unwritable
 from loadtest.errors import LoadtestError
@@ -62,7 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         add_options(command)
         command.set_defaults(run=run, fail=command.error)
-    options, unknown = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        words, remarks = vllm_bench.translate(words)
+    except LoadtestError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 2
+    for remark in remarks:
+        print(f"quire: {remark}", file=sys.stderr)
+    options, unknown = parser.parse_known_args(words)
     if unknown:  # argparse would name the program around the command
         options.fail(f"unrecognized arguments: {' '.join(unknown)}")
     try:

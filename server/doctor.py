@@ -51,7 +51,8 @@ def _port(host: str, port: int) -> Iterator[Finding]:
         with closing(bind(host, port)):
             yield Finding("port", State.OK, f"{port} on {host} is free")
     except QuireError as error:
-        yield Finding("port", State.NOTE, f"{port} on {host} is not free", str(error))
+        fault, _, advice = str(error).partition("; ")
+        yield Finding("port", State.NOTE, fault, advice)
 
 
 def _extras() -> Iterator[Finding]:

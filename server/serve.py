@@ -305,6 +305,7 @@ def _curl(url: str, name: str, *, has_key: bool) -> str:
     body = {
         "model": name,
         "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
+        "temperature": 0,
         "max_tokens": 64,
     }
     key = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if has_key else ""

@@ -15,7 +15,7 @@ from server.errors import ApiError
 router = APIRouter()
 
 
-@router.get("/health", response_class=Response)
+@router.get("/health", response_class=PlainTextResponse)
 async def health(context: InContext) -> Response:
     """Liveness: the engine thread runs, and makes steps while it has work."""
     health = context.engine.health()
@@ -25,16 +25,16 @@ async def health(context: InContext) -> Response:
     if health.seconds_since_step > context.config.stall_limit_s:
         message = f"The engine has work but made no step for {health.seconds_since_step:.0f} s."
         raise ApiError(503, "internal_error", message, type="server_error")
-    return Response()
+    return PlainTextResponse("ok\n")
 
 
-@router.get("/ready", response_class=Response)
+@router.get("/ready", response_class=PlainTextResponse)
 async def ready(context: InContext) -> Response:
     """Readiness: requests are accepted now."""
     await health(context)
     if context.client.is_draining:
         raise ShuttingDownError("The server is shutting down.")
-    return Response()
+    return PlainTextResponse("ok\n")
 
 
 @router.get("/load")

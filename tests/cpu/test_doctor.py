@@ -42,7 +42,8 @@ def test_a_port_in_use_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
         port = str(taken.getsockname()[1])
         status, rows = findings("--port", port, capsys=capsys)
     assert (status, rows["port"]["state"]) == (0, "note")
-    assert "choose another with --port" in rows["port"]["advice"]
+    assert rows["port"]["found"] == f"Port {port} on 127.0.0.1 is in use"
+    assert rows["port"]["advice"] == "stop what listens there, or choose another with --port."
 
 
 def test_a_number_that_is_no_port_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,6 +208,23 @@ def test_keys_of_another_servers_variable_protect(monkeypatch: pytest.MonkeyPatc
     assert "a key is empty" in fault("")
 
 
+def test_keys_are_separated_by_commas_as_in_llama_server() -> None:
+    assert load("--api-key a,b c").app_config("m", "m").api_keys == ("a", "b", "c")
+    assert "a key is empty" in fault("--api-key a,,b")
+
+
+def test_a_local_model_is_also_served_under_its_path() -> None:
+    made = load("/srv/[a]/model").app_config("/srv/[a]/model", "model")
+    assert (made.served_model_names, made.model_aliases) == (("model",), ("/srv/[[]a]/model",))
+    assert load("/srv/model --served-model-name x").app_config("/srv/model", "model").model_aliases == ()
+    assert load("org/model").app_config("org/model", "org/model").model_aliases == ()
+
+
+def test_a_format_of_checkpoints_is_no_order() -> None:
+    [remark] = load("--quantization awq").remarks
+    assert remark == "--quantization awq (a checkpoint's own format is recognised; others stay as they are)"
+
+
 def test_other_variables_of_other_servers_are_named_and_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_ARG_HOST", "0.0.0.0")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")

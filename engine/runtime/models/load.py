@@ -21,6 +21,7 @@ from engine.runtime.models.eagle3_config import foreign_target, read_eagle3
 from engine.runtime.models.families import read_config
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.mtp import MTPHead
+from engine.runtime.models.shards import Shards, block_of
 from engine.runtime.native.library import native
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes import SCHEMES
@@ -39,15 +40,15 @@ def load_model(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report, group: Group = SINGLE
 ) -> CausalLM:
     """Build the model on `device` in `dtype` and fill it, reporting progress to `report`."""
-    if group.size > 1:
-        raise ConfigError("Models on several ranks cannot be loaded yet.")
     checkpoint, here = _open(config, device, dtype)
     scheme = choose_scheme(config.quantization, here)
     if config.num_loras:
         _require_adaptable(config, scheme, here)
+    if group.size > 1:
+        _require_divisible(config, group, here)
     try:
         if here.is_own:
-            return load_decoder(config, checkpoint, device, dtype, scheme, report)
+            return load_decoder(config, checkpoint, device, dtype, scheme, report, group)
         # transformers' model code takes seconds to import, and most models do not need it
         from engine.runtime.models.transformers_adapter import load_adapter
 
@@ -174,6 +175,15 @@ def _require_adaptable(config: EngineConfig, scheme: Scheme, here: Circumstances
         )
 
 
+def _require_divisible(config: EngineConfig, group: Group, here: Circumstances) -> None:
+    """Raise ConfigError for what a model on several ranks does not have."""
+    flag = f"--tensor-parallel-size is {group.size}"
+    if not here.is_own:
+        raise ConfigError(f"{flag}, but transformers' code runs this model, which cannot be divided; leave it out.")
+    if config.num_loras:
+        raise ConfigError(f"{flag}, but adapters cannot be divided; leave out it or the adapters.")
+
+
 def load_decoder(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -181,13 +191,17 @@ def load_decoder(
     dtype: torch.dtype,
     scheme: Scheme,
     report: Report,
+    group: Group = SINGLE,
 ) -> Decoder:
     """Build Quire's decoder and fill it from a checkpoint."""
     model_config = read_config(checkpoint.config.values, checkpoint.config.source)
     config.check_length(model_config.max_positions)
     check_size(checkpoint, model_config.num_weights, dtype, device)
     served_len = config.max_model_len or model_config.max_positions
-    model = Decoder(model_config, served_len=served_len, dtype=dtype, device=device, scheme=scheme)
+    shards = None
+    if group.size > 1:
+        shards = Shards(model_config, group, block_of(model_config, checkpoint.tensors({})))
+    model = Decoder(model_config, served_len=served_len, dtype=dtype, device=device, scheme=scheme, shards=shards)
     fill(model.loads, checkpoint, report, is_tied=model.is_tied)
     model.finish()
     if scheme.summary():

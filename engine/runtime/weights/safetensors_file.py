@@ -108,6 +108,13 @@ class SafetensorsFile:
             done += got
 
 
+def copy_rows(kind: str, stored: StoredRows, target: Tensor) -> None:
+    """Copy some of the rows of `SafetensorsFile.rows` into a tensor of any type."""
+    import torch
+
+    target.copy_(torch.from_numpy(stored.rows).view(getattr(torch, _TYPES[kind][1])).reshape(target.shape))
+
+
 def has_rows(span: Span, part: Part) -> bool:
     """Return whether `SafetensorsFile.rows` serves a part: a matrix, not transposed."""
     return len(part.shape) > 1 and part.first is not None and span.kind in _TYPES and math.prod(part.shape) > 0
