@@ -90,9 +90,10 @@ def test_a_ring_without_room_is_an_error() -> None:
     with ring(timeout_s=0.01) as (writer, _):
         with pytest.raises(RingError, match="larger than the ring"):
             writer.send([np.zeros(4096, np.uint8)])
+        for _ in range(4):
+            writer.send([np.zeros(1000, np.uint8)])
         with pytest.raises(RingError, match="read no message"):
-            for _ in range(9):
-                writer.send([np.zeros(1000, np.uint8)])
+            writer.send([np.zeros(1000, np.uint8)])
 
 
 # -- packets -----------------------------------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ class Asked:
         self.engine = engine
         self.events: list[TokenEvent] = []
         self.has_ended = threading.Event()
-        engine.start(lambda events: self.events.extend(events), self.has_ended.set)
+        engine.start(self.events.extend, self.has_ended.set)
 
     def ask(self, max_tokens: int) -> None:
         self.engine.submit(request("r", (1, 2, 3), max_tokens=max_tokens, eos_token_ids=frozenset(), temperature=0.0))
@@ -247,7 +248,7 @@ def test_two_ranks_say_what_one_says(folder: str) -> None:  # noqa: F811 - the f
     alone = tokens(build(folder))
     assert len(alone) == 12
     assert tokens(build(folder, tensor_parallel_size=2)) == alone
-    assert tokens(build(folder, tensor_parallel_size=2, block_size=None, async_scheduling=True)) == alone
+    assert tokens(build(folder, tensor_parallel_size=2, async_scheduling=True)) == alone
     assert workers() == []
 
 
@@ -263,13 +264,15 @@ def stop(pid: int) -> None:
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_a_lost_rank_is_the_engines_end(
     folder: str,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
     loses: Callable[[int], None],
     sentence: str,
     is_busy: bool,
 ) -> None:
-    monkeypatch.setattr(executor, "PATIENCE_S", 1.0 if loses is stop else PATIENCE_S)
-    asked = Asked(build(folder, tensor_parallel_size=2, max_model_len=512))
+    engine = build(folder, tensor_parallel_size=2)
+    group: Any = engine._runner._executor._group  # type: ignore[attr-defined]
+    if loses is stop:
+        group._args.timeout_ms = 500
+    asked = Asked(engine)
     [worker] = workers()
     if is_busy:
         asked.ask(500)

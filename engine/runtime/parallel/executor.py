@@ -28,7 +28,7 @@ from engine.core.errors import ConfigError, DeviceLostError, ModelLoadError, Qui
 from engine.core.step import PendingStep, Runner, StepPlan, StepResult
 from engine.runtime.batch import Packet
 from engine.runtime.host_cpus import usable_cpus
-from engine.runtime.native.library import GroupError
+from engine.runtime.native.library import GroupError, native
 from engine.runtime.parallel.group import Group, open_group
 from engine.runtime.parallel.packet import encode_close, encode_config, encode_copies, encode_step
 from engine.runtime.parallel.ring import RingError, RingWriter, make_memory
@@ -61,6 +61,8 @@ class Executor:
         self.on_loss: Callable[[QuireError], None] = lambda _: None
         self._group: Group | None = None
         self._loss: QuireError | None = None
+        self._said: list[set[str]] = [set() for _ in range(self.size - 1)]
+        self._hears = threading.Condition()
         self._is_closing = False
         ring = make_memory(_RING_BYTES)
         wakers = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(self.size - 1)]
@@ -83,12 +85,20 @@ class Executor:
     # -- the runner's end ----------------------------------------------------------------------------------------------
 
     def meet(self, device: torch.device) -> Group:
-        """Open the group of all ranks, whose calls fail when one is lost."""
+        """Open the group of all ranks, whose calls fail when one is lost. Raises what a rank has said."""
+        if (library := native()) is not None:
+            library.use_threads(self.num_threads)
+        self._await("here")
         self._group = open_group(self.folder, 0, self.size, device, timeout_s=PATIENCE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
-        if self._loss is not None:
-            self._group.abort()
         return self._group
+
+    def _await(self, word: str) -> None:
+        """Wait until all ranks have said a word, however long they load."""
+        with self._hears:
+            self._hears.wait_for(lambda: self._loss is not None or all(word in said for said in self._said))
+        if self._loss is not None:
+            raise self._loss
 
     def send(self, packet: Packet) -> None:
         """Have the ranks compute a step's forward pass and logits."""
@@ -115,6 +125,7 @@ class Executor:
                 f"A step of --max-num-seqs {config.max_num_seqs} with contexts of {config.max_model_len} tokens is too large "
                 "for --tensor-parallel-size; lower one of them."
             )
+        self._await("loaded")
         self._ring.send(encode_config(config))
 
     def close(self) -> None:
@@ -164,13 +175,17 @@ class Executor:
         assert process.stdout is not None
         said: dict[str, str] = {}
         for line in process.stdout:
-            with suppress(ValueError):
+            with suppress(ValueError), self._hears:
                 said = json.loads(line)
+                self._said[place].update(said)
+                self._hears.notify_all()
         code = process.wait()
         if self._is_closing:
             return
-        if self._loss is None and "lost" not in said:
-            self._loss = _error_of(said) or DeviceLostError(f"rank {place + 1} of the model ended ({_cause(code)})")
+        with self._hears:
+            if self._loss is None and "lost" not in said:
+                self._loss = _error_of(said) or DeviceLostError(f"rank {place + 1} of the model ended ({_cause(code)})")
+            self._hears.notify_all()
         if self._group is not None:
             self._group.abort()
         if self._loss is not None:

@@ -28,7 +28,7 @@ from engine.runtime.batch import PacketBuffers, scored_portions
 from engine.runtime.kv_cache import KVCache, resolve_kv_dtype
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model, resolve_dtype
-from engine.runtime.native.library import GroupError, choose_kernels
+from engine.runtime.native.library import GroupError, choose_kernels, native
 from engine.runtime.parallel.group import Group, open_group
 from engine.runtime.parallel.packet import Step, decode
 from engine.runtime.parallel.ring import RingReader
@@ -60,7 +60,10 @@ class Worker:
             device = torch.device("cuda", start.rank)
             torch.cuda.set_device(device)
         choose_kernels(config.cpu_kernels if device.type == "cpu" else "off")
+        if (library := native()) is not None:
+            library.use_threads(start.num_threads)  # the group spins only where each thread has a core
         self._device = device
+        _say(here="")
         self._group: Group = open_group(Path(start.folder), start.rank, start.size, device, timeout_s=start.timeout_s)
         self._model: CausalLM = load_model(config, device, resolve_dtype(config, device), _ignore, self._group)
         share_threads(start.num_threads, self._model)
