@@ -72,6 +72,7 @@ from engine.runtime.transports.disk import has_blocks
 from engine.runtime.transports.pinned import STAGING_BYTES
 from engine.runtime.transports.table import open_tiers
 from engine.speculation import Speculation, load_speculation
+from engine.startup_progress import human_bytes
 
 if TYPE_CHECKING:
     from engine.runtime.parallel.executor import Executor
@@ -480,12 +481,12 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 
 def _describe(asked_len: int | None, config: SchedulerConfig, bytes_per_block: int, model: CausalLM) -> str:
-    size = config.num_blocks * bytes_per_block / (1 << 30)
+    size = human_bytes(config.num_blocks * bytes_per_block)
     shorter = ""
     if config.max_model_len < model.max_model_len:
         why = "--max-model-len auto: as many as the pool holds; " if asked_len is None else ""
         shorter = f" ({why}the model's own limit is {model.max_model_len})"
     return (
-        f"{config.num_blocks} blocks of {config.block_size} tokens, {size:.2f} GiB; "
+        f"{config.num_blocks} blocks of {config.block_size} tokens, {size}; "
         f"contexts up to {config.max_model_len} tokens{shorter}"
     )

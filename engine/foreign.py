@@ -399,6 +399,7 @@ _ROWS = {flag: row for rows in PROGRAMS.values() for row in rows for flag in row
 SPELLINGS = tuple(_ROWS)
 
 IN_CHECKPOINT = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto-round", "mxfp4", "modelopt")
+OF_CHECKPOINT = "a checkpoint's own format is recognised; others stay as they are"
 _BACKENDS = (
     "FLASH_ATTN",
     "FLASHINFER",

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError
-from engine.foreign import IN_CHECKPOINT, Given, check_same, keys_of, known_value, split_file, translate
+from engine.foreign import IN_CHECKPOINT, OF_CHECKPOINT, Given, check_same, keys_of, known_value, split_file, translate
 from engine.setting import Declared, check_conflicts, closest, declared, expand, features
 from server.settings.app_config import AppConfig
 from server.settings.conflicts import CONFLICTS
@@ -132,9 +132,7 @@ def read_sources(
     ):
         for name, value in values.items():
             if name == "quantization" and value in IN_CHECKPOINT:
-                found.remarks.append(
-                    f"--quantization {value} (a checkpoint's own format is recognised; others stay as they are)"
-                )
+                found.remarks.append(f"--quantization {value} ({OF_CHECKPOINT})")
             expanded, notices = expand(settings, {name: known_value(name, value)})
             found.values.update(expanded)
             found.origins.update(dict.fromkeys(expanded, origins[name]))
