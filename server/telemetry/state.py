@@ -8,7 +8,6 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from engine.core.sequence import Status
 from engine.core.stats import SequenceView, Snapshot
 from server.errors import ApiError
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.state")
 
 MAX_SEQUENCES = 256
-_QUEUED = {Status.WAITING.value, Status.PREEMPTED.value}
+_QUEUED = {"waiting", "preempted"}  # values of engine.core.sequence.Status
 
 
 async def log_state(context: Context) -> None:
