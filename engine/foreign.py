@@ -108,10 +108,10 @@ def _switch(flags: str, meaning: Meaning) -> Foreign:
     return _row(flags, meaning, Takes.SWITCH)
 
 
-_ONE_DEVICE = "one daemon runs one model on one device"
+_ONE_DEVICE = "one daemon runs one model on one machine"
 _PARALLEL = (
-    "one daemon runs a model on one device; leave it out, serve a model that fits one GPU (a quantised one takes a half to a "
-    "quarter of the memory), or run a daemon per GPU behind a load balancer"
+    "a model is divided among the GPUs of one machine alone; leave it out, set --tensor-parallel-size, or run a daemon per "
+    "machine behind a router"
 )
 _TUNED = "Quire decides this for the device"
 _NO_IMAGES = "prompts are text"
@@ -197,7 +197,6 @@ VLLM = (
     _switch("--use-tqdm-on-load", NoEffect("a terminal shows progress bars")),
     _switch("--calculate-kv-scales", NoEffect("scales of 8-bit K/V are computed from the values")),
     # -- devices
-    _row("--tensor-parallel-size -tp", NoEffect(_ONE_DEVICE, ("1",), _PARALLEL)),
     _row("--pipeline-parallel-size -pp", NoEffect(_ONE_DEVICE, ("1",), _PARALLEL)),
     _row("--data-parallel-size -dp", NoEffect(_ONE_DEVICE, ("1",), _PARALLEL)),
     _row("--decode-context-parallel-size -dcp --prefill-context-parallel-size -pcp --data-parallel-size-local -dpl --nnodes -n-nodes", NoEffect(_ONE_DEVICE, ("1",), _PARALLEL)),

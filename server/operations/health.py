@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import ShuttingDownError
 from engine.version import VERSION
-from server.context import InContext
+from server.context import InContext, InOwner, check_operator
 from server.errors import ApiError
 
 router = APIRouter()
@@ -50,7 +50,9 @@ async def version() -> dict[str, Any]:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(context: InContext) -> Response:
+async def metrics(context: InContext, owner: InOwner) -> Response:
     """Return the metrics in Prometheus' format."""
+    if context.config.protect_metrics and context.config.api_keys:  # without such keys Prometheus has a tenant's
+        check_operator(owner, "Reading the metrics of all tenants")
     content, media_type = context.metrics.render()
     return Response(content, headers={"content-type": media_type})

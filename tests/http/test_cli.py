@@ -220,7 +220,9 @@ def test_the_first_signal_lets_open_answers_finish(tmp_path: Path) -> None:
             events = [line for line in lines if line]
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-        assert outcome(process)[0] == 0
+        status, written = outcome(process)
+    assert status == 0
+    assert "stopped: every open request has finished" in written
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])
@@ -238,7 +240,9 @@ def test_the_timeout_or_a_second_signal_ends_them(num_signals: int) -> None:
             events = [line for line in lines if line]
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
-        assert outcome(process)[0] == 0
+        status, written = outcome(process)
+    assert status == 0
+    assert written.count("stopped: the shutdown cut 1 sequences short") == 1
 
 
 def test_when_the_engine_dies_streams_hear_it_and_the_process_fails() -> None:

@@ -25,6 +25,7 @@ from engine.runtime.models.rope import Rotary
 from engine.runtime.models.shards import Shards
 from engine.runtime.native.decoder import NativeDecoder, Streams, describe_layer
 from engine.runtime.native.library import DTYPES, DecoderArgs, LayerArgs, native
+from engine.runtime.parallel.group import Group
 from engine.runtime.schemes.base import Scheme
 
 # Checkpoint names of the norms before attention, after it, before the MLP and after it.
@@ -196,8 +197,13 @@ class Decoder:
         return self._config.tied_head
 
     @property
+    def group(self) -> Group:
+        """Return the ranks that hold the model."""
+        return self._group
+
+    @property
     def config(self) -> ModelConfig:
-        """Return the model's settings."""
+        """Return the model's settings, of this rank's part."""
         return self._config
 
     @property

@@ -62,6 +62,7 @@ def load_model(
 
 def load_mtp(config: EngineConfig, target: CausalLM, device: torch.device, report: Report) -> MTPHead:
     """Load the MTP head of the checkpoint that `target` was loaded from. Raises ConfigError or ModelLoadError."""
+    _require_whole(target)
     own = target.config if isinstance(target, Decoder) else None
     check_mtp(read_model_config(Path(config.model), config.load_format, config.hf_overrides), own)
     assert isinstance(target, Decoder)
@@ -98,6 +99,7 @@ def load_eagle3(
     """Build the EAGLE-3 draft of a target, in its type, and fill it. Raises ConfigError or ModelLoadError."""
     if not isinstance(target, Decoder):
         raise foreign_target()
+    _require_whole(target)
     path = Path(config.model)
     checkpoint = choose_format(config.load_format, path).open(path, config.seed)
     own = read_eagle3(checkpoint.config, target.config)
@@ -182,6 +184,14 @@ def _require_divisible(config: EngineConfig, group: Group, here: Circumstances) 
         raise ConfigError(f"{flag}, but transformers' code runs this model, which cannot be divided; leave it out.")
     if config.num_loras:
         raise ConfigError(f"{flag}, but adapters cannot be divided; leave out it or the adapters.")
+
+
+def _require_whole(target: CausalLM) -> None:
+    """Raise ConfigError for a target on several ranks, whose heads for drafts would be computed on each."""
+    if isinstance(target, Decoder) and target.group.size > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size is {target.group.size}, but MTP and EAGLE-3 heads cannot be divided; leave out it or them."
+        )
 
 
 def load_decoder(

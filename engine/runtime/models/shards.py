@@ -7,6 +7,7 @@ Quire has one spelling of their names. Used once, while a model is loaded.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -52,7 +53,7 @@ _FULL_NORMS = {"self_attn.q_norm": ("colwise", ("heads",)), "self_attn.k_norm": 
 _SIDES = {
     ".weight": "oi", ".bias": "o", ".weight_packed": "oi", ".weight_scale": "oi", ".weight_scale_inv": "oi",
     ".weight_zero_point": "oi", ".weight_g_idx": "i", ".qweight": "io", ".qzeros": "io", ".scales": "io", ".g_idx": "i",
-    "_blocks": "oi", "_scales": "oi",
+    ".SCB": "o", "_blocks": "oi", "_scales": "oi",
 }  # fmt: skip
 _GROUPS = (".g_idx", ".weight_g_idx")  # the group of each input
 _DOWN = re.compile(r"\.mlp\.(experts\.\d+\.|shared_expert\.)?down_proj(\D+)$")
@@ -149,19 +150,31 @@ class Shards:
                 elif not _is_in_order(tensor):
                     raise self._cannot(name, "its inputs are in the order of their activations (g_idx)")
                 continue
+            if math.prod(tensor.shape) == 1:  # a scale of the whole matrix
+                found[end] = tensor
+                continue
             if end not in _SIDES or len(tensor.shape) > 3:
-                raise self._cannot(name, f"{end.removeprefix('.')!r} is not in rows of outputs and inputs")
+                raise self._cannot(name, f"its {end.removeprefix('.')!r} is not in rows of outputs and inputs")
             cuts = []
             for side, dim in zip(_SIDES[end], tensor.shape, strict=False):
                 whole = span.rows if side == "o" else span.inputs
-                scaled = None if whole is None or dim == 1 else whole.scaled(dim)
-                block = whole.total // dim if scaled is None and whole is not None else tensor.block
-                is_inside = side == "i" and scaled is not None and (scaled.first % block or scaled.num % block)
-                if whole is not None and dim != 1 and (scaled is None or is_inside):
-                    raise self._cannot(name, f"{block} numbers are stored together, and the cut is inside")
-                cuts.append(scaled)
+                cuts.append(
+                    None
+                    if whole is None or dim == 1
+                    else self._scaled(name, whole, dim, tensor.block if side == "i" else 1)
+                )
             found[end] = cut(tensor, *cuts)
         return found
+
+    def _scaled(self, name: str, whole: Cut, dim: int, block: int) -> Cut:
+        """Return a cut along a side of which the stored tensor has `dim`. Raises ConfigError."""
+        if dim > whole.total:
+            raise self._cannot(name, "its codes are not in rows of outputs and inputs")
+        scaled = whole.scaled(dim)
+        if scaled is None or whole.first % block or whole.num % block:
+            size = whole.total // dim if scaled is None else block
+            raise self._cannot(name, f"{size} numbers are stored together, and the cut is inside")
+        return scaled
 
     def _cannot(self, name: str, reason: str) -> ConfigError:
         return _refusal(self.group.size, f"{name} cannot be divided: {reason}")

@@ -18,7 +18,7 @@ from engine.regular_file import check_regular, reason
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.expert_names import expert_parts
 from engine.runtime.weights.hf_config import HFConfig
-from engine.runtime.weights.safetensors_file import SafetensorsFile, copy_rows, has_rows
+from engine.runtime.weights.safetensors_file import SafetensorsFile, has_rows
 from engine.runtime.weights.stored.config import QuantConfig, read_quantization
 from engine.runtime.weights.stored.headers import CODES, FLOATS, Header, Headers, check_packed, is_unused, module_of
 
@@ -112,7 +112,7 @@ def _tensors(file: SafetensorsFile, config: HFConfig) -> Iterator[StoredTensor]:
             rows = partial(file.rows, span, part) if has_rows(span, part) else None
             num_bytes = math.prod(part.shape) * size
             yield StoredTensor(
-                part.name, part.shape, num_bytes, path, copy_to, rows, span.kind, partial(copy_rows, span.kind)
+                part.name, part.shape, num_bytes, path, copy_to, rows, span.kind, partial(file.copy_rows, span.kind)
             )
 
 
