@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +60,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `fleet`."""
     parser.add_argument("--router", choices=tuple(KINDS), required=True, help="the kind of router")
     parser.add_argument("--router-bin", metavar="COMMAND", default="", help="its command; default: as it is installed")
-    parser.add_argument("--router-flags", nargs="+", default=[], metavar="FLAG", help="more of its flags, without --")
+    parser.add_argument(
+        "--router-flags", default="", metavar="FLAGS", help='more of its flags, as in --router-flags="--a 1"'
+    )
     parser.add_argument(
         "--policy", nargs="+", metavar="NAME", help="the router's policies; default: blind, least loaded, prefix-aware"
     )
@@ -114,8 +117,7 @@ def _usual(router: str) -> tuple[str, str, str]:
 
 
 def _routing(options: argparse.Namespace, policy: str) -> Routing:
-    flags = [f"--{flag}" if not flag.lstrip("-").isdigit() else flag for flag in options.router_flags]
-    return Routing(options.router, policy, options.router_bin, flags)
+    return Routing(options.router, policy, options.router_bin, shlex.split(options.router_flags))
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:

@@ -163,8 +163,8 @@ def test_a_foreseen_run_has_the_figures_of_a_real_one(capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "vllm round_robin" in printed
     assert "(+0%)" in printed
-    with pytest.raises(SimulationError, match="'random' is not simulated"):
-        foresee(mixed(1), known, policy="random", num_daemons=2, num_clients=4)
+    with pytest.raises(SimulationError, match="'manual' is not simulated"):
+        foresee(mixed(1), known, policy="manual", num_daemons=2, num_clients=4)
 
 
 def test_a_router_is_started_with_its_own_flags() -> None:
