@@ -114,6 +114,11 @@ def test_gguf_files(quantization: str, tmp_path: Path) -> None:
         parts_are_the_whole(path, quantization=quantization)
 
 
+def test_random_weights(tmp_path: Path) -> None:
+    save_tiny(Case("LlamaConfig"), tmp_path)
+    parts_are_the_whole(tmp_path, load_format="dummy")
+
+
 def test_a_rank_reads_its_slices_only(tmp_path: Path) -> None:
     counts = Path("/proc/self/io")
     if not counts.exists():
