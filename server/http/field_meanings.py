@@ -26,6 +26,14 @@ MEANINGS = {
     "chat_template_kwargs": "Further variables for the chat template, such as enable_thinking.",
     "truncate_prompt_tokens": "Keep only the last so many tokens of the prompt.",
     "echo": "Return the prompt before the completion.",
+    # A hand-over of K/V between daemons.
+    "kv_transfer_params": "Who computes the prompt and where its K/V is, as a router sends it to daemons that divide the work.",
+    "do_remote_decode": "Compute the prompt, keep its K/V for a decode daemon, and answer where it is.",
+    "do_remote_prefill": "Take the prompt's K/V from the daemon that computed it.",
+    "remote_request_id": "The name of the K/V on that daemon.",
+    "remote_host": "That daemon's host, one of peers in --kv-transfer-config; absent for shared memory.",
+    "remote_port": "That daemon's port for K/V.",
+    "adapter": "The SHA-256 of the adapter's files, in hexadecimal, in place of its name.",
     # Sampling.
     "temperature": "Divides the logits; 0 takes the most probable token.",
     "top_p": "Draw from the smallest set of tokens with this total probability.",
