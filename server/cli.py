@@ -33,6 +33,15 @@ COMMANDS = {
     ),
 }
 
+# Commands of vLLM that Quire has under other names, and the sentence that says so.
+ELSEWHERE = {
+    "chat": "open the page of a daemon at /, or write a script with the OpenAI SDK",
+    "complete": "send requests to /v1/completions of a daemon",
+    "run-batch": "start `quire serve --data-dir DIR`, upload the file to /v1/files and post it to /v1/batches",
+    "collect-env": "run `quire doctor`",
+    "launch": "run `quire serve`",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status: 0 done, 1 failed, 2 misused."""
@@ -55,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _unknown(name: str) -> str:
     """Return the error for a word that is not a command."""
+    if name in ELSEWHERE:
+        return f"quire: {name!r} is a command of vLLM; {ELSEWHERE[name]}.\n"
     if name.startswith("-"):
         return f"quire: {name} needs a command before it, such as `quire serve {name}`; see `quire --help`.\n"
     from engine.setting import closest

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.serve")
 
 _TURN_S = 0.0002  # with the usual 5 ms a load of 300 matrices waits a second for the GIL
+_SMALL_POOL = 1024  # tokens; a smaller pool is usually a mistyped --kv-cache-memory-bytes
 BACKLOG = 2048  # connections the kernel holds while the event loop is busy
 
 
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     if settings.remarks:
         log.info("no effect here: %s", "; ".join(settings.remarks))
     try:
-        plan = _prepare(settings)
+        plan = prepare(settings)
         with bind(settings.host, settings.port) as listener:
             return _serve(plan, listener)
     except QuireError as error:
@@ -131,8 +132,11 @@ class _Plan(NamedTuple):
     started_s: float
 
 
-def _prepare(settings: Settings) -> _Plan:
-    """Check every setting and the small files that settings name, without slow imports. Raises QuireError."""
+def prepare(settings: Settings) -> _Plan:
+    """Check every setting and the small files that settings name, without slow imports. Raises QuireError.
+
+    `quire doctor --config FILE` ends here.
+    """
     started_s = time.monotonic()
     settings.check_together()
     serve_config = settings.serve_config()
@@ -182,6 +186,8 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
     log.info("loading %s%s", name, f" from {app_config.model}" if is_local or name != app_config.model else "")
     engine, tokenizer = _load(plan)
     tokenizer.hold_to(engine.vocab_size)
+    if (num_tokens := engine.config.num_blocks * engine.config.block_size) < _SMALL_POOL:
+        log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
     from server.app import create_app
     from server.daemon import run
 
@@ -195,7 +201,7 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
         host, port = listener.getsockname()[:2]
         url = f"{'http' if plan.tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("ready in %.1f s: %s serves %s", time.monotonic() - plan.started_s, url, name)
-        log.info("try: %s", _curl(url, name, has_key=bool(app_config.api_keys or app_config.tenants)))
+        log.info("try: %s", _curl(_reachable(url), name, has_key=bool(app_config.api_keys or app_config.tenants)))
 
     forget_headers()
     hide_from_collector()
@@ -208,7 +214,7 @@ def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
     Python imports, which hold the GIL, take most of a start, so C code works beside them (engine/ahead.py):
 
         main thread                                                 other threads, in C
-        settings, port, the model's header (_prepare)               torch's libraries are loaded
+        settings, port, the model's header (prepare)                torch's libraries are loaded
         torch, engine.build                                         memory for weights is backed with pages
         build_engine: names and memory of matrices, pool, warm-up   weights are read and packed (native/packer.py)
         HTTP side and tokenizer, on a thread (_load_front)
@@ -300,11 +306,17 @@ def hide_from_collector() -> None:
     gc.enable()
 
 
+def _reachable(url: str) -> str:
+    """Return the URL for clients of this machine: an address that stands for all of them is none to connect to."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
 def _curl(url: str, name: str, *, has_key: bool) -> str:
     """Return a command to paste into a shell."""
     body = {
         "model": name,
         "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
+        "temperature": 0,
         "max_tokens": 64,
     }
     key = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if has_key else ""

@@ -284,8 +284,8 @@ class LLM:
         """Return the sampling that the model recommends, as parameters to change and pass on."""
         known = self._tokenizer.sampling_defaults
         values = {name: getattr(known, name) for name in SamplingParams.model_fields if hasattr(known, name)}
-        longest = known.max_tokens if known.max_tokens is not None else known.max_new_tokens
-        return SamplingParams(**{**values, "max_tokens": 16 if longest is None else longest})
+        bounds = [bound for bound in (known.max_tokens, known.max_new_tokens) if bound is not None]
+        return SamplingParams(**{**values, "max_tokens": min(bounds, default=16)})
 
     def _run(self, makers: Sequence[Callable[[], Job]], progress: bool) -> list[Job]:
         if not self._end.alive:

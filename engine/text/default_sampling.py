@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import ConfigError
+from engine.model_source import DEFAULT_FILE, DEFAULT_NAME, DEFAULT_SAMPLING
 from engine.setting import unknown_key
 from engine.text.generation_config import FILE, read_sampling, sampling_of
 from engine.text.types import SamplingDefaults
@@ -38,7 +39,10 @@ def default_sampling(
 
     neutral = SamplingDefaults()
     folder = model if source == "auto" else Path(source)
-    defaults = neutral if source == "vllm" or folder.is_file() else read_sampling(folder)
+    if source == "auto" and folder.is_file() and folder.name == DEFAULT_FILE:
+        defaults = sampling_of(DEFAULT_SAMPLING, neutral, DEFAULT_NAME)
+    else:
+        defaults = neutral if source == "vllm" or folder.is_file() else read_sampling(folder)
     defaults = sampling_of(override or {}, defaults, _OVERRIDE)
     check_defaults(defaults)
     if defaults != neutral:

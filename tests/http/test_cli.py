@@ -17,6 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from loadtest.errors import LoadtestError
+from loadtest.vllm_bench import translate
 from server.cli import main
 from tests.patience import PATIENCE_S
 
@@ -80,11 +82,50 @@ def test_an_unknown_option_of_bench_names_bench(capsys: pytest.CaptureFixture[st
     assert "quire bench: error: unrecognized arguments: --url" in capsys.readouterr().err
 
 
+def test_a_line_of_vllms_bench_is_read() -> None:
+    line = (
+        "bench serve --backend vllm --model m --dataset-name random --random-input-len 100 --random-output-len=20 --port 9 "
+        "--num-prompts 10 --request-rate inf --max-concurrency 4 --tokenizer t --save-result --endpoint /v1/completions"
+    )
+    words, remarks = translate(line.split())
+    assert words == [
+        "bench",
+        "--model",
+        "m",
+        "--input-len",
+        "100",
+        "--output-len",
+        "20",
+        "--num-prompts",
+        "10",
+        "--concurrency",
+        "4",
+        "--base-url",
+        "http://127.0.0.1:9",
+        "--endpoint",
+        "completions",
+    ]
+    assert remarks == ["no effect here: --tokenizer t, --save-result"]
+    assert translate(["bench", "serve", "--backend", "openai-chat", "--request_rate", "2"])[0] == (
+        ["bench", "--request-rate", "2", "--endpoint", "chat"]
+    )
+    assert translate(["bench", "--model", "serve"]) == (["bench", "--model", "serve"], [])
+    with pytest.raises(LoadtestError, match="--dataset-name sharegpt is not read; --dataset takes JSON lines"):
+        translate(["bench", "serve", "--dataset-name", "sharegpt"])
+    with pytest.raises(LoadtestError, match="--port needs a value"):
+        translate(["bench", "serve", "--port"])
+
+
 def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for words, sentence in (
         (
-            ["chat"],
-            "'chat' is not a command; choose one of serve, bench, tune, simulate, calibrate, doctor, completion, or see `quire --help`.",
+            ["dance"],
+            "'dance' is not a command; choose one of serve, bench, tune, simulate, calibrate, doctor, completion, or see `quire --help`.",
+        ),
+        (["collect-env"], "'collect-env' is a command of vLLM; run `quire doctor`."),
+        (
+            ["bench", "latency"],
+            "`bench latency` is a command of vLLM; bench the daemon with `quire bench --concurrency 1`.",
         ),
         (["server"], "'server' is not a command; did you mean `quire serve`?"),
         (
@@ -162,6 +203,16 @@ def test_the_story_ends_with_a_line_that_can_be_pasted() -> None:
     assert "POST /v1/chat/completions 200" in written
 
 
+def test_a_daemon_on_all_addresses_names_one_to_try() -> None:
+    with quire("serve", "--host", "0.0.0.0") as process:
+        ready(process)
+        command = shlex.split(read_until(process, r"try: (curl .*)"))
+        assert command[1].startswith("http://127.0.0.1:")
+        assert httpx.get(command[1].replace("/v1/chat/completions", "/ready")).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert outcome(process)[0] == 0
+
+
 def test_the_first_signal_lets_open_answers_finish(tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     hold.write_text("5")
@@ -179,7 +230,9 @@ def test_the_first_signal_lets_open_answers_finish(tmp_path: Path) -> None:
             events = [line for line in lines if line]
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-        assert outcome(process)[0] == 0
+        status, written = outcome(process)
+    assert status == 0
+    assert "stopped: every open request has finished" in written
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])
@@ -197,7 +250,9 @@ def test_the_timeout_or_a_second_signal_ends_them(num_signals: int) -> None:
             events = [line for line in lines if line]
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
-        assert outcome(process)[0] == 0
+        status, written = outcome(process)
+    assert status == 0
+    assert written.count("stopped: the shutdown cut 1 sequences short") == 1
 
 
 def test_when_the_engine_dies_streams_hear_it_and_the_process_fails() -> None:

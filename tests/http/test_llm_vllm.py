@@ -35,6 +35,10 @@ def test_arguments_mean_what_the_flags_mean(
     assert "no effect here: tensor_parallel_size 1 (one daemon runs" in caplog.text
     assert workshop.config.kv_offload_gib == 0.5
     assert workshop.config.quantization == "auto"
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        LLM(quantization="awq").close()
+    assert "no effect here: quantization awq (a checkpoint's own format is recognised" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_a_model_recommends_its_sampling(workshop: Workshop, monkeypatch: pytest
         assert (recommended.temperature, recommended.top_k, recommended.max_tokens) == (0.5, 0, 7)
         [output] = llm.generate("no bar", SamplingParams(max_tokens=50))
         assert len(output.outputs[0].token_ids) == 7
-    assert given == [SamplingDefaults(temperature=0.5, max_new_tokens=7)]
+    assert given == [SamplingDefaults(temperature=0.5, top_p=0.9, max_tokens=1024, max_new_tokens=7)]
 
 
 def test_a_folder_recommends_its_sampling(

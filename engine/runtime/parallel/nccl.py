@@ -51,7 +51,7 @@ class NcclGroup:
             return
         part = self._shared[: x.nbytes].view(x.dtype).view(x.shape)
         part.copy_(x)
-        torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", self._world.group_name, x)
+        _operators().one_shot_all_reduce_out(part, "sum", self._world.group_name, x)
 
     def gather(self, x: Tensor, out: Tensor | None) -> None:
         """Write the columns of all ranks to rank 0's out."""
@@ -71,3 +71,7 @@ class NcclGroup:
     def close(self) -> None:
         """Close the connections."""
         dist.destroy_process_group()
+
+
+def _operators() -> Any:
+    return torch.ops.symm_mem
