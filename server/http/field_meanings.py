@@ -122,8 +122,6 @@ MEANINGS = {
     "lora_name": "The name that requests will use as their model.",
     "lora_path": "The adapter's folder on the daemon's machine.",
     "tokens": "The token ids to turn into text.",
-    "adapter": "The digest of the adapter's files.",
-    "PrefillBody.prompt": "The token ids to compute.",
     # Objects in them.
     "role": "Who speaks: system, developer, user, assistant or tool.",
     "content": "The text, or a list of parts.",
@@ -298,9 +296,6 @@ ANSWERS = {
     "request_id": "The request's name.",
     "filename": "As it was uploaded.",
     "purpose": "As it was uploaded.",
-    "parcel": "The shared memory with the K/V.",
-    "num_blocks": "Blocks in it.",
-    "adapter": "The digest of the adapter's files.",
 }
 
 

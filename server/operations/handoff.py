@@ -112,7 +112,7 @@ class Receiver:
             self._client = httpx.AsyncClient(
                 base_url=config.prefill_url,
                 headers={"authorization": f"Bearer {key}"} if key else {},
-                timeout=httpx.Timeout(config.prefill_timeout_s, connect=2.0),
+                timeout=httpx.Timeout(config.prefill_timeout_s, connect=5.0),
                 limits=httpx.Limits(max_connections=256),
             )
             least = MIN_BLOCKS * engine.config.block_size

@@ -6,7 +6,7 @@
              the parcel's header, its checksums, its blocks, as they lie in shared memory (shared_memory.py)
 
 Both prove that they have the key; the nonces make a proof good for one connection. Nothing is encrypted, and the blocks
-are checked against accidents only. The kernel sends straight from the parcel's pages, and the receiver reads a piece at
+are checked against accidents only. The sender sends straight from the parcel's pages, and the receiver reads a piece at
 a time into one buffer, so neither holds a parcel twice. Every wait is bounded by an idle limit and each transfer by a
 deadline. Threads of this module, and the caller's in `pull`.
 """
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import hmac
 import logging
+import mmap
 import os
-import select
 import socket
 import struct
 import threading
@@ -46,6 +46,7 @@ _NONCE = _MAC = 32
 _HELLO = struct.Struct(f"<{len(_MAGIC)}s{_NONCE}s")
 _ASK = struct.Struct(f"<{len(_MAGIC)}s{_NONCE}s{MAX_NAME}s{_MAC}s")
 _REPLY = struct.Struct(f"<B{_MAC}s")
+_TIMEVAL = struct.Struct("@ll")
 _GIVEN, _GONE, _REFUSED = range(3)
 
 MAX_CONNECTIONS = 32  # a further one is closed; its daemon computes the prompt
@@ -53,7 +54,7 @@ HANDSHAKE_S = 5.0
 IDLE_S = 10.0  # without a byte
 _TRANSFER_S = 300.0
 _SWEEP_S = 5.0
-_CHUNK = 256 << 10  # bytes that are received and then checked while they are in the cache
+_SEND_BYTES = 1 << 20  # between two looks at the deadline
 
 
 class ParcelServer:
@@ -139,13 +140,12 @@ class ParcelServer:
         except (OSError, ParcelError):
             _send(connection, _REPLY.pack(_GONE, _prove(self._key, b"gone", nonces, padded)), deadline)
             return
-        with file:
-            number = file.fileno()
-            header = read_header(os.pread(number, HEADER_BYTES, 0), name)
+        with file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole, memoryview(whole) as view:
+            header = read_header(view[:HEADER_BYTES].tobytes(), name)
             _send(connection, _REPLY.pack(_GIVEN, _prove(self._key, b"give", nonces, padded)), deadline)
             deadline = _Deadline(_TRANSFER_S)
-            _send_file(connection, number, 0, HEADER_BYTES + header.num_check_bytes, deadline)
-            _send_file(connection, number, header.first_block, header.num_block_bytes, deadline)
+            _send_pieces(connection, view, 0, HEADER_BYTES + header.num_check_bytes, deadline)
+            _send_pieces(connection, view, header.first_block, header.num_block_bytes, deadline)
             connection.shutdown(socket.SHUT_WR)
             deadline = _Deadline(IDLE_S)
             if _receive(connection, 1, deadline):  # it has arrived
@@ -204,12 +204,8 @@ class Pulled:
             self._buffer = np.empty((stop - first, self.header.layout.block_bytes), np.uint8)
         rows = self._buffer[: stop - first]
         for index, row in enumerate(rows, first):
-            check, view = index, memoryview(row.data)
-            for begin in range(0, len(view), _CHUNK):
-                chunk = view[begin : begin + _CHUNK]
-                _receive_into(self._connection, chunk, self._deadline)
-                check = check_of(index, chunk, check)
-            if check != self._checks[index]:
+            _receive_into(self._connection, memoryview(row.data), self._deadline)
+            if check_of(index, row) != self._checks[index]:
                 raise ParcelError(f"the parcel of {self._where} is damaged")
         self._next = stop
         if stop == self.header.num_blocks:
@@ -233,6 +229,11 @@ class _Deadline:
         if left <= 0:
             raise TimeoutError("the transfer took too long")
         return min(left, IDLE_S)
+
+    def timeval(self) -> bytes:
+        """Return `wait_s` as a socket's option has it. Raises TimeoutError."""
+        seconds, rest = divmod(self.wait_s(), 1)
+        return _TIMEVAL.pack(int(seconds), max(int(rest * 1e6), 1))
 
 
 def _prove(key: bytes, what: bytes, nonces: bytes, padded: bytes) -> bytes:
@@ -262,26 +263,27 @@ def _receive(connection: socket.socket, length: int, deadline: _Deadline) -> byt
 
 
 def _receive_into(connection: socket.socket, view: memoryview, deadline: _Deadline) -> None:
+    """Fill memory: the kernel waits for all of it, which is a call a block instead of three a packet."""
+    connection.settimeout(None)
     while view:
-        connection.settimeout(deadline.wait_s())
-        length = connection.recv_into(view, 0, socket.MSG_WAITALL)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, deadline.timeval())
+        try:
+            length = connection.recv_into(view, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise TimeoutError("the other daemon is silent") from None
         if not length:
             raise ParcelError("the connection was cut")
         view = view[length:]
 
 
-def _send_file(connection: socket.socket, number: int, offset: int, length: int, deadline: _Deadline) -> None:
-    poll = select.poll()
-    poll.register(connection, select.POLLOUT)
-    connection.setblocking(False)
-    while length:
-        try:
-            sent = os.sendfile(connection.fileno(), number, offset, length)
-        except BlockingIOError:
-            if not poll.poll(deadline.wait_s() * 1000):
+def _send_pieces(connection: socket.socket, view: memoryview, offset: int, length: int, deadline: _Deadline) -> None:
+    """Send a part of a parcel; sendfile is a third slower from shared memory, page by page."""
+    connection.settimeout(None)
+    end = offset + length
+    while offset < end:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline.timeval())
+        with view[offset : min(offset + _SEND_BYTES, end)] as piece:
+            try:
+                offset += connection.send(piece)
+            except BlockingIOError:
                 raise TimeoutError("the other daemon does not read") from None
-            continue
-        if not sent:
-            raise ParcelError("the parcel is cut off")
-        offset, length = offset + sent, length - sent
-        deadline.wait_s()
