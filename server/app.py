@@ -67,6 +67,7 @@ ENDPOINTS = [
     "server.operations.adapters",
     "server.operations.tokens",
     "server.operations.requests",
+    "server.operations.for_routers",
     "server.operations.health",
 ]
 # Headers that scripts of other origins may read.

@@ -33,7 +33,6 @@ MEANINGS = {
     "remote_request_id": "The name of the K/V on that daemon.",
     "remote_host": "That daemon's host, one of peers in --kv-transfer-config; absent for shared memory.",
     "remote_port": "That daemon's port for K/V.",
-    "adapter": "The digest of an adapter of the prefill daemon, in hexadecimal, in place of its name.",
     # Sampling.
     "temperature": "Divides the logits; 0 takes the most probable token.",
     "top_p": "Draw from the smallest set of tokens with this total probability.",
@@ -296,6 +295,22 @@ ANSWERS = {
     "request_id": "The request's name.",
     "filename": "As it was uploaded.",
     "purpose": "As it was uploaded.",
+    "model_path": "The served model's name; routers group replicas by it.",
+    "model_id": "The same.",
+    "served_model_name": "The same.",
+    "tokenizer_path": "The same.",
+    "is_generation": "Always true.",
+    "max_context_length": "The longest prompt and answer, in tokens.",
+    "vocab_size": "Token ids are below it.",
+    "instance_id": "A name of this process, made at its start.",
+    "version": "The daemon's version.",
+    "kv_block_size": "Tokens in a K/V block, as in KV events.",
+    "num_kv_blocks": "Blocks in the KV pool.",
+    "max_total_num_tokens": "Tokens in the KV pool.",
+    "max_running_requests": "As --max-num-seqs.",
+    "max_prefill_tokens": "As --max-num-batched-tokens.",
+    "tp_size": "Devices that share each layer.",
+    "dp_size": "Always 1.",
 }
 
 

@@ -21,7 +21,7 @@ from tests.cpu.dense_attention import DenseAttention
 
 CPU = torch.device("cpu")
 PROMPTS = [[7, 99, 23, 5, 41, 120, 3, 64, 18], [11], [88, 4, 56, 31, 77]]
-NUM_STEPS = 5
+NUM_STEPS = 3
 TIMEOUT_S = 60  # of a wait for another rank
 BLOCKS = 8  # of a sequence, of 4 tokens
 
