@@ -33,6 +33,7 @@ MEANINGS = {
     "remote_request_id": "The name of the K/V on that daemon.",
     "remote_host": "That daemon's host, one of peers in --kv-transfer-config; absent for shared memory.",
     "remote_port": "That daemon's port for K/V.",
+    "adapter": "The digest of an adapter of the prefill daemon, in hexadecimal, in place of its name.",
     # Sampling.
     "temperature": "Divides the logits; 0 takes the most probable token.",
     "top_p": "Draw from the smallest set of tokens with this total probability.",
