@@ -74,7 +74,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "loadtest",
         ("engine.runtime", "torch"),
-        (*ON_THE_DEVICE, "loadtest.peers.packed", "loadtest.sums"),
+        (*ON_THE_DEVICE, "loadtest.handover", "loadtest.peers.packed", "loadtest.sums"),
     ),  # numpy has no FP8
     (
         "loadtest",
