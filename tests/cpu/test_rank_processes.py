@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -55,10 +56,10 @@ def ring(
 # -- the ring ----------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.integers(0, 250), st.integers(0, 3)), max_size=60))
-def test_every_reader_reads_every_message_whole_and_in_order(messages: list[tuple[int, int]]) -> None:
-    """The ring is so small that messages wrap around; readers may be behind by some."""
-    with ring(num_readers=2) as (writer, readers):
+@given(st.lists(st.tuples(st.integers(0, 250), st.integers(0, 3)), max_size=60), st.sampled_from([0, 900, 1 << 20]))
+def test_every_reader_reads_every_message_whole_and_in_order(messages: list[tuple[int, int]], warm: int) -> None:
+    """The ring is so small that messages wrap around, or begins again before; readers may be behind by some."""
+    with patch("engine.runtime.parallel.ring._WARM_BYTES", warm), ring(num_readers=2) as (writer, readers):
         waiting: list[list[bytes]] = [[], []]
 
         def read(place: int) -> None:
