@@ -25,11 +25,11 @@ LONG = {"prompt": "hi", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
 
 @contextmanager
-def quire(*argv: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of fake_quire.py, on a free port unless `argv` names one."""
+def quire(*argv: str, around: tuple[str, ...] = (), **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of fake_quire.py, on a free port unless `argv` names one; `around` is a command that starts it."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "tests/http/fake_quire.py"), *argv],
+        [*around, sys.executable, str(ROOT / "tests/http/fake_quire.py"), *argv],
         cwd=ROOT,
         env={**kept, "QUIRE_PORT": "0", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,
