@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 ARGS ?=
 
-# Of pip's output, show only what takes time: downloads of megabytes.
+# Of pip's output, show only what takes time: downloads of megabytes, and the unpacking of PyTorch.
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off --constraint constraints.txt
-SHORTLY := | awk '/Downloading .* MB\)/ { print; fflush() }'
+SHORTLY := | awk '/Downloading .* [MG]B\)/ { print; fflush() } \
+  /^Installing collected packages:.* torch/ { print "  Unpacking, which for PyTorch takes up to a minute"; fflush() }'
 
 # Stamps are newer than the files they depend on, so a second run has nothing to install.
 INSTALLED := $(VENV)/.installed

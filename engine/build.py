@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,7 +25,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import ModelLoadError
 from engine.core.kv.page_table import Layout
 from engine.core.scheduler import Scheduler
-from engine.core.step import StepResult
+from engine.core.step import Runner, StepResult
 from engine.core.types import Progress
 from engine.device import load_kernels, resolve_device, share_threads
 from engine.draft_source import fetch_models
@@ -63,12 +64,18 @@ from engine.runtime.models.base import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.library import choose_kernels, native
+from engine.runtime.parallel.group import SINGLE
+from engine.runtime.parallel.ranks import ALONE, Ranks
 from engine.runtime.runner import ModelRunner, warm_up_plan
 from engine.runtime.speculation.heads import Head
 from engine.runtime.transports.disk import has_blocks
 from engine.runtime.transports.pinned import STAGING_BYTES
 from engine.runtime.transports.table import open_tiers
 from engine.speculation import Speculation, load_speculation
+from engine.startup_progress import human_bytes
+
+if TYPE_CHECKING:
+    from engine.runtime.parallel.executor import Executor
 
 Report = Callable[[Progress], None]
 
@@ -108,6 +115,7 @@ class _Parts:
     model: CausalLM
     speculation: Speculation | None = None
     captures: bool = False  # decode steps are captured as CUDA graphs; their memory is measured with the rest
+    ranks: Ranks = ALONE
 
     @property
     def head(self) -> Head | None:
@@ -140,7 +148,8 @@ class _Parts:
             dtype=self.kv_dtype,
             device=self.device,
         )
-        return ModelRunner(self.model, backend, kv_cache, settings, self.device, self.head)
+        self.ranks.configure(settings)
+        return ModelRunner(self.model, backend, kv_cache, settings, self.device, self.head, self.ranks)
 
 
 def build_engine(config: EngineConfig, report: Report, memory: BackedMemory | None = None) -> Engine:
@@ -151,12 +160,37 @@ def build_engine(config: EngineConfig, report: Report, memory: BackedMemory | No
     """
     config = fetch_models(config, report)
     device, dtype = _prepare_device(config, report)
+    if config.tensor_parallel_size == 1:
+        return _build(config, device, dtype, report, memory)
+    from engine.runtime.parallel.executor import start_ranks
+
+    executor = start_ranks(config, device)
+    try:
+        engine = _build(config, device, dtype, report, memory, executor)
+    except BaseException as error:
+        reason = executor.explain(error)
+        executor.close()
+        raise reason from None
+    executor.watch_for(engine.fail)
+    return engine
+
+
+def _build(
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    report: Report,
+    memory: BackedMemory | None,
+    executor: Executor | None = None,
+) -> Engine:
+    """Build an engine, or the first rank of one."""
+    group = SINGLE if executor is None else executor.meet(device)
     with _weights_in(memory):
-        model = load_model(config, device, dtype, report)
-    share_threads(config.num_threads, model)
+        model = load_model(config, device, dtype, report, group)
+    share_threads(executor.num_threads if executor else config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
     captures = _captures(config, model, device) and (speculation is None or speculation.head is None)
-    parts = _Parts(config, report, device, model, speculation, captures)
+    parts = _Parts(config, report, device, model, speculation, captures and not executor, executor or ALONE)
     settings = _scheduler_config(parts)
     adapters, adapter_bytes = _load_adapters(parts, settings.max_num_batched_tokens)
     settings = _fit_pool(parts, settings, _pool_budget(parts, settings, adapter_bytes))
@@ -171,20 +205,33 @@ def build_engine(config: EngineConfig, report: Report, memory: BackedMemory | No
     settings, transports = open_tiers(runner, config, settings, model.dtype, report)
     if speculation is not None:
         settings = speculation.start(runner, settings, parts.captures, report)
+    depth = 0 if speculation else _depth(config.async_scheduling, device)
+    if executor is not None:
+        executor.shares_ids = depth > 0
     scheduler = _make_scheduler(config, settings)
     for name, transport in transports.items():
         scheduler.tiers.restore(name, transport.kept)
     return Engine(
         scheduler,
-        CudaRunner(runner, device) if device.type == "cuda" else runner,
+        _guarded(runner, device, executor),
         vocab_size=model.vocab_size,
-        depth=0 if speculation else _depth(config.async_scheduling, device),
+        depth=depth,
         limits=_queue_limits(config, settings),
         adapters=adapters,
         keep_lengths=keep_lengths,
         transports=transports,
-        layout=_layout(config, settings, runner, model.dtype),
+        layout=None if executor else _layout(config, settings, runner, model.dtype),
     )
+
+
+def _guarded(runner: ModelRunner, device: torch.device, executor: Executor | None) -> Runner:
+    """Return a runner whose errors are the engine's."""
+    guarded: Runner = CudaRunner(runner, device) if device.type == "cuda" else runner
+    if executor is None:
+        return guarded
+    from engine.runtime.parallel.executor import RankedRunner
+
+    return RankedRunner(guarded, executor)
 
 
 def _prepare_device(config: EngineConfig, report: Report) -> tuple[torch.device, torch.dtype]:
@@ -434,12 +481,12 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 
 def _describe(asked_len: int | None, config: SchedulerConfig, bytes_per_block: int, model: CausalLM) -> str:
-    size = config.num_blocks * bytes_per_block / (1 << 30)
+    size = human_bytes(config.num_blocks * bytes_per_block)
     shorter = ""
     if config.max_model_len < model.max_model_len:
         why = "--max-model-len auto: as many as the pool holds; " if asked_len is None else ""
         shorter = f" ({why}the model's own limit is {model.max_model_len})"
     return (
-        f"{config.num_blocks} blocks of {config.block_size} tokens, {size:.2f} GiB; "
+        f"{config.num_blocks} blocks of {config.block_size} tokens, {size}; "
         f"contexts up to {config.max_model_len} tokens{shorter}"
     )

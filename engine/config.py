@@ -6,7 +6,7 @@ setting (flag, variable, YAML key, --help, docs/reference/) follows from its fie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -103,6 +103,14 @@ class EngineConfig:
         short="--threads",
         at_least=1,
         at_most=1024,  # thread libraries end the process where the system gives no more
+    )
+    tensor_parallel_size: int = _device(
+        1,
+        "N",
+        "processes that hold the model together, on a GPU each or sharing the CPU's cores",
+        short="-tp",
+        at_least=1,
+        at_most=64,
     )
     attention_backend: str = _device(
         "auto",
@@ -290,6 +298,13 @@ class EngineConfig:
         )
 
 
+def _ranked(refuses: Callable[[EngineConfig], object], sentence: str) -> Conflict:
+    return Conflict(
+        lambda c: c.tensor_parallel_size > 1 and refuses(c),
+        f"--tensor-parallel-size is {{c.tensor_parallel_size}}, {sentence}; leave one of the two out.",
+    )
+
+
 # Settings that do not go together; `c` is the EngineConfig. server/settings/conflicts.py has the server's rows.
 CONFLICTS = (
     Conflict(
@@ -322,6 +337,14 @@ CONFLICTS = (
         lambda c: c.record is not None and c.kv_offload_dir is not None,
         "--record does not cover the folder of --kv-offload-config; leave one of them out.",
     ),
+    _ranked(lambda c: c.num_loras, "and adapters are for models on one device"),
+    _ranked(
+        lambda c: c.speculation is not None and c.speculation.method != "ngram",
+        "and of --speculative-config only the method ngram works with it",
+    ),
+    _ranked(lambda c: c.swap_space, "and --swap-space holds the K/V of one device"),
+    _ranked(lambda c: c.kv_offload_gib, "and --kv-offload-config keeps the K/V of one device"),
+    _ranked(lambda c: c.model_impl == "transformers", "and transformers' code runs on one device"),
     Conflict(
         lambda c: c.repeated_lora is not None,
         "--lora-modules names {c.repeated_lora!r} twice; give each adapter a name of its own.",

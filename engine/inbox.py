@@ -46,7 +46,13 @@ class EngineCall(NamedTuple):
                 self.outcome.set_exception(error)
 
 
-Message = Request | Abort | EngineCall | Stop
+class Fail(NamedTuple):
+    """End the engine with an error that another thread has noticed."""
+
+    error: QuireError
+
+
+Message = Request | Abort | EngineCall | Stop | Fail
 
 
 class Inbox:
@@ -70,7 +76,7 @@ class Inbox:
             self._messages.extend(requests)
             self._changed.notify()
 
-    def put(self, message: Abort | EngineCall | Stop) -> None:
+    def put(self, message: Abort | EngineCall | Stop | Fail) -> None:
         """Queue a message; it is never refused, but after the end a call is cancelled."""
         with self._changed:
             self._messages.append(message)

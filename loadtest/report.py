@@ -7,8 +7,9 @@ may carry several tokens. ITL is therefore the time between chunks, with the mea
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -142,10 +143,18 @@ def show(points: Sequence[Point]) -> None:
     print_table(("load", "latency, ms", "mean", "p50", "p90", "p99"), latencies, num_names=2)
     print("ITL is the time between two chunks; TPOT counts tokens.")
     for point in points:
-        for error, count in point.errors.items():
+        for error, count in _alike(point.errors).items():
             print(f"{point.load}: {count} x {error}")
         if point.cached_tokens:
             cached = f"{point.cached_tokens} of {point.prompt_tokens} prompt tokens"
             print(f"{point.load}: {cached} came from the prefix cache.")
         if point.num_without_usage:
             print(f"{point.load}: {point.num_without_usage} answers carried no usage; their tokens are not counted.")
+
+
+def _alike(errors: Mapping[str, int]) -> dict[str, int]:
+    """Return the counts of errors, those together that differ only in the wait that they advise."""
+    counts: Counter[str] = Counter()
+    for error, count in errors.items():
+        counts[re.sub(r"try again in [\d.]+ s", "try again in ... s", error)] += count
+    return dict(counts.most_common())

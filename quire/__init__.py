@@ -8,11 +8,34 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.llm import LLM, SamplingParams
+    from engine.llm import (
+        LLM,
+        BeamSearchParams,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        RequestOutput,
+        SamplingParams,
+        ScoringRequestOutput,
+        StructuredOutputsParams,
+        TextPrompt,
+        TokensPrompt,
+    )
 
     __version__: str
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoringRequestOutput",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,7 +44,7 @@ def __getattr__(name: str) -> Any:
         from engine.version import VERSION
 
         return VERSION
-    if name in ("LLM", "SamplingParams"):
+    if name in __all__:
         import engine.llm
 
         return getattr(engine.llm, name)

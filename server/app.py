@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware import Middleware
+from starlette.routing import Route
 
 from engine.core.types import Request
 from engine.handover import open_handover
@@ -229,7 +230,7 @@ def _routed(context: Context, **options: Any) -> FastAPI:
         **options,
     )
     app.state.context = context
-    errors.install(app)
+    errors.install(app, [route.path for router in routers() for route in router.routes if isinstance(route, Route)])
     for router in routers():
         app.include_router(router)
     return app

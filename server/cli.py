@@ -33,26 +33,46 @@ COMMANDS = {
     ),
 }
 
+# Commands of vLLM that Quire has under other names, and the sentence that says so.
+ELSEWHERE = {
+    "chat": "open the page of a daemon at /, or write a script with the OpenAI SDK",
+    "complete": "send requests to /v1/completions of a daemon",
+    "run-batch": "start `quire serve --data-dir DIR`, upload the file to /v1/files and post it to /v1/batches",
+    "collect-env": "run `quire doctor`",
+    "launch": "run `quire serve`",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status: 0 done, 1 failed, 2 misused."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
-    if name in ("-h", "--help"):
+    if name in ("-h", "--help", "help"):
         sys.stdout.write(_help())
         return 0 if arguments else 2
-    if name in ("-V", "--version"):
+    if name in ("-V", "--version", "version"):
         built_from = commit()
         sys.stdout.write(f"quire {VERSION}{f' ({built_from})' if built_from else ''}\n")
         return 0
     command = COMMANDS.get(name)
     if command is None:
-        sys.stderr.write(
-            f"quire: {name!r} is not a command; choose one of {', '.join(COMMANDS)}, or see `quire --help`.\n"
-        )
+        sys.stderr.write(_unknown(name))
         return 2
     run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
     return run(arguments if command.passes_name else arguments[1:])
+
+
+def _unknown(name: str) -> str:
+    """Return the error for a word that is not a command."""
+    if name in ELSEWHERE:
+        return f"quire: {name!r} is a command of vLLM; {ELSEWHERE[name]}.\n"
+    if name.startswith("-"):
+        return f"quire: {name} needs a command before it, such as `quire serve {name}`; see `quire --help`.\n"
+    from engine.setting import closest
+
+    close = closest(name, COMMANDS)
+    hint = f"did you mean `quire {close}`?" if close else f"choose one of {', '.join(COMMANDS)}, or see `quire --help`."
+    return f"quire: {name!r} is not a command; {hint}\n"
 
 
 def _help() -> str:
@@ -60,5 +80,5 @@ def _help() -> str:
     return (
         "usage: quire COMMAND [ARGUMENT ...]\n\nAn OpenAI-compatible LLM serving daemon.\n\ncommands:\n"
         + "".join(lines)
-        + "\n`quire COMMAND --help` explains a command; `quire --version` prints the version.\n"
+        + "\n`quire COMMAND --help` explains a command, `quire serve --help=all` every setting; `quire --version` prints the version.\n"
     )

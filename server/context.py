@@ -7,7 +7,9 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from fastapi import Depends, Request
@@ -47,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread
 MAX_NAMED_FIELDS = 20
+_MAX_EXPLAINED = 3  # unknown fields for which a declared one is suggested
+_MAX_FIELD_CHARS = 40
+_LIKENESS = 0.85
 
 Body = TypeVar("Body", bound=RequestBody)
 Result = TypeVar("Result")
@@ -171,9 +176,9 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
         names = await aside(lambda: [*body.ignored_fields(), *body.dropped_hints(context.limits)])
         if names and context.config.strict_fields:
             message = f"Fields without effect: {', '.join(names[:MAX_NAMED_FIELDS])}; remove them (--strict-fields)."
-            raise ApiError(400, "unknown_parameter", message, names[0])
+            raise ApiError(400, "unknown_parameter", message + _meant(model, names), names[0])
         if names:
-            _report_ignored(request, context, names)
+            _report_ignored(request, context, names, _meant(model, names))
         return body
 
     return read
@@ -195,8 +200,20 @@ async def aside(function: Callable[[], Result], num_chars: int = 0) -> Result:
     return function() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(function)
 
 
-def _report_ignored(request: Request, context: Context, names: list[str]) -> None:
+def _meant(model: type[Body], names: list[str]) -> str:
+    """Return a hint at the declared fields that unknown ones were meant to be, or ""."""
+    hints = [f"{meant} for {name}" for name in names[:_MAX_EXPLAINED] if (meant := _close_field(model, name))]
+    return f" Did you mean {', '.join(hints)}?" if hints else ""
+
+
+@lru_cache(maxsize=256)  # clients send the same unknown fields with every request
+def _close_field(model: type[RequestBody], name: str) -> str:
+    fields = [each for each in model.model_fields if each != name]
+    return next(iter(get_close_matches(name[:_MAX_FIELD_CHARS], fields, 1, _LIKENESS)), "")
+
+
+def _report_ignored(request: Request, context: Context, names: list[str], hint: str) -> None:
     setattr(request.state, IGNORED_FIELDS, names[:MAX_NAMED_FIELDS])
-    logger.warning("ignored fields: %s", ", ".join(names[:MAX_NAMED_FIELDS]))
+    logger.warning("ignored fields: %s.%s", ", ".join(names[:MAX_NAMED_FIELDS]), hint)
     for name in names[:MAX_NAMED_FIELDS]:
         context.telemetry.emit(FieldIgnored(name))

@@ -22,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from engine.core.errors import ConfigError, ShuttingDownError
+from engine.core.types import AbortCause
 from server.context import Context
 from server.http.connection import Connection
 from server.settings.tls import Tls
@@ -123,7 +124,9 @@ class Daemon(uvicorn.Server):
         self._num_signals += 1
         assert self._loop is not None
         if self._num_signals == 1:
-            log.info("%s: finishing %d open requests within %g s", name, self._client.num_open, self._timeout_s)
+            num_open = self._client.num_open
+            doing = f"finishing {num_open} open requests within {self._timeout_s:g} s" if num_open else "stopping"
+            log.info("%s: %s", name, doing)
             self._tasks.append(self._loop.create_task(self._drain(self._timeout_s)))
         elif self._num_signals == 2:
             log.warning("%s again: aborting %d open requests", name, self._client.num_open)
@@ -161,17 +164,29 @@ class Daemon(uvicorn.Server):
         log.info("SIGHUP: %d tenants from %s", len(tenants), path)
 
     async def _drain(self, timeout_s: float) -> None:
+        num_open = self._client.num_open
         stopping = [self._client.stop(timeout_s)]
         if self._batches is not None:
             stopping.append(self._batches.worker.stop())  # does not wait for running lines: the next daemon runs them
         try:
             await asyncio.wait_for(asyncio.gather(*stopping), timeout_s + STOP_MARGIN_S)
+            if not self.should_exit:  # a second signal drains too
+                self._log_end(num_open)
         except asyncio.TimeoutError:
             self._abandon()
         finally:
             self.should_exit = True
             assert self._loop is not None
             self._loop.call_later(LEAVE_S, _leave)
+
+    def _log_end(self, num_open: int) -> None:
+        """Log how many of the requests that were open at the signal did not finish."""
+        if num_cut := self._client.engine.stats.aborted[AbortCause.SHUTDOWN]:
+            log.warning(
+                "stopped: the shutdown cut %d sequences short (--shutdown-timeout %g)", num_cut, self._timeout_s
+            )
+        elif num_open:
+            log.info("stopped: every open request has finished")
 
     def _abandon(self) -> None:
         """End every open answer without the engine."""

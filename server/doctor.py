@@ -13,6 +13,8 @@ from contextlib import closing
 
 from engine.core.errors import QuireError
 from engine.doctor import Finding, State, check_machine
+from server.settings.flags import load_settings
+from server.settings.settings import ENV_PREFIX, Settings
 
 _EXTRAS = {"triton": "CUDA kernels", "opentelemetry.sdk": "quire[otel]: traces", "matplotlib": "quire[plot]: pictures"}
 _HUB_PATIENCE_S = 5.0
@@ -22,7 +24,10 @@ _LAST_PORT = 65535
 def main(argv: Sequence[str]) -> int:
     """Check the machine and print the findings. Returns 0 if it can serve, 1 if not."""
     options = _options(argv)
-    findings = [*check_machine(), *_port(options.host, options.port), *_extras(), *(_hub() if options.online else ())]
+    settings, found = _settings(options.config)
+    host = options.host or (settings.host if settings else "127.0.0.1")
+    port = (settings.port if settings else 8000) if options.port is None else options.port
+    findings = [*check_machine(), *found, *_port(host, port), *_extras(), *(_hub() if options.online else ())]
     failed = any(finding.state is State.FAILED for finding in findings)
     if options.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))  # noqa: T201 - the command's output
@@ -36,9 +41,31 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("quire doctor", description="Check whether this machine can serve.")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.add_argument("--online", action="store_true", help="ask the model hub too")
-    parser.add_argument("--host", default="127.0.0.1", help="address to serve on; default %(default)s")
-    parser.add_argument("--port", type=int, default=int(os.environ.get("QUIRE_PORT", "8000")), help="default 8000")
+    parser.add_argument("--config", metavar="FILE", help="check this file of settings, with the QUIRE_ variables")
+    parser.add_argument("--host", help="address to serve on; default: that of the settings")
+    parser.add_argument("--port", type=int, help="port to serve on; default: that of the settings")
     return parser.parse_args(argv)
+
+
+def _settings(path: str | None) -> tuple[Settings | None, list[Finding]]:
+    """Return the settings, if some are given and right, and the finding on them.
+
+    Everything that `quire serve` checks before it binds the port is checked; weights are not read.
+    """
+    if path is None and not any(name.startswith(ENV_PREFIX) for name in os.environ):
+        return None, []
+    from server.serve import prepare
+
+    try:
+        settings = load_settings([] if path is None else ["--config", path])
+        prepare(settings)
+    except QuireError as error:
+        return None, [Finding("settings", State.FAILED, f"of {path or 'the variables'} are wrong", str(error))]
+    notices = "; ".join(settings.notices)
+    given = ", ".join(sorted(settings.origins))
+    return settings, [
+        Finding("settings", State.NOTE if notices else State.OK, f"{len(settings.origins)} given: {given}", notices)
+    ]
 
 
 def _port(host: str, port: int) -> Iterator[Finding]:
@@ -51,7 +78,8 @@ def _port(host: str, port: int) -> Iterator[Finding]:
         with closing(bind(host, port)):
             yield Finding("port", State.OK, f"{port} on {host} is free")
     except QuireError as error:
-        yield Finding("port", State.NOTE, f"{port} on {host} is not free", str(error))
+        fault, _, advice = str(error).partition("; ")
+        yield Finding("port", State.NOTE, fault, advice)
 
 
 def _extras() -> Iterator[Finding]:

@@ -8,10 +8,13 @@ Runs on the event loop. Codes are strings that a program may rely on; messages a
 
 from __future__ import annotations
 
+import difflib
 import errno
 import math
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
@@ -44,6 +47,7 @@ from engine.text.fields.base import describe
 REQUEST_ID = "request_id"
 IS_ANTHROPIC = "is_anthropic"  # True for a request of Anthropic's API
 
+_MAX_SUGGESTED_CHARS = 100  # of a path for which a served one is suggested
 _RETRY_SOON = {"retry-after": "1", "retry-after-ms": "1000"}
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 
@@ -162,21 +166,31 @@ def _from_http(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, code, str(error.detail), None, error_type, dict(error.headers or {}))
 
 
-async def _answer(request: Request, error: Exception) -> Response:
+def _close_path(given: str, paths: Sequence[str]) -> str:
+    """Return the served path that a misspelt one was meant to be, or ""."""
+    if len(given) > _MAX_SUGGESTED_CHARS or given.count("/") < 2:
+        return ""  # one short word resembles many
+    ends = [path for path in paths if path.endswith(given) or (given.endswith(path) and path.count("/") > 1)]
+    return max(ends, key=len, default="") or next(iter(difflib.get_close_matches(given, paths, 1, 0.8)), "")
+
+
+async def _answer(paths: Sequence[str], request: Request, error: Exception) -> Response:
     api_error = to_api_error(error)
     if isinstance(error, HTTPException):
         path = shorten(request.url.path)
         if error.status_code == HTTPStatus.NOT_FOUND:
-            api_error.message = f"There is no route {request.method} {path} here."
+            close = _close_path(request.url.path, paths)
+            hint = f"; did you mean {close}?" if close else ". docs/reference/api.md lists the routes."
+            api_error.message = f"There is no route {request.method} {path} here{hint}"
         elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             api_error.message = f"{request.method} is not allowed on {path}; use {api_error.headers['Allow']}."
     return api_error.response(request.scope)
 
 
-def install(app: FastAPI) -> None:
-    """Register the answers to known exceptions.
+def install(app: FastAPI, paths: Sequence[str]) -> None:
+    """Register the answers to known exceptions; `paths` are the served ones, of which a 404 names the nearest.
 
     The outermost middleware logs and answers the others.
     """
     for kind in (ApiError, QuireError, ValidationError, HTTPException, ClientDisconnect):
-        app.add_exception_handler(kind, _answer)
+        app.add_exception_handler(kind, partial(_answer, [path for path in paths if "{" not in path]))

@@ -118,7 +118,7 @@ def log_answer(event: Event) -> None:
     level = logging.INFO if event.method == "POST" else logging.DEBUG  # probes and scrapes are frequent
     if not logger.isEnabledFor(level):
         return
-    fields = {} if event.record is None else event.record.log_fields
+    fields = {} if event.record is None else event.record.log_fields(event.status)
     shown = "".join(f", {name} {value}" for name, value in fields.items())
     words = (event.method, event.route, event.status, event.seconds, event.request_id, shown)
     named = {"request_id": event.request_id, "route": event.route, "status": event.status}

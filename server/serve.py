@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,9 +32,7 @@ from engine.draft_source import fetch_models
 from engine.gguf_header import forget_headers
 from engine.model_check import ModelFacts, check_model
 from engine.model_source import check_tokenizer_source, fetch, find_model, local_path
-from engine.setting import unknown_key
-from engine.text.generation_config import FILE, read_sampling, sampling_of
-from engine.text.types import SamplingDefaults
+from engine.text.default_sampling import check_sampling_source, default_sampling
 from server.batches.folder import DataFolder
 from server.settings.app_config import AppConfig
 from server.settings.files import check_folder, read_setting_file
@@ -56,6 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.serve")
 
 _TURN_S = 0.0002  # with the usual 5 ms a load of 300 matrices waits a second for the GIL
+_SMALL_POOL = 1024  # tokens; a smaller pool is usually a mistyped --kv-cache-memory-bytes
 BACKLOG = 2048  # connections the kernel holds while the event loop is busy
 
 
@@ -79,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     if settings.remarks:
         log.info("no effect here: %s", "; ".join(settings.remarks))
     try:
-        plan = _prepare(settings)
+        plan = prepare(settings)
         with bind(settings.host, settings.port) as listener:
             return _serve(plan, listener)
     except QuireError as error:
@@ -135,8 +134,11 @@ class _Plan(NamedTuple):
     started_s: float
 
 
-def _prepare(settings: Settings) -> _Plan:
-    """Check every setting and the small files that settings name, without slow imports. Raises QuireError."""
+def prepare(settings: Settings) -> _Plan:
+    """Check every setting and the small files that settings name, without slow imports. Raises QuireError.
+
+    `quire doctor --config FILE` ends here.
+    """
     started_s = time.monotonic()
     settings.check_together()
     serve_config = settings.serve_config()
@@ -160,24 +162,13 @@ def _prepare(settings: Settings) -> _Plan:
         read_setting_file("--pinned-prefixes", app_config.pinned_prefixes)
     if serve_config.tokenizer is not None:
         check_tokenizer_source(serve_config.tokenizer)
-    _check_sampling(serve_config)
+    check_sampling_source(serve_config.generation_config, serve_config.override_generation_config)
     if serve_config.hf_token is not None:
         os.environ["HF_TOKEN"] = serve_config.hf_token  # the hub's library reads it there
     chat_template = None if serve_config.chat_template is None else _read_template(serve_config.chat_template)
     facts = check_model(engine_config, has_tokenizer=serve_config.tokenizer is not None)
     tls = read_tls(serve_config)
     return _Plan(serve_config, engine_config, app_config, facts, chat_template, tls, started_s)
-
-
-def _check_sampling(serve_config: ServeConfig) -> None:
-    """Raise ConfigError for sampling that cannot be followed, whatever the model recommends."""
-    source, known = serve_config.generation_config, asdict(SamplingDefaults())
-    if source not in ("auto", "vllm") and not (Path(source) / FILE).is_file():
-        raise ConfigError(f"--generation-config is {source!r}; it must be auto, vllm or a folder with {FILE}.")
-    given = serve_config.override_generation_config or {}
-    if unknown := given.keys() - {*known, "do_sample"}:
-        raise unknown_key("--override-generation-config", min(unknown), known)
-    sampling_of(given, SamplingDefaults(), "--override-generation-config")
 
 
 def _read_template(given: str) -> str:
@@ -216,7 +207,7 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
 
 def open_app(argv: Sequence[str]) -> FastAPI:
     """Return the application that `quire serve` would serve, loaded, for another HTTP server. Raises QuireError."""
-    return _make_app(_prepare(load_settings(argv)))
+    return _make_app(prepare(load_settings(argv)))
 
 
 def open_tokenizer(argv: Sequence[str]) -> TextTokenizer:
@@ -224,13 +215,15 @@ def open_tokenizer(argv: Sequence[str]) -> TextTokenizer:
     from engine.startup_progress import StartupProgress
 
     with StartupProgress() as startup:
-        return _load_front(_fetch(_prepare(load_settings(argv)), startup.report))
+        return _load_front(_fetch(prepare(load_settings(argv)), startup.report))
 
 
 def _make_app(plan: _Plan) -> FastAPI:
     """Return the application with its engine loaded."""
     engine, tokenizer = _load(plan)
     tokenizer.hold_to(engine.vocab_size)
+    if (num_tokens := engine.config.num_blocks * engine.config.block_size) < _SMALL_POOL:
+        log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
     from server.app import create_app
 
     return create_app(engine, tokenizer, plan.app)
@@ -242,7 +235,7 @@ def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
     Python imports, which hold the GIL, take most of a start, so C code works beside them (engine/ahead.py):
 
         main thread                                                 other threads, in C
-        settings, port, the model's header (_prepare)               torch's libraries are loaded
+        settings, port, the model's header (prepare)                torch's libraries are loaded
         torch, engine.build                                         memory for weights is backed with pages
         build_engine: names and memory of matrices, pool, warm-up   weights are read and packed (native/packer.py)
         HTTP side and tokenizer, on a thread (_load_front)
@@ -313,27 +306,14 @@ def _load_front(plan: _Plan) -> TextTokenizer:
     tokenizer = load_tokenizer(
         plan.serve.tokenizer or plan.engine.model,
         chat_template=plan.chat_template,
-        sampling=_sampling(plan.serve, Path(plan.engine.model)),
+        sampling=default_sampling(
+            plan.serve.generation_config, plan.serve.override_generation_config, Path(plan.engine.model), log
+        ),
     )
     if plan.model.config is not None:
         tokenizer.hold_to(plan.model.config.vocab_size)
     check_draft_tokenizer(tokenizer, plan.engine.speculative_config)
     return tokenizer
-
-
-def _sampling(serve_config: ServeConfig, model: Path) -> SamplingDefaults:
-    """Return the sampling where a request names none. Raises ConfigError or ModelLoadError."""
-    from engine.text.fields.sampling import check_defaults
-
-    source, neutral = serve_config.generation_config, SamplingDefaults()
-    folder = model if source == "auto" else Path(source)
-    defaults = neutral if source == "vllm" or folder.is_file() else read_sampling(folder)
-    defaults = sampling_of(serve_config.override_generation_config or {}, defaults, "--override-generation-config")
-    check_defaults(defaults)
-    if defaults != neutral:
-        named = {name: value for name, value in asdict(defaults).items() if value != getattr(neutral, name)}
-        log.info("sampling where a request names none: %s", ", ".join(f"{name} {named[name]}" for name in named))
-    return defaults
 
 
 def hide_from_collector() -> None:
@@ -352,6 +332,7 @@ def _curl(url: str, name: str, *, has_key: bool) -> str:
     body = {
         "model": name,
         "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
+        "temperature": 0,
         "max_tokens": 64,
     }
     key = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if has_key else ""

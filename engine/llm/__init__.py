@@ -6,6 +6,27 @@ templates, parsers and grammars are those of engine/text, which the daemon uses 
 
 from engine.llm.job import CompletionOutput, RequestOutput, ToolCall
 from engine.llm.offline import LLM
-from engine.llm.params import SamplingParams
+from engine.llm.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from engine.llm.prompt_outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingRequestOutput,
+    ScoringRequestOutput,
+)
+from engine.llm.prompts import TextPrompt, TokensPrompt
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "ToolCall"]
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoringRequestOutput",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "ToolCall",
+]

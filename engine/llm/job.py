@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.core.types import FinishReason, Request, RequestTimings, TokenEvent
+from engine.core.types import FinishReason, PromptInfo, Request, RequestTimings, TokenEvent
+from engine.llm.unserved import missing
 from engine.text.choice import Choice, Delta, TextRules
 from engine.text.logprobs import PromptLogprobs, prompt_logprobs
 from engine.text.tokenizer import TextTokenizer
@@ -70,6 +71,11 @@ class RequestOutput:
     prompt_logprobs: PromptLogprobs | None
     num_cached_tokens: int
     outputs: list[CompletionOutput]
+    request_id: str = ""
+    finished: bool = True
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(missing("RequestOutput", name))
 
 
 class Job:
@@ -98,6 +104,12 @@ class Job:
         self._timings[event.choice] = event.timings
         return False
 
+    def info(self) -> PromptInfo:
+        """Return the results of reading the prompt, once no choice is open."""
+        info = self._choices[0].take().prompt
+        assert info is not None, "the first event of a choice has it"
+        return info
+
     def output(self) -> RequestOutput:
         """Return the result, once no choice is open."""
         params, tokenizer = self.request.params, self._tokenizer
@@ -110,6 +122,7 @@ class Job:
             prompt_logprobs=None if scored is None else prompt_logprobs(tokenizer, scored, params.prompt_logprobs or 0),
             num_cached_tokens=0 if prompt is None else prompt.num_cached_tokens,
             outputs=[self._completion(index, delta) for index, delta in enumerate(deltas)],
+            request_id=self.request.request_id,
         )
 
     def _completion(self, index: int, delta: Delta) -> CompletionOutput:

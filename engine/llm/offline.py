@@ -5,7 +5,6 @@ The engine's events arrive through a queue.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 import queue
@@ -17,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,25 +24,38 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import Self
 
-from engine.config import EngineConfig, LoraModule
+from engine.config import LoraModule
 from engine.core.admission import check_request
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
-from engine.core.types import AbortCause, Adapter, Grammar, Request, StepEvents, TokenEvent
+from engine.core.types import AbortCause, Adapter, Grammar, Pooling, PromptInfo, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
 from engine.draft_source import fetch_models
+from engine.llm.arguments import engine_config
 from engine.llm.job import Job, RequestOutput
-from engine.llm.params import SamplingParams
+from engine.llm.params import BeamSearchParams, SamplingParams
+from engine.llm.plain_tokenizer import PlainTokenizer
+from engine.llm.prompt_outputs import (
+    BeamSearchOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    beam_output,
+)
+from engine.llm.prompts import Prompt, listed, read_prompt
+from engine.llm.unserved import missing, refuse_arguments
 from engine.loop import Engine
 from engine.model_check import check_model
 from engine.model_source import find_model
-from engine.setting import declared, expand, features
 from engine.startup_progress import StartupProgress
 from engine.text.channels import CHANNEL_NAMES
 from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.choice import TextRules
+from engine.text.default_sampling import check_sampling_source, default_sampling
 from engine.text.fields.sampling import Constraint, QueueFields
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.limits import ModelLimits
+from engine.text.prompt_results import Reduction, first_scored, likelihood, unit_vector
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.sampling import sampling_params, seconds, text_rules, truncated
 from engine.text.tokenizer import check_draft_tokenizer, load_tokenizer
@@ -52,7 +65,6 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.01
 
-Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -63,7 +75,9 @@ class LLM:
 
     `model` is what `quire serve` takes, None for the embedded one; `engine` takes the daemon's flags by their Python
     names (`dtype="float32"`, `num_threads=2`, ...). `lora_modules` maps the names that `lora` takes to folders of
-    adapters. Raises ConfigError, ModelLoadError or MemoryBudgetError.
+    adapters. vLLM's arguments mean what its flags mean to `quire serve`. A field that SamplingParams leaves out has the
+    value of the model's generation_config.json; `generation_config="vllm"` takes OpenAI's, and
+    `override_generation_config` sets others. Raises ConfigError, ModelLoadError or MemoryBudgetError.
     """
 
     def __init__(
@@ -76,20 +90,24 @@ class LLM:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
         lora_modules: Mapping[str, str] | None = None,
+        generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
         **engine: Any,
     ) -> None:
+        check_sampling_source(generation_config, override_generation_config)
         _check_choice("tool_call_parser", tool_call_parser, TOOL_FORMATS)
         _check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, *CHANNEL_NAMES))
         source = find_model(model)
         modules = tuple(LoraModule(name, str(path)) for name, path in (lora_modules or {}).items())
-        config = _engine_config(source.path, {"lora_modules": modules, **engine})
+        config = engine_config(source.path, {"lora_modules": modules, **engine})
         check_model(config, has_tokenizer=tokenizer is not None)
         from engine.build import build_engine  # torch, seconds
 
         with StartupProgress() as startup:
             config = fetch_models(config, startup.report)
             built = build_engine(config, startup.report)
-            text = load_tokenizer(tokenizer or config.model, chat_template=chat_template)
+            sampling = default_sampling(generation_config, override_generation_config, Path(config.model), logger)
+            text = load_tokenizer(tokenizer or config.model, chat_template=chat_template, sampling=sampling)
             text.hold_to(built.vocab_size)
             check_draft_tokenizer(text, config.speculative_config)
         self._engine = built
@@ -122,24 +140,31 @@ class LLM:
         """End the engine thread and release the model. Idempotent."""
         self._end()
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(missing("LLM", name))
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora: str | None = None,
+        priority: Sequence[int] | None = None,
         progress: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Continue each prompt, a text or token ids, and return results in order.
 
+        `priority` has one value a prompt. vLLM's `use_tqdm` and `lora_request` are other names of `progress` and `lora`.
         Raises ClientError before anything runs, or the error of a request that fails. An error or Ctrl-C ends all
         requests of the call; the LLM can be used again.
         """
-        listed = _listed(prompts)
-        each = _for_each(sampling_params, len(listed))
+        progress, lora = refuse_arguments("generate", others, progress, lora)
+        prompts = listed(prompts)
+        each = _with_priorities(_for_each(sampling_params, len(prompts)), priority)
         adapter = self._adapter(lora)
-        makers = [partial(self._continuation, *one, adapter) for one in zip(listed, each, strict=True)]
-        return self._run(makers, progress)
+        makers = [partial(self._continuation, *one, adapter) for one in zip(prompts, each, strict=True)]
+        return [job.output() for job in self._run(makers, progress)]
 
     def chat(
         self,
@@ -156,12 +181,14 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora: str | None = None,
         progress: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several; like `generate` in everything else.
 
         The fields are those of /v1/chat/completions. An answer's text is without its thoughts and tool calls, and its
         `message` continues the conversation.
         """
+        progress, lora = refuse_arguments("chat", others, progress, lora)
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else messages
         shared = {
@@ -179,9 +206,88 @@ class LLM:
             partial(self._reply, {**shared, "messages": list(one)}, own, adapter)
             for one, own in zip(conversations, each, strict=True)
         ]
-        return self._run(makers, progress)
+        return [job.output() for job in self._run(makers, progress)]
 
-    def _run(self, makers: Sequence[Callable[[], Job]], progress: bool) -> list[RequestOutput]:
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, lora: str | None = None, **others: Any
+    ) -> list[BeamSearchOutput]:
+        """Return the best continuations of each prompt, as vLLM's method does: texts and tokens begin with the prompt."""
+        progress, lora = refuse_arguments("beam_search", others, progress=False, lora=lora)
+        outputs = self.generate(prompts, params.to_sampling(), lora=lora, progress=progress)
+        return [beam_output(output, self.get_tokenizer()) for output in outputs]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        dimensions: int | None = None,
+        lora: str | None = None,
+        progress: bool = True,
+        **others: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return each prompt's vector, of length one, as /v1/embeddings does; `pooling` is "last" or "mean"."""
+        progress, lora = refuse_arguments("embed", others, progress, lora)
+        _check_choice("pooling", pooling, [each.value for each in Pooling], ())
+        params = EngineParams(max_tokens=0, pooling=Pooling(pooling), adapter=self._adapter(lora))
+        makers = [partial(self._reading, prompt, params) for prompt in listed(prompts)]
+        jobs = self._run(makers, progress)
+        vectors = [_pooled(job.info(), dimensions) for job in jobs]
+        return [
+            EmbeddingRequestOutput(
+                request_id=job.request.request_id,
+                prompt_token_ids=list(job.request.prompt),
+                outputs=EmbeddingOutput(unit_vector(vector).tolist()),
+            )
+            for job, vector in zip(jobs, vectors, strict=True)
+        ]
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        reduction: Reduction = "mean",
+        lora: str | None = None,
+        progress: bool = True,
+        **others: Any,
+    ) -> list[ScoringRequestOutput]:
+        """Return the log likelihood of each text_2 as the continuation of its text_1, as /v1/score does."""
+        progress, lora = refuse_arguments("score", others, progress, lora)
+        _check_choice("reduction", reduction, ("mean", "sum"), ())
+        seconds_ = [text_2] if isinstance(text_2, str) else list(text_2)
+        firsts = [text_1] if isinstance(text_1, str) else list(text_1)
+        firsts = firsts * len(seconds_) if len(firsts) == 1 else firsts
+        if len(firsts) != len(seconds_):
+            raise InvalidRequestError(
+                f"text_1 has {len(firsts)} texts and text_2 {len(seconds_)}; give one text_1, or as many as there are "
+                "text_2.",
+                param="text_1",
+            )
+        params = EngineParams(max_tokens=0, prompt_logprobs=0, adapter=self._adapter(lora))
+        wholes = [first + second for first, second in zip(firsts, seconds_, strict=True)]
+        jobs = self._run([partial(self._reading, whole, params) for whole in wholes], progress)
+        return [
+            ScoringRequestOutput(
+                request_id=job.request.request_id,
+                prompt_token_ids=list(job.request.prompt),
+                outputs=ScoringOutput(likelihood(job.info().logprobs or (), at, reduction)),
+            )
+            for job, at in zip(jobs, self._first_scored(firsts, jobs), strict=True)
+        ]
+
+    def get_tokenizer(self) -> PlainTokenizer:
+        """Return the model's tokenizer, with the methods of transformers' that scripts use."""
+        return PlainTokenizer(self._tokenizer)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling that the model recommends, as parameters to change and pass on."""
+        known = self._tokenizer.sampling_defaults
+        values = {name: getattr(known, name) for name in SamplingParams.model_fields if hasattr(known, name)}
+        bounds = [bound for bound in (known.max_tokens, known.max_new_tokens) if bound is not None]
+        return SamplingParams(**{**values, "max_tokens": min(bounds, default=16)})
+
+    def _run(self, makers: Sequence[Callable[[], Job]], progress: bool) -> list[Job]:
         if not self._end.alive:
             raise ShuttingDownError("This LLM was closed; make a new one.")
         jobs = []
@@ -190,28 +296,22 @@ class LLM:
                 jobs.append(make())
         with self._turn:
             self._answer(jobs, show=progress)
-        return [job.output() for job in jobs]
+        return jobs
 
     def _adapter(self, name: str | None) -> Adapter | None:
         loaded = None if name is None else self._engine.adapters.find(name)
         if name is not None and loaded is None:
             known = ", ".join(other.adapter.name for other in self._engine.adapters.all()) or "none"
-            raise InvalidRequestError(f"lora is {name!r}; of lora_modules there are: {known}.", param="lora")
+            raise InvalidRequestError(
+                f"lora is {name!r}; of lora_modules there are: {known}. Load adapters with LLM(lora_modules={{name: folder}}).",
+                param="lora",
+            )
         return None if loaded is None else loaded.adapter
 
     def _continuation(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> Job:
         """Return the job of a prompt. Raises ClientError."""
         limits, body = self._limits, params
-        text = None
-        if isinstance(prompt, str):
-            text = prompt
-            limits.check_length(len(text), "prompt")
-            ids = self._tokenizer.encode(text, add_special_tokens=True)
-        else:
-            ids = _token_ids(prompt)
-            limits.check_ids(ids, "prompt")
-        if not ids:
-            raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
+        text, ids, salt = self._read(prompt)
         ids = truncated(body, ids, limits)
         limits.check_logprobs(body.logprobs, "logprobs")
         asked = body.max_tokens
@@ -224,7 +324,35 @@ class LLM:
         )
         constraint = next(iter(body.constraints()), None) if engine_params.max_tokens else None
         engine_params = replace(engine_params, grammar=self._compile(constraint), adapter=adapter)
-        return self._job(text, ids, engine_params, text_rules(body, engine_params), body)
+        return self._job(text, ids, engine_params, text_rules(body, engine_params), body, salt)
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        """Return a prompt's text, ids and cache salt. Raises ClientError."""
+        text, ids, salt = read_prompt(prompt)
+        if ids is None:
+            assert text is not None, "a prompt has text or ids"
+            self._limits.check_length(len(text), "prompt")
+            ids = self._tokenizer.encode(text, add_special_tokens=True)
+        else:
+            self._limits.check_ids(ids, "prompt")
+        if not ids:
+            raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
+        return text, ids, salt
+
+    def _reading(self, prompt: Prompt, params: EngineParams) -> Job:
+        """Return the job of a prompt that is only read. Raises ClientError."""
+        text, ids, salt = self._read(prompt)
+        longest = min(self._limits.max_model_len, self._limits.pool_tokens)
+        if len(ids) > longest:
+            raise InvalidRequestError(
+                f"At most {longest} tokens can be read at once here, but the prompt has {len(ids)}; shorten it.",
+                param="prompt",
+            )
+        return self._job(text, ids, params, TextRules(), SamplingParams(), salt)
+
+    def _first_scored(self, contexts: Sequence[str], jobs: Sequence[Job]) -> list[int]:
+        ids = [self._tokenizer.encode(text, add_special_tokens=True) for text in contexts]
+        return [first_scored(context, job.request.prompt) for context, job in zip(ids, jobs, strict=True)]
 
     def _reply(self, conversation: Mapping[str, Any], params: SamplingParams, adapter: Adapter | None) -> Job:
         """Return the job of a conversation. Raises ClientError."""
@@ -239,7 +367,13 @@ class LLM:
         return None if constraint is None else self._grammars.compile_now(*constraint)
 
     def _job(
-        self, text: str | None, ids: Sequence[int], params: EngineParams, rules: TextRules, body: QueueFields
+        self,
+        text: str | None,
+        ids: Sequence[int],
+        params: EngineParams,
+        rules: TextRules,
+        body: QueueFields,
+        cache_salt: str = "",
     ) -> Job:
         if dropped := body.dropped_hints(self._limits):
             logger.warning("without effect here: %s", ", ".join(dropped))
@@ -249,6 +383,7 @@ class LLM:
             params=params,
             arrival_s=0.0,
             priority=body.priority,
+            cache_salt=cache_salt,
             deadline_s=seconds(body.deadline_ms),
             max_queue_s=seconds(body.max_queue_ms),
         )
@@ -297,30 +432,14 @@ class LLM:
             del started[event.request_id]
 
 
-def _engine_config(path: str, flags: Mapping[str, Any]) -> EngineConfig:
-    settings = declared(EngineConfig)
-    known = [each.name for each in settings if not each.setting.feature] + list(features(settings))
-    values, notices = expand(settings, flags)
-    for name in values.keys() - {each.name for each in settings}:
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
-        raise ConfigError(f"{name} is not a setting of the engine; {hint}")
-    for notice in notices:
-        logger.warning(notice)
-    try:
-        return EngineConfig(model=path, **values)
-    except TypeError as error:  # a string where a number is compared
-        raise ConfigError(f"A setting of the engine has the wrong type: {error}.") from error
-
-
 def _end(engine: Engine, grammars: GrammarCompiler) -> None:
     engine.stop(0.0)
     grammars.close()
 
 
-def _check_choice(name: str, value: str, known: Collection[str]) -> None:
-    if value not in ("auto", "none", *known):
-        raise ConfigError(f"{name} is {value!r}; choose auto, none, {', '.join(known)}.")
+def _check_choice(name: str, value: str, known: Collection[str], always: Collection[str] = ("auto", "none")) -> None:
+    if value not in (*always, *known):
+        raise ConfigError(f"{name} is {value!r}; choose {', '.join([*always, *known])}.")
 
 
 def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
@@ -334,16 +453,27 @@ def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prom
     return each
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return the prompts as a list; a single prompt may come without one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
+def _with_priorities(each: list[SamplingParams], priority: Sequence[int] | None) -> list[SamplingParams]:
+    if priority is None:
+        return each
+    if len(priority) != len(each):
         raise InvalidRequestError(
-            f"prompts is a {type(prompts).__name__}; give a text, token ids, or a list of these.", param="prompts"
+            f"There are {len(each)} prompts and {len(priority)} priorities; give one each.", param="priority"
         )
-    is_ids = bool(prompts) and isinstance(prompts[0], int)
-    return [prompts] if is_ids else prompts  # type: ignore[list-item,return-value]  # the first item decides
+    changed = [params.clone() for params in each]
+    for params, value in zip(changed, priority, strict=True):
+        params.priority = value
+    return changed
+
+
+def _pooled(info: PromptInfo, dimensions: int | None) -> Sequence[float]:
+    vector = info.pooled or ()
+    if dimensions is not None and not 1 <= dimensions <= len(vector):
+        raise InvalidRequestError(
+            f"dimensions is {dimensions}, but this model's vectors have {len(vector)}; give 1 to {len(vector)}.",
+            param="dimensions",
+        )
+    return vector[:dimensions]
 
 
 @contextmanager
@@ -356,12 +486,6 @@ def _naming(index: int, count: int) -> Iterator[None]:
             raise
         error.args = (f"Prompt {index} of {count}: {error}",)
         raise
-
-
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    if not isinstance(prompt, Sequence) or not all(type(token_id) is int for token_id in prompt):
-        raise InvalidRequestError("A prompt must be a text or a list of token ids.", param="prompts")
-    return list(prompt)
 
 
 def _bar(show: bool) -> Progress:

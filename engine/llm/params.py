@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from typing_extensions import Self, TypedDict
+
+from engine.core.errors import InvalidRequestError
 from engine.text.fields.base import Count, checked, plain_errors
 from engine.text.fields.chat import ChatFields
 from engine.text.fields.sampling import SamplingFields
 
 
-class SamplingParams(SamplingFields, extra="forbid"):
+class _Foreign(NamedTuple):
+    """A parameter of vLLM's that is not declared here: the values that ask for nothing, and what to do about others."""
+
+    neutral: tuple[Any, ...]
+    instead: str
+
+
+_ANY = "any value"
+_FOREIGN: Mapping[str, _Foreign] = {
+    "detokenize": _Foreign((True, False), ""),  # token ids are in the output either way
+    "spaces_between_special_tokens": _Foreign((True, False), ""),  # as the HTTP API: they are the tokenizer's
+    "skip_clone": _Foreign((True, False), ""),
+    "output_kind": _Foreign((_ANY,), ""),  # a call returns when all is done
+    "best_of": _Foreign((1,), "give n, and logprobs=0 to rank the answers by cumulative_logprob"),
+    "logits_processors": _Foreign(([],), "use logit_bias, bad_words, allowed_token_ids or structured_outputs"),
+    "extra_args": _Foreign(({},), "leave it out"),
+    "flat_logprobs": _Foreign((False,), "logprobs have one dict for each token; leave it out"),
+    "guided_decoding": _Foreign((), 'write structured_outputs={"json": ...}, or "regex", "choice" or "grammar"'),
+    "thinking_token_budget": _Foreign((), "give it to LLM.chat"),
+    "logprob_token_ids": _Foreign(([],), "give allowed_token_ids or logprobs"),
+}
+
+
+class StructuredOutputsParams(TypedDict, total=False):
+    """The form of an answer; exactly one key. vLLM's name for the object of the field `structured_outputs`."""
+
+    json: str | dict[str, Any]
+    regex: str
+    choice: list[str]
+    grammar: str
+    json_object: bool
+    structural_tag: str
+
+
+class SamplingParams(SamplingFields, extra="forbid", frozen=False):
     """How to choose tokens and when to stop, as in /v1/completions.
 
     `max_tokens` is 16 unless given; None is as many as the context holds. Other Nones are the
@@ -24,14 +62,65 @@ class SamplingParams(SamplingFields, extra="forbid"):
 
         def __init__(self, **values: Any) -> None:
             """Raises InvalidRequestError for a value out of range."""
+            own = {name: value for name, value in values.items() if not _is_foreign(name, value)}
             with plain_errors():
-                super().__init__(**{"max_tokens": 16} | {name: _as_json(value) for name, value in values.items()})
+                super().__init__(**{"max_tokens": 16} | {name: _as_json(value) for name, value in own.items()})
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Raises InvalidRequestError for a value out of range."""
+            values = {each: getattr(self, each) for each in type(self).model_fields}
+            made = type(self)(**{**values, name: value})
+            object.__setattr__(self, "__dict__", made.__dict__)
+            object.__setattr__(self, "__pydantic_fields_set__", made.model_fields_set)
+
+    def clone(self) -> Self:
+        """Return a copy, as vLLM's method does."""
+        return self.model_copy(deep=True)
 
     def to_chat(self, conversation: Mapping[str, Any]) -> ChatFields:
         """Return the checked fields of a conversation. Raises InvalidRequestError."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         values |= {"logprobs": self.logprobs is not None, "top_logprobs": self.logprobs}
         return checked(ChatFields, {**values, **conversation})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """How LLM.beam_search searches; vLLM's names. It keeps `beam_width` beams and returns as many answers, best first."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def to_sampling(self) -> SamplingParams:
+        """Return the same as sampling parameters. Raises InvalidRequestError."""
+        return SamplingParams(
+            use_beam_search=True,
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=float(self.length_penalty),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            logprobs=0,
+        )
+
+
+def _is_foreign(name: str, value: Any) -> bool:
+    """Return whether a parameter of vLLM's asks for nothing. Raises InvalidRequestError for one that does."""
+    if name == "logprobs" and value == -1:
+        raise InvalidRequestError(
+            "logprobs is -1, all tokens; give a number of alternatives, at most max_logprobs of LLM.", param=name
+        )
+    row = _FOREIGN.get(name)
+    if row is None:
+        return False
+    if value is not None and value not in row.neutral and _ANY not in row.neutral:
+        raise InvalidRequestError(f"{name} is not a parameter here; {row.instead}.", param=name)
+    return True
 
 
 def _as_json(value: Any) -> Any:

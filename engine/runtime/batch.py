@@ -1,4 +1,4 @@
-"""Builds a step's index tensors from a StepPlan; no other module makes them.
+"""Builds a step's index tensors from a StepPlan: a Packet of host arrays, then a Batch on the device.
 
 One pass over the slices makes plain lists. They go into a host buffer (pinned for a GPU) and to the device in one copy
 for each type. Block tables persist between steps, one row a slot, and only new entries are written. The buffers come in
@@ -14,12 +14,31 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.step import SequenceSlice, StepPlan
 from engine.runtime.attention.base import Batch
 from engine.runtime.transfer import Staging
+
+_SCORED_BYTES = 64 << 20  # logits at a time while a prompt's log probabilities are computed
+
+
+class Packet(NamedTuple):
+    """A step's forward pass of T tokens in S slices: all that a rank needs, as arrays on the host."""
+
+    longs: NDArray[np.int64]  # ids, positions, kv_slots [T]; sample rows [R]; carry rows and their slots
+    ints: NDArray[np.int32]  # query_starts [S + 1], context_lens [S], block tables [S, widest]
+    num_slices: int
+    num_tokens: int
+    num_samples: int
+    copies: Sequence[tuple[int, int]]  # blocks to copy before, as in a StepPlan
+    scored: Sequence[tuple[int, int]]  # (first token, tokens): rows of prompts that go through the LM head as well
+    keeps_all: bool  # the hidden states of all tokens are wanted, not only those of sample rows
+    query_lens: Sequence[int]  # as in a Batch, from `ints`
+    contexts: Sequence[int]
+    tables: Sequence[Sequence[int]]
 
 
 class _Lists(NamedTuple):
@@ -61,53 +80,112 @@ class _BlockTables:
         np.take(self._rows[:, : into.shape[1]], slots, axis=0, out=into)
 
 
-class BatchBuilder:
-    """Makes Batches for one pool of blocks, on one device."""
+class PacketBuffers:
+    """Host memory for packets on their way to one device."""
 
     def __init__(self, config: SchedulerConfig, device: torch.device) -> None:
         seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
         widest = -(-config.max_model_len // config.block_size)
-        self._block_size = config.block_size
-        self._tables = _BlockTables(seqs, widest)
-        num_longs, num_ints = 4 * tokens + 3 * seqs, 2 * seqs + 1 + seqs * widest  # with drafts, every token may draw
+        self.num_longs = 4 * tokens + 3 * seqs  # with drafts, every token may draw
+        self.num_ints = 2 * seqs + 1 + seqs * widest
         pair = [
-            (Staging((num_longs,), torch.int64, device), Staging((num_ints,), torch.int32, device)) for _ in range(2)
+            (Staging((self.num_longs,), torch.int64, device), Staging((self.num_ints,), torch.int32, device))
+            for _ in range(2)
         ]
         self._turns = cycle(pair)
+        self._longs, self._ints = pair[0]
 
-    def build(self, plan: StepPlan, last_ids: Tensor) -> Batch:
-        """Return one step's tensors; `last_ids` [max_num_seqs] int64 has each slot's last id."""
-        long_buffer, int_buffer = next(self._turns)
-        lists = self._walk(plan.slices)
-        flat = lists.ids + lists.positions + lists.kv_slots + lists.sample_rows + lists.carry_rows + lists.carry_slots
-        long_buffer.begin()[: len(flat)] = flat
-        longs = long_buffer.send(len(flat))
+    def begin(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return memory for the arrays of the next packet."""
+        self._longs, self._ints = next(self._turns)
+        return self._longs.begin(), self._ints.begin()
 
-        num_slices, num_tokens = len(plan.slices), plan.num_tokens
-        width = -(-max(lists.contexts) // self._block_size)
+    def fill(self, packet: Packet) -> Packet:
+        """Return a packet from elsewhere in this memory."""
+        longs, ints = self.begin()
+        longs[: len(packet.longs)], ints[: len(packet.ints)] = packet.longs, packet.ints
+        return packet
+
+    def to_batch(self, packet: Packet, last_ids: Tensor) -> Batch:
+        """Return the tensors of a packet in the memory of `begin`; `last_ids` [max_num_seqs] int64 are the slots'."""
+        longs, ints = self._longs.send(len(packet.longs)), self._ints.send(len(packet.ints))
+        num_slices, num_tokens = packet.num_slices, packet.num_tokens
         num_heads = 2 * num_slices + 1
-        array = int_buffer.begin()
-        array[:num_heads] = lists.starts + lists.contexts
-        num_ints = num_heads + num_slices * width
-        tables = array[num_heads:num_ints].reshape(num_slices, width)
-        self._tables.read([piece.slot for piece in plan.slices], tables)
-        ints = int_buffer.send(num_ints)
-
-        ids, first_carry = longs[:num_tokens], 3 * num_tokens + plan.num_samples
-        if lists.carry_rows:
+        ids, first_carry = longs[:num_tokens], 3 * num_tokens + packet.num_samples
+        if len(longs) > first_carry:
             rows, slots = longs[first_carry:].view(2, -1).unbind(0)
             ids.index_copy_(0, rows, last_ids.index_select(0, slots))
         return Batch(
             ids=ids,
             positions=longs[num_tokens : 2 * num_tokens],
             kv_slots=longs[2 * num_tokens : 3 * num_tokens],
-            block_tables=ints[num_heads:].view(num_slices, width),
+            block_tables=ints[num_heads:].view(num_slices, -1),
             query_starts=ints[: num_slices + 1],
             context_lens=ints[num_slices + 1 : num_heads],
             sample_rows=longs[3 * num_tokens : first_carry],
-            query_lens_host=[piece.num_tokens for piece in plan.slices],
-            context_lens_host=lists.contexts,
-            block_tables_host=[piece.block_table for piece in plan.slices],
+            query_lens_host=packet.query_lens,
+            context_lens_host=packet.contexts,
+            block_tables_host=packet.tables,
+        )
+
+
+def scored_portions(hidden: Tensor, rows: tuple[int, int], vocab_size: int) -> Sequence[Tensor]:
+    """Return hidden states of (first row, rows) in portions whose logits have a bounded size."""
+    first, num = rows
+    return hidden[first : first + num].split(max(1, _SCORED_BYTES // (4 * vocab_size))) if num else ()
+
+
+def num_scored(piece: SequenceSlice) -> int:
+    """Return how many of the slice's positions have a next prompt token, whose log probability is wanted."""
+    return max(min(piece.start + piece.num_tokens + 1, piece.num_prompt) - (piece.start + 1), 0)
+
+
+class BatchBuilder:
+    """Makes packets and batches for one pool of blocks, on one device."""
+
+    def __init__(self, config: SchedulerConfig, device: torch.device) -> None:
+        self._block_size = config.block_size
+        self._tables = _BlockTables(config.max_num_seqs, -(-config.max_model_len // config.block_size))
+        self._buffers = PacketBuffers(config, device)
+
+    def build(self, plan: StepPlan, last_ids: Tensor) -> Batch:
+        """Return one step's tensors; `last_ids` [max_num_seqs] int64 has each slot's last id."""
+        return self.to_batch(self.prepare(plan), last_ids)
+
+    def to_batch(self, packet: Packet, last_ids: Tensor) -> Batch:
+        """Return the tensors of the packet that was prepared last."""
+        return self._buffers.to_batch(packet, last_ids)
+
+    def prepare(self, plan: StepPlan) -> Packet:
+        """Return what a step's forward pass needs, in memory that the packet after the next overwrites."""
+        long_buffer, array = self._buffers.begin()
+        lists = self._walk(plan.slices)
+        flat = lists.ids + lists.positions + lists.kv_slots + lists.sample_rows + lists.carry_rows + lists.carry_slots
+        long_buffer[: len(flat)] = flat
+
+        num_slices = len(plan.slices)
+        width = -(-max(lists.contexts) // self._block_size)
+        num_heads = 2 * num_slices + 1
+        array[:num_heads] = lists.starts + lists.contexts
+        num_ints = num_heads + num_slices * width
+        tables = array[num_heads:num_ints].reshape(num_slices, width)
+        self._tables.read([piece.slot for piece in plan.slices], tables)
+        return Packet(
+            longs=long_buffer[: len(flat)],
+            ints=array[:num_ints],
+            num_slices=num_slices,
+            num_tokens=lists.starts[-1],
+            num_samples=len(lists.sample_rows),
+            copies=plan.copies,
+            scored=[
+                (first, num_scored(piece))
+                for first, piece in zip(lists.starts, plan.slices, strict=False)
+                if piece.prompt_logprobs >= 0
+            ],
+            keeps_all=any(piece.prompt_logprobs >= 0 or piece.params.pooling is not None for piece in plan.slices),
+            query_lens=[piece.num_tokens for piece in plan.slices],
+            contexts=lists.contexts,
+            tables=[piece.block_table for piece in plan.slices],
         )
 
     def _walk(self, slices: Sequence[SequenceSlice]) -> _Lists:

@@ -25,6 +25,7 @@ from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import LinearArgs, native
 from engine.runtime.native.ops import NativeLinear, PackedAddend, PackedLinear
 from engine.runtime.ops import act_mul
+from engine.runtime.parallel.group import Group
 
 Product = Callable[[Tensor], Tensor]  # [T, inputs] -> [T, outputs], without the activation if it is not native
 HeadProducts = Callable[[Tensor, Tensor], None]  # x [T, heads, inputs], out [T, heads, outputs]
@@ -111,6 +112,24 @@ class Embedding:
     def described(self) -> Tensor | LinearArgs:
         """Return the matrix as the native decoder takes it."""
         return self.weight if isinstance(self.weight, Tensor) else self.weight.args
+
+
+class ShardedEmbedding(Embedding):
+    """Some rows of an embedding, and the ranks that have the others."""
+
+    __slots__ = ("_first", "_group", "_num")
+
+    def __init__(self, group: Group, first: int, num: int) -> None:
+        super().__init__()
+        self._group, self._first, self._num = group, first, num
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return rows [T, hidden] for ids [T] int64; all ranks call it."""
+        local = ids - self._first
+        is_here = (local >= 0) & (local < self._num)
+        x = super().__call__(local.where(is_here, 0)).masked_fill_(~is_here[:, None], 0)
+        self._group.all_reduce(x)
+        return x
 
 
 class Dense:

@@ -25,12 +25,13 @@ from engine.core.stats import FailureCause
 from engine.core.step import Fault, Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.base import AttentionBackend, Batch
-from engine.runtime.batch import BatchBuilder
+from engine.runtime.batch import BatchBuilder, Packet, scored_portions
 from engine.runtime.drawn import Drawn
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.lora.adapter import group_rows
 from engine.runtime.models.base import CausalLM
 from engine.runtime.native.decoder import Streams
+from engine.runtime.parallel.ranks import ALONE, Ranks
 from engine.runtime.pooling import Pooled, pool
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
@@ -42,7 +43,6 @@ from engine.runtime.transports.host import HostPool, MainMemoryPool
 if TYPE_CHECKING:
     from engine.runtime.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
 
-_SCORED_BYTES = 64 << 20  # logits at a time while a prompt's log probabilities are computed
 _RULED_OUT = Fault(
     "allowed_token_ids, bad_words and the other constraints of this answer leave no token to continue with; allow more.",
     FailureCause.RULED_OUT,
@@ -138,9 +138,13 @@ class ModelRunner:
         config: SchedulerConfig,
         device: torch.device,
         head: Head | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """With a head, whose layers are the last of the pool, `heads` is its drafter and runs in every step."""
+        """With a head, whose layers are the last of the pool, `heads` is its drafter and runs in every step.
+
+        `ranks` compute the other parts of the model; this runner is the first rank's."""
         self._model, self._backend, self._kv_cache, self._device = model, backend, kv_cache, device
+        self._ranks = ranks
         self._batches = BatchBuilder(config, device)
         self._sampler = Sampler(device)
         self._last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
@@ -184,6 +188,7 @@ class ModelRunner:
 
     def repartition(self, config: SchedulerConfig, *, is_trial: bool = False) -> None:
         """Allocate the pool again with another block size; a trial captures no CUDA graphs."""
+        self._ranks.configure(config)
         self._kv_cache.repartition(config.num_blocks, config.block_size)
         self._batches = BatchBuilder(config, self._device)
         if self.heads is not None:
@@ -233,29 +238,29 @@ class ModelRunner:
         if self._drafter is not None:
             plan = self._draft(self._drafter, plan)
         if not plan.slices:
+            self._ranks.copy(plan.copies)
             return self._send(plan, None, [], None)
         if self._graphs is not None and self._graphs.takes(plan):
             return self._send(plan, self._replay(self._graphs, plan), [], None)
-        batch = self._batches.build(plan, self._last_ids)
+        packet = self._batches.prepare(plan)
+        self._ranks.send(packet)
+        batch = self._batches.to_batch(packet, self._last_ids)
         if self._kv_cache.headroom is not None:
             self._num_used_blocks = max(self._num_used_blocks, int(batch.kv_slots.max()) // self._config.block_size + 1)
         self._backend.prepare(batch)
-        needs_all = any(piece.prompt_logprobs >= 0 or piece.params.pooling is not None for piece in plan.slices)
         heads = self.heads
-        returns_all = needs_all or (heads is not None and heads.needs_all)
+        returns_all = packet.keeps_all or (heads is not None and heads.needs_all)
         streams = None if heads is None else heads.new_streams(batch.ids)
         hidden = self._forward(plan, batch, None if returns_all else batch.sample_rows, streams)
-        first_rows = [*accumulate(batch.query_lens_host[:-1], initial=0)]
-        scores = [
-            self._score(index, piece, first_row, hidden)
-            for index, (piece, first_row) in enumerate(zip(plan.slices, first_rows, strict=True))
-            if piece.prompt_logprobs >= 0
-        ]
-        pooled = pool(plan.slices, first_rows, hidden) if needs_all else None
+        scores = self._score(plan, packet, hidden) if packet.scored else []
+        pooled = (
+            pool(plan.slices, [*accumulate(packet.query_lens[:-1], initial=0)], hidden) if packet.keeps_all else None
+        )
         sampled = None
         if plan.num_samples:
             logits = self._model.logits(hidden.index_select(0, batch.sample_rows) if returns_all else hidden)
             sampled = self._sampler.sample(plan, logits, self._last_ids)
+            self._ranks.share(self._last_ids)
         if heads is not None:
             states = hidden if streams is None else streams.out.flatten(1)
             heads.observe(plan, batch, states, None if sampled is None else sampled.ids)
@@ -301,17 +306,22 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _score(self, index: int, piece: SequenceSlice, first_row: int, hidden: Tensor) -> _Scores:
-        """Score the prompt tokens after the slice's positions, a bounded number at a time."""
-        following = piece.tokens[piece.start + 1 : min(piece.start + piece.num_tokens + 1, piece.num_prompt)]
-        targets = to_device(following, torch.int64, self._device)
-        step = max(1, _SCORED_BYTES // (4 * self._model.vocab_size))
-        rows = hidden[first_row : first_row + len(following)]
-        chunks = [
-            gather_logprobs(self._model.logits(some), chosen, piece.prompt_logprobs)
-            for some, chosen in zip(rows.split(step), targets.split(step), strict=True)
-        ]
-        return _Scores(index, piece.prompt_logprobs, chunks if following else [])
+    def _score(self, plan: StepPlan, packet: Packet, hidden: Tensor) -> list[_Scores]:
+        """Score the prompt tokens after the positions of slices that ask for it."""
+        asked = [(index, piece) for index, piece in enumerate(plan.slices) if piece.prompt_logprobs >= 0]
+        scores = []
+        for (index, piece), rows in zip(asked, packet.scored, strict=True):
+            following = piece.tokens[piece.start + 1 : piece.start + 1 + rows[1]]
+            targets = to_device(following, torch.int64, self._device)
+            portions = list(scored_portions(hidden, rows, self._model.vocab_size))
+            chosen = targets.split([len(portion) for portion in portions])
+            num_top = piece.prompt_logprobs
+            chunks = [
+                gather_logprobs(self._model.logits(portion), ids, num_top)
+                for portion, ids in zip(portions, chosen, strict=True)
+            ]
+            scores.append(_Scores(index, num_top, chunks))
+        return scores
 
     def _send(self, plan: StepPlan, sampled: Sampled | None, scores: list[_Scores], pooled: Pooled | None) -> ModelStep:
         if self._device.type != "cuda":

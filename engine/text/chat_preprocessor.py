@@ -115,10 +115,11 @@ class ChatPreprocessor:
     def _params(self, chat: ChatFields, num_prompt: int) -> SamplingParams:
         limits, asked = self.limits, chat.asked_max_tokens
         limits.check_logprobs(chat.top_logprobs, "top_logprobs")
+        longest = 0 if asked == 0 else self._longest(num_prompt)  # names `messages` if they leave no room
         return sampling_params(
             chat,
             limits,
-            max_tokens=self._longest(num_prompt) if asked is None else asked,
+            max_tokens=longest if asked is None else asked,
             logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
             prompt_logprobs=chat.prompt_logprobs,
         )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from engine.core.admission import NO_LIMITS, OverloadControl, QueueLimits
 from engine.core.config import SchedulerConfig
+from engine.core.kv.prefix_cache import Listener
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Histogram, Stats
 from engine.core.step import StepPlan, StepResult
@@ -83,6 +84,15 @@ class Replica:
         stats = self.stats
         return stats.num_running + stats.num_waiting + stats.num_preempted
 
+    @property
+    def has_work(self) -> bool:
+        """Return whether a turn would do anything."""
+        return self._scheduler.has_work
+
+    def listen(self, listener: Listener) -> None:
+        """Report to `listener` which blocks become findable and which are evicted; before the first request."""
+        self._scheduler.kv._cache._listener = listener  # noqa: SLF001 - as the daemon's publisher is attached
+
     def submit(self, request: Request, at_s: float) -> None:
         """Take a request. Raises ClientError or OverloadedError."""
         self._overload.check(at_s, len(request.prompt))
@@ -95,13 +105,13 @@ class Replica:
         """Simulate all turns that begin before a moment."""
         scheduler = self._scheduler
         while self.now < until_s and scheduler.has_work:
-            self._turn()
+            self.turn()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if anything leaked."""
         self._scheduler.check_integrity()
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """Drop requests that will miss their deadline, launch a step, commit the oldest."""
         for event in self._scheduler.drop_hopeless(self.now):
             self._num_ended += 1

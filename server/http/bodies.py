@@ -90,6 +90,8 @@ def check_count(raw: bytes | bytearray, most: int) -> None:
 
 def parse(raw: bytes | bytearray) -> Any:
     """Return a parsed document. Raises a 400 if it is not JSON."""
+    if not raw or raw.isspace():
+        raise ApiError(400, "invalid_json", "The body is empty; send a JSON object.")
     try:
         return from_json(raw)
     except ValueError as error:

@@ -42,7 +42,7 @@ class ChatBody(SamplingBody, ChatFields):
         **UNSUPPORTED,
         **dict.fromkeys(("audio", "functions", "moderation", "web_search_options"), Refused()),
         "best_of": Refused((1,), "answers are ranked by /v1/completions only; send n to have several"),
-        "echo": Refused((False,)),
+        "echo": Refused((False,), "use /v1/completions, whose echo returns the prompt"),
         "function_call": Refused(("none",)),
         "modalities": Refused((["text"],)),
     }

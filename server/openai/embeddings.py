@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from array import array
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
@@ -15,6 +13,7 @@ from starlette.responses import Response
 from engine.core.errors import InvalidRequestError
 from engine.core.types import Pooling, SamplingParams
 from engine.text.fields.base import Integer, Refused
+from engine.text.prompt_results import unit_vector
 from server.context import InContext, json_body
 from server.generation import Usage
 from server.http.bodies import ResponseBody
@@ -62,12 +61,6 @@ class EmbeddingBody(PromptOnlyBody):
         if self.encoding_format == "float":
             return Embedding(object="embedding", index=index, embedding=vector.tolist())
         return Embedding(object="embedding", index=index, embedding=b64encode(vector.tobytes()).decode())
-
-
-def unit_vector(values: Sequence[float]) -> array[float]:
-    """Return the vector scaled to length one, in float32; zero stays zero."""
-    length = math.hypot(*values) or 1.0
-    return array("f", [value / length for value in values])
 
 
 class Embedding(ResponseBody):

@@ -22,7 +22,7 @@ def _prompts(value: Any) -> list[Prompt]:
     if not isinstance(prompts, list) or not all(isinstance(item, str) or _is_ids(item) for item in prompts):
         raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
     if not prompts or "" in prompts:
-        raise ValueError("is empty; send at least one token")
+        raise ValueError("it is empty; send at least one token")
     return prompts
 
 

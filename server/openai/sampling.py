@@ -20,12 +20,14 @@ _OFF: tuple[Any, ...] = (False, 0, [], {}, "")
 UNSUPPORTED: Mapping[str, Refused] = {
     **dict.fromkeys(
         (
-            "chat_template", "documents", "dry_multiplier", "dynatemp_range", "logits_processors", "logprob_token_ids",
+            "dry_multiplier", "dynatemp_range", "logits_processors", "logprob_token_ids",
             "lora_path", "mirostat", "prompt_embeds", "repetition_detection", "return_prompt_text", "stop_regex",
             "suffix", "top_n_sigma", "xtc_probability",
         ),
         Refused(_OFF),
     ),
+    "chat_template": Refused(_OFF, "start the server with --chat-template, or render the prompt and use /v1/completions"),
+    "documents": Refused(_OFF, "send chat_template_kwargs: {documents: ...}, if the model's template reads them"),
     "beam_width": Refused(_OFF, "send use_beam_search: true, and the width as n"),
     "grammar": Refused(_OFF, "send structured_outputs: {grammar: ...}"),
     "json_schema": Refused(_OFF, "send structured_outputs: {json: ...}, or response_format"),

@@ -6,10 +6,8 @@ that the end of text_1 and the beginning of text_2 share is scored, too.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BeforeValidator, Field, model_validator
@@ -17,7 +15,7 @@ from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import PromptInfo, SamplingParams
-from engine.text.logprobs import finite
+from engine.text.prompt_results import Reduction, first_scored, likelihood
 from server.context import InContext, aside, json_body
 from server.generation import Usage
 from server.http.bodies import ResponseBody
@@ -40,7 +38,7 @@ class ScoreBody(PromptOnlyBody):
 
     text_1: Texts
     text_2: Texts
-    reduction: Literal["mean", "sum"] = "mean"  # of the tokens' log probabilities
+    reduction: Reduction = "mean"
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ScoreBody:
@@ -68,18 +66,6 @@ class ScoreBody(PromptOnlyBody):
                 param="text_2",
             )
         return [first + second for first, second in zip(firsts, self.text_2, strict=True)]
-
-
-def _first_scored(context: Sequence[int], whole: Sequence[int]) -> int:
-    pairs = zip(context, whole, strict=False)
-    first = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(context), len(whole)))
-    if not first:
-        raise InvalidRequestError(
-            "text_1 has no token before text_2's first; submit with a longer text_1.", param="text_1"
-        )
-    if first == len(whole):
-        raise InvalidRequestError("text_2 adds no token to its text_1, and so has no likelihood.", param="text_2")
-    return first
 
 
 class Score(ResponseBody):
@@ -113,12 +99,11 @@ async def create_score(
     prompts = await context.encode(wholes, "text_2", add_special_tokens=special)
     body.check_lengths(prompts, "text_2", context.limits)
     alone = contexts * len(prompts) if len(contexts) == 1 else contexts
-    firsts = await aside(lambda: list(map(_first_scored, alone, prompts)))
+    firsts = await aside(lambda: list(map(first_scored, alone, prompts)))
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
 
     def shape(index: int, info: PromptInfo) -> Score:
-        values = [finite(entry.logprob) for entry in (info.logprobs or ())[firsts[index] :] if entry is not None]
-        score = math.fsum(values) / (len(values) if body.reduction == "mean" else 1)
+        score = likelihood(info.logprobs or (), firsts[index], body.reduction)
         return Score(object="score", index=index, score=score)
 
     scores, generation = await shape_each(http, context, body, requests, shape)

@@ -9,13 +9,13 @@ from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import ShuttingDownError
 from engine.version import VERSION
-from server.context import InContext
+from server.context import InContext, InOwner, check_operator
 from server.errors import ApiError
 
 router = APIRouter()
 
 
-@router.get("/health", response_class=Response)
+@router.get("/health", response_class=PlainTextResponse)
 async def health(context: InContext) -> Response:
     """Liveness: the engine thread runs, and makes steps while it has work."""
     health = context.engine.health()
@@ -25,16 +25,16 @@ async def health(context: InContext) -> Response:
     if health.seconds_since_step > context.config.stall_limit_s:
         message = f"The engine has work but made no step for {health.seconds_since_step:.0f} s."
         raise ApiError(503, "internal_error", message, type="server_error")
-    return Response()
+    return PlainTextResponse("ok\n")
 
 
-@router.get("/ready", response_class=Response)
+@router.get("/ready", response_class=PlainTextResponse)
 async def ready(context: InContext) -> Response:
     """Readiness: requests are accepted now."""
     await health(context)
     if context.client.is_draining:
         raise ShuttingDownError("The server is shutting down.")
-    return Response()
+    return PlainTextResponse("ok\n")
 
 
 @router.get("/load")
@@ -50,7 +50,9 @@ async def version() -> dict[str, Any]:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(context: InContext) -> Response:
+async def metrics(context: InContext, owner: InOwner) -> Response:
     """Return the metrics in Prometheus' format."""
+    if context.config.protect_metrics and context.config.api_keys:  # without such keys Prometheus has a tenant's
+        check_operator(owner, "Reading the metrics of all tenants")
     content, media_type = context.metrics.render()
     return Response(content, headers={"content-type": media_type})

@@ -16,6 +16,13 @@ _MODERATION = "Quire has no moderation model; ask the served one through /v1/cha
 _ASSISTANTS = "Quire has no assistants and no vector stores; use /v1/responses, which keeps a conversation by its id."
 _OLLAMA = "Quire does not speak Ollama's API; point the client's OpenAI mode at /v1."
 _COMPLETION = "Quire does not have this route; use /v1/completions or /v1/chat/completions."
+_SLEEP = "The weights stay on the device; stop the daemon to free it, a start takes seconds."
+_CACHE = "The prefix cache is not emptied by a request; send another cache_salt, requests with different salts share nothing."
+_PROFILE = "Profiles are not taken by a request; --otlp-traces-endpoint shows where a request's time goes."
+_WORKERS = "One process serves and computes; there are no workers to call or to add."
+_RENDER = (
+    "Quire does not have this route; /tokenize returns the tokens of messages, and completions take them as the prompt."
+)
 
 UNSERVED = {  # each with all paths below it
     "/v1/audio": _AUDIO,
@@ -40,6 +47,24 @@ UNSERVED = {  # each with all paths below it
     "/generate": _COMPLETION,
     "/completion": _COMPLETION,
     "/invocations": _COMPLETION,
+    "/inference/v1/generate": _COMPLETION,
+    "/v1/completions/render": _RENDER,
+    "/v1/chat/completions/render": _RENDER,
+    "/sleep": _SLEEP,
+    "/wake_up": _SLEEP,
+    "/is_sleeping": _SLEEP,
+    "/pause": "Requests are not paused; a client that closes its connection ends its own.",
+    "/resume": "Requests are not paused; a client that closes its connection ends its own.",
+    "/abort_requests": "A client that closes its connection ends its own requests.",
+    "/reset_prefix_cache": _CACHE,
+    "/reset_mm_cache": "Prompts are text, and there is no cache of images.",
+    "/reset_encoder_cache": "Prompts are text, and there is no cache of images.",
+    "/start_profile": _PROFILE,
+    "/stop_profile": _PROFILE,
+    "/collective_rpc": _WORKERS,
+    "/scale_elastic_ep": _WORKERS,
+    "/is_scaling_elastic_ep": _WORKERS,
+    "/ping": "Quire does not have this route; use /health, or /ready.",
 }
 
 router = APIRouter()

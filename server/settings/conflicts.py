@@ -56,6 +56,11 @@ CONFLICTS = (
         "--kv-transfer-config: role {c.role} does not go with --block-size auto; name a size that both daemons use.",
     ),
     Conflict(
+        lambda c: c.role != "both" and c.tensor_parallel_size > 1,
+        "--kv-transfer-config hands over the K/V of one device, and --tensor-parallel-size is {c.tensor_parallel_size}; leave "
+        "one of them out.",
+    ),
+    Conflict(
         lambda c: c.protect_metrics and not (c.api_key or c.tenants),
         "--protect-metrics needs a key to ask for; set --api-key or --tenants, too.",
     ),

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.core.errors import ConfigError
+from engine.foreign import SPELLINGS, narrower, split, unread_variables
 from engine.setting import Declared, describe, fault, features, to_flag
-from server.settings.foreign import SPELLINGS, narrower, split, unread_variables
 from server.settings.settings import DECLARED, ENV_PREFIX, Settings, Sources, names_of, read_sources, suggestion
 
 GROUPS = (  # the headings of --help, in order
@@ -52,7 +52,10 @@ class _Help(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, _namespace: object, word: Any, _option: object = None
     ) -> NoReturn:
-        make_parser(shown=word or "").print_help()
+        word = word or ""
+        if word and not any(_is_shown(each, word) for each in DECLARED) and not _names_feature(word):
+            raise ConfigError(f"No setting has {word!r} in its name; `quire serve --help=all` lists them.")
+        make_parser(shown=word).print_help()
         parser.exit()
 
 
@@ -86,7 +89,7 @@ def make_parser(settings: Iterable[Declared] = DECLARED, shown: str = _ALL) -> a
             _add_option(section, each, shown)
         for name in dict.fromkeys(each.setting.feature for each in own if each.setting.feature):
             keys = [f"{key}, {each.setting.help} [{default_of(each)}]" for key, each in known[name].items()]
-            is_shown = shown == _ALL or bool(shown and shown in to_flag(name))
+            is_shown = shown == _ALL or bool(shown and shown.replace("_", "-") in to_flag(name))
             text = _escape("; ".join(keys)) if is_shown else argparse.SUPPRESS
             section.add_argument(to_flag(name), metavar="JSON", help=text)
     return parser
@@ -94,6 +97,11 @@ def make_parser(settings: Iterable[Declared] = DECLARED, shown: str = _ALL) -> a
 
 def _is_shown(each: Declared, word: str) -> bool:
     return word == _ALL or (word.replace("_", "-") in to_flag(each.name) if word else each.setting.is_essential)
+
+
+def _names_feature(word: str) -> bool:
+    """Return whether a setting that takes JSON has the word in its flag."""
+    return any(word.replace("_", "-") in to_flag(name) for name in features(DECLARED))
 
 
 def _add_option(section: argparse._ArgumentGroup, each: Declared, shown: str) -> None:

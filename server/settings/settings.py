@@ -3,11 +3,12 @@
 The first source that names a setting wins: flag, then variable, then the file given by --config, then the default. An empty
 variable counts as absent, but in the Security group it is refused, because it would leave the daemon open. Settings are read
 once, before anything is loaded, and never change. server/settings/flags.py has the command line, and
-server/settings/foreign.py the flags and values of other servers.
+engine/foreign.py the flags and values of other servers.
 """
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError
+from engine.foreign import IN_CHECKPOINT, OF_CHECKPOINT, Given, check_same, keys_of, known_value, split_file, translate
 from engine.setting import Declared, check_conflicts, closest, declared, expand, features
 from server.settings.app_config import AppConfig
 from server.settings.conflicts import CONFLICTS
 from server.settings.files import read_yaml
-from server.settings.foreign import Given, check_same, keys_of, known_value, split_file, translate
 from server.settings.serve_config import ServeConfig
 from server.settings.values import reveal, type_of
 
@@ -72,10 +73,14 @@ class Settings(_Model):  # type: ignore[misc]  # its fields are those of DECLARE
 
     def app_config(self, model: str, served_name: str) -> AppConfig:
         """Return the HTTP application's settings; `served_name` is for a user who gave no name."""
+        names = tuple(name for name in self.served_model_name if "*" not in name)
+        aliases = tuple(name for name in self.served_model_name if "*" in name)
+        if not names and self.model not in (None, served_name):
+            aliases += (glob.escape(self.model),)  # vLLM's name of a local model is its path as it was given
         return AppConfig(
             model=model,
-            served_model_names=tuple(name for name in self.served_model_name if "*" not in name) or (served_name,),
-            model_aliases=tuple(name for name in self.served_model_name if "*" in name),
+            served_model_names=names or (served_name,),
+            model_aliases=aliases,
             allow_runtime_lora_updating=self.allow_runtime_lora_updating,
             **self._part(AppConfig),
         )
@@ -126,6 +131,8 @@ def read_sources(
         (flags, dict.fromkeys(flags, "")),
     ):
         for name, value in values.items():
+            if name == "quantization" and value in IN_CHECKPOINT:
+                found.remarks.append(f"--quantization {value} ({OF_CHECKPOINT})")
             expanded, notices = expand(settings, {name: known_value(name, value)})
             found.values.update(expanded)
             found.origins.update(dict.fromkeys(expanded, origins[name]))

@@ -59,6 +59,8 @@ def _split(value: object) -> object:
 def _split_keys(value: object) -> object:
     """Return the items of a list of keys. Refuses an empty key: dropped, it would open the daemon to all."""
     keys = [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+    if isinstance(keys, list):  # llama-server's --api-key separates keys with commas, too
+        keys = [key for each in keys for key in (each.split(",") if isinstance(each, str) else [each])]
     if isinstance(keys, list) and not (
         keys and all(not isinstance(key, str) or (key and key == key.strip()) for key in keys)
     ):

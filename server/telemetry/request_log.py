@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.core.types import FinishReason, Request
+from engine.core.types import AbortCause, FinishReason, Request
 from server.generation import Generation, Usage
 from server.telemetry.timeline import Spans
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT
 
 RECENT = 1000  # about a kilobyte each
+_BEGUN_OR_LEFT = (0, 200, 499)  # statuses of an answer that began, or whose client left before it did
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
 
 
@@ -65,8 +66,7 @@ class RequestRecord:
     def engine_ids(self) -> list[str]:
         return [request.request_id for request in self.requests]
 
-    @property
-    def log_fields(self) -> dict[str, int | float | str]:
+    def log_fields(self, status: int) -> dict[str, int | float | str]:
         """Return the log line's fields: counts, and the seconds of the slowest choice."""
         if self.generation is None:
             return {}
@@ -76,7 +76,10 @@ class RequestRecord:
         fields["cached_tokens"] = num_cached
         fields["completion_tokens"] = usage.completion_tokens
         reasons = {reason.value for reason in finish_reasons if reason is not None}
-        if reasons:  # a stream's status is 200 even if it fails
+        has_failed = reasons - {FinishReason.STOP.value, FinishReason.LENGTH.value}
+        if None in finish_reasons and status in _BEGUN_OR_LEFT and not has_failed:
+            reasons.add(AbortCause.DISCONNECT.value)
+        if reasons:  # a stream's status is 200 even if it fails or its client leaves
             fields["finish_reason"] = "+".join(sorted(reasons))
         if spans is not None:
             fields["queue_s"] = round(spans.queue_s, 3)

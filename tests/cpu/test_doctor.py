@@ -42,12 +42,35 @@ def test_a_port_in_use_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
         port = str(taken.getsockname()[1])
         status, rows = findings("--port", port, capsys=capsys)
     assert (status, rows["port"]["state"]) == (0, "note")
-    assert "choose another with --port" in rows["port"]["advice"]
+    assert rows["port"]["found"] == f"Port {port} on 127.0.0.1 is in use"
+    assert rows["port"]["advice"] == "stop what listens there, or choose another with --port."
 
 
 def test_a_number_that_is_no_port_fails(capsys: pytest.CaptureFixture[str]) -> None:
     status, rows = findings("--port", "99999", capsys=capsys)
     assert (status, rows["port"]["state"]) == (1, "failed")
+
+
+def test_a_file_of_settings_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "quire.yaml"
+    path.write_text("port: 0\nmax-num-seqs: 8\n", encoding="utf-8")
+    status, rows = findings("--config", str(path), capsys=capsys)
+    assert (status, rows["settings"]["state"]) == (0, "ok")
+    assert "max_num_seqs" in rows["settings"]["found"]
+    assert rows["port"]["found"].startswith("0 on ")
+    path.write_text(f"tenants: {tmp_path / 'absent.yaml'}\n", encoding="utf-8")
+    status, rows = findings("--config", str(path), capsys=capsys)
+    assert (status, rows["settings"]["state"]) == (1, "failed")
+    assert "absent.yaml" in rows["settings"]["advice"]
+
+
+def test_variables_are_checked_without_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_MAX_NUM_SEQ", "3")
+    status, rows = findings(capsys=capsys)
+    assert (status, rows["settings"]["state"]) == (1, "failed")
+    assert "QUIRE_MAX_NUM_SEQS" in rows["settings"]["advice"]
 
 
 def test_a_machine_without_torch_is_told_to_install_it() -> None:

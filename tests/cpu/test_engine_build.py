@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def test_what_was_left_open_is_decided(folder: str) -> None:
     stages = list(dict.fromkeys(progress.stage for progress in report))
     assert stages[-2:] == ["kv_pool", "warm_up"]
     (pool,) = [progress.detail for progress in report if progress.stage == "kv_pool"]
-    assert "4096 blocks of 16 tokens" in pool
+    assert re.match(r"4096 blocks of 16 tokens, [\d.]+ [KMG]iB; ", pool)
     assert "contexts up to 512 tokens" in pool
 
 

@@ -131,7 +131,7 @@ def test_greedy_choices_are_alike_and_share_a_first_choice_with_n_1() -> None:
 
 @pytest.mark.parametrize("budget", [256, 7])
 def test_prompt_logprobs_are_those_of_the_whole_prompt(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.runtime.runner._SCORED_BYTES", 4 * MODEL.vocab_size * 5)  # five rows at a time
+    monkeypatch.setattr("engine.runtime.batch._SCORED_BYTES", 4 * MODEL.vocab_size * 5)  # five rows at a time
     prompt = PROMPTS[5]
     asked = request("r", prompt, prompt_logprobs=3, logprobs=2, max_tokens=3)
     served = serve(MODEL, settings(max_num_batched_tokens=max(budget, 8)), [asked, request("other", PROMPTS[4])])

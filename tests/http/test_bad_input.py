@@ -187,6 +187,58 @@ def test_a_conversation_that_cannot_be_is_a_400_that_names_the_field(
     assert (error["param"], error["code"]) == (param, code)
 
 
+@pytest.mark.parametrize(
+    ("path", "raw", "message"),
+    [
+        (CHAT, "[]", "Input should be an object, not a list"),
+        (CHAT, " ", "The body is empty; send a JSON object."),
+        (CHAT, '{"messages": []}', "messages: List should have at least 1 item, not 0"),
+        (CHAT, '{"messages": "hi"}', "messages: Input should be a valid list, not a string"),
+        (CHAT, '{"messages": [5]}', "messages.0: Input should be an object, not 5"),
+        (CHAT, '{"mesages": []}', "messages: Field required; mesages was sent instead"),
+        (CHAT, '{"prompt": "x"}', "messages: Field required; prompt was sent instead"),
+        (CHAT, '{"model": "parrot"}', "messages: Field required"),
+        (COMPLETIONS, '{"messages": []}', "prompt: Field required; messages was sent instead"),
+        (
+            COMPLETIONS,
+            '{"prompt": "x", "max_tokens": "5"}',
+            "max_tokens: Input should be a valid integer, not a string",
+        ),
+    ],
+)
+def test_a_body_of_the_wrong_form_is_a_plain_sentence(http: httpx.Client, path: str, raw: str, message: str) -> None:
+    error = error_of(http.post(path, content=raw, headers={"content-type": "application/json"}), 400)
+    assert error["message"] == message
+
+
+def test_a_chat_that_is_too_long_names_its_messages(http: httpx.Client) -> None:
+    fields = {"messages": [{"role": "user", "content": "x" * 600}], "max_tokens": 5}
+    assert error_of(http.post(CHAT, json=fields), 400)["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/chat/completion", "; did you mean /v1/chat/completions?"),
+        ("/chat/completions", "; did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", "; did you mean /v1/chat/completions?"),
+        ("/v1/model", "; did you mean /v1/models?"),
+        ("/docs", ". docs/reference/api.md lists the routes."),
+        ("/" + "a/" * 5000, ". docs/reference/api.md lists the routes."),
+    ],
+)
+def test_a_path_that_is_not_served_names_the_nearest(http: httpx.Client, path: str, hint: str) -> None:
+    assert error_of(http.post(path, json={}), 404)["message"].endswith(f" here{hint}")
+
+
+def test_a_misspelt_field_is_logged_with_the_one_that_was_meant(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = http.post(CHAT, json={**HELLO, "max_token": 3, "zzz": 1})
+    assert answer.headers["x-quire-ignored-fields"] == "max_token, zzz"
+    assert "ignored fields: max_token, zzz. Did you mean max_tokens for max_token?" in caplog.text
+
+
 def test_the_context_length_is_told_with_its_numbers(http: httpx.Client) -> None:
     message = error_of(http.post(COMPLETIONS, json={"prompt": "x" * 500, "max_tokens": 20}), 400)["message"]
     assert all(number in message for number in ("512", "520", "500", "20"))

@@ -17,6 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from loadtest.errors import LoadtestError
+from loadtest.vllm_bench import translate
 from server.cli import main
 from tests.patience import PATIENCE_S
 
@@ -80,10 +82,71 @@ def test_an_unknown_option_of_bench_names_bench(capsys: pytest.CaptureFixture[st
     assert "quire bench: error: unrecognized arguments: --url" in capsys.readouterr().err
 
 
+def test_a_line_of_vllms_bench_is_read() -> None:
+    line = (
+        "bench serve --backend vllm --model m --dataset-name random --random-input-len 100 --random-output-len=20 --port 9 "
+        "--num-prompts 10 --request-rate inf --max-concurrency 4 --tokenizer t --save-result --endpoint /v1/completions"
+    )
+    words, remarks = translate(line.split())
+    assert words == [
+        "bench",
+        "--model",
+        "m",
+        "--input-len",
+        "100",
+        "--output-len",
+        "20",
+        "--num-prompts",
+        "10",
+        "--concurrency",
+        "4",
+        "--base-url",
+        "http://127.0.0.1:9",
+        "--endpoint",
+        "completions",
+    ]
+    assert remarks == ["no effect here: --tokenizer t, --save-result"]
+    assert translate(["bench", "serve", "--backend", "openai-chat", "--request_rate", "2"])[0] == (
+        ["bench", "--request-rate", "2", "--endpoint", "chat"]
+    )
+    assert translate(["bench", "--model", "serve"]) == (["bench", "--model", "serve"], [])
+    with pytest.raises(LoadtestError, match="--dataset-name sharegpt is not read; --dataset takes JSON lines"):
+        translate(["bench", "serve", "--dataset-name", "sharegpt"])
+    with pytest.raises(LoadtestError, match="--port needs a value"):
+        translate(["bench", "serve", "--port"])
+
+
 def test_an_unknown_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["server"]) == 2
-    expected = "quire: 'server' is not a command; choose one of serve, bench, tune, simulate, calibrate, doctor, completion, or see `quire --help`.\n"
-    assert capsys.readouterr().err == expected
+    for words, sentence in (
+        (
+            ["dance"],
+            "'dance' is not a command; choose one of serve, bench, tune, simulate, calibrate, doctor, completion, or see `quire --help`.",
+        ),
+        (["collect-env"], "'collect-env' is a command of vLLM; run `quire doctor`."),
+        (
+            ["bench", "latency"],
+            "`bench latency` is a command of vLLM; bench the daemon with `quire bench --concurrency 1`.",
+        ),
+        (["server"], "'server' is not a command; did you mean `quire serve`?"),
+        (
+            ["--port", "9000"],
+            "--port needs a command before it, such as `quire serve --port`; see `quire --help`.",
+        ),
+    ):
+        assert main(words) == 2
+        assert capsys.readouterr().err == f"quire: {sentence}\n"
+
+
+def test_help_and_version_are_also_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [main(["help"]), main(["--help"]), main(["version"]), main(["--version"])] == [0] * 4
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == lines[-2]
+    assert lines[: len(lines) // 2 - 1] == lines[len(lines) // 2 - 1 : -2]
+
+
+def test_help_about_no_setting_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help=zzz"]) == 2
+    assert capsys.readouterr().err == "quire: No setting has 'zzz' in its name; `quire serve --help=all` lists them.\n"
 
 
 # -- faults at start ---------------------------------------------------------------------------------------------------
@@ -157,7 +220,9 @@ def test_the_first_signal_lets_open_answers_finish(tmp_path: Path) -> None:
             events = [line for line in lines if line]
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-        assert outcome(process)[0] == 0
+        status, written = outcome(process)
+    assert status == 0
+    assert "stopped: every open request has finished" in written
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])
@@ -175,7 +240,9 @@ def test_the_timeout_or_a_second_signal_ends_them(num_signals: int) -> None:
             events = [line for line in lines if line]
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
-        assert outcome(process)[0] == 0
+        status, written = outcome(process)
+    assert status == 0
+    assert written.count("stopped: the shutdown cut 1 sequences short") == 1
 
 
 def test_when_the_engine_dies_streams_hear_it_and_the_process_fails() -> None:

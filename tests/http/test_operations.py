@@ -53,7 +53,8 @@ def test_metrics_may_be_protected_but_probes_are_not(serve: Serve) -> None:
     for path in ("/metrics", "/version", "/metrics/"):
         assert httpx.get(live.url + path).status_code == 401
         assert httpx.get(live.url + path, headers={"x-api-key": "k"}).status_code == 200
-    assert [httpx.get(live.url + path).status_code for path in ("/health", "/ready")] == [200, 200]
+    probes = [httpx.get(live.url + path) for path in ("/health", "/ready")]
+    assert [(probe.status_code, probe.text) for probe in probes] == [(200, "ok\n")] * 2
     described = httpx.get(live.url + "/openapi.json", headers={"x-api-key": "k"}).json()["paths"]
     assert [path for path in described if described[path].get("get", {}).get("security") == []] == ["/health", "/ready"]
 
@@ -155,7 +156,7 @@ def test_an_upload_may_end_in_a_slash_and_has_its_own_limit(serve: Serve, tmp_pa
         ("/pooling", "/v1/embeddings"), ("/classify", "/v1/embeddings"), ("/v1/moderations", "/v1/chat/completions"),
         ("/v1/assistants", "/v1/responses"), ("/v1/threads/t/messages", "/v1/responses"), ("/v1/fine_tuning/jobs", "--lora-modules"),
         ("/api/chat", "/v1"), ("/api/tags", "/v1"), ("/completion", "/v1/completions"), ("/v1/uploads", "/v1/files"),
-        ("/v1/messages/batches", "/v1/batches"),
+        ("/v1/messages/batches", "/v1/batches"), ("/reset_prefix_cache", "cache_salt"), ("/sleep", "stop the daemon"), ("/ping", "/health"),
     ],
 )  # fmt: skip
 def test_what_quire_does_not_do_is_a_404_that_says_what_to_use(http: httpx.Client, path: str, instead: str) -> None:

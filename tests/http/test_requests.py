@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -113,7 +114,8 @@ def test_a_request_is_told_from_the_queue_to_its_end(serve: Callable[..., Live])
     assert told(live, answer[1]) == told(live, answer[2]) == ended
 
 
-def test_who_leaves_the_queue_was_never_scheduled(serve: Callable[..., Live]) -> None:
+def test_who_leaves_the_queue_was_never_scheduled(serve: Callable[..., Live], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "server")
     live = serve(config=ONE_AT_A_TIME)
     live.gate.close()
     with streaming(live, "endless"), streaming(live) as second:
@@ -124,6 +126,7 @@ def test_who_leaves_the_queue_was_never_scheduled(serve: Callable[..., Live]) ->
     left = told(live, name)
     assert (left["finish_reasons"], left["metrics"]) == ([None], None)
     assert [event["event"] for event in left["history"]] == ["received", "finished"]
+    assert f"{name!r}, prompt_tokens 6, cached_tokens 0, completion_tokens 0, finish_reason disconnect" in caplog.text
 
 
 def test_a_request_nobody_knows_is_a_404(http: httpx.Client) -> None:

@@ -40,6 +40,21 @@ def client(live: Live, key: str) -> httpx.Client:
     return httpx.Client(base_url=live.url, headers={"authorization": f"Bearer {key}"})
 
 
+@pytest.mark.parametrize(("operators", "status"), [(("plain",), 403), ((), 200)])
+def test_protected_metrics_are_the_operators(
+    serve: Callable[..., Live], tmp_path: Path, operators: tuple[str, ...], status: int
+) -> None:
+    """Without a key of --api-key there is none but a tenant's for Prometheus to send."""
+    path = tmp_path / "tenants.yaml"
+    path.write_text(FILE, encoding="utf-8")
+    live = serve(tenants=path, api_keys=operators, protect_metrics=True)
+    with client(live, "acme-key") as acme:
+        assert acme.get("/metrics").status_code == status
+    for key in operators:
+        with client(live, key) as operator:
+            assert operator.get("/metrics").status_code == 200
+
+
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_every_endpoint_is_limited(live: Live, path: str) -> None:
     with client(live, "hobby-key") as hobby:

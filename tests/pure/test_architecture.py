@@ -45,11 +45,15 @@ ON_THE_DEVICE = tuple(
 FIELDS = tuple(f"engine.text.fields.{name}" for name in ("base", "chat", "sampling", "structured", "tools"))
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     # who, must never import, except in these modules
-    ("quire", ("server", "loadtest", "engine.core", "engine.runtime", "engine.text"), ()),
+    ("quire", ("server", "loadtest", "engine.core", "engine.runtime", "engine.text"), ("quire.__main__",)),
     ("engine", ("quire",), ()),
     ("engine", ("server", "loadtest", "fastapi", "starlette"), ()),
     ("engine", ("pydantic",), FIELDS),
-    ("engine", ("engine.llm",), ("engine.llm", "engine.llm.job", "engine.llm.offline", "engine.llm.params")),
+    (
+        "engine",
+        ("engine.llm",),
+        tuple(f"engine.llm{part}" for part in ("", ".job", ".offline", ".params", ".prompt_outputs")),
+    ),
     ("engine.llm", ("torch", "engine.runtime", "engine.core.scheduler"), ()),
     ("engine.text", ("torch", "engine.runtime", "engine.core.scheduler", "engine.loop", "engine.build"), ()),
     ("engine.core", (*THIRD_PARTY, "threading", "time", "logging", "asyncio", "engine.runtime", "engine.loop"), ()),

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import ConfigError
+from engine.foreign import PROGRAMS, VALUES, Alias, NoEffect, Refusal, Takes, known_value
 from engine.setting import to_flag
 from server.settings.flags import load_settings
-from server.settings.foreign import PROGRAMS, VALUES, Alias, NoEffect, Refusal, Takes, known_value
 from server.settings.settings import DECLARED, Settings, names_of
 
 
@@ -43,7 +43,7 @@ def refusal(line: str) -> str:
 
 # As they are usually written. A line ends in what is served instead, or in the refusal's reason.
 MET = (
-    "--model x", "-tp 1", "--tensor-parallel-size 1", "--pipeline-parallel-size 1", "--data-parallel-size 1",
+    "--model x", "--pipeline-parallel-size 1", "--data-parallel-size 1",
     "--enable-expert-parallel", "--distributed-executor-backend mp", "--trust-remote-code", "--enable-auto-tool-choice",
     "--enable-reasoning", "--disable-log-requests", "--no-enable-log-requests", "--disable-log-stats",
     "--disable-uvicorn-access-log", "--uvicorn-log-level warning", "--max-log-len 100", "--root-path /llm",
@@ -82,7 +82,7 @@ def test_at_most_one_in_five_of_what_users_met_is_refused_and_each_with_its_reas
 
 @pytest.mark.parametrize(
     "line",
-    ["-tp 2", "--tensor-parallel-size=8", "-pp 2", "--data-parallel-size 2", "--tokenizer-mode mistral", "--task classify",
+    ["-pp 2", "--data-parallel-size 2", "--tokenizer-mode mistral", "--task classify",
      "--response-role user", "--no-jinja", "--quantization bitsandbytes", "--load-format pt", "--kv-cache-dtype fp8_e5m2",
      "--chat-template-content-format openai", "-mg 1", "--embd-normalize 1", "--reasoning-budget 100"],
 )  # fmt: skip
@@ -155,10 +155,10 @@ def test_another_name_sets_the_setting(line: str, name: str, value: object) -> N
 
 
 def test_flags_without_effect_are_named_once_with_the_reason() -> None:
-    settings = load("-tp 1 --enable-expert-parallel --enable-chunked-prefill -fa on --mlock --no-mmap -fa")
+    settings = load("-pp 1 --enable-expert-parallel --enable-chunked-prefill -fa on --mlock --no-mmap -fa")
     remarks = "; ".join(settings.remarks)
     assert settings.model_dump() == Settings().model_dump()
-    assert "-tp 1 (one daemon runs one model on one device)" in remarks
+    assert "-pp 1 (one daemon runs one model on one machine)" in remarks
     assert "--mlock, --no-mmap (weights are read as the machine does it fastest)" in remarks
     assert remarks.count("-fa on") == 1
 
@@ -191,13 +191,13 @@ def test_a_wrong_foreign_flag_is_one_sentence(line: str, sentence: str) -> None:
 def test_a_file_of_another_server_is_understood(tmp_path: Path) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text(
-        "model: m\ntensor-parallel-size: 1\nenable_auto_tool_choice: true\ndisable-log-requests: true\ndtype: half\n"
+        "model: m\npipeline-parallel-size: 1\nenable_auto_tool_choice: true\ndisable-log-requests: true\ndtype: half\n"
     )
     settings = load(f"--config {file}")
     assert (settings.model, settings.enable_log_requests, settings.dtype) == ("m", False, "float16")
     assert len(settings.remarks) == 2
-    file.write_text("tensor-parallel-size: 2\n")
-    assert fault(f"--config {file}").startswith("--tensor-parallel-size 2 is not served: ")
+    file.write_text("pipeline-parallel-size: 2\n")
+    assert fault(f"--config {file}").startswith("--pipeline-parallel-size 2 is not served: ")
 
 
 def test_keys_of_another_servers_variable_protect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +206,23 @@ def test_keys_of_another_servers_variable_protect(monkeypatch: pytest.MonkeyPatc
     assert load("--api-key ours").app_config("m", "m").api_keys == ("ours",)
     monkeypatch.setenv("VLLM_API_KEY", "")
     assert "a key is empty" in fault("")
+
+
+def test_keys_are_separated_by_commas_as_in_llama_server() -> None:
+    assert load("--api-key a,b c").app_config("m", "m").api_keys == ("a", "b", "c")
+    assert "a key is empty" in fault("--api-key a,,b")
+
+
+def test_a_local_model_is_also_served_under_its_path() -> None:
+    made = load("/srv/[a]/model").app_config("/srv/[a]/model", "model")
+    assert (made.served_model_names, made.model_aliases) == (("model",), ("/srv/[[]a]/model",))
+    assert load("/srv/model --served-model-name x").app_config("/srv/model", "model").model_aliases == ()
+    assert load("org/model").app_config("org/model", "org/model").model_aliases == ()
+
+
+def test_a_format_of_checkpoints_is_no_order() -> None:
+    [remark] = load("--quantization awq").remarks
+    assert remark == "--quantization awq (a checkpoint's own format is recognised; others stay as they are)"
 
 
 def test_other_variables_of_other_servers_are_named_and_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,22 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import ConfigError, ModelLoadError
+from engine.model_source import DEFAULT_FILE
+from engine.text.default_sampling import check_sampling_source, default_sampling
 from engine.text.generation_config import sampling_of
 from engine.text.types import SamplingDefaults
-from server.serve import _check_sampling, _sampling
 from server.settings.serve_config import ServeConfig
 
 RECOMMENDED = {"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": [1], "max_length": 20}
+
+
+def _sampling(config: ServeConfig, model: Path) -> SamplingDefaults:
+    source, override = config.generation_config, config.override_generation_config
+    return default_sampling(source, override, model, logging.getLogger(__name__))
+
+
+def _check_sampling(config: ServeConfig) -> None:
+    check_sampling_source(config.generation_config, config.override_generation_config)
 
 
 @pytest.fixture
@@ -33,6 +43,15 @@ def test_a_folder_without_a_recommendation_and_a_file_have_openais(tmp_path: Pat
     file = tmp_path / "model.gguf"
     file.touch()
     assert _sampling(ServeConfig(), tmp_path) == _sampling(ServeConfig(), file) == SamplingDefaults()
+
+
+def test_the_default_model_has_the_sampling_of_its_card(tmp_path: Path) -> None:
+    file = tmp_path / DEFAULT_FILE
+    file.touch()
+    assert _sampling(ServeConfig(), file) == SamplingDefaults(temperature=0.2, top_p=0.9, max_tokens=1024)
+    assert _sampling(ServeConfig(generation_config="vllm"), file) == SamplingDefaults()
+    warmer = ServeConfig(override_generation_config={"temperature": 0.8})
+    assert _sampling(warmer, file) == SamplingDefaults(temperature=0.8, top_p=0.9, max_tokens=1024)
 
 
 def test_others_can_be_set(model: Path, tmp_path: Path) -> None:

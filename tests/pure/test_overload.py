@@ -53,7 +53,7 @@ class Crowd:
     def advance(self, until_s: float) -> None:
         replica = self.replica
         while replica.now < until_s and replica.num_requests:
-            replica._turn()
+            replica.turn()
             while len(self.starts) < replica.stats.queue_s.count:
                 self.starts.append(replica.now)
         if until_s < inf:

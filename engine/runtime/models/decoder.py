@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.linear import Embedding
+from engine.runtime.linear import Embedding, ShardedEmbedding
 from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, Target, addends
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
@@ -21,8 +22,10 @@ from engine.runtime.models.maker import Maker
 from engine.runtime.models.mla import LatentAttention
 from engine.runtime.models.moe import MoE
 from engine.runtime.models.rope import Rotary
+from engine.runtime.models.shards import Shards
 from engine.runtime.native.decoder import NativeDecoder, Streams, describe_layer
 from engine.runtime.native.library import DTYPES, DecoderArgs, LayerArgs, native
+from engine.runtime.parallel.group import Group
 from engine.runtime.schemes.base import Scheme
 
 # Checkpoint names of the norms before attention, after it, before the MLP and after it.
@@ -154,8 +157,13 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         scheme: Scheme,
+        shards: Shards | None = None,
     ) -> None:
-        make = Maker(dtype, device, scheme, loads=[], targets={})
+        make = Maker(dtype, device, scheme, loads=[], targets={}, shards=shards)
+        num_ids = config.vocab_size
+        self._group, self._shards = make.group, shards
+        if shards is not None:
+            config, num_ids = shards.config, shards.vocabulary.num
         self.loads = make.loads
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_positions
@@ -163,8 +171,10 @@ class Decoder:
         self._config = config
         self._device = device
         self._targets = make.targets
-        table = ("model.embed_tokens", config.vocab_size, config.hidden_size)
-        self.embed = Embedding() if config.tied_head else make.embedding(*table)  # ids [T] -> [T, hidden], as stored
+        # ids [T] -> [T, hidden], as stored
+        self.embed = Embedding() if shards is None else ShardedEmbedding(make.group, shards.vocabulary.first, num_ids)
+        if not config.tied_head:
+            make.embedding("model.embed_tokens", num_ids, config.hidden_size, self.embed)
         # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._layers = [
@@ -174,7 +184,7 @@ class Decoder:
         self.attention_specs: Sequence[AttentionSpec] = [layer.spec for layer in self._layers]
         self._norm = RMSNorm(make, "model.norm", config.hidden_size, config)
         head, tied = ("model.embed_tokens", self.embed) if config.tied_head else ("lm_head", None)
-        self._head = make.linear({head: config.vocab_size}, config.hidden_size, is_head=True, tied=tied)
+        self._head = make.linear({head: num_ids}, config.hidden_size, is_head=True, tied=tied)
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
         self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
         self._native: NativeDecoder | None = None
@@ -187,8 +197,13 @@ class Decoder:
         return self._config.tied_head
 
     @property
+    def group(self) -> Group:
+        """Return the ranks that hold the model."""
+        return self._group
+
+    @property
     def config(self) -> ModelConfig:
-        """Return the model's settings."""
+        """Return the model's settings, of this rank's part."""
         return self._config
 
     @property
@@ -235,11 +250,27 @@ class Decoder:
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, vocab_size] of hidden states, in `out` if given."""
         # In bfloat16, logits near 25 would be 0.125 apart, and the two best would often be equal.
-        logits = self._head.in_float32(hidden, out)
+        if self._shards is None:
+            logits = self._head.in_float32(hidden, out)
+        else:
+            logits = self._gathered(self._shards, hidden, out)
+            if self._group.rank:
+                return logits
         if self._config.logit_multiplier != 1.0:
             logits.mul_(self._config.logit_multiplier)
         if self._config.logit_softcap is not None:
             logits.div_(self._config.logit_softcap).tanh_().mul_(self._config.logit_softcap)
+        return logits
+
+    def _gathered(self, shards: Shards, hidden: Tensor, out: Tensor | None) -> Tensor:
+        """Return all ranks' logits on rank 0; on the others a tensor of no meaning."""
+        own = self._head.in_float32(hidden)
+        own = F.pad(own, (0, shards.num_logits - own.shape[1]))  # the last rank may have fewer columns
+        if self._group.rank:
+            self._group.gather(own, None)
+            return own.new_empty((len(own), 1)).expand(-1, self.vocab_size) if out is None else out
+        logits = own.new_empty((len(own), self.vocab_size)) if out is None else out
+        self._group.gather(own, logits)
         return logits
 
     def summary(self) -> str:
@@ -267,6 +298,8 @@ class Decoder:
     def _describe(self) -> NativeDecoder | None:
         """Describe the model to the native library, if that holds every matrix."""
         library, config = native(), self._config
+        if self._shards is not None and (self._group.address is None or config.qk_norm is QKNorm.FULL):
+            return None  # the library has no such sums over ranks
         ropes = [rope if rope < len(self._rotaries) else None for rope in self._rope_of]
         described = [layer.describe(rope) for layer, rope in zip(self._layers, ropes, strict=True)]
         layers = [layer for layer in described if layer is not None]
@@ -286,7 +319,10 @@ class Decoder:
             attention_scale=config.attention_scale,
             softcap=config.attention_softcap or 0.0,
             qkv_clip=config.qkv_clip or 0.0,
+            group=self._group.address,
         )
+        if self._shards is not None:
+            description.first_id, description.num_ids = self._shards.vocabulary[:2]
         rotaries = [rotary.frequencies for rotary in self._rotaries]
         return NativeDecoder(
             library,

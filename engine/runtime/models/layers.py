@@ -19,6 +19,7 @@ from engine.runtime.models.base import LayerAttention
 from engine.runtime.models.config import ModelConfig, QKNorm
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.rope import rotate
+from engine.runtime.models.shards import Shards
 from engine.runtime.ops import add_rms_norm
 from engine.runtime.weights.fill import Load
 
@@ -86,17 +87,28 @@ class HeadNorm:
 class FullNorm:
     """RMSNorm of all query heads as one vector, and of all key heads as another."""
 
-    __slots__ = ("_num_heads", "k", "q")
+    __slots__ = ("_eps", "_num_heads", "_shards", "k", "q")
 
     def __init__(self, config: ModelConfig, make: Maker) -> None:
-        self._num_heads = config.num_heads
+        self._num_heads, self._shards, self._eps = config.num_heads, make.shards, config.norm_eps
         self.q = RMSNorm(make, "q_norm", config.num_heads * config.head_dim, config)
         self.k = RMSNorm(make, "k_norm", config.num_kv_heads * config.head_dim, config)
 
     def __call__(self, qk: Tensor) -> Tensor:
         flat = qk.flatten(1)
         split = self._num_heads * qk.shape[-1]
+        if self._shards is not None:
+            return self._over_ranks(self._shards, flat.float(), split).view(qk.shape).to(qk.dtype)
         return torch.cat((self.q(flat[:, :split]), self.k(flat[:, split:])), 1).view(qk.shape)
+
+    def _over_ranks(self, shards: Shards, flat: Tensor, split: int) -> Tensor:
+        """Return the norms of float32 [T, width], whose squares are summed over all ranks."""
+        parts = flat[:, :split], flat[:, split:]
+        sums = torch.stack([part.square().sum(1) for part in parts])
+        shards.group.all_reduce(sums)
+        scales = [(one / width + self._eps).rsqrt() for one, width in zip(sums, shards.full_norm_widths, strict=True)]
+        weights = self.q.weight.float(), self.k.weight.float()
+        return torch.cat([p * s[:, None] * w for p, s, w in zip(parts, scales, weights, strict=True)], 1)
 
 
 def addends(adapters: LayerAdapters | None, place: Place, x: Tensor) -> Sequence[Addend]:
@@ -113,7 +125,7 @@ _QK_NORMS: Mapping[QKNorm, Callable[[ModelConfig, Maker], HeadNorm | FullNorm]] 
 class Attention:
     """Queries, keys and values from one matrix, rotated, attended, projected."""
 
-    __slots__ = ("_clip", "_heads", "_index", "_norm", "_num_heads", "_shape", "o", "qkv", "sinks")
+    __slots__ = ("_clip", "_group", "_heads", "_index", "_norm", "_num_heads", "_shape", "o", "qkv", "sinks")
 
     def __init__(self, index: int, config: ModelConfig, make: Maker, *, num_inputs: int | None = None) -> None:
         """`num_inputs` is the width of x, if it is not the hidden size."""
@@ -128,7 +140,7 @@ class Attention:
         self.qkv = make.linear(rows, num_inputs or config.hidden_size, bias=config.qkv_bias, place=Place.QKV)
         self.o = make.linear({"o_proj": config.hidden_size}, width, bias=config.o_bias, place=Place.O)
         self._norm = None if config.qk_norm is QKNorm.NONE else _QK_NORMS[config.qk_norm](config, make)
-        self._clip = config.qkv_clip
+        self._clip, self._group = config.qkv_clip, make.group
         self.sinks = make.tensor("sinks", config.num_heads, dtype=torch.float32) if config.has_sinks else None
 
     def __call__(
@@ -155,7 +167,9 @@ class Attention:
         return self._project(out.flatten(1), adapters)
 
     def _project(self, x: Tensor, adapters: LayerAdapters | None) -> Tensor:
-        return self.o(x, addends(adapters, Place.O, x))
+        y = self.o(x, addends(adapters, Place.O, x))
+        self._group.all_reduce(y)
+        return y
 
     def _rotation(self, angles: Angles | None) -> Rotation:
         if isinstance(self._norm, HeadNorm):
@@ -171,14 +185,17 @@ class Attention:
 class MLP:
     """down(act(gate x) * up x), gate and up from one matrix."""
 
-    __slots__ = ("down", "gate_up")
+    __slots__ = ("_group", "down", "gate_up")
 
     def __init__(self, config: ModelConfig, make: Maker) -> None:
         hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         rows = {"gate_up_proj": 2 * width} if config.merged_checkpoint else {"gate_proj": width, "up_proj": width}
         self.gate_up = make.linear(rows, hidden, bias=bias, activation=config.activation, place=Place.GATE_UP)
         self.down = make.linear({"down_proj": hidden}, width, bias=bias, place=Place.DOWN)
+        self._group = make.group
 
     def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
         inner = self.gate_up(x, addends(adapters, Place.GATE_UP, x))
-        return self.down(inner, addends(adapters, Place.DOWN, inner))
+        y = self.down(inner, addends(adapters, Place.DOWN, inner))
+        self._group.all_reduce(y)
+        return y

@@ -21,7 +21,9 @@ from engine.runtime.models.eagle3_config import foreign_target, read_eagle3
 from engine.runtime.models.families import read_config
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.mtp import MTPHead
+from engine.runtime.models.shards import Shards, block_of
 from engine.runtime.native.library import native
+from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.base import Circumstances, Scheme
 from engine.runtime.weights.checkpoint import Checkpoint, Report
@@ -34,15 +36,19 @@ _CPU_FEATURES = Path("/proc/cpuinfo")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> CausalLM:
+def load_model(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report, group: Group = SINGLE
+) -> CausalLM:
     """Build the model on `device` in `dtype` and fill it, reporting progress to `report`."""
     checkpoint, here = _open(config, device, dtype)
     scheme = choose_scheme(config.quantization, here)
     if config.num_loras:
         _require_adaptable(config, scheme, here)
+    if group.size > 1:
+        _require_divisible(config, group, here)
     try:
         if here.is_own:
-            return load_decoder(config, checkpoint, device, dtype, scheme, report)
+            return load_decoder(config, checkpoint, device, dtype, scheme, report, group)
         # transformers' model code takes seconds to import, and most models do not need it
         from engine.runtime.models.transformers_adapter import load_adapter
 
@@ -56,6 +62,7 @@ def load_model(config: EngineConfig, device: torch.device, dtype: torch.dtype, r
 
 def load_mtp(config: EngineConfig, target: CausalLM, device: torch.device, report: Report) -> MTPHead:
     """Load the MTP head of the checkpoint that `target` was loaded from. Raises ConfigError or ModelLoadError."""
+    _require_whole(target)
     own = target.config if isinstance(target, Decoder) else None
     check_mtp(read_model_config(Path(config.model), config.load_format, config.hf_overrides), own)
     assert isinstance(target, Decoder)
@@ -92,6 +99,7 @@ def load_eagle3(
     """Build the EAGLE-3 draft of a target, in its type, and fill it. Raises ConfigError or ModelLoadError."""
     if not isinstance(target, Decoder):
         raise foreign_target()
+    _require_whole(target)
     path = Path(config.model)
     checkpoint = choose_format(config.load_format, path).open(path, config.seed)
     own = read_eagle3(checkpoint.config, target.config)
@@ -169,6 +177,23 @@ def _require_adaptable(config: EngineConfig, scheme: Scheme, here: Circumstances
         )
 
 
+def _require_divisible(config: EngineConfig, group: Group, here: Circumstances) -> None:
+    """Raise ConfigError for what a model on several ranks does not have."""
+    flag = f"--tensor-parallel-size is {group.size}"
+    if not here.is_own:
+        raise ConfigError(f"{flag}, but transformers' code runs this model, which cannot be divided; leave it out.")
+    if config.num_loras:
+        raise ConfigError(f"{flag}, but adapters cannot be divided; leave out it or the adapters.")
+
+
+def _require_whole(target: CausalLM) -> None:
+    """Raise ConfigError for a target on several ranks, whose heads for drafts would be computed on each."""
+    if isinstance(target, Decoder) and target.group.size > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size is {target.group.size}, but MTP and EAGLE-3 heads cannot be divided; leave out it or them."
+        )
+
+
 def load_decoder(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -176,13 +201,17 @@ def load_decoder(
     dtype: torch.dtype,
     scheme: Scheme,
     report: Report,
+    group: Group = SINGLE,
 ) -> Decoder:
     """Build Quire's decoder and fill it from a checkpoint."""
     model_config = read_config(checkpoint.config.values, checkpoint.config.source)
     config.check_length(model_config.max_positions)
     check_size(checkpoint, model_config.num_weights, dtype, device)
     served_len = config.max_model_len or model_config.max_positions
-    model = Decoder(model_config, served_len=served_len, dtype=dtype, device=device, scheme=scheme)
+    shards = None
+    if group.size > 1:
+        shards = Shards(model_config, group, block_of(model_config, checkpoint.tensors({})))
+    model = Decoder(model_config, served_len=served_len, dtype=dtype, device=device, scheme=scheme, shards=shards)
     fill(model.loads, checkpoint, report, is_tied=model.is_tied)
     model.finish()
     if scheme.summary():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -17,8 +16,11 @@ from torch import Tensor
 from engine.runtime.activation import Activation
 from engine.runtime.linear import Embedding, Linear
 from engine.runtime.lora.adapter import Place, Target
+from engine.runtime.models.shards import Shards
+from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes.base import Bundle, Matrix, Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
+from engine.runtime.weights.cut import Span, cut
 from engine.runtime.weights.fill import Load
 
 
@@ -32,6 +34,12 @@ class Maker(NamedTuple):
     targets: dict[str, Target]  # the matrices that adapters can change, by checkpoint name
     prefix: str = ""  # of checkpoint names
     layer: int = 0
+    shards: Shards | None = None  # of this rank; None: the model is whole
+
+    @property
+    def group(self) -> Group:
+        """Return the ranks that hold the model."""
+        return SINGLE if self.shards is None else self.shards.group
 
     def within(self, name: str, layer: int | None = None) -> Maker:
         """Return a maker of the parts of a module, in a layer."""
@@ -40,7 +48,12 @@ class Maker(NamedTuple):
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return an empty tensor into which a checkpoint's is copied."""
         tensor, key = torch.empty(shape, dtype=dtype or self.dtype, device=self.device), self.prefix + name
-        self.loads.append(Load({key: shape}, lambda stored: stored[key].copy_to(tensor)))
+        if self.shards is None:
+            self.loads.append(Load({key: shape}, lambda stored: stored[key].copy_to(tensor)))
+        else:
+            rows = self.shards.spans(key.removesuffix(".weight"), shape[0])[0].rows
+            whole = shape if rows is None else (rows.total, *shape[1:])
+            self.loads.append(Load({key: whole}, lambda stored: cut(stored[key], rows).copy_to(tensor)))
         return tensor
 
     def linear(
@@ -58,8 +71,8 @@ class Maker(NamedTuple):
 
         Adapters can change it if it has a place. `tied` is an embedding with the same matrix, which is loaded here.
         """
-        shape, parts = (sum(rows.values()), num_inputs), self._parts(rows)
-        if place is not None:
+        shape, parts = (sum(rows.values()), num_inputs), self._parts(rows, num_inputs)
+        if place is not None and self.shards is None:
             for part in parts:
                 self.targets[part.name] = Target(self.layer, place, part.first_row, part.num_rows, shape, activation)
         linear = Linear(_not_loaded, activation)
@@ -83,7 +96,7 @@ class Maker(NamedTuple):
 
         wanted = self._shapes(empty)
         if bias:
-            wanted |= {f"{part.name}.bias": (part.num_rows,) for part in parts}
+            wanted |= {f"{part.name}.bias": (_whole(part, num_inputs)[0],) for part in parts}
         self.loads.append(Load(wanted, take))
         return linear
 
@@ -92,20 +105,19 @@ class Maker(NamedTuple):
         empty = self._one(name, num_rows, num_inputs)
         self.loads.append(Load(self._shapes(empty), lambda stored: take(self._filled(empty, stored))))
 
-    def embedding(self, name: str, num_rows: int, num_inputs: int) -> Embedding:
-        """Return an embedding [num_rows, num_inputs], to be loaded."""
-        empty, embedding = self._one(name, num_rows, num_inputs), Embedding()
+    def embedding(self, name: str, num_rows: int, num_inputs: int, embedding: Embedding) -> None:
+        """Load an embedding [num_rows, num_inputs]."""
+        empty = self._one(name, num_rows, num_inputs)
 
         def take(stored: Mapping[str, StoredTensor]) -> None:
             embedding.weight = self.scheme.embedding(self._filled(empty, stored))
 
         self.loads.append(Load(self._shapes(empty), take))
-        return embedding
 
     def _one(self, name: str, num_rows: int, num_inputs: int) -> Matrix:
         """Return a matrix of one module, without its tensors."""
         return Matrix(
-            bundles=self._parts({name: num_rows}),
+            bundles=self._parts({name: num_rows}, num_inputs),
             shape=(num_rows, num_inputs),
             dtype=self.dtype,
             device=self.device,
@@ -115,20 +127,22 @@ class Maker(NamedTuple):
             dense=None,
         )
 
-    def _parts(self, rows: Mapping[str, int]) -> list[Bundle]:
+    def _parts(self, rows: Mapping[str, int], num_inputs: int) -> list[Bundle]:
         """Return the parts of a merged matrix, without tensors."""
-        firsts = accumulate(rows.values(), initial=0)
-        return [
-            Bundle(self.prefix + name, first, num, {})
-            for first, (name, num) in zip(firsts, rows.items(), strict=False)  # the last is the end
-        ]
+        parts, first = [], 0
+        for name, num_rows in rows.items():
+            module = self.prefix + name
+            for span in [Span()] if self.shards is None else self.shards.spans(module, num_rows, num_inputs):
+                parts.append(Bundle(module, first, num_rows if span.rows is None else span.rows.num, {}, span))
+                first += parts[-1].num_rows
+        return parts
 
     def _shapes(self, matrix: Matrix) -> dict[str, tuple[int, ...]]:
         """Return the tensors that store a matrix."""
         return {
             part.name + end: size
             for part in matrix.bundles
-            for end, size in self.scheme.shapes(part.name, part.num_rows, matrix.shape[1]).items()
+            for end, size in self.scheme.shapes(part.name, *_whole(part, matrix.shape[1])).items()
         }
 
     def _filled(self, matrix: Matrix, stored: Mapping[str, StoredTensor]) -> Matrix:
@@ -136,14 +150,26 @@ class Maker(NamedTuple):
         bundles = []
         for part in matrix.bundles:
             endings = self.scheme.shapes(part.name, part.num_rows, matrix.shape[1])
-            bundles.append(part._replace(tensors={end: stored[part.name + end] for end in endings}))
+            tensors = {end: stored[part.name + end] for end in endings}
+            if self.shards is not None:
+                tensors = self.shards.slices(part.name, part.span, tensors)
+            bundles.append(part._replace(tensors=tensors))
         return replace(matrix, bundles=bundles)
 
-    def _bias(self, parts: Sequence[Bundle], stored: Mapping[str, StoredTensor]) -> Tensor:
+    def _bias(self, parts: Sequence[Bundle], stored: Mapping[str, StoredTensor]) -> Tensor | None:
+        """Return the bias; None if another rank adds it."""
+        if self.shards is not None and not self.shards.of_bias(parts[0].name):
+            return None
         bias = torch.empty(sum(part.num_rows for part in parts), dtype=self.dtype, device=self.device)
         for part in parts:
-            stored[f"{part.name}.bias"].copy_to(bias.narrow(0, part.first_row, part.num_rows))
+            cut(stored[f"{part.name}.bias"], part.span.rows).copy_to(bias.narrow(0, part.first_row, part.num_rows))
         return bias
+
+
+def _whole(part: Bundle, num_inputs: int) -> tuple[int, int]:
+    """Return the rows and inputs of a part's module, of which the rank may have some."""
+    rows, inputs = part.span
+    return part.num_rows if rows is None else rows.total, num_inputs if inputs is None else inputs.total
 
 
 def _not_loaded(_: Tensor) -> Tensor:

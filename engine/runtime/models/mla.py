@@ -35,6 +35,7 @@ class LatentAttention:
     """Queries, and a latent for each token; attended, expanded, projected."""
 
     __slots__ = (
+        "_group",
         "_index",
         "_is_interleaved",
         "_key_norm",
@@ -59,7 +60,7 @@ class LatentAttention:
     _values: HeadProducts  # of mixed latents, to values
 
     def __init__(self, index: int, config: ModelConfig, latent: LatentConfig, make: Maker) -> None:
-        self._index, self._num_heads = index, config.num_heads
+        self._index, self._num_heads, self._group = index, config.num_heads, make.group
         self._rank, self._rope_dim, self._nope_dim = latent.rank, latent.rope_dim, latent.nope_dim
         self._value_dim, self._is_interleaved = latent.value_dim, latent.is_interleaved
         hidden, width = config.hidden_size, config.num_heads * (latent.nope_dim + latent.rope_dim)
@@ -141,7 +142,9 @@ class LatentAttention:
         values = x.new_empty(num_tokens, self._num_heads, self._value_dim)
         self._values(mixed, values)
         out = values.flatten(1)
-        return self.o(out, addends(adapters, Place.O, out))
+        y = self.o(out, addends(adapters, Place.O, out))
+        self._group.all_reduce(y)
+        return y
 
     def _rotate(self, q: Tensor, k: Tensor, angles: Angles) -> Tensor:
         """Return q [T, heads, rope_dim] and, as one more head, k [T, rope_dim], rotated.

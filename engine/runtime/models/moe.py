@@ -93,6 +93,7 @@ class MoE:
     __slots__ = (
         "_activation",
         "_clamp",
+        "_group",
         "down",
         "experts",
         "gate_up",
@@ -105,7 +106,7 @@ class MoE:
     )
 
     def __init__(self, config: MoEConfig, hidden_size: int, make: Maker) -> None:
-        self._clamp, self._activation = config.clamp, config.activation
+        self._clamp, self._activation, self._group = config.clamp, config.activation, make.group
         self.mixture: Mixture | None = None  # the native library's, which computes all of this
         self.experts: CudaExperts | None = None  # the kernels', for all but the router and the shared expert
         self.lacking = ""  # on a CPU, a matrix without which it cannot
@@ -128,17 +129,24 @@ class MoE:
 
     def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:  # noqa: ARG002 - MLP's call
         """Return [T, hidden] of x [T, hidden]. Adapters never change experts."""
-        if self.mixture is not None:
-            return self.mixture(x).to(x.dtype)
-        return self.in_torch(x) if self.experts is None else self._in_kernels(self.experts, x)
+        if self.experts is not None:
+            y = self._in_kernels(self.experts, x)
+            self._group.all_reduce(y)
+            return y
+        total = self._total(x) if self.mixture is None else self.mixture(x)
+        self._group.all_reduce(total)
+        return total.to(x.dtype)
 
     def in_torch(self, x: Tensor) -> Tensor:
-        """Return the same, by the definition."""
+        """Return the same of this rank alone, by the definition."""
+        return self._total(x).to(x.dtype)
+
+    def _total(self, x: Tensor) -> Tensor:
         total = self._routed(x)
         shared = self._shared(x)
         if shared is not None:
             total += shared if self.shared_gate is None else shared * self.shared_gate(x.float()).sigmoid()
-        return total.to(x.dtype)
+        return total
 
     def stack(self) -> None:
         """Stack the loaded experts for the kernels, if no scheme has packed them."""

@@ -17,6 +17,7 @@ struct workspace {
     struct adapter_rows adapters;                 /* only with adapters, ... */
     char *normed;                                 /* ... like this; without them norms for qkv and gate_up are packed directly */
     char *routed, *moe; /* only with mixtures of experts: their input [T, hidden], and their memory */
+    int64_t *ids;       /* only with a group: the tokens' rows of this rank's embedding */
 };
 
 static size_t size_of(int32_t dtype) { return dtype == DT_F32 ? 4 : 2; }
@@ -76,6 +77,7 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
     size_t mixture = mixture_bytes(d, tokens);
     w->routed = carve(base, &used, mixture ? tokens * d->hidden : 0, size);
     w->moe = carve(base, &used, 1, mixture);
+    w->ids = carve(base, &used, d->group ? tokens : 0, sizeof(int64_t));
     if (d->layers->latent)
         used += latent_lay_out(d->layers->latent, d->num_heads, d->dtype, tokens, base ? base + used : NULL, &w->latent);
     w->normed = NULL;
@@ -281,6 +283,11 @@ static int32_t mlp(const struct forward_args *f, int64_t index, struct workspace
     return status ? status : linear(f, index, PLACE_DOWN, w->mlp, w, w->delta, rows, DT_F32);
 }
 
+/* x [rows, hidden] = the sum of all ranks' x. */
+static int32_t reduce(const struct decoder *d, float *x, int64_t rows) {
+    return d->group ? quire_group_sum(d->group, x, rows * d->hidden) : QUIRE_OK;
+}
+
 /* Round the stream that enters a layer into the caller's copy, if that layer's is wanted. */
 static void copy_stream(const struct forward_args *f, int64_t layer, struct workspace *w) {
     const struct decoder *d = f->decoder;
@@ -313,13 +320,32 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
             rows = f->num_rows;
         }
         if ((status = linear(f, i, PLACE_O, w->attended, w, w->delta, rows, DT_F32))) return status;
+        if ((status = reduce(d, w->delta, rows))) return status;
         join(d, layer->after_attention, layer->before_mlp, w, &layer->gate_up, layer->moe ? w->routed : w->normed, rows);
-        if ((status = mlp(f, i, w, rows))) return status;
+        if ((status = mlp(f, i, w, rows)) || (status = reduce(d, w->delta, rows))) return status;
         join(d, layer->after_mlp, is_last ? d->norm : layer[1].before_attention, w,
              is_last ? NULL : &layer[1].qkv, is_last ? f->hidden : w->normed, rows);
     }
     copy_stream(f, d->num_layers, w);
     return QUIRE_OK;
+}
+
+/* Look the tokens up. With a group, a token's row is zeros on all ranks but one, and then the sum of them. */
+static int32_t embed(const struct forward_args *f, struct workspace *w) {
+    const struct decoder *d = f->decoder;
+    const int64_t *ids = f->ids;
+    for (int64_t t = 0; d->group && t < f->num_tokens; t++) {
+        int64_t id = f->ids[t] - d->first_id;
+        w->ids[t] = id < 0 || id >= d->num_ids ? 0 : id;
+        ids = w->ids;
+    }
+    struct embed_args args = {d->embedding, ids, w->stream, f->num_tokens, d->hidden, d->dtype, d->embedding_format,
+                              d->embedding_scale};
+    quire_embed(&args);
+    if (!d->group) return QUIRE_OK;
+    for (int64_t t = 0; t < f->num_tokens; t++)
+        if (w->ids[t] + d->first_id != f->ids[t]) memset(w->stream + t * d->hidden, 0, (size_t)d->hidden * sizeof(float));
+    return reduce(d, w->stream, f->num_tokens);
 }
 
 /* Run the model. Returns a status; `hidden` holds the result of the final norm. */
@@ -328,12 +354,9 @@ EXPORT int32_t quire_forward(const struct forward_args *f) {
     char *memory = NULL;
     if (posix_memalign((void **)&memory, 64, lay_out(f, NULL, &w))) return QUIRE_NO_MEMORY;
     lay_out(f, memory, &w);
-    const struct decoder *d = f->decoder;
-    struct embed_args embed = {d->embedding, f->ids, w.stream, f->num_tokens, d->hidden, d->dtype, d->embedding_format,
-                               d->embedding_scale};
-    quire_embed(&embed);
     fill_angles(f, &w);
-    int32_t status = run_layers(f, &w);
+    int32_t status = embed(f, &w);
+    if (!status) status = run_layers(f, &w);
     free(memory);
     return status;
 }

@@ -3,6 +3,7 @@
 #ifndef QUIRE_DECODER_H
 #define QUIRE_DECODER_H
 
+#include "group.h"
 #include "latent.h"
 #include "lora.h"
 #include "moe.h"
@@ -42,6 +43,8 @@ struct decoder {
     int32_t dtype, qk_norm, embedding_format;
     float eps, embedding_scale, residual_scale, attention_scale, softcap;
     float qkv_clip; /* bound of queries, keys and values before rotation; 0: none */
+    struct group *group; /* of the ranks that hold the model, each some of its heads, of every MLP's width and of the ... */
+    int64_t first_id, num_ids; /* ... vocabulary: this one has so many rows of the embedding; NULL: all are here */
 };
 
 /* One step: a flat batch in, the normed hidden states of some of its rows out. */

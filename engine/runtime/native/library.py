@@ -25,6 +25,10 @@ from engine.runtime.native.packer import Packer
 _log = logging.getLogger(__name__)
 
 
+class GroupError(RuntimeError):
+    """Another rank of the model did not take part in a call in time, or ended."""
+
+
 class Isa(IntEnum):
     """Instruction sets the kernels are compiled for, in rising order."""
 
@@ -265,6 +269,7 @@ class DecoderArgs(Structure):
         *_fields(num_layers__num_rotaries__hidden__intermediate__num_heads__num_kv_heads__head_dim=c_int64),
         *_fields(dtype__qk_norm__embedding_format=c_int32),
         *_fields(eps__embedding_scale__residual_scale__attention_scale__softcap__qkv_clip=c_float),
+        *_fields(group=c_void_p, first_id__num_ids=c_int64),
     ]
 
 
@@ -296,6 +301,12 @@ class ForwardArgs(Structure):
         streams__stream_layers=c_void_p,
         num_streams=c_int64,
     )
+
+
+class GroupArgs(Structure):
+    """One process's view of the ranks that share memory."""
+
+    _fields_ = _fields(shared=c_void_p, timeout_ms=c_int64, rank__size__spins=c_int32, calls=c_uint32)
 
 
 # How one row is drawn: top_p, temperature, lowest_score, top_k, seed, position. Packed instead of a Structure: there is
@@ -340,6 +351,12 @@ class Library:
         self.forward = _entry(functions.quire_forward, ForwardArgs)
         self.mixture = _entry(functions.quire_moe, MixtureCall)
         self.sample = _entry(functions.quire_sample, SampleArgs)
+        ranks = POINTER(GroupArgs)
+        self.group_bytes = _declare(functions.quire_group_bytes, c_int64, c_int32)
+        self.group_abort = _declare(functions.quire_group_abort, None, ranks)
+        self.group_sum = _checked(functions.quire_group_sum, ranks, c_void_p, c_int64)
+        self.group_gather = _checked(functions.quire_group_gather, ranks, c_void_p, c_void_p, c_int64, c_int64, c_int64)
+        self.group_broadcast = _checked(functions.quire_group_broadcast, ranks, c_void_p, c_int64)
         self.best_isa = Isa(functions.quire_best_isa())
         self.weights = Arena()
         self.packer = Packer()
@@ -370,18 +387,23 @@ def _declare(function: ctypes._NamedFuncPointer, result: Any, *arguments: Any) -
 
 
 def _entry(function: ctypes._NamedFuncPointer, args: type[Structure]) -> Callable[[Structure], None]:
-    # ctypes passes a structure by reference where a pointer to it is declared.
-    _declare(function, c_int32, POINTER(args))
+    return _checked(function, POINTER(args))  # by which ctypes passes a structure by reference
+
+
+def _checked(function: ctypes._NamedFuncPointer, *arguments: Any) -> Callable[..., None]:
+    _declare(function, c_int32, *arguments)
     function.errcheck = _check  # type: ignore[assignment] # typeshed wants a result of the C type
     return function
 
 
-_CANNOT_READ = 4  # as in quire_cpu.h
+_CANNOT_READ, _NO_GROUP = 4, 5  # as in quire_cpu.h
 
 
 def _check(status: int, *_: object) -> None:
     if status == _CANNOT_READ:
         raise ModelLoadError("A weight file became shorter or unreadable while it was being loaded; start again.")
+    if status == _NO_GROUP:
+        raise GroupError("A rank of the model did not take part in a step.")
     if status != 0:
         raise ComputeError("A native kernel found no memory for its scratch space; lower --max-num-batched-tokens.")
 

@@ -17,7 +17,10 @@
 #include <stdint.h>
 
 enum dtype { DT_F32 = 0, DT_BF16 = 1, DT_F16 = 2 };
-enum status { QUIRE_OK = 0, QUIRE_BAD_ARGUMENT = 1, QUIRE_NO_MEMORY = 2, QUIRE_NO_SUCH_ISA = 3, QUIRE_CANNOT_READ = 4 };
+enum status {
+    QUIRE_OK = 0, QUIRE_BAD_ARGUMENT = 1, QUIRE_NO_MEMORY = 2, QUIRE_NO_SUCH_ISA = 3, QUIRE_CANNOT_READ = 4,
+    QUIRE_NO_GROUP = 5, /* another rank did not take part in time, or the group was aborted */
+};
 
 enum {
     TILE = 16,   /* keys in one tile, on every instruction set */

@@ -169,14 +169,15 @@ int64_t repack_num_strips(const struct stored_rows *from) {
 int32_t for_each_strip(const struct stored_rows *from, int64_t begin, int64_t end, strip_work work, const void *context) {
     const struct packed_codes *c = from->codes;
     const int64_t num = strip_blocks(from), num_blocks = c->k / QBLOCK;
-    const int64_t stored_bytes = (c->layout == CODES_OUTPUT_WORDS ? QBLOCK : c->bits) * c->row_bytes;
+    const int64_t num_words = c->layout == CODES_OUTPUT_WORDS ? QBLOCK : c->bits; /* rows of words of a block */
+    const int64_t step = from->step > c->row_bytes ? from->step : c->row_bytes;
     struct strip strip = {.num_rows = from->num_rows, .block_bytes = from->row_bytes / num_blocks};
-    uint8_t *stored = malloc((size_t)(num * stored_bytes)), *rows = malloc((size_t)(num * PANEL * strip.block_bytes));
+    uint8_t *stored = malloc((size_t)(num * num_words * step)), *rows = malloc((size_t)(num * PANEL * strip.block_bytes));
     int32_t status = stored && rows ? QUIRE_OK : QUIRE_NO_MEMORY;
     for (int64_t i = begin; i < end && !status; i++) {
         strip.first = i * num;
         strip.num = strip.first + num < num_blocks ? num : num_blocks - strip.first;
-        status = read_file(from->file, stored, strip.num * stored_bytes, from->offset + strip.first * stored_bytes);
+        status = read_rows(from, c->row_bytes, stored, strip.first * num_words, (strip.first + strip.num) * num_words);
         for (strip.begin = 0; strip.begin < strip.num_rows && !status; strip.begin = strip.end) {
             strip.end = strip.begin + PANEL < strip.num_rows ? strip.begin + PANEL : strip.num_rows;
             if (c->layout == CODES_OUTPUT_WORDS) make_of_output_words(c, stored, &strip, rows);

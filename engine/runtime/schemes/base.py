@@ -21,6 +21,7 @@ from engine.runtime.native.library import Library, native
 from engine.runtime.native.ops import PANEL, NativeHeads, NativeLinear, PackedLinear
 from engine.runtime.native.rows import StoredRows
 from engine.runtime.weights.checkpoint import StoredTensor
+from engine.runtime.weights.cut import Span
 from engine.runtime.weights.stored.storage import Storage
 
 
@@ -34,6 +35,7 @@ class Bundle(NamedTuple):
     first_row: int
     num_rows: int
     tensors: Mapping[str, StoredTensor]
+    span: Span = Span()  # of the module in the checkpoint, which other ranks share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ class StoredTensor(NamedTuple):
     """One tensor of a file; `copy_to` converts it into a tensor of the same shape.
 
     `kind` is its type as safetensors names it, "" for others. `rows` returns the rows of a matrix as stored, if they lie in
-    the file, each in one piece.
+    the file, each in one piece; `copy_rows` converts some of them, of which `block` inputs are stored together.
     """
 
     name: str
@@ -35,6 +35,8 @@ class StoredTensor(NamedTuple):
     copy_to: Callable[[Tensor], None]
     rows: Callable[[], StoredRows] | None = None
     kind: str = ""
+    copy_rows: Callable[[StoredRows, Tensor], None] | None = None
+    block: int = 1
 
 
 class Checkpoint(Protocol):

@@ -115,18 +115,29 @@ class GGUFCheckpoint:
                 tensor = whole._replace(shape=part.shape, rows=rows, start=start)
                 stored = partial(self._stored_rows, tensor) if len(part.shape) > 1 else None
                 yield StoredTensor(
-                    part.name, tensor.shape, rows.nbytes, tensor.path, partial(self._copy, tensor), stored
+                    part.name,
+                    tensor.shape,
+                    rows.nbytes,
+                    tensor.path,
+                    partial(self._copy, tensor),
+                    stored,
+                    copy_rows=partial(self._copy_rows, tensor),
+                    block=GGML_QUANT_SIZES[tensor.kind][0],
                 )
 
     def _copy(self, tensor: GGUFTensor, target: Tensor) -> None:
+        self._copy_rows(tensor, self._stored_rows(tensor), target)
+
+    def _copy_rows(self, tensor: GGUFTensor, stored: StoredRows, target: Tensor) -> None:
+        """Dequantise some of a tensor's rows."""
         from engine.runtime.native.library import native  # a config is read before torch is imported
 
-        library, stored, matrix = native(), self._stored_rows(tensor), target.view(-1, target.shape[-1])
+        library, matrix = native(), target.view(-1, target.shape[-1])
         if library is not None and tensor.kind not in _FLOATS:
             _dequantise(library, stored, matrix)
         else:
             offset = self._arch in _OFFSET_NORMS and tensor.name.endswith("norm.weight")
-            rows = in_halves(stored.rows, stored.head_rows).reshape(tensor.rows.shape)
+            rows = in_halves(stored.rows, stored.head_rows).reshape(len(matrix), -1)
             _convert(rows, tensor.kind, matrix, np.float32(offset))
 
     def _stored_rows(self, tensor: GGUFTensor) -> StoredRows:
@@ -178,7 +189,7 @@ def _dequantise(library: Library, stored: StoredRows, target: Tensor) -> None:
     rows = in_halves(stored.rows, stored.head_rows)
     for some, part in zip(np.split(rows, range(step, len(target), step)), target.split(step), strict=True):
         floats = torch.empty(part.shape, dtype=part.dtype)
-        dequantise(library, StoredRows(stored.kind, some), floats)
+        dequantise(library, StoredRows(stored.kind, np.ascontiguousarray(some)), floats)
         part.copy_(floats)
 
 

@@ -110,7 +110,10 @@ def _tensors(file: SafetensorsFile, config: HFConfig) -> Iterator[StoredTensor]:
         for part in expert_parts(config, name, span.shape):
             copy_to = partial(file.copy, span, part)
             rows = partial(file.rows, span, part) if has_rows(span, part) else None
-            yield StoredTensor(part.name, part.shape, math.prod(part.shape) * size, path, copy_to, rows, span.kind)
+            num_bytes = math.prod(part.shape) * size
+            yield StoredTensor(
+                part.name, part.shape, num_bytes, path, copy_to, rows, span.kind, partial(file.copy_rows, span.kind)
+            )
 
 
 def _require_readable(tensor: StoredTensor, *, is_quantised: bool) -> None:

@@ -20,6 +20,7 @@ from engine.runtime.weights.expert_names import Part
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from torch import Tensor
 
 _MAX_HEADER = 100 << 20  # bytes
@@ -84,7 +85,23 @@ class SafetensorsFile:
             whole = torch.from_numpy(self._map[span.begin : span.end]).view(dtype).view(span.shape)
             target.copy_(part.view(whole))
             return
-        begin, flat = span.begin + part.first * size, target.view(-1)
+        self._fill(span.begin + part.first * size, dtype, target)
+
+    def copy_rows(self, kind: str, stored: StoredRows, target: Tensor) -> None:
+        """Copy some of the rows of `rows` into a tensor of any type."""
+        import torch
+
+        dtype, is_dense = getattr(torch, _TYPES[kind][1]), stored.rows.strides[0] == stored.rows.shape[1]
+        if is_dense and target.device.type == "cpu" and target.is_contiguous():
+            self._fill(stored.offset, dtype, target)
+        else:
+            target.copy_(torch.from_numpy(stored.rows).view(dtype).reshape(target.shape))
+
+    def _fill(self, begin: int, dtype: torch.dtype, target: Tensor) -> None:
+        """Fill a tensor with the numbers from `begin` on."""
+        import torch
+
+        flat, size = target.view(-1), dtype.itemsize
         if target.dtype == dtype:
             self._read(begin, flat)
             return

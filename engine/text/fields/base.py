@@ -8,6 +8,7 @@ fields with the same classes, so both validate by the same rules and report the 
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ Count = Annotated[int, Field(ge=0, lt=10**40)]
 
 MAX_FIELDS = 1024  # of one object; no API has a tenth of these, and each unknown one costs memory and a warning
 MAX_FAULTS = 10  # in one message
+
+_PROMPT_FIELDS = ("messages", "prompt", "input")  # the prompt's name differs between endpoints
+_JSON_TYPES = ((str, "a string"), (list, "a list"), (dict, "an object"))
 
 
 def _fail_fast(schema: Any) -> None:
@@ -143,13 +147,34 @@ def _describe_fault(fault: ErrorDetails) -> tuple[str, str]:
         param = shorten(".".join([*path, context["name"]] if context["name"] else path))
         return param, f"{param} {context['reason']}"
     param = shorten(".".join(path))
-    message = shorten(fault["msg"].removeprefix("Value error, ")) + _culprit(fault)
+    message = shorten(_words(fault)) + _culprit(fault)
     return param, f"{param}: {message}" if param else message
 
 
+def _words(fault: ErrorDetails) -> str:
+    """Return pydantic's message without names of Python classes."""
+    if fault["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return "Input should be an object"
+    return fault["msg"].removeprefix("Value error, ").replace(" after validation", "")
+
+
 def _culprit(fault: ErrorDetails) -> str:
-    """Return the offending number, but never text, which may be a secret."""
+    """Return the offending number or type, but never text, which may be a secret."""
     value = fault["input"]
-    if fault["type"] == "value_error" or not isinstance(value, int | float):
+    if fault["type"] == "missing":
+        return _instead(str(fault["loc"][-1]), value)
+    if fault["type"] == "value_error":
         return ""
-    return f", not {shorten(json.dumps(value))}"
+    if isinstance(value, int | float):
+        return f", not {shorten(json.dumps(value))}"
+    if not fault["type"].endswith("_type"):
+        return ""
+    return next((f", not {name}" for kind, name in _JSON_TYPES if isinstance(value, kind)), "")
+
+
+def _instead(name: str, given: Any) -> str:
+    """Return a hint at the given field that the missing one was meant to be, or ""."""
+    names = [each for each in given if isinstance(each, str)] if isinstance(given, dict) else []
+    same_meaning = [each for each in _PROMPT_FIELDS if each in names and name in _PROMPT_FIELDS]
+    close = difflib.get_close_matches(name, names, 1) or same_meaning
+    return f"; {shorten(close[0])} was sent instead" if close else ""

@@ -87,7 +87,9 @@ class Given(NamedTuple):
         if isinstance(self.value, bool):
             return self.flag
         words = self.value if isinstance(self.value, list) else [self.value]
-        return " ".join([self.flag, *(f"{word:.60}" if isinstance(word, str) else json.dumps(word) for word in words)])
+        return " ".join(
+            [self.flag, *(f"{word:.60}" if isinstance(word, str) else json.dumps(word, default=str) for word in words)]
+        )
 
 
 class Translated(NamedTuple):
@@ -106,10 +108,10 @@ def _switch(flags: str, meaning: Meaning) -> Foreign:
     return _row(flags, meaning, Takes.SWITCH)
 
 
-_ONE_DEVICE = "one daemon runs one model on one device"
+_ONE_DEVICE = "one daemon runs one model on one machine"
 _PARALLEL = (
-    "one daemon runs a model on one device; leave it out, serve a model that fits one GPU (a quantised one takes a half to a "
-    "quarter of the memory), or run a daemon per GPU behind a load balancer"
+    "a model is divided among the GPUs of one machine alone; leave it out, set --tensor-parallel-size, or run a daemon per "
+    "machine behind a router"
 )
 _TUNED = "Quire decides this for the device"
 _NO_IMAGES = "prompts are text"
@@ -195,7 +197,6 @@ VLLM = (
     _switch("--use-tqdm-on-load", NoEffect("a terminal shows progress bars")),
     _switch("--calculate-kv-scales", NoEffect("scales of 8-bit K/V are computed from the values")),
     # -- devices
-    _row("--tensor-parallel-size -tp", NoEffect(_ONE_DEVICE, ("1",), _PARALLEL)),
     _row("--pipeline-parallel-size -pp", NoEffect(_ONE_DEVICE, ("1",), _PARALLEL)),
     _row("--data-parallel-size -dp", NoEffect(_ONE_DEVICE, ("1",), _PARALLEL)),
     _row("--decode-context-parallel-size -dcp --prefill-context-parallel-size -pcp --data-parallel-size-local -dpl --nnodes -n-nodes", NoEffect(_ONE_DEVICE, ("1",), _PARALLEL)),
@@ -381,7 +382,7 @@ LLAMA_SERVER = (
     _switch("--ui --webui", Alias("page")),
     _switch("--metrics", NoEffect("/metrics is always served")),
     _switch("--slots --no-slots", NoEffect("the page at / shows running requests")),
-    _switch("--props", Refusal("settings do not change while the daemon runs; restart it")),
+    _switch("--props", NoEffect("POST /props is not served: settings do not change while the daemon runs")),
     _row("--path --media-path --tools --tools-runtime --mcp-servers-config --mcp-servers-json", Refusal("files and tools of this machine are not offered to clients")),
     _switch("-ag --agent --ui-mcp-proxy --webui-mcp-proxy", Refusal("files and tools of this machine are not offered to clients")),
     _switch("--log-disable", Alias("log_level", values={"True": "error", "False": "info"})),
@@ -397,7 +398,8 @@ PROGRAMS = {"vLLM": VLLM, "llama-server": LLAMA_SERVER}
 _ROWS = {flag: row for rows in PROGRAMS.values() for row in rows for flag in row.flags}
 SPELLINGS = tuple(_ROWS)
 
-_IN_CHECKPOINT = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto-round", "mxfp4", "modelopt")
+IN_CHECKPOINT = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto-round", "mxfp4", "modelopt")
+OF_CHECKPOINT = "a checkpoint's own format is recognised; others stay as they are"
 _BACKENDS = (
     "FLASH_ATTN",
     "FLASHINFER",
@@ -415,7 +417,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "kv_cache_dtype": {"fp8_e4m3": "fp8", "float16": "auto", "bfloat16": "auto"},
     "generation_config": {"quire": "vllm"},
     "tool_call_parser": {"qwen3": "hermes", "qwen25": "hermes"},
-    "quantization": {"None": "auto", **dict.fromkeys(_IN_CHECKPOINT, "auto")},
+    "quantization": {"None": "auto", **dict.fromkeys(IN_CHECKPOINT, "auto")},
     "load_format": {"hf": "auto", "fastsafetensors": "safetensors", "runai_streamer": "safetensors"},
     "model_impl": {"vllm": "quire"},
     "attention_backend": dict.fromkeys(_BACKENDS, "auto"),

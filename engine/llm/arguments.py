@@ -1,0 +1,63 @@
+"""Makes the engine's configuration of the offline API's arguments, those of vLLM's LLM included."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.core.errors import ConfigError
+from engine.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, known_value, split_file, translate
+from engine.setting import declared, expand, features
+
+logger = logging.getLogger(__name__)
+
+_OF_THE_DAEMON = frozenset(
+    {"host", "port", "served_model_name", "api_key", "log_level", "chat_template_content_format"}
+)
+_IN_CALLS = {"pooling": "LLM.embed"}  # which take it
+
+
+def engine_config(path: str, given: Mapping[str, Any]) -> EngineConfig:
+    """Return the configuration of arguments named as the daemon's flags, or vLLM's. Raises ConfigError.
+
+    An argument of vLLM means what its flag means to `quire serve`: another setting, no effect, or a refusal with the reason.
+    """
+    settings = declared(EngineConfig)
+    known = [each.name for each in settings if not each.setting.feature] + list(features(settings))
+    flags = {name: _plain(value) for name, value in given.items() if value is not None}
+    own, foreign = split_file(flags, known)
+    translated = translate([each._replace(flag=each.flag.removeprefix("--").replace("-", "_")) for each in foreign])
+    values: dict[str, Any] = {}
+    for name, value in check_same(translated, own).items():
+        if name == "quantization" and value in IN_CHECKPOINT:
+            translated.remarks.append(f"quantization {value} ({OF_CHECKPOINT})")
+        expanded, notices = expand(settings, {name: known_value(name, value)})
+        values.update(expanded)
+        for notice in notices:
+            logger.warning(notice)
+    for name in values.keys() - {each.name for each in settings}:
+        raise ConfigError(_unknown(name, known))
+    if translated.remarks:
+        logger.info("no effect here: %s", "; ".join(translated.remarks))
+    try:
+        return EngineConfig(model=path, **values)
+    except TypeError as error:  # a string where a number is compared
+        raise ConfigError(f"A setting of the engine has the wrong type: {error}.") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a torch.dtype as its name, other values as they are."""
+    return str(value).removeprefix("torch.") if type(value).__name__ == "dtype" else value
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    if name in _OF_THE_DAEMON:
+        return f"{name} is a setting of `quire serve`, not of an engine without HTTP; leave it out."
+    if name in _IN_CALLS:
+        return f"{name} is an argument of {_IN_CALLS[name]}, not of LLM; give it there."
+    close = difflib.get_close_matches(name, known, 1, 0.75)
+    hint = f"did you mean {close[0]}?" if close else "docs/reference/settings.md lists them."
+    return f"{name} is not a setting of the engine; {hint}"

@@ -1,0 +1,75 @@
+"""Reads the offline API's prompts: a text, token ids, or vLLM's dicts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from typing_extensions import NotRequired, TypedDict
+
+from engine.core.errors import InvalidRequestError
+
+
+class TextPrompt(TypedDict):
+    """A text as a prompt. `cache_salt`: prompts with different salts share no cached K/V."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """Token ids as a prompt, and perhaps the text they were made of, which is repeated in the output."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+class ReadPrompt(NamedTuple):
+    """A prompt in its parts; with ids, the text is not encoded."""
+
+    text: str | None
+    ids: list[int] | None
+    cache_salt: str
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Return the prompts as a list; a single prompt may come without one."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts is a {type(prompts).__name__}; give a text, token ids, or a list of these.", param="prompts"
+        )
+    is_ids = bool(prompts) and isinstance(prompts[0], int)
+    return [prompts] if is_ids else prompts  # type: ignore[list-item,return-value]  # the first item decides
+
+
+def read_prompt(prompt: Prompt) -> ReadPrompt:
+    """Return the parts of a prompt. Raises InvalidRequestError."""
+    if isinstance(prompt, str):
+        return ReadPrompt(prompt, None, "")
+    if not isinstance(prompt, Mapping):
+        return ReadPrompt(None, _token_ids(prompt), "")
+    given = {name: value for name, value in prompt.items() if value is not None}
+    if unknown := given.keys() - set(_KEYS):
+        raise InvalidRequestError(
+            f"A prompt has the key {min(unknown)!r}, which is not read; prompts are text: give {', '.join(_KEYS)}.",
+            param="prompts",
+        )
+    text, ids, salt = given.get("prompt"), given.get("prompt_token_ids"), given.get("cache_salt", "")
+    if not isinstance(salt, str) or not (text is None or isinstance(text, str)) or (text is None and ids is None):
+        raise InvalidRequestError(
+            "A prompt that is a dict needs prompt, a text, or prompt_token_ids, a list of ids.", param="prompts"
+        )
+    return ReadPrompt(text, None if ids is None else _token_ids(ids), salt)
+
+
+def _token_ids(prompt: object) -> list[int]:
+    if not isinstance(prompt, Sequence) or not all(type(token_id) is int for token_id in prompt):
+        raise InvalidRequestError("A prompt must be a text or a list of token ids.", param="prompts")
+    return list(prompt)

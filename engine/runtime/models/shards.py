@@ -1,0 +1,237 @@
+"""Which part of each tensor a rank holds.
+
+The table has every matrix that is divided, in the notation of `tp_plan`: `colwise` divides the outputs, `rowwise` the
+inputs, whose products are summed over the ranks. All other tensors are replicated. One table serves all families, because
+Quire has one spelling of their names. Used once, while a model is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from engine.core.errors import ConfigError
+from engine.runtime.models.config import LayerConfig, ModelConfig, QKNorm
+from engine.runtime.parallel.group import Group
+from engine.runtime.weights.checkpoint import StoredTensor
+from engine.runtime.weights.cut import Cut, Span, cut
+
+# A module by the end of its name: how it is divided, and along what. A fused matrix has several parts.
+TP_PLAN: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "model.embed_tokens": ("colwise", ("vocabulary",)),
+    "lm_head": ("colwise", ("vocabulary",)),
+    "self_attn.q_proj": ("colwise", ("heads",)),
+    "self_attn.k_proj": ("colwise", ("kv_heads",)),
+    "self_attn.v_proj": ("colwise", ("kv_heads",)),
+    "self_attn.qkv_proj": ("colwise", ("heads", "kv_heads", "kv_heads")),
+    "self_attn.o_proj": ("rowwise", ("heads",)),
+    "self_attn.sinks": ("colwise", ("heads",)),
+    "self_attn.q_b_proj": ("colwise", ("heads",)),  # of latents, which are replicated themselves
+    "self_attn.kv_b_proj": ("colwise", ("heads",)),
+    "self_attn.k_b_proj": ("colwise", ("heads",)),
+    "self_attn.v_b_proj": ("colwise", ("heads",)),
+    "mlp.gate_proj": ("colwise", ("width",)),
+    "mlp.up_proj": ("colwise", ("width",)),
+    "mlp.gate_up_proj": ("colwise", ("width", "width")),
+    "mlp.down_proj": ("rowwise", ("width",)),
+    "mlp.experts.*.gate_proj": ("colwise", ("expert_width",)),
+    "mlp.experts.*.up_proj": ("colwise", ("expert_width",)),
+    "mlp.experts.*.down_proj": ("rowwise", ("expert_width",)),
+    "mlp.shared_expert.gate_proj": ("colwise", ("shared_width",)),
+    "mlp.shared_expert.up_proj": ("colwise", ("shared_width",)),
+    "mlp.shared_expert.down_proj": ("rowwise", ("shared_width",)),
+}
+# Norms over the width of all heads, which few families have.
+_FULL_NORMS = {"self_attn.q_norm": ("colwise", ("heads",)), "self_attn.k_norm": ("colwise", ("kv_heads",))}
+
+# The sides of a packed module's tensors: outputs, inputs.
+_SIDES = {
+    ".weight": "oi", ".bias": "o", ".weight_packed": "oi", ".weight_scale": "oi", ".weight_scale_inv": "oi",
+    ".weight_zero_point": "oi", ".weight_g_idx": "i", ".qweight": "io", ".qzeros": "io", ".scales": "io", ".g_idx": "i",
+    ".SCB": "o", "_blocks": "oi", "_scales": "oi",
+}  # fmt: skip
+_GROUPS = (".g_idx", ".weight_g_idx")  # the group of each input
+_DOWN = re.compile(r"\.mlp\.(experts\.\d+\.|shared_expert\.)?down_proj(\D+)$")
+
+
+class Share(NamedTuple):
+    """A rank's units `first` and on of the `total` that are divided."""
+
+    first: int
+    num: int
+    total: int
+
+
+class Shards:
+    """One rank's part of a model; `block` inputs of its quantised matrices share a scale, at most."""
+
+    def __init__(self, config: ModelConfig, group: Group, block: int = 1) -> None:
+        """Raises ConfigError for a model that cannot be divided by so many ranks."""
+        self.group, self._whole = group, config
+        rank, size = group.rank, group.size
+        heads, kv_heads = _heads(config, rank, size)
+        self._shares = {"heads": heads, "kv_heads": kv_heads}
+        self._shares["width"] = _width(config.intermediate_size, rank, size, block)
+        mixtures = {layer.moe for layer in config.layers if layer.moe is not None}
+        for name, widths in (
+            ("expert_width", {moe.width for moe in mixtures}),
+            ("shared_width", {moe.shared_width for moe in mixtures} - {0}),
+        ):
+            if len(widths) > 1:
+                raise _refusal(size, f"its mixtures have different widths, {sorted(widths)}")
+            for width in widths:
+                self._shares[name] = _width(width, rank, size, block)
+        self.num_logits = -(-config.vocab_size // size)  # columns that each rank sends
+        first = rank * self.num_logits
+        if config.vocab_size <= self.num_logits * (size - 1):
+            raise _refusal(size, f"its vocabulary has {config.vocab_size} tokens")
+        self.vocabulary = Share(first, min(self.num_logits, config.vocab_size - first), config.vocab_size)
+        self._shares["vocabulary"] = self.vocabulary
+        self.config = replace(
+            config,
+            num_heads=heads.num,
+            num_kv_heads=kv_heads.num if config.latent is None else 1,
+            intermediate_size=self._shares["width"].num,
+            layers=tuple(self._local(layer) for layer in config.layers),
+        )
+
+    def _local(self, layer: LayerConfig) -> LayerConfig:
+        if layer.moe is None:
+            return layer
+        shared = self._shares["shared_width"].num if layer.moe.shared_width else 0
+        return replace(layer, moe=replace(layer.moe, width=self._shares["expert_width"].num, shared_width=shared))
+
+    @property
+    def full_norm_widths(self) -> tuple[int, int]:
+        """Return the width of all query heads, and of all key heads, as often as ranks hold them."""
+        size, whole = self.group.size, self._whole
+        kv_heads = max(whole.num_kv_heads, size)
+        return whole.num_heads * whole.head_dim, kv_heads * whole.head_dim
+
+    def spans(self, name: str, num_rows: int, num_inputs: int = 0) -> list[Span]:
+        """Return the parts of a module of which this rank has `num_rows` and `num_inputs` in all."""
+        style, axes = self._plan(name)
+        shares = [self._shares[axis] for axis in axes]
+        if style == "rowwise":
+            unit = num_inputs // shares[0].num
+            return [Span(inputs=Cut(unit * shares[0].first, num_inputs, unit * shares[0].total))]
+        unit = num_rows // sum(share.num for share in shares) if shares else 0
+        spans, before, total = [], 0, unit * sum(share.total for share in shares)
+        for share in shares:
+            spans.append(Span(Cut(before + unit * share.first, unit * share.num, total)))
+            before += unit * share.total
+        return spans or [Span()]
+
+    def _plan(self, name: str) -> tuple[str, tuple[str, ...]]:
+        full = self._whole.qk_norm is QKNorm.FULL
+        end = re.sub(r"^model\.layers\.\d+\.", "", re.sub(r"experts\.\d+\.", "experts.*.", name))
+        return TP_PLAN.get(end) or (_FULL_NORMS.get(end) if full else None) or ("replicated", ())
+
+    def of_bias(self, name: str) -> bool:
+        """Return whether this rank adds a module's bias: one alone, if the products are summed."""
+        return self.group.rank == 0 or self._plan(name)[0] != "rowwise"
+
+    def slices(self, name: str, span: Span, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Return the rank's parts of a module's tensors, by the endings of their names. Raises ConfigError."""
+        if span.rows is None and span.inputs is None:
+            return dict(stored)
+        if len(self._plan(name)[1]) > 1 and set(stored) != {".weight"}:
+            raise self._cannot(name, "it is quantised, and has several matrices in one")
+        found = {}
+        for end, tensor in stored.items():
+            if end in _GROUPS:
+                if span.inputs is None:
+                    found[end] = tensor
+                elif not _is_in_order(tensor):
+                    raise self._cannot(name, "its inputs are in the order of their activations (g_idx)")
+                continue
+            if math.prod(tensor.shape) == 1:  # a scale of the whole matrix
+                found[end] = tensor
+                continue
+            if end not in _SIDES or len(tensor.shape) > 3:
+                raise self._cannot(name, f"its {end.removeprefix('.')!r} is not in rows of outputs and inputs")
+            cuts = []
+            for side, dim in zip(_SIDES[end], tensor.shape, strict=False):
+                whole = span.rows if side == "o" else span.inputs
+                cuts.append(
+                    None
+                    if whole is None or dim == 1
+                    else self._scaled(name, whole, dim, tensor.block if side == "i" else 1)
+                )
+            found[end] = cut(tensor, *cuts)
+        return found
+
+    def _scaled(self, name: str, whole: Cut, dim: int, block: int) -> Cut:
+        """Return a cut along a side of which the stored tensor has `dim`. Raises ConfigError."""
+        if dim > whole.total:
+            raise self._cannot(name, "its codes are not in rows of outputs and inputs")
+        scaled = whole.scaled(dim)
+        if scaled is None or whole.first % block or whole.num % block:
+            size = whole.total // dim if scaled is None else block
+            raise self._cannot(name, f"{size} numbers are stored together, and the cut is inside")
+        return scaled
+
+    def _cannot(self, name: str, reason: str) -> ConfigError:
+        return _refusal(self.group.size, f"{name} cannot be divided: {reason}")
+
+
+def _refusal(size: int, reason: str) -> ConfigError:
+    return ConfigError(f"--tensor-parallel-size is {size}, and the model does not allow it: {reason}; choose another.")
+
+
+def _heads(config: ModelConfig, rank: int, size: int) -> tuple[Share, Share]:
+    """Return a rank's query heads, and the key and value heads that these read. Raises ConfigError."""
+    num_heads, num_kv = config.num_heads, config.num_kv_heads if config.latent is None else config.num_heads
+    if num_kv >= size:  # the first ranks have one more
+        kv = _divided(num_kv, rank, size)
+        ratio = num_heads // num_kv
+        return Share(kv.first * ratio, kv.num * ratio, num_heads), kv
+    if size % num_kv or num_heads % size:
+        raise _refusal(size, f"it has {num_heads} heads, and {num_kv} of keys and values")
+    num = num_heads // size
+    return Share(rank * num, num, num_heads), Share(rank * num_kv // size, 1, num_kv)
+
+
+def _width(width: int, rank: int, size: int, block: int) -> Share:
+    """Return a rank's part of an MLP's width: in equal parts if blocks allow it. Raises ConfigError."""
+    unit = max(block, 2)  # the native library's products have an even number of inputs
+    if width % (unit * size) == 0:
+        return Share(rank * (width // size), width // size, width)
+    if width % unit or width // unit < size:
+        raise _refusal(size, f"an MLP's width of {width} has too few blocks of {unit}")
+    units = _divided(width // unit, rank, size)
+    return Share(units.first * unit, units.num * unit, width)
+
+
+def _divided(num: int, rank: int, size: int) -> Share:
+    """Return a rank's units; the first ranks have one more if they do not divide."""
+    each, more = divmod(num, size)
+    return Share(rank * each + min(rank, more), each + (rank < more), num)
+
+
+def _is_in_order(groups: StoredTensor) -> bool:
+    """Return whether inputs are in the order of their groups, or these were never set."""
+    found = torch.empty(groups.shape, dtype=torch.int32)
+    groups.copy_to(found)
+    return int(found.min()) < 0 or bool((found[1:] >= found[:-1]).all())
+
+
+def block_of(config: ModelConfig, tensors: Iterable[StoredTensor]) -> int:
+    """Return how many inputs of the second matrix of an MLP are stored together, at most: those of a scale."""
+    block = 1
+    moe = next((layer.moe for layer in config.layers if layer.moe is not None), None)
+    for tensor in tensors:
+        found = _DOWN.search(tensor.name)
+        if found is None or found[2] not in _SIDES or found[2] in _GROUPS or len(tensor.shape) < 2:
+            continue
+        width = config.intermediate_size
+        if moe is not None and found[1]:
+            width = moe.width if found[1].startswith("experts") else moe.shared_width
+        dim = tensor.shape[_SIDES[found[2]].index("i")]
+        block = max(block, tensor.block, width // dim if dim > 1 else 1)
+    return block

@@ -1,0 +1,1 @@
+"""One model on several processes: their collectives, and the slices of the weights that each holds."""

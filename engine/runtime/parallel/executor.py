@@ -1,0 +1,273 @@
+"""Starts the processes of the other ranks, sends them what they compute, and notices when one is lost.
+
+A rank that ends or takes part in nothing for PATIENCE_S is the engine's death: no step can be computed without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.core import errors
+from engine.core.config import SchedulerConfig
+from engine.core.errors import ConfigError, DeviceLostError, ModelLoadError, QuireError
+from engine.core.step import PendingStep, Runner, StepPlan, StepResult
+from engine.runtime.batch import Packet
+from engine.runtime.host_cpus import usable_cpus
+from engine.runtime.native.library import GroupError, native
+from engine.runtime.parallel.group import Group, open_group
+from engine.runtime.parallel.packet import encode_close, encode_config, encode_copies, encode_step
+from engine.runtime.parallel.ring import RingError, RingWriter, make_memory
+from engine.runtime.parallel.worker import Start
+
+PATIENCE_S = 60.0  # for a rank that takes part in nothing; longer than a step
+_RING_BYTES = 64 << 20  # of addresses; a page is memory once it is written
+_END_S = 2.0  # for a rank to end by itself
+_SHARED = Path("/dev/shm")  # noqa: S108 - a private folder in it
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+def start_ranks(config: EngineConfig, device: torch.device) -> Executor:
+    """Start the other ranks of a model. Raises ConfigError for more ranks than GPUs."""
+    if device.type == "cuda" and torch.cuda.device_count() < config.tensor_parallel_size:
+        raise ConfigError(
+            f"--tensor-parallel-size is {config.tensor_parallel_size}, and this machine has {torch.cuda.device_count()} GPUs."
+        )
+    return Executor(config, config.num_threads or max(usable_cpus() // config.tensor_parallel_size, 1))
+
+
+class Executor:
+    """The other ranks of one model, as processes of this machine: the Ranks of a ModelRunner."""
+
+    def __init__(self, config: EngineConfig, num_threads: int) -> None:
+        """Start the processes, which load their slices while this one loads its own."""
+        self.size, self.num_threads = config.tensor_parallel_size, num_threads
+        self.folder = Path(tempfile.mkdtemp(prefix="quire-ranks-", dir=_SHARED if _SHARED.is_dir() else None))
+        self.shares_ids = False  # where steps overlap, the next one begins before the host knows the ids
+        self.on_loss: Callable[[QuireError], None] = lambda _: None
+        self._group: Group | None = None
+        self._loss: QuireError | None = None
+        self._said: list[set[str]] = [set() for _ in range(self.size - 1)]
+        self._hears = threading.Condition()
+        self._is_closing = False
+        ring = make_memory(_RING_BYTES)
+        wakers = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(self.size - 1)]
+        self._ring = RingWriter(ring, wakers, timeout_s=PATIENCE_S)
+        self._descriptors = [ring, *wakers]
+        given = {each.name: getattr(config, each.name) for each in fields(config)}
+        changed = {each.name: given[each.name] for each in fields(config) if given[each.name] != each.default}
+        spins = self.size <= usable_cpus()
+        self._processes = [
+            _spawn(Start(changed, 1 + place, self.size, str(self.folder), ring, waker, spins, num_threads, PATIENCE_S))
+            for place, waker in enumerate(wakers)
+        ]
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(place,), name=f"quire-rank-{place + 1}", daemon=True)
+            for place in range(self.size - 1)
+        ]
+        for watcher in self._watchers:
+            watcher.start()
+
+    # -- the runner's end ----------------------------------------------------------------------------------------------
+
+    def meet(self, device: torch.device) -> Group:
+        """Open the group of all ranks, whose calls fail when one is lost. Raises what a rank has said."""
+        if (library := native()) is not None:
+            library.use_threads(self.num_threads)
+        self._await("here")
+        self._group = open_group(self.folder, 0, self.size, device, timeout_s=PATIENCE_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return self._group
+
+    def _await(self, word: str) -> None:
+        """Wait until all ranks have said a word, however long they load."""
+        with self._hears:
+            self._hears.wait_for(lambda: self._loss is not None or all(word in said for said in self._said))
+        if self._loss is not None:
+            raise self._loss
+
+    def send(self, packet: Packet) -> None:
+        """Have the ranks compute a step's forward pass and logits."""
+        self._is_shared = self.shares_ids and packet.num_samples > 0
+        self._ring.send(encode_step(packet, is_shared=self._is_shared))
+
+    def share(self, last_ids: Tensor) -> None:
+        """Send the drawn ids, if they may be needed before the host knows them."""
+        if self._is_shared:
+            assert self._group is not None
+            self._group.broadcast(last_ids)
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Have the ranks copy blocks."""
+        if copies:
+            self._ring.send(encode_copies(copies))
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Have the ranks allocate the pool with these sizes. Raises ConfigError if a step does not fit the ring."""
+        widest = -(-config.max_model_len // config.block_size)
+        longest = 32 * config.max_num_batched_tokens + 8 * config.max_num_seqs * (3 + widest)
+        if longest > self._ring.max_bytes:
+            raise ConfigError(
+                f"A step of --max-num-seqs {config.max_num_seqs} with contexts of {config.max_model_len} tokens is too large "
+                "for --tensor-parallel-size; lower one of them."
+            )
+        self._await("loaded")
+        self._ring.send(encode_config(config))
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        with suppress(RingError):
+            if self._loss is None:
+                self._ring.send(encode_close())
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0 if self._loss is not None else _END_S)
+            process.kill()
+            process.wait()
+        for watcher in self._watchers:
+            watcher.join()
+        for process in self._processes:
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        if self._group is not None:
+            self._group.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # -- losses --------------------------------------------------------------------------------------------------------
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return why a call failed: a rank's own error, if it has said one, or that it is lost."""
+        if not isinstance(error, (GroupError, RingError)):
+            return error
+        for watcher in self._watchers:
+            watcher.join(0.5)  # a rank that ends has its last word
+        return self._loss or DeviceLostError(str(error))
+
+    def watch_for(self, engine_fails: Callable[[QuireError], None]) -> None:
+        """Call a function when a rank is lost, also between steps; at once if one was lost before."""
+        self.on_loss = engine_fails
+        if self._loss is not None:
+            engine_fails(self._loss)
+
+    def _watch(self, place: int) -> None:
+        """Read what a rank says, until it ends. Runs on a thread."""
+        process = self._processes[place]
+        assert process.stdout is not None
+        said: dict[str, str] = {}
+        for line in process.stdout:
+            with suppress(ValueError), self._hears:
+                said = json.loads(line)
+                self._said[place].update(said)
+                self._hears.notify_all()
+        code = process.wait()
+        if self._is_closing:
+            return
+        with self._hears:
+            if self._loss is None and "lost" not in said:
+                self._loss = _error_of(said) or DeviceLostError(f"rank {place + 1} of the model ended ({_cause(code)})")
+            self._hears.notify_all()
+        if self._group is not None:
+            self._group.abort()
+        if self._loss is not None:
+            self.on_loss(self._loss)
+
+
+def _spawn(start: Start) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine.runtime.parallel.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=(start.ring, start.waker),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))},
+        start_new_session=True,  # Ctrl-C is for the daemon, which drains first
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(start._asdict()) + "\n")
+    process.stdin.flush()
+    return process
+
+
+def _error_of(said: dict[str, str]) -> QuireError | None:
+    """Return the error that a rank has said."""
+    if "error" not in said:
+        return None
+    kind: Any = getattr(errors, said["error"], None)
+    is_known = isinstance(kind, type) and issubclass(kind, (ConfigError, ModelLoadError, errors.MemoryBudgetError))
+    return kind(said["message"]) if is_known else DeviceLostError(f"{said['error']}: {said['message']}")
+
+
+def _cause(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"status {code}"
+
+
+class RankedStep:
+    """A launched step, guarded."""
+
+    def __init__(self, executor: Executor, step: PendingStep) -> None:
+        self._executor, self._step = executor, step
+
+    def wait(self) -> StepResult:
+        """Return the step's result."""
+        try:
+            return self._step.wait()
+        except (GroupError, RingError) as error:
+            raise self._executor.explain(error) from None
+
+
+class RankedRunner:
+    """A Runner of several ranks; a lost one is a DeviceLostError."""
+
+    def __init__(self, runner: Runner, executor: Executor) -> None:
+        self._runner, self._executor = runner, executor
+
+    def begin(self) -> None:
+        """Prepare for the first step."""
+        self._guarded(self._runner.begin)
+
+    def run(self, plan: StepPlan) -> RankedStep:
+        """Launch a step."""
+        return RankedStep(self._executor, self._guarded(lambda: self._runner.run(plan)))
+
+    def read_blocks(self, blocks: Sequence[int], rows: Any) -> None:
+        """Never called: what calls it is refused with more than one rank."""
+        raise NotImplementedError
+
+    def write_blocks(self, blocks: Sequence[int], rows: Any) -> None:
+        """Never called: what calls it is refused with more than one rank."""
+        raise NotImplementedError
+
+    def use_idle_moment(self) -> bool:
+        """Let the first rank prepare memory."""
+        return self._runner.use_idle_moment()
+
+    def close(self) -> None:
+        """End the other ranks, and release memory."""
+        self._executor.close()
+        self._runner.close()
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (GroupError, RingError) as error:
+            raise self._executor.explain(error) from None

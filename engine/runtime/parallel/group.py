@@ -1,0 +1,202 @@
+"""The ranks that hold one model, and their collectives.
+
+Sums are made in the order of the ranks, so that a row has the same bits whatever else is in a batch. Each rank is a
+process; its engine thread makes all calls, in the same order as the other ranks. Only `abort` is for other threads, too.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from ctypes import addressof, c_char
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.runtime.native.library import GroupArgs, GroupError, Library, native
+
+_SPINS = 10_000  # looks at another rank, some 100 us, before a rank yields its core
+
+
+class Group(Protocol):
+    """The ranks, seen from one of them. A call that waits too long for another rank raises GroupError."""
+
+    rank: int
+    size: int
+
+    @property
+    def address(self) -> int | None:
+        """Return the C group's address for the native decoder; None: the model reduces by `all_reduce`."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replace contiguous x by the sum of all ranks' x."""
+        ...
+
+    def gather(self, x: Tensor, out: Tensor | None) -> None:
+        """Write the columns of x [R, n] of all ranks, n being the same on all, to rank 0's out [R, width].
+
+        Columns beyond the width are dropped. The other ranks have no out.
+        """
+        ...
+
+    def broadcast(self, x: Tensor) -> None:
+        """Replace contiguous x by rank 0's."""
+        ...
+
+    def abort(self) -> None:
+        """Let the calls of all ranks fail that wait or follow. Any thread may call it."""
+        ...
+
+    def close(self) -> None:
+        """Release the group's memory or connections."""
+        ...
+
+
+class Single:
+    """The group of a model on one process: nothing is sent."""
+
+    rank, size, address = 0, 1, None
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Do nothing."""
+
+    def gather(self, x: Tensor, out: Tensor | None) -> None:
+        """Do nothing: logits are written where they are wanted."""
+
+    def broadcast(self, x: Tensor) -> None:
+        """Do nothing."""
+
+    def abort(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+SINGLE = Single()
+
+
+def open_group(folder: Path, rank: int, size: int, device: torch.device, *, timeout_s: float) -> Group:
+    """Open the group with all other ranks, which call this too, with the same empty private folder."""
+    if size == 1:
+        return SINGLE
+    if device.type == "cuda":
+        from engine.runtime.parallel.nccl import NcclGroup
+
+        return NcclGroup(folder, rank, size, device, timeout_s=timeout_s)
+    library = native()
+    if library is None:
+        return GlooGroup(folder, rank, size, timeout_s=timeout_s)
+    return SharedMemoryGroup(library, folder, rank, size, timeout_s=timeout_s)
+
+
+class SharedMemoryGroup:
+    """Ranks on the CPUs of one machine, which exchange numbers through the native library; `folder` is in memory."""
+
+    def __init__(self, library: Library, folder: Path, rank: int, size: int, *, timeout_s: float) -> None:
+        self.rank, self.size, self._library = rank, size, library
+        path, num_bytes = folder / "sums", library.group_bytes(size)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.truncate(file, num_bytes)  # by every rank; the first finds no file, and none shortens it
+        self._memory = mmap.mmap(file, num_bytes)
+        os.close(file)
+        is_crowded = size * library.num_threads > (os.cpu_count() or 1)
+        self._view = (c_char * num_bytes).from_buffer(self._memory)
+        self._args = GroupArgs(addressof(self._view), int(timeout_s * 1000), rank, size, 0 if is_crowded else _SPINS)
+        self.all_reduce(torch.empty(0))  # all ranks have the memory
+        path.unlink(missing_ok=True)
+
+    @property
+    def address(self) -> int | None:
+        """Return the address of the native library's description, valid while this object lives."""
+        return addressof(self._args)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replace contiguous x by the float32 sum of all ranks' x."""
+        assert x.is_contiguous()
+        wide = x.float()  # x itself, if that is float32
+        self._library.group_sum(self._args, wide.data_ptr(), wide.numel())
+        if wide is not x:
+            x.copy_(wide)
+
+    def gather(self, x: Tensor, out: Tensor | None) -> None:
+        """Write the columns of all ranks to rank 0's out."""
+        assert x.is_contiguous()
+        assert out is None or (out.is_contiguous() and out.dtype == x.dtype)
+        at, width = (None, 0) if out is None else (out.data_ptr(), out.shape[1] * out.itemsize)
+        self._library.group_gather(self._args, x.data_ptr(), at, len(x), x.shape[1] * x.itemsize, width)
+
+    def broadcast(self, x: Tensor) -> None:
+        """Replace contiguous x by rank 0's."""
+        assert x.is_contiguous()
+        self._library.group_broadcast(self._args, x.data_ptr(), x.nbytes)
+
+    def abort(self) -> None:
+        """Let the calls of all ranks fail."""
+        self._library.group_abort(self._args)
+
+    def close(self) -> None:
+        """Let the calls of all ranks fail; the memory goes with this object."""
+        self.abort()
+
+
+class GlooGroup:
+    """Ranks that exchange tensors through torch.distributed's gloo: sockets, on any CPU."""
+
+    address = None
+
+    def __init__(self, folder: Path, rank: int, size: int, *, timeout_s: float) -> None:
+        import torch.distributed as dist  # takes time to import, and most models need no group
+
+        self.rank, self.size, self._options = rank, size, dist
+        limit = timedelta(seconds=timeout_s)
+        store = dist.FileStore(str(folder / "gloo"), size)  # type: ignore[attr-defined] # torch has it
+        self._ranks: Any = _guarded(lambda: dist.ProcessGroupGloo(store, rank, size, limit))
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replace contiguous x by the float32 sum of all ranks' x."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        _guarded(lambda: self._ranks.allgather([parts], [x]).wait())
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        x.copy_(total)
+
+    def gather(self, x: Tensor, out: Tensor | None) -> None:
+        """Write the columns of all ranks to rank 0's out."""
+        parts = [
+            torch.empty_like(x, memory_format=torch.contiguous_format)
+            for _ in range(self.size if out is not None else 0)
+        ]
+        options = self._options.GatherOptions()
+        options.rootRank = 0
+        _guarded(lambda: self._ranks.gather([parts] if parts else [], [x.contiguous()], options).wait())
+        if out is not None:
+            out.copy_(torch.cat(parts, 1)[:, : out.shape[1]])
+
+    def broadcast(self, x: Tensor) -> None:
+        """Replace contiguous x by rank 0's."""
+        options = self._options.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        _guarded(lambda: self._ranks.broadcast([x], options).wait())
+
+    def abort(self) -> None:
+        """Close the connections."""
+        self._ranks.abort()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._ranks.abort()
+
+
+def _guarded(call: Callable[[], Any]) -> Any:
+    """Return a call's result. Raises GroupError where torch.distributed raises RuntimeError."""
+    try:
+        return call()
+    except RuntimeError as error:
+        raise GroupError(f"A rank of the model did not take part in a step: {error}") from error

@@ -1,0 +1,77 @@
+"""Collectives of GPUs, through torch.distributed's NCCL. A CUDA graph can hold all of them.
+
+Small sums go through symmetric memory, where each GPU reads the others' parts in one kernel and adds them in the order of
+the ranks. NCCL chooses its order by the size of a message. Not yet run: no machine with two GPUs was at hand, and the
+tests hold the calls against a fake.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+
+ONE_SHOT_BYTES = 1 << 19  # sums of at most so many take one kernel; from published figures, never measured
+_log = logging.getLogger(__name__)
+
+
+class NcclGroup:
+    """Ranks with a GPU each; one such group a process."""
+
+    address = None
+
+    def __init__(self, folder: Path, rank: int, size: int, device: torch.device, *, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
+        store: Any = dist.FileStore(str(folder / "nccl"), size)  # type: ignore[attr-defined] # torch has it
+        limit = timedelta(seconds=timeout_s)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
+        self._world: Any = dist.group.WORLD
+        self._shared = self._open_shared(device)
+
+    def _open_shared(self, device: torch.device) -> Tensor | None:
+        """Return memory that all ranks' GPUs read; None where they cannot."""
+        try:
+            shared = symmetric.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
+            symmetric.rendezvous(shared, self._world)
+        except RuntimeError as error:
+            _log.info("sums of all ranks go through NCCL, without symmetric memory: %s", error)
+            return None
+        return shared
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replace contiguous x by the sum of all ranks' x."""
+        if self._shared is None or x.nbytes > ONE_SHOT_BYTES or x.nbytes % 16:
+            dist.all_reduce(x)
+            return
+        part = self._shared[: x.nbytes].view(x.dtype).view(x.shape)
+        part.copy_(x)
+        _operators().one_shot_all_reduce_out(part, "sum", self._world.group_name, x)
+
+    def gather(self, x: Tensor, out: Tensor | None) -> None:
+        """Write the columns of all ranks to rank 0's out."""
+        parts = None if out is None else [torch.empty_like(x) for _ in range(self.size)]
+        dist.gather(x, parts, dst=0)
+        if out is not None and parts is not None:
+            out.copy_(torch.cat(parts, 1)[:, : out.shape[1]])
+
+    def broadcast(self, x: Tensor) -> None:
+        """Replace contiguous x by rank 0's."""
+        dist.broadcast(x, src=0)
+
+    def abort(self) -> None:
+        """End the calls that wait on this rank's GPU."""
+        self._world.abort()
+
+    def close(self) -> None:
+        """Close the connections."""
+        dist.destroy_process_group()
+
+
+def _operators() -> Any:
+    return torch.ops.symm_mem

@@ -1,0 +1,161 @@
+"""A process that holds one rank's part of a model, and does what the first rank sends.
+
+It has no scheduler and no sequences: it loads its slices of the weights, allocates its part of the pool and computes forward
+passes. It says over standard output that it is loaded, or as a JSON line why it cannot go on. It ends with its parent,
+whatever ends that one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from engine.config import EngineConfig
+from engine.core.config import SchedulerConfig
+from engine.core.errors import QuireError
+from engine.core.types import Progress
+from engine.device import resolve_device, share_threads
+from engine.runtime.attention.table import load_backend
+from engine.runtime.batch import PacketBuffers, scored_portions
+from engine.runtime.kv_cache import KVCache, resolve_kv_dtype
+from engine.runtime.models.base import CausalLM
+from engine.runtime.models.load import load_model, resolve_dtype
+from engine.runtime.native.library import GroupError, choose_kernels, native
+from engine.runtime.parallel.group import Group, open_group
+from engine.runtime.parallel.packet import Step, decode
+from engine.runtime.parallel.ring import RingReader
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Start(NamedTuple):
+    """What a worker is started with, a line of JSON on standard input."""
+
+    config: dict[str, Any]  # the EngineConfig's fields that are not default
+    rank: int
+    size: int
+    folder: str  # where the ranks meet
+    ring: int  # descriptors
+    waker: int
+    spins: bool
+    num_threads: int
+    timeout_s: float
+
+
+class Worker:
+    """The rank's model and pool."""
+
+    def __init__(self, start: Start) -> None:
+        config = self._config = EngineConfig(**start.config)
+        device = resolve_device(config.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", start.rank)
+            torch.cuda.set_device(device)
+        choose_kernels(config.cpu_kernels if device.type == "cpu" else "off")
+        if (library := native()) is not None:
+            library.use_threads(start.num_threads)  # the group spins only where each thread has a core
+        self._device = device
+        _say(here="")
+        self._group: Group = open_group(Path(start.folder), start.rank, start.size, device, timeout_s=start.timeout_s)
+        self._model: CausalLM = load_model(config, device, resolve_dtype(config, device), _ignore, self._group)
+        share_threads(start.num_threads, self._model)
+        self._dtype = resolve_kv_dtype(config.kv_cache_dtype, self._model.dtype, self._model.attention_specs)
+        self._backend = load_backend(config.attention_backend, device)
+        self._cache: KVCache | None = None
+
+    def serve(self, ring: RingReader) -> None:
+        """Do what messages ask for, until the last one."""
+        with torch.inference_mode():
+            while (asked := decode(ring.receive())) is not None:
+                if isinstance(asked, SchedulerConfig):
+                    self._configure(asked)
+                elif isinstance(asked, Step):
+                    self._compute(asked)
+                else:
+                    assert self._cache is not None
+                    self._cache.copy_blocks(asked)
+                ring.release()
+        self._group.close()
+
+    def _configure(self, sizes: SchedulerConfig) -> None:
+        if self._cache is None:
+            self._cache = KVCache(
+                self._model.attention_specs,
+                self._backend,
+                num_blocks=sizes.num_blocks,
+                block_size=sizes.block_size,
+                dtype=self._dtype,
+                device=self._device,
+            )
+        else:
+            self._cache.repartition(sizes.num_blocks, sizes.block_size)
+        self._buffers = PacketBuffers(sizes, self._device)
+        self._last_ids = torch.zeros(sizes.max_num_seqs + 1, dtype=torch.int64, device=self._device)
+
+    def _compute(self, step: Step) -> None:
+        """Compute what ModelRunner.run does before it draws."""
+        packet, model, cache = step.packet, self._model, self._cache
+        assert cache is not None
+        if packet.copies:
+            cache.copy_blocks(packet.copies)
+        batch = self._buffers.to_batch(self._buffers.fill(packet), self._last_ids)
+        self._backend.prepare(batch)
+        hidden = model.forward(batch.ids, batch.positions, cache, None if packet.keeps_all else batch.sample_rows)
+        for rows in packet.scored:
+            for portion in scored_portions(hidden, rows, model.vocab_size):
+                model.logits(portion)
+        if packet.num_samples:
+            model.logits(hidden.index_select(0, batch.sample_rows) if packet.keeps_all else hidden)
+        if step.is_shared:
+            self._group.broadcast(self._last_ids)
+
+
+def _ignore(_: Progress) -> None:
+    """The first rank reports progress for all."""
+
+
+def _say(**facts: str) -> None:
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent ends, even while it is stopped or computes."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> NoReturn:
+        sys.stdin.read()  # until the parent's end is closed; the signal is for the parent's thread alone
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> int:
+    """Serve one rank; returns the exit status."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)  # the daemon drains first, and then ends this process
+    start = Start(**json.loads(sys.stdin.readline()))
+    _end_with_parent()
+    try:
+        worker = Worker(start)
+        _say(loaded="")
+        worker.serve(RingReader(start.ring, start.waker, start.rank - 1, spins=start.spins))
+    except GroupError as error:
+        _say(lost=str(error))
+        return 1
+    except (QuireError, RuntimeError, MemoryError, OSError) as error:
+        _say(error=type(error).__name__, message=str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

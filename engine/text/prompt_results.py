@@ -1,0 +1,39 @@
+"""Computes the results of a prompt without an answer: a unit vector, or the likelihood of the prompt's end. Pure."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Literal
+
+from engine.core.errors import InvalidRequestError
+from engine.core.types import TokenLogprob
+from engine.text.logprobs import finite
+
+Reduction = Literal["mean", "sum"]  # of the tokens' log probabilities
+
+
+def unit_vector(values: Sequence[float]) -> array[float]:
+    """Return the vector scaled to length one, in float32; zero stays zero."""
+    length = math.hypot(*values) or 1.0
+    return array("f", [value / length for value in values])
+
+
+def first_scored(context: Sequence[int], whole: Sequence[int]) -> int:
+    """Return the first token of `whole` that differs from `context`'s tokens. Raises InvalidRequestError without one."""
+    pairs = zip(context, whole, strict=False)
+    first = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(context), len(whole)))
+    if not first:
+        raise InvalidRequestError(
+            "text_1 has no token before text_2's first; submit with a longer text_1.", param="text_1"
+        )
+    if first == len(whole):
+        raise InvalidRequestError("text_2 adds no token to its text_1, and so has no likelihood.", param="text_2")
+    return first
+
+
+def likelihood(entries: Sequence[TokenLogprob | None], first: int, reduction: Reduction) -> float:
+    """Return the log likelihood of a prompt's tokens from `first` on."""
+    values = [finite(entry.logprob) for entry in entries[first:] if entry is not None]
+    return math.fsum(values) / (len(values) if reduction == "mean" else 1)

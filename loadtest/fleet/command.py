@@ -1,0 +1,226 @@
+"""`python -m loadtest fleet`: real daemons behind a real router, under policies in turn.
+
+Every run starts new daemons and a new router, so that no cache and no router's memory outlives it; all policies of a
+round get the same requests. --foresee repeats each run on the simulator's virtual clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from loadtest.arguments import given, positive_float, positive_int
+from loadtest.fleet.daemons import Sizes, fleet, scratch
+from loadtest.fleet.foresee import Known, foresee, measured_costs
+from loadtest.fleet.kill import kill_and_return
+from loadtest.fleet.load import Load, cacheable, draw, prefixes_of
+from loadtest.fleet.routers import KINDS, Routing
+from loadtest.fleet.runs import Figures, measure, probe, token_ids
+from loadtest.output import in_ms, print_table
+
+_TEMPLATE_TOKENS = 16  # of the chat template before a prompt, in whole blocks
+_FAR_SEED = 1 << 20  # of the run that step times are measured in
+_TIMES = ("ttft_p50_s", "ttft_p95_s", "ttft_mean_s", "e2e_p50_s", "e2e_p95_s", "e2e_mean_s")
+
+
+class Run(NamedTuple):
+    """One run of one policy, and what the simulator foresaw of it."""
+
+    router: str
+    policy: str
+    load: str  # "prefixes" or "distinct"
+    seed: int
+    seen: Figures
+    foreseen: Figures | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.router} {self.policy}"
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        foreseen = self.foreseen.plain() if self.foreseen else None
+        return {**self._asdict(), "seen": self.seen.plain(), "foreseen": foreseen}
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Run:
+        """Return a run from a file."""
+        foreseen = Figures.read(document["foreseen"]) if document["foreseen"] else None
+        return cls(**{**document, "seen": Figures.read(document["seen"]), "foreseen": foreseen})
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `fleet`."""
+    parser.add_argument("--router", choices=tuple(KINDS), required=True, help="the kind of router")
+    parser.add_argument("--router-bin", metavar="COMMAND", default="", help="its command; default: as it is installed")
+    parser.add_argument("--router-flags", nargs="+", default=[], metavar="FLAG", help="more of its flags, without --")
+    parser.add_argument(
+        "--policy", nargs="+", metavar="NAME", help="the router's policies; default: blind, least loaded, prefix-aware"
+    )
+    parser.add_argument("--runs", type=positive_int, default=1, metavar="N", help="of each policy, in turns; default 1")
+    parser.add_argument("--daemons", type=positive_int, default=2, metavar="N", help="default 2")
+    parser.add_argument("--clients", type=positive_int, default=8, metavar="N", help="of the closed loop; default 8")
+    parser.add_argument("--requests", type=positive_int, default=200, metavar="N", help="a run; default 200")
+    parser.add_argument("--blocks", type=positive_int, default=512, metavar="N", help="of a daemon's pool; default 512")
+    parser.add_argument("--block-size", type=positive_int, default=16, metavar="TOKENS", help="default 16")
+    parser.add_argument(
+        "--overcommit", type=positive_float, default=1.7, metavar="X",
+        help="pools that all prefixes together fill; default 1.7",
+    )  # fmt: skip
+    parser.add_argument("--prefix-words", type=positive_int, default=592, metavar="N", help="default 592")
+    parser.add_argument("--own-words", type=positive_int, default=8, metavar="N", help="after the prefix; default 8")
+    parser.add_argument("--max-tokens", type=positive_int, default=8, metavar="N", help="of each answer; default 8")
+    parser.add_argument("--distinct", action="store_true", help="give every prompt a prefix of its own")
+    parser.add_argument("--foresee", action="store_true", help="simulate the same runs, from step times measured here")
+    parser.add_argument("--kill", action="store_true", help="kill a daemon under load instead, and start it again")
+    parser.add_argument("--seed", type=int, default=1, help="of the first run; default 1")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="add all runs to this file; the table is over all in it"
+    )
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of the last run here")
+    parser.add_argument("settings", nargs="*", metavar="SETTING", help="after --, more of what `quire serve` takes")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run every policy in turn, print, write; 1 if a request failed."""
+    policies = options.policy or [*dict.fromkeys(_usual(options.router))]
+    runs = _read(options.json)
+    with scratch(options.logs) as folder:
+        if options.kill:
+            return kill_and_return(
+                _routing(options, policies[-1]), _sizes(options), options.daemons, options.clients, folder
+            )
+        known = _known(options, folder) if options.foresee else None
+        for seed in range(options.seed, options.seed + options.runs):
+            for policy in policies:
+                runs.append(_one(options, policy, seed, folder, known))
+                _write(options, runs)
+    show(runs)
+    return int(any(each.seen.num_failed for each in runs))
+
+
+def _usual(router: str) -> tuple[str, str, str]:
+    kind = KINDS[router]
+    return kind.blind, kind.least_loaded, kind.aware
+
+
+def _routing(options: argparse.Namespace, policy: str) -> Routing:
+    flags = [f"--{flag}" if not flag.lstrip("-").isdigit() else flag for flag in options.router_flags]
+    return Routing(options.router, policy, options.router_bin, flags)
+
+
+def _sizes(options: argparse.Namespace) -> Sizes:
+    length = 2 * (options.prefix_words + options.own_words + options.max_tokens) + 256
+    return Sizes(options.blocks, options.block_size, length, flags=options.settings)
+
+
+def _load(options: argparse.Namespace) -> Load:
+    pool_tokens = options.blocks * options.block_size
+    num = prefixes_of(options.overcommit, pool_tokens, options.prefix_words + _TEMPLATE_TOKENS)
+    return Load(
+        options.requests, 0 if options.distinct else num, options.prefix_words, options.own_words, options.max_tokens
+    )
+
+
+def _known(options: argparse.Namespace, folder: Path) -> Known:
+    """Measure step times in a recorded run of the blind policy, with requests of its own."""
+    recordings = [folder / f"recording-{place}.jsonl" for place in range(options.daemons)]
+    prompts = draw(_load(options), _FAR_SEED)
+    routing = _routing(options, KINDS[options.router].blind)
+    more = [["--record", str(path)] for path in recordings]
+    with fleet(routing, _sizes(options), options.daemons, folder, more) as found:
+        seen, _ = measure(found, prompts, options.clients, options.block_size)
+        probe_s = probe(found, prompts)
+    return measured_costs(recordings, seen, probe_s)
+
+
+def _one(options: argparse.Namespace, policy: str, seed: int, folder: Path, known: Known | None) -> Run:
+    load, foreseen = _load(options), None
+    prompts = draw(load, seed)
+    with fleet(_routing(options, policy), _sizes(options), options.daemons, folder) as found:
+        seen, _ = measure(found, prompts, options.clients, options.block_size)
+        if known is not None:
+            tokens, probe_s = token_ids(found.members[0].port, found.model, prompts), probe(found, prompts)
+    if known is not None:
+        ideal = sum(cacheable(tokens, options.block_size))
+        foreseen = foresee(
+            tokens, load.max_tokens, known.slower_by(probe_s), policy=policy, num_daemons=options.daemons,
+            num_clients=options.clients, ideal_tokens=ideal,
+        )  # fmt: skip
+    return Run(options.router, policy, "distinct" if options.distinct else "prefixes", seed, seen, foreseen)
+
+
+def _read(path: Path | None) -> list[Run]:
+    if path is None or not path.exists():
+        return []
+    return [Run.read(each) for each in json.loads(path.read_text(encoding="utf-8"))["runs"]]
+
+
+def _write(options: argparse.Namespace, runs: Sequence[Run]) -> None:
+    if options.json is not None:
+        document = {"settings": given(options), "runs": [each.plain() for each in runs]}
+        options.json.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def middle(each: Sequence[Figures]) -> Figures:
+    """Return the median of each figure over runs."""
+    values = {field.name: median(getattr(one, field.name) for one in each) for field in fields(Figures)[:-1]}
+    shares = tuple(int(median(counts)) for counts in zip(*(one.shares for one in each), strict=True))
+    return Figures(**values, shares=shares)
+
+
+def show(runs: Sequence[Run]) -> None:
+    """Print the medians of each policy under each load, and how well they were foreseen."""
+    for load in dict.fromkeys(each.load for each in runs):
+        groups: dict[str, list[Run]] = {}
+        for each in runs:
+            if each.load == load:
+                groups.setdefault(each.name, []).append(each)
+        medians = {name: middle([each.seen for each in group]) for name, group in groups.items()}
+        basis = next(iter(medians.values()))
+        rows = [(name, len(groups[name]), *_cells(seen, basis)) for name, seen in medians.items()]
+        print(
+            f"Load: {load}; the ideal is {basis.ideal_tokens:,.0f} cached tokens of {basis.prompt_tokens:,.0f}. Times in ms."
+        )
+        print_table(
+            ("policy", "runs", "cached", "of ideal", "x first", "TTFT p50", "x first", "p95", "e2e p50", "p95", "s", "answers", "failed"),
+            rows,
+        )  # fmt: skip
+        _show_foreseen({name: [each for each in group if each.foreseen] for name, group in groups.items()})
+
+
+def _cells(seen: Figures, basis: Figures) -> list[str]:
+    return [
+        f"{seen.cached_tokens:,.0f}",
+        f"{seen.of_ideal:.1%}",
+        f"{seen.cached_tokens / basis.cached_tokens:.2f}" if basis.cached_tokens else "-",
+        in_ms(seen.ttft_p50_s, 0),
+        f"{seen.ttft_p50_s / basis.ttft_p50_s:.2f}",
+        *(in_ms(each, 0) for each in (seen.ttft_p95_s, seen.e2e_p50_s, seen.e2e_p95_s)),
+        f"{seen.duration_s:.1f}",
+        " + ".join(map(str, seen.shares)),
+        f"{seen.num_failed:.0f}",
+    ]
+
+
+def _show_foreseen(groups: Mapping[str, Sequence[Run]]) -> None:
+    """Print real and foreseen medians beside each other, and the largest difference of a policy."""
+    rows = []
+    for name, group in groups.items():
+        if not group:
+            continue
+        seen = middle([each.seen for each in group])
+        guess = middle([each.foreseen for each in group if each.foreseen])
+        cells = [f"{seen.of_ideal:.1%} / {guess.of_ideal:.1%}"]
+        for field in _TIMES:
+            real, foreseen = getattr(seen, field), getattr(guess, field)
+            cells.append(f"{in_ms(real, 0)} / {in_ms(foreseen, 0)} ({foreseen / real - 1:+.0%})")
+        rows.append((name, *cells))
+    if rows:
+        print("Real / foreseen")
+        print_table(("policy", "of ideal", *(field.removesuffix("_s").replace("_", " ") for field in _TIMES)), rows)

@@ -1,0 +1,129 @@
+"""Sums over processes: shared memory against gloo, processes that stop or die, and the calls that NCCL gets."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.runtime.parallel import group as groups
+from engine.runtime.parallel import nccl
+from tests.cpu import ranks
+from tests.patience import PATIENCE_S
+
+
+@contextmanager
+def workers(target: Any, folder: Path, size: int, *args: Any) -> Iterator[list[Any]]:
+    """Processes of all ranks but 0, which is this one."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.cpu.ranks"])
+    running = [context.Process(target=target, args=(rank, folder, size, *args)) for rank in range(1, size)]
+    for worker in running:
+        worker.start()
+    try:
+        yield running
+    finally:
+        for worker in running:
+            worker.kill()
+            worker.join()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shared_memory_says_what_gloo_says(size: int, tmp_path: Path) -> None:
+    with workers(ranks.exchange, tmp_path, size) as running:
+        ranks.exchange(0, tmp_path, size)
+        for worker in running:
+            worker.join(PATIENCE_S)
+            assert worker.exitcode == 0
+
+
+def sum_often(group: groups.Group) -> None:
+    """More sums than a signalled process has begun."""
+    for _ in range(1000):
+        group.all_reduce(torch.ones(8))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+def test_a_rank_that_does_not_take_part_is_an_error(kind: str, sent: signal.Signals, tmp_path: Path) -> None:
+    with workers(ranks.sum_for_ever, tmp_path, 2, kind) as (worker,):
+        group = ranks.open_kind(kind, 0, tmp_path, 2, timeout_s=1)
+        x = torch.ones(8)
+        group.all_reduce(x)
+        assert x.tolist() == [2.0] * 8
+        assert worker.pid is not None
+        os.kill(worker.pid, sent)
+        with pytest.raises(groups.GroupError):
+            sum_often(group)
+        with pytest.raises(groups.GroupError):
+            group.all_reduce(x)
+
+
+def test_abort_ends_the_wait_of_all(tmp_path: Path) -> None:
+    with workers(ranks.wait_for_ever, tmp_path, 2) as (worker,):
+        group = ranks.open_kind("shared", 0, tmp_path, 2, timeout_s=PATIENCE_S)
+        group.abort()
+        worker.join(PATIENCE_S)
+        assert worker.exitcode == 0  # it got a GroupError
+        with pytest.raises(groups.GroupError):
+            group.broadcast(torch.ones(2))
+
+
+def test_one_process_sends_nothing(tmp_path: Path) -> None:
+    assert groups.open_group(tmp_path, 0, 1, torch.device("cpu"), timeout_s=1) is groups.SINGLE
+    x = torch.ones(3)
+    groups.SINGLE.all_reduce(x)
+    assert x.tolist() == [1, 1, 1]
+
+
+class Calls:
+    """Stands for torch.distributed on a machine without GPUs, and keeps the names of the calls."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self.group = SimpleNamespace(WORLD=SimpleNamespace(group_name="0", abort=lambda: self.found.append("abort")))
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **_: Any) -> None:
+            self.found.append(name)
+            if name == "gather" and args[1] is not None:
+                for rank, part in enumerate(args[1]):
+                    part.copy_(args[0] + rank)
+
+        return call
+
+
+@pytest.mark.parametrize("has_shared", [True, False])
+def test_what_nccl_is_asked_for(has_shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, one_shot = Calls(), []
+    monkeypatch.setattr(nccl, "dist", calls)
+
+    def empty(size: int, **_: Any) -> torch.Tensor:
+        if not has_shared:
+            raise RuntimeError("no peers")
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(nccl, "symmetric", SimpleNamespace(empty=empty, rendezvous=lambda *_: None))
+    operators = SimpleNamespace(one_shot_all_reduce_out=lambda part, *_: one_shot.append(part.tolist()))
+    monkeypatch.setattr(nccl, "_operators", lambda: operators)
+    group = nccl.NcclGroup(tmp_path, 0, 2, torch.device("cpu"), timeout_s=1)
+    assert calls.found == ["FileStore", "init_process_group"]
+    group.all_reduce(torch.arange(8.0))
+    group.all_reduce(torch.zeros(nccl.ONE_SHOT_BYTES))
+    out = torch.empty(1, 3)
+    group.gather(torch.tensor([[1.0, 2.0]]), out)
+    assert out.tolist() == [[1, 2, 2]]
+    group.broadcast(torch.ones(1))
+    group.abort()
+    group.close()
+    reduces = ["all_reduce"] if has_shared else ["all_reduce", "all_reduce"]
+    assert calls.found[2:] == [*reduces, "gather", "broadcast", "abort", "destroy_process_group"]
+    assert one_shot == ([list(range(8))] if has_shared else [])

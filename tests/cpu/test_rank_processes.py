@@ -1,0 +1,327 @@
+"""Ranks: what the first one sends arrives as it was, and a lost one is the engine's end. test_ranks.py tests the model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize
+from numpy.typing import NDArray
+
+from engine.core.config import SchedulerConfig
+from engine.core.errors import ConfigError, QuireError
+from engine.core.fake_runner import FakeStep
+from engine.core.step import StepPlan
+from engine.core.types import FinishReason, TokenEvent
+from engine.loop import Engine
+from engine.runtime.batch import BatchBuilder, Packet, PacketBuffers
+from engine.runtime.parallel import executor
+from engine.runtime.parallel.packet import Step, decode, encode_close, encode_config, encode_copies, encode_step
+from engine.runtime.parallel.ring import RingError, RingReader, RingWriter, make_memory
+from tests.cpu.test_engine_build import build, folder  # noqa: F401 - a fixture
+from tests.patience import PATIENCE_S, eventually
+from tests.pure.driver import request
+from tests.pure.test_scheduler_properties import SchedulerMachine
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def ring(
+    num_bytes: int = 4096, num_readers: int = 1, timeout_s: float = PATIENCE_S
+) -> Iterator[tuple[RingWriter, list[RingReader]]]:
+    memory = make_memory(num_bytes)
+    wakers = [os.eventfd(0) for _ in range(num_readers)]
+    readers = [RingReader(memory, waker, place, spins=bool(place)) for place, waker in enumerate(wakers)]
+    yield RingWriter(memory, wakers, timeout_s=timeout_s), readers
+    for each in (memory, *wakers):
+        os.close(each)
+
+
+# -- the ring ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 250), st.integers(0, 3)), max_size=60))
+def test_every_reader_reads_every_message_whole_and_in_order(messages: list[tuple[int, int]]) -> None:
+    """The ring is so small that messages wrap around; readers may be behind by some."""
+    with ring(num_readers=2) as (writer, readers):
+        waiting: list[list[bytes]] = [[], []]
+
+        def read(place: int) -> None:
+            assert bytes(readers[place].receive()) == waiting[place].pop(0)
+            readers[place].release()
+
+        for number, (size, num_behind) in enumerate(messages):
+            text = bytes((number + at) % 256 for at in range(size * 8))
+            for place in range(2):
+                while len(waiting[place]) * 2100 > 2000 * place or len(waiting[place]) > num_behind:
+                    read(place)
+            writer.send([np.frombuffer(text[:8], np.uint8), np.frombuffer(text[8:], np.uint8)])
+            for each in waiting:
+                each.append(text)
+        for place in range(2):
+            while waiting[place]:
+                read(place)
+
+
+def test_a_reader_sleeps_until_a_message_comes() -> None:
+    with ring() as (writer, [reader]):
+        got: list[bytes] = []
+        thread = threading.Thread(target=lambda: got.append(bytes(reader.receive())))
+        thread.start()
+        writer.send([np.arange(3)])
+        thread.join()
+    assert got == [np.arange(3).tobytes()]
+
+
+def test_a_ring_without_room_is_an_error() -> None:
+    with ring(timeout_s=0.01) as (writer, _):
+        with pytest.raises(RingError, match="larger than the ring"):
+            writer.send([np.zeros(4096, np.uint8)])
+        for _ in range(4):
+            writer.send([np.zeros(1000, np.uint8)])
+        with pytest.raises(RingError, match="read no message"):
+            writer.send([np.zeros(1000, np.uint8)])
+
+
+# -- packets -----------------------------------------------------------------------------------------------------------
+
+
+def passed(parts: Sequence[NDArray[Any]]) -> Any:
+    """Return what a reader makes of a message."""
+    return decode(memoryview(b"".join(part.tobytes() for part in parts)))
+
+
+pairs = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=4)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), pairs, pairs, st.booleans(), st.booleans(), st.data())
+def test_a_packet_arrives_as_it_was(
+    lens: list[int], copies: Any, scored: Any, keeps_all: bool, is_shared: bool, data: st.DataObject
+) -> None:
+    num_tokens, num_slices, width = sum(lens), len(lens), data.draw(st.integers(1, 3))
+    starts = np.cumsum([0, *lens])
+    contexts = [each + 7 for each in lens]
+    tables = np.arange(num_slices * width)
+    packet = Packet(
+        longs=np.arange(3 * num_tokens + num_slices),
+        ints=np.concatenate([starts, contexts, tables]).astype(np.int32),
+        num_slices=num_slices,
+        num_tokens=num_tokens,
+        num_samples=num_slices,
+        copies=copies,
+        scored=scored,
+        keeps_all=keeps_all,
+        query_lens=lens,
+        contexts=contexts,
+        tables=tables.reshape(num_slices, width).tolist(),
+    )
+    found = passed(encode_step(packet, is_shared=is_shared))
+    assert isinstance(found, Step)
+    assert found.is_shared == is_shared
+    for one, other in zip(found.packet, packet, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_other_messages_arrive_as_they_were() -> None:
+    sizes = SchedulerConfig(num_blocks=9, block_size=4, max_model_len=32, max_num_seqs=3, max_num_batched_tokens=8)
+    assert passed(encode_config(sizes)) == sizes
+    assert passed(encode_copies([(1, 2), (3, 4)])) == [(1, 2), (3, 4)]
+    assert passed(encode_close()) is None
+
+
+class RankedMachine(SchedulerMachine):
+    """Any history of the scheduler, with a second rank that knows only what a ring has brought it."""
+
+    @initialize(
+        depth=st.integers(0, 1),
+        num_blocks=st.integers(10, 24),
+        budget=st.integers(6, 30),
+        caching=st.booleans(),
+        policy=st.sampled_from(["fcfs", "fair"]),
+    )
+    def start(self, depth: int, budget: int, caching: bool, **changes: Any) -> None:  # type: ignore[override]
+        sizes = {"num_host_blocks": 0, "host_caching": False, "num_disk_blocks": 0, "num_speculative_tokens": 0}
+        times = {"eviction": "lru", "target_itl_s": None, "target_ttft_s": None}
+        super().start(depth, budget, caching, cost=None, **sizes, **times, **changes)
+        sizes_of = self.driver.scheduler.config
+        self.builder, self.buffers = BatchBuilder(sizes_of, CPU), PacketBuffers(sizes_of, CPU)
+        self.pages = np.full((sizes_of.num_blocks, sizes_of.block_size), -1)
+        self.held = ring(1 << 16)
+        self.writer, [self.reader] = self.held.__enter__()
+        self.run_first, self.driver.runner.run = self.driver.runner.run, self.run_both  # type: ignore[method-assign]
+
+    def run_both(self, plan: StepPlan) -> FakeStep:
+        last_ids = torch.tensor([*self.driver.runner._last_ids, 0])
+        first = self.run_first(plan)
+        if plan.slices:
+            self.writer.send(encode_step(self.builder.prepare(plan), is_shared=False))
+        else:
+            self.writer.send(encode_copies(plan.copies))
+        asked = decode(self.reader.receive())
+        self.compute(asked, last_ids) if isinstance(asked, Step) else self.copy(asked)
+        self.reader.release()
+        return first
+
+    def copy(self, copies: Any) -> None:
+        for source, destination in copies:
+            self.pages[destination] = self.pages[source]
+
+    def compute(self, step: Step, last_ids: torch.Tensor) -> None:
+        """Store and read back as FakeRunner does; its memory must say the same."""
+        packet = step.packet
+        self.copy(packet.copies)
+        batch = self.buffers.to_batch(self.buffers.fill(packet), last_ids)
+        self.pages.reshape(-1)[batch.kv_slots.numpy()] = batch.ids.numpy()
+        size = self.pages.shape[1]
+        theirs = np.array(self.driver.runner._pages)
+        for table, context in zip(packet.tables, packet.contexts, strict=True):
+            blocks = list(table)[: -(-context // size)]
+            np.testing.assert_array_equal(
+                self.pages[blocks].reshape(-1)[:context], theirs[blocks].reshape(-1)[:context]
+            )
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "held"):
+            self.held.__exit__(None, None, None)
+
+
+TestRankedPaging = RankedMachine.TestCase
+TestRankedPaging.settings = settings(max_examples=20, stateful_step_count=25)
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """An engine of two ranks, and what it said."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.events: list[TokenEvent] = []
+        self.has_ended = threading.Event()
+        engine.start(self.events.extend, self.has_ended.set)
+
+    def ask(self, max_tokens: int) -> None:
+        self.engine.submit(request("r", (1, 2, 3), max_tokens=max_tokens, eos_token_ids=frozenset(), temperature=0.0))
+
+    @property
+    def end(self) -> TokenEvent | None:
+        return next((event for event in self.events if event.finish_reason is not None), None)
+
+
+def workers() -> list[int]:
+    """Return the processes of other ranks that this process has started."""
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is_ours(entry)]
+
+
+def _is_ours(entry: Path) -> bool:
+    try:
+        is_worker = b"engine.runtime.parallel.worker" in (entry / "cmdline").read_bytes()
+        return is_worker and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
+    except OSError:
+        return False
+
+
+def tokens(engine: Engine) -> list[int]:
+    asked = Asked(engine)
+    asked.ask(12)
+    eventually(lambda: asked.end is not None)
+    engine.stop(0)
+    return [token for event in asked.events for token in event.token_ids]
+
+
+def test_two_ranks_say_what_one_says(folder: str) -> None:  # noqa: F811 - the fixture
+    alone = tokens(build(folder))
+    assert len(alone) == 12
+    assert tokens(build(folder, tensor_parallel_size=2)) == alone
+    assert tokens(build(folder, tensor_parallel_size=2, async_scheduling=True)) == alone
+    assert workers() == []
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(("loses", "sentence"), [(kill, "signal 9"), (stop, "did not take part")])
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_lost_rank_is_the_engines_end(
+    folder: str,  # noqa: F811
+    loses: Callable[[int], None],
+    sentence: str,
+    is_busy: bool,
+) -> None:
+    engine = build(folder, tensor_parallel_size=2)
+    group: Any = engine._runner._executor._group  # type: ignore[attr-defined]
+    if loses is stop:
+        group._args.timeout_ms = 500
+    asked = Asked(engine)
+    [worker] = workers()
+    if is_busy:
+        asked.ask(500)
+        eventually(lambda: bool(asked.events))
+    loses(worker)
+    if loses is stop and not is_busy:
+        asked.ask(500)  # nothing notices before
+    asked.has_ended.wait(PATIENCE_S)
+    assert sentence in str(asked.engine.health().error)
+    if is_busy:
+        assert asked.end is not None
+        assert asked.end.finish_reason is FinishReason.ERROR
+    with pytest.raises(QuireError):
+        asked.ask(1)
+    assert workers() == []
+
+
+def test_a_fault_of_another_rank_is_the_starts_fault(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    spawn = executor._spawn
+
+    def spawn_wrong(start: Any) -> Any:
+        return spawn(start._replace(config={**start.config, "max_model_len": 100_000}))
+
+    monkeypatch.setattr(executor, "_spawn", spawn_wrong)
+    with pytest.raises(ConfigError, match="--max-model-len is 100000"):
+        build(folder, tensor_parallel_size=2)
+    assert workers() == []
+
+
+def test_ranks_end_with_their_parent(folder: str) -> None:  # noqa: F811
+    """Also one that is stopped: the kernel kills it."""
+    code = (
+        "import sys, time; from tests.cpu.test_engine_build import build; from tests.cpu.test_rank_processes import workers;"
+        f"build({folder!r}, tensor_parallel_size=2); print(*workers(), flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        stop(worker)
+        parent.kill()
+    eventually(
+        lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text().split()[2]
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"swap_space": 1.0}, {"kv_offload_gib": 1.0}, {"max_loras": 2, "allow_runtime_lora_updating": True}],
+)
+def test_what_works_on_one_device_alone_is_refused(folder: str, changes: dict[str, object]) -> None:  # noqa: F811
+    with pytest.raises(ConfigError, match="--tensor-parallel-size is 2"):
+        build(folder, tensor_parallel_size=2, **changes)
