@@ -159,7 +159,7 @@ def build(args: Mapping[str, Any]) -> Application:
 
 
 def _daemon_options(options: Options) -> dict[str, Any]:
-    bundle = {"CPU": options.cpus, **({"GPU": options.gpus} if options.gpus else {})}
+    size = options.tensor_parallel_size
     scaling: dict[str, Any] = (
         {"num_replicas": options.replicas}
         if options.autoscaling is None
@@ -171,8 +171,7 @@ def _daemon_options(options: Options) -> dict[str, Any]:
         "name": "Daemon",
         "max_ongoing_requests": MAX_ONGOING,
         "graceful_shutdown_timeout_s": options.drain_s + 30,
-        "placement_group_bundles": [bundle] * options.tensor_parallel_size,
-        "placement_group_strategy": "STRICT_PACK",
-        "ray_actor_options": {"num_cpus": options.cpus, "num_gpus": options.gpus},
+        # One request for all ranks: they are processes of this actor, and see its GPUs and no others.
+        "ray_actor_options": {"num_cpus": size * options.cpus, "num_gpus": size * options.gpus},
         **scaling,
     }

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 Replica = TypeVar("Replica", bound=Hashable)
 
+_TWICE = 4
 MAX_BLOCKS = 1 << 15  # of a replica that does not say how large its pool is
 
 
@@ -45,13 +46,13 @@ class PrefixIndex(Generic[Replica]):
         """Return the replicas, the one that begins to answer first in front.
 
         A replica computes the blocks that it lacks after those of its open requests; every open request slows it by
-        about a block. Among equals the one with the fewest blocks comes first, so that new prompts spread.
+        about a block. Blocks that are computed a second time also displace others, so they count several times. Among equals the one with the fewest blocks comes first, so that new prompts spread.
         """
 
         def cost(replica: Replica) -> tuple[int, int, int]:
             known = self._known.get(replica) or _Known(0)
             missing = len(blocks) - _count_found(known, blocks)
-            return missing + known.backlog + known.num_open, known.num_open, len(known.blocks)
+            return _TWICE * missing + known.backlog + known.num_open, known.num_open, len(known.blocks)
 
         return sorted(replicas, key=cost)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from functools import cache
@@ -120,6 +121,26 @@ def test_every_variable_is_a_setting(overlay: str) -> None:
     names = {name for each in maps for name in each["data"]} | {each["name"] for each in container(objects)["env"]}
     settings = {ENV_PREFIX + name.upper() for name in names_of(DECLARED)}
     assert {name for name in names if name.startswith(ENV_PREFIX)} <= settings
+
+
+def test_the_ray_service_is_valid() -> None:
+    """Its pods' specs are Kubernetes' own."""
+    service = yaml.safe_load((ROOT / "deploy/ray/rayservice.yaml").read_text())
+    check(service)
+    cluster = service["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        check({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": group["template"]["spec"]})
+    assert yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"].keys() <= _arguments()
+    assert (
+        yaml.safe_load((ROOT / "deploy/ray/serve.yaml").read_text())["applications"][0]["args"].keys() <= _arguments()
+    )
+
+
+def _arguments() -> set[str]:
+    """Return the arguments of the Ray application, from the table that describes them."""
+    page = (ROOT / "docs/deploy/ray.md").read_text()
+    table = page[page.index("| argument |") : page.index("Ray does not bind")]
+    return {name for line in table.splitlines()[2:] if line for name in re.findall(r"`(\w+)`", line.split("|")[1])}
 
 
 @needs_kubectl

@@ -148,6 +148,16 @@ def test_a_client_that_leaves_is_noticed_by_its_daemon(cluster: str) -> None:
     assert answer.status_code == 200
 
 
+def test_a_daemon_may_be_two_processes(cluster: str) -> None:
+    body = {"model": "smol", "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
+    texts = []
+    for size in (1, 2):
+        run(tensor_parallel_size=size, flags=[*FLAGS, "--dtype", "float32"])
+        texts.append(httpx.post(f"{cluster}/v1/completions", json=body).json()["choices"][0]["text"])
+    assert texts[0] == texts[1]
+    assert "Paris" in texts[0]
+
+
 def test_an_update_under_load_fails_no_request(cluster: str) -> None:
     run(replicas=2)
     before = daemons()
