@@ -13,6 +13,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Ray leaves its processes to the system, and pytest notices after the last test."""
+    if find_spec("ray") is not None:
+        config.addinivalue_line("filterwarnings", "ignore:subprocess .* is still running:ResourceWarning")
+        config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if find_spec("ray") is None:
         missing = pytest.mark.skip(reason="Ray is not installed: make ray")
