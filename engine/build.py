@@ -22,14 +22,14 @@ from engine.block_size import CANDIDATES, choose, lengths_path, load_lengths, sa
 from engine.config import EngineConfig
 from engine.core.admission import QueueLimits
 from engine.core.config import SchedulerConfig
-from engine.core.errors import ModelLoadError
+from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.kv.page_table import Layout
 from engine.core.scheduler import Scheduler
 from engine.core.step import Runner, StepResult
 from engine.core.types import Progress
 from engine.device import load_kernels, resolve_device, share_threads
 from engine.draft_source import fetch_models
-from engine.loop import Engine
+from engine.loop import Engine, EventPublisher
 from engine.model_source import local_path
 from engine.recording import RecordingFile, RecordingScheduler, check_path
 from engine.runtime import kv_cache
@@ -205,6 +205,8 @@ def _build(
     settings, transports = open_tiers(runner, config, settings, model.dtype, report)
     if speculation is not None:
         settings = speculation.start(runner, settings, parts.captures, report)
+    kv_events = _open_events(config, settings)
+    settings = replace(settings, kv_events=kv_events is not None)
     depth = 0 if speculation else _depth(config.async_scheduling, device)
     if executor is not None:
         executor.shares_ids = depth > 0
@@ -220,6 +222,7 @@ def _build(
         adapters=adapters,
         keep_lengths=keep_lengths,
         transports=transports,
+        kv_events=kv_events,
         layout=None if executor else _layout(config, settings, runner, model.dtype),
     )
 
@@ -303,6 +306,20 @@ def _queue_limits(config: EngineConfig, settings: SchedulerConfig) -> QueueLimit
         config.max_num_queued_reqs or _MAX_QUEUED_REQUESTS,
         config.max_num_queued_tokens or _MAX_QUEUED_POOLS * settings.num_blocks * settings.block_size,
     )
+
+
+def _open_events(config: EngineConfig, settings: SchedulerConfig) -> EventPublisher | None:
+    """Return what publishes KV events, if that is configured. Raises ConfigError."""
+    asked = config.kv_events
+    if asked is None:
+        return None
+    try:
+        from engine.kv_events import KVEvents
+    except ImportError as error:
+        raise ConfigError(
+            f"--kv-events-config needs {error.name}, which is not installed; run pip install 'quire[kv-events]'."
+        ) from None
+    return KVEvents(asked, settings.block_size, has_groups=bool(settings.window_groups))
 
 
 def _make_scheduler(config: EngineConfig, settings: SchedulerConfig) -> Scheduler:

@@ -14,6 +14,7 @@ from engine.core.config import FEW_TOKENS
 from engine.core.errors import ConfigError
 from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.queues import POLICIES
+from engine.kv_events_config import KVEventsConfig
 from engine.runtime.attention import BACKENDS, GPU_BACKENDS, LIBRARIES
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.weights.formats import FORMATS
@@ -186,6 +187,12 @@ class EngineConfig:
         None, "MS", "wait for the first token that long prompts are sped up to keep", unset="none", above=0
     )
     enable_prefix_caching: bool = _scheduling(True, "", "reuse the KV blocks of shared prompt prefixes")
+    kv_events_config: str | Mapping[str, Any] | None = _scheduling(
+        None,
+        "JSON",
+        'publish which blocks are cached, for routers, with vLLM\'s keys: {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}; the events hold token ids',
+        unset="off",
+    )
     prefix_cache_eviction: str = _scheduling(
         "lru", "", "which cached blocks are evicted first", choices=tuple(EVICTION_POLICIES)
     )
@@ -260,6 +267,12 @@ class EngineConfig:
         return None if self.speculative_config is None else SpeculativeConfig.read(self.speculative_config)
 
     @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """Return --kv-events-config, read, or None if nothing is published. Raises ConfigError."""
+        config = None if self.kv_events_config is None else KVEventsConfig.read(self.kv_events_config)
+        return config if config is not None and config.is_on else None
+
+    @property
     def num_loras(self) -> int:
         """Return the most adapters held at the same time; 0 if none can be loaded."""
         if not (self.lora_modules or self.allow_runtime_lora_updating):
@@ -332,6 +345,10 @@ CONFLICTS = (
     Conflict(
         lambda c: c.kv_offload_gib and not c.enable_prefix_caching,
         "--kv-offload-config keeps blocks of the prefix cache, which is off; leave out one of the two.",
+    ),
+    Conflict(
+        lambda c: c.kv_events is not None and not c.enable_prefix_caching,
+        "--kv-events-config publishes what the prefix cache holds, and it is off; leave out one of the two.",
     ),
     Conflict(
         lambda c: c.record is not None and c.kv_offload_dir is not None,

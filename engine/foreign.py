@@ -232,7 +232,7 @@ VLLM = (
     _switch("--disable-hybrid-kv-cache-manager --disable-chunked-mm-input", _PERFORMANCE),
     _row("--kv-cache-metrics-sample --kv-offloading-backend", _PERFORMANCE),
     _row("--kv-offloading-size", Alias("kv_offload_config", "host_gib", convert=float)),
-    _row("--kv-events-config --ec-transfer-config", Refusal("K/V is exchanged as --kv-transfer-config and --kv-offload-config say; leave it out")),
+    _row("--ec-transfer-config", Refusal("K/V is exchanged as --kv-transfer-config and --kv-offload-config say; leave it out")),
     _switch("--enable-sleep-mode", Refusal("the weights stay on the device; stop the daemon to free it, a start takes seconds")),
     # -- LoRA
     _switch("--enable-lora", NoEffect("adapters are on with --lora-modules or --allow-runtime-lora-updating")),

@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from engine.adapters import Adapters
 from engine.block_size import waste
@@ -30,6 +31,7 @@ from engine.core.errors import (
     QuireError,
     ShuttingDownError,
 )
+from engine.core.kv.contents import Changes
 from engine.core.kv.page_table import Layout
 from engine.core.kv.tiers import Transport
 from engine.core.scheduler import Scheduler
@@ -37,6 +39,7 @@ from engine.core.stats import FailureCause, Snapshot
 from engine.core.step import PendingStep, Runner, StepPlan
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 from engine.inbox import Abort, EngineCall, Fail, Inbox, Message, Stop
+from engine.kv_events_config import KVEventsConfig
 from engine.offload import Offload
 
 log = logging.getLogger("quire.engine")
@@ -46,6 +49,21 @@ T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
 _QUIET_S = 0.1  # without a message for this long, no client waits while other work is done
+
+
+class EventPublisher(Protocol):
+    """Publishes what the prefix cache gains and loses; engine/kv_events.py has one."""
+
+    config: KVEventsConfig
+    endpoint: str
+    replay_endpoint: str | None
+    ask_snapshot: Callable[[], object]  # set by the engine: queues all that is cached
+
+    def start(self) -> None: ...
+
+    def put(self, changes: Changes) -> None: ...  # never waits
+
+    def close(self) -> None: ...
 
 
 class EngineHealth(NamedTuple):
@@ -72,6 +90,7 @@ class Engine:
         keep_lengths: Callable[[Sequence[int]], None] | None = None,
         layout: Layout | None = None,
         transports: Mapping[str, Transport] = MappingProxyType({}),
+        kv_events: EventPublisher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = scheduler.config
@@ -83,6 +102,11 @@ class Engine:
         self._runner = runner
         self._offload = Offload(scheduler, runner, transports) if transports else None
         self._depth = depth
+        self.kv_events = kv_events
+        self._contents = scheduler.kv.contents
+        if kv_events is not None and self._contents is not None:
+            self._contents.sink = kv_events.put
+            kv_events.ask_snapshot = partial(self.between_steps, lambda scheduler, _: _send_contents(scheduler))
         self._overload = OverloadControl(scheduler.config, scheduler.stats, limits)
         self._keep_lengths = keep_lengths
         self.layout = layout
@@ -104,6 +128,8 @@ class Engine:
         """Start the thread, which calls `deliver` with events, at most once a step, and last `on_end`."""
         self._deliver = deliver
         self._on_end = on_end
+        if self.kv_events is not None:
+            self.kv_events.start()
         self._thread.start()
 
     def submit(self, *requests: Request) -> None:
@@ -198,6 +224,8 @@ class Engine:
             self._inbox.close()
             if self._offload is not None:
                 self._offload.close()
+            if self.kv_events is not None:
+                self.kv_events.close()
             self._runner.close()
             self._on_end()
 
@@ -214,12 +242,16 @@ class Engine:
         self._tell(events)
         if self._offload is not None:
             self._offload.exchange()
+        if self._contents is not None:
+            self._contents.flush()
 
     def _step(self, events: StepEvents) -> None:
         """Launch a step, commit the oldest."""
         events.entries += self._scheduler.drop_hopeless(self.clock())
         plan = self._scheduler.plan(self.clock())
         if plan is not None:
+            if self._contents is not None:
+                self._contents.flush()  # blocks are lost before they are written again
             begun_s = self.clock()  # before run: without a device queue, run itself is the step
             try:
                 self._launched.append((plan, self._runner.run(plan), begun_s))
@@ -259,6 +291,8 @@ class Engine:
             self.stats.blocks_waste = waste(self._scheduler.recent_lengths, self.config.block_size)
             while not (messages := self._inbox.take(wait_s=0)) and self._use_idle_moment():
                 pass
+            if self._contents is not None:
+                self._contents.flush()
             messages = messages or self._inbox.take(wait_s=None)
         self._progress_s = self.clock()
         return messages
@@ -334,3 +368,8 @@ class Engine:
                 for request_id, choice in sorted(self._open)
             )
         )
+
+
+def _send_contents(scheduler: Scheduler) -> None:
+    if scheduler.kv.contents is not None:
+        scheduler.kv.contents.send_snapshot()

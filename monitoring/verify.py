@@ -185,7 +185,7 @@ def daemon(port: int, traces: str, work: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def prometheus(binary: str, target: str, work: Path) -> Iterator[str]:
+def prometheus(binary: str, target: str, work: Path, key: str = "") -> Iterator[str]:
     """Run Prometheus with the repository's rules, faster scrapes, and alerts that do not wait."""
     config = yaml.safe_load((HERE / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
@@ -196,6 +196,8 @@ def prometheus(binary: str, target: str, work: Path) -> Iterator[str]:
                 rule["for"] = "2s"
     (work / "alerts.yml").write_text(yaml.safe_dump(rules))
     config["rule_files"] = [str(work / "alerts.yml")]
+    if key:
+        config["scrape_configs"][0]["authorization"] = {"credentials": key}
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [urllib.parse.urlsplit(target).netloc]
     (work / "prometheus.yml").write_text(yaml.safe_dump(config))
     port = free_port()
@@ -361,10 +363,10 @@ def check_own(binary: str, work: Path, seconds: float) -> tuple[list[Check], lis
     return checks, outcomes
 
 
-def check_given(binary: str, work: Path, seconds: float, url: str) -> tuple[list[Check], list[Outcome]]:
+def check_given(binary: str, work: Path, seconds: float, url: str, key: str) -> tuple[list[Check], list[Outcome]]:
     """Check with a daemon that runs already; an empty panel is no fault."""
-    with prometheus(binary, url, work) as api:
-        outcomes = asyncio.run(load(url, seconds, ("",)))
+    with prometheus(binary, url, work, key) as api:
+        outcomes = asyncio.run(load(url, seconds, (key,)))
         wait_for_scrapes(api)
         checks = [evaluate(api, *query) for query in (*panels(), *alerts())]
         checks = [check if check.found or "found" not in check.fault else check._replace(fault="") for check in checks]
@@ -375,6 +377,7 @@ def main() -> int:
     """Run the whole check; return 1 if something is wrong, 2 if it could not run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a daemon that runs already; default: start one on the default model")
+    parser.add_argument("--api-key", default="", help="a key of that daemon")
     parser.add_argument("--prometheus", default="prometheus", help="the binary; default: the one on the PATH")
     parser.add_argument("--seconds", type=float, default=20.0, help="of load; default %(default)s")
     options = parser.parse_args()
@@ -384,7 +387,7 @@ def main() -> int:
             raise VerifyError(f"{options.prometheus} is not installed; on Debian: apt-get install prometheus.")
         with tempfile.TemporaryDirectory() as folder:
             if options.url:
-                checks, outcomes = check_given(binary, Path(folder), options.seconds, options.url)
+                checks, outcomes = check_given(binary, Path(folder), options.seconds, options.url, options.api_key)
             else:
                 checks, outcomes = check_own(binary, Path(folder), options.seconds)
     except (VerifyError, ClientError) as error:

@@ -67,6 +67,7 @@ ENDPOINTS = [
     "server.operations.tokens",
     "server.operations.requests",
     "server.operations.prefill",
+    "server.operations.for_routers",
     "server.operations.health",
 ]
 # Headers that scripts of other origins may read.

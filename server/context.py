@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, TypeVar
+from uuid import uuid4
 
 from fastapi import Depends, Request
 
@@ -84,6 +85,7 @@ class Context:
     receiver: Receiver | None = None  # of a decode daemon
     public_prefixes: PublicPrefixes = field(default_factory=PublicPrefixes)
     adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # adapters are read one at a time
+    instance_id: str = field(default_factory=lambda: uuid4().hex)  # of this process, for routers
     is_background: bool = False  # its requests run while the engine is otherwise idle
 
     @property

@@ -23,7 +23,7 @@ _LAST_PORT = 65535
 
 def main(argv: Sequence[str]) -> int:
     """Check the machine and print the findings. Returns 0 if it can serve, 1 if not."""
-    options = _options(argv)
+    options = make_parser().parse_args(argv)
     settings, found = _settings(options.config)
     host = options.host or (settings.host if settings else "127.0.0.1")
     port = (settings.port if settings else 8000) if options.port is None else options.port
@@ -37,14 +37,15 @@ def main(argv: Sequence[str]) -> int:
     return int(failed)
 
 
-def _options(argv: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command, which the reference lists."""
     parser = argparse.ArgumentParser("quire doctor", description="Check whether this machine can serve.")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.add_argument("--online", action="store_true", help="ask the model hub too")
     parser.add_argument("--config", metavar="FILE", help="check this file of settings, with the QUIRE_ variables")
     parser.add_argument("--host", help="address to serve on; default: that of the settings")
     parser.add_argument("--port", type=int, help="port to serve on; default: that of the settings")
-    return parser.parse_args(argv)
+    return parser
 
 
 def _settings(path: str | None) -> tuple[Settings | None, list[Finding]]:

@@ -198,7 +198,7 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
         host, port = listener.getsockname()[:2]
         url = f"{'http' if plan.tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("ready in %.1f s: %s serves %s", time.monotonic() - plan.started_s, url, name)
-        log.info("try: %s", _curl(url, name, has_key=bool(app_config.api_keys or app_config.tenants)))
+        log.info("try: %s", _curl(_reachable(url), name, has_key=bool(app_config.api_keys or app_config.tenants)))
 
     forget_headers()
     hide_from_collector()
@@ -325,6 +325,11 @@ def hide_from_collector() -> None:
     """
     gc.freeze()
     gc.enable()
+
+
+def _reachable(url: str) -> str:
+    """Return the URL for clients of this machine: an address that stands for all of them is none to connect to."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def _curl(url: str, name: str, *, has_key: bool) -> str:

@@ -68,6 +68,7 @@ class SchedulerConfig:
     stores: tuple[tuple[str, int], ...] = ()  # stores of cached blocks behind main memory: name, blocks
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step
     draft_costs: DraftCosts = FREE
+    kv_events: bool = False  # note what every tier gains and loses, see kv/contents.py
     window_groups: tuple[WindowGroup, ...] = ()  # beside the layers with full attention, whose blocks are `num_blocks`
 
     @property

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
+from engine.core.types import Request, SamplingParams
 from loadtest.arguments import given, positive_float, positive_int
 from loadtest.fleet.daemons import Sizes, fleet, scratch
-from loadtest.fleet.foresee import Known, foresee, measured_costs
+from loadtest.fleet.foresee import what_is_known
 from loadtest.fleet.kill import kill_and_return
-from loadtest.fleet.load import Load, cacheable, draw, prefixes_of
+from loadtest.fleet.load import Load, draw, prefixes_of
 from loadtest.fleet.routers import KINDS, Routing
-from loadtest.fleet.runs import Figures, measure, probe, token_ids
+from loadtest.fleet.runs import measure, token_ids
 from loadtest.output import in_ms, print_table
+from loadtest.simulation.closed_loop import Known, foresee
+from loadtest.simulation.fleet_figures import Figures, middle, show_fleet
 
 _TEMPLATE_TOKENS = 16  # of the chat template before a prompt, in whole blocks
 _FAR_SEED = 1 << 20  # of the run that step times are measured in
@@ -58,7 +60,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `fleet`."""
     parser.add_argument("--router", choices=tuple(KINDS), required=True, help="the kind of router")
     parser.add_argument("--router-bin", metavar="COMMAND", default="", help="its command; default: as it is installed")
-    parser.add_argument("--router-flags", nargs="+", default=[], metavar="FLAG", help="more of its flags, without --")
+    parser.add_argument(
+        "--router-flags", default="", metavar="FLAGS", help='more of its flags, as in --router-flags="--a 1"'
+    )
     parser.add_argument(
         "--policy", nargs="+", metavar="NAME", help="the router's policies; default: blind, least loaded, prefix-aware"
     )
@@ -77,6 +81,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive_int, default=8, metavar="N", help="of each answer; default 8")
     parser.add_argument("--distinct", action="store_true", help="give every prompt a prefix of its own")
     parser.add_argument("--foresee", action="store_true", help="simulate the same runs, from step times measured here")
+    parser.add_argument(
+        "--costs", type=Path, metavar="FILE", help="with --foresee: write the step times, for `quire simulate fleet`"
+    )
     parser.add_argument("--kill", action="store_true", help="kill a daemon under load instead, and start it again")
     parser.add_argument("--seed", type=int, default=1, help="of the first run; default 1")
     parser.add_argument(
@@ -95,10 +102,10 @@ def run(options: argparse.Namespace) -> int:
             return kill_and_return(
                 _routing(options, policies[-1]), _sizes(options), options.daemons, options.clients, folder
             )
-        known = _known(options, folder) if options.foresee else None
+        known = _known(options, policies, folder) if options.foresee else {}
         for seed in range(options.seed, options.seed + options.runs):
             for policy in policies:
-                runs.append(_one(options, policy, seed, folder, known))
+                runs.append(_one(options, policy, seed, folder, known.get(policy)))
                 _write(options, runs)
     show(runs)
     return int(any(each.seen.num_failed for each in runs))
@@ -110,8 +117,7 @@ def _usual(router: str) -> tuple[str, str, str]:
 
 
 def _routing(options: argparse.Namespace, policy: str) -> Routing:
-    flags = [f"--{flag}" if not flag.lstrip("-").isdigit() else flag for flag in options.router_flags]
-    return Routing(options.router, policy, options.router_bin, flags)
+    return Routing(options.router, policy, options.router_bin, shlex.split(options.router_flags))
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:
@@ -127,16 +133,22 @@ def _load(options: argparse.Namespace) -> Load:
     )
 
 
-def _known(options: argparse.Namespace, folder: Path) -> Known:
-    """Measure step times in a recorded run of the blind policy, with requests of its own."""
-    recordings = [folder / f"recording-{place}.jsonl" for place in range(options.daemons)]
+def _known(options: argparse.Namespace, policies: Sequence[str], folder: Path) -> dict[str, Known]:
+    """Measure step times in a recorded run of each policy, with requests that no other run has."""
+    recorded = {}
     prompts = draw(_load(options), _FAR_SEED)
-    routing = _routing(options, KINDS[options.router].blind)
-    more = [["--record", str(path)] for path in recordings]
-    with fleet(routing, _sizes(options), options.daemons, folder, more) as found:
-        seen, _ = measure(found, prompts, options.clients, options.block_size)
-        probe_s = probe(found, prompts)
-    return measured_costs(recordings, seen, probe_s)
+    for policy in policies:
+        paths = [folder / f"recording-{policy}-{place}.jsonl" for place in range(options.daemons)]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        more = [["--record", str(path)] for path in paths]
+        with fleet(_routing(options, policy), _sizes(options), options.daemons, folder, more) as found:
+            seen, _ = measure(found, prompts, options.clients, options.block_size)
+        recorded[policy] = paths, seen
+    known = what_is_known(recorded)
+    if options.costs:
+        next(iter(known.values())).costs.save(options.costs)
+    return known
 
 
 def _one(options: argparse.Namespace, policy: str, seed: int, folder: Path, known: Known | None) -> Run:
@@ -144,15 +156,24 @@ def _one(options: argparse.Namespace, policy: str, seed: int, folder: Path, know
     prompts = draw(load, seed)
     with fleet(_routing(options, policy), _sizes(options), options.daemons, folder) as found:
         seen, _ = measure(found, prompts, options.clients, options.block_size)
-        if known is not None:
-            tokens, probe_s = token_ids(found.members[0].port, found.model, prompts), probe(found, prompts)
+        tokens = token_ids(found.members[0].port, found.model, prompts) if known else []
     if known is not None:
-        ideal = sum(cacheable(tokens, options.block_size))
         foreseen = foresee(
-            tokens, load.max_tokens, known.slower_by(probe_s), policy=policy, num_daemons=options.daemons,
-            num_clients=options.clients, ideal_tokens=ideal,
-        )  # fmt: skip
+            _requests(tokens, load.max_tokens),
+            known,
+            policy=policy,
+            num_daemons=options.daemons,
+            num_clients=options.clients,
+        )
     return Run(options.router, policy, "distinct" if options.distinct else "prefixes", seed, seen, foreseen)
+
+
+def _requests(prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Request]:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return [
+        Request(request_id=str(place), prompt=tuple(prompt), params=params, arrival_s=0.0)
+        for place, prompt in enumerate(prompts)
+    ]
 
 
 def _read(path: Path | None) -> list[Run]:
@@ -167,13 +188,6 @@ def _write(options: argparse.Namespace, runs: Sequence[Run]) -> None:
         options.json.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
 
 
-def middle(each: Sequence[Figures]) -> Figures:
-    """Return the median of each figure over runs."""
-    values = {field.name: median(getattr(one, field.name) for one in each) for field in fields(Figures)[:-1]}
-    shares = tuple(int(median(counts)) for counts in zip(*(one.shares for one in each), strict=True))
-    return Figures(**values, shares=shares)
-
-
 def show(runs: Sequence[Run]) -> None:
     """Print the medians of each policy under each load, and how well they were foreseen."""
     for load in dict.fromkeys(each.load for each in runs):
@@ -183,29 +197,11 @@ def show(runs: Sequence[Run]) -> None:
                 groups.setdefault(each.name, []).append(each)
         medians = {name: middle([each.seen for each in group]) for name, group in groups.items()}
         basis = next(iter(medians.values()))
-        rows = [(name, len(groups[name]), *_cells(seen, basis)) for name, seen in medians.items()]
         print(
-            f"Load: {load}; the ideal is {basis.ideal_tokens:,.0f} cached tokens of {basis.prompt_tokens:,.0f}. Times in ms."
+            f"Load: {load}. Ideal: {basis.ideal_tokens:,.0f} cached tokens of {basis.prompt_tokens:,.0f}. Times in ms."
         )
-        print_table(
-            ("policy", "runs", "cached", "of ideal", "x first", "TTFT p50", "x first", "p95", "e2e p50", "p95", "s", "answers", "failed"),
-            rows,
-        )  # fmt: skip
+        show_fleet({name: (len(groups[name]), seen) for name, seen in medians.items()})
         _show_foreseen({name: [each for each in group if each.foreseen] for name, group in groups.items()})
-
-
-def _cells(seen: Figures, basis: Figures) -> list[str]:
-    return [
-        f"{seen.cached_tokens:,.0f}",
-        f"{seen.of_ideal:.1%}",
-        f"{seen.cached_tokens / basis.cached_tokens:.2f}" if basis.cached_tokens else "-",
-        in_ms(seen.ttft_p50_s, 0),
-        f"{seen.ttft_p50_s / basis.ttft_p50_s:.2f}",
-        *(in_ms(each, 0) for each in (seen.ttft_p95_s, seen.e2e_p50_s, seen.e2e_p95_s)),
-        f"{seen.duration_s:.1f}",
-        " + ".join(map(str, seen.shares)),
-        f"{seen.num_failed:.0f}",
-    ]
 
 
 def _show_foreseen(groups: Mapping[str, Sequence[Run]]) -> None:

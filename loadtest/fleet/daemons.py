@@ -87,7 +87,7 @@ def fleet(
     with ExitStack() as stack:
         members = []
         for place in range(num):
-            flags = [*sizes.arguments(), *(more[place] if more else ())]
+            flags = [*sizes.arguments(), *(_events() if routing.has_events else ()), *(more[place] if more else ())]
             members.append(Member(flags, folder / f"daemon-{place}.log"))
             stack.callback(lambda member: member.process.stop(), members[-1])
         for member in members:
@@ -105,6 +105,17 @@ def fleet(
         router.wait_ready({"model": model, "prompt": "x", "max_tokens": 1}, _START_LIMIT_S)
         wait_for_workers(router, num)
         yield Fleet(members, router, metrics_port, model)
+
+
+def _events() -> list[str]:
+    """Return the flags of a daemon that publishes KV events; routers ask it where."""
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://127.0.0.1:{free_port()}",
+        "replay_endpoint": f"tcp://127.0.0.1:{free_port()}",
+    }
+    return ["--kv-events-config", json.dumps(config)]
 
 
 @contextlib.contextmanager

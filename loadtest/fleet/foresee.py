@@ -7,18 +7,16 @@ steps. They contain what the daemons, the router and the clients take from each 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from engine.core.config import SchedulerConfig
-from engine.core.types import Request, SamplingParams
-from loadtest.fleet.runs import Figures
-from loadtest.simulation.closed_loop import ClosedLoop, Delays
-from loadtest.simulation.costs import StepCosts
+from loadtest.simulation.closed_loop import Delays, Known
+from loadtest.simulation.fleet_figures import Figures
 from loadtest.simulation.measure import Shape
-from loadtest.simulation.policies import POLICIES
 from loadtest.simulation.recording import Replayer
 from loadtest.simulation.replica import SimulationError
 
@@ -78,63 +76,26 @@ def read_recording(path: Path) -> Measured:
     return Measured(timer.config, timer.shapes[:num], timer.seconds, timer.done.ttfts_s)
 
 
-class Known(NamedTuple):
-    """What the simulator is given: a daemon's scheduler, its step times, and the delays outside it."""
+def what_is_known(recorded: Mapping[str, tuple[Sequence[Path], Figures]]) -> dict[str, Known]:
+    """Return what one recorded run of each policy tells: common step times, and the policy's delays.
 
-    config: SchedulerConfig
-    costs: StepCosts
-    delays: Delays
-    probe_s: float  # TTFT of a cached prompt at rest, in the measured run
-
-    def slower_by(self, probe_s: float) -> Known:
-        """Return the same for a router whose own work takes another time at rest."""
-        before_s = max(self.delays.before_s + probe_s - self.probe_s, 0.0)
-        return self._replace(delays=self.delays._replace(before_s=before_s), probe_s=probe_s)
-
-
-def measured_costs(paths: Sequence[Path], seen: Figures, probe_s: float) -> Known:
-    """Return what the recordings of one run tell."""
+    Some routers ask a daemon for a prompt's tokens before they choose, so the delay differs by policy.
+    """
     from loadtest.simulation.fit import fit  # here, because it imports numpy
 
-    daemons = [read_recording(path) for path in paths]
+    read = {policy: [read_recording(path) for path in paths] for policy, (paths, _) in recorded.items()}
+    daemons = [daemon for each in read.values() for daemon in each]
     shapes = [shape for daemon in daemons for shape in daemon.shapes]
-    seconds = [each for daemon in daemons for each in daemon.seconds]
-    inside_s = fmean(each for daemon in daemons for each in daemon.ttft_s)
-    delays = Delays(before_s=max(seen.ttft_mean_s - inside_s, 0.0), events_s=_EVENTS_S)
-    return Known(daemons[0].config, fit(shapes, seconds), delays, probe_s)
-
-
-def foresee(
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-    known: Known,
-    *,
-    policy: str,
-    num_daemons: int,
-    num_clients: int,
-    ideal_tokens: int,
-) -> Figures:
-    """Return the figures of a run on the virtual clock."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    requests = [
-        Request(request_id=str(place), prompt=tuple(prompt), params=params, arrival_s=0.0)
-        for place, prompt in enumerate(prompts)
-    ]
-    if policy not in POLICIES:
-        raise SimulationError(
-            f"the policy {policy!r} is not simulated; leave out --foresee, or name one of {', '.join(POLICIES)}."
-        )
-    loop = ClosedLoop(known.config, known.costs, num_replicas=num_daemons, policy=POLICIES[policy], delays=known.delays)
-    answers = loop.run(requests, num_clients)
-    shares = [sum(answer.replica == place for answer in answers) for place in range(num_daemons)]
-    return Figures.of_times(
-        [answer.ttft_s for answer in answers],
-        [answer.e2e_s for answer in answers],
-        num_requests=len(answers),
-        num_failed=0,
-        prompt_tokens=sum(map(len, prompts)),
-        ideal_tokens=ideal_tokens,
-        cached_tokens=loop.num_cached_tokens,
-        duration_s=max(replica.now for replica in loop.replicas),
-        shares=tuple(shares),
-    )
+    costs = fit(shapes, [seconds for daemon in daemons for seconds in daemon.seconds])
+    settings = {
+        name: value for name, value in asdict(daemons[0].config).items() if isinstance(value, int | float | str)
+    }
+    costs = replace(costs, settings=settings)
+    known = {}
+    for policy, (_, seen) in recorded.items():
+        # The last requests are the load; those before made sure that the daemons are ready.
+        pairs = zip(read[policy], seen.shares, strict=True)
+        inside_s = fmean(ttft_s for daemon, count in pairs for ttft_s in daemon.ttft_s[-count:] if count)
+        delays = Delays(before_s=max(seen.ttft_mean_s - inside_s, 0.0), events_s=_EVENTS_S)
+        known[policy] = Known(daemons[0].config, costs, delays)
+    return known

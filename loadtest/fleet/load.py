@@ -1,4 +1,4 @@
-"""The load of a fleet, and the most of it that a cache could have served.
+"""The load of a fleet.
 
 Prefixes together fill more than one daemon's pool and less than the fleet's, so routing decides what stays cached.
 """
@@ -6,7 +6,6 @@ Prefixes together fill more than one daemon's pool and less than the fleet's, so
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from loadtest.workload import WORDS, Job
@@ -49,26 +48,3 @@ def draw(load: Load, seed: int) -> list[Prompt]:
 
 def _text(rng: random.Random, num_words: int) -> str:
     return " ".join(rng.choices(WORDS, k=num_words))
-
-
-def cacheable(prompts: Iterable[Sequence[int]], block_size: int) -> list[int]:
-    """Return each prompt's tokens that an endless cache would have served.
-
-    One token at least is computed, as the daemon does, and only whole blocks are shared.
-    """
-    seen: set[int] = set()
-    counts = []
-    for prompt in prompts:
-        names = list(_names(prompt, block_size))
-        shared = next((place for place, name in enumerate(names) if name not in seen), len(names))
-        counts.append(min(shared, (len(prompt) - 1) // block_size) * block_size)
-        seen.update(names)
-    return counts
-
-
-def _names(prompt: Sequence[int], block_size: int) -> Iterator[int]:
-    """Yield a name of each whole block together with all before it."""
-    name = 0
-    for end in range(block_size, len(prompt) + 1, block_size):
-        name = hash((name, *prompt[end - block_size : end]))
-        yield name

@@ -6,7 +6,7 @@ Neither is installed with Quire: a flag names the command.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from loadtest.peers.process import Command
@@ -20,6 +20,7 @@ class RouterKind(NamedTuple):
     blind: str  # the policy that sees neither prompts nor loads
     least_loaded: str
     aware: str  # the policy that follows prefixes
+    simulated: Mapping[str, str] = {}  # policies that the simulator has under another name
 
 
 _EVERY = (
@@ -32,7 +33,12 @@ KINDS = {
         "vllm-router", (*_EVERY, "--worker-startup-check-interval", "1"), "round_robin", "power_of_two", "kv_aware"
     ),
     "sglang": RouterKind(
-        "sglang-router launch", (*_EVERY, "--log-level", "warn"), "round_robin", "power_of_two", "cache_aware"
+        "sglang-router launch",
+        (*_EVERY, "--log-level", "warn"),
+        "round_robin",
+        "power_of_two",
+        "cache_aware",
+        {"power_of_two": "random"},  # it compares loads that it fetches every 30 s
     ),
 }
 
@@ -48,6 +54,16 @@ class Routing(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.kind} {self.policy}"
+
+    @property
+    def has_events(self) -> bool:
+        """Return whether the router listens to KV events."""
+        return self.policy == "kv_aware"
+
+    @property
+    def simulated(self) -> str:
+        """Return the simulator's name of the policy."""
+        return KINDS[self.kind].simulated.get(self.policy, self.policy)
 
     def command(self, port: int, metrics_port: int, workers: Sequence[str]) -> Command:
         """Return the command that routes to these daemons."""

@@ -6,66 +6,16 @@ import asyncio
 import re
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from math import nan
-from statistics import fmean, median
-from typing import Any
 
 from loadtest.bench import Asking
 from loadtest.client import Client, Outcome, Target
 from loadtest.fleet.daemons import Fleet, get_json
-from loadtest.fleet.load import Prompt, cacheable
-from loadtest.report import percentile, ttfts
+from loadtest.fleet.load import Prompt
+from loadtest.report import ttfts
+from loadtest.simulation.credits import cacheable
+from loadtest.simulation.fleet_figures import Figures
 
-_NUM_PROBES = 20
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? ([-+.\deE]+)$", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """The figures of one run, simulated or real; times are seconds."""
-
-    num_requests: int
-    num_failed: int
-    prompt_tokens: int
-    ideal_tokens: int  # that an endless cache would have served
-    cached_tokens: int
-    ttft_mean_s: float
-    ttft_p50_s: float
-    ttft_p95_s: float
-    e2e_mean_s: float
-    e2e_p50_s: float
-    e2e_p95_s: float
-    duration_s: float
-    shares: tuple[int, ...]  # answers of each daemon, or nothing
-
-    @property
-    def of_ideal(self) -> float:
-        """Return the cached share of the ideal."""
-        return self.cached_tokens / self.ideal_tokens if self.ideal_tokens else 0.0
-
-    @classmethod
-    def of_times(cls, ttft_s: Sequence[float], e2e_s: Sequence[float], **counts: Any) -> Figures:
-        """Return figures with the percentiles of these times."""
-        ttft_s, e2e_s = sorted(ttft_s), sorted(e2e_s)
-        return cls(
-            ttft_mean_s=fmean(ttft_s) if ttft_s else nan,
-            ttft_p50_s=percentile(ttft_s, 0.5),
-            ttft_p95_s=percentile(ttft_s, 0.95),
-            e2e_mean_s=fmean(e2e_s) if e2e_s else nan,
-            e2e_p50_s=percentile(e2e_s, 0.5),
-            e2e_p95_s=percentile(e2e_s, 0.95),
-            **counts,
-        )
-
-    @classmethod
-    def read(cls, document: dict[str, Any]) -> Figures:
-        """Return figures from a file."""
-        return cls(**{**document, "shares": tuple(document["shares"])})
-
-    def plain(self) -> dict[str, Any]:
-        """Return them as a JSON object."""
-        return asdict(self)
 
 
 def token_ids(port: int, model: str, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -114,12 +64,6 @@ def measure(
     outcomes = asyncio.run(closed_loop(found.port, found.model, prompts, num_clients))
     shares = tuple(answered(member.port) - past for member, past in zip(found.members, before, strict=True))
     return figures_of(outcomes, ideal, shares), outcomes
-
-
-def probe(found: Fleet, prompts: Sequence[Prompt]) -> float:
-    """Return the TTFT of a cached prompt through the router, one request at a time."""
-    outcomes = asyncio.run(closed_loop(found.port, found.model, [prompts[0]] * _NUM_PROBES, 1))
-    return median(ttfts(outcomes[2:]))  # both daemons have computed it
 
 
 def figures_of(outcomes: Sequence[Outcome], ideal: int, shares: tuple[int, ...]) -> Figures:

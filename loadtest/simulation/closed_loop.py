@@ -11,8 +11,9 @@ from typing import NamedTuple
 from engine.core.config import SchedulerConfig
 from engine.core.types import FinishReason, Request, TokenEvent
 from loadtest.simulation.costs import StepCosts
-from loadtest.simulation.credits import Credits, Seen, names_of
-from loadtest.simulation.policies import Policy
+from loadtest.simulation.credits import Credits, Seen, cacheable, names_of
+from loadtest.simulation.fleet_figures import Figures
+from loadtest.simulation.policies import POLICIES, Policy
 from loadtest.simulation.replica import Replica, SimulationError
 
 
@@ -33,6 +34,14 @@ class Delays(NamedTuple):
 
 
 NO_DELAYS = Delays()
+
+
+class Known(NamedTuple):
+    """What is known of a daemon: its scheduler, its step times, and the delays outside it."""
+
+    config: SchedulerConfig
+    costs: StepCosts
+    delays: Delays = NO_DELAYS
 
 
 class _Sent(NamedTuple):
@@ -119,3 +128,24 @@ class ClosedLoop:
             heappush(self._arrivals, (self.replicas[place].now + self._delays.before_s, sent.client))
 
         return finish
+
+
+def foresee(requests: Sequence[Request], known: Known, *, policy: str, num_daemons: int, num_clients: int) -> Figures:
+    """Return the figures of a run on the virtual clock. Raises SimulationError for an unknown policy."""
+    if policy not in POLICIES:
+        names = ", ".join(POLICIES)
+        raise SimulationError(f"the policy {policy!r} is not simulated; leave it out, or name one of {names}.")
+    loop = ClosedLoop(known.config, known.costs, num_replicas=num_daemons, policy=POLICIES[policy], delays=known.delays)
+    answers = loop.run(requests, num_clients)
+    prompts = [request.prompt for request in requests]
+    return Figures.of_times(
+        [answer.ttft_s for answer in answers],
+        [answer.e2e_s for answer in answers],
+        num_requests=len(answers),
+        num_failed=0,
+        prompt_tokens=sum(map(len, prompts)),
+        ideal_tokens=sum(cacheable(prompts, known.config.block_size)),
+        cached_tokens=loop.num_cached_tokens,
+        duration_s=max(replica.now for replica in loop.replicas),
+        shares=tuple(sum(answer.replica == place for answer in answers) for place in range(num_daemons)),
+    )

@@ -7,7 +7,7 @@ evictions, or from its own routing, which is immediate and forgets nothing. Neit
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from engine.core.kv.prefix_cache import chain_root, name_block
@@ -64,3 +64,18 @@ def names_of(prompt: Sequence[int], block_size: int) -> list[bytes]:
     """Return the names of a prompt's full blocks, as a daemon names them."""
     chain = [chain_root("")]
     return [name_block(chain, prompt, index, block_size) for index in range(len(prompt) // block_size)]
+
+
+def cacheable(prompts: Iterable[Sequence[int]], block_size: int) -> list[int]:
+    """Return each prompt's tokens that an endless cache would have served; only whole blocks are shared.
+
+    The last token of a prompt is computed, as the daemon does.
+    """
+    known: set[bytes] = set()
+    counts = []
+    for prompt in prompts:
+        names = names_of(prompt, block_size)
+        shared = next((place for place, name in enumerate(names) if name not in known), len(names))
+        counts.append(min(shared, (len(prompt) - 1) // block_size) * block_size)
+        known.update(names)
+    return counts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+from zlib import crc32
 
 from loadtest.simulation.credits import Seen
 
@@ -26,6 +27,11 @@ class Policy(NamedTuple):
 def round_robin(seen: Sequence[Seen], _num_tokens: int, count: int) -> int:
     """Return the daemons in turn."""
     return count % len(seen)
+
+
+def unguided(seen: Sequence[Seen], _num_tokens: int, count: int) -> int:
+    """Return any daemon; the same count gives the same one."""
+    return crc32(b"%d" % count) % len(seen)
 
 
 def least_loaded(seen: Sequence[Seen], _num_tokens: int, count: int) -> int:
@@ -58,6 +64,7 @@ def cache_aware(seen: Sequence[Seen], num_tokens: int, count: int) -> int:
 
 POLICIES: Mapping[str, Policy] = {
     "round_robin": Policy(round_robin),
+    "random": Policy(unguided),
     "power_of_two": Policy(least_loaded),  # of two daemons, the less loaded one
     "cache_aware": Policy(cache_aware),
     "kv_aware": Policy(kv_aware, has_events=True),

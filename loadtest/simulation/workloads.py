@@ -161,6 +161,14 @@ def deadlines(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
     return rows
 
 
+def shared_prefixes(num: int, rate: float, rng: random.Random) -> list[TraceRequest]:
+    """Return short questions after one of 23 prefixes, which fill a pool of 512 blocks of 16 tokens 1.7 times."""
+    return [
+        TraceRequest(at, 632, 8, prefix_group=f"prefix-{rng.randrange(23)}", prefix_tokens=608)
+        for at in arrival_times(rng, num, rate)
+    ]
+
+
 WORKLOADS: Mapping[str, Workload] = {
     "steady": Workload("Poisson arrivals of short questions", steady, 5.0, 600),
     "bursty-chat": Workload("bursts of chats behind eight system prompts", bursty_chat, 6.0, 600),
@@ -172,5 +180,8 @@ WORKLOADS: Mapping[str, Workload] = {
     "long-prompt": Workload("streams and short requests beside a prompt of 7,000 tokens", long_prompt, 2.0, 129),
     "bursts-in-turns": Workload("equal tenants that burst in turns", bursts_in_turns, 12.0, 600),
     "deadlines": Workload("bursts with deadlines of 5 s, 20 s and none", deadlines, 11.0, 600),
+    "shared-prefixes": Workload(
+        "short questions after 23 long prefixes, for `fleet --clients`", shared_prefixes, 5.0, 200
+    ),
     "unpredictable": Workload("answers of unpredictable length", unpredictable, 7.0, 1200),
 }

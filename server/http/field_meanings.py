@@ -293,6 +293,22 @@ ANSWERS = {
     "parcel": "The shared memory with the K/V.",
     "num_blocks": "Blocks in it.",
     "adapter": "The digest of the adapter's files.",
+    "model_path": "The served model's name; routers group replicas by it.",
+    "model_id": "The same.",
+    "served_model_name": "The same.",
+    "tokenizer_path": "The same.",
+    "is_generation": "Always true.",
+    "max_context_length": "The longest prompt and answer, in tokens.",
+    "vocab_size": "Token ids are below it.",
+    "instance_id": "A name of this process, made at its start.",
+    "version": "The daemon's version.",
+    "kv_block_size": "Tokens in a K/V block, as in KV events.",
+    "num_kv_blocks": "Blocks in the KV pool.",
+    "max_total_num_tokens": "Tokens in the KV pool.",
+    "max_running_requests": "As --max-num-seqs.",
+    "max_prefill_tokens": "As --max-num-batched-tokens.",
+    "tp_size": "Devices that share each layer.",
+    "dp_size": "Always 1.",
 }
 
 

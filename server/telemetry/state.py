@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.state")
 
 MAX_SEQUENCES = 256
+_QUEUED = {"waiting", "preempted"}  # values of engine.core.sequence.Status
 
 
 async def log_state(context: Context) -> None:
@@ -60,8 +61,14 @@ def _of_snapshot(snapshot: Snapshot, names: dict[str, str], now: float) -> dict[
             "cached": len(snapshot.cached_blocks),
         },
         "sequences": [_sequence(view, names, now) for view in snapshot.sequences[:MAX_SEQUENCES]],
-        "sequences_not_listed": max(len(snapshot.sequences) - MAX_SEQUENCES, 0),
+        "sequences_not_listed": _num_not_listed(snapshot),
     }
+
+
+def _num_not_listed(snapshot: Snapshot) -> int:
+    """Count the sequences above the limit, and those waiting that the snapshot leaves out."""
+    num_waiting = sum(view.status in _QUEUED for view in snapshot.sequences)
+    return max(len(snapshot.sequences) - MAX_SEQUENCES, 0) + max(len(snapshot.queue) - num_waiting, 0)
 
 
 def _sequence(view: SequenceView, names: dict[str, str], now: float) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tests.cpu.dense_attention import DenseAttention
 
 CPU = torch.device("cpu")
 PROMPTS = [[7, 99, 23, 5, 41, 120, 3, 64, 18], [11], [88, 4, 56, 31, 77]]
-NUM_STEPS = 5
+NUM_STEPS = 3
 TIMEOUT_S = 60  # of a wait for another rank
 BLOCKS = 8  # of a sequence, of 4 tokens
 
@@ -93,7 +93,17 @@ def in_torch(model: CausalLM) -> Tensor:
     return model.logits(model.forward(ids, torch.arange(len(ids)), DenseAttention(model.attention_specs)))
 
 
-def work(rank: int, folder: Path, names: Sequence[str], send: Any) -> None:
+@torch.inference_mode()
+def rounded(model: CausalLM) -> tuple[Tensor, bool]:
+    """Logits of all prompts, and whether the first has the same bits alone."""
+    backend = load_backend("cpu_native", CPU)
+    cache = KVCache(model.attention_specs, backend, num_blocks=4 * BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
+    alone = forward(model, backend, cache, [3], [(0, PROMPTS[0])])
+    found = forward(model, backend, cache, [2, 0, 1], [(0, prompt) for prompt in PROMPTS])
+    return found, torch.equal(alone, found[: len(PROMPTS[0])])
+
+
+def work(rank: int, folder: Path, names: Sequence[str], rounded_names: Sequence[str], send: Any) -> None:
     """Compute all models alone, on 2 ranks and on 4, and send what rank 0 finds by name and size."""
     torch.set_num_threads(1)
     library = native()
@@ -105,7 +115,7 @@ def work(rank: int, folder: Path, names: Sequence[str], send: Any) -> None:
         if rank < size
     }
     gloo = GlooGroup(folder, rank, 2, timeout_s=TIMEOUT_S) if rank < 2 else None
-    found = {}
+    found: dict[Any, Any] = {}
     for name in names:
         path = folder / name
         whole = load(path, SINGLE) if rank == 0 else None
@@ -118,6 +128,15 @@ def work(rank: int, folder: Path, names: Sequence[str], send: Any) -> None:
             plain = in_torch(load(path, gloo))
             if whole is not None:
                 found[name, 0] = (in_torch(whole), plain)
+    for name in rounded_names:
+        path = folder / name
+        ours = {size: rounded(load(path, group, dtype="bfloat16")) for size, group in groups.items()}
+        if rank == 0:
+            found[name, "rounded"] = (
+                rounded(load(path, SINGLE)),
+                rounded(load(path, SINGLE, dtype="bfloat16")),
+                ours,
+            )
     if rank == 0:
         torch.save(found, folder / "found.pt")
         send.send(True)

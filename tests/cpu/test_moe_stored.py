@@ -46,10 +46,10 @@ def with_method(folder: Path, config: dict[str, Any]) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
 
 
-def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
-    """MXFP4 in stacks of interleaved rows; transformers' own conversion is the oracle."""
-    theirs = save_tiny(wide("gpt-oss", intermediate_size=96), tmp_path)
-    tensors, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(5)
+def save_gpt_oss(folder: Path) -> Any:
+    """Save MXFP4 in stacks of interleaved rows; return transformers' model with the same weights, by its conversion."""
+    theirs = save_tiny(wide("gpt-oss", intermediate_size=96), folder)
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(5)
     for name, parameter in theirs.named_parameters():
         if not name.endswith(("gate_up_proj", "down_proj")):
             continue
@@ -60,9 +60,13 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
             parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
         del tensors[name]
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(tensors, tmp_path / "model.safetensors")
-    with_method(tmp_path, MXFP4)
-    check(tmp_path, log_probabilities(theirs))
+    save_file(tensors, folder / "model.safetensors")
+    with_method(folder, MXFP4)
+    return theirs
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    check(tmp_path, log_probabilities(save_gpt_oss(tmp_path)))
 
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router"]}
@@ -77,11 +81,9 @@ PACKED = {
 METHODS = {"gpt-oss": MXFP4, **{name: packing.config for name, (_, packing) in PACKED.items()}}  # of the models here
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_experts_one_by_one(name: str, tmp_path: Path) -> None:
-    """Every expert has scales, zeros and an order of inputs for itself."""
+def save_experts(name: str, packed_folder: Path, plain_folder: Path) -> None:
+    """Save a mixture whose experts are packed one by one, and the same dequantised."""
     case, packing = PACKED[name]
-    packed_folder, plain_folder = tmp_path / "packed", tmp_path / "plain"
     for folder in (packed_folder, plain_folder):
         save_tiny(case, folder)
     plain, packed, rng = load_file(plain_folder / "model.safetensors"), {}, np.random.default_rng(0)
@@ -96,5 +98,12 @@ def test_experts_one_by_one(name: str, tmp_path: Path) -> None:
     save_file(plain, plain_folder / "model.safetensors")
     save_file(packed, packed_folder / "model.safetensors")
     with_method(packed_folder, packing.config)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_experts_one_by_one(name: str, tmp_path: Path) -> None:
+    """Every expert has scales, zeros and an order of inputs for itself."""
+    packed_folder, plain_folder = tmp_path / "packed", tmp_path / "plain"
+    save_experts(name, packed_folder, plain_folder)
     theirs = AutoModelForCausalLM.from_pretrained(plain_folder, dtype=torch.float32, attn_implementation="eager")
     check(packed_folder, log_probabilities(theirs.eval()))

@@ -15,6 +15,7 @@ from tests.patience import PATIENCE_S
 
 # One of each family, and those that differ in what is divided: merged matrices, biases, latents, experts.
 NAMES = sorted({case.build().model_type: name for name, case in reversed(CASES.items())}.values())
+ROUNDED = ["llama", "gemma2", "qwen2-moe", "gpt-oss", "deepseek_v2"]
 NAMES += ["llama-tied-biased", "deepseek_v2-lite", "deepseek_v3-halves-biased"]
 
 
@@ -26,10 +27,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Any]]:
         (folder / name).mkdir()
     for name in NAMES:
         save_tiny(CASES[name], folder / name)
+    for name in ROUNDED:
+        save_tiny(CASES[name], folder / f"{name}-rounded").bfloat16().float().save_pretrained(
+            folder / f"{name}-rounded"
+        )
     context = get_context("forkserver")
     context.set_forkserver_preload(["tests.cpu.ranks"])
     receive, send = context.Pipe(duplex=False)
-    workers = [context.Process(target=ranks.work, args=(rank, folder, NAMES, send)) for rank in range(4)]
+    workers = [
+        context.Process(target=ranks.work, args=(rank, folder, NAMES, [f"{name}-rounded" for name in ROUNDED], send))
+        for rank in range(4)
+    ]
     for worker in workers:
         worker.start()
     send.close()
@@ -60,3 +68,16 @@ def test_ranks_say_what_one_process_says(found: dict[Any, Any], name: str, size:
 def test_torch_and_gloo_say_the_same(found: dict[Any, Any], name: str) -> None:
     expected, logits = found[name, 0]
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_bfloat16_is_as_near_the_truth_as_one_process(found: dict[Any, Any], name: str) -> None:
+    """Sums over ranks are float32, and so is the stream: ranks add no rounding. The truth is float32, the same weights.
+
+    The lower quartile of tokens counts: rounding changes an expert where two are nearly equal.
+    """
+    (exact, _), (one, _), ranks_found = found[f"{name}-rounded", "rounded"]
+    for ours, is_same_alone in ranks_found.values():
+        error, its_error = ((logits - exact).square().mean(-1).quantile(0.25) for logits in (ours, one))
+        assert 0 < error < 1.5 * its_error
+        assert is_same_alone

@@ -19,6 +19,7 @@ from engine.runtime.parallel.group import SINGLE, Group, Single
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from tests.cpu import packers
 from tests.cpu.test_models_families import Case, save_tiny
+from tests.cpu.test_moe_stored import save_experts, save_gpt_oss
 from tests.cpu.test_quant import quantise
 from tests.cpu.test_stored import CASES as PACKINGS
 from tests.cpu.test_weights_gguf import convert, write
@@ -112,6 +113,33 @@ def test_gguf_files(quantization: str, tmp_path: Path) -> None:
         assert load(path, Rank(1, 2), quantization="int8").config.num_heads == 2
     else:
         parts_are_the_whole(path, quantization=quantization)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "mixtral"])
+def test_packed_experts(name: str, tmp_path: Path) -> None:
+    """Three blocks of inputs, of which the first rank has two."""
+    if name == "gpt-oss":
+        save_gpt_oss(tmp_path)
+    else:
+        save_experts(name, tmp_path, tmp_path / "plain")
+    for quantization in ("none", "stored"):
+        whole, *ranks = (load(tmp_path, group, quantization=quantization) for group in (SINGLE, Rank(0, 2), Rank(1, 2)))
+        x = torch.randn(5, whole.config.hidden_size, generator=torch.Generator().manual_seed(2))
+        expected, *parts = (model._layers[0]._mlp._total(x) for model in (whole, *ranks))
+        torch.testing.assert_close(sum(parts), expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
+        widths = [model.config.layers[0].moe.width for model in ranks]
+        assert widths == ([64, 32] if name == "gpt-oss" else [128, 64])
+
+
+def test_experts_whose_blocks_are_cut_are_refused(tmp_path: Path) -> None:
+    save_experts("qwen3-moe", tmp_path, tmp_path / "plain")
+    with pytest.raises(ConfigError, match="width of 192 has too few blocks of 128"):
+        load(tmp_path, Rank(0, 2))
+
+
+def test_random_weights(tmp_path: Path) -> None:
+    save_tiny(Case("LlamaConfig"), tmp_path)
+    parts_are_the_whole(tmp_path, load_format="dummy")
 
 
 def test_a_rank_reads_its_slices_only(tmp_path: Path) -> None:

@@ -203,6 +203,16 @@ def test_the_story_ends_with_a_line_that_can_be_pasted() -> None:
     assert "POST /v1/chat/completions 200" in written
 
 
+def test_a_daemon_on_all_addresses_names_one_to_try() -> None:
+    with quire("serve", "--host", "0.0.0.0") as process:
+        ready(process)
+        command = shlex.split(read_until(process, r"try: (curl .*)"))
+        assert command[1].startswith("http://127.0.0.1:")
+        assert httpx.get(command[1].replace("/v1/chat/completions", "/ready")).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert outcome(process)[0] == 0
+
+
 def test_the_first_signal_lets_open_answers_finish(tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     hold.write_text("5")

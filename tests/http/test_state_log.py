@@ -16,8 +16,9 @@ import pytest
 from test_cli import LONG, outcome, quire, ready
 
 import server
+from engine.core.stats import SequenceView, Snapshot
 from server.telemetry.logs import JsonFormatter, TextFormatter
-from server.telemetry.state import log_state
+from server.telemetry.state import _of_snapshot, log_state
 from tests.http.harness import Live, eventually
 
 Serve = Callable[..., Live]
@@ -72,6 +73,15 @@ def test_lines_have_the_fields_of_the_page_and_a_signal_logs_the_state() -> None
     [sequence] = state["sequences"]
     assert sequence["request_id"] == response.headers["x-request-id"]
     assert sequence["age_s"] > 0
+
+
+def test_waiting_sequences_that_are_not_listed_are_counted() -> None:
+    """A snapshot has no more waiting sequences than may run."""
+    running = SequenceView(1, "a", "", 0, "running", 4, 5, 4, 0, 0, 0.0, 0.1, 0.2, (7,))
+    waiting = running._replace(seq_id=2, request_id="b", status="waiting", blocks=())
+    snapshot = Snapshot(9, 1, (), (running, waiting), ("b", "c", "d"))
+    state = _of_snapshot(snapshot, {}, 1.0)
+    assert (len(state["sequences"]), state["sequences_not_listed"]) == (2, 2)
 
 
 def test_an_engine_that_hangs_is_reported_with_its_stack(

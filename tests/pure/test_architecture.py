@@ -71,7 +71,11 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("server", ("engine.core.kv.manager", "engine.core.sequence", "engine.core.fake_runner"), ()),
     ("server", ("loadtest",), ("server.cli",)),
     ("server", ("engine.build",), ("server.app", "server.serve")),
-    ("loadtest", ("engine.runtime", "torch"), (*ON_THE_DEVICE, "loadtest.peers.packed")),  # numpy has no FP8
+    (
+        "loadtest",
+        ("engine.runtime", "torch"),
+        (*ON_THE_DEVICE, "loadtest.peers.packed", "loadtest.sums"),
+    ),  # numpy has no FP8
     (
         "loadtest",
         ("engine.build",),

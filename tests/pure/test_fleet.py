@@ -12,14 +12,15 @@ import pytest
 from engine.core.config import SchedulerConfig
 from engine.core.types import Request, SamplingParams
 from engine.recording import Entry, Journal, RecordingScheduler
+from loadtest.__main__ import main
 from loadtest.fleet.command import Run, show
-from loadtest.fleet.foresee import Known, foresee, read_recording
-from loadtest.fleet.load import Load, cacheable, draw, prefixes_of
+from loadtest.fleet.foresee import read_recording
+from loadtest.fleet.load import Load, draw, prefixes_of
 from loadtest.fleet.routers import Routing
-from loadtest.fleet.runs import Figures
-from loadtest.simulation.closed_loop import Answered, ClosedLoop, Delays
+from loadtest.simulation.closed_loop import Answered, ClosedLoop, Delays, Known, foresee
 from loadtest.simulation.costs import StepCosts, Table
-from loadtest.simulation.credits import names_of
+from loadtest.simulation.credits import cacheable, names_of
+from loadtest.simulation.fleet_figures import Figures, middle
 from loadtest.simulation.policies import POLICIES
 from loadtest.simulation.replica import SimulationError
 
@@ -150,15 +151,10 @@ def test_step_times_are_read_from_a_recording(tmp_path: Path) -> None:
 
 
 def test_a_foreseen_run_has_the_figures_of_a_real_one(capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = [request.prompt for request in mixed(1)]
-    known = Known(scheduler(24), ONE_MS_A_TOKEN, Delays(before_s=3 * MS), probe_s=2 * MS)
-    ideal = sum(cacheable(prompts, 4))
-    assert known.slower_by(4 * MS).delays.before_s == pytest.approx(5 * MS)
+    known = Known(scheduler(24), ONE_MS_A_TOKEN, Delays(before_s=3 * MS))
     runs = []
     for policy in ("round_robin", "kv_aware"):
-        foreseen = foresee(
-            prompts, 6, known, policy=policy, num_daemons=2, num_clients=4, ideal_tokens=ideal
-        )  # fmt: skip
+        foreseen = foresee(mixed(1), known, policy=policy, num_daemons=2, num_clients=4)  # fmt: skip
         assert foreseen.num_requests == sum(foreseen.shares) == 60
         assert 0 < foreseen.cached_tokens <= foreseen.ideal_tokens
         runs.append(Run("vllm", policy, "prefixes", 1, foreseen, foreseen))
@@ -167,8 +163,8 @@ def test_a_foreseen_run_has_the_figures_of_a_real_one(capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "vllm round_robin" in printed
     assert "(+0%)" in printed
-    with pytest.raises(SimulationError, match="'random' is not simulated"):
-        foresee(prompts, 6, known, policy="random", num_daemons=2, num_clients=4, ideal_tokens=ideal)
+    with pytest.raises(SimulationError, match="'manual' is not simulated"):
+        foresee(mixed(1), known, policy="manual", num_daemons=2, num_clients=4)
 
 
 def test_a_router_is_started_with_its_own_flags() -> None:
@@ -185,4 +181,17 @@ def test_the_median_of_runs() -> None:
         for each in (2, 4, 8)
     ]  # fmt: skip
     assert [each.of_ideal for each in figures] == [0.25, 0.5, 1.0]
-    assert figures[0].ttft_p50_s == 0.2
+    assert middle(figures).cached_tokens == 4
+    assert middle(figures).ttft_p50_s == 0.2
+
+
+def test_simulate_fleet_serves_clients_that_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fleet.json"
+    fleet = ["simulate", "fleet", "shared-prefixes", "--num", "60", "--clients", "8", "--set", "num_blocks=512"]
+    assert main([*fleet, "--replicas", "2", "--router", "round_robin", "cache_aware", "--json", str(path)]) == 0
+    assert "round_robin" in capsys.readouterr().out
+    blind, aware = json.loads(path.read_text())["fleets"]
+    assert aware["cached_tokens"] > 1.3 * blind["cached_tokens"]
+    assert aware["ttft_mean_s"] < blind["ttft_mean_s"]
+    assert main([*fleet, "--router", "round-robin"]) == 2
+    assert "--router round-robin is not known with --clients" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from loadtest.__main__ import COMMANDS as LOADTEST
 from server.cli import COMMANDS
+from server.doctor import make_parser as make_doctor_parser
 from server.settings.completion import SHELLS
 from tests.reference.tables import MADE, cell, table
 
@@ -35,6 +36,8 @@ def commands_page() -> str:
             parser = argparse.ArgumentParser(prog=f"quire {name}")
             LOADTEST[name][1](parser)
             lines += _options(parser)
+        elif name == "doctor":
+            lines += _options(make_doctor_parser())
         else:
             lines.append(f"{COMMANDS[name].summary[0].upper()}{COMMANDS[name].summary[1:]}.\n")
     return "\n".join(lines)

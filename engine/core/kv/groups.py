@@ -78,6 +78,8 @@ class WindowPool(BlockIndex):
             name, block = name_block(chain, tokens, index, self._block_size), table[index]
             if block != NO_BLOCK and self.find(name) < 0 and self.content(block) is None:
                 self.put(name, block)
+                if self.holdings is not None:
+                    self.holdings.compute(chain, tokens, index, self._block_size)
 
     def slide(self, table: list[int], num_computed: int) -> None:
         """Free the blocks that no position from `num_computed` on reads."""

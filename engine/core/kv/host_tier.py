@@ -39,7 +39,7 @@ class HostTier(BlockIndex):
         if self.find(digest) < 0 and self.pool.num_expendable and not self.is_given_up:
             host = self.pool.alloc()
             self._due[host] = block
-            self.put(digest, host)
+            self._put_copy(digest, host)
             self.pool.free(host)
 
     def save(self, seq: Sequence) -> Ticket | None:
@@ -63,7 +63,7 @@ class HostTier(BlockIndex):
                 host = self.pool.alloc()
                 self._due[host] = kv.blocks[index]
                 if digest is not None:
-                    self.put(digest, host)
+                    self._put_copy(digest, host)
             blocks.append(host)
         ticket = Ticket(blocks, seq.num_computed)
         self._tickets[ticket] = None
@@ -106,7 +106,15 @@ class HostTier(BlockIndex):
                 self._lose(host)
             elif digest is not None:
                 arrived.append((digest, host))
+                if self.holdings is not None:
+                    self.holdings.arrive(digest)
         return arrived
+
+    def _put_copy(self, digest: bytes, host: int) -> None:
+        """Make a content findable whose copy is due."""
+        self.put(digest, host)
+        if self.holdings is not None:
+            self.holdings.expect(digest)
 
     def has_content(self, digest: bytes, host: int) -> bool:
         """Return whether a host block has this content, and its copy is not still due or in flight."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
+from engine.core.kv.contents import Contents
 from engine.core.kv.groups import NO_BLOCK, WindowPool
 from engine.core.kv.page_table import NEVER, PrefixImport, blocks_for
 from engine.core.kv.pins import Pins
@@ -45,6 +46,17 @@ class KVCacheManager:
         )
         self.pool = self._cache.pool
         self._pins.targets.append(self._cache)
+        self.contents = self._watch(config) if config.kv_events else None
+
+    def _watch(self, config: SchedulerConfig) -> Contents:
+        """Let the pool and every tier note what they hold."""
+        contents = Contents([group.window for group in config.window_groups], [name for name, _ in config.stores])
+        self._cache.holdings, self.tiers.host.holdings = contents.pool, contents.host
+        for group, holdings in zip(self._windows, contents.groups, strict=True):
+            group.holdings = holdings
+        for name, store in self.tiers.stores.items():
+            store.holdings = contents.stores[name]
+        return contents
 
     def first_names(self, request: Request) -> list[bytes]:
         """Return how a request's chain of names begins; the root is empty if it is not cached."""
@@ -54,7 +66,10 @@ class KVCacheManager:
         root = chain_root(request.cache_salt, digest, request.cache_owner)
         num_public = request.num_public // self.block_size
         public_root = chain_root(request.cache_salt, digest) if num_public else b""
-        return first_names(root, public_root, request.prompt, num_public, self.block_size)
+        names = first_names(root, public_root, request.prompt, num_public, self.block_size)
+        if self.contents is not None:
+            self.contents.note_request(request, names)
+        return names
 
     @property
     def has_slot(self) -> bool:
@@ -234,6 +249,8 @@ class KVCacheManager:
         imported = PrefixImport(chain, tokens, hits, len(hits))
         imported.blocks += pool.alloc_many(count, after=hits[-1] if hits else -1)
         self.tiers.host.overwritten(imported.to_fill)
+        if self.contents is not None:
+            self.contents.flush()  # what was in these blocks is gone before they are filled
         self._imports[imported] = None
         return imported
 

@@ -16,6 +16,7 @@ from struct import Struct
 from typing import NamedTuple, Protocol
 
 from engine.core.kv.block_pool import BlockPool
+from engine.core.kv.contents import Holdings
 
 MAX_CHECKED = 1 << 14  # blocks a call of check_integrity: half a millisecond per thousand
 
@@ -65,7 +66,7 @@ def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size
 class BlockIndex:
     """A BlockPool whose blocks are found by name; contents in `pins` are evicted last."""
 
-    __slots__ = ("_block_of", "_name_of", "_next_checked", "_pins", "pool")
+    __slots__ = ("_block_of", "_name_of", "_next_checked", "_pins", "holdings", "pool")
 
     def __init__(
         self, num_blocks: int, eviction: str = "lru", pins: Container[bytes] = (), max_pinned: int = 0
@@ -75,6 +76,7 @@ class BlockIndex:
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
         self._next_checked = 0
+        self.holdings: Holdings | None = None  # for KV events
 
     def find(self, name: bytes) -> int:
         """Return the block with this content; -1 if there is none."""
@@ -98,6 +100,8 @@ class BlockIndex:
         if name is not None:
             del self._block_of[name]
             self.pool.forget(block)
+            if self.holdings is not None:
+                self.holdings.lose(name)
 
     def pin(self, name: bytes) -> None:
         """Evict this content last, if it is here."""
@@ -110,7 +114,10 @@ class BlockIndex:
             self.pool.unpin(self._block_of[name])
 
     def _evicted(self, block: int) -> None:
-        del self._block_of[self._name_of.pop(block)]
+        name = self._name_of.pop(block)
+        del self._block_of[name]
+        if self.holdings is not None:
+            self.holdings.lose(name)
 
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Raise AssertionError unless `holders` hold what is held, and both directions of the index agree.
@@ -191,6 +198,8 @@ class PrefixCache(BlockIndex):
                 self.put(name, block)
                 if self._listener is not None:
                     self._listener.appeared(name, block)
+                if self.holdings is not None:
+                    self.holdings.compute(chain, tokens, index, self.block_size)
 
     def leave(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:
         """As `register`, for a sequence that releases all its blocks; they are named on demand."""
@@ -199,7 +208,8 @@ class PrefixCache(BlockIndex):
         is_held = not (self._run_of.keys().isdisjoint(left) and self._name_of.keys().isdisjoint(left))
         # Existing names are kept: they may differ from those that would be made (see `first_names`).
         is_named = len(chain) > first + 1
-        if is_held or is_named or self._listener is not None or self._has_follower(parent, own):
+        is_watched = self._listener is not None or self.holdings is not None
+        if is_held or is_named or is_watched or self._has_follower(parent, own):
             self.register(chain, tokens, blocks, first, stop)
             return
         runs = self._unnamed.setdefault(parent, [])
@@ -248,10 +258,9 @@ class PrefixCache(BlockIndex):
         if block in self._run_of:
             self._cut(block)
             return
-        name = self._name_of[block]
-        super()._evicted(block)
         if self._listener is not None:
-            self._listener.leaves(name, block)
+            self._listener.leaves(self._name_of[block], block)
+        super()._evicted(block)
 
     def check_names(self) -> None:
         """Raise AssertionError unless all directions of the index agree."""

@@ -193,12 +193,12 @@ class Tiers:
             store = self.stores[tier]
             if kind is TransferKind.SAVE:
                 if is_good:
-                    store.put(name, slot)
+                    self._put(store, name, slot)
             else:
                 if not is_good:
                     store.forget(slot)  # a block that cannot be read once is not read again
                 elif self.host.find(name) < 0:
-                    self.host.put(name, host)
+                    self._put(self.host, name, host)
                     self.host.origins[host] = tier
                 for seq in self._parked.pop(name, ()):
                     seq.kv.num_awaited -= 1
@@ -215,7 +215,7 @@ class Tiers:
         store = self.stores[tier]
         slots = store.pool.alloc_many(store.pool.num_blocks)
         for name, slot in kept:
-            store.put(name, slot)
+            self._put(store, name, slot)
             store.pool.free(slot)
         for slot in slots:
             if store.content(slot) is None:
@@ -230,6 +230,13 @@ class Tiers:
             store.check_integrity([[transfer.slot for transfer in transfers if transfer.tier == tier]])
         loading = {transfer.name for transfer in transfers if transfer.kind is TransferKind.LOAD}
         assert self._parked.keys() <= loading, "a sequence waits for a block that is not being loaded"
+
+    @staticmethod
+    def _put(index: BlockIndex, name: bytes, block: int) -> None:
+        """Make a content findable that has arrived."""
+        index.put(name, block)
+        if index.holdings is not None:
+            index.holdings.arrive(name)
 
     @property
     def _may_save(self) -> bool:

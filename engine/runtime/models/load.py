@@ -21,7 +21,7 @@ from engine.runtime.models.eagle3_config import foreign_target, read_eagle3
 from engine.runtime.models.families import read_config
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.mtp import MTPHead
-from engine.runtime.models.shards import Shards, block_of
+from engine.runtime.models.shards import Shards, blocks_of
 from engine.runtime.native.library import native
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes import SCHEMES
@@ -210,7 +210,7 @@ def load_decoder(
     served_len = config.max_model_len or model_config.max_positions
     shards = None
     if group.size > 1:
-        shards = Shards(model_config, group, block_of(model_config, checkpoint.tensors({})))
+        shards = Shards(model_config, group, blocks_of(model_config, checkpoint.tensors({})))
     model = Decoder(model_config, served_len=served_len, dtype=dtype, device=device, scheme=scheme, shards=shards)
     fill(model.loads, checkpoint, report, is_tied=model.is_tied)
     model.finish()

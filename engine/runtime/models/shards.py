@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -68,24 +69,25 @@ class Share(NamedTuple):
 
 
 class Shards:
-    """One rank's part of a model; `block` inputs of its quantised matrices share a scale, at most."""
+    """One rank's part of a model; `blocks` are those of `blocks_of`."""
 
-    def __init__(self, config: ModelConfig, group: Group, block: int = 1) -> None:
+    def __init__(self, config: ModelConfig, group: Group, blocks: Mapping[str, int] = MappingProxyType({})) -> None:
         """Raises ConfigError for a model that cannot be divided by so many ranks."""
         self.group, self._whole = group, config
         rank, size = group.rank, group.size
         heads, kv_heads = _heads(config, rank, size)
         self._shares = {"heads": heads, "kv_heads": kv_heads}
-        self._shares["width"] = _width(config.intermediate_size, rank, size, block)
         mixtures = {layer.moe for layer in config.layers if layer.moe is not None}
+        is_dense = any(layer.moe is None for layer in config.layers)
         for name, widths in (
+            ("width", {config.intermediate_size} if is_dense else set()),
             ("expert_width", {moe.width for moe in mixtures}),
             ("shared_width", {moe.shared_width for moe in mixtures} - {0}),
         ):
             if len(widths) > 1:
                 raise _refusal(size, f"its mixtures have different widths, {sorted(widths)}")
             for width in widths:
-                self._shares[name] = _width(width, rank, size, block)
+                self._shares[name] = _width(width, rank, size, blocks.get(name, 1))
         self.num_logits = -(-config.vocab_size // size)  # columns that each rank sends
         first = rank * self.num_logits
         if config.vocab_size <= self.num_logits * (size - 1):
@@ -96,7 +98,7 @@ class Shards:
             config,
             num_heads=heads.num,
             num_kv_heads=kv_heads.num if config.latent is None else 1,
-            intermediate_size=self._shares["width"].num,
+            intermediate_size=self._shares["width"].num if is_dense else config.intermediate_size,
             layers=tuple(self._local(layer) for layer in config.layers),
         )
 
@@ -221,17 +223,19 @@ def _is_in_order(groups: StoredTensor) -> bool:
     return int(found.min()) < 0 or bool((found[1:] >= found[:-1]).all())
 
 
-def block_of(config: ModelConfig, tensors: Iterable[StoredTensor]) -> int:
-    """Return how many inputs of the second matrix of an MLP are stored together, at most: those of a scale."""
-    block = 1
+def blocks_of(config: ModelConfig, tensors: Iterable[StoredTensor]) -> dict[str, int]:
+    """Return how many inputs of the second matrices of MLPs are stored together at most, by the widths of TP_PLAN."""
     moe = next((layer.moe for layer in config.layers if layer.moe is not None), None)
+    widths = {"width": config.intermediate_size}
+    if moe is not None:
+        widths |= {"expert_width": moe.width, "shared_width": moe.shared_width}
+    blocks = dict.fromkeys(widths, 1)
     for tensor in tensors:
         found = _DOWN.search(tensor.name)
         if found is None or found[2] not in _SIDES or found[2] in _GROUPS or len(tensor.shape) < 2:
             continue
-        width = config.intermediate_size
-        if moe is not None and found[1]:
-            width = moe.width if found[1].startswith("experts") else moe.shared_width
+        axis = {"experts": "expert_width", "shared_expert": "shared_width"}.get((found[1] or "").split(".")[0], "width")
         dim = tensor.shape[_SIDES[found[2]].index("i")]
-        block = max(block, tensor.block, width // dim if dim > 1 else 1)
-    return block
+        together = -(-widths[axis] // dim) if dim > 1 else 1  # the last group may be smaller
+        blocks[axis] = max(blocks[axis], tensor.block, 1 << (together - 1).bit_length())
+    return blocks

@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.native.library import GroupArgs, GroupError, Library, native
 
-_SPINS = 10_000  # looks at another rank, some 100 us, before a rank yields its core
+_SPINS = 10_000  # looks at another rank, a few hundred us, before a rank yields its core
 
 
 class Group(Protocol):
@@ -105,7 +106,7 @@ class SharedMemoryGroup:
         os.truncate(file, num_bytes)  # by every rank; the first finds no file, and none shortens it
         self._memory = mmap.mmap(file, num_bytes)
         os.close(file)
-        is_crowded = size * library.num_threads > (os.cpu_count() or 1)
+        is_crowded = size * library.num_threads > usable_cpus()
         self._view = (c_char * num_bytes).from_buffer(self._memory)
         self._args = GroupArgs(addressof(self._view), int(timeout_s * 1000), rank, size, 0 if is_crowded else _SPINS)
         self.all_reduce(torch.empty(0))  # all ranks have the memory

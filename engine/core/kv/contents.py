@@ -1,0 +1,205 @@
+"""Notes which contents the pool and the tiers behind it gain and lose, for KV events. Engine thread.
+
+A content is noted at a place once its bytes are there: in the pool when the step that computed it is committed, in a
+tier when its copy has ended. Its loss is noted before the block is written again. `flush` passes the changes on.
+
+Consumers need a block's tokens. A content whose tokens this process has not seen, as of a folder kept from an earlier
+run, is therefore noted when a request has computed it or found it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import NamedTuple, TypeVar
+
+from engine.core.types import Request
+
+T = TypeVar("T")
+
+MAX_ROOTS = 1 << 16  # chains whose salts, owners and adapters are remembered
+
+
+class Place(NamedTuple):
+    """Where blocks are."""
+
+    medium: str  # GPU is the pool, on a CPU too; CPU is host memory, STORAGE a store behind it
+    group: int = 0  # of layers, see groups.py
+    window: int = 0  # of the group; 0 is full attention
+
+
+class Origin(NamedTuple):
+    """What keeps blocks of equal tokens apart, beside the tokens before them."""
+
+    salt: str = ""
+    owner: str = ""
+    adapter: str = ""
+    adapter_id: int | None = None
+
+
+class Content(NamedTuple):
+    """What a full block holds."""
+
+    name: bytes
+    parent: bytes | None  # the name of the block before it
+    tokens: array[int]
+    origin: Origin
+    extra: tuple[str, ...]  # what is part of its name beside its parent and tokens
+
+
+class Change(NamedTuple):
+    """A content that a place has gained or lost."""
+
+    place: Place
+    content: Content
+    is_gain: bool
+
+
+class Snapshot(NamedTuple):
+    """All contents of all places; what was said before does not count."""
+
+    contents: list[tuple[Place, list[Content]]]
+
+
+Changes = list[Change | Snapshot]
+
+
+class Contents:
+    """The contents of every place whose tokens are known."""
+
+    def __init__(self, windows: Sequence[int], stores: Sequence[str]) -> None:
+        self.pool = Holdings(self, Place("GPU"))
+        self.groups = [Holdings(self, Place("GPU", index, window)) for index, window in enumerate(windows, start=1)]
+        self.host = Holdings(self, Place("CPU"))
+        self.stores = {name: Holdings(self, Place("STORAGE")) for name in stores}
+        self.sink: Callable[[Changes], None] | None = None  # changes before it is set are in `snapshot` only
+        self._tiers = [self.host, *self.stores.values()]
+        self._changes: Changes = []
+        self._origins: OrderedDict[bytes, Origin] = OrderedDict()
+        self._owners: OrderedDict[bytes, str] = OrderedDict()
+
+    def note_request(self, request: Request, names: Sequence[bytes]) -> None:
+        """Remember the salt, owner and adapter of a request's chain, which begins with `names`. Any thread."""
+        adapter, owner = request.params.adapter, _digest(request.cache_owner)
+        name, number = ("", None) if adapter is None else (adapter.name, int.from_bytes(adapter.digest[:4], "big") >> 1)
+        is_public = len(names) > 1
+        if owner and is_public:
+            _remember(self._owners, names[-1], owner)
+        _remember(self._origins, names[0], Origin(request.cache_salt, "" if is_public else owner, name, number))
+
+    def flush(self) -> None:
+        """Pass on what has changed."""
+        if self._changes and self.sink is not None:
+            changes, self._changes = self._changes, []
+            self.sink(changes)
+
+    def send_snapshot(self) -> None:
+        """Pass on all that is known, in place of what was noted since the last flush."""
+        self._changes = [Snapshot(self.snapshot())]
+        self.flush()
+
+    def snapshot(self) -> list[tuple[Place, list[Content]]]:
+        """Return the contents of each place."""
+        found = [(each.place, list(each.known.values())) for each in (self.pool, *self.groups, self.host)]
+        stored: dict[bytes, Content] = {}
+        for store in self.stores.values():
+            stored |= store.known
+        return [*found, (Place("STORAGE"), list(stored.values()))]
+
+    def describe(self, chain: Sequence[bytes], tokens: Sequence[int], index: int, size: int) -> Content | None:
+        """Return what block `index` of a chain holds, or None if its root is not remembered."""
+        origin, name = self._origins.get(chain[0]), chain[index + 1]
+        if origin is None:
+            return None
+        owner = self._owners.get(name, "") if index else origin.owner or self._owners.get(name, "")
+        extra = tuple(part for part in (origin.adapter, "" if index else origin.salt, owner) if part)
+        parent = chain[index] if index else None
+        return Content(name, parent, array("I", tokens[index * size : (index + 1) * size]), origin, extra)
+
+    def find(self, name: bytes) -> Content | None:
+        """Return a content that some place has."""
+        places = (self.pool, *self._tiers)
+        return next((each.known[name] for each in places if name in each.known), None)
+
+    def seen(self, content: Content) -> None:
+        """Note in the tiers what a content is that they may have without knowing it."""
+        for tier in self._tiers:
+            tier.seen(content)
+
+    def changed(self, holdings: Holdings, content: Content, *, is_gain: bool) -> None:
+        """Note a change, unless another store has the same content: consumers know one medium STORAGE."""
+        if self.sink is None:
+            return
+        is_store = holdings.place.medium == "STORAGE"
+        others = [each for each in self.stores.values() if each is not holdings] if is_store else ()
+        if not any(content.name in each.known for each in others):
+            self._changes.append(Change(holdings.place, content, is_gain))
+
+
+class Holdings:
+    """The contents of one place."""
+
+    __slots__ = ("_all", "_coming", "_unseen", "known", "place")
+
+    def __init__(self, contents: Contents, place: Place) -> None:
+        self._all, self.place = contents, place
+        self.known: dict[bytes, Content] = {}
+        self._coming: dict[bytes, Content | None] = {}  # their copies have not ended
+        self._unseen: set[bytes] = set()  # here, but their tokens are not known
+
+    def compute(self, chain: Sequence[bytes], tokens: Sequence[int], index: int, size: int) -> None:
+        """Note that full block `index` of a chain is here, computed."""
+        content = self._all.describe(chain, tokens, index, size)
+        if content is not None:
+            self._gain(content)
+            self._all.seen(content)
+
+    def expect(self, name: bytes) -> None:
+        """Note that a content is being copied here."""
+        self._coming[name] = self._all.find(name)
+
+    def arrive(self, name: bytes) -> None:
+        """Note that a content is here, copied."""
+        content = self._coming.pop(name, None) or self._all.find(name)
+        if name in self.known:
+            return
+        if content is None:
+            self._unseen.add(name)
+        else:
+            self._gain(content)
+
+    def seen(self, content: Content) -> None:
+        """Note what a content is that may be here, or on its way."""
+        name = content.name
+        if name in self._unseen:
+            self._unseen.remove(name)
+            self._gain(content)
+        elif name in self._coming:
+            self._coming[name] = content
+
+    def lose(self, name: bytes) -> None:
+        """Note that a content is here no longer, or will not arrive."""
+        content = self.known.pop(name, None)
+        if content is not None:
+            self._all.changed(self, content, is_gain=False)
+        else:
+            self._coming.pop(name, None)
+            self._unseen.discard(name)
+
+    def _gain(self, content: Content) -> None:
+        self.known[content.name] = content
+        self._all.changed(self, content, is_gain=True)
+
+
+def _digest(owner: str) -> str:
+    """Return what stands for an owner, whose name is no consumer's business."""
+    return blake2b(owner.encode(), digest_size=8, person=b"quire.owner").hexdigest() if owner else ""
+
+
+def _remember(known: OrderedDict[bytes, T], name: bytes, value: T) -> None:
+    known[name] = value
+    known.move_to_end(name)
+    while len(known) > MAX_ROOTS:
+        known.popitem(last=False)

@@ -1,0 +1,144 @@
+"""What routers ask a replica: its model, limits, load, and where its KV events are published.
+
+The paths and keys are those that vllm-router, sglang-router and llm-d read. Like all routes but the probes, they need a
+key where the server has one.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from engine.version import VERSION
+from server.context import Context, InContext
+from server.http.bodies import ResponseBody
+from server.http.openapi import answers
+
+
+class ModelInfo(ResponseBody):
+    """The served model."""
+
+    model_path: str
+    served_model_name: str
+    tokenizer_path: str
+    is_generation: bool
+    max_context_length: int
+    vocab_size: int
+
+
+class ServerInfo(ModelInfo):
+    """The replica."""
+
+    model_id: str
+    instance_id: str
+    version: str
+    kv_block_size: int
+    num_kv_blocks: int
+    max_total_num_tokens: int
+    max_running_requests: int
+    max_prefill_tokens: int
+    tp_size: int
+    dp_size: int
+
+
+class EventSource(ResponseBody):
+    """Where KV events are published."""
+
+    enable_kv_cache_events: bool
+    publisher: str
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
+    hwm: int
+    buffer_steps: int
+    max_queue_size: int
+    data_parallel_rank: int
+
+
+class Load(ResponseBody):
+    """The work of one data-parallel rank."""
+
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+
+
+router = APIRouter()
+
+
+def _model(context: Context) -> ModelInfo:
+    name = context.config.served_model_names[0]
+    return ModelInfo(
+        model_path=name,
+        served_model_name=name,
+        tokenizer_path=name,
+        is_generation=True,
+        max_context_length=context.limits.max_model_len,
+        vocab_size=context.limits.vocab_size,
+    )
+
+
+@router.get("/model_info", responses=answers(ModelInfo))
+@router.get("/get_model_info", responses=answers(ModelInfo))
+async def model_info(context: InContext) -> Response:
+    """Return the served model's name and limits, as SGLang does. Also at /get_model_info."""
+    return Response(_model(context).json_bytes(), media_type="application/json")
+
+
+@router.get("/server_info", responses=answers(ServerInfo))
+@router.get("/get_server_info", responses=answers(ServerInfo))
+async def server_info(context: InContext) -> Response:
+    """Return the replica's identity and limits, as SGLang does. Also at /get_server_info."""
+    config = context.engine.config
+    info = ServerInfo(
+        **_model(context).model_dump(),
+        model_id=context.config.served_model_names[0],
+        instance_id=context.instance_id,
+        version=VERSION,
+        kv_block_size=config.block_size,
+        num_kv_blocks=config.num_blocks,
+        max_total_num_tokens=config.num_blocks * config.block_size,
+        max_running_requests=config.max_num_seqs,
+        max_prefill_tokens=config.max_num_batched_tokens,
+        tp_size=1,
+        dp_size=1,
+    )
+    return Response(info.json_bytes(), media_type="application/json")
+
+
+@router.get("/kv_event_sources")
+async def kv_event_sources(context: InContext) -> dict[str, EventSource]:
+    """Return where KV events are published, by data-parallel rank; nothing without --kv-events-config."""
+    events = context.engine.kv_events
+    if events is None:
+        return {}
+    config = events.config
+    source = EventSource(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=events.endpoint,
+        replay_endpoint=events.replay_endpoint,
+        topic=config.topic,
+        hwm=config.hwm,
+        buffer_steps=config.buffer_steps,
+        max_queue_size=config.max_queue_size,
+        data_parallel_rank=0,
+    )
+    return {"0": source}
+
+
+@router.get("/get_load")
+async def get_load(context: InContext) -> list[Load]:
+    """Return the requests and prompt and answer tokens that are being worked on or wait, as SGLang does."""
+    stats = context.engine.stats
+    held = stats.blocks_held * context.engine.config.block_size
+    waiting = stats.num_waiting + stats.num_preempted + stats.num_background_waiting
+    return [
+        Load(
+            dp_rank=0,
+            num_reqs=stats.num_running + waiting,
+            num_waiting_reqs=waiting,
+            num_tokens=held + stats.num_waiting_tokens,
+        )
+    ]
