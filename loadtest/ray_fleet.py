@@ -14,9 +14,11 @@ from pathlib import Path
 
 from loadtest.arguments import positive_float, positive_int
 from loadtest.fleet.command import Run, show
-from loadtest.fleet.load import Load, cacheable, draw, prefixes_of
-from loadtest.fleet.runs import Figures, closed_loop, figures_of, token_ids
+from loadtest.fleet.load import Load, draw, prefixes_of
+from loadtest.fleet.runs import closed_loop, figures_of, token_ids
 from loadtest.peers.process import free_port
+from loadtest.simulation.credits import cacheable
+from loadtest.simulation.fleet_figures import Figures
 
 POLICIES = ("pow2", "prefix")
 _ROOT = Path(__file__).parents[1]
