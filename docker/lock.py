@@ -66,7 +66,8 @@ def main() -> None:
     """Write the three files beside this one."""
     project, constraints = str(HERE.parent / "pyproject.toml"), str(HERE.parent / "constraints.txt")
     entries = resolve(
-        project, "--extra", "otel", "--constraints", constraints, "--universal", "--python-version", PYTHON
+        *(project, "--extra", "otel", "--extra", "kv-events", "--constraints", constraints),
+        *("--universal", "--python-version", PYTHON),
     )
     model = resolve("-", "--no-deps", stdin=MODEL)
     gpu = [entry for entry in entries if _GPU.match(entry)]

@@ -165,6 +165,7 @@ def build_engine(config: EngineConfig, report: Report, memory: BackedMemory | No
     from engine.runtime.parallel.executor import start_ranks
 
     executor = start_ranks(config, device)
+    report(Progress("ranks", f"{executor.size} processes hold the model, each with threads: {executor.num_threads}"))
     try:
         engine = _build(config, device, dtype, report, memory, executor)
     except BaseException as error:
@@ -224,6 +225,7 @@ def _build(
         transports=transports,
         kv_events=kv_events,
         layout=None if executor else _layout(config, settings, runner, model.dtype),
+        portable_layout=lambda: _layout(config, settings, runner, model.dtype, by_content=True),
     )
 
 
@@ -351,10 +353,18 @@ def _check_cuda(config: EngineConfig, device: torch.device, dtype: torch.dtype, 
     report(Progress("attention", describe_choice(config.attention_backend, device)))
 
 
-def _layout(config: EngineConfig, settings: SchedulerConfig, runner: ModelRunner, dtype: torch.dtype) -> Layout:
+def _layout(
+    config: EngineConfig,
+    settings: SchedulerConfig,
+    runner: ModelRunner,
+    dtype: torch.dtype,
+    *,
+    by_content: bool = False,
+) -> Layout:
     """Return what two engines must have in common to exchange K/V."""
     num_bytes = sum(view[0].nbytes for view in runner.blocks)
-    return Layout(fingerprint(config, str(dtype), runner.blocks), settings.block_size, num_bytes)
+    name = fingerprint(config, str(dtype), runner.blocks, by_content=by_content)
+    return Layout(name, settings.block_size, num_bytes)
 
 
 def _load_adapters(parts: _Parts, num_tokens: int) -> tuple[Adapters, int]:

@@ -1,14 +1,20 @@
 """Moves K/V blocks between an engine's prefix cache and a parcel.
 
 Both go piece by piece between steps, so that no stream waits for long. The cache finds an imported block like any block
-that this engine computed; blocks that were evicted meanwhile are recomputed. Calls block, so they run on other threads.
+that this engine computed; blocks that were evicted meanwhile are recomputed. A parcel goes through shared memory, or
+over TCP where the other daemon is on another machine. Calls block, so they run on other threads.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from contextlib import closing
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -17,7 +23,9 @@ from engine.core.kv.page_table import Layout
 from engine.core.scheduler import Scheduler
 from engine.core.step import Runner
 from engine.loop import Engine
-from engine.runtime.transports.shared_memory import Rows, SharedMemory
+from engine.peer import Peer
+from engine.runtime.transports.shared_memory import EXPIRY_S, Incoming, Rows, SharedMemory
+from engine.runtime.transports.tcp import ParcelServer, pull
 
 T = TypeVar("T")
 
@@ -30,27 +38,82 @@ class Prefix(NamedTuple):
 
     names: Sequence[bytes]
     tokens: Sequence[int]
+    root: bytes = b""  # of salt, adapter and owner (chain_root) as the daemon that packs a parcel knows them
 
 
-def open_handover(engine: Engine, folder: Path | None, max_bytes: int) -> Handover:
-    """Open the folder in shared memory through which K/V is handed over. Raises ConfigError."""
-    if engine.layout is None or not engine.config.enable_prefix_caching:
+class Offer(NamedTuple):
+    """A parcel that another daemon may take."""
+
+    name: str
+    num_blocks: int
+    expires_s: float  # Unix time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverConfig:
+    """Where parcels are put, and what takes them to other machines."""
+
+    folder: Path | None = None
+    max_bytes: int = 4 << 30
+    expiry_s: float = EXPIRY_S
+    listen: Peer | None = None
+    peers: frozenset[Peer] = frozenset()  # whose parcels may be pulled
+    key: str = ""
+
+    @property
+    def leaves_the_machine(self) -> bool:
+        return self.listen is not None or bool(self.peers)
+
+
+def open_handover(engine: Engine, config: HandoverConfig) -> Handover:
+    """Open the folder in shared memory through which K/V is handed over, and the port. Raises ConfigError."""
+    layout = engine.layout
+    if layout is None or not engine.config.enable_prefix_caching:
         raise ConfigError(
             "--kv-transfer-config hands blocks over through the prefix cache; leave --enable-prefix-caching on."
         )
+    if config.leaves_the_machine and engine.portable_layout is not None:
+        layout = engine.portable_layout()
     try:
-        where = folder or Path(f"/dev/shm/quire-kv-{os.getuid()}")  # noqa: S108 - for this user alone
-        return Handover(engine, SharedMemory(where, max_bytes), engine.layout)
+        where = config.folder or Path(f"/dev/shm/quire-kv-{os.getuid()}")  # noqa: S108 - for this user alone
+        memory = SharedMemory(where, config.max_bytes, config.expiry_s)
     except ParcelError as error:
         raise ConfigError(f"--kv-transfer-config: folder cannot be used: {error}.") from error
+    return Handover(engine, memory, layout, config)
 
 
 class Handover:
     """Sends and receives the K/V of prompts, for one engine."""
 
-    def __init__(self, engine: Engine, memory: SharedMemory, layout: Layout) -> None:
+    def __init__(
+        self, engine: Engine, memory: SharedMemory, layout: Layout, config: HandoverConfig | None = None
+    ) -> None:
+        """Listen, if that is asked for. Raises ConfigError."""
         self._engine, self._memory, self._layout = engine, memory, layout
+        self._config = config or HandoverConfig()
         self._piece = max(_PIECE_BYTES // layout.block_bytes, 1)
+        self._key = sha256(b"quire-kv" + self._config.key.encode()).digest()
+        self._server = None
+        listen = self._config.listen
+        if listen is not None:
+            try:
+                self._server = ParcelServer(memory, listen, self._key)
+            except OSError as error:
+                raise ConfigError(f"--kv-transfer-config: listen is {listen}: {error.strerror or error}.") from error
+
+    @property
+    def port(self) -> int | None:
+        """Return the port at which other machines pull parcels; None without one."""
+        return None if self._server is None else self._server.port
+
+    def may_pull(self, peer: Peer) -> bool:
+        """Return whether the settings name this peer."""
+        return peer in self._config.peers
+
+    def close(self) -> None:
+        """Stop to listen."""
+        if self._server is not None:
+            self._server.close()
 
     def count_blocks(self, num_tokens: int) -> int:
         """Return the full blocks of a prompt's parcel; the last token is always computed where the answer is drawn."""
@@ -65,8 +128,8 @@ class Handover:
 
         return num_blocks - self._between_steps(count)
 
-    def send(self, prefix: Prefix) -> tuple[str, int] | None:
-        """Pack the cached blocks of a prompt's beginning; returns the parcel's name and size. Raises ParcelError."""
+    def send(self, prefix: Prefix) -> Offer | None:
+        """Pack the cached blocks of a prompt's beginning; returns what to ask for. Raises ParcelError."""
         num_blocks = self.count_blocks(len(prefix.tokens))
         if not num_blocks:
             return None
@@ -79,19 +142,39 @@ class Handover:
                 done += found
                 if not found:
                     break
-            return (parcel.send(done), done) if done else None
+            if not done:
+                return None
+            name = parcel.send(done, self._content(prefix, done))
+            return Offer(name, done, time.time() + self._memory.expiry_s)
         finally:
             parcel.drop()
 
-    def receive(self, name: str, prefix: Prefix) -> int:
-        """Have the cache hold the blocks of a parcel; returns how many of the prompt's it has. Raises ParcelError."""
-        rows = self._memory.open(name, self._layout)
-        num_blocks = min(len(rows), self.count_blocks(len(prefix.tokens)))
-        for first in range(0, num_blocks, self._piece):
-            stop = min(first + self._piece, num_blocks)
-            if not self._write(prefix, rows, stop):
-                return first
-        return num_blocks
+    def receive(self, name: str, prefix: Prefix, peer: Peer | None = None, timeout_s: float = _PATIENCE_S) -> int:
+        """Have the cache hold the blocks of a parcel; returns how many of the prompt's it has.
+
+        Without a peer the parcel is in shared memory. Raises ParcelError and OSError.
+        """
+        with closing(self._open(name, peer, timeout_s)) as parcel:
+            num_blocks = parcel.header.num_blocks
+            if num_blocks > self.count_blocks(len(prefix.tokens)) or (
+                parcel.header.content != self._content(prefix, num_blocks)
+            ):
+                raise ParcelError("the parcel is of another prompt, or of another tenant's")
+            for first in range(0, num_blocks, self._piece):
+                stop = min(first + self._piece, num_blocks)
+                if not self._write(prefix, parcel.read(first, stop), first, stop):
+                    return first
+            return num_blocks
+
+    def _open(self, name: str, peer: Peer | None, timeout_s: float) -> Incoming:
+        if peer is None:
+            return self._memory.open(name, self._layout)
+        return pull(peer, name, self._layout, self._key, timeout_s)
+
+    def _content(self, prefix: Prefix, num_blocks: int) -> bytes:
+        """Return the digest of a prompt's first blocks: their tokens, and whose they are."""
+        tokens = array("q", prefix.tokens[: num_blocks * self._layout.block_size])
+        return blake2b(tokens.tobytes(), digest_size=32, key=prefix.root, person=b"quire.parcel").digest()
 
     def _read(self, prefix: Prefix, rows: Rows, first: int, stop: int) -> int:
         """Copy blocks first .. stop - 1 of a prompt out; return how many there are."""
@@ -103,13 +186,16 @@ class Handover:
 
         return self._between_steps(read)
 
-    def _write(self, prefix: Prefix, rows: Rows, stop: int) -> bool:
-        """Copy in the blocks that the cache lacks of a prompt's first `stop`; return True if it then has all of them."""
+    def _write(self, prefix: Prefix, rows: Rows, first: int, stop: int) -> bool:
+        """Copy in what the cache lacks of a prompt's blocks first .. stop - 1; return True if it then has the first `stop`."""
 
         def write(scheduler: Scheduler, runner: Runner) -> bool:
             imported = scheduler.kv.import_prefix(prefix.names, prefix.tokens, stop, reserve=len(scheduler.running))
             try:
-                runner.write_blocks(imported.to_fill, rows[imported.num_found : len(imported.blocks)])
+                if imported.num_found < first:  # those before were evicted meanwhile
+                    scheduler.kv.cancel(imported)
+                    return False
+                runner.write_blocks(imported.to_fill, rows[imported.num_found - first : len(imported.blocks) - first])
             except BaseException:
                 scheduler.kv.cancel(imported)
                 raise

@@ -89,6 +89,7 @@ class Engine:
         adapters: Adapters | None = None,
         keep_lengths: Callable[[Sequence[int]], None] | None = None,
         layout: Layout | None = None,
+        portable_layout: Callable[[], Layout] | None = None,
         transports: Mapping[str, Transport] = MappingProxyType({}),
         kv_events: EventPublisher | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -110,6 +111,7 @@ class Engine:
         self._overload = OverloadControl(scheduler.config, scheduler.stats, limits)
         self._keep_lengths = keep_lengths
         self.layout = layout
+        self.portable_layout = portable_layout  # the same on machines with copies of the weights; slow
         self._inbox = Inbox()
         self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
         # (request id, choice) without a terminal event, and the prompt's length; engine thread only.

@@ -6,6 +6,7 @@ through `app.state.context.client.stop`; the lifespan's stop is then immediate.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -37,7 +38,7 @@ from server.http.openapi import openapi_router
 from server.middleware import RequestScope, log_answer
 from server.openai.responses.store import ResponseStore
 from server.operations import live, unserved
-from server.operations.handoff import Receiver
+from server.operations.handoff import Receiver, Sender, handover_config
 from server.operations.page import load_files, page_router
 from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
 from server.settings.app_config import AppConfig
@@ -66,7 +67,6 @@ ENDPOINTS = [
     "server.operations.adapters",
     "server.operations.tokens",
     "server.operations.requests",
-    "server.operations.prefill",
     "server.operations.for_routers",
     "server.operations.health",
 ]
@@ -116,9 +116,7 @@ def create_app(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> F
 
 def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Context:
     """Return the application's parts."""
-    handover = None
-    if config.role != "both":
-        handover = open_handover(engine, config.kv_connector_dir, int(config.kv_connector_gib * (1 << 30)))
+    handover = None if config.role == "both" else open_handover(engine, handover_config(config))
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     request_log = RequestLog()
     export = _open_export(config, engine)
@@ -160,7 +158,7 @@ def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Con
         batches=BatchService(config, engine, bodies, tenancy) if config.data_dir is not None else None,
         otlp=None if export is None else export.otlp,
         tracing=None if export is None else export.tracing,
-        handover=handover if config.role == "prefill" else None,
+        sender=Sender(engine, handover, config) if handover and config.role == "prefill" else None,
         receiver=Receiver(engine, handover, config, lambda outcome: emit(PrefillDelegated(outcome.value)))
         if handover and config.role == "decode"
         else None,
@@ -207,6 +205,8 @@ async def _stop(context: Context) -> None:
     await context.client.stop(context.config.shutdown_timeout_s)
     if context.receiver is not None:
         await context.receiver.close()
+    if context.sender is not None:
+        await asyncio.to_thread(context.sender.close)
     if context.batches is not None:
         context.batches.close()
     context.grammars.close()

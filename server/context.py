@@ -17,7 +17,6 @@ from fastapi import Depends, Request
 
 from engine.core.errors import shorten
 from engine.core.types import Adapter
-from engine.handover import Handover
 from engine.loop import Engine
 from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.fields.base import RequestBody
@@ -32,7 +31,8 @@ from server.http.bodies import BodyReader, is_large, limited
 from server.http.threads import run_slowly
 from server.middleware import IGNORED_FIELDS
 from server.openai.responses.store import ResponseStore
-from server.operations.handoff import Receiver
+from server.openai.sampling import KVTransferParams
+from server.operations.handoff import Receiver, Sender
 from server.settings.app_config import AppConfig
 from server.telemetry.events import FieldIgnored, Telemetry
 from server.telemetry.live import LiveView
@@ -81,7 +81,7 @@ class Context:
     batches: BatchService | None = None  # None without --data-dir
     otlp: Otlp | None = None  # sends traces and metrics to a collector
     tracing: Tracing | None = None
-    handover: Handover | None = None  # of a prefill daemon
+    sender: Sender | None = None  # of a prefill daemon
     receiver: Receiver | None = None  # of a decode daemon
     public_prefixes: PublicPrefixes = field(default_factory=PublicPrefixes)
     adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # adapters are read one at a time
@@ -111,6 +111,16 @@ class Context:
         names += self.config.model_aliases + tuple(other.adapter.name for other in self.engine.adapters.all())
         message = f"The model {shorten(name)!r} is not served here; use {' or '.join(names)}."
         raise ApiError(404, "model_not_found", message, "model")
+
+    def dropped_transfer(self, body: RequestBody) -> list[str]:
+        """Return the field that a daemon of another role would follow, if the body has it."""
+        transfer = getattr(body, "kv_transfer_params", None)
+        if not isinstance(transfer, KVTransferParams):
+            return []
+        is_dropped = (transfer.do_remote_decode and self.sender is None) or (
+            transfer.do_remote_prefill and self.receiver is None
+        )
+        return ["kv_transfer_params"] if is_dropped else []
 
     async def render(self, body: Conversation) -> str:
         """Return a conversation's prompt; a long one is rendered on another thread.
@@ -176,6 +186,7 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
             raise ApiError(400, "unsupported_media_type", message)
         body = await _read(pieces, context, model)
         names = await aside(lambda: [*body.ignored_fields(), *body.dropped_hints(context.limits)])
+        names += context.dropped_transfer(body)
         if names and context.config.strict_fields:
             message = f"Fields without effect: {', '.join(names[:MAX_NAMED_FIELDS])}; remove them (--strict-fields)."
             raise ApiError(400, "unknown_parameter", message + _meant(model, names), names[0])

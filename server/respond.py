@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from fastapi import Request as HttpRequest
+from pydantic_core import to_json
 from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse
 from starlette.requests import ClientDisconnect
@@ -34,7 +35,7 @@ from server.generation import ChoiceDelta, Generation, Usage
 from server.http.threads import run_slowly
 from server.middleware import RECORD
 from server.openai.formatter import ChunkMeta, ResponseFormatter
-from server.openai.sampling import EngineBody, SamplingBody
+from server.openai.sampling import EngineBody, KVTransferParams, SamplingBody
 from server.telemetry.events import RequestOpened
 from server.telemetry.request_log import RequestRecord
 from server.telemetry.timeline import AnswerMetrics, server_timing, with_metrics
@@ -146,10 +147,14 @@ async def respond(
 
     Raises what the engine refuses with, before anything is sent.
     """
+    transfer = body.kv_transfer_params
+    if transfer is not None and (transfer.do_remote_decode or transfer.do_remote_prefill):
+        requests = transferred(context, body, requests, transfer)
     if context.receiver is not None:
         for request in requests:
             check_request(request, context.engine.config)
-        await unless_disconnected(http.receive, context.receiver.fetch(_admit(http, context, requests)))
+        fetching = context.receiver.fetch(_admit(http, context, requests), transfer)
+        await unless_disconnected(http.receive, fetching)
     answer, generation = submit(http, context, requests, rules, stream=body.stream)
     if body.stream:
         status = partial(context.live.status, [request.request_id for request in requests])
@@ -162,7 +167,35 @@ async def respond(
     write = partial(formatter.answer, deltas, usage)
     num_logprobs = usage.completion_tokens * (1 + (requests[0].params.logprobs or 0))
     is_long = max(num_logprobs, sum(len(request.prompt) for request in requests)) > MAX_INLINE_TOKENS
-    return with_timings(await run_slowly(write) if is_long else write(), generation, body)
+    document = await run_slowly(write) if is_long else write()
+    if context.sender is not None and transfer is not None and transfer.do_remote_decode:
+        (signed,) = getattr(http.state, RECORD).requests
+        offered = await unless_disconnected(http.receive, context.sender.offer(signed))
+        document = document[:-1] + b',"kv_transfer_params":' + to_json(offered) + b"}"
+    return with_timings(document, generation, body)
+
+
+def transferred(
+    context: Context, body: SamplingBody, requests: Sequence[Request], transfer: KVTransferParams
+) -> Sequence[Request]:
+    """Return the requests of a hand-over, on a prefill daemon for one token. Raises ApiError."""
+    if len(requests) > 1:
+        message = f"kv_transfer_params is of one prompt, and there are {len(requests)}; send each in a request."
+        raise ApiError(400, "invalid_value", message, "prompt")
+    if context.sender is None or not transfer.do_remote_decode:
+        return requests
+    if body.stream:
+        message = "A prompt that is computed for another daemon is not streamed; leave stream out."
+        raise ApiError(400, "invalid_value", message, "stream")
+    params = replace(requests[0].params, max_tokens=min(requests[0].params.max_tokens, 1), min_tokens=0)
+    if transfer.adapter:
+        loaded = (each.adapter for each in context.engine.adapters.all())
+        adapter = next((each for each in loaded if each.digest.hex() == transfer.adapter), None)
+        if adapter is None:
+            message = "The adapter of kv_transfer_params is not loaded here; load it on both daemons."
+            raise ApiError(404, "model_not_found", message, "kv_transfer_params.adapter")
+        params = replace(params, adapter=adapter)
+    return [replace(requests[0], params=params)]
 
 
 def with_timings(document: bytes, generation: Generation, body: EngineBody) -> Response:

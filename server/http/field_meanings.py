@@ -26,6 +26,14 @@ MEANINGS = {
     "chat_template_kwargs": "Further variables for the chat template, such as enable_thinking.",
     "truncate_prompt_tokens": "Keep only the last so many tokens of the prompt.",
     "echo": "Return the prompt before the completion.",
+    # A hand-over of K/V between daemons.
+    "kv_transfer_params": "Who computes the prompt and where its K/V is, as a router sends it to daemons that divide the work.",
+    "do_remote_decode": "Compute the prompt, keep its K/V for a decode daemon, and answer where it is.",
+    "do_remote_prefill": "Take the prompt's K/V from the daemon that computed it.",
+    "remote_request_id": "The name of the K/V on that daemon.",
+    "remote_host": "That daemon's host, one of peers in --kv-transfer-config; absent for shared memory.",
+    "remote_port": "That daemon's port for K/V.",
+    "adapter": "The digest of an adapter of the prefill daemon, in hexadecimal, in place of its name.",
     # Sampling.
     "temperature": "Divides the logits; 0 takes the most probable token.",
     "top_p": "Draw from the smallest set of tokens with this total probability.",
@@ -114,8 +122,6 @@ MEANINGS = {
     "lora_name": "The name that requests will use as their model.",
     "lora_path": "The adapter's folder on the daemon's machine.",
     "tokens": "The token ids to turn into text.",
-    "adapter": "The digest of the adapter's files.",
-    "PrefillBody.prompt": "The token ids to compute.",
     # Objects in them.
     "role": "Who speaks: system, developer, user, assistant or tool.",
     "content": "The text, or a list of parts.",
@@ -290,9 +296,6 @@ ANSWERS = {
     "request_id": "The request's name.",
     "filename": "As it was uploaded.",
     "purpose": "As it was uploaded.",
-    "parcel": "The shared memory with the K/V.",
-    "num_blocks": "Blocks in it.",
-    "adapter": "The digest of the adapter's files.",
     "model_path": "The served model's name; routers group replicas by it.",
     "model_id": "The same.",
     "served_model_name": "The same.",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from engine.core.errors import InvalidRequestError
 from engine.text.fields.base import Refused, RequestBody
 from engine.text.fields.sampling import QueueFields, SamplingFields
 from engine.text.limits import ModelLimits
@@ -38,9 +39,7 @@ UNSUPPORTED: Mapping[str, Refused] = {
 
 # Fields that ask for another way to the same answer, which is dropped where it cannot be had.
 HINTS: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        ("ec_transfer_params", "guided_decoding_backend", "kv_transfer_params", "mm_processor_kwargs"), _OFF
-    ),
+    **dict.fromkeys(("ec_transfer_params", "guided_decoding_backend", "mm_processor_kwargs"), _OFF),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
 }
@@ -63,6 +62,42 @@ class StreamOptions(RequestBody):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+class KVTransferParams(RequestBody):
+    """Who computes a prompt and where its K/V is, in vLLM's shape.
+
+    A router sends `do_remote_decode` to a prefill daemon, and what that answers to a decode daemon.
+    """
+
+    NO_OPS: ClassVar[frozenset[str]] = frozenset(
+        {
+            "dcp_size",
+            "pp_size",
+            "remote_block_ids",
+            "remote_blocks_expiry_time",
+            "remote_engine_id",
+            "remote_num_tokens",
+        }
+        | {"tp_size", "transfer_mode"}
+    )
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_request_id: str = Field("", max_length=64)
+    remote_host: str = Field("", max_length=255)
+    remote_port: int = Field(0, ge=0, le=65535)
+    adapter: str = Field("", max_length=64)  # the digest of its content: its names differ between daemons
+
+    @model_validator(mode="after")
+    def _check(self) -> KVTransferParams:
+        if self.do_remote_decode and self.do_remote_prefill:
+            raise InvalidRequestError(
+                "do_remote_decode and do_remote_prefill exclude each other; the first is for the daemon that computes the "
+                "prompt.",
+                param="kv_transfer_params",
+            )
+        return self
 
 
 class EngineBody(QueueFields):
@@ -97,6 +132,7 @@ class SamplingBody(EngineBody, SamplingFields):
     stream_options: StreamOptions | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None  # both spellings have been in use
     prompt_cache_options: PromptCacheOptions | None = None
+    kv_transfer_params: KVTransferParams | None = None
     safety_identifier: str = Field("", max_length=MAX_USER)  # OpenAI's later name for `user`
 
     @property

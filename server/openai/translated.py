@@ -24,7 +24,14 @@ from server.openai.sampling import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
 
 # Fields that these APIs spell otherwise, or for whose result their answers have no place.
 _CHATS_OWN = {"early_stopping", "length_penalty", "max_tokens", "n", "prompt_logprobs", "response_format", "stop"}
-_CHATS_OWN |= {"include_metrics", "return_token_ids", "return_tokens_as_token_ids", "stream_options", "use_beam_search"}
+_CHATS_OWN |= {
+    "include_metrics",
+    "kv_transfer_params",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "stream_options",
+    "use_beam_search",
+}
 
 _SEARCHES = "beam searches are what /v1/chat/completions makes; ask there"
 
@@ -38,6 +45,7 @@ class TranslatedBody(RequestBody):
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **HINTS,
         "early_stopping": (False,),
+        "kv_transfer_params": ({},),
         "length_penalty": (1, 1.0),
         "thinking_token_budget": (),
     }

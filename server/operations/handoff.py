@@ -1,39 +1,38 @@
 """Negotiates the hand-over of K/V from a prefill daemon to a decode daemon.
 
-The decode daemon (--kv-transfer-config) continues as if its prefix cache had held the K/V before, so the answer is the
-same as without a hand-over. If anything fails, the prompt is computed here: a stream may be late, it is never lost.
-Event loop; the copies run on threads (engine/handover.py).
+A request with `do_remote_decode` has the prefill daemon compute its prompt, keep the K/V for a while, and answer where it
+is. A request with `do_remote_prefill` has the decode daemon (--kv-transfer-config) take it from there, and continue as if
+its prefix cache had held the K/V before, so the answer is the same as without a hand-over. Between the two stands a
+router, or the decode daemon asks the prefill daemon itself. If anything fails, the prompt is computed here: a stream may
+be late, it is never lost. Event loop; the copies run on threads (engine/handover.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-
-from pydantic import BaseModel
+from functools import partial
+from typing import Any
 
 from engine.core.errors import ParcelError
 from engine.core.kv.prefix_cache import chain_root
 from engine.core.types import Request
-from engine.handover import Handover, Prefix
+from engine.handover import Handover, HandoverConfig, Prefix
 from engine.loop import Engine
+from engine.peer import Peer
+from server.errors import ApiError
+from server.openai.sampling import KVTransferParams
 from server.settings.app_config import AppConfig
 from server.telemetry.propagation import TRACE_HEADERS
 
 log = logging.getLogger("quire.handoff")
 
 MIN_BLOCKS = 4  # of a prompt that are neither cached here nor computed here as fast as they are asked for
-
-
-class Prefilled(BaseModel):
-    """Where its K/V is."""
-
-    # None where the prompt has not one full block, or it was evicted meanwhile, or its adapter is not loaded here.
-    parcel: str | None
-    num_blocks: int
-    adapter: str | None = None  # the one that computed it; a daemon that knows nothing of adapters does not say
+_MAX_PULLS = 8  # at a time; each holds a piece of a parcel
 
 
 class HandoffOutcome(str, Enum):
@@ -42,6 +41,58 @@ class HandoffOutcome(str, Enum):
     RECEIVED = "received"  # its K/V came from the prefill daemon
     SHORT = "short"  # too little of it was left to compute for asking
     FAILED = "failed"  # it was asked for, and had to be computed here all the same
+
+
+def handover_config(config: AppConfig) -> HandoverConfig:
+    """Return the settings of the transports."""
+    first_key = config.api_keys[0] if config.api_keys else ""
+    return HandoverConfig(
+        folder=config.kv_connector_dir,
+        max_bytes=int(config.kv_connector_gib * (1 << 30)),
+        expiry_s=config.kv_connector_expiry_s,
+        listen=None if config.kv_connector_listen is None else Peer.parse(config.kv_connector_listen),
+        peers=frozenset(map(Peer.parse, config.kv_connector_peers)),
+        key=config.kv_connector_key or first_key,
+    )
+
+
+class Sender:
+    """A prefill daemon's end."""
+
+    def __init__(self, engine: Engine, handover: Handover, config: AppConfig) -> None:
+        self._engine, self._handover = engine, handover
+        self.port = handover.port
+        self._engine_id = uuid.uuid4().hex
+        self._host: str | None = None
+        if config.kv_connector_listen is not None:
+            self._host = config.kv_connector_host or Peer.parse(config.kv_connector_listen).host
+            log.info("K/V is offered to other machines at %s", Peer(self._host, self.port or 0))
+
+    async def offer(self, request: Request) -> Mapping[str, Any] | None:
+        """Return where a decode daemon finds the K/V of a computed prompt; None without a full block."""
+        try:
+            offer = await asyncio.to_thread(self._handover.send, prefix_of(self._engine, request))
+        except ParcelError as error:
+            log.warning("K/V is not offered: %s", error)
+            return None
+        if offer is None:
+            return None
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine_id,
+            "remote_block_ids": list(range(offer.num_blocks)),
+            "remote_request_id": offer.name,
+            "remote_host": self._host,
+            "remote_port": self.port,
+            "tp_size": 1,
+            "remote_num_tokens": offer.num_blocks * self._engine.config.block_size,
+            "remote_blocks_expiry_time": offer.expires_s,
+        }
+
+    def close(self) -> None:
+        """Stop to listen. Blocks."""
+        self._handover.close()
 
 
 class Receiver:
@@ -54,77 +105,129 @@ class Receiver:
 
         self._engine, self._handover, self._count = engine, handover, count
         self._timeout_s = config.prefill_timeout_s
-        key = config.api_keys[0] if config.api_keys else ""
-        self._client = httpx.AsyncClient(
-            base_url=config.prefill_url or "",
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(config.prefill_timeout_s, connect=2.0),
-            limits=httpx.Limits(max_connections=256),
-        )
-        least = MIN_BLOCKS * engine.config.block_size
-        log.info("prompts with at least %d tokens to compute are computed by %s", least, config.prefill_url)
+        self._threads = ThreadPoolExecutor(_MAX_PULLS, "quire-kv-pull")
+        self._client = None
+        if config.prefill_url is not None:
+            key = config.api_keys[0] if config.api_keys else ""
+            self._client = httpx.AsyncClient(
+                base_url=config.prefill_url,
+                headers={"authorization": f"Bearer {key}"} if key else {},
+                timeout=httpx.Timeout(config.prefill_timeout_s, connect=5.0),
+                limits=httpx.Limits(max_connections=256),
+            )
+            least = MIN_BLOCKS * engine.config.block_size
+            log.info("prompts with at least %d tokens to compute are computed by %s", least, config.prefill_url)
         self._is_well = True  # the last prompt that was asked for came
 
-    async def fetch(self, requests: Sequence[Request]) -> None:
-        """Fill the prefix cache with the beginnings of prompts, if possible."""
-        await asyncio.gather(*(self._fetch(request) for request in requests))
+    async def fetch(self, requests: Sequence[Request], transfer: KVTransferParams | None) -> None:
+        """Fill the prefix cache with the beginnings of prompts, if possible. Raises ApiError for a foreign address."""
+        if transfer is not None and transfer.do_remote_prefill:
+            await self._take_offered(requests[0], transfer)
+        elif self._client is not None:
+            await asyncio.gather(*(self._ask_for(request) for request in requests))
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._client is not None:
+            await self._client.aclose()
 
-    async def _fetch(self, request: Request) -> None:
+    async def _take_offered(self, request: Request, transfer: KVTransferParams) -> None:
+        """Take what a router says that another daemon computed."""
+        peer = self._allowed(transfer)
+        if request.params.prompt_logprobs is not None:
+            return  # every position has to be computed here
+        prefix = prefix_of(self._engine, request)
+        try:
+            if not await asyncio.to_thread(self._handover.count_missing, prefix):
+                self._count(HandoffOutcome.SHORT)
+                return
+            await self._take(transfer.remote_request_id, prefix, peer, self._patience_s(request))
+        except Exception as error:
+            self._note(HandoffOutcome.FAILED, peer or "shared memory", f"{type(error).__name__}: {error}")
+        else:
+            self._note(HandoffOutcome.RECEIVED, peer or "shared memory")
+
+    def _allowed(self, transfer: KVTransferParams) -> Peer | None:
+        """Return the address to take K/V from, None for shared memory. Raises ApiError unless the settings name it."""
+        if not transfer.remote_host and not transfer.remote_port:
+            return None
+        peer = Peer(transfer.remote_host, transfer.remote_port)
+        if not self._handover.may_pull(peer):
+            message = (
+                f"kv_transfer_params names {peer}, which is not among peers of --kv-transfer-config; add it there."
+            )
+            raise ApiError(400, "peer_not_allowed", message, "kv_transfer_params.remote_host")
+        return peer
+
+    async def _ask_for(self, request: Request) -> None:
+        """Have the prefill daemon of the settings compute a prompt, and take its K/V."""
         params = request.params
         if request.is_background or params.prompt_logprobs is not None or params.pooling is not None:
             return  # no client waits for its first token, or every position has to be computed here
-        prefix = prefix_of(self._engine, request)
         try:
-            num_missing = await asyncio.to_thread(self._handover.count_missing, prefix)
-            if num_missing < MIN_BLOCKS:
+            missing = prefix_of(self._engine, request)
+            if await asyncio.to_thread(self._handover.count_missing, missing) < MIN_BLOCKS:
                 self._count(HandoffOutcome.SHORT)
                 return
-            parcel = await asyncio.wait_for(self._ask(request), self._patience_s(request))
-            if parcel is not None:
-                await asyncio.to_thread(self._handover.receive, parcel, prefix)
+            patience_s = self._patience_s(request)
+            transfer = await asyncio.wait_for(self._ask(request), patience_s)
+            if transfer is not None:
+                prefix = missing._replace(root=chain_root(_remote_salt(request), _adapter(request)))
+                await self._take(transfer.remote_request_id, prefix, self._allowed(transfer), patience_s)
         except Exception as error:
-            self._note(HandoffOutcome.FAILED, f"{type(error).__name__}: {error}")
+            why = error.message if isinstance(error, ApiError) else str(error)
+            self._note(HandoffOutcome.FAILED, self._prefill_url, f"{type(error).__name__}: {why}")
         else:
-            self._note(HandoffOutcome.RECEIVED if parcel else HandoffOutcome.FAILED)
+            self._note(HandoffOutcome.RECEIVED if transfer else HandoffOutcome.FAILED, self._prefill_url)
+
+    async def _take(self, name: str, prefix: Prefix, peer: Peer | None, patience_s: float) -> None:
+        take = partial(self._handover.receive, name, prefix, peer, patience_s)
+        await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._threads, take), patience_s)
 
     def _patience_s(self, request: Request) -> float:
         """Return how long the prefill daemon may take; less if there is a deadline."""
         limits = [limit for limit in (request.deadline_s, request.max_queue_s) if limit is not None]
         return min([self._timeout_s, *(limit / 2 for limit in limits)])
 
-    async def _ask(self, request: Request) -> str | None:
-        adapter = request.params.adapter
+    async def _ask(self, request: Request) -> KVTransferParams | None:
+        assert self._client is not None
+        transfer: dict[str, object] = {"do_remote_decode": True}
+        if request.params.adapter is not None:
+            transfer["adapter"] = request.params.adapter.digest.hex()
         body = {
             "prompt": request.prompt,
+            "max_tokens": 1,
+            "temperature": 0,
             "cache_salt": _remote_salt(request),
-            "priority": request.priority,
-            "adapter": None if adapter is None else adapter.digest.hex(),
-        }
-        answer = await self._client.post("/v1/internal/prefill", json=body, headers=TRACE_HEADERS.get())
+            "kv_transfer_params": transfer,
+        } | ({"priority": request.priority} if request.priority else {})
+        answer = await self._client.post("/v1/completions", json=body, headers=TRACE_HEADERS.get())
         if answer.is_error:
             raise ParcelError(f"it answered {answer.status_code}: {answer.text[:200]}")
-        prefilled = Prefilled.model_validate_json(answer.content)
-        if (
-            prefilled.adapter != body["adapter"]
-        ):  # K/V kept under an adapter that did not make it would be wrong in silence
-            raise ParcelError(
-                "it computed the prompt without its adapter; run the same version of Quire on both daemons"
-            )
-        return prefilled.parcel
+        document = answer.json()
+        if "kv_transfer_params" not in document:
+            raise ParcelError("it offers no K/V; start it with role prefill in --kv-transfer-config")
+        offered = document["kv_transfer_params"]
+        return None if offered is None else KVTransferParams.model_validate(offered)
 
-    def _note(self, outcome: HandoffOutcome, why: str = "") -> None:
+    @property
+    def _prefill_url(self) -> object:
+        return "" if self._client is None else self._client.base_url
+
+    def _note(self, outcome: HandoffOutcome, where: object, why: str = "") -> None:
         """Count an outcome; log only when the prefill daemon starts or stops to answer."""
         self._count(outcome)
         is_well = outcome is HandoffOutcome.RECEIVED
         if is_well and not self._is_well:
-            log.info("The prefill daemon at %s answers again.", self._client.base_url)
+            log.info("K/V comes from %s again.", where)
         elif why and self._is_well:
-            log.warning("Prompts are computed here, for %s did not hand one over (%s).", self._client.base_url, why)
-        self._is_well = is_well or not why
+            log.warning("Prompts are computed here, for %s did not hand one over (%s).", where, why)
+        self._is_well = is_well or (self._is_well and not why)
+
+
+def _adapter(request: Request) -> bytes:
+    return b"" if request.params.adapter is None else request.params.adapter.digest
 
 
 def _remote_salt(request: Request) -> str:
@@ -136,4 +239,5 @@ def _remote_salt(request: Request) -> str:
 
 def prefix_of(engine: Engine, request: Request) -> Prefix:
     """Return what names the K/V of a request's prompt."""
-    return Prefix(engine.first_names(request), request.prompt)
+    root = chain_root(request.cache_salt, _adapter(request), request.cache_owner)
+    return Prefix(engine.first_names(request), request.prompt, root)

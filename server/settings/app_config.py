@@ -100,6 +100,43 @@ class AppConfig:
         unset="one of the user's own under /dev/shm",
     )
     kv_connector_gib: float = _transfer("gib", 4.0, "GIB", "most K/V in that folder", above=0)
+    kv_connector_expiry_s: float = _transfer(
+        "expiry_s",
+        120.0,
+        "SECONDS",
+        "K/V that no decode daemon took is dropped",
+        name="kv_connector_expiry",
+        above=0,
+    )
+    kv_connector_listen: str | None = _transfer(
+        "listen",
+        None,
+        "HOST:PORT",
+        "address at which a prefill daemon offers K/V to other machines",
+        unset="this machine only",
+    )
+    kv_connector_host: str | None = _transfer(
+        "host",
+        None,
+        "HOST",
+        "name or address of this machine that a prefill daemon's answers give",
+        unset="the host of listen",
+    )
+    kv_connector_peers: tuple[str, ...] = _transfer(
+        "peers",
+        (),
+        "HOST:PORT",
+        "prefill daemons on other machines whose K/V a decode daemon takes, as their listen and host say",
+        unset="none",
+    )
+    kv_connector_key: str | None = _transfer(
+        "key",
+        None,
+        "KEY",
+        "key that both prove to have before K/V goes to another machine",
+        unset="the first --api-key",
+        is_secret=True,
+    )
 
     max_body_bytes: int = _http(32 << 20, "SIZE", "largest request body, such as 32MiB", at_least=1)
     max_json_values: int = _http(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
+from engine.peer import Peer
 from engine.setting import Conflict
 from engine.text.types import RESERVED
 
@@ -21,11 +22,21 @@ def _is_url(text: str) -> bool:
         return False
 
 
+def _is_peer(text: str) -> bool:
+    """Return whether a text is a host and a port."""
+    try:
+        Peer.parse(text)
+    except ValueError:
+        return False
+    return True
+
+
 # `c` is the Settings.
 CONFLICTS = (
     Conflict(
-        lambda c: c.role == "decode" and not c.prefill_url,
-        "--kv-transfer-config: role is 'decode', which needs prefill_url, the address of a prefill daemon.",
+        lambda c: c.role == "decode" and not c.prefill_url and not c.kv_connector_peers,
+        "--kv-transfer-config: role is 'decode', which needs prefill_url, the address of a prefill daemon; or peers, if a "
+        "router asks it.",
     ),
     Conflict(
         lambda c: c.role != "decode" and c.prefill_url,
@@ -34,6 +45,34 @@ CONFLICTS = (
     Conflict(
         lambda c: c.prefill_url and not _is_url(c.prefill_url),
         "--kv-transfer-config: prefill_url is {c.prefill_url!r}; it must be like http://127.0.0.1:8001.",
+    ),
+    Conflict(
+        lambda c: c.role != "prefill" and (c.kv_connector_listen or c.kv_connector_host),
+        "--kv-transfer-config: listen and host are for the role prefill, and role is {c.role!r}; leave them out.",
+    ),
+    Conflict(
+        lambda c: c.role != "decode" and c.kv_connector_peers,
+        "--kv-transfer-config: peers are for the role decode, and role is {c.role!r}; leave them out.",
+    ),
+    Conflict(
+        lambda c: not all(_is_peer(each) for each in (*c.kv_connector_peers, c.kv_connector_listen or "a:1")),
+        "--kv-transfer-config: listen is {c.kv_connector_listen!r} and peers are {c.kv_connector_peers!r}; each address must "
+        "be like 10.0.0.5:5600.",
+    ),
+    Conflict(
+        lambda c: (
+            c.kv_connector_listen and Peer.parse(c.kv_connector_listen).is_unspecified and not c.kv_connector_host
+        ),
+        "--kv-transfer-config: listen is {c.kv_connector_listen!r}, every address of this machine; name the one that decode "
+        "daemons reach as host.",
+    ),
+    Conflict(
+        lambda c: (
+            c.kv_connector_listen
+            and not Peer.parse(c.kv_connector_listen).is_loopback
+            and not (c.api_key or c.kv_connector_key)
+        ),
+        "--kv-transfer-config: listen is {c.kv_connector_listen!r}, which other machines reach; set key, or --api-key.",
     ),
     Conflict(
         lambda c: c.role == "decode" and c.swap_space,

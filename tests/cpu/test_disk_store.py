@@ -228,9 +228,13 @@ def test_the_fingerprint_is_of_everything_that_k_and_v_depend_on(tmp_path: Path)
         for name, value in (("block_size", 32), ("kv_cache_dtype", "int8"), ("quantization", "int8"))
     ]
     others += [fingerprint(config, "float32", blocks), fingerprint(config, "bfloat16", [blocks[0].float()])]
+    by_content = fingerprint(config, "bfloat16", blocks, by_content=True)
     weights = next(model.glob("*.safetensors"))
     os.utime(weights, ns=(1, 1))
     others.append(fingerprint(config, "bfloat16", blocks))
+    assert by_content == fingerprint(config, "bfloat16", blocks, by_content=True), "a copy is as good"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    others.append(fingerprint(config, "bfloat16", blocks, by_content=True))
     assert len({mine, *others}) == 1 + len(others)
 
 

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError
+from engine.core.types import Progress
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_eagle3, load_model, load_mtp
@@ -156,6 +157,9 @@ def test_a_rank_reads_its_slices_only(tmp_path: Path) -> None:
         return int(counts.read_text().split()[1]) - before
 
     assert read(SINGLE) == pytest.approx(size, rel=0.02)
+    reports: list[Progress] = []
+    load_model(EngineConfig(model=str(tmp_path)), torch.device("cpu"), torch.float32, reports.append, Rank(0, 2))
+    assert reports[-1].total == pytest.approx(size / 2, rel=0.02)
     assert all(read(Rank(rank, 2)) == pytest.approx(size / 2, rel=0.06) for rank in range(2))
     assert read(Rank(3, 4)) == pytest.approx(size / 4, rel=0.15)  # the rows of o_proj are too short to leave parts out
 

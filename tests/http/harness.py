@@ -24,7 +24,7 @@ from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.kv.page_table import Layout
 from engine.core.scheduler import Scheduler
 from engine.core.step import SequenceSlice
-from engine.loop import Engine
+from engine.loop import Engine, EventPublisher
 from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 from engine.text.types import SamplingDefaults
 from server.app import create_app
@@ -108,6 +108,7 @@ class Live:
         template: str = TEMPLATE,
         runner: type[FakeRunner] = FakeRunner,
         adapters: Adapters | None = None,
+        kv_events: EventPublisher | None = None,
         **app: Any,
     ) -> None:
         self.gate = Gate()
@@ -121,6 +122,7 @@ class Live:
             depth=depth,
             limits=limits,
             adapters=adapters,
+            kv_events=kv_events,
             layout=Layout("parrot", config.block_size, 4 * config.block_size),
         )
         self.app = create_app(self.engine, byte_tokenizer(template), replace(APP, **app))

@@ -103,26 +103,6 @@ def test_prompts_of_adapters_go_the_same_way_where_both_daemons_have_them(
     assert prefill.engine.stats.prompt_tokens == 2 * 86
 
 
-def test_a_prefill_daemon_that_knows_no_adapters_hands_over_nothing_of_theirs(
-    serve: Serve, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An older one takes the field for none of its own, and computes the model's own K/V."""
-    (tmp_path / "one").write_text("1")
-    adapters = Adapters(read_adapter, 2)
-    adapters.load("one", str(tmp_path / "one"))
-    fakes = {"runner": AdaptableParrot, "kv_connector_dir": folder, "api_keys": ("secret",)}
-    prefill = serve(role="prefill", **fakes)
-    decode = serve(role="decode", adapters=adapters, prefill_url=prefill.url, **fakes)
-    post = httpx.AsyncClient.post
-
-    async def older(self: httpx.AsyncClient, path: str, *, json: dict[str, Any]) -> httpx.Response:
-        return await post(self, path, json={**json, "adapter": None})
-
-    monkeypatch.setattr(httpx.AsyncClient, "post", older)
-    assert ask(decode, model="one")["choices"][0]["text"] == "".join(chr(ord(letter) + 1) for letter in TEXT[:20])
-    assert handoffs(decode) == {"failed": 1}
-
-
 def test_short_prompts_and_scores_are_computed_where_they_are_asked_for(pair: tuple[Live, Live]) -> None:
     prefill, decode = pair
     assert ask(decode, prompt="Hello|")["choices"][0]["text"] == "Hello"
@@ -203,14 +183,105 @@ def test_a_folder_that_has_become_unusable_costs_no_answer(
     assert handoffs(decode) == {"failed": 1}
 
 
-def test_a_server_of_another_role_computes_nothing_for_others(live: Live) -> None:
-    answer = httpx.post(f"{live.url}/v1/internal/prefill", json={"prompt": [1, 2, 3]})
-    assert answer.status_code == 501
-    assert "role prefill in --kv-transfer-config" in answer.json()["error"]["message"]
+# -- a router between the two, as vLLM's ---------------------------------------------------------------------------------
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": TEXT + "|", "max_tokens": 20, "logprobs": 1},
+    CHAT: {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 20, "logprobs": True},
+}
+DO_PREFILL = {"kv_transfer_params": {"do_remote_decode": True, "remote_engine_id": None, "remote_block_ids": None}}
 
 
-@pytest.mark.parametrize("body", [{"prompt": []}, {"prompt": [999_999]}, {"prompt": "text"}, {}, {"prompt": [1] * 600}])
-def test_bad_prompts_are_refused(serve: Serve, folder: Path, body: dict[str, Any]) -> None:
-    prefill = serve(role="prefill", kv_connector_dir=folder)
-    answer = httpx.post(f"{prefill.url}/v1/internal/prefill", json=body)
+@pytest.fixture
+def apart(serve: Serve, folder: Path) -> tuple[Live, Live]:
+    """A prefill daemon and a decode daemon that have no folder in common."""
+    prefill = serve(role="prefill", kv_connector_dir=folder, kv_connector_listen="127.0.0.1:0", api_keys=("secret",))
+    assert prefill.context.sender is not None
+    peer = f"127.0.0.1:{prefill.context.sender.port}"
+    decode = serve(role="decode", kv_connector_dir=folder.with_name("other"), kv_connector_peers=(peer,),
+                   api_keys=("secret",))  # fmt: skip
+    return prefill, decode
+
+
+def send(live: Live, path: str, body: dict[str, Any], key: str = "secret") -> httpx.Response:
+    return httpx.post(f"{live.url}{path}", json=body, headers={"authorization": f"Bearer {key}"})
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_router_takes_a_request_through_both_daemons(apart: tuple[Live, Live], post: Post, path: str) -> None:
+    prefill, decode = apart
+    body = BODIES[path]
+    computed = send(prefill, path, body | DO_PREFILL).json()
+    transfer = computed["kv_transfer_params"]
+    assert computed["usage"]["completion_tokens"] == 1
+    assert transfer["do_remote_prefill"]
+    assert not transfer["do_remote_decode"]
+    assert (transfer["remote_num_tokens"], len(transfer["remote_block_ids"])) == (80, 5)
+    answered = send(decode, path, body | {"kv_transfer_params": transfer})
+    assert answered.headers.get("x-quire-ignored-fields") is None
+    assert answered.json()["choices"] == post(path, **body)["choices"]
+    assert answered.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 80
+    assert "kv_transfer_params" not in answered.json()
+    again = send(decode, path, body | {"kv_transfer_params": transfer})
+    assert again.json()["choices"] == answered.json()["choices"]
+    assert handoffs(decode) == {"received": 1, "short": 1}
+
+
+def test_what_cannot_be_taken_is_computed(apart: tuple[Live, Live]) -> None:
+    """A parcel of another prompt, of another tenant, that was taken, or that never was."""
+    prefill, decode = apart
+    transfer = send(prefill, COMPLETIONS, BODIES[COMPLETIONS] | DO_PREFILL).json()["kv_transfer_params"]
+    cases: list[dict[str, Any]] = [
+        {"prompt": "An" + TEXT[2:] + "|"},
+        {"cache_salt": "mine"},
+        {"kv_transfer_params": transfer | {"remote_request_id": "0" * 32 + ".parcel"}},
+        {"kv_transfer_params": transfer | {"remote_host": None, "remote_port": None}},
+        {"kv_transfer_params": {"do_remote_prefill": True}},
+    ]
+    for number, change in enumerate(cases):
+        changed = {"cache_salt": str(number), "kv_transfer_params": transfer} | BODIES[COMPLETIONS] | change
+        prompt = changed["prompt"]
+        assert send(decode, COMPLETIONS, changed).json()["choices"][0]["text"] == prompt[:20]
+    assert handoffs(decode) == {"failed": len(cases)}
+    taken = send(decode, COMPLETIONS, BODIES[COMPLETIONS] | {"kv_transfer_params": transfer})
+    assert taken.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 80, "none of these took it away"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 22}},
+            "remote_host",
+        ),
+        ({"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "127.0.0.1"}}, "remote_host"),
+        ({"kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": True}}, "kv_transfer_params"),
+        ({"kv_transfer_params": {"do_remote_prefill": True}, "prompt": ["a", "b"]}, "prompt"),
+    ],
+)
+def test_bad_transfers_are_refused(apart: tuple[Live, Live], fields: dict[str, Any], param: str) -> None:
+    answer = send(apart[1], COMPLETIONS, BODIES[COMPLETIONS] | fields)
     assert answer.status_code == 400, answer.text
+    assert param in answer.json()["error"]["param"]
+
+
+def test_a_prompt_for_another_daemon_is_no_stream(apart: tuple[Live, Live]) -> None:
+    prefill, decode = apart
+    assert send(prefill, COMPLETIONS, BODIES[COMPLETIONS] | DO_PREFILL | {"stream": True}).status_code == 400
+    assert send(prefill, COMPLETIONS, {"prompt": "short"} | DO_PREFILL).json()["kv_transfer_params"] is None
+    ignored = send(decode, COMPLETIONS, BODIES[COMPLETIONS] | DO_PREFILL)
+    assert ignored.headers["x-quire-ignored-fields"] == "kv_transfer_params"
+    assert ignored.json()["usage"]["completion_tokens"] == 20
+
+
+def test_a_decode_daemon_asks_a_prefill_daemon_of_another_machine(
+    apart: tuple[Live, Live], serve: Serve, tmp_path: Path
+) -> None:
+    prefill, _ = apart
+    assert prefill.context.sender is not None
+    peer = f"127.0.0.1:{prefill.context.sender.port}"
+    decode = serve(role="decode", prefill_url=prefill.url, kv_connector_dir=tmp_path / "third", api_keys=("secret",),
+                   kv_connector_peers=(peer,))  # fmt: skip
+    assert ask(decode)["usage"]["prompt_tokens_details"]["cached_tokens"] == 80
+    assert handoffs(decode) == {"received": 1}

@@ -51,6 +51,7 @@ FIELDS: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
     "input_file_id": ("file", [("/v1/batches", {"endpoint": "/v1/completions", "completion_window": "1h"})]),
 }
 NO_NAMES = {"call_id", "tool_use_id", "user_id"}  # fields that end like one, of what stands in the same body
+NO_NAMES |= {"remote_request_id"}  # a parcel, which is held to its prompt and owner (test_handoff_http.py)
 LISTS = {"/v1/files": "file", "/v1/batches": "batch"}
 
 

@@ -306,7 +306,8 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--data-dir", "/var/quire", "--max-file-bytes", "2MiB", "--allow-runtime-lora-updating",
         "--tenants", "/etc/tenants.yaml", "--share-prefix-cache", "--pinned-prefixes", "/etc/prefixes.jsonl",
         "--kv-transfer-config",
-        '{"role": "decode", "prefill_url": "http://a:1", "timeout_s": 9, "folder": "/dev/shm/x", "gib": 1}',
+        ('{"role": "decode", "prefill_url": "http://a:1", "timeout_s": 9, "folder": "/dev/shm/x", "gib": 1, '
+        '"expiry_s": 5, "listen": "127.0.0.1:5600", "host": "a", "peers": ["a:5600", "[::1]:5600"], "key": "s"}'),
     ]  # fmt: skip
     made = load_settings(argv).app_config("here", "unused")
     assert made == AppConfig(
@@ -343,6 +344,11 @@ def test_every_application_setting_reaches_the_application() -> None:
         prefill_timeout_s=9.0,
         kv_connector_dir=Path("/dev/shm/x"),
         kv_connector_gib=1.0,
+        kv_connector_expiry_s=5.0,
+        kv_connector_listen="127.0.0.1:5600",
+        kv_connector_host="a",
+        kv_connector_peers=("a:5600", "[::1]:5600"),
+        kv_connector_key="s",
         sse_keep_alive_interval_s=2.5,
         stall_limit_s=3.0,
         shutdown_timeout_s=4.0,
@@ -360,6 +366,10 @@ def test_patterns_alone_leave_the_model_its_name() -> None:
     assert (made.served_model_names, made.model_aliases) == (("own",), ("claude-*",))
 
 
+def _transfer(**keys: object) -> list[str]:
+    return ["--kv-transfer-config", json.dumps(keys)]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -372,6 +382,12 @@ def test_patterns_alone_leave_the_model_its_name() -> None:
             "does not go with --kv-offload-config",
         ),
         (["--role", "decode", "--prefill-url", "http://a", "--swap-space", "1"], "does not go with --swap-space"),
+        (_transfer(role="prefill", listen="0.0.0.0:1", key="k"), "name the one that decode daemons reach as host"),
+        (_transfer(role="prefill", listen="10.0.0.1:1"), "set key, or --api-key"),
+        (_transfer(role="prefill", listen="10.0.0.1"), "must be like 10.0.0.5:5600"),
+        (_transfer(role="decode", peers=["a:99999"]), "must be like 10.0.0.5:5600"),
+        (_transfer(role="decode", prefill_url="http://a", listen="127.0.0.1:1"), "are for the role prefill"),
+        (_transfer(role="prefill", peers=["a:1"]), "peers are for the role decode"),
         (["--role", "prefill", "--block-size", "auto"], "does not go with --block-size auto"),
         (["--pinned-prefixes", "f", "--pinned-prefix-share", "0"], "leaves no room"),
         (["--pinned-prefixes", "f", "--no-enable-prefix-caching"], "does not go with --no-enable-prefix-caching"),

@@ -36,7 +36,7 @@ def locked(name: str) -> dict[str, str]:
 def needed() -> set[str]:
     """Return the names of the daemon's dependencies, tracing included."""
     text = (ROOT / "pyproject.toml").read_text()
-    lists = [re.search(rf"(?ms)^{key} = (\[.*?\]\n)", text) for key in ("dependencies", "otel")]
+    lists = [re.search(rf"(?ms)^{key} = (\[.*?\]\n)", text) for key in ("dependencies", "otel", "kv-events")]
     return {Requirement(name).name for found in lists if found for name in re.findall(r'"([^"]+)"', found[1])}
 
 

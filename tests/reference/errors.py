@@ -40,6 +40,7 @@ ERRORS = {
     "not_allowed": (403, "The key is not the operator's.", "Use a key of `--api-key`."),
     "not_found": (404, "There is no such route.", "The message has the alternative of routes that other servers have."),
     "model_not_found": (404, "No model or adapter has this name.", "The message lists the names."),
+    "peer_not_allowed": (400, "kv_transfer_params names an address that peers of --kv-transfer-config do not have.", "Add it there."),
     "adapter_not_found": (404, "No adapter has this name, or no folder is there.", "Load it first."),
     "request_not_found": (404, "The request ended too long ago, or belongs to another account.", ""),
     "response_not_found": (404, "The response is not stored any more, or belongs to another account.", "Send the whole conversation."),
@@ -64,7 +65,6 @@ ERRORS = {
     "shutting_down": (503, "The daemon drains.", "Ask another replica, or wait for `Retry-After`."),
     "engine_busy": (503, "A snapshot took too long.", "Try again."),
     "body_not_read": (503, "A large body could not be read in time.", "Try again, or send less."),
-    "parcel_failed": (503, "A prompt's K/V could not be handed over.", "Nothing: the decode daemon computes it."),
     "insufficient_storage": (507, "The disk of `--data-dir` is full.", "Delete files."),
 }  # fmt: skip
 

@@ -82,12 +82,13 @@ class Contents:
 
     def note_request(self, request: Request, names: Sequence[bytes]) -> None:
         """Remember the salt, owner and adapter of a request's chain, which begins with `names`. Any thread."""
-        adapter, owner = request.params.adapter, _digest(request.cache_owner)
+        adapter, owner = request.params.adapter, request.cache_owner
         name, number = ("", None) if adapter is None else (adapter.name, int.from_bytes(adapter.digest[:4], "big") >> 1)
         is_public = len(names) > 1
-        if owner and is_public:
-            _remember(self._owners, names[-1], owner)
-        _remember(self._origins, names[0], Origin(request.cache_salt, "" if is_public else owner, name, number))
+        if is_public:  # its last public block is the first that has a name of its owner's, see `first_names`
+            _remember(self._owners, names[-1], _digest(owner))
+        mark = "" if is_public or not owner else _digest(owner)
+        _remember(self._origins, names[0], Origin(request.cache_salt, mark, name, number))
 
     def flush(self) -> None:
         """Pass on what has changed."""
@@ -195,7 +196,7 @@ class Holdings:
 
 def _digest(owner: str) -> str:
     """Return what stands for an owner, whose name is no consumer's business."""
-    return blake2b(owner.encode(), digest_size=8, person=b"quire.owner").hexdigest() if owner else ""
+    return blake2b(owner.encode(), digest_size=8, person=b"quire.owner").hexdigest()
 
 
 def _remember(known: OrderedDict[bytes, T], name: bytes, value: T) -> None:

@@ -6,6 +6,7 @@ a step reads them; weights/fill.py loads them in that order. Matrices get their 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -97,13 +98,13 @@ class Maker(NamedTuple):
         wanted = self._shapes(empty)
         if bias:
             wanted |= {f"{part.name}.bias": (_whole(part, num_inputs)[0],) for part in parts}
-        self.loads.append(Load(wanted, take))
+        self.loads.append(Load(wanted, take, _share(empty)))
         return linear
 
     def matrix(self, name: str, num_rows: int, num_inputs: int, take: Callable[[Matrix], object]) -> None:
         """Hand a matrix [num_rows, num_inputs] to `take`, which makes its products, once its tensors are there."""
         empty = self._one(name, num_rows, num_inputs)
-        self.loads.append(Load(self._shapes(empty), lambda stored: take(self._filled(empty, stored))))
+        self.loads.append(Load(self._shapes(empty), lambda stored: take(self._filled(empty, stored)), _share(empty)))
 
     def embedding(self, name: str, num_rows: int, num_inputs: int, embedding: Embedding) -> None:
         """Load an embedding [num_rows, num_inputs]."""
@@ -112,7 +113,7 @@ class Maker(NamedTuple):
         def take(stored: Mapping[str, StoredTensor]) -> None:
             embedding.weight = self.scheme.embedding(self._filled(empty, stored))
 
-        self.loads.append(Load(self._shapes(empty), take))
+        self.loads.append(Load(self._shapes(empty), take, _share(empty)))
 
     def _one(self, name: str, num_rows: int, num_inputs: int) -> Matrix:
         """Return a matrix of one module, without its tensors."""
@@ -170,6 +171,12 @@ def _whole(part: Bundle, num_inputs: int) -> tuple[int, int]:
     """Return the rows and inputs of a part's module, of which the rank may have some."""
     rows, inputs = part.span
     return part.num_rows if rows is None else rows.total, num_inputs if inputs is None else inputs.total
+
+
+def _share(matrix: Matrix) -> float:
+    """Return how much of the modules of a matrix it has."""
+    wholes = {part.name: math.prod(_whole(part, matrix.shape[1])) for part in matrix.bundles}
+    return math.prod(matrix.shape) / sum(wholes.values())
 
 
 def _not_loaded(_: Tensor) -> Tensor:

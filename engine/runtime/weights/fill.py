@@ -27,6 +27,7 @@ class Load(NamedTuple):
 
     shapes: Mapping[str, tuple[int, ...]]  # of the tensors that it needs, by their names
     take: Callable[[Mapping[str, StoredTensor]], object]
+    share: float = 1.0  # of its bytes that it reads; ranks read their slices
 
 
 def fill(
@@ -45,7 +46,7 @@ def fill(
     }
     head = stored.pop(_HEAD, None) if is_tied else None
     _check(wanted, stored, checkpoint.config.source)
-    sizes = {name: tensor.num_bytes for name, tensor in stored.items()}
+    sizes = {name: int(stored[name].num_bytes * load.share) for load in loads for name in load.shapes}
     total, done = sum(sizes.values()), 0
     library = native()
     packer = Packer() if library is None else library.packer

@@ -1,0 +1,322 @@
+"""KV events: an index fed by them equals the prefix cache, after any history and any loss of messages."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, rule
+
+from engine.config import EngineConfig
+from engine.core.config import WindowGroup
+from engine.core.errors import ConfigError
+from engine.core.fake_runner import FakeRunner
+from engine.core.kv.prefix_cache import BlockIndex, chain_next, chain_root
+from engine.core.scheduler import Scheduler
+from engine.core.types import StepEvents
+from engine.kv_events import END, KVEvents, block_hash
+from engine.kv_events_config import KVEventsConfig
+from engine.loop import Engine
+from tests.patience import PATIENCE_S
+from tests.pure.driver import VOCAB, Driver, config, request
+from tests.pure.test_scheduler_properties import SchedulerMachine
+
+Held = dict[tuple[str, int], dict[int, dict]]
+
+
+class Index:
+    """What a router knows from the messages it got."""
+
+    def __init__(self) -> None:
+        self.last = -1
+        self.held: Held = {}
+
+    def take(self, number: int, payload: bytes) -> None:
+        """Apply a message, the next one."""
+        self.last = number
+        _, events, rank = msgspec.msgpack.decode(payload)
+        assert rank == 0
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                self.held.clear()
+                continue
+            held = self.held.setdefault((event["medium"], event.get("group_idx", 0)), {})
+            if event["type"] == "BlockRemoved":
+                for block in event["block_hashes"]:
+                    del held[block]
+                continue
+            size, parent = event["block_size"], event["parent_block_hash"]
+            assert len(event["token_ids"]) == size * len(event["block_hashes"])
+            for index, block in enumerate(event["block_hashes"]):
+                tokens = event["token_ids"][index * size : (index + 1) * size]
+                extra = (event.get("extra_keys") or [None] * len(event["block_hashes"]))[index]
+                assert block not in held, "stored twice"
+                held[block] = {"parent": parent, "tokens": tokens, "extra": extra}
+                parent = block
+
+
+class QuietEvents(KVEvents):
+    """Without a thread: messages are sent when the test says so, and kept for it."""
+
+    def __init__(self, settings: KVEventsConfig, block_size: int, *, has_groups: bool) -> None:
+        super().__init__(settings, block_size, has_groups=has_groups, snapshot_gap_s=0.0)
+        self.sent: list[tuple[int, bytes]] = []
+
+    def _send(self, payload: bytes) -> None:
+        super()._send(payload)
+        self.sent.append(self._kept[-1])
+
+    def turn(self) -> None:
+        """Send what is queued, and the snapshot if one is wanted."""
+        self._turn()
+        self._turn()
+
+    def replay(self, first: int) -> list[tuple[int, bytes]]:
+        """Return what the replay socket answers."""
+        socket = RecordedSocket([b"client", b"", first.to_bytes(8, "big")])
+        self._answer(socket)  # type: ignore[arg-type]
+        *frames, last = socket.sent
+        assert last == (b"client", b"", b"top", END, b"")
+        assert all(frame[:3] == (b"client", b"", b"top") for frame in frames)
+        return [(int.from_bytes(frame[3], "big"), frame[4]) for frame in frames]
+
+
+class RecordedSocket:
+    """A ROUTER socket with one request."""
+
+    def __init__(self, asked: list[bytes]) -> None:
+        self._asked = asked
+        self.sent: list[tuple[bytes, ...]] = []
+
+    def recv_multipart(self) -> list[bytes]:
+        return self._asked
+
+    def send_multipart(self, frames: tuple[bytes, ...]) -> None:
+        self.sent.append(frames)
+
+
+class EventsMachine(SchedulerMachine):
+    """The histories of test_scheduler_properties.py, with a router that loses messages."""
+
+    @initialize(
+        depth=st.integers(0, 1),
+        num_blocks=st.integers(10, 24),
+        eviction=st.sampled_from(["lru", "slru", "lfu", "cost"]),
+        num_host_blocks=st.sampled_from([0, 3, 12, 60]),
+        host_caching=st.booleans(),
+        num_disk_blocks=st.sampled_from([0, 5, 40]),
+        window=st.sampled_from([0, 0, 5]),
+        max_queue_size=st.sampled_from([1, 2, 1000]),
+        buffer_steps=st.sampled_from([1, 3, 1000]),
+    )
+    def start(  # type: ignore[override]
+        self, depth: int, window: int, max_queue_size: int, buffer_steps: int, **changes: str | int
+    ) -> None:
+        sizes: dict = {"max_num_batched_tokens": 20, "max_model_len": 40, "kv_events": True, **changes}
+        if window:
+            sizes |= {"num_host_blocks": 0, "host_caching": False}
+        sizes["num_disk_blocks"] = sizes["num_disk_blocks"] if sizes["host_caching"] else 0
+        if window:
+            groups = (WindowGroup(window, config(**sizes).least_window_blocks(window)),)
+            sizes["window_groups"] = groups
+        self.driver = Driver(config(**sizes), depth)
+        self.aborted: set[str] = set()
+        asked = {"topic": "top", "max_queue_size": max_queue_size, "buffer_steps": buffer_steps}
+        self.events = QuietEvents(
+            KVEventsConfig(endpoint="inproc://events", **asked),  # type: ignore[arg-type]
+            self.driver.scheduler.config.block_size,
+            has_groups=bool(window),
+        )
+        self.contents = self.driver.scheduler.kv.contents
+        assert self.contents is not None
+        self.contents.sink = self.events.put
+        self.events.ask_snapshot = self.contents.send_snapshot
+        self.index = Index()
+
+    @invariant()
+    def changes_are_passed_on(self) -> None:
+        if hasattr(self, "driver"):
+            assert self.contents is not None
+            self.contents.flush()
+
+    @rule(losses=st.lists(st.booleans(), min_size=1, max_size=4))
+    def publish(self, losses: list[bool]) -> None:
+        """The publisher's thread gets a turn; the network loses some of what it sends."""
+        self.events.turn()
+        sent, self.events.sent = self.events.sent, []
+        for at, (number, payload) in enumerate(sent):
+            if not losses[at % len(losses)]:
+                self.receive(number, payload)
+
+    def receive(self, number: int, payload: bytes) -> None:
+        if number > self.index.last + 1:
+            self.catch_up()
+        if number == self.index.last + 1:
+            self.index.take(number, payload)
+
+    def catch_up(self) -> None:
+        """Ask for what was missed. What is too old is healed by the snapshot that follows."""
+        for number, payload in self.events.replay(self.index.last + 1):
+            is_next = number == self.index.last + 1
+            if is_next or (number > self.index.last and begins_anew(payload)):
+                self.index.take(number, payload)
+
+    @rule()
+    def compare(self) -> None:
+        """Once a router has asked for what it missed, it knows what is cached, where."""
+        self.events.turn()
+        self.catch_up()
+        self.events.turn()
+        self.catch_up()
+        kv, contents = self.driver.scheduler.kv, self.contents
+        assert contents is not None
+        unseen = {block_hash(name) for each in (contents.host, *contents.stores.values()) for name in each._unseen}
+        names = {block_hash(name): name for name in kv._cache._block_of}
+        expected: dict[tuple[str, int], set[int]] = {("GPU", 0): set(names)}
+        for index, group in enumerate(kv._windows, start=1):
+            expected["GPU", index] = hashes(group)
+        host = kv.tiers.host
+        arrived = {name for name, block in host._block_of.items() if host.has_content(name, block)}
+        expected["CPU", 0] = {block_hash(name) for name in arrived} - unseen
+        expected["STORAGE", 0] = {each for store in kv.tiers.stores.values() for each in hashes(store)} - unseen
+        assert {place: set(held) for place, held in self.index.held.items() if held} == {
+            place: held for place, held in expected.items() if held
+        }
+        for block, held in self.index.held.get(("GPU", 0), {}).items():
+            if held["parent"] is None:
+                assert held["extra"] or chain_next(chain_root(""), held["tokens"]) == names[block]
+            elif held["parent"] in names and not held["extra"]:
+                assert chain_next(names[held["parent"]], held["tokens"]) == names[block]
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            super().teardown()
+            self.changes_are_passed_on()
+            self.compare()
+            self.events.close()
+
+
+def begins_anew(payload: bytes) -> bool:
+    """Return whether a message does not need those before it."""
+    return msgspec.msgpack.decode(payload)[1][0]["type"] == "AllBlocksCleared"
+
+
+def hashes(index: BlockIndex) -> set[int]:
+    return {block_hash(name) for name in index._block_of}
+
+
+EventsMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestEventsMachine = EventsMachine.TestCase
+
+
+def opened(**changes: object) -> KVEvents:
+    asked = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
+    return KVEvents(KVEventsConfig.read(asked | changes), 4, snapshot_gap_s=0.0)
+
+
+Connect = Callable[[int, str | None], zmq.Socket[bytes]]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    with zmq.Context() as context, ExitStack() as stack:
+
+        def connected(kind: int, address: str | None) -> zmq.Socket[bytes]:
+            made = stack.enter_context(context.socket(kind))
+            made.linger = 0
+            made.rcvtimeo = int(PATIENCE_S * 1000)
+            if kind == zmq.SUB:
+                made.subscribe(b"")
+            made.connect(str(address))
+            return made
+
+        yield connected
+
+
+def test_a_router_that_starts_late_learns_what_is_cached(connect: Connect) -> None:
+    sizes = config(kv_events=True)
+    events = opened(topic="kv@me@m")
+    scheduler = Scheduler(sizes)
+    engine = Engine(scheduler, FakeRunner(sizes, vocab_size=VOCAB), vocab_size=VOCAB, kv_events=events)
+    told: list[StepEvents] = []
+    engine.start(told.append)
+    try:
+        subscriber = connect(zmq.SUB, events.endpoint)
+        topic, number, payload = subscriber.recv_multipart()  # whatever there is: nothing
+        assert topic == b"kv@me@m"
+        index = Index()
+        index.take(int.from_bytes(number, "big"), payload)
+        assert not index.held
+        engine.submit(request("a", tuple(range(17)), max_tokens=1, eos_token_ids=frozenset()))
+        while len(index.held.get(("GPU", 0), ())) < 4:
+            _, number, payload = subscriber.recv_multipart()
+            assert int.from_bytes(number, "big") == index.last + 1
+            index.take(int.from_bytes(number, "big"), payload)
+        late = Index()
+        other = connect(zmq.SUB, events.endpoint)
+        _, number, payload = other.recv_multipart()
+        late.take(int.from_bytes(number, "big"), payload)
+        assert late.held == index.held
+        asking = connect(zmq.DEALER, events.replay_endpoint)
+        asking.send_multipart((b"", (0).to_bytes(8, "big")))
+        replayed = Index()
+        while (frames := asking.recv_multipart())[2] != END:
+            assert frames[:2] == [b"", b"kv@me@m"]
+            if int.from_bytes(frames[2], "big") <= late.last:
+                replayed.take(int.from_bytes(frames[2], "big"), frames[3])
+        assert replayed.held == index.held
+        assert frames == [b"", b"kv@me@m", END, b""]
+    finally:
+        engine.stop(0.0)
+
+
+def test_an_address_in_use_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"endpoint is 'tcp://127\.0\.0\.1:{port}', which cannot be used"):
+            opened(endpoint=f"tcp://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ("{", "is '{', which is not JSON"),
+        ({"enable_kv_cache_event": True}, "did you mean 'enable_kv_cache_events'?"),
+        ({"endpoint": "127.0.0.1:5557"}, "endpoint is '127.0.0.1:5557'; it must be like tcp://127.0.0.1:5557."),
+        ({"hwm": 0}, "hwm is 0; it must be at least 1."),
+        ({"buffer_steps": 1.5}, "buffer_steps is 1.5; it must be a whole number."),
+        ({"publisher": "kafka"}, "publisher is 'kafka'; choose one of zmq, null."),
+    ],
+)
+def test_a_wrong_configuration_is_refused(asked: object, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape("--kv-events-config")) as caught:
+        EngineConfig(model="m", kv_events_config=asked)  # type: ignore[arg-type]
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_on"),
+    [
+        (None, False),
+        ({}, False),
+        ({"publisher": "zmq"}, False),
+        ({"enable_kv_cache_events": True}, True),
+        ({"enable_kv_cache_events": True, "publisher": "null"}, False),
+    ],
+)
+def test_events_are_published_where_vllm_publishes_them(asked: dict[str, object] | None, is_on: bool) -> None:
+    assert (EngineConfig(model="m", kv_events_config=asked).kv_events is not None) == is_on
+
+
+def test_without_a_prefix_cache_there_is_nothing_to_publish() -> None:
+    with pytest.raises(ConfigError, match="--kv-events-config publishes what the prefix cache holds"):
+        EngineConfig(model="m", kv_events_config={"enable_kv_cache_events": True}, enable_prefix_caching=False)
