@@ -75,24 +75,24 @@ class EventTimes:
             self._events.start()
 
     def run(self, num_steps: int) -> None:
-        """Time steps; new sequences take the places of those that have ended."""
+        """Time steps on this thread; new sequences take the places of those that have ended."""
         scheduler = self._scheduler
         for _ in range(num_steps):
             self._now += 0.01
             while scheduler.stats.num_running + scheduler.stats.num_waiting < self._num_seqs:
                 self._add()
-            started = time.perf_counter()
+            started = time.thread_time()
             plan = scheduler.plan(self._now)
             if self._contents is not None:
                 self._contents.flush()
-            planned = time.perf_counter()
+            planned = time.thread_time()
             assert plan is not None
             result = self._runner.run(plan).wait()
-            committing = time.perf_counter()
+            committing = time.thread_time()
             scheduler.commit(plan, result, self._now)
             if self._contents is not None:
                 self._contents.flush()
-            self.us.append((planned - started + time.perf_counter() - committing) * 1e6)
+            self.us.append((planned - started + time.thread_time() - committing) * 1e6)
 
     def _add(self) -> None:
         index = self._num_added
