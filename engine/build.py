@@ -165,6 +165,7 @@ def build_engine(config: EngineConfig, report: Report, memory: BackedMemory | No
     from engine.runtime.parallel.executor import start_ranks
 
     executor = start_ranks(config, device)
+    report(Progress("ranks", f"{executor.size} processes hold the model, each with threads: {executor.num_threads}"))
     try:
         engine = _build(config, device, dtype, report, memory, executor)
     except BaseException as error:

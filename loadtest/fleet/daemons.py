@@ -85,15 +85,19 @@ def fleet(
 ) -> Iterator[Fleet]:
     """Run `num` daemons and a router; `more` are further flags of each daemon. Raises PeerError."""
     with ExitStack() as stack:
-        members = []
+        members, events = [], [_new_events() for _ in range(num if routing.has_events else 0)]
         for place in range(num):
-            flags = [*sizes.arguments(), *(_events() if routing.has_events else ()), *(more[place] if more else ())]
+            published = events[place].arguments() if events else []
+            flags = [*sizes.arguments(), *published, *(more[place] if more else ())]
             members.append(Member(flags, folder / f"daemon-{place}.log"))
             stack.callback(lambda member: member.process.stop(), members[-1])
         for member in members:
             member.wait_ready()
         model = str(get_json(members[0].port, "/v1/models")["data"][0]["id"])
         port, metrics_port = free_port(), free_port()
+        if events:
+            listening = _listening(members, events, model, sizes.block_size)
+            routing = routing._replace(flags=[*listening, *routing.flags])
         command = routing.command(port, metrics_port, [member.url for member in members])
         try:
             router = ServerProcess(command, port, folder / "router.log")
@@ -107,15 +111,28 @@ def fleet(
         yield Fleet(members, router, metrics_port, model)
 
 
-def _events() -> list[str]:
-    """Return the flags of a daemon that publishes KV events; routers ask it where."""
-    config = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://127.0.0.1:{free_port()}",
-        "replay_endpoint": f"tcp://127.0.0.1:{free_port()}",
-    }
-    return ["--kv-events-config", json.dumps(config)]
+class Events(NamedTuple):
+    """Where a daemon publishes KV events."""
+
+    endpoint: str
+    replay_endpoint: str
+
+    def arguments(self) -> list[str]:
+        """Return them as flags of `quire serve`."""
+        return ["--kv-events-config", json.dumps({"enable_kv_cache_events": True, **self._asdict()})]
+
+
+def _new_events() -> Events:
+    return Events(f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}")
+
+
+def _listening(members: Sequence[Member], events: Sequence[Events], model: str, block_size: int) -> list[str]:
+    """Return vllm-router's flags for events; it finds only the events of daemons that describe vLLM's own settings."""
+    flags = ["--kv-event-block-size", str(block_size), "--kv-event-model", model]
+    for member, each in zip(members, events, strict=True):
+        flags += ["--kv-event-source", f"{member.url}={each.endpoint}"]
+        flags += ["--kv-event-replay-source", f"{member.url}={each.replay_endpoint}"]
+    return flags
 
 
 @contextlib.contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from hypothesis.stateful import initialize
 from numpy.typing import NDArray
 
 from engine.core.config import SchedulerConfig
-from engine.core.errors import ConfigError, QuireError
+from engine.core.errors import ConfigError, DeviceLostError, QuireError
 from engine.core.fake_runner import FakeStep
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, TokenEvent
@@ -223,15 +225,16 @@ class Asked:
         return next((event for event in self.events if event.finish_reason is not None), None)
 
 
-def workers() -> list[int]:
-    """Return the processes of other ranks that this process has started."""
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is_ours(entry)]
+def workers(parent: int | None = None) -> list[int]:
+    """Return the processes of other ranks that a process has started, by default this one."""
+    wanted = parent or os.getpid()
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is_child(entry, wanted)]
 
 
-def _is_ours(entry: Path) -> bool:
+def _is_child(entry: Path, parent: int) -> bool:
     try:
         is_worker = b"engine.runtime.parallel.worker" in (entry / "cmdline").read_bytes()
-        return is_worker and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
+        return is_worker and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent
     except OSError:
         return False
 
@@ -316,6 +319,47 @@ def test_ranks_end_with_their_parent(folder: str) -> None:  # noqa: F811
     eventually(
         lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text().split()[2]
     )
+
+
+def test_ranks_outlive_the_thread_that_built_the_engine_and_get_no_secrets(
+    folder: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A parent's end is its thread's, to the kernel."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("QUIRE_API_KEY", "secret")
+    with ThreadPoolExecutor(1) as aside:
+        engine = aside.submit(build, folder, tensor_parallel_size=2).result()
+    [worker] = workers()
+    assert b"secret" not in Path(f"/proc/{worker}/environ").read_bytes()
+    assert len(tokens(engine)) == 12
+    assert workers() == []
+
+
+def test_a_rank_that_cannot_start_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    before = set(Path("/proc/self/fd").iterdir())
+    monkeypatch.setattr(sys, "executable", "/absent/python")
+    with pytest.raises(DeviceLostError, match="rank 1 of the model could not be started: No such file"):
+        build(folder, tensor_parallel_size=2)
+    gc.collect()  # the error's traceback holds the ring
+    assert set(Path("/proc/self/fd").iterdir()) <= before
+
+
+def test_a_rank_that_ends_before_it_is_there_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """As where a module cannot be imported."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(DeviceLostError, match=r"rank 1 of the model ended \(status 1\)"):
+        build(folder, tensor_parallel_size=2)
+
+
+def test_an_interrupted_start_ends_the_ranks(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def interrupt(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("engine.build.load_model", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        build(folder, tensor_parallel_size=2)
+    assert workers() == []
 
 
 @pytest.mark.parametrize(

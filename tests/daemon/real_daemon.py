@@ -26,6 +26,7 @@ class Daemon:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stderr is not None
         self.log: list[str] = []
+        self.status = 0  # that it is to end with
         for line in process.stderr:
             self.log.append(line)
             if found := re.search(r"ready in [\d.]+ s: (\S+)", line):
@@ -35,7 +36,7 @@ class Daemon:
         # The pipe has to be emptied, or the daemon would wait when it is full.
         self._reader = threading.Thread(target=self.log.extend, args=(process.stderr,), daemon=True)
         self._reader.start()
-        self._process = process
+        self._process, self.pid = process, process.pid
         self.http = httpx.Client(base_url=found.group(1), timeout=PATIENCE_S)
 
     @property
@@ -67,11 +68,15 @@ class Daemon:
         assert found, f"there is no metric {name} {labels}"
         return total
 
+    def wait(self) -> None:
+        """Wait until it ends by itself."""
+        self._process.wait(timeout=PATIENCE_S)
+
     def stop(self) -> None:
         """Send SIGTERM and wait for an orderly end."""
         self.http.close()
         self._process.terminate()
-        assert self._process.wait(timeout=PATIENCE_S) == 0, self.written
+        assert self._process.wait(timeout=PATIENCE_S) == self.status, self.written
         self._reader.join()
         assert "Traceback" not in self.written, self.written
 

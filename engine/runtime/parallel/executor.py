@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -39,6 +40,12 @@ _RING_BYTES = 64 << 20  # of addresses; a page is memory once it is written
 _END_S = 2.0  # for a rank to end by itself
 _SHARED = Path("/dev/shm")  # noqa: S108 - a private folder in it
 _ROOT = Path(__file__).resolve().parents[3]
+# What a rank needs of the environment: no keys, no settings.
+_ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LANG", "CC")
+_LIBRARIES = (  # ... and what its libraries read
+    *("PYTHON", "LC_", "LD_", "XDG_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_"),
+    *("OMP_", "MKL_", "KMP_", "OPENBLAS_", "MALLOC_"),
+)
 
 
 def start_ranks(config: EngineConfig, device: torch.device) -> Executor:
@@ -56,7 +63,9 @@ class Executor:
     def __init__(self, config: EngineConfig, num_threads: int) -> None:
         """Start the processes, which load their slices while this one loads its own."""
         self.size, self.num_threads = config.tensor_parallel_size, num_threads
-        self.folder = Path(tempfile.mkdtemp(prefix="quire-ranks-", dir=_SHARED if _SHARED.is_dir() else None))
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="quire-ranks-", dir=_SHARED if os.access(_SHARED, os.W_OK) else None)
+        )
         self.shares_ids = False  # where steps overlap, the next one begins before the host knows the ids
         self.on_loss: Callable[[QuireError], None] = lambda _: None
         self._group: Group | None = None
@@ -71,13 +80,14 @@ class Executor:
         given = {each.name: getattr(config, each.name) for each in fields(config)}
         changed = {each.name: given[each.name] for each in fields(config) if given[each.name] != each.default}
         spins = self.size <= usable_cpus()
-        self._processes = [
-            _spawn(Start(changed, 1 + place, self.size, str(self.folder), ring, waker, spins, num_threads, PATIENCE_S))
+        starts = [
+            Start(changed, 1 + place, self.size, str(self.folder), ring, waker, spins, num_threads, PATIENCE_S)
             for place, waker in enumerate(wakers)
         ]
+        self._processes: list[Future[subprocess.Popen[str]]] = [Future() for _ in starts]
         self._watchers = [
-            threading.Thread(target=self._watch, args=(place,), name=f"quire-rank-{place + 1}", daemon=True)
-            for place in range(self.size - 1)
+            threading.Thread(target=self._watch, args=(place, start), name=f"quire-rank-{1 + place}", daemon=True)
+            for place, start in enumerate(starts)
         ]
         for watcher in self._watchers:
             watcher.start()
@@ -136,14 +146,16 @@ class Executor:
         with suppress(RingError):
             if self._loss is None:
                 self._ring.send(encode_close())
-        for process in self._processes:
+        can_end = self._loss is None and all("loaded" in said for said in self._said)
+        processes = [each.result() for each in self._processes if each.exception() is None]
+        for process in processes:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(0 if self._loss is not None else _END_S)
+                process.wait(_END_S if can_end else 0)
             process.kill()
             process.wait()
         for watcher in self._watchers:
             watcher.join()
-        for process in self._processes:
+        for process in processes:
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
@@ -169,22 +181,35 @@ class Executor:
         if self._loss is not None:
             engine_fails(self._loss)
 
-    def _watch(self, place: int) -> None:
-        """Read what a rank says, until it ends. Runs on a thread."""
-        process = self._processes[place]
+    def _watch(self, place: int, start: Start) -> None:
+        """Start a rank and read what it says, until it ends. Runs on a thread.
+
+        The kernel ends a rank with the thread that has started it, which is why it is this one.
+        """
+        name = f"rank {start.rank} of the model"
+        try:
+            process = _spawn(start)
+        except OSError as error:
+            self._processes[place].set_exception(error)
+            self._lose(DeviceLostError(f"{name} could not be started: {error.strerror}"))
+            return
+        self._processes[place].set_result(process)
         assert process.stdout is not None
         said: dict[str, str] = {}
         for line in process.stdout:
-            with suppress(ValueError), self._hears:
-                said = json.loads(line)
+            said = json.loads(line)
+            with self._hears:
                 self._said[place].update(said)
                 self._hears.notify_all()
         code = process.wait()
-        if self._is_closing:
-            return
+        if not self._is_closing:
+            is_first = "lost" not in said  # a rank that misses another is not the one to name
+            self._lose((_error_of(said) or DeviceLostError(f"{name} ended ({_cause(code)})")) if is_first else None)
+
+    def _lose(self, loss: QuireError | None) -> None:
+        """Let all calls fail: no step can be computed any more."""
         with self._hears:
-            if self._loss is None and "lost" not in said:
-                self._loss = _error_of(said) or DeviceLostError(f"rank {place + 1} of the model ended ({_cause(code)})")
+            self._loss = self._loss or loss
             self._hears.notify_all()
         if self._group is not None:
             self._group.abort()
@@ -193,18 +218,23 @@ class Executor:
 
 
 def _spawn(start: Start) -> subprocess.Popen[str]:
+    environment = {
+        name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith(_LIBRARIES)
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         [sys.executable, "-m", "engine.runtime.parallel.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         pass_fds=(start.ring, start.waker),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))},
+        env=environment,
         start_new_session=True,  # Ctrl-C is for the daemon, which drains first
     )
     assert process.stdin is not None
-    process.stdin.write(json.dumps(start._asdict()) + "\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # it has ended
+        process.stdin.write(json.dumps(start._asdict()) + "\n")
+        process.stdin.flush()
     return process
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 _HEAD_BYTES = 4096
 _WORD = 8
 _SKIP = -1
+_WARM_BYTES = 256 << 10  # the ring begins again after so many, if it can: they stay in the caches, and have their pages
 _SPIN_S = 0.002  # longer than the host takes between two steps
 _NAP_S = 50e-6  # of a writer that waits for room
 _POLL_S = 1.0
@@ -75,10 +76,13 @@ class RingWriter(_Mapped):
         needed = _WORD + -(-size // _WORD) * _WORD
         if needed > self._capacity // 2:
             raise RingError(f"A message of {size} bytes is larger than the ring has room for.")
-        if self._at + needed + _WORD > self._capacity:  # a word is left for the mark
-            self._await(self._capacity - self._at)
+        rest = self._capacity - self._at
+        if needed + _WORD > rest or (
+            self._at >= _WARM_BYTES and self._has_room(rest + needed)
+        ):  # a word is for the mark
+            self._await(rest)
             self._words[self._at // _WORD] = _SKIP
-            self._num_written += self._capacity - self._at
+            self._num_written += rest
             self._at = 0
         self._await(needed)
         begin = self._at + _WORD
@@ -96,16 +100,21 @@ class RingWriter(_Mapped):
     def _await(self, num_bytes: int) -> None:
         """Wait until the readers have made room."""
         end_s = time.monotonic() + self._timeout_s
-        while self._num_written + num_bytes - self._num_read > self._capacity:
-            slowest = int(self._counts[1 : 1 + len(self._wakers)].min())
-            if slowest > self._num_settled:
-                done = slowest - self._num_settled
-                self._num_read, self._num_settled = self._ends[done - 1], slowest
-                del self._ends[:done]
-            elif time.monotonic() > end_s:
+        while not self._has_room(num_bytes):
+            if time.monotonic() > end_s:
                 raise RingError(f"A rank of the model read no message for {self._timeout_s:g} s.")
-            else:
-                time.sleep(_NAP_S)
+            time.sleep(_NAP_S)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Return whether so many more bytes overwrite nothing that a reader has yet to read."""
+        if self._num_written + num_bytes - self._num_read <= self._capacity:
+            return True
+        slowest = int(self._counts[1 : 1 + len(self._wakers)].min())
+        if slowest > self._num_settled:
+            done = slowest - self._num_settled
+            self._num_read, self._num_settled = self._ends[done - 1], slowest
+            del self._ends[:done]
+        return self._num_written + num_bytes - self._num_read <= self._capacity
 
 
 class RingReader(_Mapped):

@@ -34,6 +34,7 @@ from engine.runtime.parallel.packet import Step, decode
 from engine.runtime.parallel.ring import RingReader
 
 _PR_SET_PDEATHSIG = 1
+_said = 1  # the descriptor that the first rank reads
 
 
 class Start(NamedTuple):
@@ -123,8 +124,7 @@ def _ignore(_: Progress) -> None:
 
 
 def _say(**facts: str) -> None:
-    sys.stdout.write(json.dumps(facts) + "\n")
-    sys.stdout.flush()
+    os.write(_said, (json.dumps(facts) + "\n").encode())
 
 
 def _end_with_parent() -> None:
@@ -132,15 +132,19 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> NoReturn:
-        sys.stdin.read()  # until the parent's end is closed; the signal is for the parent's thread alone
-        os._exit(1)
+        while os.read(0, 1):
+            pass
+        os._exit(1)  # the parent's end is closed: it ended before the signal was asked for
 
     threading.Thread(target=watch, daemon=True).start()
 
 
 def main() -> int:
     """Serve one rank; returns the exit status."""
-    for each in (signal.SIGINT, signal.SIGTERM):
+    global _said  # noqa: PLW0603 - the process's own output
+    _said = os.dup(1)
+    os.dup2(2, 1)  # a library's print is not a message
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)  # the daemon drains first, and then ends this process
     start = Start(**json.loads(sys.stdin.readline()))
     _end_with_parent()
