@@ -72,7 +72,7 @@ class Sender:
         """Return where a decode daemon finds the K/V of a computed prompt; None without a full block."""
         try:
             offer = await asyncio.to_thread(self._handover.send, prefix_of(self._engine, request))
-        except ParcelError as error:
+        except (ParcelError, OSError) as error:
             log.warning("K/V is not offered: %s", error)
             return None
         if offer is None:
