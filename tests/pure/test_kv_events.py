@@ -262,6 +262,22 @@ EventsMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=
 TestEventsMachine = EventsMachine.TestCase
 
 
+def test_what_the_queue_has_no_room_for_leaves_a_gap_and_is_healed() -> None:
+    contents = Scheduler(config(kv_events=True)).kv.contents
+    assert contents is not None
+    events = QuietEvents(KVEventsConfig(endpoint="inproc://full", topic="top", max_queue_size=1), 4, has_groups=False)
+    contents.sink, events.ask_snapshot = events.put, contents.send_snapshot
+    contents.note_request(request(), [b"root"])
+    for index in range(3):  # the queue holds one of them
+        contents.pool.compute([b"root", *([bytes([index]) * 32] * (index + 1))], range(4 * index + 4), index, 4)
+        contents.flush()
+    events.turn()
+    assert [number for number, _ in events.sent] == [0, 3]
+    assert begins_anew(events.sent[1][1])
+    assert events.num_lost_steps == 2
+    events.close()
+
+
 def opened(**changes: object) -> KVEvents:
     asked = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}
     return KVEvents(KVEventsConfig.read(asked | changes), 4, snapshot_gap_s=0.0)
