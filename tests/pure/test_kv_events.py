@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -320,3 +323,23 @@ def test_events_are_published_where_vllm_publishes_them(asked: dict[str, object]
 def test_without_a_prefix_cache_there_is_nothing_to_publish() -> None:
     with pytest.raises(ConfigError, match="--kv-events-config publishes what the prefix cache holds"):
         EngineConfig(model="m", kv_events_config={"enable_kv_cache_events": True}, enable_prefix_caching=False)
+
+
+def test_the_consumer_of_the_page_follows_the_events() -> None:
+    root = Path(__file__).parents[2]
+    example = root / "tests/examples/kv_consumer.py"
+    assert f"```python\n{example.read_text()}```" in (root / "docs/observe/kv-events.md").read_text()
+    sizes = config(kv_events=True)
+    events = opened()
+    engine = Engine(Scheduler(sizes), FakeRunner(sizes, vocab_size=VOCAB), vocab_size=VOCAB, kv_events=events)
+    engine.start(lambda _: None)
+    with subprocess.Popen([sys.executable, example, events.endpoint], stdout=subprocess.PIPE, text=True) as consumer:
+        try:
+            assert consumer.stdout is not None
+            assert consumer.stdout.readline() == "0 {}\n"
+            engine.submit(request("a", tuple(range(17)), max_tokens=1, eos_token_ids=frozenset()))
+            while not (line := consumer.stdout.readline()).endswith("{'GPU': 4}\n"):
+                assert line, "it ended"
+        finally:
+            consumer.kill()
+            engine.stop(0.0)
