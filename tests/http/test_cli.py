@@ -23,6 +23,7 @@ from server.cli import main
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
+HOST = "127.0.0.1"
 LONG = {"prompt": "hi", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
 
@@ -101,7 +102,7 @@ def test_a_line_of_vllms_bench_is_read() -> None:
         "--concurrency",
         "4",
         "--base-url",
-        "http://127.0.0.1:9",
+        f"http://{HOST}:9",
         "--endpoint",
         "completions",
     ]
