@@ -45,6 +45,8 @@ from server.telemetry.otlp_endpoints import find_endpoints
 from server.tenancy.tenant_file import read_tenants
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from engine.loop import Engine
     from engine.startup_progress import StartupProgress
     from engine.text.tokenizer import TextTokenizer
@@ -184,18 +186,13 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
     name = app_config.served_model_names[0]
     is_local = local_path(app_config.model) is not None
     log.info("loading %s%s", name, f" from {app_config.model}" if is_local or name != app_config.model else "")
-    engine, tokenizer = _load(plan)
-    tokenizer.hold_to(engine.vocab_size)
-    if (num_tokens := engine.config.num_blocks * engine.config.block_size) < _SMALL_POOL:
-        log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
-    from server.app import create_app
+    app = _make_app(plan)
     from server.daemon import run
 
     try:
         listener.listen(BACKLOG)
     except OSError as error:  # another process listens on the same port by now
         raise _explain(error, plan.serve.host, plan.serve.port) from error
-    app = create_app(engine, tokenizer, app_config)
 
     def announce() -> None:
         host, port = listener.getsockname()[:2]
@@ -206,6 +203,30 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
     forget_headers()
     hide_from_collector()
     return run(app, listener, app_config.shutdown_timeout_s, announce, plan.tls)
+
+
+def open_app(argv: Sequence[str]) -> FastAPI:
+    """Return the application that `quire serve` would serve, loaded, for another HTTP server. Raises QuireError."""
+    return _make_app(prepare(load_settings(argv)))
+
+
+def open_tokenizer(argv: Sequence[str]) -> TextTokenizer:
+    """Return the tokenizer that `quire serve` would use. Raises QuireError."""
+    from engine.startup_progress import StartupProgress
+
+    with StartupProgress() as startup:
+        return _load_front(_fetch(prepare(load_settings(argv)), startup.report))
+
+
+def _make_app(plan: _Plan) -> FastAPI:
+    """Return the application with its engine loaded."""
+    engine, tokenizer = _load(plan)
+    tokenizer.hold_to(engine.vocab_size)
+    if (num_tokens := engine.config.num_blocks * engine.config.block_size) < _SMALL_POOL:
+        log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
+    from server.app import create_app
+
+    return create_app(engine, tokenizer, plan.app)
 
 
 def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:

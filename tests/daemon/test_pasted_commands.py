@@ -56,7 +56,7 @@ def test_a_recipe_of_vllm_with_what_deployments_add_to_it_serves(tmp_path: Path)
             "--root-path",
             "/llm",
             "--disable-log-requests",
-            "--tensor-parallel-size",
+            "--pipeline-parallel-size",
             "1",
         ),
         *("--override-generation-config", '{"temperature": 0, "max_new_tokens": 8}', "--num-gpu-blocks-override", "64"),
@@ -65,7 +65,7 @@ def test_a_recipe_of_vllm_with_what_deployments_add_to_it_serves(tmp_path: Path)
     with serve(*recipe.argv(MODEL), *added, *HERE, VLLM_API_KEY="token-abc123") as daemon:
         address = str(daemon.http.base_url)
         assert address.startswith("https://")
-        assert "no effect here: " in daemon.written
+        assert "no effect here: --pipeline-parallel-size 1 (" in daemon.written
         sampling = "sampling where a request names none: temperature 0, top_p 0.9, max_tokens 1024, max_new_tokens 8"
         assert sampling in daemon.written
         assert "kv pool: 64 blocks of 16 tokens" in daemon.written

@@ -23,15 +23,16 @@ from server.cli import main
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
+HOST = "127.0.0.1"
 LONG = {"prompt": "hi", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
 
 @contextmanager
-def quire(*argv: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of fake_quire.py, on a free port unless `argv` names one."""
+def quire(*argv: str, around: tuple[str, ...] = (), **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of fake_quire.py, on a free port unless `argv` names one; `around` is a command that starts it."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "tests/http/fake_quire.py"), *argv],
+        [*around, sys.executable, str(ROOT / "tests/http/fake_quire.py"), *argv],
         cwd=ROOT,
         env={**kept, "QUIRE_PORT": "0", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,
@@ -101,7 +102,7 @@ def test_a_line_of_vllms_bench_is_read() -> None:
         "--concurrency",
         "4",
         "--base-url",
-        "http://127.0.0.1:9",
+        f"http://{HOST}:9",
         "--endpoint",
         "completions",
     ]

@@ -30,9 +30,9 @@ def test_arguments_mean_what_the_flags_mean(
 ) -> None:
     with caplog.at_level(logging.INFO):
         LLM(
-            tensor_parallel_size=1, trust_remote_code=True, quantization=None, swap_space=1, kv_offloading_size=0.5
+            pipeline_parallel_size=1, trust_remote_code=True, quantization=None, swap_space=1, kv_offloading_size=0.5
         ).close()
-    assert "no effect here: tensor_parallel_size 1 (one daemon runs" in caplog.text
+    assert "no effect here: pipeline_parallel_size 1 (one daemon runs" in caplog.text
     assert workshop.config.kv_offload_gib == 0.5
     assert workshop.config.quantization == "auto"
     caplog.clear()

@@ -19,6 +19,7 @@ WITH_HOSTS = {
     "test_foreign.py",
     "test_traces.py",
     "test_config.py",
+    "test_kv_events.py",
 }  # of headers, settings and the documents' text; never dialled
 HOST = r"(?:127\.0\.0\.1|localhost|\[::1\]):[1-9]"
 

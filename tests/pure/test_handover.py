@@ -375,8 +375,8 @@ class FaultyWire:
 
 def test_a_thousand_failures_lose_no_stream_and_leak_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections cut, silent, slow or closed by half anywhere, bits flipped, parcels and keys that are not right."""
-    monkeypatch.setattr(tcp, "IDLE_S", 0.02)
-    monkeypatch.setattr(tcp, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(tcp, "IDLE_S", 0.005)
+    monkeypatch.setattr(tcp, "HANDSHAKE_S", 0.02)
     rng = random.Random(18)
     prefill, decode = remote_pair(folder)
     assert decode.peer is not None

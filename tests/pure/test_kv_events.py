@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -20,7 +24,7 @@ from engine.core.errors import ConfigError
 from engine.core.fake_runner import FakeRunner
 from engine.core.kv.prefix_cache import BlockIndex, chain_next, chain_root
 from engine.core.scheduler import Scheduler
-from engine.core.types import StepEvents
+from engine.core.types import AbortCause, StepEvents
 from engine.kv_events import END, KVEvents, block_hash
 from engine.kv_events_config import KVEventsConfig
 from engine.loop import Engine
@@ -112,7 +116,7 @@ class EventsMachine(SchedulerMachine):
         num_host_blocks=st.sampled_from([0, 3, 12, 60]),
         host_caching=st.booleans(),
         num_disk_blocks=st.sampled_from([0, 5, 40]),
-        window=st.sampled_from([0, 0, 5]),
+        window=st.sampled_from([0, 0, 0, 5]),
         max_queue_size=st.sampled_from([1, 2, 1000]),
         buffer_steps=st.sampled_from([1, 3, 1000]),
     )
@@ -203,6 +207,48 @@ class EventsMachine(SchedulerMachine):
             self.events.close()
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_an_index_equals_the_cache_where_blocks_move_between_tiers(seed: int) -> None:
+    """Longer histories than a state machine finds, with more prompts than the pool and host memory hold."""
+    rng = random.Random(seed)
+    machine = EventsMachine()
+    machine.start(
+        depth=seed % 2,
+        window=5 * (seed % 4 == 3),
+        max_queue_size=rng.choice([1, 2, 1000]),
+        buffer_steps=rng.choice([1, 3, 1000]),
+        num_blocks=rng.randint(10, 16),
+        eviction=rng.choice(["lru", "slru", "lfu", "cost"]),
+        num_host_blocks=rng.choice([4, 12]),
+        host_caching=True,
+        num_disk_blocks=rng.choice([0, 6, 40]),
+    )
+    driver = machine.driver
+    for turn in range(150):
+        start = rng.randrange(8)
+        prompt = tuple((5 * start + each) % 50 for each in range(rng.randint(4, 20)))
+        name, owner = f"r{turn}", rng.choice(["", "", "a"])
+        salt = rng.choice(["", "", "s"])
+        driver.add(request(name, prompt, arrival_s=driver.now, cache_owner=owner, cache_salt=salt, num_public=4))
+        machine.run(rng.randint(0, 6))
+        machine.changes_are_passed_on()
+        machine.abort(rng.randrange(turn + 1), None, AbortCause.DISCONNECT)
+        if rng.random() < 0.1:
+            machine.run_out_of_memory(None)
+        if rng.random() < 0.5:
+            machine.publish([rng.random() < 0.5 for _ in range(3)])
+        if rng.random() < 0.2:
+            driver.drain()
+            machine.transfer(0, rng.random() < 0.8)
+            machine.spill()
+            machine.changes_are_passed_on()
+            machine.compare()
+    machine.teardown()
+    media = {medium for (medium, _), held in machine.index.held.items() if held}
+    tiers = driver.scheduler.config
+    assert media >= {"GPU"} | ({"CPU"} if tiers.host_caching else set()) | ({"STORAGE"} if tiers.stores else set())
+
+
 def begins_anew(payload: bytes) -> bool:
     """Return whether a message does not need those before it."""
     return msgspec.msgpack.decode(payload)[1][0]["type"] == "AllBlocksCleared"
@@ -214,6 +260,22 @@ def hashes(index: BlockIndex) -> set[int]:
 
 EventsMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestEventsMachine = EventsMachine.TestCase
+
+
+def test_what_the_queue_has_no_room_for_leaves_a_gap_and_is_healed() -> None:
+    contents = Scheduler(config(kv_events=True)).kv.contents
+    assert contents is not None
+    events = QuietEvents(KVEventsConfig(endpoint="inproc://full", topic="top", max_queue_size=1), 4, has_groups=False)
+    contents.sink, events.ask_snapshot = events.put, contents.send_snapshot
+    contents.note_request(request(), [b"root"])
+    for index in range(3):  # the queue holds one of them
+        contents.pool.compute([b"root", *([bytes([index]) * 32] * (index + 1))], range(4 * index + 4), index, 4)
+        contents.flush()
+    events.turn()
+    assert [number for number, _ in events.sent] == [0, 3]
+    assert begins_anew(events.sent[1][1])
+    assert events.num_lost_steps == 2
+    events.close()
 
 
 def opened(**changes: object) -> KVEvents:
@@ -320,3 +382,23 @@ def test_events_are_published_where_vllm_publishes_them(asked: dict[str, object]
 def test_without_a_prefix_cache_there_is_nothing_to_publish() -> None:
     with pytest.raises(ConfigError, match="--kv-events-config publishes what the prefix cache holds"):
         EngineConfig(model="m", kv_events_config={"enable_kv_cache_events": True}, enable_prefix_caching=False)
+
+
+def test_the_consumer_of_the_page_follows_the_events() -> None:
+    root = Path(__file__).parents[2]
+    example = root / "tests/examples/kv_consumer.py"
+    assert f"```python\n{example.read_text()}```" in (root / "docs/observe/kv-events.md").read_text()
+    sizes = config(kv_events=True)
+    events = opened()
+    engine = Engine(Scheduler(sizes), FakeRunner(sizes, vocab_size=VOCAB), vocab_size=VOCAB, kv_events=events)
+    engine.start(lambda _: None)
+    with subprocess.Popen([sys.executable, example, events.endpoint], stdout=subprocess.PIPE, text=True) as consumer:
+        try:
+            assert consumer.stdout is not None
+            assert consumer.stdout.readline() == "0 {}\n"
+            engine.submit(request("a", tuple(range(17)), max_tokens=1, eos_token_ids=frozenset()))
+            while not (line := consumer.stdout.readline()).endswith("{'GPU': 4}\n"):
+                assert line, "it ended"
+        finally:
+            consumer.kill()
+            engine.stop(0.0)

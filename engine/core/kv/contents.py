@@ -33,10 +33,10 @@ class Place(NamedTuple):
 class Origin(NamedTuple):
     """What keeps blocks of equal tokens apart, beside the tokens before them."""
 
-    salt: str = ""
-    owner: str = ""
     adapter: str = ""
     adapter_id: int | None = None
+    extra: tuple[str, ...] = ()  # what is part of each block's name beside its parent and tokens ...
+    first_extra: tuple[str, ...] = ()  # ... and of the first one's
 
 
 class Content(NamedTuple):
@@ -69,13 +69,13 @@ Changes = list[Change | Snapshot]
 class Contents:
     """The contents of every place whose tokens are known."""
 
-    def __init__(self, windows: Sequence[int], stores: Sequence[str]) -> None:
+    def __init__(self, windows: Sequence[int], stores: Sequence[str], *, has_host: bool) -> None:
         self.pool = Holdings(self, Place("GPU"))
         self.groups = [Holdings(self, Place("GPU", index, window)) for index, window in enumerate(windows, start=1)]
         self.host = Holdings(self, Place("CPU"))
         self.stores = {name: Holdings(self, Place("STORAGE")) for name in stores}
         self.sink: Callable[[Changes], None] | None = None  # changes before it is set are in `snapshot` only
-        self._tiers = [self.host, *self.stores.values()]
+        self._tiers = [self.host, *self.stores.values()] if has_host else []
         self._changes: Changes = []
         self._origins: OrderedDict[bytes, Origin] = OrderedDict()
         self._owners: OrderedDict[bytes, str] = OrderedDict()
@@ -88,7 +88,9 @@ class Contents:
         if is_public:  # its last public block is the first that has a name of its owner's, see `first_names`
             _remember(self._owners, names[-1], _digest(owner))
         mark = "" if is_public or not owner else _digest(owner)
-        _remember(self._origins, names[0], Origin(request.cache_salt, mark, name, number))
+        extra = (name,) if name else ()
+        first_extra = (*extra, *(part for part in (request.cache_salt, mark) if part))
+        _remember(self._origins, names[0], Origin(name, number, extra, first_extra))
 
     def flush(self) -> None:
         """Pass on what has changed."""
@@ -114,10 +116,11 @@ class Contents:
         origin, name = self._origins.get(chain[0]), chain[index + 1]
         if origin is None:
             return None
-        owner = self._owners.get(name, "") if index else origin.owner or self._owners.get(name, "")
-        extra = tuple(part for part in (origin.adapter, "" if index else origin.salt, owner) if part)
-        parent = chain[index] if index else None
-        return Content(name, parent, array("I", tokens[index * size : (index + 1) * size]), origin, extra)
+        extra = origin.extra if index else origin.first_extra
+        if name in self._owners:
+            extra = (*extra, self._owners[name])
+        own = array("I", tokens[index * size : (index + 1) * size])
+        return Content(name, chain[index] if index else None, own, origin, extra)
 
     def find(self, name: bytes) -> Content | None:
         """Return a content that some place has."""
@@ -133,10 +136,11 @@ class Contents:
         """Note a change, unless another store has the same content: consumers know one medium STORAGE."""
         if self.sink is None:
             return
-        is_store = holdings.place.medium == "STORAGE"
-        others = [each for each in self.stores.values() if each is not holdings] if is_store else ()
-        if not any(content.name in each.known for each in others):
-            self._changes.append(Change(holdings.place, content, is_gain))
+        if holdings.place.medium == "STORAGE":
+            others = [each for each in self.stores.values() if each is not holdings]
+            if any(content.name in each.known for each in others):
+                return
+        self._changes.append(Change(holdings.place, content, is_gain))
 
 
 class Holdings:

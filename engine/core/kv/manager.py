@@ -50,7 +50,8 @@ class KVCacheManager:
 
     def _watch(self, config: SchedulerConfig) -> Contents:
         """Let the pool and every tier note what they hold."""
-        contents = Contents([group.window for group in config.window_groups], [name for name, _ in config.stores])
+        windows, stores = [group.window for group in config.window_groups], [name for name, _ in config.stores]
+        contents = Contents(windows, stores, has_host=config.num_host_blocks > 0)
         self._cache.holdings, self.tiers.host.holdings = contents.pool, contents.host
         for group, holdings in zip(self._windows, contents.groups, strict=True):
             group.holdings = holdings

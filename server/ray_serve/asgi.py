@@ -1,0 +1,206 @@
+"""Carries one HTTP request from the ingress to a replica's application, and its answer back piece by piece.
+
+The first piece is a Head, the others are bytes of the body. Event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import ApiError
+
+log = logging.getLogger("quire.ray")
+
+_SERVER = "server_error"
+# What needs no memory of earlier requests, which only one replica would have.
+POSTED = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
+    *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/tokenize", "/detokenize"),
+)
+GOT = ("/v1/models", "/health", "/ready", "/version", "/openapi.json", "/tokenizer_info")
+_HOP_BY_HOP = (b"connection", b"content-length", b"transfer-encoding", b"keep-alive", b"te", b"upgrade")
+
+
+class Forwarded(NamedTuple):
+    """A request on its way to a replica."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    client: tuple[str, int] | None
+
+
+class Head(NamedTuple):
+    """How an answer begins."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+
+Piece = Head | bytes
+Answer = Callable[[Forwarded, list[bytes]], AsyncIterator[Piece]]  # the request, and the blocks of its prompt
+NameBlocks = Callable[[str, bytes, str], list[bytes]]  # path, body, key
+
+
+async def respond(app: ASGIApp, request: Forwarded) -> AsyncIterator[Piece]:
+    """Yield an application's answer; closing the generator tells the application that the client has left."""
+    pieces: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+    sent = asyncio.Event()
+    left = asyncio.Event()
+
+    async def receive() -> Message:
+        if not sent.is_set():
+            sent.set()
+            return {"type": "http.request", "body": request.body, "more_body": False}
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            pieces.put_nowait(Head(message["status"], [(bytes(k), bytes(v)) for k, v in message.get("headers", ())]))
+        elif message["type"] == "http.response.body" and message.get("body"):
+            pieces.put_nowait(bytes(message["body"]))
+
+    async def run() -> None:
+        try:
+            await app(_scope(request), receive, send)
+        except Exception as error:
+            pieces.put_nowait(error)
+        pieces.put_nowait(None)
+
+    task = asyncio.create_task(run())
+    try:
+        while (piece := await pieces.get()) is not None:
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+    finally:
+        left.set()
+        await asyncio.wait([task], timeout=5)  # it ends by itself
+        task.cancel()
+
+
+def _scope(request: Forwarded) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": "http",
+        "path": request.path,
+        "raw_path": request.path.encode(),
+        "query_string": request.query,
+        "root_path": "",
+        "headers": request.headers,
+        "client": request.client,
+        "server": None,
+        "state": {},
+    }
+
+
+class Ingress:
+    """An ASGI application that sends requests on, and ends an answer properly if its replica is lost."""
+
+    def __init__(self, answer: Answer, name_blocks: NameBlocks, max_body_bytes: int) -> None:
+        self._answer, self._name_blocks, self._max_body_bytes = answer, name_blocks, max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or the server's start and end."""
+        if scope["type"] == "lifespan":
+            for phase in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{phase}.complete"})
+            return
+        try:
+            request = await self._read(scope, receive)
+        except ApiError as error:
+            await error.response(scope)(scope, receive, send)
+            return
+        key = dict(request.headers).get(b"authorization", b"").decode("latin-1")
+        blocks = await asyncio.to_thread(self._name_blocks, request.path, request.body, key) if request.body else []
+        task = asyncio.create_task(self._forward(request, blocks, scope, send))
+        leaves = asyncio.create_task(_wait_for_end(receive))
+        try:
+            await asyncio.wait([task, leaves], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in (task, leaves):
+                each.cancel()
+            await asyncio.gather(task, leaves, return_exceptions=True)
+
+    async def _read(self, scope: Scope, receive: Receive) -> Forwarded:
+        method, path = scope["method"], scope["path"]
+        if path not in (POSTED if method == "POST" else GOT):
+            raise ApiError(
+                404,
+                "not_found",
+                f"{method} {path} is not served behind Ray, where each request may go to another daemon.",
+            )
+        body = bytearray()
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(499, "client_disconnected", "The client has left.")
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._max_body_bytes:
+                raise ApiError(413, "request_too_large", f"The body has more than {self._max_body_bytes} bytes.")
+        headers = [(name, value) for name, value in scope["headers"] if name not in _HOP_BY_HOP]
+        headers.append((b"content-length", str(len(body)).encode()))
+        client = scope.get("client")
+        return Forwarded(method, path, scope["query_string"], headers, bytes(body), client and (client[0], client[1]))
+
+    async def _forward(self, request: Forwarded, blocks: list[bytes], scope: Scope, send: Send) -> None:
+        head: Head | None = None
+        try:
+            async for piece in self._answer(request, blocks):
+                if isinstance(piece, bytes):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    continue
+                head = Head(*piece)
+                kept = [(name, value) for name, value in head.headers if name not in (b"connection", b"keep-alive")]
+                await send({"type": "http.response.start", "status": head.status, "headers": kept})
+        except Exception as error:
+            log.warning("%s %s: the daemon was lost (%s).", request.method, request.path, type(error).__name__)
+            await self._end(request, head, scope, send)
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _end(self, request: Forwarded, head: Head | None, scope: Scope, send: Send) -> None:
+        """Say that the daemon is lost: as an answer, as a last event, or by cutting off what has a length."""
+        lost = ApiError(503, "daemon_lost", "The daemon that answered was lost; send the request again.", None, _SERVER)
+        if head is None:
+            await lost.response(scope)(scope, _nothing, send)
+            return
+        if _is_stream(head):
+            await send({"type": "http.response.body", "body": _last_events(request.path, lost), "more_body": False})
+            return
+        raise ConnectionAbortedError("the daemon was lost in the middle of an answer")
+
+
+def _is_stream(head: Head) -> bool:
+    return dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream")
+
+
+def _last_events(path: str, error: ApiError) -> bytes:
+    """Return how a stream of this kind ends with an error."""
+    if path == "/v1/messages":
+        return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"
+    event = b"event: error\n" if path == "/v1/responses" else b""
+    return event + b"data: " + error.body() + b"\n\n" + (b"" if event else b"data: [DONE]\n\n")
+
+
+async def _wait_for_end(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}

@@ -1,0 +1,177 @@
+"""The deployments of Ray Serve: `serve run server.ray_serve.deployment:build model=MODEL`.
+
+Ray pickles what its processes send each other. `ray.serve.request_router` is alpha: the version is pinned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from starlette.types import ASGIApp
+
+from server.ray_serve.asgi import Forwarded, Ingress, Piece, respond
+from server.ray_serve.prefix_index import MAX_BLOCKS, PrefixIndex
+from server.ray_serve.prompt_blocks import BLOCK_TOKENS, PromptBlocks
+from server.serve import open_app, open_tokenizer
+from server.settings.flags import load_settings
+
+log = logging.getLogger("quire.ray")
+
+MAX_ONGOING = 4096  # of a replica: its own queue refuses, with a time to try again
+_AUTOSCALING = {"min_replicas": 1, "target_ongoing_requests": 16, "upscale_delay_s": 10, "downscale_delay_s": 360}
+POOL_KEY = "kv_pool_tokens"
+
+
+class Options(BaseModel, extra="forbid"):
+    """Arguments of `build`."""
+
+    model: str | None = None
+    flags: list[str] = Field(default_factory=list)  # of `quire serve`
+    replicas: int = Field(1, ge=1)
+    autoscaling: dict[str, Any] | None = None  # fields of Ray's AutoscalingConfig, in place of `replicas`
+    drain_s: float = 30.0  # for open requests of a replica that is replaced
+    cpus: float = 1.0  # of each process of a replica
+    gpus: float = 0.0
+    tensor_parallel_size: int = Field(1, ge=1)
+    router: Literal["prefix", "pow2"] = "prefix"  # pow2: Ray's power of two choices
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray has no types here
+    """Sends a prompt where its beginning was computed before, unless that replica has too much to do."""
+
+    def initialize_state(self, **_: Any) -> None:
+        self._index: PrefixIndex[ReplicaID] = PrefixIndex()
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take in which replicas run."""
+        super().update_replicas(replicas)
+        rooms = {each.replica_id: each.replica_metadata.get(POOL_KEY, 0) // BLOCK_TOKENS for each in replicas}
+        self._index.hold_to({replica: room or MAX_BLOCKS for replica, room in rooms.items()})
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas, each a rank of its own, the best one first; counts the request as sent there.
+
+        Ray reports it as sent only once the replica has taken it, and others are ranked meanwhile.
+        """
+        by_id = {each.replica_id: each for each in candidate_replicas}
+        ranked = self._index.rank(by_id, _blocks_of(pending_request))
+        if pending_request is not None and ranked:
+            self._begin(pending_request, ranked[0])
+            pending_request.future.add_done_callback(
+                lambda future: self._index.end(_id_of(pending_request)) if future.cancelled() else None
+            )
+        return [[by_id[replica]] for replica in ranked]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
+        """Note which replica has taken a request."""
+        self._begin(pending_request, replica_id)
+
+    def _begin(self, request: PendingRequest, replica: ReplicaID) -> None:
+        self._index.begin(_id_of(request), replica, _blocks_of(request))
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:  # noqa: ARG002
+        """Note that a request is over."""
+        self._index.end(internal_request_id)
+
+
+def _id_of(request: PendingRequest) -> str:
+    return str(request.metadata.internal_request_id)
+
+
+def _blocks_of(request: PendingRequest | None) -> list[bytes]:
+    return [] if request is None else request.kwargs.get("blocks", [])
+
+
+class Daemon:
+    """A replica: the application of `quire serve`, with its engine."""
+
+    async def __init__(self, argv: list[str]) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._app = await asyncio.to_thread(open_app, argv)
+        self._lifespan = self._app.router.lifespan_context(self._app)
+        await self._lifespan.__aenter__()
+        self._engine = self._app.state.context.engine
+
+    async def respond(self, request: Forwarded, blocks: list[bytes]) -> AsyncIterator[Piece]:  # noqa: ARG002 - the router's
+        """Yield the answer to a request."""
+        async for piece in respond(self._app, Forwarded(*request)):
+            yield piece
+
+    def record_replica_metadata(self) -> dict[str, int]:
+        """Return what the router needs to know of this replica."""
+        config = self._engine.config
+        return {POOL_KEY: config.num_blocks * config.block_size}
+
+    def check_health(self) -> None:
+        """Raise if the engine is dead; Ray then replaces the replica."""
+        health = self._engine.health()
+        if health.error is not None:
+            raise RuntimeError(str(health.error))
+
+    async def __del__(self) -> None:  # Ray awaits it when no request is open any more
+        if lifespan := getattr(self, "_lifespan", None):
+            await lifespan.__aexit__(None, None, None)
+
+
+@serve.ingress()
+class Front:
+    """The application that clients call."""
+
+    def __init__(self, argv: list[str], daemons: DeploymentHandle) -> None:
+        """Blocks while the tokenizer is loaded."""
+        self._daemons = daemons.options(stream=True)
+        self._max_body_bytes = load_settings(argv).max_body_bytes
+        self._blocks = PromptBlocks(open_tokenizer(argv))
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return what Ray calls for each request."""
+        return Ingress(self._answer, self._blocks.of, self._max_body_bytes)
+
+    async def _answer(self, request: Forwarded, blocks: list[bytes]) -> AsyncIterator[Piece]:
+        pieces = self._daemons.respond.remote(request, blocks=blocks)
+        try:
+            async for piece in pieces:
+                yield piece
+        finally:
+            pieces.cancel()
+
+
+def build(args: Mapping[str, Any]) -> Application:
+    """Return the application, for `serve run` and RayService."""
+    options = Options.model_validate(args)
+    argv = [*([options.model] if options.model else []), *options.flags]
+    if options.tensor_parallel_size > 1:
+        argv += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
+    load_settings(argv)  # a wrong flag is said here, before anything is started
+    daemons = serve.deployment(Daemon).options(**_daemon_options(options)).bind(argv)
+    front = serve.deployment(Front).options(name="Ingress", max_ongoing_requests=MAX_ONGOING)
+    return front.bind(argv, daemons)
+
+
+def _daemon_options(options: Options) -> dict[str, Any]:
+    size = options.tensor_parallel_size
+    scaling: dict[str, Any] = (
+        {"num_replicas": options.replicas}
+        if options.autoscaling is None
+        else {"autoscaling_config": {**_AUTOSCALING, **options.autoscaling}}
+    )
+    if options.router == "prefix":
+        scaling["request_router_config"] = RequestRouterConfig(request_router_class=PrefixRouter)
+    return {
+        "name": "Daemon",
+        "max_ongoing_requests": MAX_ONGOING,
+        "graceful_shutdown_timeout_s": options.drain_s + 30,
+        # One request for all ranks: they are processes of this actor, and see its GPUs and no others.
+        "ray_actor_options": {"num_cpus": size * options.cpus, "num_gpus": size * options.gpus},
+        **scaling,
+    }
