@@ -75,7 +75,7 @@ from engine.speculation import Speculation, load_speculation
 from engine.startup_progress import human_bytes
 
 if TYPE_CHECKING:
-    from engine.runtime.parallel.executor import Executor
+    from engine.ranks.executor import Executor
 
 Report = Callable[[Progress], None]
 
@@ -162,7 +162,7 @@ def build_engine(config: EngineConfig, report: Report, memory: BackedMemory | No
     device, dtype = _prepare_device(config, report)
     if config.tensor_parallel_size == 1:
         return _build(config, device, dtype, report, memory)
-    from engine.runtime.parallel.executor import start_ranks
+    from engine.ranks.executor import start_ranks
 
     executor = start_ranks(config, device)
     report(Progress("ranks", f"{executor.size} processes hold the model, each with threads: {executor.num_threads}"))
@@ -234,7 +234,7 @@ def _guarded(runner: ModelRunner, device: torch.device, executor: Executor | Non
     guarded: Runner = CudaRunner(runner, device) if device.type == "cuda" else runner
     if executor is None:
         return guarded
-    from engine.runtime.parallel.executor import RankedRunner
+    from engine.ranks.executor import RankedRunner
 
     return RankedRunner(guarded, executor)
 

@@ -29,8 +29,8 @@ from engine.core.fake_runner import FakeStep
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, TokenEvent
 from engine.loop import Engine
+from engine.ranks import executor
 from engine.runtime.batch import BatchBuilder, Packet, PacketBuffers
-from engine.runtime.parallel import executor
 from engine.runtime.parallel.packet import Step, decode, encode_close, encode_config, encode_copies, encode_step
 from engine.runtime.parallel.ring import RingError, RingReader, RingWriter, make_memory
 from tests.cpu.test_engine_build import build, folder  # noqa: F401 - a fixture
@@ -234,7 +234,7 @@ def workers(parent: int | None = None) -> list[int]:
 
 def _is_child(entry: Path, parent: int) -> bool:
     try:
-        is_worker = b"engine.runtime.parallel.worker" in (entry / "cmdline").read_bytes()
+        is_worker = b"engine.ranks.worker" in (entry / "cmdline").read_bytes()
         return is_worker and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent
     except OSError:
         return False

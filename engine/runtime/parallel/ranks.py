@@ -1,6 +1,6 @@
 """What a runner tells the other ranks of its model; `Alone` is a model on one process, which costs nothing.
 
-executor.py implements it with processes, and ends them. Engine thread, after the thread that builds the engine.
+engine/ranks/executor.py implements it with processes, and ends them. Engine thread, after the thread that builds the engine.
 """
 
 from __future__ import annotations

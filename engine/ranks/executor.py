@@ -27,19 +27,19 @@ from engine.core import errors
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, ModelLoadError, QuireError
 from engine.core.step import PendingStep, Runner, StepPlan, StepResult
+from engine.ranks.worker import Start
 from engine.runtime.batch import Packet
 from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.native.library import GroupError, native
 from engine.runtime.parallel.group import Group, open_group
 from engine.runtime.parallel.packet import encode_close, encode_config, encode_copies, encode_step
 from engine.runtime.parallel.ring import RingError, RingWriter, make_memory
-from engine.runtime.parallel.worker import Start
 
 PATIENCE_S = 60.0  # for a rank that takes part in nothing; longer than a step
 _RING_BYTES = 64 << 20  # of addresses; a page is memory once it is written
 _END_S = 2.0  # for a rank to end by itself
 _SHARED = Path("/dev/shm")  # noqa: S108 - a private folder in it
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[2]
 # What a rank needs of the environment: no keys, no settings.
 _ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LANG", "CC")
 _LIBRARIES = (  # ... and what its libraries read
@@ -223,7 +223,7 @@ def _spawn(start: Start) -> subprocess.Popen[str]:
     }
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine.runtime.parallel.worker"],
+        [sys.executable, "-m", "engine.ranks.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
