@@ -45,7 +45,7 @@ clients: $(DEV_INSTALLED)  ## run clients whose dependencies exclude ours, in an
 
 ray: $(DEV_INSTALLED)  ## run the tests on a real cluster of Ray
 	@$(PIP) --quiet --editable '.[ray]' $(SHORTLY)
-	$(BIN)/python -m pytest tests/ray $(ARGS)
+	$(BIN)/python -m pytest tests/ray_cluster $(ARGS)
 
 check: $(DEV_INSTALLED)  ## format, lint and types, as CI sees them
 	$(BIN)/ruff format --check .

@@ -158,7 +158,8 @@ class Executor:
         for process in processes:
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with suppress(BrokenPipeError):  # it ended before it read its settings
+                        pipe.close()
         if self._group is not None:
             self._group.close()
         for descriptor in self._descriptors:

@@ -1,4 +1,4 @@
-"""The worked examples of CONTRIBUTING.md: each is the file that the page shows, registered by one line, and it works."""
+"""The worked examples of CONTRIBUTING.md, and that of KV events: each is the file that the page shows, registered by one line, and it works."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ FILES = sorted(path for path in Path(__file__).parent.glob("*.py") if not path.n
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_page_shows_the_file_as_it_is(path: Path) -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    name = "docs/observe/kv-events.md" if path.stem == "kv_consumer" else "CONTRIBUTING.md"
+    page = (ROOT / name).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert path.read_text(encoding="utf-8") in blocks
     assert f"tests/examples/{path.name}" in page
