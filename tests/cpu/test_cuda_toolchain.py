@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import build, device
+from engine import build
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.runtime.cuda import toolchain
@@ -126,7 +126,7 @@ def test_it_is_checked_before_a_model_is_read(
     monkeypatch.setattr(build, "check_device", lambda device, dtype: None)
     monkeypatch.setattr(build, "has_triton", lambda device: True)
     monkeypatch.setattr(build, "describe_choice", lambda name, device: "")
-    monkeypatch.setattr(device, "choose_kernels", lambda setting: None)
+    monkeypatch.setattr(build, "choose_kernels", lambda setting: None)
     with pytest.raises(ConfigError, match="no C compiler"):
         build.build_engine(EngineConfig(model=str(tmp_path / "absent")), lambda progress: None)
 
