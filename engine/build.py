@@ -224,6 +224,7 @@ def _build(
         keep_lengths=keep_lengths,
         transports=transports,
         kv_events=kv_events,
+        num_ranks=config.tensor_parallel_size,
         layout=None if executor else _layout(config, settings, runner, model.dtype),
         portable_layout=lambda: _layout(config, settings, runner, model.dtype, by_content=True),
     )

@@ -92,11 +92,13 @@ class Engine:
         portable_layout: Callable[[], Layout] | None = None,
         transports: Mapping[str, Transport] = MappingProxyType({}),
         kv_events: EventPublisher | None = None,
+        num_ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = scheduler.config
         self.stats = scheduler.stats
         self.vocab_size = vocab_size
+        self.num_ranks = num_ranks  # processes that hold the model
         self.adapters = adapters or Adapters()
         self.clock = clock
         self._scheduler = scheduler
@@ -120,6 +122,7 @@ class Engine:
         self._on_end: Callable[[], None] = lambda: None
         self._is_second_try = False  # the last step was rolled back, out of memory; engine thread only
         self._stop_at_s: float | None = None  # engine thread only
+        self._is_released = False
         self._progress_s = clock()
         self._error: QuireError | None = None
         self._thread = threading.Thread(target=self._main, name="quire-engine", daemon=True)
@@ -201,10 +204,12 @@ class Engine:
         self._inbox.put(Stop(end_s))
 
     def stop(self, drain_s: float) -> None:
-        """Order the thread to end and wait for it, forever if a step hangs."""
+        """Order the thread to end and wait for it, forever if a step hangs; release an engine that was never started."""
         self.order_stop(drain_s)
         if self.is_running:
             self._thread.join()
+        elif not self._is_released:
+            self._release()
 
     # -- engine thread -----------------------------------------------------------------------------------------------
 
@@ -223,13 +228,18 @@ class Engine:
             log.debug("The engine died here:", exc_info=True)
             self._die(error)
         finally:
-            self._inbox.close()
-            if self._offload is not None:
-                self._offload.close()
-            if self.kv_events is not None:
-                self.kv_events.close()
-            self._runner.close()
+            self._release()
             self._on_end()
+
+    def _release(self) -> None:
+        """Close everything that the engine has been given."""
+        self._is_released = True
+        self._inbox.close()
+        if self._offload is not None:
+            self._offload.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
+        self._runner.close()
 
     def _is_done(self) -> bool:
         return self._stop_at_s is not None and not self._scheduler.has_work

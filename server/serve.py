@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -186,13 +186,15 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
     name = app_config.served_model_names[0]
     is_local = local_path(app_config.model) is not None
     log.info("loading %s%s", name, f" from {app_config.model}" if is_local or name != app_config.model else "")
-    app = _make_app(plan)
-    from server.daemon import run
+    with ExitStack() as undo:
+        app = _make_app(plan, undo)
+        from server.daemon import run
 
-    try:
-        listener.listen(BACKLOG)
-    except OSError as error:  # another process listens on the same port by now
-        raise _explain(error, plan.serve.host, plan.serve.port) from error
+        try:
+            listener.listen(BACKLOG)
+        except OSError as error:  # another process listens on the same port by now
+            raise _explain(error, plan.serve.host, plan.serve.port) from error
+        undo.pop_all()
 
     def announce() -> None:
         host, port = listener.getsockname()[:2]
@@ -207,7 +209,10 @@ def _serve(plan: _Plan, listener: socket.socket) -> int:
 
 def open_app(argv: Sequence[str]) -> FastAPI:
     """Return the application that `quire serve` would serve, loaded, for another HTTP server. Raises QuireError."""
-    return _make_app(prepare(load_settings(argv)))
+    with ExitStack() as undo:
+        app = _make_app(prepare(load_settings(argv)), undo)
+        undo.pop_all()
+    return app
 
 
 def open_tokenizer(argv: Sequence[str]) -> TextTokenizer:
@@ -218,9 +223,9 @@ def open_tokenizer(argv: Sequence[str]) -> TextTokenizer:
         return _load_front(_fetch(prepare(load_settings(argv)), startup.report))
 
 
-def _make_app(plan: _Plan) -> FastAPI:
-    """Return the application with its engine loaded."""
-    engine, tokenizer = _load(plan)
+def _make_app(plan: _Plan, undo: ExitStack) -> FastAPI:
+    """Return the application with its engine loaded, which `undo` stops."""
+    engine, tokenizer = _load(plan, undo)
     tokenizer.hold_to(engine.vocab_size)
     if (num_tokens := engine.config.num_blocks * engine.config.block_size) < _SMALL_POOL:
         log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
@@ -229,7 +234,7 @@ def _make_app(plan: _Plan) -> FastAPI:
     return create_app(engine, tokenizer, plan.app)
 
 
-def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
+def _load(plan: _Plan, undo: ExitStack) -> tuple[Engine, TextTokenizer]:
     """Return the engine and the tokenizer.
 
     Python imports, which hold the GIL, take most of a start, so C code works beside them (engine/ahead.py):
@@ -247,16 +252,18 @@ def _load(plan: _Plan) -> tuple[Engine, TextTokenizer]:
 
     with StartupProgress() as startup:
         if plan.model.is_native:
-            return _load_beside(_fetch(plan, startup.report), startup)
+            return _load_beside(_fetch(plan, startup.report), startup, undo)
         from engine.build import build_engine, check_foreign  # torch, seconds
 
         check_foreign(plan.engine)
         plan = _fetch(plan, startup.report)
         tokenizer = _load_front(plan)
-        return build_engine(plan.engine, startup.report), tokenizer
+        engine = build_engine(plan.engine, startup.report)
+        undo.callback(engine.stop, 0.0)
+        return engine, tokenizer
 
 
-def _load_beside(plan: _Plan, startup: StartupProgress) -> tuple[Engine, TextTokenizer]:
+def _load_beside(plan: _Plan, startup: StartupProgress, undo: ExitStack) -> tuple[Engine, TextTokenizer]:
     """Return the engine of a model that needs no transformers, and the tokenizer, which is loaded on a thread."""
     memory = begin_weights(plan.engine)
     from engine.build import build_engine  # torch
@@ -270,6 +277,7 @@ def _load_beside(plan: _Plan, startup: StartupProgress) -> tuple[Engine, TextTok
                 front.result()  # raises what is wrong with the tokenizer, before minutes of loading
 
         engine = build_engine(plan.engine, report, memory)
+        undo.callback(engine.stop, 0.0)
         return engine, front.result()
 
 

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,24 +103,26 @@ class LLM:
         check_model(config, has_tokenizer=tokenizer is not None)
         from engine.build import build_engine  # torch, seconds
 
-        with StartupProgress() as startup:
+        with StartupProgress() as startup, ExitStack() as undo:
             config = fetch_models(config, startup.report)
             built = build_engine(config, startup.report)
+            undo.callback(built.stop, 0.0)  # it may have processes and threads before it is started
             sampling = default_sampling(generation_config, override_generation_config, Path(config.model), logger)
             text = load_tokenizer(tokenizer or config.model, chat_template=chat_template, sampling=sampling)
             text.hold_to(built.vocab_size)
             check_draft_tokenizer(text, config.speculative_config)
+            self._limits = ModelLimits.of(
+                built.config,
+                built.vocab_size,
+                text,
+                max_logprobs=max_logprobs,
+                tool_call_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser,
+            )
+            undo.pop_all()
         self._engine = built
         self._tokenizer = text
         self._grammars = GrammarCompiler(text, built.vocab_size)
-        self._limits = ModelLimits.of(
-            built.config,
-            built.vocab_size,
-            text,
-            max_logprobs=max_logprobs,
-            tool_call_parser=tool_call_parser,
-            reasoning_parser=reasoning_parser,
-        )
         self._preprocessor = ChatPreprocessor(self._limits)
         self._events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
         self._ids = itertools.count()

@@ -101,7 +101,7 @@ async def server_info(context: InContext) -> Response:
         max_total_num_tokens=config.num_blocks * config.block_size,
         max_running_requests=config.max_num_seqs,
         max_prefill_tokens=config.max_num_batched_tokens,
-        tp_size=1,
+        tp_size=context.engine.num_ranks,
         dp_size=1,
     )
     return Response(info.json_bytes(), media_type="application/json")

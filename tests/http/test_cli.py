@@ -10,16 +10,27 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import fake_quire
 import httpx
 import pytest
+from harness import byte_tokenizer
 
+from engine.core.errors import ConfigError
+from engine.core.fake_runner import FakeRunner
+from engine.loop import Engine
+from engine.text.tokenizer import TextTokenizer
 from loadtest.errors import LoadtestError
 from loadtest.vllm_bench import translate
+from server import app, serve
 from server.cli import main
+from server.settings.flags import load_settings
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -187,6 +198,48 @@ def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
 
 
 # -- a life ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", ["tokenizer", "application", "port"])
+def test_a_start_that_fails_behind_the_model_releases_it(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks are processes, and a program that embeds the application goes on."""
+    closed: list[FakeRunner] = []
+    is_built = threading.Event()
+
+    def build_engine(*args: Any) -> Engine:
+        engine = fake_quire.build_engine(*args)
+        is_built.set()
+        return engine
+
+    def close(runner: FakeRunner) -> None:
+        closed.append(runner)
+
+    def load_front(_: object) -> TextTokenizer:
+        is_built.wait(PATIENCE_S)
+        if fails == "tokenizer":
+            fail()
+        return byte_tokenizer()
+
+    def start() -> None:
+        if fails == "port":
+            listener: Any = types.SimpleNamespace(listen=fail)
+            serve._serve(serve.prepare(load_settings(["--port", "0"])), listener)
+        else:
+            serve.open_app(["--port", "0"])
+
+    def fail(*_: object) -> None:
+        raise ConfigError("made to fail")
+
+    stand_in = types.ModuleType("engine.build")
+    stand_in.build_engine = build_engine  # type: ignore[attr-defined]  # a module made here
+    monkeypatch.setitem(sys.modules, "engine.build", stand_in)
+    monkeypatch.setattr(fake_quire.MortalRunner, "close", close)
+    monkeypatch.setattr(serve, "begin_weights", lambda _: None)
+    monkeypatch.setattr(serve, "_load_front", load_front)
+    monkeypatch.setattr(app, "create_app", fail if fails == "application" else lambda *_: None)
+    with pytest.raises(ConfigError, match="made to fail"):
+        start()
+    assert len(closed) == 1
 
 
 def test_the_story_ends_with_a_line_that_can_be_pasted() -> None:

@@ -24,7 +24,7 @@ def test_a_router_learns_the_model_and_the_block_size(serve: Callable[..., Live]
         assert info["kv_block_size"] == CONFIG.block_size
         assert info["max_total_num_tokens"] == CONFIG.num_blocks * CONFIG.block_size
         assert info["instance_id"] == live.context.instance_id
-        assert (info["tp_size"], info["dp_size"]) == (1, 1)
+        assert (info["tp_size"], info["dp_size"]) == (1, 1)  # tests/daemon/test_several_ranks.py has two
     for path in ("/model_info", "/get_model_info"):
         info = httpx.get(live.url + path).json()
         assert info["model_path"] == "parrot"

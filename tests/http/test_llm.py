@@ -36,6 +36,7 @@ class Workshop:
         self.config: EngineConfig
         self.engine: Engine
         self.dies = False
+        self.num_closed = 0
 
     def build_engine(self, config: EngineConfig, report: object) -> Engine:
         workshop = self
@@ -45,6 +46,9 @@ class Workshop:
                 if workshop.dies:
                     raise RuntimeError("the device fell off the bus")
                 return super().run(plan)
+
+            def close(self) -> None:
+                workshop.num_closed += 1
 
         def fail(piece: SequenceSlice) -> str | None:
             return "made to fail" if piece.params.top_k == 13 else None
@@ -335,6 +339,19 @@ def test_closing_is_final_and_may_be_repeated(workshop: Workshop) -> None:
     assert not workshop.engine.health().alive
     with pytest.raises(ShuttingDownError, match="closed"):
         llm.generate("hi|")
+
+
+@pytest.mark.parametrize("fails", ["load_tokenizer", "check_draft_tokenizer", "ModelLimits.of"])
+def test_one_that_cannot_be_made_releases_its_engine(
+    fails: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ConfigError("made to fail")
+
+    monkeypatch.setattr(f"engine.llm.offline.{fails}", fail)
+    with pytest.raises(ConfigError, match="made to fail"):
+        LLM()
+    assert workshop.num_closed == 1
 
 
 def test_a_forgotten_one_lets_its_engine_go(workshop: Workshop) -> None:

@@ -362,6 +362,24 @@ def test_a_result_that_breaks_the_commit_leaves_nobody_waiting(rig: Rig) -> None
     rig.listener.wait_for(lambda: len(rig.listener.ends) == 3)
 
 
+def test_an_engine_that_was_never_started_is_released_once() -> None:
+    """Its runner may have processes, which nothing else ends."""
+    closed: list[str] = []
+
+    class Runner(FakeRunner):
+        def close(self) -> None:
+            closed.append("runner")
+
+    engine = Engine(Scheduler(config()), Runner(config(), vocab_size=VOCAB), vocab_size=VOCAB)
+    outcome = engine.look()
+    engine.stop(0)
+    engine.stop(0)
+    assert closed == ["runner"]
+    assert outcome.cancelled()
+    with pytest.raises(ShuttingDownError):
+        engine.submit(request("late"))
+
+
 def test_an_engine_that_has_yet_to_wake_up_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour without work, then a request: health must not count the hour."""
     now, awake = 0.0, threading.Event()
