@@ -69,7 +69,7 @@ from engine.runtime.parallel.group import SINGLE
 from engine.runtime.parallel.ranks import ALONE, Ranks
 from engine.runtime.runner import ModelRunner, warm_up_plan
 from engine.runtime.speculation.heads import Head
-from engine.runtime.transports.disk import has_blocks
+from engine.runtime.transports.parts import has_blocks
 from engine.runtime.transports.pinned import STAGING_BYTES
 from engine.runtime.transports.table import open_tiers
 from engine.speculation import Speculation, load_speculation

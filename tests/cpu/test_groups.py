@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.runtime.native.library import GroupError
 from engine.runtime.parallel import group as groups
 from engine.runtime.parallel import nccl
 from tests.cpu import ranks
