@@ -87,7 +87,8 @@ class RingWriter(_Mapped):
         self._await(needed)
         begin = self._at + _WORD
         for part in parts:
-            self._bytes[begin : begin + part.nbytes] = part.data.cast("B")
+            if part.nbytes:  # memory without a size cannot be cast
+                self._bytes[begin : begin + part.nbytes] = part.data.cast("B")
             begin += part.nbytes
         self._words[self._at // _WORD] = size
         self._at += needed
