@@ -162,10 +162,10 @@ class Executor:
         self._await("loaded")
         self._ring.send(encode(config))
 
-    def close(self) -> None:
-        """End the processes. Idempotent."""
+    def close(self) -> bool:
+        """End the processes; return whether one was lost, and a GPU may wait for it. Idempotent."""
         if self._is_closing:
-            return
+            return self._is_aborted
         self._is_closing = True
         with suppress(RingError):
             if self._loss is None:
@@ -184,6 +184,7 @@ class Executor:
         for descriptor in self._descriptors:
             os.close(descriptor)
         shutil.rmtree(self.folder, ignore_errors=True)
+        return self._is_aborted
 
     # -- losses --------------------------------------------------------------------------------------------------------
 

@@ -31,9 +31,12 @@ class GuardedRunner:
         translate: Callable[[Exception], Exception],
         *,
         settle: Callable[[Exception], Exception] = lambda fault: fault,
-        close: Callable[[], None] = lambda: None,
+        close: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`translate` returns an error it does not know; `settle` prepares for the next step; `close` is called first."""
+        """`translate` returns an error it does not know; `settle` prepares for the next step.
+
+        `close` is called first, and returns whether the device is lost.
+        """
         self._runner, self._translate, self._settle, self._close = runner, translate, settle, close
         self._is_lost = False
 
@@ -73,6 +76,5 @@ class GuardedRunner:
 
     def close(self) -> None:
         """Release memory, unless the device is lost."""
-        self._close()
-        if not self._is_lost:
+        if not self._close() and not self._is_lost:
             self._runner.close()
