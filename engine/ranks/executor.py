@@ -37,7 +37,7 @@ from engine.runtime.parallel.ring import RingError, RingWriter, make_memory
 
 Error = TypeVar("Error", bound=BaseException)
 PATIENCE_S = 60.0  # for a rank that takes part in nothing; longer than a step
-_RING_BYTES = 64 << 20  # of addresses; a page is memory once it is written
+_RING_BYTES = 128 << 20  # of addresses; a page is memory once it is written
 _NAP_S = 20e-6  # between looks at a GPU
 _END_S = 2.0  # for a rank to end by itself
 _SHARED = Path("/dev/shm")  # noqa: S108 - a private folder in it
@@ -84,7 +84,18 @@ class Executor:
         changed = {each.name: given[each.name] for each in fields(config) if given[each.name] != each.default}
         spins = self.size <= usable_cpus()
         starts = [
-            Start(changed, 1 + place, self.size, str(self.folder), ring, waker, spins, num_threads, PATIENCE_S)
+            Start(
+                changed,
+                1 + place,
+                self.size,
+                str(self.folder),
+                ring,
+                waker,
+                spins,
+                num_threads,
+                PATIENCE_S,
+                os.getpid(),
+            )
             for place, waker in enumerate(wakers)
         ]
         self._processes: list[Future[subprocess.Popen[str]]] = [Future() for _ in starts]
@@ -168,11 +179,6 @@ class Executor:
             process.wait()
         for watcher in self._watchers:
             watcher.join()
-        for process in processes:
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with suppress(BrokenPipeError):  # it ended before it read its settings
-                        pipe.close()
         if not self._is_aborted:
             self.group.close()
         for descriptor in self._descriptors:
@@ -210,13 +216,14 @@ class Executor:
             self._lose(DeviceLostError(f"{name} could not be started: {error.strerror}"))
             return
         self._processes[place].set_result(process)
-        assert process.stdout is not None
         said: dict[str, str] = {}
-        for line in process.stdout:
-            said = json.loads(line)
-            with self._hears:
-                self._said[place].update(said)
-                self._hears.notify_all()
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                said = json.loads(line)
+                with self._hears:
+                    self._said[place].update(said)
+                    self._hears.notify_all()
         code = process.wait()
         if not self._is_closing:
             is_first = "lost" not in said  # a rank that misses another is not the one to name
@@ -238,20 +245,15 @@ def _spawn(start: Start) -> subprocess.Popen[str]:
         name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith(_LIBRARIES)
     }
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "engine.ranks.worker"],
-        stdin=subprocess.PIPE,
+    return subprocess.Popen(  # noqa: S603 - a module of this program
+        [sys.executable, "-m", "engine.ranks.worker", json.dumps(start._asdict())],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
         pass_fds=(start.ring, start.waker),
         env=environment,
         start_new_session=True,  # Ctrl-C is for the daemon, which drains first
     )
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended
-        process.stdin.write(json.dumps(start._asdict()) + "\n")
-        process.stdin.flush()
-    return process
 
 
 def _error_of(said: dict[str, str]) -> QuireError | None:

@@ -12,9 +12,8 @@ import json
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -41,7 +40,7 @@ _said = 1  # the descriptor that the first rank reads
 
 
 class Start(NamedTuple):
-    """What a worker is started with, a line of JSON on standard input."""
+    """What a worker is started with, as JSON: its argument."""
 
     config: dict[str, Any]  # the EngineConfig's fields that are not default
     rank: int
@@ -52,6 +51,7 @@ class Start(NamedTuple):
     spins: bool
     num_threads: int
     timeout_s: float
+    parent: int  # the process whose end is this one's
 
 
 class Worker:
@@ -147,16 +147,11 @@ def _say(**facts: str) -> None:
     os.write(_said, (json.dumps(facts) + "\n").encode())
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """End this process when its parent ends, even while it is stopped or computes."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def watch() -> NoReturn:
-        while os.read(0, 1):
-            pass
-        os._exit(1)  # the parent's end is closed: it ended before the signal was asked for
-
-    threading.Thread(target=watch, daemon=True).start()
+    if os.getppid() != parent:  # it ended before the signal was asked for
+        sys.exit(1)
 
 
 def main() -> int:
@@ -166,8 +161,8 @@ def main() -> int:
     os.dup2(2, 1)  # a library's print is not a message
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)  # the daemon drains first, and then ends this process
-    start = Start(**json.loads(sys.stdin.readline()))
-    _end_with_parent()
+    start = Start(**json.loads(sys.argv[1]))
+    _end_with(start.parent)
     try:
         worker = Worker(start)
         _say(loaded="")
