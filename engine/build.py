@@ -37,7 +37,7 @@ from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.block_speeds import measure_speeds
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.cuda.device import check_device
-from engine.runtime.cuda.faults import CudaRunner
+from engine.runtime.cuda.faults import guard_cuda
 from engine.runtime.cuda.toolchain import check_toolchain
 from engine.runtime.device_memory import (
     describe_use,
@@ -48,6 +48,7 @@ from engine.runtime.device_memory import (
     other_steps,
 )
 from engine.runtime.fingerprint import fingerprint
+from engine.runtime.guard import GuardedRunner
 from engine.runtime.kv_cache import (
     KVCache,
     PoolBudget,
@@ -68,7 +69,7 @@ from engine.runtime.parallel.group import SINGLE
 from engine.runtime.parallel.ranks import ALONE, Ranks
 from engine.runtime.runner import ModelRunner, warm_up_plan
 from engine.runtime.speculation.heads import Head
-from engine.runtime.transports.disk import has_blocks
+from engine.runtime.transports.parts import has_blocks
 from engine.runtime.transports.pinned import STAGING_BYTES
 from engine.runtime.transports.table import open_tiers
 from engine.speculation import Speculation, load_speculation
@@ -191,7 +192,7 @@ def _build(
     share_threads(executor.num_threads if executor else config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
     captures = _captures(config, model, device) and (speculation is None or speculation.head is None)
-    parts = _Parts(config, report, device, model, speculation, captures and not executor, executor or ALONE)
+    parts = _Parts(config, report, device, model, speculation, captures, executor or ALONE)
     settings = _scheduler_config(parts)
     adapters, adapter_bytes = _load_adapters(parts, settings.max_num_batched_tokens)
     settings = _fit_pool(parts, settings, _pool_budget(parts, settings, adapter_bytes))
@@ -232,12 +233,8 @@ def _build(
 
 def _guarded(runner: ModelRunner, device: torch.device, executor: Executor | None) -> Runner:
     """Return a runner whose errors are the engine's."""
-    guarded: Runner = CudaRunner(runner, device) if device.type == "cuda" else runner
-    if executor is None:
-        return guarded
-    from engine.ranks.executor import RankedRunner
-
-    return RankedRunner(guarded, executor)
+    guarded: Runner = guard_cuda(runner, device) if device.type == "cuda" else runner
+    return guarded if executor is None else GuardedRunner(guarded, executor.explain, close=executor.close)
 
 
 def _prepare_device(config: EngineConfig, report: Report) -> tuple[torch.device, torch.dtype]:

@@ -160,9 +160,11 @@ class EngineConfig:
         "host_gib", 0.0, "GIB", "host memory for cached blocks that the KV pool has no room for", at_least=0
     )
     kv_offload_dir: str | None = _offload(
-        "folder", None, "DIR", "folder for cached blocks that survive a restart", unset="none"
+        "folder", None, "DIR", "folder for cached blocks that survive a restart; daemons may share it", unset="none"
     )
-    kv_offload_disk_gib: float = _offload("disk_gib", 8.0, "GIB", "largest size of that folder", at_least=0)
+    kv_offload_disk_gib: float = _offload(
+        "disk_gib", 8.0, "GIB", "largest size of what this daemon keeps in that folder", at_least=0
+    )
 
     max_num_seqs: int | None = _scheduling(
         None,

@@ -246,7 +246,10 @@ class Engine:
 
     def _turn(self) -> None:
         """Take in messages, launch a step, commit the oldest, deliver the events."""
-        events = StepEvents(self._take_in(self._inbox.take(wait_s=0) if self._scheduler.has_work else self._idle()))
+        messages = self._inbox.take(wait_s=0) if self._scheduler.has_work else self._idle()
+        if self._offload is not None:
+            self._offload.learn()  # before new requests look for their blocks
+        events = StepEvents(self._take_in(messages))
         try:
             self._step(events)
         except DeviceMemoryError as error:

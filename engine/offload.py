@@ -37,6 +37,12 @@ class Offload:
         if reports:
             self._scheduler.transferred(reports)
 
+    def learn(self) -> None:
+        """Take in what others have changed in shared stores."""
+        for name, transport in self._transports.items():
+            for news in transport.news():
+                self._scheduler.tiers.learn(name, news)
+
     def wait_for_loads(self) -> bool:
         """Give the transports a moment, if parked requests are all there is; False if there are none."""
         if not self._scheduler.has_parked:

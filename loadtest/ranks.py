@@ -50,7 +50,6 @@ def _packet() -> Packet:
         num_slices=_NUM_ROWS,
         num_tokens=_NUM_ROWS,
         num_samples=_NUM_ROWS,
-        copies=(),
         scored=(),
         keeps_all=False,
         query_lens=[1] * _NUM_ROWS,
@@ -61,7 +60,7 @@ def _packet() -> Packet:
 
 def _packets_us(num: int, pace_s: float, *, spins: bool) -> list[float]:
     """Return the microseconds from a packet's encoding until another process has decoded it, sorted."""
-    from engine.runtime.parallel.packet import decode, encode_close, encode_step
+    from engine.runtime.parallel.packet import Kind, Step, decode, encode
     from engine.runtime.parallel.ring import RingReader, RingWriter, make_memory
 
     memory, waker = make_memory(64 << 20), os.eventfd(0)
@@ -70,7 +69,7 @@ def _packets_us(num: int, pace_s: float, *, spins: bool) -> list[float]:
     def read() -> None:
         reader, at = RingReader(memory, waker, 0, spins=spins), 0
         times[num] = 1
-        while decode(reader.receive()) is not None:
+        while decode(reader.receive()) is not Kind.CLOSE:
             times[at] = time.perf_counter_ns()
             reader.release()
             at += 1
@@ -85,8 +84,8 @@ def _packets_us(num: int, pace_s: float, *, spins: bool) -> list[float]:
         while time.perf_counter() < end_s:
             pass  # a first rank that computes has its core
         begun.append(time.perf_counter_ns())
-        writer.send(encode_step(packet, is_shared=False))
-    writer.send(encode_close())
+        writer.send(encode(Step(packet, is_shared=False)))
+    writer.send(encode(Kind.CLOSE))
     process.join()
     os.close(memory)
     os.close(waker)

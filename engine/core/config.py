@@ -41,6 +41,14 @@ class DraftCosts(NamedTuple):
 FREE = DraftCosts()
 
 
+class StoreSize(NamedTuple):
+    """A store of cached blocks behind main memory."""
+
+    name: str
+    num_slots: int
+    is_shared: bool = False  # others write to it, and it is only read here
+
+
 class WindowGroup(NamedTuple):
     """A group of layers with sliding-window attention, see kv/groups.py."""
 
@@ -65,7 +73,7 @@ class SchedulerConfig:
     target_ttft_s: float | None = None
     num_host_blocks: int = 0  # in main memory, for the K/V of preempted sequences
     host_caching: bool = False  # blocks evicted from the pool stay cached in main memory
-    stores: tuple[tuple[str, int], ...] = ()  # stores of cached blocks behind main memory: name, blocks
+    stores: tuple[StoreSize, ...] = ()  # of cached blocks behind main memory
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step
     draft_costs: DraftCosts = FREE
     kv_events: bool = False  # note what every tier gains and loses, see kv/contents.py

@@ -116,8 +116,12 @@ class Stats:
     host_blocks_cached: int = 0
     blocks_pinned: int = 0  # of prefixes that requests, or the operator, want retained: in the pool ...
     host_blocks_pinned: int = 0
-    store_blocks: dict[str, int] = field(default_factory=lambda: {"disk": 0})  # cached blocks of each store ...
-    store_blocks_pinned: dict[str, int] = field(default_factory=lambda: {"disk": 0})  # ... and the pinned ones of these
+    store_blocks: dict[str, int] = field(
+        default_factory=lambda: {"disk": 0, "shared": 0}
+    )  # cached blocks of each store ...
+    store_blocks_pinned: dict[str, int] = field(
+        default_factory=lambda: {"disk": 0, "shared": 0}
+    )  # ... and the pinned ones of these
     last_step_s: float = 0.0  # clock reading at the last commit
     answer_s: float = 0.0  # moving average of the seconds from an answer's start to its completion
     tokens_per_s: float = 0.0  # recent rate of computed tokens, prompt and generation, while busy
@@ -148,7 +152,9 @@ class Stats:
     aborted: dict[AbortCause, int] = field(default_factory=lambda: dict.fromkeys(AbortCause, 0))
     preempted: dict[PreemptionKind, int] = field(default_factory=lambda: dict.fromkeys(PreemptionKind, 0))
     swapped_blocks: dict[SwapDirection, int] = field(default_factory=lambda: dict.fromkeys(SwapDirection, 0))
-    prefix_hits: dict[str, int] = field(default_factory=lambda: {"pool": 0, "host": 0, "disk": 0})  # tokens, by tier
+    prefix_hits: dict[str, int] = field(
+        default_factory=lambda: {"pool": 0, "host": 0, "disk": 0, "shared": 0}
+    )  # tokens, by tier
     transferred: dict[TransferKind, int] = field(default_factory=lambda: dict.fromkeys(TransferKind, 0))  # blocks
     failed_transfers: dict[TransferKind, int] = field(default_factory=lambda: dict.fromkeys(TransferKind, 0))
     # histograms

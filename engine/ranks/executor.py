@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,18 +26,19 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.core import errors
 from engine.core.config import SchedulerConfig
-from engine.core.errors import ConfigError, DeviceLostError, ModelLoadError, QuireError
-from engine.core.step import PendingStep, Runner, StepPlan, StepResult
+from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, ModelLoadError, QuireError
 from engine.ranks.worker import Start
-from engine.runtime.batch import Packet
+from engine.runtime.batch import DecodeRows, Packet
 from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.native.library import GroupError, native
-from engine.runtime.parallel.group import Group, open_group
-from engine.runtime.parallel.packet import encode_close, encode_config, encode_copies, encode_step
+from engine.runtime.parallel.group import SINGLE, Group, open_group
+from engine.runtime.parallel.packet import Kind, Step, encode
 from engine.runtime.parallel.ring import RingError, RingWriter, make_memory
 
+Error = TypeVar("Error", bound=BaseException)
 PATIENCE_S = 60.0  # for a rank that takes part in nothing; longer than a step
-_RING_BYTES = 64 << 20  # of addresses; a page is memory once it is written
+_RING_BYTES = 128 << 20  # of addresses; a page is memory once it is written
+_NAP_S = 20e-6  # between looks at a GPU
 _END_S = 2.0  # for a rank to end by itself
 _SHARED = Path("/dev/shm")  # noqa: S108 - a private folder in it
 _ROOT = Path(__file__).resolve().parents[2]
@@ -68,10 +70,11 @@ class Executor:
         )
         self.shares_ids = False  # where steps overlap, the next one begins before the host knows the ids
         self.on_loss: Callable[[QuireError], None] = lambda _: None
-        self._group: Group | None = None
+        self.group: Group = SINGLE
         self._loss: QuireError | None = None
         self._said: list[set[str]] = [set() for _ in range(self.size - 1)]
         self._hears = threading.Condition()
+        self._is_aborted = False
         self._is_closing = False
         ring = make_memory(_RING_BYTES)
         wakers = [os.eventfd(0, os.EFD_CLOEXEC) for _ in range(self.size - 1)]
@@ -81,7 +84,18 @@ class Executor:
         changed = {each.name: given[each.name] for each in fields(config) if given[each.name] != each.default}
         spins = self.size <= usable_cpus()
         starts = [
-            Start(changed, 1 + place, self.size, str(self.folder), ring, waker, spins, num_threads, PATIENCE_S)
+            Start(
+                changed,
+                1 + place,
+                self.size,
+                str(self.folder),
+                ring,
+                waker,
+                spins,
+                num_threads,
+                PATIENCE_S,
+                os.getpid(),
+            )
             for place, waker in enumerate(wakers)
         ]
         self._processes: list[Future[subprocess.Popen[str]]] = [Future() for _ in starts]
@@ -99,9 +113,9 @@ class Executor:
         if (library := native()) is not None:
             library.use_threads(self.num_threads)
         self._await("here")
-        self._group = open_group(self.folder, 0, self.size, device, timeout_s=PATIENCE_S)
+        self.group = open_group(self.folder, 0, self.size, device, timeout_s=PATIENCE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
-        return self._group
+        return self.group
 
     def _await(self, word: str) -> None:
         """Wait until all ranks have said a word, however long they load."""
@@ -110,21 +124,31 @@ class Executor:
         if self._loss is not None:
             raise self._loss
 
-    def send(self, packet: Packet) -> None:
-        """Have the ranks compute a step's forward pass and logits."""
-        self._is_shared = self.shares_ids and packet.num_samples > 0
-        self._ring.send(encode_step(packet, is_shared=self._is_shared))
+    def send(self, work: Packet | DecodeRows, *, draws: bool) -> None:
+        """Have the ranks compute a step's forward pass and logits, or launch its graph."""
+        self._is_shared = self.shares_ids and draws
+        self._ring.send(encode(Step(work, self._is_shared)))
 
     def share(self, last_ids: Tensor) -> None:
         """Send the drawn ids, if they may be needed before the host knows them."""
         if self._is_shared:
-            assert self._group is not None
-            self._group.broadcast(last_ids)
+            self.group.broadcast(last_ids)
 
-    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy(self, copies: list[tuple[int, int]]) -> None:
         """Have the ranks copy blocks."""
-        if copies:
-            self._ring.send(encode_copies(copies))
+        self._ring.send(encode(copies))
+
+    def capture(self) -> None:
+        """Have the ranks capture their graphs, while this one captures the same."""
+        self._ring.send(encode(Kind.CAPTURE))
+
+    def await_event(self, event: Any) -> None:
+        """Wait until the device has reached an event; nothing else ends a wait for a collective in a graph."""
+        end_s = time.monotonic() + PATIENCE_S
+        while not (has_ended := bool(event.query())) and not self._is_aborted and time.monotonic() < end_s:
+            time.sleep(_NAP_S)
+        if self._is_aborted or not has_ended:  # aborted collectives end without their sums
+            raise GroupError("A rank of the model did not take part in a step.")
 
     def configure(self, config: SchedulerConfig) -> None:
         """Have the ranks allocate the pool with these sizes. Raises ConfigError if a step does not fit the ring."""
@@ -136,7 +160,7 @@ class Executor:
                 "for --tensor-parallel-size; lower one of them."
             )
         self._await("loaded")
-        self._ring.send(encode_config(config))
+        self._ring.send(encode(config))
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -145,7 +169,7 @@ class Executor:
         self._is_closing = True
         with suppress(RingError):
             if self._loss is None:
-                self._ring.send(encode_close())
+                self._ring.send(encode(Kind.CLOSE))
         can_end = self._loss is None and all("loaded" in said for said in self._said)
         processes = [each.result() for each in self._processes if each.exception() is None]
         for process in processes:
@@ -155,21 +179,18 @@ class Executor:
             process.wait()
         for watcher in self._watchers:
             watcher.join()
-        for process in processes:
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with suppress(BrokenPipeError):  # it ended before it read its settings
-                        pipe.close()
-        if self._group is not None:
-            self._group.close()
+        if not self._is_aborted:
+            self.group.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
-    def explain(self, error: BaseException) -> BaseException:
+    def explain(self, error: Error) -> Error | QuireError:
         """Return why a call failed: a rank's own error, if it has said one, or that it is lost."""
+        if isinstance(error, DeviceMemoryError):  # the other ranks have computed the step, or wait in it
+            return DeviceLostError(f"a step does not fit the memory of the model's first rank: {error}")
         if not isinstance(error, (GroupError, RingError)):
             return error
         for watcher in self._watchers:
@@ -195,13 +216,14 @@ class Executor:
             self._lose(DeviceLostError(f"{name} could not be started: {error.strerror}"))
             return
         self._processes[place].set_result(process)
-        assert process.stdout is not None
         said: dict[str, str] = {}
-        for line in process.stdout:
-            said = json.loads(line)
-            with self._hears:
-                self._said[place].update(said)
-                self._hears.notify_all()
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                said = json.loads(line)
+                with self._hears:
+                    self._said[place].update(said)
+                    self._hears.notify_all()
         code = process.wait()
         if not self._is_closing:
             is_first = "lost" not in said  # a rank that misses another is not the one to name
@@ -212,8 +234,8 @@ class Executor:
         with self._hears:
             self._loss = self._loss or loss
             self._hears.notify_all()
-        if self._group is not None:
-            self._group.abort()
+        self._is_aborted = True
+        self.group.abort()
         if self._loss is not None:
             self.on_loss(self._loss)
 
@@ -223,20 +245,15 @@ def _spawn(start: Start) -> subprocess.Popen[str]:
         name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith(_LIBRARIES)
     }
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "engine.ranks.worker"],
-        stdin=subprocess.PIPE,
+    return subprocess.Popen(  # noqa: S603 - a module of this program
+        [sys.executable, "-m", "engine.ranks.worker", json.dumps(start._asdict())],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
         pass_fds=(start.ring, start.waker),
         env=environment,
         start_new_session=True,  # Ctrl-C is for the daemon, which drains first
     )
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended
-        process.stdin.write(json.dumps(start._asdict()) + "\n")
-        process.stdin.flush()
-    return process
 
 
 def _error_of(said: dict[str, str]) -> QuireError | None:
@@ -250,55 +267,3 @@ def _error_of(said: dict[str, str]) -> QuireError | None:
 
 def _cause(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"status {code}"
-
-
-class RankedStep:
-    """A launched step, guarded."""
-
-    def __init__(self, executor: Executor, step: PendingStep) -> None:
-        self._executor, self._step = executor, step
-
-    def wait(self) -> StepResult:
-        """Return the step's result."""
-        try:
-            return self._step.wait()
-        except (GroupError, RingError) as error:
-            raise self._executor.explain(error) from None
-
-
-class RankedRunner:
-    """A Runner of several ranks; a lost one is a DeviceLostError."""
-
-    def __init__(self, runner: Runner, executor: Executor) -> None:
-        self._runner, self._executor = runner, executor
-
-    def begin(self) -> None:
-        """Prepare for the first step."""
-        self._guarded(self._runner.begin)
-
-    def run(self, plan: StepPlan) -> RankedStep:
-        """Launch a step."""
-        return RankedStep(self._executor, self._guarded(lambda: self._runner.run(plan)))
-
-    def read_blocks(self, blocks: Sequence[int], rows: Any) -> None:
-        """Never called: what calls it is refused with more than one rank."""
-        raise NotImplementedError
-
-    def write_blocks(self, blocks: Sequence[int], rows: Any) -> None:
-        """Never called: what calls it is refused with more than one rank."""
-        raise NotImplementedError
-
-    def use_idle_moment(self) -> bool:
-        """Let the first rank prepare memory."""
-        return self._runner.use_idle_moment()
-
-    def close(self) -> None:
-        """End the other ranks, and release memory."""
-        self._executor.close()
-        self._runner.close()
-
-    def _guarded(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except (GroupError, RingError) as error:
-            raise self._executor.explain(error) from None

@@ -12,9 +12,8 @@ import json
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,21 +23,24 @@ from engine.core.errors import QuireError
 from engine.core.types import Progress
 from engine.device import resolve_device, share_threads
 from engine.runtime.attention.table import load_backend
-from engine.runtime.batch import PacketBuffers, scored_portions
+from engine.runtime.batch import DecodeRows, Packet, PacketBuffers, scored_portions
 from engine.runtime.kv_cache import KVCache, resolve_kv_dtype
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.library import GroupError, choose_kernels, native
 from engine.runtime.parallel.group import Group, open_group
-from engine.runtime.parallel.packet import Step, decode
+from engine.runtime.parallel.packet import Kind, Message, Step, decode
 from engine.runtime.parallel.ring import RingReader
+
+if TYPE_CHECKING:
+    from engine.runtime.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
 
 _PR_SET_PDEATHSIG = 1
 _said = 1  # the descriptor that the first rank reads
 
 
 class Start(NamedTuple):
-    """What a worker is started with, a line of JSON on standard input."""
+    """What a worker is started with, as JSON: its argument."""
 
     config: dict[str, Any]  # the EngineConfig's fields that are not default
     rank: int
@@ -49,6 +51,7 @@ class Start(NamedTuple):
     spins: bool
     num_threads: int
     timeout_s: float
+    parent: int  # the process whose end is this one's
 
 
 class Worker:
@@ -71,22 +74,35 @@ class Worker:
         self._dtype = resolve_kv_dtype(config.kv_cache_dtype, self._model.dtype, self._model.attention_specs)
         self._backend = load_backend(config.attention_backend, device)
         self._cache: KVCache | None = None
+        self._graphs: DecodeGraphs | None = None
 
     def serve(self, ring: RingReader) -> None:
         """Do what messages ask for, until the last one."""
         with torch.inference_mode():
-            while (asked := decode(ring.receive())) is not None:
-                if isinstance(asked, SchedulerConfig):
-                    self._configure(asked)
-                elif isinstance(asked, Step):
-                    self._compute(asked)
-                else:
-                    assert self._cache is not None
-                    self._cache.copy_blocks(asked)
+            while (message := decode(ring.receive())) is not Kind.CLOSE:
+                self._do(message)
                 ring.release()
         self._group.close()
 
+    def _do(self, message: Message) -> None:
+        if isinstance(message, SchedulerConfig):
+            self._configure(message)
+        elif isinstance(message, Kind):
+            self._capture()
+        elif isinstance(message, Step):
+            if isinstance(message.work, DecodeRows):
+                assert self._graphs is not None
+                self._graphs.launch(message.work)
+            else:
+                self._compute(message.work)
+            if message.is_shared:
+                self._group.broadcast(self._last_ids)
+        else:
+            assert self._cache is not None
+            self._cache.copy_blocks(message)
+
     def _configure(self, sizes: SchedulerConfig) -> None:
+        self._sizes, self._graphs = sizes, None  # graphs refer to the old pool
         if self._cache is None:
             self._cache = KVCache(
                 self._model.attention_specs,
@@ -101,12 +117,18 @@ class Worker:
         self._buffers = PacketBuffers(sizes, self._device)
         self._last_ids = torch.zeros(sizes.max_num_seqs + 1, dtype=torch.int64, device=self._device)
 
-    def _compute(self, step: Step) -> None:
+    def _capture(self) -> None:
+        """Capture what ModelRunner.capture does, in the same order."""
+        from engine.runtime.decode_graphs import DecodeGraphs
+
+        assert self._cache is not None
+        self._graphs = DecodeGraphs(self._model, self._backend, self._cache, self._sizes, self._last_ids, self._group)
+        self._graphs.capture(_ignore)
+
+    def _compute(self, packet: Packet) -> None:
         """Compute what ModelRunner.run does before it draws."""
-        packet, model, cache = step.packet, self._model, self._cache
+        model, cache = self._model, self._cache
         assert cache is not None
-        if packet.copies:
-            cache.copy_blocks(packet.copies)
         batch = self._buffers.to_batch(self._buffers.fill(packet), self._last_ids)
         self._backend.prepare(batch)
         hidden = model.forward(batch.ids, batch.positions, cache, None if packet.keeps_all else batch.sample_rows)
@@ -115,8 +137,6 @@ class Worker:
                 model.logits(portion)
         if packet.num_samples:
             model.logits(hidden.index_select(0, batch.sample_rows) if packet.keeps_all else hidden)
-        if step.is_shared:
-            self._group.broadcast(self._last_ids)
 
 
 def _ignore(_: Progress) -> None:
@@ -127,16 +147,11 @@ def _say(**facts: str) -> None:
     os.write(_said, (json.dumps(facts) + "\n").encode())
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """End this process when its parent ends, even while it is stopped or computes."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def watch() -> NoReturn:
-        while os.read(0, 1):
-            pass
-        os._exit(1)  # the parent's end is closed: it ended before the signal was asked for
-
-    threading.Thread(target=watch, daemon=True).start()
+    if os.getppid() != parent:  # it ended before the signal was asked for
+        sys.exit(1)
 
 
 def main() -> int:
@@ -146,8 +161,8 @@ def main() -> int:
     os.dup2(2, 1)  # a library's print is not a message
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)  # the daemon drains first, and then ends this process
-    start = Start(**json.loads(sys.stdin.readline()))
-    _end_with_parent()
+    start = Start(**json.loads(sys.argv[1]))
+    _end_with(start.parent)
     try:
         worker = Worker(start)
         _say(loaded="")

@@ -33,12 +33,18 @@ class Packet(NamedTuple):
     num_slices: int
     num_tokens: int
     num_samples: int
-    copies: Sequence[tuple[int, int]]  # blocks to copy before, as in a StepPlan
     scored: Sequence[tuple[int, int]]  # (first token, tokens): rows of prompts that go through the LM head as well
     keeps_all: bool  # the hidden states of all tokens are wanted, not only those of sample rows
     query_lens: Sequence[int]  # as in a Batch, from `ints`
     contexts: Sequence[int]
     tables: Sequence[Sequence[int]]
+
+
+class DecodeRows(NamedTuple):
+    """A step of R rows with one token each: all that a rank needs to launch it as a graph. See decode_inputs.py."""
+
+    fields: NDArray[np.int64]  # [fields, R]
+    grown: NDArray[np.int64]  # [entries, 2]: places in the block tables, and the blocks to write there before
 
 
 class _Lists(NamedTuple):
@@ -176,7 +182,6 @@ class BatchBuilder:
             num_slices=num_slices,
             num_tokens=lists.starts[-1],
             num_samples=len(lists.sample_rows),
-            copies=plan.copies,
             scored=[
                 (first, num_scored(piece))
                 for first, piece in zip(lists.starts, plan.slices, strict=False)

@@ -3,7 +3,11 @@
 A step of a small model is about three hundred kernels of a few microseconds, which the host cannot launch as fast as
 they run. A graph contains them all: the batch from DecodeInputs, the model, the draw, and the drawn ids where the next
 step reads them. A batch between two sizes is padded. The splits of attention are recorded too, so steps with a long
-context have separate graphs, of fewer sizes. Engine thread.
+context have separate graphs, of fewer sizes.
+
+Of several ranks each captures the same graphs in the same order, with its parts of the model and the collectives. All
+launch the same graph in a step, because they get the same rows. The first rank's draw is sent to the others in the
+graph; what others draw is overwritten. Engine thread.
 """
 
 from __future__ import annotations
@@ -20,10 +24,12 @@ from engine.core.config import SchedulerConfig
 from engine.core.step import StepPlan
 from engine.core.types import Progress
 from engine.runtime.attention.base import AttentionBackend
+from engine.runtime.batch import DecodeRows
 from engine.runtime.cuda.sampling import sample
-from engine.runtime.decode_inputs import DecodeInputs
+from engine.runtime.decode_inputs import DecodeInputs, longest_context
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.base import CausalLM
+from engine.runtime.parallel.group import SINGLE, Group
 
 Report = Callable[[Progress], None]
 
@@ -76,20 +82,22 @@ class DecodeGraphs:
         kv_cache: KVCache,
         config: SchedulerConfig,
         last_ids: Tensor,
+        group: Group = SINGLE,
     ) -> None:
         """`last_ids` [max_num_seqs + 1] int64 is the runner's; its last slot is for padding."""
+        self._group = group
         self._model, self._backend, self._kv_cache, self._last_ids = model, backend, kv_cache, last_ids
         self._inputs = DecodeInputs(config, last_ids.device)
         self._sets = [_GraphSet(min(_PLANNED_CONTEXT, config.max_model_len), graph_sizes(config.max_num_seqs), {})]
         if config.max_model_len > _PLANNED_CONTEXT:
             self._sets.append(_GraphSet(config.max_model_len, long_graph_sizes(config.max_num_seqs), {}))
-        # Shared by all graphs: separate results of a large vocabulary would take gigabytes.
+        # Shared by all graphs: separate results of a large vocabulary would take gigabytes. Only the first rank writes them.
         shape = (config.max_num_seqs, model.vocab_size)
-        self._logits = torch.empty(shape, dtype=torch.float32, device=last_ids.device)
+        self._logits = torch.zeros(shape, dtype=torch.float32, device=last_ids.device)
 
     def capture(self, report: Report) -> None:
-        """Record every size, the largest first: smaller ones reuse its memory."""
-        pool = torch.cuda.graph_pool_handle() if self._last_ids.is_cuda else None
+        """Record every size, the largest first: smaller ones reuse its memory. All ranks call it."""
+        pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
         wanted = sorted(((size, graphs) for graphs in self._sets for size in graphs.sizes), key=lambda each: -each[0])
         for done, (size, graphs) in enumerate(wanted):
             report(Progress("cuda_graphs", f"decode steps of {size}", done, len(wanted), "graphs"))
@@ -106,10 +114,14 @@ class DecodeGraphs:
             for piece in plan.slices
         )
 
-    def launch(self, plan: StepPlan) -> Outputs:
-        """Run a step that this `takes`; the next step overwrites the result."""
-        num_rows, longest = len(plan.slices), max(piece.start for piece in plan.slices) + 1
-        self._inputs.send(plan)
+    def prepare(self, plan: StepPlan) -> DecodeRows:
+        """Return the rows of a step that this `takes`, for the graphs of all ranks."""
+        return self._inputs.prepare(plan)
+
+    def launch(self, rows: DecodeRows) -> Outputs:
+        """Run a step; the next one overwrites the result, which only the first rank's is."""
+        num_rows, longest = rows.fields.shape[1], longest_context(rows)
+        self._inputs.send(rows)
         graphs = next(graphs for graphs in self._sets if longest <= graphs.max_context)
         outputs = graphs.replays[graphs.sizes[bisect_left(graphs.sizes, num_rows)]]()
         return Outputs(*(each[:num_rows] for each in outputs))
@@ -118,7 +130,7 @@ class DecodeGraphs:
         compute = partial(self._compute, size, max_context)
         if pool is None:
             return compute
-        # Once before recording: kernels are compiled, and libraries allocate workspaces.
+        # Once before recording: kernels are compiled, libraries allocate workspaces, and ranks connect.
         stream = _recording_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -143,5 +155,6 @@ class DecodeGraphs:
         # The three launches for top_k and top_p are in every graph, also for rows without them: two graphs of each size
         # would take twice the time to record.
         ids, is_finite = sample(logits, draws)
+        self._group.broadcast(ids)
         self._last_ids.index_copy_(0, slots, ids)
         return Outputs(ids, is_finite, logits, slots, batch.ids)

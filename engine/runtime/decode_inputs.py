@@ -2,7 +2,8 @@
 
 The host sends a few numbers a row in one copy. Block tables are on the device, a row a slot, and a step sends each
 table's last block; a table that is new, or has grown by more, is written before. Ids are read on the device; the host
-sends one only if the device does not have it, as after a prompt. Engine thread.
+sends one only if the device does not have it, as after a prompt. Of several ranks the first prepares the rows, and
+each sends them to its device. Engine thread.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.step import SequenceSlice, StepPlan
 from engine.runtime.attention.base import Batch
+from engine.runtime.batch import DecodeRows
 from engine.runtime.cuda.sampling_row import Draws
 from engine.runtime.sampling.draw import lowest_score
 from engine.runtime.sampling.noise import as_signed
@@ -43,6 +45,11 @@ class _Field(IntEnum):
 _LARGEST_TOP_K = (1 << 31) - 1  # the kernels' limit, above any vocabulary: keeps all tokens
 
 
+def longest_context(rows: DecodeRows) -> int:
+    """Return the most tokens that a row attends to."""
+    return int(rows.fields[_Field.POSITION].max()) + 1
+
+
 class DecodeInputs:
     """Rows of a step with one token a sequence; padding rows after them have no effect."""
 
@@ -62,19 +69,27 @@ class DecodeInputs:
         self._known: list[Sequence[int]] = [()] * num_seqs  # the list that each row of the tables copies ...
         self._lengths = [0] * num_seqs  # ... and the number of its entries in the row
 
-    def send(self, plan: StepPlan) -> None:
-        """Send the step's rows to the device, in the plan's order."""
-        host = next(self._hosts)
-        array, num_rows = host.begin(), len(plan.slices)
-        array[:, num_rows:] = self._padding
+    def prepare(self, plan: StepPlan) -> DecodeRows:
+        """Return the step's rows in the plan's order, and count their tables as sent."""
         grown = [entry for piece in plan.slices for entry in self._grow(piece)]
-        if grown:
-            places, blocks = to_device(grown, torch.int64, self._fields.device).unbind(1)
-            self._tables.view(-1).index_copy_(0, places, blocks.int())
         rows = [self._row(piece) for piece in plan.slices]
-        array[: _Field.TEMPERATURE, :num_rows] = np.array([row[: _Field.TEMPERATURE] for row in rows], np.int64).T
-        floats = np.array([row[_Field.TEMPERATURE :] for row in rows], np.float64)
-        array[_Field.TEMPERATURE :, :num_rows] = floats.view(np.int64).T
+        fields = np.empty((len(_Field), len(rows)), np.int64)
+        fields[: _Field.TEMPERATURE] = np.array([row[: _Field.TEMPERATURE] for row in rows], np.int64).T
+        fields[_Field.TEMPERATURE :] = np.array([row[_Field.TEMPERATURE :] for row in rows]).view(np.int64).T
+        return DecodeRows(fields, np.array(grown, np.int64))
+
+    def send(self, rows: DecodeRows) -> None:
+        """Send a step's rows to the device."""
+        host, num_rows = next(self._hosts), rows.fields.shape[1]
+        array = host.begin()
+        array[:, :num_rows], array[:, num_rows:] = rows.fields, self._padding
+        if len(rows.grown):
+            try:
+                places, blocks = to_device(rows.grown, torch.int64, self._fields.device).unbind(1)
+                self._tables.view(-1).index_copy_(0, places, blocks.int())
+            except torch.OutOfMemoryError:  # the step is planned again, with the same lists
+                self._known = [()] * len(self._known)
+                raise
         host.send_to(self._fields)
 
     def compute(self, num_rows: int, max_context: int, last_ids: Tensor) -> tuple[Batch, Draws, Tensor]:
@@ -112,9 +127,7 @@ class DecodeInputs:
         return batch, draws, slots
 
     def _row(self, piece: SequenceSlice) -> tuple[float, ...]:
-        """Return the numbers of a slice, and count its table as sent.
-
-        Not earlier: a step that runs out of memory while it sends tables is rolled back and planned again."""
+        """Return the numbers of a slice, and count its table as sent."""
         slot, tokens, position, table, params = piece.slot, piece.tokens, piece.start, piece.block_table, piece.params
         at, offset = divmod(position, self._block_size)
         self._known[slot], self._lengths[slot] = table, at + 1

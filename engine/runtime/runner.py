@@ -70,7 +70,9 @@ class ModelStep:
         scores: list[_Scores],
         pooled: Pooled | None,
         event: torch.cuda.Event | None,
+        ranks: Ranks,
     ) -> None:
+        self._ranks = ranks
         self._owners = [
             index
             for index, piece in enumerate(plan.slices)
@@ -87,13 +89,13 @@ class ModelStep:
         """Return the drawn ids; waits until they are on the host."""
         assert self._sampled is not None
         if self._event is not None:
-            self._event.synchronize()
+            self._ranks.await_event(self._event)
         return self._sampled.ids.tolist()
 
     def wait(self) -> StepResult:
         """Wait for the device and return the step's result."""
         if self._event is not None:
-            self._event.synchronize()
+            self._ranks.await_event(self._event)
         result = StepResult(token_ids=[])
         faults: dict[int, Fault] = {}  # by row
         if self._sampled is not None:
@@ -168,7 +170,9 @@ class ModelRunner:
         """Launch decode steps as CUDA graphs from now on; kernels must be Triton's."""
         from engine.runtime.decode_graphs import DecodeGraphs
 
-        graphs = DecodeGraphs(self._model, self._backend, self._kv_cache, self._config, self._last_ids)
+        self._ranks.capture()
+        group = self._ranks.group
+        graphs = DecodeGraphs(self._model, self._backend, self._kv_cache, self._config, self._last_ids, group)
         graphs.capture(report)
         self._graphs, self._captures = graphs, True
 
@@ -232,18 +236,18 @@ class ModelRunner:
         if self._host_pool is not None:
             self._host_pool.begin(plan)
         if plan.copies:
+            self._ranks.copy(plan.copies)
             self._kv_cache.copy_blocks(plan.copies)
         if self._host_pool is not None:
             self._host_pool.bring_in(plan)
         if self._drafter is not None:
             plan = self._draft(self._drafter, plan)
         if not plan.slices:
-            self._ranks.copy(plan.copies)
             return self._send(plan, None, [], None)
         if self._graphs is not None and self._graphs.takes(plan):
             return self._send(plan, self._replay(self._graphs, plan), [], None)
         packet = self._batches.prepare(plan)
-        self._ranks.send(packet)
+        self._ranks.send(packet, draws=plan.num_samples > 0)
         batch = self._batches.to_batch(packet, self._last_ids)
         if self._kv_cache.headroom is not None:
             self._num_used_blocks = max(self._num_used_blocks, int(batch.kv_slots.max()) // self._config.block_size + 1)
@@ -282,13 +286,17 @@ class ModelRunner:
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> Sampled:
         """Launch a step as a graph; rows with edited logits are drawn again after it."""
-        outputs = graphs.launch(plan)
+        rows = graphs.prepare(plan)
         others = [row for row, piece in enumerate(plan.slices) if not is_plain(piece)]
+        self._ranks.send(rows, draws=bool(others))
+        outputs = graphs.launch(rows)
         if not others:
             return Sampled(outputs.ids, outputs.is_finite, None, ())
         at = to_device(others, torch.int64, self._device)
         self._last_ids.index_copy_(0, outputs.slots.index_select(0, at), outputs.last_ids.index_select(0, at))
-        return self._sampler.sample(plan, outputs.logits, self._last_ids, Drawn(outputs.ids, outputs.is_finite))
+        sampled = self._sampler.sample(plan, outputs.logits, self._last_ids, Drawn(outputs.ids, outputs.is_finite))
+        self._ranks.share(self._last_ids)
+        return sampled
 
     def use_idle_moment(self) -> bool:
         """Prepare memory for later requests; return False if there is nothing to do."""
@@ -325,7 +333,7 @@ class ModelRunner:
 
     def _send(self, plan: StepPlan, sampled: Sampled | None, scores: list[_Scores], pooled: Pooled | None) -> ModelStep:
         if self._device.type != "cuda":
-            return ModelStep(plan, sampled, scores, pooled, None)
+            return ModelStep(plan, sampled, scores, pooled, None, self._ranks)
         if sampled is not None:
             logprobs = None if sampled.logprobs is None else _to_host(sampled.logprobs)
             sampled = sampled._replace(
@@ -336,7 +344,7 @@ class ModelRunner:
             pooled = pooled._replace(sums=_pinned(pooled.sums), is_sane=_pinned(pooled.is_sane))
         event = torch.cuda.Event()
         event.record()
-        return ModelStep(plan, sampled, scores, pooled, event)
+        return ModelStep(plan, sampled, scores, pooled, event, self._ranks)
 
 
 def _grammar_fault(error: str) -> Fault:

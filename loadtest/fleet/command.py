@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from engine.core.types import Request, SamplingParams
 from loadtest.arguments import given, positive_float, positive_int
+from loadtest.fleet.credited import compare
 from loadtest.fleet.daemons import Sizes, fleet, scratch
 from loadtest.fleet.foresee import what_is_known
 from loadtest.fleet.kill import kill_and_return
@@ -85,6 +86,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--costs", type=Path, metavar="FILE", help="with --foresee: write the step times, for `quire simulate fleet`"
     )
     parser.add_argument("--kill", action="store_true", help="kill a daemon under load instead, and start it again")
+    parser.add_argument(
+        "--credits",
+        action="store_true",
+        help="vllm kv_aware: compare its credited tokens with the daemons' cached ones",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the first run; default 1")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="add all runs to this file; the table is over all in it"
@@ -102,6 +108,10 @@ def run(options: argparse.Namespace) -> int:
             return kill_and_return(
                 _routing(options, policies[-1]), _sizes(options), options.daemons, options.clients, folder
             )
+        if options.credits:
+            routing = _routing(options, "kv_aware")
+            prompts = draw(_load(options), options.seed)
+            return compare(routing, _sizes(options), options.daemons, options.clients, prompts, folder)
         known = _known(options, policies, folder) if options.foresee else {}
         for seed in range(options.seed, options.seed + options.runs):
             for policy in policies:

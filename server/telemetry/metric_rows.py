@@ -108,6 +108,11 @@ METRICS = (
         "tier",
     ),
     _gauge("quire_kv_offload_disk_blocks", "Cached blocks on the disk.", lambda s: s.store_blocks["disk"]),
+    _gauge(
+        "quire_kv_offload_shared_blocks",
+        "Cached blocks that other daemons have in the same folder.",
+        lambda s: s.store_blocks["shared"],
+    ),
     _gauge("quire_kv_cache_usage_ratio", "Share of the KV pool that live sequences hold, 0-1.", "kv_cache_usage_ratio"),
     _gauge("quire_tokens_per_second", "Recent rate of computed tokens while busy.", "tokens_per_s"),
     _counter("quire_engine_steps_total", "Forward passes.", "steps"),
@@ -126,7 +131,7 @@ METRICS = (
     _counter("quire_prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
     _counter(
         "quire_prefix_cache_tier_hit_tokens_total",
-        "Prompt tokens found in the prefix cache, by tier: the KV pool, host memory, the disk.",
+        "Prompt tokens found in the prefix cache, by tier: the KV pool, host memory, the disk, other daemons' part of it.",
         "prefix_hits",
         "tier",
     ),

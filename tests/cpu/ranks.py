@@ -15,8 +15,8 @@ from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
-from engine.runtime.native.library import native
-from engine.runtime.parallel.group import SINGLE, GlooGroup, Group, GroupError, SharedMemoryGroup
+from engine.runtime.native.library import GroupError, native
+from engine.runtime.parallel.group import SINGLE, GlooGroup, Group, SharedMemoryGroup
 from tests.cpu.dense_attention import DenseAttention
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from engine.core.step import StepPlan, StepResult
 from engine.core.types import Progress
 from engine.device import resolve_device
 from engine.runtime.cuda.device import check_device, explain_absence
-from engine.runtime.cuda.faults import CudaRunner, to_fault
+from engine.runtime.cuda.faults import guard_cuda, to_fault
 from engine.runtime.device_memory import (
     CudaMemory,
     full_steps,
@@ -310,7 +310,7 @@ def test_a_thread_takes_a_step_before_it_serves(monkeypatch: pytest.MonkeyPatch)
     )
     runner = ModelRunner.__new__(ModelRunner)
     runner._device, runner._config = CUDA, CONFIG
-    CudaRunner(runner, CUDA).begin()
+    guard_cuda(runner, CUDA).begin()
     device, plan = calls
     assert device == CUDA
     assert [(piece.num_tokens, len(piece.samples)) for piece in plan.slices] == [(2, 1)], "no graph takes it"  # type: ignore[attr-defined]
@@ -378,7 +378,7 @@ class Faulty(FakeRunner):
 def test_a_step_out_of_memory_holds_on_to_nothing(card: Card, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the cache is emptied, the tensors of the step that failed must be gone."""
     inner = Faulty(torch.OutOfMemoryError("CUDA out of memory."), late=late)
-    runner = CudaRunner(inner, CUDA)
+    runner = guard_cuda(inner, CUDA)
     alive: list[bool] = []
     monkeypatch.setattr(
         torch.cuda, "empty_cache", lambda: alive.append(inner.tensor is not None and inner.tensor() is not None)
@@ -398,7 +398,7 @@ def test_a_step_out_of_memory_holds_on_to_nothing(card: Card, late: bool, monkey
 @pytest.mark.parametrize("late", [False, True], ids=["run", "wait"])
 def test_a_lost_device_is_left_alone(card: Card, late: bool) -> None:
     inner = Faulty(torch.AcceleratorError("CUDA error: unspecified launch failure"), late=late)
-    runner = CudaRunner(inner, CUDA)
+    runner = guard_cuda(inner, CUDA)
     with pytest.raises(DeviceLostError, match="the CUDA device is lost: CUDA error: unspecified launch failure"):
         runner.run(warm_up_plan(CONFIG, 2, 8)).wait()
     runner.close()
@@ -410,6 +410,6 @@ def test_a_device_that_is_lost_while_memory_is_freed_is_lost(card: Card, monkeyp
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr(torch.cuda, "synchronize", lose)
-    runner = CudaRunner(Faulty(torch.OutOfMemoryError("CUDA out of memory."), late=False), CUDA)
+    runner = guard_cuda(Faulty(torch.OutOfMemoryError("CUDA out of memory."), late=False), CUDA)
     with pytest.raises(DeviceLostError):
         runner.run(warm_up_plan(CONFIG, 2, 8))

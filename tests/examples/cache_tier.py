@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from engine.core.kv.tiers import Report, Transfer
+from engine.core.kv.tiers import News, Report, Transfer
 from engine.core.stats import TransferKind
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def open_store(opening: Opening) -> CompressedStore | None:
 class CompressedStore:
     """A Store; a thread compresses blocks, so that steps do not wait."""
 
+    is_shared = False
     kept: Sequence[tuple[bytes, int]] = ()  # nothing survives the process
 
     def __init__(self, opening: Opening, num_slots: int) -> None:
@@ -61,6 +62,10 @@ class CompressedStore:
         except Empty:
             return []
         return reports
+
+    def news(self) -> list[News]:
+        """Return nothing: only the engine writes here."""
+        return []
 
     def close(self) -> None:
         """Finish what is queued."""

@@ -18,8 +18,9 @@ from engine.core.types import Progress, Request, SamplingParams, TokenEvent, Tok
 from engine.runtime import decode_graphs, decode_inputs
 from engine.runtime.attention.base import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
+from engine.runtime.batch import DecodeRows
 from engine.runtime.decode_graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
-from engine.runtime.decode_inputs import DecodeInputs
+from engine.runtime.decode_inputs import DecodeInputs, longest_context
 from engine.runtime.drawn import Drawn
 from engine.runtime.runner import ModelRunner
 from engine.runtime.sampling import sampler
@@ -85,7 +86,7 @@ def test_a_graph_says_what_the_steps_say(regime: dict, wishes: list[dict], depth
     launch = DecodeGraphs.launch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            DecodeGraphs, "launch", lambda self, plan: (launched.append(len(plan.slices)), launch(self, plan))[1]
+            DecodeGraphs, "launch", lambda self, rows: (launched.append(rows.fields.shape[1]), launch(self, rows))[1]
         )
         served = serve(MODEL, config, asked(wishes), depth=depth, apart=0, scheduler=scheduler, runner=runner)
     assert served.ids == expected.ids
@@ -109,18 +110,18 @@ def test_only_rows_that_ask_for_more_are_drawn_again(monkeypatch: pytest.MonkeyP
     config = settings(max_num_seqs=6)
     expected = serve(MODEL, config, asked(wishes), depth=1, apart=0, runner=make_runner(MODEL, config, device=DEVICE))
     runner, drawn = with_graphs(config), []
-    draw, launch = sampler.draw, DecodeGraphs.launch
+    draw, prepare = sampler.draw, DecodeGraphs.prepare
 
     def note(logits: Tensor, *args: object) -> Drawn:
         drawn.append(len(logits))
         return draw(logits, *args)
 
-    def note_launch(self: DecodeGraphs, plan: StepPlan) -> Outputs:
+    def note_launch(self: DecodeGraphs, plan: StepPlan) -> DecodeRows:
         drawn.append(-sum(not is_plain(piece) for piece in plan.slices))
-        return launch(self, plan)
+        return prepare(self, plan)
 
     monkeypatch.setattr(sampler, "draw", note)
-    monkeypatch.setattr(DecodeGraphs, "launch", note_launch)
+    monkeypatch.setattr(DecodeGraphs, "prepare", note_launch)
     served = serve(MODEL, config, asked(wishes), depth=1, apart=0, runner=runner)
     assert served.ids == expected.ids
     assert {key: len(logprobs(events)) for key, events in served.events.items()} == {
@@ -162,10 +163,10 @@ def test_long_contexts_have_graphs_that_are_cut_for_them(monkeypatch: pytest.Mon
         planned.append((batch.context_lens_host[0], len(batch.context_lens_host)))
         prepare(self, batch)
 
-    def note_launch(self: DecodeGraphs, plan: StepPlan) -> Outputs:
+    def note_launch(self: DecodeGraphs, rows: DecodeRows) -> Outputs:
         planned.clear()
-        outputs = launch(self, plan)
-        launched.append((max(piece.start for piece in plan.slices) + 1, len(plan.slices), *planned[0]))
+        outputs = launch(self, rows)
+        launched.append((longest_context(rows), rows.fields.shape[1], *planned[0]))
         return outputs
 
     expected = serve(MODEL, config, asked(GREEDY), depth=1, apart=0, runner=make_runner(MODEL, config, device=DEVICE))
@@ -207,8 +208,8 @@ def test_a_table_that_found_no_memory_is_sent_again(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(decode_inputs, "to_device", fail)
         with pytest.raises(torch.OutOfMemoryError):
-            inputs.send(plan)
-    inputs.send(plan)
+            inputs.send(inputs.prepare(plan))
+    inputs.send(inputs.prepare(plan))
     batch, _, _ = inputs.compute(1, 64, torch.zeros(9, dtype=torch.int64, device=DEVICE))
     assert batch.block_tables[0, :3].tolist() == table
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 
 from engine.core.beams import BeamSearch, row_params
-from engine.core.config import SchedulerConfig
+from engine.core.config import SchedulerConfig, StoreSize
 from engine.core.fake_runner import FakeRunner, FakeStep, likeliest, mix
 from engine.core.kv.tiers import Transfer
 from engine.core.scheduler import Scheduler
@@ -30,7 +30,7 @@ def config(num_disk_blocks: int = 0, **changes: bool | str | float | None) -> Sc
         "max_model_len": 64,
         "max_num_seqs": 6,
         "max_num_batched_tokens": 12,
-        "stores": (("disk", num_disk_blocks),) if num_disk_blocks else (),
+        "stores": (StoreSize("disk", num_disk_blocks),) if num_disk_blocks else (),
     } | changes
     return SchedulerConfig(**values)  # type: ignore[arg-type]  # mixed value types, checked by the class itself
 

@@ -52,7 +52,7 @@ def test_what_the_pool_gave_up_comes_back_from_host_memory(depth: int) -> None:
     pool, host, disk = serve(driver, "again", prompt(0))
     assert pool + host == 16
     assert host > 0 == disk
-    assert driver.scheduler.stats.prefix_hits == {"pool": pool, "host": host, "disk": 0}
+    assert driver.scheduler.stats.prefix_hits == {"pool": pool, "host": host, "disk": 0, "shared": 0}
     driver.check_streams()
 
 

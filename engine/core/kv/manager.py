@@ -50,7 +50,7 @@ class KVCacheManager:
 
     def _watch(self, config: SchedulerConfig) -> Contents:
         """Let the pool and every tier note what they hold."""
-        windows, stores = [group.window for group in config.window_groups], [name for name, _ in config.stores]
+        windows, stores = [group.window for group in config.window_groups], [store.name for store in config.stores]
         contents = Contents(windows, stores, has_host=config.num_host_blocks > 0)
         self._cache.holdings, self.tiers.host.holdings = contents.pool, contents.host
         for group, holdings in zip(self._windows, contents.groups, strict=True):

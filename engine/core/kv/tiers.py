@@ -38,6 +38,13 @@ class Transfer(NamedTuple):
 Report = tuple[Transfer, bool]  # a transfer that ended, and whether it succeeded
 
 
+class News(NamedTuple):
+    """Contents that others have put into a shared store, or taken from it."""
+
+    gained: Seq[bytes]
+    lost: Seq[bytes]
+
+
 class Transport(Protocol):
     """Moves a store's bytes, beside the engine thread, which it never blocks."""
 
@@ -47,6 +54,10 @@ class Transport(Protocol):
 
     def finished(self, wait_s: float) -> list[Report]:
         """Return the transfers that ended; waits up to `wait_s` for the first."""
+        ...
+
+    def news(self) -> list[News]:
+        """Return what others have changed in the store since the last call."""
         ...
 
     def close(self) -> None:
@@ -63,8 +74,10 @@ class Tiers:
         num_host, share = config.num_host_blocks, config.pinned_share
         self.host = HostTier(num_host, config.block_size, config.eviction, pins.until, int(num_host * share))
         self.stores = {
-            name: BlockIndex(num_slots, "lru", pins.until, int(num_slots * share)) for name, num_slots in config.stores
+            name: BlockIndex(num_slots, "lru", pins.until, int(num_slots * share))
+            for name, num_slots, _ in config.stores
         }
+        self._shared = [store.name for store in config.stores if store.is_shared]
         pins.targets += (self.host, *self.stores.values())
         self._fresh: dict[bytes, int] = {}  # new blocks of the pool that were not spilled yet, oldest first
         self._staged: list[tuple[bytes, int, int]] = []  # (name, block, host block) of the last spill
@@ -206,8 +219,10 @@ class Tiers:
                         ready.append(seq)
             self.host.pool.free(host)
             store.pool.free(slot)
-            counts = self._stats.transferred if is_good else self._stats.failed_transfers
-            counts[kind] += 1
+            if is_good:
+                self._stats.transferred[kind] += 1
+            elif tier not in self._shared:  # where others may have replaced the block since
+                self._stats.failed_transfers[kind] += 1
         return ready
 
     def restore(self, tier: str, kept: Iterable[tuple[bytes, int]]) -> None:
@@ -219,6 +234,17 @@ class Tiers:
             store.pool.free(slot)
         for slot in slots:
             if store.content(slot) is None:
+                store.pool.free(slot)
+
+    def learn(self, tier: str, news: News) -> None:
+        """Take in what others have changed in a shared store."""
+        store = self.stores[tier]
+        for name in news.lost:
+            store.forget(store.find(name))  # nothing, if it was not found
+        for name in news.gained:
+            if store.find(name) < 0 and store.pool.num_expendable:
+                slot = store.pool.alloc()
+                self._put(store, name, slot)
                 store.pool.free(slot)
 
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
@@ -247,11 +273,14 @@ class Tiers:
         return self._may_save and self.host.pool.num_expendable > 0 and not self.host.is_given_up
 
     def _lacking(self, name: bytes) -> list[str]:
-        """Return the stores that lack a content and have room for it."""
+        """Return the stores that lack a content and have room for it; none if a shared one has it."""
+        if any(self.stores[tier].find(name) >= 0 for tier in self._shared):
+            return []
         return [
             tier
             for tier, store in self.stores.items()
-            if store.find(name) < 0
+            if tier not in self._shared
+            and store.find(name) < 0
             and (TransferKind.SAVE, tier, name) not in self._under_way
             and store.pool.num_expendable
         ]

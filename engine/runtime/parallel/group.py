@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
 from ctypes import addressof, c_char
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor
 
 from engine.runtime.host_cpus import usable_cpus
-from engine.runtime.native.library import GroupArgs, GroupError, Library, native
+from engine.runtime.native.library import GroupArgs, Library, native
+from engine.runtime.parallel.exchange import guarded, place
 
 _SPINS = 10_000  # looks at another rank, a few hundred us, before a rank yields its core
 
@@ -157,12 +157,12 @@ class GlooGroup:
         self.rank, self.size, self._options = rank, size, dist
         limit = timedelta(seconds=timeout_s)
         store = dist.FileStore(str(folder / "gloo"), size)  # type: ignore[attr-defined] # torch has it
-        self._ranks: Any = _guarded(lambda: dist.ProcessGroupGloo(store, rank, size, limit))
+        self._ranks: Any = guarded(lambda: dist.ProcessGroupGloo(store, rank, size, limit))
 
     def all_reduce(self, x: Tensor) -> None:
         """Replace contiguous x by the float32 sum of all ranks' x."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        _guarded(lambda: self._ranks.allgather([parts], [x]).wait())
+        guarded(lambda: self._ranks.allgather([parts], [x]).wait())
         total = parts[0].float()
         for part in parts[1:]:
             total += part
@@ -176,15 +176,14 @@ class GlooGroup:
         ]
         options = self._options.GatherOptions()
         options.rootRank = 0
-        _guarded(lambda: self._ranks.gather([parts] if parts else [], [x.contiguous()], options).wait())
-        if out is not None:
-            out.copy_(torch.cat(parts, 1)[:, : out.shape[1]])
+        guarded(lambda: self._ranks.gather([parts] if parts else [], [x.contiguous()], options).wait())
+        place(parts, out)
 
     def broadcast(self, x: Tensor) -> None:
         """Replace contiguous x by rank 0's."""
         options = self._options.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        _guarded(lambda: self._ranks.broadcast([x], options).wait())
+        guarded(lambda: self._ranks.broadcast([x], options).wait())
 
     def abort(self) -> None:
         """Close the connections."""
@@ -193,11 +192,3 @@ class GlooGroup:
     def close(self) -> None:
         """Close the connections."""
         self._ranks.abort()
-
-
-def _guarded(call: Callable[[], Any]) -> Any:
-    """Return a call's result. Raises GroupError where torch.distributed raises RuntimeError."""
-    try:
-        return call()
-    except RuntimeError as error:
-        raise GroupError(f"A rank of the model did not take part in a step: {error}") from error

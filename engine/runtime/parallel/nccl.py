@@ -8,6 +8,7 @@ tests hold the calls against a fake.
 from __future__ import annotations
 
 import logging
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
+
+from engine.runtime.parallel.exchange import guarded, place
 
 ONE_SHOT_BYTES = 1 << 19  # sums of at most so many take one kernel; from published figures, never measured
 _log = logging.getLogger(__name__)
@@ -28,6 +31,7 @@ class NcclGroup:
 
     def __init__(self, folder: Path, rank: int, size: int, device: torch.device, *, timeout_s: float) -> None:
         self.rank, self.size = rank, size
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # otherwise a lost rank aborts this process
         store: Any = dist.FileStore(str(folder / "nccl"), size)  # type: ignore[attr-defined] # torch has it
         limit = timedelta(seconds=timeout_s)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
@@ -47,7 +51,7 @@ class NcclGroup:
     def all_reduce(self, x: Tensor) -> None:
         """Replace contiguous x by the sum of all ranks' x."""
         if self._shared is None or x.nbytes > ONE_SHOT_BYTES or x.nbytes % 16:
-            dist.all_reduce(x)
+            guarded(lambda: dist.all_reduce(x))
             return
         part = self._shared[: x.nbytes].view(x.dtype).view(x.shape)
         part.copy_(x)
@@ -56,13 +60,12 @@ class NcclGroup:
     def gather(self, x: Tensor, out: Tensor | None) -> None:
         """Write the columns of all ranks to rank 0's out."""
         parts = None if out is None else [torch.empty_like(x) for _ in range(self.size)]
-        dist.gather(x, parts, dst=0)
-        if out is not None and parts is not None:
-            out.copy_(torch.cat(parts, 1)[:, : out.shape[1]])
+        guarded(lambda: dist.gather(x, parts, dst=0))
+        place(parts or (), out)
 
     def broadcast(self, x: Tensor) -> None:
         """Replace contiguous x by rank 0's."""
-        dist.broadcast(x, src=0)
+        guarded(lambda: dist.broadcast(x, src=0))
 
     def abort(self) -> None:
         """End the calls that wait on this rank's GPU."""

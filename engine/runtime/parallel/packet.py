@@ -1,13 +1,13 @@
-"""Messages from the first rank to the others, as bytes: steps as arrays, sizes as JSON; nothing is pickled.
+"""Messages from the first rank to the others, as bytes: int64 numbers of kind and counts, then arrays; nothing is pickled.
 
-int64   kind and counts, then a step's longs and its pairs (copies, scored rows), or a text's bytes, padded
-int32   a step's ints
+a step              longs, scored rows and ints of its Packet
+a captured step     fields and grown tables of its DecodeRows
+copies, new sizes   pairs of blocks; sizes are in the head
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, cast
 
@@ -15,114 +15,97 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.config import SchedulerConfig
-from engine.runtime.batch import Packet
+from engine.runtime.batch import DecodeRows, Packet
 
-_NUM_HEADS = 9
+_NUM_HEADS = 8
+# What a forward pass depends on; the rest is the scheduler's.
+_SIZES = ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
 
 class Kind(IntEnum):
     """What a message asks for."""
 
     STEP = 0  # a forward pass and its logits
-    COPY = 1  # copies of blocks alone
-    CONFIGURE = 2  # a new pool: the fields of a SchedulerConfig
-    CLOSE = 3
+    REPLAY = 1  # a decode step, as a captured graph
+    COPY = 2  # copies of blocks alone
+    CONFIGURE = 3  # a new pool
+    CAPTURE = 4  # graphs of decode steps
+    CLOSE = 5
 
 
 class Step(NamedTuple):
-    """A step's packet, and whether the drawn ids follow."""
+    """A step, and whether the drawn ids follow it."""
 
-    packet: Packet
+    work: Packet | DecodeRows
     is_shared: bool
 
 
-def encode_step(packet: Packet, *, is_shared: bool) -> list[NDArray[Any]]:
-    """Return the parts of a message, whose memory is the packet's."""
-    pairs = [*packet.copies, *packet.scored]
-    head = np.array(
-        (
-            Kind.STEP,
-            packet.num_slices,
-            packet.num_tokens,
-            packet.num_samples,
-            len(packet.longs),
-            len(packet.copies),
-            len(packet.scored),
-            packet.keeps_all,
-            is_shared,
-        ),
-        np.int64,
-    )
-    parts: list[NDArray[Any]] = [head, packet.longs]
-    if pairs:
-        parts.append(np.array(pairs, np.int64).reshape(-1))
-    return [*parts, packet.ints]
+Pairs = Sequence[tuple[int, int]]
+Message = Step | Pairs | SchedulerConfig | Kind  # a Kind that has no contents
 
 
-def encode_copies(copies: Sequence[tuple[int, int]]) -> list[NDArray[Any]]:
-    """Return the parts of a message with copies alone."""
-    return [_head(Kind.COPY, len(copies)), np.array(copies, np.int64).reshape(-1)]
+def encode(message: Message) -> list[NDArray[Any]]:
+    """Return the parts of a message, whose memory is the step's."""
+    if isinstance(message, Kind):
+        return [_head(message)]
+    if isinstance(message, SchedulerConfig):
+        return [_head(Kind.CONFIGURE, *(getattr(message, name) for name in _SIZES))]
+    if not isinstance(message, Step):
+        return [_head(Kind.COPY), np.array(message, np.int64)]
+    work, is_shared = message
+    if isinstance(work, DecodeRows):
+        return [_head(Kind.REPLAY, is_shared, *work.fields.shape), work.fields, work.grown]
+    counts = work.num_slices, work.num_tokens, work.num_samples, len(work.longs), len(work.scored)
+    scored = np.array(work.scored, np.int64)
+    return [_head(Kind.STEP, is_shared, *counts, work.keeps_all), work.longs, scored, work.ints]
 
 
-def encode_config(config: SchedulerConfig) -> list[NDArray[Any]]:
-    """Return the parts of a message with the sizes of the pool and of steps."""
-    sizes = {name: getattr(config, name) for name in _SIZES}
-    text = json.dumps(sizes).encode()
-    padded = text.ljust(-(-len(text) // 8) * 8)
-    return [_head(Kind.CONFIGURE, len(padded) // 8), np.frombuffer(padded, np.int64)]
-
-
-def encode_close() -> list[NDArray[Any]]:
-    """Return the parts of the last message."""
-    return [_head(Kind.CLOSE)]
-
-
-# What a forward pass depends on; the rest is the scheduler's.
-_SIZES = ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
-
-
-def _head(kind: Kind, count: int = 0) -> NDArray[np.int64]:
+def _head(*numbers: int) -> NDArray[np.int64]:
     head = np.zeros(_NUM_HEADS, np.int64)
-    head[:2] = kind, count
+    head[: len(numbers)] = numbers
     return head
 
 
-def decode(message: memoryview) -> Step | list[tuple[int, int]] | SchedulerConfig | None:
-    """Return what a message asks for, in its memory; None for the end."""
-    head = np.frombuffer(message, np.int64, _NUM_HEADS)
-    kind, first = Kind(head[0]), _NUM_HEADS * 8
+def decode(message: memoryview) -> Message:
+    """Return what a message asks for, in its memory."""
+    code, is_shared, *counts = np.frombuffer(message, np.int64, _NUM_HEADS).tolist()
+    kind, rest = Kind(code), message[_NUM_HEADS * 8 :]
     if kind is Kind.STEP:
-        return _decode_step(head.tolist(), message[first:])
+        return Step(_packet(rest, *counts), bool(is_shared))
+    if kind is Kind.REPLAY:
+        longs, num = np.frombuffer(rest, np.int64), counts[0] * counts[1]
+        return Step(DecodeRows(longs[:num].reshape(counts[:2]), longs[num:].reshape(-1, 2)), bool(is_shared))
     if kind is Kind.COPY:
-        return _pairs(np.frombuffer(message, np.int64, 2 * int(head[1]), first))
+        return _pairs(np.frombuffer(rest, np.int64))
     if kind is Kind.CONFIGURE:
-        sizes: Mapping[str, Any] = json.loads(bytes(message[first : first + 8 * int(head[1])]))
-        return SchedulerConfig(**sizes)
-    return None
+        return SchedulerConfig(**dict(zip(_SIZES, (is_shared, *counts), strict=False)))
+    return kind
 
 
-def _decode_step(head: Sequence[int], rest: memoryview) -> Step:
-    _, num_slices, num_tokens, num_samples, num_longs, num_copies, num_scored, keeps_all, is_shared = head
-    num_pairs = 2 * (num_copies + num_scored)
-    all_longs = np.frombuffer(rest, np.int64, num_longs + num_pairs)
-    pairs = _pairs(all_longs[num_longs:])
-    ints = np.frombuffer(rest, np.int32, offset=8 * len(all_longs))
-    starts, contexts = ints[: num_slices + 1], ints[num_slices + 1 : 2 * num_slices + 1]
-    tables = ints[2 * num_slices + 1 :].reshape(num_slices, -1)
-    packet = Packet(
-        longs=all_longs[:num_longs],
+def _packet(
+    rest: memoryview,
+    num_slices: int,
+    num_tokens: int,
+    num_samples: int,
+    num_longs: int,
+    num_scored: int,
+    keeps_all: int,
+) -> Packet:
+    longs = np.frombuffer(rest, np.int64, num_longs + 2 * num_scored)
+    ints = np.frombuffer(rest, np.int32, offset=longs.nbytes)
+    starts, contexts, tables = np.split(ints, (num_slices + 1, 2 * num_slices + 1))
+    return Packet(
+        longs=longs[:num_longs],
         ints=ints,
         num_slices=num_slices,
         num_tokens=num_tokens,
         num_samples=num_samples,
-        copies=pairs[:num_copies],
-        scored=pairs[num_copies:],
+        scored=_pairs(longs[num_longs:]),
         keeps_all=bool(keeps_all),
         query_lens=np.diff(starts).tolist(),
         contexts=contexts.tolist(),
-        tables=cast("Sequence[Sequence[int]]", tables),
+        tables=cast("Sequence[Sequence[int]]", tables.reshape(num_slices, -1)),
     )
-    return Step(packet, bool(is_shared))
 
 
 def _pairs(numbers: NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -1,27 +1,35 @@
-"""What a runner tells the other ranks of its model; `Alone` is a model on one process, which costs nothing.
+"""The other ranks of a model, seen from the first rank's runner; with `Alone` there are none, which costs nothing.
 
 engine/ranks/executor.py implements it with processes, and ends them. Engine thread, after the thread that builds the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.runtime.batch import Packet
+from engine.runtime.batch import DecodeRows, Packet
+from engine.runtime.parallel.group import SINGLE, Group
+
+if TYPE_CHECKING:
+    from torch.cuda import Event
 
 
 class Ranks(Protocol):
-    """The other ranks, which do in the same order what they are told."""
+    """The other ranks, which do what they are sent, in the same order."""
 
-    def send(self, packet: Packet) -> None:
-        """Have them compute a step's forward pass and logits."""
+    @property
+    def group(self) -> Group:
+        """Return the group of all ranks."""
         ...
 
-    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+    def send(self, work: Packet | DecodeRows, *, draws: bool) -> None:
+        """Have them compute a step; `share` follows where it `draws` ids outside of a graph."""
+        ...
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
         """Have them copy blocks, in a step without tokens."""
         ...
 
@@ -30,17 +38,27 @@ class Ranks(Protocol):
         ...
 
     def configure(self, config: SchedulerConfig) -> None:
-        """Have them allocate the pool with these sizes."""
+        """Have them allocate the pool with these sizes, and drop their graphs."""
+        ...
+
+    def capture(self) -> None:
+        """Have them capture the graphs of decode steps."""
+        ...
+
+    def await_event(self, event: Event) -> None:
+        """Wait until the device has reached an event. Raises GroupError if a rank is lost or hangs."""
         ...
 
 
 class Alone:
     """No other ranks."""
 
-    def send(self, packet: Packet) -> None:
+    group: Group = SINGLE
+
+    def send(self, work: Packet | DecodeRows, *, draws: bool) -> None:
         """Do nothing."""
 
-    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy(self, copies: list[tuple[int, int]]) -> None:
         """Do nothing."""
 
     def share(self, last_ids: Tensor) -> None:
@@ -48,6 +66,13 @@ class Alone:
 
     def configure(self, config: SchedulerConfig) -> None:
         """Do nothing."""
+
+    def capture(self) -> None:
+        """Do nothing."""
+
+    def await_event(self, event: Event) -> None:
+        """Wait for it."""
+        event.synchronize()
 
 
 ALONE = Alone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from engine.config import EngineConfig
@@ -19,10 +19,13 @@ class Opening(NamedTuple):
     block_bytes: int
     fingerprint: str  # of everything that K/V depends on
     report: Callable[[Progress], None]
+    opened: Mapping[str, Store]  # the stores before this one
 
 
 class Store(Transport, Protocol):
     """A Transport with its size and the blocks of an earlier process."""
+
+    is_shared: bool  # others write to it, and the engine only reads it
 
     @property
     def num_slots(self) -> int: ...

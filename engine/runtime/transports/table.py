@@ -12,17 +12,18 @@ from pathlib import Path
 import torch
 
 from engine.config import EngineConfig
-from engine.core.config import SchedulerConfig
+from engine.core.config import SchedulerConfig, StoreSize
 from engine.core.types import Progress
 from engine.runtime.fingerprint import fingerprint
 from engine.runtime.host_memory import available_memory
 from engine.runtime.runner import ModelRunner
-from engine.runtime.transports import disk
+from engine.runtime.transports import disk, shared_folder
 from engine.runtime.transports.base import Opening, Store
 from engine.runtime.transports.host import count_host_blocks
 
 STORES: dict[str, Callable[[Opening], Store | None]] = {
     "disk": disk.open_store,
+    "shared": shared_folder.open_store,
 }
 
 
@@ -48,9 +49,12 @@ def open_tiers(
     folder = None if config.kv_offload_dir is None else Path(config.kv_offload_dir).expanduser()
     pool = runner.open_host_pool(num_blocks, folder)
     report(Progress("swap_space", f"{num_blocks} blocks in host memory"))
-    opening = Opening(config, pool, block_bytes, fingerprint(config, str(dtype), runner.blocks), report)
-    opened = {name: open_store(opening) for name, open_store in STORES.items()}
-    stores = {name: store for name, store in opened.items() if store is not None}
-    sizes = tuple((name, store.num_slots) for name, store in stores.items())
+    stores: dict[str, Store] = {}
+    opening = Opening(config, pool, block_bytes, fingerprint(config, str(dtype), runner.blocks), report, stores)
+    for name, open_store in STORES.items():
+        store = open_store(opening)
+        if store is not None:
+            stores[name] = store
+    sizes = tuple(StoreSize(name, store.num_slots, store.is_shared) for name, store in stores.items())
     caches = config.kv_offload_gib > 0
     return replace(settings, num_host_blocks=num_blocks, host_caching=caches, stores=sizes), stores
