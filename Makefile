@@ -33,7 +33,7 @@ simulate: $(DEV_INSTALLED)  ## run the scheduler on a virtual clock, or: make si
 	@$(BIN)/quire simulate $(or $(ARGS),replay steady)
 
 test: $(DEV_INSTALLED)  ## run all tests, two files at a time
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 clients: $(DEV_INSTALLED)  ## run clients whose dependencies exclude ours, in an environment of their own
 	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)

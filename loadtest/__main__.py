@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "loading": ("measure a start: first token and memory", loading.add_options, loading.run),
     "accuracy": ("measure what each format of weights costs", accuracy.add_options, accuracy.run),
     "levers": ("measure the effect of each setting", levers.add_options, levers.run),
-    "handover": ("time a hand-over of K/V over loopback", handover.add_options, handover.run),
+    "handover": ("time a hand-over of K/V between two processes", handover.add_options, handover.run),
     "hostile": ("send hostile and heavy bodies, and watch /health", hostile.add_options, hostile.run),
     "house": ("measure the code itself", house.add_options, house.run),
     "beside": ("measure requests beside a long prompt", beside.add_options, beside.run),

@@ -1,6 +1,10 @@
-"""Measures a hand-over of K/V between two processes over loopback, against a plain copy of as many bytes.
+"""Measures a hand-over of K/V between two processes, against a plain copy of as many bytes.
 
-    python -m loadtest handover --gib 1
+    python -m loadtest handover --mib 1024
+    ip netns exec near python -m loadtest handover --through "ip netns exec far" --address 10.77.0.2
+
+The two talk over loopback, or the other process runs elsewhere: `--through` is what starts it there, and `--address` is
+where it listens.
 
 The plain copy is one `sendall` of a buffer, received into a buffer. The hand-over is what daemons do: a key that both
 prove, a parcel sent from shared memory, a checksum of each block verified. Rounds alternate; figures are medians, and the
@@ -10,6 +14,7 @@ ratio is the median of the rounds' ratios.
 from __future__ import annotations
 
 import argparse
+import shlex
 import socket
 import subprocess
 import sys
@@ -27,9 +32,9 @@ from engine.runtime.transports.tcp import ParcelServer, pull
 from loadtest.arguments import positive_int
 from loadtest.output import print_table, save_json
 
-_HERE, _KEY = "127.0.0.1", b"loadtest"
+_KEY = b"loadtest"
 _PIECE_BYTES = 16 << 20  # as engine/handover.py
-_CHILD = "import sys; from loadtest.handover import serve; serve(*map(int, sys.argv[1:]))"
+_CHILD = "import sys; from loadtest.handover import serve; serve(sys.argv[1], *map(int, sys.argv[2:]))"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mib", type=positive_int, default=512, help="K/V to hand over")
     parser.add_argument("--block-kib", type=positive_int, default=360, help="K/V of a block; SmolLM2-135M has 360 KiB")
     parser.add_argument("--rounds", type=positive_int, default=5, help="rounds")
+    parser.add_argument("--through", default="", metavar="COMMAND", help="start the other process through this command")
+    parser.add_argument("--address", default="127.0.0.1", help="address of the other process")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
 
 
@@ -46,28 +53,31 @@ def run(args: argparse.Namespace) -> int:
     num_blocks = max((args.mib << 20) // block_bytes, 1)
     num_bytes = num_blocks * block_bytes
     layout = _layout(block_bytes)
-    command = [sys.executable, "-c", _CHILD, str(num_blocks), str(block_bytes), str(args.rounds)]
+    python = [*shlex.split(args.through), sys.executable, "-c", _CHILD]
+    command = [*python, args.address, str(num_blocks), str(block_bytes), str(args.rounds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:  # noqa: S603 - this file
         assert child.stdout is not None
         plain_port, *names = child.stdout.readline().split()
         parcel_port = int(child.stdout.readline())
         rates: list[tuple[float, float]] = []
         for name in names:
-            plain_s = _copy(int(plain_port), num_bytes)
-            handed_s = _hand_over(Peer(_HERE, parcel_port), name, layout)
+            plain_s = _copy(Peer(args.address, int(plain_port)), num_bytes)
+            handed_s = _hand_over(Peer(args.address, parcel_port), name, layout)
             rates.append((num_bytes / plain_s / 1e9, num_bytes / handed_s / 1e9))
     rows = {
         "plain copy, GB/s": median(plain for plain, _ in rates),
         "hand-over, GB/s": median(handed for _, handed in rates),
         "ratio": median(handed / plain for plain, handed in rates),
     }
-    print_table(("of two processes over loopback", "median"), [(name, f"{value:.2f}") for name, value in rows.items()])
+    print_table(
+        (f"of two processes, over {args.address}", "median"), [(name, f"{value:.2f}") for name, value in rows.items()]
+    )
     if args.json is not None:
         save_json(args.json, {"mib": num_bytes >> 20, "block_kib": args.block_kib, **rows})
     return 0
 
 
-def serve(num_blocks: int, block_bytes: int, rounds: int) -> None:
+def serve(address: str, num_blocks: int, block_bytes: int, rounds: int) -> None:
     """The other process: offers as many parcels and plain copies as there are rounds, then ends."""
     layout = _layout(block_bytes)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -79,8 +89,8 @@ def serve(num_blocks: int, block_bytes: int, rounds: int) -> None:
             names.append(parcel.send(num_blocks, bytes(32)))
         content = np.zeros(num_blocks * block_bytes, np.uint8)
         content[:] = 7
-        server = ParcelServer(memory, Peer(_HERE, 0), _KEY)
-        with socket.create_server((_HERE, 0)) as plain:
+        server = ParcelServer(memory, Peer(address, 0), _KEY)
+        with socket.create_server((address, 0)) as plain:
             print(plain.getsockname()[1], *names)
             print(server.port, flush=True)
             for _ in names:
@@ -96,11 +106,11 @@ def _layout(block_bytes: int) -> Layout:
     return Layout("loadtest", 16, block_bytes)
 
 
-def _copy(port: int, num_bytes: int) -> float:
+def _copy(peer: Peer, num_bytes: int) -> float:
     """Return the seconds of a plain copy, into memory of its own as the hand-over has it."""
     begun = time.perf_counter()
     buffer = memoryview(np.empty(_PIECE_BYTES, np.uint8).data)
-    with socket.create_connection((_HERE, port)) as connection:
+    with socket.create_connection(peer) as connection:
         left = num_bytes
         while left:
             length = connection.recv_into(buffer[: min(left, len(buffer))], 0, socket.MSG_WAITALL)

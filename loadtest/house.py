@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -185,10 +186,13 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def _sources(package: str) -> Iterator[Path]:
-    for path in sorted((ROOT / package).rglob("*.py")):
-        body = ast.parse(path.read_text(encoding="utf-8")).body
-        if not all(isinstance(node, ast.Expr) for node in body):  # a package's docstring alone is not a file to read
-            yield path
+    return filter(_has_code, sorted((ROOT / package).rglob("*.py")))
+
+
+@cache
+def _has_code(path: Path) -> bool:
+    """Return whether there is more in a file than a docstring, for example of a package."""
+    return not all(isinstance(node, ast.Expr) for node in ast.parse(path.read_text(encoding="utf-8")).body)
 
 
 def _count(path: Path) -> int:

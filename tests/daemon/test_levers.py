@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -18,6 +19,10 @@ from engine.model_source import find_model
 LONG = (
     "Once upon a time there was a small paper mill by a river, and its owner counted every sheet. " * 8
 )  # ~170 tokens
+COUNT = "1, 2, 3, 4,"
+REPETITIVE = "a b c d e a b c d e a b c"
+LONGER: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True}
+IN_FLOAT32 = ("--max-model-len", "512", "--kv-cache-memory-bytes", "128MiB", "--dtype", "float32")
 OTHER = "The harbour was quiet that morning, and three boats waited for a wind that would not come. " * 8
 
 
@@ -27,26 +32,38 @@ def together(daemon: Daemon, number: int, **fields: Any) -> list[str]:
         return list(pool.map(lambda i: daemon.text(f"{i}: {LONG}", **fields), range(number)))
 
 
-@pytest.fixture(scope="module")
-def plain() -> dict[str, str]:
+class Plain(NamedTuple):
     """What the default settings answer."""
+
+    short: str
+    crowd: list[str]  # more tokens at a time than a pool of 12 MiB holds
+
+
+@pytest.fixture(scope="module")
+def default() -> Iterator[Daemon]:
+    """A daemon without levers."""
     with serve(*SMALL) as daemon:
-        assert daemon.metric("quire_kv_blocks", state="free") > 0
-        return {"short": daemon.text(), "crowd": "\n".join(together(daemon, 6, max_tokens=112, ignore_eos=True))}
+        yield daemon
 
 
-def test_a_small_pool_preempts_and_loses_no_text(plain: dict[str, str]) -> None:
+@pytest.fixture(scope="module")
+def plain(default: Daemon) -> Plain:
+    assert default.metric("quire_kv_blocks", state="free") > 0
+    return Plain(default.text(), together(default, 6, max_tokens=112, ignore_eos=True))
+
+
+def test_a_small_pool_preempts_and_loses_no_text(plain: Plain) -> None:
     # --kv-cache-memory-bytes, --max-num-seqs, --max-num-batched-tokens, --block-size: less of each, the same text.
     flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "12MiB", "--max-num-seqs", "4")
     with serve(*flags, "--max-num-batched-tokens", "64", "--block-size", "8") as daemon:
-        assert "\n".join(together(daemon, 6, max_tokens=112, ignore_eos=True)) == plain["crowd"]
+        assert together(daemon, 6, max_tokens=112, ignore_eos=True) == plain.crowd
         assert daemon.metric("quire_preemptions_total") > 0
 
 
-def test_swapped_sequences_go_on_with_the_same_text(plain: dict[str, str]) -> None:
+def test_swapped_sequences_go_on_with_the_same_text(plain: Plain) -> None:
     flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "12MiB", "--swap-space", "0.1")
     with serve(*flags, "--no-enable-prefix-caching") as daemon:
-        assert "\n".join(together(daemon, 6, max_tokens=112, ignore_eos=True)) == plain["crowd"]
+        assert together(daemon, 6, max_tokens=112, ignore_eos=True) == plain.crowd
         assert daemon.metric("quire_preemptions_total", kind="swap") > 0
 
 
@@ -63,13 +80,10 @@ def test_a_context_that_fits_is_found() -> None:
         assert str(length) in daemon.written.replace(",", "")
 
 
-def test_prefixes_are_shared_unless_salted_or_switched_off() -> None:
-    with serve(*SMALL) as daemon:
-        assert daemon.cached(LONG)["cached_tokens"] == 0
-        assert daemon.cached(LONG)["cached_tokens"] > 100
-        assert daemon.cached(LONG, cache_salt="mine")["cached_tokens"] == 0
-    with serve(*SMALL, "--no-enable-prefix-caching") as daemon:
-        assert [daemon.cached(LONG)["cached_tokens"] for _ in range(2)] == [0, 0]
+def test_prefixes_are_shared_unless_salted(default: Daemon) -> None:
+    assert default.cached(LONG)["cached_tokens"] == 0
+    assert default.cached(LONG)["cached_tokens"] > 100
+    assert default.cached(LONG, cache_salt="mine")["cached_tokens"] == 0
 
 
 def test_cached_blocks_are_found_on_the_disk_after_a_restart(tmp_path: Path) -> None:
@@ -86,13 +100,6 @@ def test_cached_blocks_are_found_on_the_disk_after_a_restart(tmp_path: Path) -> 
     assert again["usage"]["prompt_tokens_details"]["cached_tokens_disk"] > 100
 
 
-@pytest.mark.parametrize("eviction", ["slru", "lfu", "cost"])
-def test_prefix_cache_eviction(eviction: str) -> None:
-    with serve(*SMALL, "--prefix-cache-eviction", eviction) as daemon:
-        daemon.complete(LONG)
-        assert daemon.cached(LONG)["cached_tokens"] > 100
-
-
 def test_a_pinned_prefix_outlives_a_scan(tmp_path: Path) -> None:
     pinned = tmp_path / "pinned.jsonl"
     pinned.write_text(json.dumps({"prompt": LONG}) + "\n")
@@ -104,11 +111,14 @@ def test_a_pinned_prefix_outlives_a_scan(tmp_path: Path) -> None:
         assert details["cached_tokens"] > 100
 
 
-@pytest.mark.parametrize("policy", ["sjf", "priority", "fair"])
-def test_scheduling_policies_change_the_order_and_not_the_text(policy: str, plain: dict[str, str]) -> None:
-    with serve(*SMALL, "--scheduling-policy", policy, "--max-num-seqs", "2") as daemon:
-        assert daemon.text() == plain["short"]
-        assert "\n".join(together(daemon, 6, max_tokens=112, ignore_eos=True)) == plain["crowd"]
+@pytest.mark.parametrize(("policy", "eviction"), [("sjf", "slru"), ("priority", "lfu"), ("fair", "cost")])
+def test_policies_of_the_queue_and_of_the_prefix_cache_change_no_text(policy: str, eviction: str, plain: Plain) -> None:
+    flags = ("--scheduling-policy", policy, "--prefix-cache-eviction", eviction, "--max-num-seqs", "2")
+    with serve(*SMALL, *flags) as daemon:
+        assert daemon.text() == plain.short
+        texts = together(daemon, 6, max_tokens=16, ignore_eos=True)
+        assert all(whole.startswith(text) for text, whole in zip(texts, plain.crowd, strict=True))
+        assert daemon.cached(f"0: {LONG}")["cached_tokens"] > 100
 
 
 def test_tenants_are_limited_by_their_file(tmp_path: Path) -> None:
@@ -135,12 +145,17 @@ tenants:
         assert int(refused.headers["retry-after"]) > 0
 
 
+@pytest.fixture(scope="module")
+def in_float32() -> tuple[str, str]:
+    """What a daemon answers that computes in float32: a count, and a text that repeats itself."""
+    with serve(*IN_FLOAT32) as daemon:
+        return daemon.text(COUNT, max_tokens=4), daemon.text(REPETITIVE, **LONGER)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--dtype", "float32"),
-        ("--dtype", "bfloat16", "--kv-cache-dtype", "int8"),
-        ("--quantization", "none"),
+        ("--quantization", "none", "--dtype", "bfloat16", "--kv-cache-dtype", "int8"),
         ("--quantization", "int8"),
         ("--cpu-kernels", "off"),
     ],
@@ -148,49 +163,48 @@ tenants:
 )
 def test_number_formats_and_kernels(flags: tuple[str, ...]) -> None:
     with serve(*SMALL, *flags) as daemon:
-        assert daemon.text("1, 2, 3, 4,", max_tokens=4).startswith(" 5")
+        assert daemon.text(COUNT, max_tokens=4).startswith(" 5")
 
 
-@pytest.mark.parametrize("flags", [("--async-scheduling",), ("--enforce-eager", "--threads", "1")], ids=" ".join)
-def test_overlap_and_threads_change_no_text(flags: tuple[str, ...], plain: dict[str, str]) -> None:
-    with serve(*SMALL, *flags) as daemon:
-        assert daemon.text() == plain["short"]
+def test_float32(in_float32: tuple[str, str]) -> None:
+    assert in_float32[0].startswith(" 5")
 
 
 @pytest.mark.parametrize("method", ["ngram", "model"])
-def test_drafts_change_no_text(method: str) -> None:
+def test_drafts_change_no_text(method: str, in_float32: tuple[str, str]) -> None:
     draft = {"method": "ngram"} if method == "ngram" else {"model": find_model(None).path, "quantization": "gguf"}
-    fields = {"max_tokens": 32, "ignore_eos": True}
-    flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "128MiB", "--dtype", "float32")
-    with serve(*flags) as daemon:
-        text = daemon.text("a b c d e a b c d e a b c", **fields)
     drafting = ("--speculative-config", json.dumps({**draft, "num_speculative_tokens": 3}))
-    with serve(*flags, *drafting) as daemon:
-        assert daemon.text("a b c d e a b c d e a b c", **fields) == text
+    with serve(*IN_FLOAT32, *drafting) as daemon:
+        assert daemon.text(REPETITIVE, **LONGER) == in_float32[1]
         assert daemon.metric("quire_spec_decode_num_accepted_tokens_total") > 0
 
 
-def test_a_target_for_gaps_is_counted() -> None:
-    with serve(*SMALL, "--target-itl-ms", "60000", "--target-ttft-ms", "60000") as daemon:
-        daemon.complete()
+def test_threads_and_no_prefix_cache_change_no_text(plain: Plain) -> None:
+    with serve(*SMALL, "--enforce-eager", "--threads", "1", "--no-enable-prefix-caching") as daemon:
+        assert daemon.text() == plain.short
+        assert [daemon.cached(LONG)["cached_tokens"] for _ in range(2)] == [0, 0]
+
+
+def test_overlap_changes_no_text_and_a_target_for_gaps_is_counted(plain: Plain) -> None:
+    with serve(*SMALL, "--async-scheduling", "--target-itl-ms", "60000", "--target-ttft-ms", "60000") as daemon:
+        assert daemon.text() == plain.short
         assert daemon.metric("quire_requests_met_targets_total") == daemon.metric("quire_requests_targeted_total") == 1
 
 
-@pytest.mark.parametrize("limit", ["deadline_ms", "max_queue_ms"])
-def test_a_request_that_cannot_be_in_time_is_a_408(limit: str) -> None:
+def test_a_request_that_cannot_be_in_time_is_a_408() -> None:
     with serve("--max-num-seqs", "1", "--kv-cache-memory-bytes", "256MiB") as daemon:
         endless = {"prompt": LONG, "max_tokens": 8000, "ignore_eos": True, "stream": True}
         with daemon.http.stream("POST", "/v1/completions", json=endless) as stream:
             lines = stream.iter_lines()
             next(lines)  # the only slot is taken
-            answer = daemon.http.post("/v1/completions", json={"prompt": OTHER, "max_tokens": 8, limit: 200})
-            assert answer.status_code == 408, answer.text
+            for limit in ("deadline_ms", "max_queue_ms"):
+                answer = daemon.http.post("/v1/completions", json={"prompt": OTHER, "max_tokens": 8, limit: 200})
+                assert answer.status_code == 408, answer.text
 
 
-def test_beam_search_answers_best_first() -> None:
-    with serve(*SMALL) as daemon:
-        answer = daemon.complete(use_beam_search=True, n=3, max_tokens=6)
-        assert len({choice["text"] for choice in answer["choices"]}) == 3
+def test_beam_search_answers_best_first(default: Daemon) -> None:
+    answer = default.complete(use_beam_search=True, n=3, max_tokens=6)
+    assert len({choice["text"] for choice in answer["choices"]}) == 3
 
 
 def test_a_tuned_file_is_served(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_a_recorded_daemon_replays_plan_for_plan(tmp_path: Path, contents: str) 
         first = daemon.text(max_tokens=40)
         with ThreadPoolExecutor(6) as pool:
             prompts = [f"The capital of France is{first} {number}: and so on" * 4 for number in range(6)]
-            list(pool.map(lambda prompt: daemon.text(prompt, max_tokens=100, n=2, temperature=1, seed=1), prompts))
+            list(pool.map(lambda prompt: daemon.text(prompt, max_tokens=40, n=2, temperature=1, seed=1), prompts))
         assert daemon.metric("quire_preemptions_total") > 0
         num_requests = 7
     done = replay_recording(path)

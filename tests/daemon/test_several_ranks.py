@@ -39,7 +39,7 @@ def test_two_ranks_answer_as_one_and_drain() -> None:
         assert "ranks: 2 processes" in daemon.written
         assert daemon.http.get("/server_info").json()["tp_size"] == 2
         [worker] = workers(daemon.pid)
-        body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        body = {"prompt": "Once", "max_tokens": 64, "ignore_eos": True, "stream": True}
         with daemon.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(path: Path) -> set[str]:
+@cache
+def imports_of(path: Path) -> frozenset[str]:
     """Every module a file imports, at any depth, spelled as far as the import says."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -29,7 +31,7 @@ def imports_of(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: relative import"
             found.add(str(node.module))
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def within(name: str, *roots: str) -> bool:
