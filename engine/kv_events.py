@@ -31,6 +31,7 @@ log = logging.getLogger("quire.engine")
 
 END = (-1).to_bytes(8, "big", signed=True)  # the sequence number after the last replayed message
 _MAX_BLOCKS, _MAX_TOKENS = 1024, 1 << 18  # of a message; consumers limit its size
+_MAX_ASKED_BYTES = 4096  # of a subscription or a replay's request; ZeroMQ cuts the connection of a longer one
 _SNAPSHOT_GAP_S = 1.0  # between two snapshots that subscribers and replays ask for
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -180,7 +181,7 @@ class KVEvents:
         os.set_blocking(self._wake, False)
         self._context = zmq.Context()
         self._pub = self._open(zmq.XPUB, "endpoint", config.endpoint, config.hwm)
-        self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of every subscriber, also of a topic that has one
+        self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)  # report every subscriber, also of a topic that has one
         self._replay: zmq.Socket[bytes] | None = None
         if config.replay_endpoint is not None:
             limit = max(config.hwm, config.buffer_steps + 1)
@@ -194,6 +195,7 @@ class KVEvents:
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.set_hwm(hwm)
+        socket.maxmsgsize = _MAX_ASKED_BYTES
         if address.startswith("tcp://["):
             socket.ipv6 = True
         try:
@@ -258,7 +260,7 @@ class KVEvents:
                 os.read(self._wake, 4096)
 
     def _turn(self) -> None:
-        """Send what is queued, then serve subscribers and replays."""
+        """Send what is queued, then serve one subscription and one replay: a flood of them delays neither steps nor the end."""
         while self._queue:
             step = self._queue.popleft()
             if step.num_lost:
@@ -267,9 +269,9 @@ class KVEvents:
             for payload in self._writer.payloads(step.changes, step.time_s):
                 self._send(payload)
         self._wants_snapshot = self._wants_snapshot or self._num_lost > 0
-        while self._pub.poll(0):
+        if self._pub.poll(0):
             self._wants_snapshot = self._pub.recv()[:1] == b"\x01" or self._wants_snapshot
-        while self._replay is not None and self._replay.poll(0):
+        if self._replay is not None and self._replay.poll(0):
             self._answer(self._replay)
         if self._wants_snapshot and self._clock() >= self._next_snapshot_s:
             self._wants_snapshot = False

@@ -12,7 +12,8 @@ from engine.setting import read_object, unknown_key
 
 FLAG = "--kv-events-config"
 PUBLISHERS = ("zmq", "null")
-_ADDRESS = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):(\*|\d{1,5})|ipc://.+")
+_ADDRESS = re.compile(r"tcp://(\*|\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):(\*|(?P<port>[0-9]{1,5}))|ipc://[!-~]+")
+_MOST = 1 << 30  # messages or steps; ZeroMQ's limits are 32-bit numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +50,15 @@ class KVEventsConfig:
         if self.publisher not in ("", *PUBLISHERS):
             raise ConfigError(f"{FLAG}: publisher is {self.publisher!r}; choose one of {', '.join(PUBLISHERS)}.")
         for key in ("buffer_steps", "hwm", "max_queue_size"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{FLAG}: {key} is {getattr(self, key)}; it must be at least 1.")
+            if not 1 <= getattr(self, key) <= _MOST:
+                raise ConfigError(f"{FLAG}: {key} is {getattr(self, key)}; it must be from 1 to {_MOST}.")
         for key in ("endpoint", "replay_endpoint"):
             address = getattr(self, key)
-            if address is not None and not _ADDRESS.fullmatch(address):
+            found = None if address is None else _ADDRESS.fullmatch(address)
+            if address is not None and (found is None or int(found["port"] or 0) > 65535):
                 raise ConfigError(f"{FLAG}: {key} is {address!r}; it must be like tcp://127.0.0.1:5557.")
+        if not self.topic.isprintable():
+            raise ConfigError(f"{FLAG}: topic is {self.topic!r}; it must have printable characters only.")
 
     @property
     def is_on(self) -> bool:

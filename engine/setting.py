@@ -155,6 +155,8 @@ def read_object(flag: str, given: object) -> Mapping[str, Any]:
         values = json.loads(given) if isinstance(given, str) else given
     except ValueError as error:
         raise ConfigError(f"{flag} is {given!r}, which is not JSON: {error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{flag} is {len(given)} characters of JSON that are nested too deeply.") from None
     if not isinstance(values, Mapping):
         raise ConfigError(f"{flag} is {given!r}; it must be a JSON object.")
     return values

@@ -339,6 +339,40 @@ def test_a_router_that_starts_late_learns_what_is_cached(connect: Connect) -> No
         engine.stop(0.0)
 
 
+class Flooding(RecordedSocket):
+    """A socket with a request each time it is looked at, as where a client sends them in a loop."""
+
+    def poll(self, _: int) -> bool:
+        assert len(self.sent) < 10, "the thread does nothing else"
+        return True
+
+    def recv(self) -> bytes:
+        self.sent.append(())
+        return b"\x01"
+
+
+@pytest.mark.parametrize("end", ["_pub", "_replay"])
+def test_a_flood_of_requests_does_not_keep_the_thread_from_its_work(end: str) -> None:
+    events = QuietEvents(KVEventsConfig(endpoint="inproc://flood", topic="top"), 4, has_groups=False)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(events, end, Flooding([b"client", b"", bytes(8)]))
+        events.turn()
+    events.close()
+
+
+def test_a_request_of_megabytes_is_not_taken_in(connect: Connect) -> None:
+    events = opened()
+    events.start()
+    hostile, honest = (connect(zmq.DEALER, events.replay_endpoint) for _ in range(2))
+    hostile.send_multipart((b"", b"x" * (1 << 20)))
+    honest.send_multipart((b"", bytes(8)))
+    assert honest.recv_multipart()[-2] == END
+    hostile.rcvtimeo = 0
+    with pytest.raises(zmq.Again):
+        hostile.recv_multipart()
+    events.close()
+
+
 def test_an_address_in_use_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -354,7 +388,12 @@ def test_an_address_in_use_is_refused() -> None:
         ("{", "is '{', which is not JSON"),
         ({"enable_kv_cache_event": True}, "did you mean 'enable_kv_cache_events'?"),
         ({"endpoint": "127.0.0.1:5557"}, "endpoint is '127.0.0.1:5557'; it must be like tcp://127.0.0.1:5557."),
-        ({"hwm": 0}, "hwm is 0; it must be at least 1."),
+        ({"hwm": 0}, "hwm is 0; it must be from 1 to 1073741824."),
+        ({"hwm": 1 << 31}, "hwm is 2147483648; it must be from 1 to 1073741824."),
+        ({"endpoint": "tcp://*:65536"}, "endpoint is 'tcp://*:65536'; it must be like tcp://127.0.0.1:5557."),
+        ({"endpoint": "ipc:///tmp/a\0b"}, "it must be like tcp://127.0.0.1:5557."),
+        ({"topic": "\ud800"}, r"topic is '\ud800'; it must have printable characters only."),
+        ('{"topic":' * 100_000, "is 900000 characters of JSON that are nested too deeply."),
         ({"buffer_steps": 1.5}, "buffer_steps is 1.5; it must be a whole number."),
         ({"publisher": "kafka"}, "publisher is 'kafka'; choose one of zmq, null."),
     ],
