@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -65,9 +66,8 @@ class Executor:
     def __init__(self, config: EngineConfig, num_threads: int) -> None:
         """Start the processes, which load their slices while this one loads its own."""
         self.size, self.num_threads = config.tensor_parallel_size, num_threads
-        self.folder = Path(
-            tempfile.mkdtemp(prefix="quire-ranks-", dir=_SHARED if os.access(_SHARED, os.W_OK) else None)
-        )
+        shared = _SHARED if os.access(_SHARED, os.W_OK) else Path(tempfile.gettempdir())
+        self.folder = shared / f"quire-ranks-{uuid.uuid4().hex}"  # for the moment in which the ranks meet
         self.shares_ids = False  # where steps overlap, the next one begins before the host knows the ids
         self.on_loss: Callable[[QuireError], None] = lambda _: None
         self.group: Group = SINGLE
@@ -113,6 +113,7 @@ class Executor:
         if (library := native()) is not None:
             library.use_threads(self.num_threads)
         self._await("here")
+        self.folder.mkdir(mode=0o700)  # which the ranks wait for
         self.group = open_group(self.folder, 0, self.size, device, timeout_s=PATIENCE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
         return self.group
@@ -221,7 +222,9 @@ class Executor:
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
-                said = json.loads(line)
+                if (facts := _facts_of(line)) is None:
+                    continue
+                said = facts
                 with self._hears:
                     self._said[place].update(said)
                     self._hears.notify_all()
@@ -255,6 +258,15 @@ def _spawn(start: Start) -> subprocess.Popen[str]:
         env=environment,
         start_new_session=True,  # Ctrl-C is for the daemon, which drains first
     )
+
+
+def _facts_of(line: str) -> dict[str, str] | None:
+    """Return what a rank says in a line; None for the print of a library that it imports."""
+    with suppress(ValueError):
+        facts = json.loads(line)
+        if isinstance(facts, dict):
+            return facts
+    return None
 
 
 def _error_of(said: dict[str, str]) -> QuireError | None:

@@ -12,6 +12,8 @@ import json
 import os
 import signal
 import sys
+import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +21,6 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
-from engine.core.errors import QuireError
 from engine.core.types import Progress
 from engine.device import resolve_device, share_threads
 from engine.runtime.attention.table import load_backend
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from engine.runtime.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
 
 _PR_SET_PDEATHSIG = 1
+_POLL_S = 0.01
 _said = 1  # the descriptor that the first rank reads
 
 
@@ -45,7 +47,7 @@ class Start(NamedTuple):
     config: dict[str, Any]  # the EngineConfig's fields that are not default
     rank: int
     size: int
-    folder: str  # where the ranks meet
+    folder: str  # where the ranks meet, once all of them are there
     ring: int  # descriptors
     waker: int
     spins: bool
@@ -68,7 +70,10 @@ class Worker:
             library.use_threads(start.num_threads)  # the group spins only where each thread has a core
         self._device = device
         _say(here="")
-        self._group: Group = open_group(Path(start.folder), start.rank, start.size, device, timeout_s=start.timeout_s)
+        folder = Path(start.folder)
+        while not folder.exists():  # however long the others import their modules
+            time.sleep(_POLL_S)
+        self._group: Group = open_group(folder, start.rank, start.size, device, timeout_s=start.timeout_s)
         self._model: CausalLM = load_model(config, device, resolve_dtype(config, device), _ignore, self._group)
         share_threads(start.num_threads, self._model)
         self._dtype = resolve_kv_dtype(config.kv_cache_dtype, self._model.dtype, self._model.attention_specs)
@@ -170,7 +175,8 @@ def main() -> int:
     except GroupError as error:
         _say(lost=str(error))
         return 1
-    except (QuireError, RuntimeError, MemoryError, OSError) as error:
+    except Exception as error:  # the first rank logs it
+        traceback.print_exc()
         _say(error=type(error).__name__, message=str(error))
         return 1
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.core.errors import ConfigError
 from engine.runtime.native.library import GroupError
 from engine.runtime.parallel import group as groups
 from engine.runtime.parallel import nccl
@@ -76,6 +78,20 @@ def test_abort_ends_the_wait_of_all(tmp_path: Path) -> None:
         assert worker.exitcode == 0  # it got a GroupError
         with pytest.raises(GroupError):
             group.broadcast(torch.ones(2))
+
+
+def test_a_full_shared_memory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be a SIGBUS where it is written."""
+
+    def fail(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    library: Any = SimpleNamespace(group_bytes=lambda size: size << 19)
+    with pytest.raises(
+        ConfigError, match=r"--tensor-parallel-size 2 needs 1024 KiB in .*: No space left on device; make room"
+    ):
+        groups.SharedMemoryGroup(library, tmp_path, 0, 2, timeout_s=PATIENCE_S)
 
 
 def test_one_process_sends_nothing(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from engine.core.fake_runner import FakeStep
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, TokenEvent
 from engine.loop import Engine
-from engine.ranks import executor
+from engine.ranks import executor, worker
 from engine.runtime.batch import BatchBuilder, DecodeRows, Packet, PacketBuffers
 from engine.runtime.native.library import GroupError
 from engine.runtime.parallel.packet import Kind, Message, Step, decode, encode
@@ -254,8 +254,10 @@ def tokens(engine: Engine) -> list[int]:
 
 
 def test_two_ranks_say_what_one_says(folder: str) -> None:  # noqa: F811 - the fixture
+    through_gloo = tokens(build(folder, tensor_parallel_size=2, cpu_kernels="off"))
     alone = tokens(build(folder))
     assert len(alone) == 12
+    assert through_gloo == alone
     assert tokens(build(folder, tensor_parallel_size=2)) == alone
     assert tokens(build(folder, tensor_parallel_size=2, async_scheduling=True)) == alone
     assert workers() == []
@@ -328,17 +330,20 @@ def test_ranks_end_with_their_parent(folder: str) -> None:  # noqa: F811
     )
 
 
-def test_ranks_outlive_the_thread_that_built_the_engine_and_get_no_secrets(
+def test_ranks_outlive_the_thread_that_built_the_engine_get_no_secrets_and_may_print(
     folder: str,  # noqa: F811
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A parent's end is its thread's, to the kernel."""
+    """A parent's end is its thread's, to the kernel. What a library prints when it is imported is no message."""
+    (tmp_path / "sitecustomize.py").write_text("print('WARNING: an old processor'); print(5)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("QUIRE_API_KEY", "secret")
     with ThreadPoolExecutor(1) as aside:
         engine = aside.submit(build, folder, tensor_parallel_size=2).result()
-    [worker] = workers()
-    assert b"secret" not in Path(f"/proc/{worker}/environ").read_bytes()
+    [process] = workers()
+    assert b"secret" not in Path(f"/proc/{process}/environ").read_bytes()
     assert len(tokens(engine)) == 12
     assert workers() == []
 
@@ -357,6 +362,31 @@ def test_a_rank_that_ends_before_it_is_there_is_named(folder: str, monkeypatch: 
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(DeviceLostError, match=r"rank 1 of the model ended \(status 1\)"):
         build(folder, tensor_parallel_size=2)
+
+
+def test_a_rank_waits_for_the_others_before_it_opens_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patience of the group is for a rank that is lost, not for one that imports its modules slowly."""
+    done: list[str] = []
+
+    class MetError(Exception):
+        pass
+
+    def sleep(_: float) -> None:
+        done.append("waits")
+        (tmp_path / "here").mkdir()
+
+    def open_group(*_: object, **__: object) -> None:
+        raise MetError
+
+    for name in ("choose_kernels", "native"):
+        monkeypatch.setattr(worker, name, lambda *_: None)
+    monkeypatch.setattr(worker, "_say", lambda **facts: done.extend(facts))
+    monkeypatch.setattr(worker, "open_group", open_group)
+    monkeypatch.setattr(worker.time, "sleep", sleep)
+    start = worker.Start({"model": "m", "device": "cpu"}, 1, 2, str(tmp_path / "here"), 0, 0, False, 1, 1.0, 1)
+    with pytest.raises(MetError):
+        worker.Worker(start)
+    assert done == ["here", "waits"]
 
 
 def test_an_interrupted_start_ends_the_ranks(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -65,7 +65,7 @@ def cut_tiles(
         owner=torch.from_numpy(owner),
         place=torch.from_numpy(owner * most + rank),
         most=most,
-        blocks=torch.tensor(flat),
+        blocks=torch.tensor(flat, dtype=torch.int64),
         mask=torch.from_numpy(np.where(is_hidden, np.float32(-np.inf), np.float32(0)))[:, None],
     )
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.core.errors import ConfigError
 from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.native.library import GroupArgs, Library, native
 from engine.runtime.parallel.exchange import guarded, place
@@ -103,9 +104,16 @@ class SharedMemoryGroup:
         self.rank, self.size, self._library = rank, size, library
         path, num_bytes = folder / "sums", library.group_bytes(size)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.truncate(file, num_bytes)  # by every rank; the first finds no file, and none shortens it
-        self._memory = mmap.mmap(file, num_bytes)
-        os.close(file)
+        try:  # every rank does this, for the first finds no file; a write to a full folder would be a SIGBUS
+            os.posix_fallocate(file, 0, num_bytes)
+            self._memory = mmap.mmap(file, num_bytes)
+        except OSError as error:
+            raise ConfigError(
+                f"--tensor-parallel-size {size} needs {num_bytes >> 10} KiB in {folder.parent}: {error.strerror}; make room "
+                "there, in a container with --shm-size."
+            ) from None
+        finally:
+            os.close(file)
         is_crowded = size * library.num_threads > usable_cpus()
         self._view = (c_char * num_bytes).from_buffer(self._memory)
         self._args = GroupArgs(addressof(self._view), int(timeout_s * 1000), rank, size, 0 if is_crowded else _SPINS)
