@@ -103,7 +103,7 @@ class Daemon(uvicorn.Server):
         try:
             await super().serve(sockets)
             if self._client.is_abandoned:
-                _leave()  # some threads wait for the engine, so nothing may wait for threads
+                leave()  # some threads wait for the engine, so nothing may wait for threads
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -177,7 +177,7 @@ class Daemon(uvicorn.Server):
         finally:
             self.should_exit = True
             assert self._loop is not None
-            self._loop.call_later(LEAVE_S, _leave)
+            self._loop.call_later(LEAVE_S, leave)
 
     def _log_end(self, num_open: int) -> None:
         """Log how many of the requests that were open at the signal did not finish."""
@@ -213,7 +213,7 @@ class Daemon(uvicorn.Server):
             await asyncio.sleep(WATCH_S)
 
 
-def _leave() -> None:
+def leave() -> None:
     """End the process with status 1, without waiting for any thread."""
     logging.shutdown()
     os._exit(1)

@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.types import ASGIApp
 
+from server.daemon import LEAVE_S, WATCH_S, leave
 from server.ray_serve.asgi import Forwarded, Ingress, Piece, respond
 from server.ray_serve.prefix_index import MAX_BLOCKS, PrefixIndex
 from server.ray_serve.prompt_blocks import BLOCK_TOKENS, PromptBlocks
@@ -101,22 +102,32 @@ class Daemon:
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
         self._engine = self._app.state.context.engine
+        self._num_open = 0
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """End the process when the engine has died and open requests have its error; Ray then replaces the replica."""
+        while self._engine.health().error is None:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(WATCH_S)
+        log.critical("the engine is dead: exiting")
+        for _ in range(int(LEAVE_S / WATCH_S)):
+            if self._num_open:
+                await asyncio.sleep(WATCH_S)
+        leave()
 
     async def respond(self, request: Forwarded, blocks: list[bytes]) -> AsyncIterator[Piece]:  # noqa: ARG002 - the router's
         """Yield the answer to a request."""
-        async for piece in respond(self._app, Forwarded(*request)):
-            yield piece
+        self._num_open += 1
+        try:
+            async for piece in respond(self._app, Forwarded(*request)):
+                yield piece
+        finally:
+            self._num_open -= 1
 
     def record_replica_metadata(self) -> dict[str, int]:
         """Return what the router needs to know of this replica."""
         config = self._engine.config
         return {POOL_KEY: config.num_blocks * config.block_size}
-
-    def check_health(self) -> None:
-        """Raise if the engine is dead; Ray then replaces the replica."""
-        health = self._engine.health()
-        if health.error is not None:
-            raise RuntimeError(str(health.error))
 
     async def __del__(self) -> None:  # Ray awaits it when no request is open any more
         if lifespan := getattr(self, "_lifespan", None):
@@ -160,6 +171,7 @@ def build(args: Mapping[str, Any]) -> Application:
 
 def _daemon_options(options: Options) -> dict[str, Any]:
     size = options.tensor_parallel_size
+    cpus, gpus = size * options.cpus, size * options.gpus
     scaling: dict[str, Any] = (
         {"num_replicas": options.replicas}
         if options.autoscaling is None
@@ -171,7 +183,17 @@ def _daemon_options(options: Options) -> dict[str, Any]:
         "name": "Daemon",
         "max_ongoing_requests": MAX_ONGOING,
         "graceful_shutdown_timeout_s": options.drain_s + 30,
-        # One request for all ranks: they are processes of this actor, and see its GPUs and no others.
-        "ray_actor_options": {"num_cpus": size * options.cpus, "num_gpus": size * options.gpus},
+        # The ranks are processes of this actor, and see its GPUs and no others.
+        "ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus},
+        **({} if size == 1 else _one_node(cpus, gpus)),
         **scaling,
+    }
+
+
+def _one_node(cpus: float, gpus: float) -> dict[str, Any]:
+    """Return the placement group of a replica with several ranks: one bundle, because Ray shows an actor one bundle's GPUs."""
+    bundle = {"CPU": cpus, "GPU": gpus}
+    return {
+        "placement_group_bundles": [{name: amount for name, amount in bundle.items() if amount}],
+        "placement_group_strategy": "STRICT_PACK",
     }

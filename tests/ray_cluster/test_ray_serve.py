@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 
+from tests.cpu.test_rank_processes import workers
 from tests.patience import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
@@ -148,14 +149,40 @@ def test_a_client_that_leaves_is_noticed_by_its_daemon(cluster: str) -> None:
     assert answer.status_code == 200
 
 
+def groups() -> list[dict[str, Any]]:
+    """Return the placement groups of the cluster that are not removed."""
+    from ray.util import placement_group_table
+
+    return [each for each in placement_group_table().values() if each["state"] != "REMOVED"]
+
+
 def test_a_daemon_may_be_two_processes(cluster: str) -> None:
+    """It has a placement group on one node, and the same answers, through shared memory and through gloo."""
     body = {"model": "smol", "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
     texts = []
-    for size in (1, 2):
-        run(tensor_parallel_size=size, flags=[*FLAGS, "--dtype", "float32"])
+    for size, kernels in ((1, "auto"), (2, "off"), (2, "auto")):
+        run(tensor_parallel_size=size, flags=[*FLAGS, "--dtype", "float32", "--cpu-kernels", kernels])
+        eventually(lambda: len(daemons()) == 1)
         texts.append(httpx.post(f"{cluster}/v1/completions", json=body).json()["choices"][0]["text"])
-    assert texts[0] == texts[1]
+        eventually(lambda size=size: len(groups()) == size - 1)
+    assert len(set(texts)) == 1
     assert "Paris" in texts[0]
+    [group] = groups()
+    assert (group["state"], group["strategy"], group["bundles"]) == ("CREATED", "STRICT_PACK", {0: {"CPU": 2.0}})
+
+    [daemon] = daemons()
+    [rank] = workers(daemon)
+    with httpx.stream("POST", f"{cluster}/v1/completions", json=LONG) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(rank, signal.SIGKILL)
+        last = events(lines)
+    assert last[-1] == "[DONE]"
+    assert json.loads(last[-2])["error"]["code"] == "engine_dead"
+    eventually(lambda: daemon not in daemons() and num_running() == 1)
+    assert httpx.post(f"{cluster}/v1/completions", json=body).json()["choices"][0]["text"] == texts[0]
+    [other] = groups()
+    assert other["placement_group_id"] != group["placement_group_id"]
 
 
 def test_an_update_under_load_fails_no_request(cluster: str) -> None:
