@@ -156,7 +156,7 @@ def read_object(flag: str, given: object) -> Mapping[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{flag} is {given!r}, which is not JSON: {error}.") from None
     except RecursionError:
-        raise ConfigError(f"{flag} is {len(given)} characters of JSON that are nested too deeply.") from None
+        raise ConfigError(f"{flag} has JSON that is nested too deeply.") from None
     if not isinstance(values, Mapping):
         raise ConfigError(f"{flag} is {given!r}; it must be a JSON object.")
     return values

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -168,7 +167,6 @@ def test_help_about_no_setting_is_an_error(capsys: pytest.CaptureFixture[str]) -
     ("argv", "status", "sentence"),
     [
         (["--port", "x"], 2, "quire: --port is 'x'; it must be a whole number."),
-        (["--dtype", "float8"], 2, "--dtype is 'float8'; choose one of auto, float32, bfloat16, float16."),
         (["--host", "192.0.2.1"], 2, "--host is '192.0.2.1', which is no address of this machine"),
         (["/no/model"], 1, "'/no/model' does not exist"),
         (["--kv-cache-memory-bytes", "1"], 1, "--kv-cache-memory-bytes is 1, too little for one block."),
@@ -185,16 +183,6 @@ def test_a_fault_is_one_line_and_an_exit_status(argv: list[str], status: int, se
 def test_the_traceback_is_there_for_who_wants_it() -> None:
     with quire("serve", "/no/model", "--log-level", "debug") as process:
         assert "Traceback" in outcome(process)[1]
-
-
-def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with quire("serve", "--port", str(port)) as process:
-            status, written = outcome(process)
-    assert status == 1
-    assert f"Port {port} on 127.0.0.1 is in use" in written
-    assert len(written.splitlines()) == 1
 
 
 # -- a life ------------------------------------------------------------------------------------------------------------

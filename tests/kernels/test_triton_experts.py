@@ -314,7 +314,7 @@ def test_graphs_of_mixtures_over_latents_say_what_the_steps_say(
     runner, launch = make_runner(model, config, "triton"), DecodeGraphs.launch
     runner.capture(lambda _: None)
     monkeypatch.setattr(
-        DecodeGraphs, "launch", lambda self, plan: (launched.append(len(plan.slices)), launch(self, plan))[1]
+        DecodeGraphs, "launch", lambda self, rows: (launched.append(rows.fields.shape[1]), launch(self, rows))[1]
     )
     assert serve(model, config, requests, apart=0, runner=runner).ids == expected.ids
     assert 3 in launched  # rows, in a graph of four
