@@ -15,6 +15,7 @@ from tests.http.harness import Live, eventually
 
 Serve = Callable[..., Live]
 Open = Callable[..., Page]
+MANY = 500  # tokens: minutes, at the steps that these tests have
 PROMPT = "no end"  # as a completion it is answered with letters until max_tokens
 CENSUS = """canvas => {
   const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
@@ -48,7 +49,7 @@ def set_up(page: Page, chat: int = 1, api: str = "chat", **fields: str) -> None:
 
 
 def ask_without_end(page: Page, chat: int = 1) -> Locator:
-    set_up(page, chat, api="completion")
+    set_up(page, chat, api="completion", Max_tokens=str(MANY))
     ask(page, PROMPT, chat)
     answer = card(page, chat).locator(".answer .text")
     expect(answer).to_have_text(re.compile("[a-z]{3}"))
@@ -73,7 +74,7 @@ def test_a_question_is_answered_with_its_figures_and_its_command(serve: Serve, o
 
 
 def test_the_live_view_follows_several_chats(serve: Serve, open_page: Open) -> None:
-    live = serve(step_s=0.02)
+    live = serve(step_s=0.2)
     page = open_page(live)
     expect(page.locator("#running")).to_have_text("0")
     quiet = page.locator("#pool").evaluate(CENSUS)
@@ -81,7 +82,7 @@ def test_the_live_view_follows_several_chats(serve: Serve, open_page: Open) -> N
     page.get_by_role("menuitem", name="Add a chat beside it").click()
     page.get_by_label("Send to every chat").check()
     for chat in (1, 2):
-        set_up(page, chat, api="completion")
+        set_up(page, chat, api="completion", Max_tokens=str(MANY))
     ask(page, PROMPT)
     expect(page.locator("#running")).to_have_text("2")
     expect(page.locator("#status")).to_have_text("computing")
@@ -106,7 +107,7 @@ def test_the_live_view_follows_several_chats(serve: Serve, open_page: Open) -> N
 
 @pytest.mark.parametrize("how", ["button", "escape", "delete", "close"])
 def test_an_answer_can_be_stopped(serve: Serve, open_page: Open, how: str) -> None:
-    live = serve(step_s=0.02)
+    live = serve(step_s=0.2)
     page = open_page(live)
     if how == "close":
         page.get_by_role("button", name="More").click()
@@ -123,7 +124,7 @@ def test_an_answer_can_be_stopped(serve: Serve, open_page: Open, how: str) -> No
         card(page).get_by_role("button", name="Close this chat").click()
         expect(page.locator(".chat")).to_have_count(1)
     live.check_idle()  # the engine has let go of it, long before its last token
-    assert live.engine.stats.generation_tokens < 250
+    assert live.engine.stats.generation_tokens < MANY
     if how in ("button", "escape"):
         expect(card(page).locator(".facts")).to_have_text(re.compile("stopped$"))
         assert len(answer.inner_text()) >= 3
@@ -131,7 +132,7 @@ def test_an_answer_can_be_stopped(serve: Serve, open_page: Open, how: str) -> No
 
 
 def test_a_question_is_answered_before_the_list_of_models_has_arrived(serve: Serve, open_page: Open) -> None:
-    page = open_page(serve(step_s=0.02))
+    page = open_page(serve(step_s=0.2))
     held: list[Route] = []
     page.route("**/v1/models", lambda route: held.append(route))  # noqa: PLW0108 - Playwright inspects it
     page.reload()
@@ -208,7 +209,7 @@ def test_the_system_chooses_the_theme_until_the_user_does(serve: Serve, open_pag
 
 
 def test_a_sequence_shows_its_journey_while_it_runs_and_afterwards(serve: Serve, open_page: Open) -> None:
-    live = serve(step_s=0.02)
+    live = serve(step_s=0.2)
     page = open_page(live)
     answer = ask_without_end(page)
     row = page.locator(".sequence").first
