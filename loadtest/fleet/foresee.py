@@ -30,6 +30,7 @@ class Measured(NamedTuple):
     shapes: list[Shape]
     seconds: list[float]
     ttft_s: list[float]
+    decode_s: list[float]
 
 
 class _Timer(Replayer):
@@ -73,7 +74,7 @@ def read_recording(path: Path) -> Measured:
             if timer.done.difference:
                 raise SimulationError(f"{path} cannot be replayed: {timer.done.difference}")
     num = len(timer.seconds)
-    return Measured(timer.config, timer.shapes[:num], timer.seconds, timer.done.ttfts_s)
+    return Measured(timer.config, timer.shapes[:num], timer.seconds, timer.done.ttfts_s, timer.done.decodes_s)
 
 
 def what_is_known(recorded: Mapping[str, tuple[Sequence[Path], Figures]]) -> dict[str, Known]:
@@ -94,8 +95,13 @@ def what_is_known(recorded: Mapping[str, tuple[Sequence[Path], Figures]]) -> dic
     known = {}
     for policy, (_, seen) in recorded.items():
         # The last requests are the load; those before made sure that the daemons are ready.
-        pairs = zip(read[policy], seen.shares, strict=True)
-        inside_s = fmean(ttft_s for daemon, count in pairs for ttft_s in daemon.ttft_s[-count:] if count)
-        delays = Delays(before_s=max(seen.ttft_mean_s - inside_s, 0.0), events_s=_EVENTS_S)
+        pairs = [each for each in zip(read[policy], seen.shares, strict=True) if each[1]]
+        ttft_s = fmean(each for daemon, count in pairs for each in daemon.ttft_s[-count:])
+        decode_s = fmean(each for daemon, count in pairs for each in daemon.decode_s[-count:])
+        delays = Delays(
+            before_s=max(seen.ttft_mean_s - ttft_s, 0.0),
+            after_s=max(seen.e2e_mean_s - seen.ttft_mean_s - decode_s, 0.0),
+            events_s=_EVENTS_S,
+        )
         known[policy] = Known(daemons[0].config, costs, delays)
     return known

@@ -30,6 +30,9 @@ class Delays(NamedTuple):
     """Seconds that pass outside the engines."""
 
     before_s: float = 0.0  # from the client's request to the engine: router, HTTP, tokens
+    after_s: float = (
+        0.0  # from the engine's last token to the end of the answer at the client, without the first token's way
+    )
     events_s: float = 0.0  # from a block's event to the router
 
 
@@ -124,8 +127,11 @@ class ClosedLoop:
             if timings is None or event.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
                 raise SimulationError(f"request {event.request_id} ended without an answer.")
             ttft_s = self._delays.before_s + timings.queue_s + timings.prefill_s
-            self.answers[event.request_id] = Answered(place, ttft_s, ttft_s + timings.decode_s, sent.credited)
-            heappush(self._arrivals, (self.replicas[place].now + self._delays.before_s, sent.client))
+            self.answers[event.request_id] = Answered(
+                place, ttft_s, ttft_s + timings.decode_s + self._delays.after_s, sent.credited
+            )
+            between_s = self._delays.after_s + self._delays.before_s
+            heappush(self._arrivals, (self.replicas[place].now + between_s, sent.client))
 
         return finish
 

@@ -155,7 +155,7 @@ def _fleet(options: argparse.Namespace) -> int:
 
 
 def _delays(options: argparse.Namespace) -> Delays:
-    return Delays(options.before_ms / 1e3, options.events_ms / 1e3)
+    return Delays(before_s=options.before_ms / 1e3, events_s=options.events_ms / 1e3)
 
 
 def _closed_fleet(options: argparse.Namespace, known: Known, routers: Sequence[str]) -> int:

@@ -63,7 +63,7 @@ def serve(
     *,
     num_blocks: int = 24,
     num_clients: int = 4,
-    delays: Delays = Delays(0.5 * MS, 2 * MS),  # noqa: B008 - immutable
+    delays: Delays = Delays(before_s=0.5 * MS, events_s=2 * MS),  # noqa: B008 - immutable
 ) -> tuple[ClosedLoop, list[Answered]]:
     loop = ClosedLoop(scheduler(num_blocks), ONE_MS_A_TOKEN, num_replicas=2, policy=POLICIES[policy], delays=delays)
     return loop, loop.run(requests, num_clients)
