@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import closing
 from dataclasses import dataclass
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -24,6 +24,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.step import Runner
 from engine.loop import Engine
 from engine.peer import Peer
+from engine.runtime.transports.connection import derive_key
 from engine.runtime.transports.shared_memory import EXPIRY_S, Incoming, Rows, SharedMemory
 from engine.runtime.transports.tcp import ParcelServer, pull
 
@@ -92,7 +93,7 @@ class Handover:
         self._engine, self._memory, self._layout = engine, memory, layout
         self._config = config or HandoverConfig()
         self._piece = max(_PIECE_BYTES // layout.block_bytes, 1)
-        self._key = sha256(b"quire-kv" + self._config.key.encode()).digest()
+        self._key = derive_key(self._config.key)
         self._server = None
         listen = self._config.listen
         if listen is not None:

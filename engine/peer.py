@@ -39,3 +39,12 @@ class Peer(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def is_peer(text: str) -> bool:
+    """Return whether a text is a host and a port."""
+    try:
+        Peer.parse(text)
+    except ValueError:
+        return False
+    return True

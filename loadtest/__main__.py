@@ -23,6 +23,7 @@ from loadtest import (
     ranks,
     ray_fleet,
     scheduler,
+    sharing,
     steps,
     vllm_bench,
 )
@@ -51,6 +52,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "beside": ("measure requests beside a long prompt", beside.add_options, beside.run),
     "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
     "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),
+    "sharing": ("time prompts that another daemon has computed", sharing.add_options, sharing.run),
     "ranks": ("measure a model divided among processes", ranks.add_options, ranks.run),
     "scheduler": ("time the scheduler alone", scheduler.add_options, scheduler.run),
 }

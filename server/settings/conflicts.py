@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
-from engine.peer import Peer
+from engine.peer import Peer, is_peer
 from engine.setting import Conflict
 from engine.text.types import RESERVED
 
@@ -20,15 +20,6 @@ def _is_url(text: str) -> bool:
         return parts.scheme in ("http", "https") and has_address and parts.path in ("", "/")
     except ValueError:
         return False
-
-
-def _is_peer(text: str) -> bool:
-    """Return whether a text is a host and a port."""
-    try:
-        Peer.parse(text)
-    except ValueError:
-        return False
-    return True
 
 
 # `c` is the Settings.
@@ -55,7 +46,7 @@ CONFLICTS = (
         "--kv-transfer-config: peers are for the role decode, and role is {c.role!r}; leave them out.",
     ),
     Conflict(
-        lambda c: not all(_is_peer(each) for each in (*c.kv_connector_peers, c.kv_connector_listen or "a:1")),
+        lambda c: not all(is_peer(each) for each in (*c.kv_connector_peers, c.kv_connector_listen or "a:1")),
         "--kv-transfer-config: listen is {c.kv_connector_listen!r} and peers are {c.kv_connector_peers!r}; each address must "
         "be like 10.0.0.5:5600.",
     ),

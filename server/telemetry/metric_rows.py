@@ -110,7 +110,7 @@ METRICS = (
     _gauge("quire_kv_offload_disk_blocks", "Cached blocks on the disk.", lambda s: s.store_blocks["disk"]),
     _gauge(
         "quire_kv_offload_shared_blocks",
-        "Cached blocks that other daemons have in the same folder.",
+        "Cached blocks of other daemons that this one can load.",
         lambda s: s.store_blocks["shared"],
     ),
     _gauge("quire_kv_cache_usage_ratio", "Share of the KV pool that live sequences hold, 0-1.", "kv_cache_usage_ratio"),

@@ -52,9 +52,9 @@ def tiny(folder: Path) -> Path:
 class Host:
     """Host blocks, and a store that works on them."""
 
-    def __init__(self, folder: Path, num_slots: int = NUM_SLOTS) -> None:
+    def __init__(self, folder: Path, num_slots: int = NUM_SLOTS, name: str = "model") -> None:
         self.rows = [bytearray(BLOCK_BYTES) for _ in range(NUM_SLOTS)]
-        self.store = DiskStore(folder, "model", num_slots, BLOCK_BYTES, self)  # type: ignore[arg-type]  # the part that it uses
+        self.store = DiskStore(folder, name, num_slots, BLOCK_BYTES, self)  # type: ignore[arg-type]  # the part that it uses
 
     def row(self, host_block: int) -> memoryview:
         return memoryview(self.rows[host_block])
@@ -78,8 +78,8 @@ class Host:
 
 
 @contextmanager
-def opened(folder: Path, num_slots: int = NUM_SLOTS) -> Iterator[Host]:
-    host = Host(folder, num_slots)
+def opened(folder: Path, num_slots: int = NUM_SLOTS, name: str = "model") -> Iterator[Host]:
+    host = Host(folder, num_slots, name)
     yield host
     host.store.close()
 

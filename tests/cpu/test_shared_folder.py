@@ -16,7 +16,7 @@ from engine.core.kv import tiers
 from engine.core.types import StepEvents, TokenEvent
 from engine.loop import Engine
 from engine.runtime.transports import parts, shared_folder
-from engine.runtime.transports.shared_folder import Others
+from engine.runtime.transports.shared_folder import Folder, Others
 from tests.cpu.model_driver import request
 from tests.cpu.test_disk_store import (
     BLOCK_BYTES,
@@ -36,7 +36,7 @@ class Reader:
     """A daemon's view of the others' parts."""
 
     def __init__(self, folder: Path, own: str) -> None:
-        self._others, self.names = Others(folder, "model", own, BLOCK_BYTES), set[bytes]()
+        self._others, self.names = Others([Folder(folder, "model", own)]), set[bytes]()
 
     def look(self) -> set[int]:
         news = self._others.look()
@@ -147,7 +147,7 @@ def entries(folder: Path, name: str) -> list[parts.Entry]:
     return [entry for entry in found if entry is not None]
 
 
-def say(engine: Engine) -> dict[str, list[tuple[object, ...]]]:
+def say(engine: Engine, *, stops: bool = True) -> dict[str, list[tuple[object, ...]]]:
     """Return the tokens and their log probabilities for all prompts."""
     heard: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
     engine.start(heard.put)
@@ -162,9 +162,21 @@ def say(engine: Engine) -> dict[str, list[tuple[object, ...]]]:
             assert event.error is None
             said.setdefault(event.request_id, []).append((tuple(event.token_ids), event.logprobs))
             num_open -= event.finish_reason is not None
-    engine.stop(0.0)
+    if stops:
+        engine.stop(0.0)
     assert engine.stats.integrity_failures == 0
     return said
+
+
+def learn(engine: Engine, folder: Path) -> None:
+    """Wait until an engine that does not run knows all blocks that another has written to the folder."""
+    assert engine._offload is not None
+    while not (written := [path.stem for path in folder.glob("*.index") if entries(folder, path.stem)]):
+        time.sleep(POLL_S)
+    names = {entry.digest for name in written for entry in entries(folder, name)}
+    while not all(engine._scheduler.tiers.stores["shared"].find(name) >= 0 for name in names):
+        engine._offload.learn()
+        time.sleep(POLL_S)
 
 
 def test_a_second_engine_loads_what_the_first_computes_and_says_the_same_bits(
@@ -177,12 +189,7 @@ def test_a_second_engine_loads_what_the_first_computes_and_says_the_same_bits(
     second = engine_on(model, folder)  # it runs before the first has computed anything
     first = engine_on(model, folder)
     expected = say(first)
-    [theirs] = [name for name in (path.stem for path in folder.glob("*.index")) if entries(folder, name)]
-    names = {entry.digest for entry in entries(folder, theirs)}
-    assert second._offload is not None
-    while not all(second._scheduler.tiers.stores["shared"].find(name) >= 0 for name in names):
-        second._offload.learn()  # its thread does not run yet
-        time.sleep(POLL_S)
+    learn(second, folder)
     assert say(second) == expected
     assert second.stats.prefix_hits["shared"] == 4 * 44
     assert not any(second.stats.failed_transfers.values())

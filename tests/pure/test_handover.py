@@ -29,7 +29,7 @@ from engine.core.types import Request
 from engine.handover import Handover, HandoverConfig, Offer, Prefix
 from engine.loop import Engine
 from engine.peer import Peer
-from engine.runtime.transports import tcp
+from engine.runtime.transports import connection, tcp
 from engine.runtime.transports.shared_memory import SharedMemory
 from tests.patience import PATIENCE_S, eventually
 from tests.pure.driver import VOCAB, config, request, solo
@@ -375,8 +375,8 @@ class FaultyWire:
 
 def test_a_thousand_failures_lose_no_stream_and_leak_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections cut, silent, slow or closed by half anywhere, bits flipped, parcels and keys that are not right."""
-    monkeypatch.setattr(tcp, "IDLE_S", 0.005)
-    monkeypatch.setattr(tcp, "HANDSHAKE_S", 0.02)
+    monkeypatch.setattr(connection, "IDLE_S", 0.005)
+    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.02)
     rng, others = random.Random(18), set(threading.enumerate())
     prefill, decode = remote_pair(folder)
     assert decode.peer is not None
@@ -448,12 +448,12 @@ def num_sockets() -> int:
 
 def test_strangers_are_sent_away_and_a_crowd_waits_for_nobody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections that say nothing take no more than their places, and lose them."""
-    monkeypatch.setattr(tcp, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.2)
     memory = SharedMemory(folder, MAX_BYTES)
     server = tcp.ParcelServer(memory, Peer("127.0.0.1", 0), b"k")
     peer = Peer("127.0.0.1", server.port)
     with ExitStack() as crowd:
-        for _ in range(tcp.MAX_CONNECTIONS + 3):
+        for _ in range(connection.MAX_CONNECTIONS + 3):
             crowd.enter_context(socket.create_connection(peer))
         eventually(lambda: server.num_open == 0)
         name = _send(memory)

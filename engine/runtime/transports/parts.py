@@ -16,6 +16,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -119,3 +120,32 @@ def others(folder: Path, own: str) -> Iterator[tuple[str, int]]:
         if index is not None:
             os.close(index)
             yield name, size
+
+
+def read_index(folder: Path, name: str) -> bytes:
+    """Return the index of a part as it is; nothing if it cannot be read."""
+    try:
+        with _opened(folder / f"{name}.index") as file:
+            return b"" if file is None else os.pread(file, os.fstat(file).st_size, 0)
+    except OSError:  # the disk cannot read it
+        return b""
+
+
+def read_block(folder: Path, name: str, slot: int, row: memoryview) -> bool:
+    """Read a slot of a part into `row`, unchecked; returns False if it is gone. Raises OSError."""
+    with _opened(folder / f"{name}.kv") as file:
+        return file is not None and os.preadv(file, [row], slot * stride(len(row))) == len(row)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int | None]:
+    """Open a file of another daemon; None if it is there no longer."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        yield file
+    finally:
+        os.close(file)

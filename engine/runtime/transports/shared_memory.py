@@ -35,7 +35,6 @@ _CHECK_BYTES, _PAGE = 4, 4096
 _ROW_BYTES = _PAGE + 8
 _SENT, _PACKING = ".parcel", ".packing"
 HEADER_BYTES = _HEADER.size
-MAX_NAME = 64
 EXPIRY_S = 120.0
 
 

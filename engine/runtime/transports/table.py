@@ -50,11 +50,18 @@ def open_tiers(
     pool = runner.open_host_pool(num_blocks, folder)
     report(Progress("swap_space", f"{num_blocks} blocks in host memory"))
     stores: dict[str, Store] = {}
-    opening = Opening(config, pool, block_bytes, fingerprint(config, str(dtype), runner.blocks), report, stores)
-    for name, open_store in STORES.items():
-        store = open_store(opening)
-        if store is not None:
-            stores[name] = store
+    is_remote = config.kv_offload_listen is not None or config.kv_offload_peer is not None
+    name = fingerprint(config, str(dtype), runner.blocks, by_content=is_remote)
+    opening = Opening(config, pool, block_bytes, name, report, stores)
+    try:
+        for tier, open_store in STORES.items():
+            store = open_store(opening)
+            if store is not None:
+                stores[tier] = store
+    except BaseException:
+        for store in stores.values():
+            store.close()
+        raise
     sizes = tuple(StoreSize(name, store.num_slots, store.is_shared) for name, store in stores.items())
     caches = config.kv_offload_gib > 0
     return replace(settings, num_host_blocks=num_blocks, host_caching=caches, stores=sizes), stores

@@ -1,0 +1,169 @@
+"""A daemon that reads the K/V folder of another one over TCP: it has what is there, or nothing."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from engine.core.budget import StepTime
+from engine.core.errors import ConfigError, ParcelError
+from engine.core.kv import tiers
+from engine.peer import Peer
+from engine.runtime.transports import connection, parts, peer_folder, shared_folder
+from engine.runtime.transports.peer_folder import FolderServer, PeerFolder
+from engine.runtime.transports.shared_folder import Others, SharedFolder
+from tests.cpu.test_disk_store import BLOCK_BYTES, NUM_SLOTS, Host, content, digest, engine_on, opened, tiny
+from tests.cpu.test_shared_folder import entries, learn, say
+from tests.patience import PATIENCE_S, POLL_S
+
+FINGERPRINT = "ab" * 16
+
+
+class Reader:
+    """A daemon of another machine."""
+
+    def __init__(self, server: FolderServer, key: str = "k", fingerprint: str = FINGERPRINT) -> None:
+        self.peer = PeerFolder(Peer("127.0.0.1", server.port), fingerprint, key)
+        self._others, self.names = Others([self.peer]), set[bytes]()
+
+    def look(self) -> set[int]:
+        news = self._others.look()
+        if news is not None:
+            self.names = (self.names | set(news.gained)) - set(news.lost)
+        return {name[0] for name in self.names}
+
+    def read(self, name: int) -> bytes | None:
+        row = bytearray(BLOCK_BYTES)
+        return bytes(row) if self._others.read(digest(name), memoryview(row)) else None
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FolderServer]:
+    opened = FolderServer(tmp_path, FINGERPRINT, BLOCK_BYTES, Peer("127.0.0.1", 0), "k")
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_peer_has_what_the_folder_has_or_nothing(
+    tmp_path: Path, server: FolderServer, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Blocks are written, replaced and damaged, and connections end, in any order."""
+    monkeypatch.setattr(peer_folder, "_PIECE_BYTES", 2 * parts.ENTRY_BYTES)  # an index of several pieces
+    draw, reader = random.Random(seed), Reader(server)
+    is_damaged = False
+    with opened(tmp_path, name=FINGERPRINT) as first, opened(tmp_path, name=FINGERPRINT) as second:
+        for _ in range(60):
+            action = draw.choice(["write"] * 6 + ["look"] * 3 + ["cut", "damage"])
+            host: Host = draw.choice([first, second])
+            if action == "write":
+                host.write(draw.randrange(1, 12), draw.randrange(NUM_SLOTS))
+            elif action == "look":
+                found = reader.look()
+                names = parts.names(tmp_path, FINGERPRINT)
+                there = {entry.digest[0] for name in names for entry in entries(tmp_path, name)}
+                assert found == there
+                if not is_damaged:
+                    assert all(reader.read(name) == content(name) for name in found)
+            elif action == "cut":
+                reader.peer._disconnect()
+                assert reader.read(draw.randrange(1, 12)) is None
+            else:
+                is_damaged = True
+                path = tmp_path / f"{host.store.part}{draw.choice(parts.KINDS)}"
+                with path.open("r+b") as file:
+                    file.seek(draw.randrange(max(path.stat().st_size, 1)))
+                    file.write(draw.randbytes(60))
+            for each in {name[0] for name in reader.names}:
+                assert reader.read(each) in (content(each), None)
+    reader.peer.close()
+
+
+def test_a_daemon_that_is_gone_is_found_again(tmp_path: Path, server: FolderServer) -> None:
+    reader = Reader(server)
+    with opened(tmp_path, name=FINGERPRINT) as host:
+        host.write(1, 0)
+        assert reader.look() == {1}
+        server.close()
+        assert reader.read(1) is None
+        assert reader.look() == set()
+        again = FolderServer(tmp_path, FINGERPRINT, BLOCK_BYTES, Peer("127.0.0.1", server.port), "k")
+        assert reader.look() == {1}
+        assert reader.read(1) == content(1)
+        reader.peer.close()
+        again.close()
+
+
+def test_only_the_same_key_and_model_are_served(tmp_path: Path, server: FolderServer) -> None:
+    with opened(tmp_path, name=FINGERPRINT) as host:
+        host.write(1, 0)
+        assert Reader(server, key="other").look() == set()
+        assert Reader(server, fingerprint="cd" * 16).look() == set()
+        reader = Reader(server)
+        assert reader.look() == {1}
+        row = memoryview(bytearray(BLOCK_BYTES))
+        for name in ("../" + FINGERPRINT, FINGERPRINT + "/../x", FINGERPRINT + ".9", "cd" * 16):
+            assert not reader.peer.read(name, 0, row)
+        assert not reader.peer.read(FINGERPRINT, NUM_SLOTS, row), "beyond the end"
+        assert reader.read(1) == content(1)
+        reader.peer.close()
+
+
+def test_a_request_without_sense_ends_the_connection(server: FolderServer) -> None:
+    peer, key = Peer("127.0.0.1", server.port), connection.derive_key("k")
+    for request in (
+        struct.pack("<BI", 0, 1 << 30),
+        struct.pack("<BI", 0, 3) + b"abc",
+        struct.pack("<BI", 0, 56) + bytes(48) + struct.pack("<II", 0, 1 << 31),
+        struct.pack("<BI", 1, 56) + bytes(48) + struct.pack("<Q", 1 << 63),
+        struct.pack("<BI", 9, 0),
+    ):
+        caller, deadline = connection.call(peer, FINGERPRINT, key, PATIENCE_S, "")
+        with caller:
+            connection.send(caller, request, deadline)
+            caller.shutdown(socket.SHUT_WR)
+            with suppress(ConnectionError, ParcelError):
+                while connection.receive(caller, 1, deadline):
+                    pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_offload_dir": None, "kv_offload_listen": "127.0.0.1:0"}, "set folder"),
+        ({"kv_offload_listen": "0.0.0.0:5700"}, "set key"),
+        ({"kv_offload_peer": "10.0.0.5"}, "must be like"),
+        ({"kv_offload_dir": None, "kv_offload_gib": 0.0, "kv_offload_peer": "10.0.0.5:1"}, "set host_gib"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(tmp_path: Path, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_on(tmp_path, tmp_path / "kv", **settings)
+
+
+def test_an_engine_loads_what_its_peer_computed_and_says_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "MAX_PARKED_S", PATIENCE_S)
+    monkeypatch.setattr(StepTime, "is_known", False)
+    monkeypatch.setattr(shared_folder, "LOOK_S", POLL_S)
+    model, folder = tiny(tmp_path), tmp_path / "kv"
+    first = engine_on(model, folder, kv_offload_listen="127.0.0.1:0")
+    assert first._offload is not None
+    shared = first._offload._transports["shared"]
+    assert isinstance(shared, SharedFolder)
+    assert shared.server is not None
+    peer = f"127.0.0.1:{shared.server.port}"
+    second = engine_on(model, folder, kv_offload_dir=None, kv_offload_peer=peer)
+    expected = say(first, stops=False)
+    learn(second, folder)
+    assert say(second) == expected
+    assert second.stats.prefix_hits["shared"] == 4 * 44
+    assert not any(second.stats.failed_transfers.values())
+    first.stop(0.0)
