@@ -154,16 +154,17 @@ def test_an_engine_loads_what_its_peer_computed_and_says_the_same_bits(
     monkeypatch.setattr(StepTime, "is_known", False)
     monkeypatch.setattr(shared_folder, "LOOK_S", POLL_S)
     model, folder = tiny(tmp_path), tmp_path / "kv"
-    first = engine_on(model, folder, kv_offload_listen="127.0.0.1:0")
-    assert first._offload is not None
-    shared = first._offload._transports["shared"]
+    expected = say(engine_on(model, folder, kv_offload_listen="127.0.0.1:0"))
+    offering = engine_on(
+        model, folder, kv_offload_listen="127.0.0.1:0"
+    )  # all that the first has written before it ended
+    assert offering._offload is not None
+    shared = offering._offload._transports["shared"]
     assert isinstance(shared, SharedFolder)
     assert shared.server is not None
-    peer = f"127.0.0.1:{shared.server.port}"
-    second = engine_on(model, folder, kv_offload_dir=None, kv_offload_peer=peer)
-    expected = say(first, stops=False)
+    second = engine_on(model, folder, kv_offload_dir=None, kv_offload_peer=f"127.0.0.1:{shared.server.port}")
     learn(second, folder)
     assert say(second) == expected
     assert second.stats.prefix_hits["shared"] == 4 * 44
     assert not any(second.stats.failed_transfers.values())
-    first.stop(0.0)
+    offering.stop(0.0)

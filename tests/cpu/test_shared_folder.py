@@ -147,7 +147,7 @@ def entries(folder: Path, name: str) -> list[parts.Entry]:
     return [entry for entry in found if entry is not None]
 
 
-def say(engine: Engine, *, stops: bool = True) -> dict[str, list[tuple[object, ...]]]:
+def say(engine: Engine) -> dict[str, list[tuple[object, ...]]]:
     """Return the tokens and their log probabilities for all prompts."""
     heard: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
     engine.start(heard.put)
@@ -162,8 +162,7 @@ def say(engine: Engine, *, stops: bool = True) -> dict[str, list[tuple[object, .
             assert event.error is None
             said.setdefault(event.request_id, []).append((tuple(event.token_ids), event.logprobs))
             num_open -= event.finish_reason is not None
-    if stops:
-        engine.stop(0.0)
+    engine.stop(0.0)
     assert engine.stats.integrity_failures == 0
     return said
 

@@ -76,8 +76,10 @@ class FakeCuda:
         @contextmanager
         def record(graph: Graph, **_: object) -> Iterator[None]:
             _place.graph = graph
-            yield
-            _place.graph = None
+            try:
+                yield
+            finally:
+                _place.graph = None
 
         @contextmanager
         def stream(_: object) -> Iterator[None]:
@@ -107,8 +109,10 @@ class FakeCuda:
 @contextmanager
 def at(place: object) -> Iterator[None]:
     before, _place.name = getattr(_place, "name", "eager"), place
-    yield
-    _place.name = before
+    try:
+        yield
+    finally:
+        _place.name = before
 
 
 class Meeting:
