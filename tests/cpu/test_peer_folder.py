@@ -18,29 +18,20 @@ from engine.peer import Peer
 from engine.runtime.transports import connection, parts, peer_folder, shared_folder
 from engine.runtime.transports.peer_folder import FolderServer, PeerFolder
 from engine.runtime.transports.shared_folder import Others, SharedFolder
-from tests.cpu.test_disk_store import BLOCK_BYTES, NUM_SLOTS, Host, content, digest, engine_on, opened, tiny
+from tests.cpu.test_disk_store import BLOCK_BYTES, NUM_SLOTS, Host, content, engine_on, opened, tiny
+from tests.cpu.test_shared_folder import Reader as FolderReader
 from tests.cpu.test_shared_folder import entries, learn, say
 from tests.patience import PATIENCE_S, POLL_S
 
 FINGERPRINT = "ab" * 16
 
 
-class Reader:
+class Reader(FolderReader):
     """A daemon of another machine."""
 
     def __init__(self, server: FolderServer, key: str = "k", fingerprint: str = FINGERPRINT) -> None:
         self.peer = PeerFolder(Peer("127.0.0.1", server.port), fingerprint, key)
         self._others, self.names = Others([self.peer]), set[bytes]()
-
-    def look(self) -> set[int]:
-        news = self._others.look()
-        if news is not None:
-            self.names = (self.names | set(news.gained)) - set(news.lost)
-        return {name[0] for name in self.names}
-
-    def read(self, name: int) -> bytes | None:
-        row = bytearray(BLOCK_BYTES)
-        return bytes(row) if self._others.read(digest(name), memoryview(row)) else None
 
 
 @pytest.fixture
