@@ -7,6 +7,7 @@ import { showApi } from "./guide.js";
 import { showEngine } from "./layout.js";
 import { Live } from "./live.js";
 import { notify } from "./notices.js";
+import { startRequests } from "./requests.js";
 import { showModels } from "./settings.js";
 
 const RETRY_MS = 2000;
@@ -89,5 +90,11 @@ async function connect() {
   }
 }
 
+// A file that is dropped beside a chat must not replace the page.
+for (const name of ["dragover", "drop"]) {
+  document.addEventListener(name, (event) => event.dataTransfer.types.includes("Files") && event.preventDefault());
+}
+
+startRequests();
 await desk.start();
 connect();

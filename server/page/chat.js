@@ -19,7 +19,7 @@ export class Chat {
   #first = 0;
   #frame = 0;
 
-  /** `host`: ask(chat, text), renamed(chat), close(chat), menu(chat), settings(chat), choose(chat, model). */
+  /** `host`: ask(chat, text, files), renamed(chat), close(chat), menu(chat), settings(chat), choose(chat, model). */
   constructor(host) {
     this.host = host;
     this.title = el("h3", {});
@@ -31,10 +31,11 @@ export class Chat {
       this.older, this.list);
     this.scroller = new Scroller(this.log);
     this.composer = new Composer({
-      send: (text) => host.ask(this, text),
+      send: (text, files) => host.ask(this, text, files),
       stop: () => this.session.stop(),
     });
     this.element = el("article", { className: "chat" }, this.#header(), this.log, this.scroller.button, this.composer.element);
+    this.composer.takeDrops(this.element);
     this.element.addEventListener("keydown", (event) => {
       if (event.key === "Escape") {
         this.session.stop();

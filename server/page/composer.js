@@ -1,6 +1,8 @@
-// Where a message is typed: Enter sends, Shift+Enter breaks the line, Escape stops. A draft survives a reload.
+// Where a message is typed: Enter sends, Shift+Enter breaks the line, Escape stops. Files of text are chosen or dropped.
+// A draft survives a reload, its files do not.
 
-import { el, icon } from "./dom.js";
+import { chips, readAll } from "./attachments.js";
+import { button, el, icon } from "./dom.js";
 
 const KEY = "quire.drafts"; // in localStorage: { conversation id: text }
 const MAX_DRAFTS = 50;
@@ -26,15 +28,19 @@ export function saveDraft(id, text) {
 export class Composer {
   #id = "";
   #isBusy = false;
+  #files = [];
 
-  /** `send(text)` returns whether the text was taken; `stop()` stops the answer. */
+  /** `send(text, files)` asks; `stop()` stops the answer. */
   constructor({ send, stop }) {
     this.send = send;
     this.stop = stop;
     const attrs = { "aria-label": "Message", enterkeyhint: "send" };
     this.input = el("textarea", { rows: 1, attrs, dir: "auto" });
     this.button = el("button", { type: "submit", className: "send" });
-    this.element = el("form", { className: "composer" }, this.input, this.button);
+    this.chooser = el("input", { type: "file", multiple: true, hidden: true, attrs: { "aria-label": "Files of text" } });
+    const attach = button("Attach text files", { icon: "attach", className: "icon-button attach", onclick: () => this.chooser.click() });
+    this.chips = chips([]);
+    this.element = el("form", { className: "composer" }, this.chips, attach, this.chooser, this.input, this.button);
     this.#listen();
     this.setBusy(false);
   }
@@ -44,7 +50,32 @@ export class Composer {
     this.#id = id;
     this.input.value = readDrafts()[id] ?? "";
     this.input.placeholder = placeholder;
+    this.#show([]);
     this.setBusy(this.#isBusy);
+  }
+
+  /** Take files that are dropped on an element. */
+  takeDrops(element) {
+    element.addEventListener("drop", ({ dataTransfer }) => dataTransfer.files.length && this.#attach(dataTransfer.files));
+  }
+
+  async #attach(files) {
+    const id = this.#id;
+    const read = await readAll(this.#files, files);
+    if (id === this.#id) { // else another chat was opened meanwhile
+      this.#show(read);
+    }
+    this.input.focus();
+  }
+
+  #show(files) {
+    this.#files = files;
+    const shown = chips(files, (removed) => {
+      this.#show(files.filter((file) => file !== removed));
+      this.input.focus();
+    });
+    this.chips.replaceWith(shown);
+    this.chips = shown;
   }
 
   fill(text) {
@@ -65,8 +96,10 @@ export class Composer {
 
   submit() {
     const text = this.input.value.trim();
-    if (!this.#isBusy && text && this.send(text) !== false) {
+    if (!this.#isBusy && (text || this.#files.length)) {
+      this.send(text, this.#files);
       this.input.value = "";
+      this.#show([]);
       this.#changed();
     }
   }
@@ -83,6 +116,10 @@ export class Composer {
       } else {
         this.submit();
       }
+    });
+    this.chooser.addEventListener("change", async () => {
+      await this.#attach(this.chooser.files);
+      this.chooser.value = ""; // so that the same file can be chosen again
     });
     this.input.addEventListener("input", () => this.#changed());
     this.input.addEventListener("keydown", (event) => {

@@ -33,14 +33,25 @@ export function newConversation(settings = {}) {
 /** crypto.randomUUID is missing on plain HTTP. */
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
-export const userMessage = (content) => ({ role: "user", content });
+/** Return a message of the user; its `files` are { name, text }. */
+export const userMessage = (content, files = []) => ({ role: "user", content, files });
+
+/** Return a message's text with its files before it, each as a fenced block under its name. */
+export function textOf({ content, files = [] }) {
+  const blocks = files.map(({ name, text }) => {
+    const longest = Math.max(2, ...Array.from(text.matchAll(/`{3,}/g), ([run]) => run.length));
+    const fence = "`".repeat(longest + 1);
+    return `File ${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
+  });
+  return [...blocks, content].filter(Boolean).join("\n\n");
+}
 
 /** Return an answer before its first token. Its tool calls are { id, name, arguments, result }. */
 export const emptyAnswer = () => ({ role: "assistant", content: "", reasoning: "", calls: [], facts: {}, error: "" });
 
 /** Return the title that was given, or the beginning of the first message. */
 export function titleOf({ title, messages }) {
-  const text = title || (messages[0]?.content ?? "").trim().split("\n")[0];
+  const text = title || (messages[0]?.content ?? "").trim().split("\n")[0] || (messages[0]?.files?.[0]?.name ?? "");
   return text.length > MAX_TITLE ? `${text.slice(0, MAX_TITLE - 1).trimEnd()}…` : text || "New chat";
 }
 
@@ -72,7 +83,7 @@ export function requestFor({ settings, messages }, index, { continues = false } 
   if (settings.api === "completion") {
     const answered = continues ? messages[index].content : "";
     const bounded = { max_tokens: COMPLETION_TOKENS, ...body }; // the API's default is 16
-    return { path: "v1/completions", body: { ...bounded, prompt: messages[index - 1].content + answered } };
+    return { path: "v1/completions", body: { ...bounded, prompt: textOf(messages[index - 1]) + answered } };
   }
   const tools = parseTools(settings.tools);
   Object.assign(body, tools.length ? { tools } : {});
@@ -95,7 +106,8 @@ function joinQuestions(turns, turn) {
 
 /** Return a message as the API has it, with the results of its tool calls. */
 function forRequest(message) {
-  const { role, content, calls = [], reasoning } = message;
+  const { role, calls = [], reasoning } = message;
+  const content = textOf(message);
   if (role === "user" || !calls.length) {
     return content ? [{ role, content }] : []; // an answer that failed says nothing
   }

@@ -96,7 +96,7 @@ export class Desk {
 
   #add(session) {
     const chat = new Chat({
-      ask: (from, text) => this.#ask(from, text),
+      ask: (from, text, files) => this.#ask(from, text, files),
       close: (closed) => this.#close(closed),
       choose: (chosen, model) => {
         chosen.session.conversation.settings.model = model;
@@ -143,11 +143,11 @@ export class Desk {
   }
 
   /** Send text that was typed in one chat to it, or to every idle chat. */
-  #ask(from, text) {
+  #ask(from, text, files) {
     const isAll = this.chats.length > 1 && byId("ask-all").checked;
     for (const chat of isAll ? this.chats : [from]) {
       if (!chat.session.isBusy) {
-        chat.session.send(text);
+        chat.session.send(text, files);
       }
     }
   }

@@ -1,14 +1,15 @@
-// Markdown within a paragraph, as DOM nodes: emphasis, code, links, struck text. Never markup from text, and linear in
-// the text's length: openers are bounded in number, and a search that fails is not repeated.
+// Markdown within a paragraph, as DOM nodes: emphasis, code, links, struck text, formulas. Never markup from text, and
+// linear in the text's length: openers are bounded in number, and a search that fails is not repeated.
 
 import { el } from "./dom.js";
+import { Formulas } from "./formula.js";
 
 const MAX_OPENERS = 32; // deeper nesting is shown as the text it is
 const PROTOCOLS = new Set(["http:", "https:", "mailto:"]);
 const TAGS = { "*": "em", "_": "em", "**": "strong", "__": "strong", "~~": "del" };
-// An escape, backticks, marks of emphasis, brackets, an address in angle brackets, a bare address.
+// A formula's mark, an escape, backticks, marks of emphasis, brackets, an address in angle brackets, a bare address.
 const TOKEN =
-  /\\([!-/:-@[-`{-~])|(`+)|(\*+|_+|~~)|(!?\[)|(\])|<((?:https?|mailto):[^\s<>]{1,2000})>|(https?:\/\/[^\s<>"'`*[\]]{1,2000})/g;
+  /(\\\(|\\\[|\$\$?)|\\([!-/:-@[-`{-~])|(`+)|(\*+|_+|~~)|(!?\[)|(\])|<((?:https?|mailto):[^\s<>]{1,2000})>|(https?:\/\/[^\s<>"'`*[\]]{1,2000})/g;
 const TARGET =
   /\(\s{0,9}<?([^\s<>()]{0,2000}(?:\([^\s<>()]{0,200}\)[^\s<>()]{0,200}){0,9})>?(?:\s{1,9}["'(][^\n]{0,300}?["')])?\s{0,9}\)/y;
 
@@ -42,6 +43,7 @@ class InlineParser {
 
   constructor(text, isOpen) {
     this.text = text;
+    this.formulas = new Formulas(text);
     this.isOpen = isOpen; // more will follow: bold text and code are shown as such before they are closed
   }
 
@@ -67,8 +69,10 @@ class InlineParser {
   }
 
   /** Take a token that ends at `end`; return where to go on. */
-  #take([all, escaped, ticks, marks, opening, closing, quoted, bare], end) {
-    if (escaped) {
+  #take([all, formula, escaped, ticks, marks, opening, closing, quoted, bare], end) {
+    if (formula) {
+      return this.#formula(formula, end);
+    } else if (escaped) {
       this.#push(escaped);
     } else if (ticks) {
       return this.#code(ticks, end);
@@ -96,6 +100,17 @@ class InlineParser {
     const [, ...children] = this.#items.splice(opener.index);
     this.#items.push(make(children));
     this.#openers.length = this.#openers.indexOf(opener);
+  }
+
+  #formula(mark, start) {
+    const { element, end = start } = this.formulas.find(mark, start) ?? {};
+    if (element) {
+      this.#push(element);
+      return end;
+    }
+    const rest = end < 0 && this.isOpen ? this.text.slice(start) : ""; // shown as it is until the formula is complete
+    this.#push((mark.startsWith("$") || rest ? mark : mark[1]) + rest);
+    return start + rest.length;
   }
 
   #code(ticks, start) {

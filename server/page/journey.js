@@ -1,5 +1,5 @@
 // One sequence's way through the engine: a band of its phases, a curve of its computed positions, and a list of its
-// events. The engine reports the times of arrival, admission and first token; the others are as exact as snapshots.
+// events. The engine reports the times of arrival, admission, first token and end; the others are as exact as snapshots.
 
 import { prepare } from "./canvas.js";
 import { count, duration, el, sequenceColour, themeColour } from "./dom.js";
@@ -109,7 +109,7 @@ export class JourneyView {
     });
   }
 
-  #write({ last, events, endS, peakBlocks }, stopS) {
+  #write({ last, events, endS, isExact, peakBlocks }, stopS) {
     const since = (at) => duration(Math.max(at - last.arrival_s, 0));
     const steps = [["0 ms", "arrived"]];
     if (last.first_scheduled_s !== null) {
@@ -125,7 +125,8 @@ export class JourneyView {
     const pace = last.first_token_s !== null && answered > 1
       ? `, ${duration((stopS - last.first_token_s) / (answered - 1))} each` : "";
     const state = endS === null ? last.status : "ended";
-    steps.push([`${endS === null ? "" : "~"}${since(stopS)}`, `${state}: ${count(answered)} tokens${pace}`]);
+    const how = last.finish ? ` (${last.finish})` : "";
+    steps.push([`${endS === null || isExact ? "" : "~"}${since(stopS)}`, `${state}: ${count(answered)} tokens${pace}${how}`]);
     const rows = steps.map(([at, text]) => el("li", {}, el("span", { textContent: at }), text));
     this.events.replaceChildren(...rows);
     this.note.textContent = `sequence ${last.seq_id} of request ${last.tag}…, at most ${count(peakBlocks)} blocks`;

@@ -1,13 +1,14 @@
-// What is on the screen: the list of chats, the chats, the engine. On narrow screens chats and engine are tabs and the
-// list is a drawer; on wide ones each can be hidden.
+// What is on the screen: the list of chats, the chats, and a panel with the engine or the requests. On narrow screens
+// chats and panels are tabs and the list is a drawer; on wide ones the list and the panel can be hidden.
 
 import { byId } from "./dom.js";
 
-const KEY = "quire.layout"; // in localStorage: { list, engine } as on wide screens
+const KEY = "quire.layout"; // in localStorage: { list, panel } as on wide screens
+const PANELS = ["engine", "requests"];
 const narrow = matchMedia("(max-width: 940px)");
 const drawer = matchMedia("(max-width: 1239px)");
 const root = document.documentElement;
-const kept = { list: true, engine: true };
+const kept = { list: true, panel: "engine" };
 
 try {
   Object.assign(kept, JSON.parse(localStorage.getItem(KEY)));
@@ -17,20 +18,20 @@ try {
 
 const state = { view: "chat", list: kept.list && !drawer.matches };
 
-function keep() {
+function apply() {
   try {
     localStorage.setItem(KEY, JSON.stringify(kept));
   } catch {
     // not kept
   }
-}
-
-function apply() {
+  const shown = narrow.matches ? state.view : kept.panel;
   root.dataset.view = state.view;
   root.toggleAttribute("data-list", state.list);
-  root.toggleAttribute("data-engine", kept.engine);
+  for (const name of PANELS) {
+    byId(`${name}-panel`).hidden = shown !== name;
+    byId(`${name}-button`).setAttribute("aria-pressed", String(shown === name));
+  }
   byId("list-button").setAttribute("aria-expanded", String(state.list));
-  byId("engine-button").setAttribute("aria-pressed", String(narrow.matches ? state.view === "engine" : kept.engine));
   byId("chat-button").setAttribute("aria-pressed", String(state.view === "chat"));
 }
 
@@ -45,34 +46,27 @@ export const showChats = () => showView("chat");
 
 /** Show the engine, on wide screens beside the chats. */
 export function showEngine() {
-  if (narrow.matches) {
-    showView("engine");
-  } else if (!kept.engine) {
-    kept.engine = true;
-    keep();
-    apply();
-  }
+  kept.panel = narrow.matches ? kept.panel : "engine";
+  showView(narrow.matches ? "engine" : state.view);
 }
 
 function showList(isShown) {
   state.list = isShown;
-  if (!drawer.matches) {
-    kept.list = isShown;
-    keep();
-  }
+  kept.list = drawer.matches ? kept.list : isShown;
   apply();
 }
 
 byId("chat-button").addEventListener("click", showChats);
-byId("engine-button").addEventListener("click", () => {
-  if (narrow.matches) {
-    showView("engine");
-  } else {
-    kept.engine = !kept.engine;
-    keep();
-    apply();
-  }
-});
+for (const name of PANELS) {
+  byId(`${name}-button`).addEventListener("click", () => {
+    if (narrow.matches) {
+      showView(name);
+    } else {
+      kept.panel = kept.panel === name ? "" : name;
+      apply();
+    }
+  });
+}
 byId("list-button").addEventListener("click", () => showList(!state.list));
 byId("scrim").addEventListener("click", () => showList(false));
 byId("history-panel").addEventListener("keydown", (event) => {

@@ -84,7 +84,7 @@ export class Live {
     let pause = POLL_MS;
     this.#isAsking = true;
     try {
-      const query = new URLSearchParams(this.pool.query);
+      const query = new URLSearchParams({ ...this.pool.query, since: this.#samples.at(-1)?.time_s ?? 0 });
       const seqId = this.pool.chosen ?? this.journey.seqId;
       if (seqId !== null) {
         query.set("sequence", seqId);

@@ -1,15 +1,17 @@
 // Markdown as it streams: each line opens or continues blocks, as CommonMark's algorithm does, and DOM nodes are made
 // once. Only the open block is drawn again, so an answer costs time linear in its length. There are headings, paragraphs,
-// lists, quotes, fenced code, tables and rules. HTML is shown as text, and newlines are kept.
+// lists, quotes, fenced code, formulas, tables and rules. HTML is shown as text, and newlines are kept.
 
 import { CodeBlock } from "./code.js";
 import { el } from "./dom.js";
+import { FormulaBlock } from "./formula.js";
 import { Paragraph, Table, columnsOf } from "./leaves.js";
 
 const MAX_DEPTH = 12; // containers deeper than this are shown as text
 const MAX_WAIT = 200; // characters after which a line is what it looks like so far
 const MARKS = /^(?:[-*+_=#:|\s>]|\d{1,9}[.)](?=\s))*(?:\d{1,9}[.)]?)?$/; // a line's start that may become several things
 const FENCE_START = /^(?:[\s>]|[-*+]\s|\d{1,9}[.)]\s)*(?:`{1,2}$|~{1,2}$|`{3,}[^`]*$|~{3})/;
+const FORMULA_START = /^(?:[\s>]|[-*+]\s|\d{1,9}[.)]\s)*(?:\$$|\\$|\$\$|\\\[)/; // a formula's block may begin
 const CLOSING_START = /^[\s>]*[`~]*\s*$/;
 const FENCE = /^(`{3,}|~{3,})\s*([^`\n]*)$/;
 const MARKER = /^(?:([-*+])|(\d{1,9})([.)]))(?:\s{1,4}(?=\S)|\s|$)/;
@@ -69,6 +71,9 @@ export class Markdown {
   /** Return whether the rest of the line may still decide what it is. */
   #mustWait() {
     const line = this.#pending;
+    if (line.length <= FormulaBlock.MAX_LINE && (this.#leaf instanceof FormulaBlock || FORMULA_START.test(line))) {
+      return !(this.#leaf instanceof CodeBlock) || this.#open.length > 0;
+    }
     if (this.#leaf instanceof Table) {
       return line.length < MAX_WAIT || line.includes("|");
     }
@@ -88,6 +93,13 @@ export class Markdown {
     const isInside = matched >= this.#leafDepth;
     if (this.#leaf instanceof CodeBlock && isInside) {
       this.#codeLine(rest);
+      return;
+    }
+    if (this.#leaf instanceof FormulaBlock && isInside && rest.trim()) {
+      this.#leaf.add(`\n${rest}`);
+      if (this.#leaf.isComplete) {
+        this.#closeLeaf();
+      }
       return;
     }
     const text = rest.trimStart();
@@ -131,7 +143,7 @@ export class Markdown {
   #startsBlock(text) {
     const marker = MARKER.exec(text);
     const isItem = marker && (marker[1] || marker[2] === "1" || this.#open.length > 0);
-    return isItem || text.startsWith(">") || HEADING.test(text) || FENCE.test(text) || RULE.test(text);
+    return isItem || FormulaBlock.isOpening(text) || text.startsWith(">") || HEADING.test(text) || FENCE.test(text) || RULE.test(text);
   }
 
   #continueParagraph(text, isComplete) {
@@ -207,6 +219,8 @@ export class Markdown {
     if (fence) {
       const language = fence[2].trim().split(/[\s{]/)[0].slice(0, 30);
       this.#setLeaf(new CodeBlock(language, { fence: fence[1], indent }));
+    } else if (FormulaBlock.isOpening(text)) {
+      this.#setLeaf(new FormulaBlock(text));
     } else if (RULE.test(text)) {
       this.#top.append(el("hr"));
     } else if (heading) {

@@ -1,4 +1,4 @@
-// One line at the foot of the page for what went wrong or can be undone.
+// One line under the header for what went wrong or can be undone.
 
 import { button, byId } from "./dom.js";
 

@@ -1,5 +1,7 @@
 // A message of the user: its text, and a field to edit it. Editing asks again from there.
 
+import { chips } from "./attachments.js";
+import { textOf } from "./conversation.js";
 import { button, copyText, el } from "./dom.js";
 
 export class Question {
@@ -7,9 +9,9 @@ export class Question {
   constructor(message, { onEdit }) {
     this.message = message;
     this.onEdit = onEdit;
-    this.text = el("div", { className: "bubble", dir: "auto", textContent: message.content });
+    this.text = el("div", { className: "bubble", dir: "auto" }, chips(message.files ?? []), message.content);
     const copy = button("Copy message", { icon: "copy", className: "icon-button" });
-    copy.onclick = () => copyText(message.content, copy, this.text);
+    copy.onclick = () => copyText(textOf(message), copy, this.text);
     this.editButton = button("Edit message", { icon: "edit", className: "icon-button", onclick: () => this.#edit() });
     this.footer = el("div", { className: "footer" }, el("span", { className: "actions" }, copy, this.editButton));
     this.element = el("div", { className: "message question" }, this.text, this.footer);
@@ -23,10 +25,10 @@ export class Question {
       this.editButton.focus();
     };
     const cancel = button("Cancel", { className: "quiet", onclick: leave });
-    const form = el("form", { className: "edit" }, input, el("div", { className: "row" }, cancel, send));
+    const form = el("form", { className: "edit" }, chips(this.message.files ?? []), input, el("div", { className: "row" }, cancel, send));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (input.value.trim()) {
+      if (input.value.trim() || this.message.files?.length) {
         this.onEdit(input.value.trim());
       }
     });

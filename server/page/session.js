@@ -35,8 +35,8 @@ export class Session {
     this.stop();
   }
 
-  send(text) {
-    this.messages.push(userMessage(text));
+  send(text, files) {
+    this.messages.push(userMessage(text, files));
     return this.#answer(this.messages.length);
   }
 
@@ -47,8 +47,8 @@ export class Session {
 
   /** Replace the question at an index, and forget everything after it. */
   edit(index, text) {
-    this.messages.splice(index);
-    return this.send(text);
+    const [{ files }] = this.messages.splice(index);
+    return this.send(text, files);
   }
 
   /** Bring messages back that retry or edit removed. */

@@ -71,10 +71,6 @@ class Store {
     return this.#do("readwrite", ([index, bodies]) => [index, bodies].forEach((each) => each.delete(id)));
   }
 
-  clear() {
-    return this.#do("readwrite", ([index, bodies]) => [index, bodies].forEach((each) => each.clear()));
-  }
-
   async #do(mode, work) {
     try {
       this.#database ??= this.#open();

@@ -1,7 +1,7 @@
 // Conversations as files: JSON that can be imported again, and Markdown to read. Imported data is untrusted: only
 // fields and types that are known pass.
 
-import { DEFAULTS, newConversation, titleOf } from "./conversation.js";
+import { DEFAULTS, newConversation, textOf, titleOf } from "./conversation.js";
 import { el } from "./dom.js";
 
 const FORMAT = "quire-chats";
@@ -26,7 +26,7 @@ function toMarkdown(conversation) {
     if (message.reasoning) {
       parts.push(`<details><summary>Reasoning</summary>\n\n${message.reasoning}\n\n</details>`);
     }
-    parts.push(message.content);
+    parts.push(textOf(message));
     for (const { name, arguments: args, result } of message.calls ?? []) {
       parts.push(`Tool call \`${name}\`:\n\n\`\`\`json\n${args}\n\`\`\``);
       parts.push(...(result === null ? [] : [`Result:\n\n\`\`\`\n${result}\n\`\`\``]));
@@ -83,7 +83,8 @@ function checked(given) {
 
 function checkedMessage(given) {
   if (given?.role !== "assistant") {
-    return { role: "user", content: text(given?.content) };
+    const files = (Array.isArray(given?.files) ? given.files : []).map((file) => ({ name: text(file?.name), text: text(file?.text) }));
+    return { role: "user", content: text(given?.content), files };
   }
   const calls = (Array.isArray(given.calls) ? given.calls : []).map((call) => ({
     id: text(call?.id),

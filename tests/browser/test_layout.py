@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
@@ -58,6 +59,8 @@ def page(browser: Browser) -> Iterator[Page]:
             route.fulfill(content_type="text/event-stream", body=events(WIDE, WIDE))
 
         page.route("**/v1/chat/completions", answer)
+        httpx.post(f"{live.url}/v1/completions", json={"prompt": 1, "model": "m" * 500})
+        httpx.get(f"{live.url}/{'p' * 300}", headers={"user-agent": "a" * 300})
         page.goto(live.url)
         yield page
 
@@ -72,14 +75,13 @@ def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
     expect(page.locator(".call")).to_have_count(1)
     page.locator(".thoughts summary").click()
     assert page.evaluate(OVERFLOWING) == []
-    if width <= 940:
-        page.get_by_role("button", name="Engine", exact=True).click()
-        expect(page.locator("#pool")).to_be_visible()
-        expect(box).to_be_hidden()
+    for name, shown in (("Requests", page.locator(".request").first), ("Engine", page.locator("#pool"))):
+        page.get_by_role("button", name=name, exact=True).click()
+        expect(shown).to_be_visible()
         assert page.evaluate(OVERFLOWING) == []
+    if width <= 940:
+        expect(box).to_be_hidden()
         page.get_by_role("button", name="Chat", exact=True).click()
-    else:
-        expect(page.locator("#pool")).to_be_visible()
     expect(box).to_be_visible()
     page.get_by_role("button", name="Settings").click()
     assert page.evaluate(OVERFLOWING) == []
@@ -91,6 +93,20 @@ def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
     assert page.evaluate(NAMELESS) == []
     page.get_by_role("button", name="New chat").click()
     expect(page.locator(".welcome")).to_be_visible()
+
+
+def test_a_notice_covers_neither_the_field_nor_stop(serve: Serve, open_page: Open) -> None:
+    page = open_page(serve(step_s=0.2), viewport={"width": 390, "height": 420})  # as with a keyboard on the screen
+    page.evaluate("import('./page/notices.js').then(({ notify }) => notify('long '.repeat(200), { isError: true }))")
+    expect(page.locator("#notice")).to_be_visible()
+    box = page.get_by_label("Message", exact=True)
+    box.fill("hello")
+    box.press("Enter")
+    page.get_by_role("button", name="Stop").click()  # which Playwright does only if nothing is over it
+    boxes = [page.locator(each).bounding_box() for each in ("#notice", ".composer", ".chat > header")]
+    (notice, composer, header) = [(each["y"], each["y"] + each["height"]) for each in boxes if each is not None]
+    assert notice[1] <= header[0] < header[1] <= composer[0] < composer[1] <= 420
+    assert page.evaluate(OVERFLOWING) == []
 
 
 def test_a_chat_is_held_by_keyboard_alone(serve: Serve, open_page: Open) -> None:

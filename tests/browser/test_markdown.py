@@ -123,6 +123,68 @@ def test_tables_and_code(run: Run) -> None:
     assert drawn(run, "```js\nlet a\n").endswith('<code><span class="hl-keyword">let</span> a</code></pre></div>')
 
 
+FORMULAS = [
+    (r"Let $x^2$ be, \(y\) too", 2),
+    ("$$x$$\nand\n$$\na\n+ b\n= c\n$$\n\\[\nz\n\\]\nend", 3),
+    ("- so\n  $$\n  x\n  $$\n- and \\[y\\]", 2),
+    ("| a |\n|---|\n| $x$ |", 1),
+    ("a $5 and $6, or $5, $6; US$5$x, 5$ and 6$, $20 for one or 30$, $HOME:$PATH", 0),
+    ("`$x$` \\$x\\$ ``a $y$`` $", 0),
+    ("```\n$$\nx\n$$\n```", 0),
+    ("$$\nnever closed\n\nand *on*", 0),
+    ("\\(never closed, and *on*", 0),
+    (r"$\frac{a}{$ and $\nope$ and $" + "{" * 500 + "$", 0),
+    (r"$\href{javascript:alert(1)}{x}$ $\includegraphics{https://evil.example/a.png}$ $\htmlStyle{color:red}{x}$", 3),
+    (r"$\rule{9999em}{9999em}$ $\def\a{\a\a}\a$", 1),
+]
+DRAWN = (
+    DRAW.replace("RESULT", "draw(text, step)")
+    .replace(
+        "return texts.map",
+        """const first = draw("$a$", 9);
+  for (; !first.querySelector(".katex");) await new Promise((resolve) => setTimeout(resolve, 10));
+  const show = (root) => {
+    document.body.append(root);
+    const { width, height } = root.getBoundingClientRect();
+    const found = { math: root.querySelectorAll(".katex").length, width, height, text: root.textContent, links: root.querySelectorAll("a, img").length };
+    root.remove();
+    return found;
+  };
+  return texts.map""",
+    )
+    .replace("=> draw(text, step))", "=> show(draw(text, step)))")
+)
+
+
+@pytest.mark.parametrize(("text", "number"), FORMULAS)
+def test_formulas_are_drawn_and_prices_and_code_stay_text(run: Run, text: str, number: int) -> None:
+    [[whole, in_pieces, in_letters]] = run(DRAWN, [[text], [10**6, 3, 1]])
+    assert whole == in_pieces == in_letters
+    assert whole["math"] == number
+    assert whole["links"] == 0
+    assert whole["height"] < 2000
+    if not number:
+        assert "$" in whole["text"] or "(" in whole["text"], "the source is shown"
+
+
+def test_a_half_formula_is_shown_as_its_source(run: Run) -> None:
+    """What follows an open mark is not formatted, so that nothing changes its look twice."""
+    found = run(
+        """async ([text]) => {
+          const { Markdown } = await import("./page/markdown.js");
+          const root = document.createElement("div");
+          const markdown = new Markdown(root);
+          return [...text].map((letter) => {
+            markdown.write(letter);
+            markdown.render();
+            return root.querySelectorAll("em, a, code").length;
+          });
+        }""",
+        [r"see \(a *b* [c](https://d.example)\) "],
+    )
+    assert set(found) == {0}
+
+
 HOSTILE = [
     "<script>alert(1)</script>",
     "<img src=https://evil.example/x onerror=alert(1)>",
@@ -168,7 +230,8 @@ def test_characters_that_reorder_text_are_shown_as_such(run: Run) -> None:
 def test_a_text_looks_alike_however_it_arrives(run: Run) -> None:
     random_ = random.Random(7)
     pieces = ["*", "**", "_", "`", "```", "```py\n", "\n", "\n\n", "  ", "    ", "- ", "1. ", "> ", "# ", "| ", "|---|---|\n",
-              "[", "](", "https://a.example", ")", "!", "word", "two words", "<br>", "~~", "\\", "---\n", "12", "\t"]  # fmt: skip
+              "[", "](", "https://a.example", ")", "!", "word", "two words", "<br>", "~~", "\\", "---\n", "12", "\t",
+              "$", "$$", "\\(", "\\)", "\\[", "\\]", "$$\n"]  # fmt: skip
     texts = ["".join(random_.choices(pieces, k=random_.randint(1, 40))) for _ in range(500)]
     for text, (whole, *others) in zip(texts, run(HTML, [texts, [10**6, 1, 2, 5]]), strict=True):
         assert others == [whole] * 3, repr(text)
@@ -177,7 +240,8 @@ def test_a_text_looks_alike_however_it_arrives(run: Run) -> None:
 @pytest.mark.parametrize(
     "unit",
     [*("word ", "`a` ", "**b** ", "- item\n", "> ", "- ", "[", "](", "*a ", "*", "`", "``a`", "| a ", "# h\n", "line\n"),
-     *("```\n", "![", "<", "\\", "1. ", "a_", "https://a.example ", "[a](https://b.example) ", "~", "|", "\u202e")],
+     *("```\n", "![", "<", "\\", "1. ", "a_", "https://a.example ", "[a](https://b.example) ", "~", "|", "\u202e"),
+     *("$a$ ", "$", "$$", "$$\n", "$$\nx\n", "\\(", "\\(a\\) ", "\\[\n", "$a")],
 )  # fmt: skip
 def test_the_cost_of_an_answer_grows_with_its_length_alone(run: Run, unit: str) -> None:
     """20,000 characters, drawn every 40: at most 40 times the work of drawing them once, where drawing all takes 250."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -228,6 +229,46 @@ def test_a_sequence_shows_its_journey_while_it_runs_and_afterwards(serve: Serve,
     expect(journey).to_be_hidden()
     page.locator(".sequence.ended").click()
     expect(journey).to_be_visible()
+
+
+def test_an_ended_journey_has_the_numbers_of_the_end(serve: Serve, open_page: Open) -> None:
+    live = serve(step_s=0.03)  # several tokens between two snapshots
+    page = open_page(live)
+    set_up(page, api="completion", Max_tokens="58")
+    ask(page, PROMPT)
+    page.locator(".sequence").click()
+    end = page.locator("#journey li").last
+    expect(end).to_have_text(re.compile(r"^[\d.]+ m?sended: 58 tokens, .* each \(length\)$"))
+    expect(page.locator(".sequence.ended .tokens")).to_have_text(f"{len(PROMPT)} + 58")
+
+
+def test_the_requests_are_listed_as_they_come(serve: Serve, open_page: Open, tmp_path: Path) -> None:
+    (tmp_path / "tenants.yaml").write_text("tenants:\n  - {name: ann, key: ann-key}\n  - {name: bob, key: bob-key}\n")
+    live = serve(tenants=tmp_path / "tenants.yaml")
+
+    def post(key: str, **fields: Any) -> None:
+        headers = {"authorization": f"Bearer {key}", "user-agent": "a client/1"}
+        httpx.post(live.url + "/v1/completions", json=fields, headers=headers)
+
+    post("bob-key", prompt="of bob|")
+    page = open_page(live, viewport={"width": 390, "height": 800})
+    page.get_by_role("textbox", name="API key").fill("ann-key")
+    page.get_by_role("button", name="Use this key").click()
+    page.get_by_role("button", name="Requests", exact=True).click()
+    expect(page.locator("#requests-note")).to_have_text("none yet")
+    post("ann-key", prompt="secret|", top_a=1)
+    post("ann-key", prompt=7)
+    rows = page.locator(".request")
+    expect(rows).to_have_count(2)
+    expect(rows.nth(0)).to_contain_text(re.compile("^400POST /v1/completions.*invalid_value: prompt: must be"))
+    expect(rows.nth(1)).to_contain_text("without effect: top_a")
+    expect(rows.nth(1)).to_contain_text(
+        re.compile(r"7 \+ 7\stokens.*queued\s.*TTFT\s.*TPOT\s.*total\s".replace(" ", r"\s"))
+    )
+    expect(rows.nth(1)).to_contain_text("ann  ·  127.0.0.1  ·  a client/1")
+    assert "secret" not in page.locator("#requests").inner_text()
+    page.locator("#requests-panel").focus()
+    expect(page.locator("#requests-panel")).to_be_focused()
 
 
 def test_an_answer_shows_its_own_journey(serve: Serve, open_page: Open) -> None:

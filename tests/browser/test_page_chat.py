@@ -179,6 +179,54 @@ def test_chats_are_exported_and_imported(serve: Serve, open_page: Open, tmp_path
     expect(page.locator("#notice")).to_contain_text("The file is not JSON")
 
 
+def test_a_file_of_text_goes_with_the_message(serve: Serve, open_page: Open, tmp_path: Path) -> None:
+    page = open_page(serve(template="{{ messages[0].content }}|"), viewport={"width": 390, "height": 700})
+    chooser = page.get_by_label("Files of text")
+    files = [
+        {"name": "table.csv", "mimeType": "text/csv", "buffer": b"\xef\xbb\xbfa,b\r\n1,2\r\n"},
+        {"name": "more.md", "mimeType": "text/markdown", "buffer": b"```\ncode\n```"},
+        {"name": "photo.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x00\xff"},
+        {"name": "huge.log", "mimeType": "text/plain", "buffer": b"x" * 300_000},
+    ]
+    chooser.set_input_files(files[2:3])
+    expect(page.locator("#notice")).to_have_text(re.compile("^photo.png is no text in UTF-8; attach"))
+    chooser.set_input_files(files[3:])
+    expect(page.locator("#notice")).to_have_text(re.compile("^huge.log has 293 KB; attach files of at most 256 KB"))
+    chooser.set_input_files(files[:2])
+    chips = page.locator(".composer .file")
+    expect(chips).to_have_text(["table.csv13 bytes".replace("13", "8"), "more.md12 bytes"])
+    page.get_by_role("button", name="Remove more.md").click()
+    page.locator(".chat").evaluate("""(chat) => {
+      const data = new DataTransfer();
+      data.items.add(new File(["```\\ncode\\n```"], "more.md"));
+      chat.dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));
+    }""")
+    expect(chips).to_have_count(2)
+    ask(page, "What is it?")
+    expect(chips).to_have_count(0)
+    sent = "File table.csv:\n```\na,b\n1,2\n```\n\nFile more.md:\n````\n```\ncode\n```\n````\n\nWhat is it?"
+
+    def said() -> str:
+        messages = page.evaluate("import('./page/store.js').then(({ store }) => store.loadAll())")[0]["messages"]
+        return str(messages[-1]["content"])
+
+    eventually(lambda: said() == sent)
+    page.get_by_role("button", name="Edit message").click()
+    page.get_by_label("Edited message").fill("Really?")
+    page.get_by_role("button", name="Send", exact=True).first.click()
+    eventually(lambda: said() == sent.replace("What is it?", "Really?"))
+    page.reload()
+    expect(page.locator(".question .file")).to_have_text(["table.csv8 bytes", "more.md12 bytes"])
+    with page.expect_download() as download:
+        more(page, "Export as JSON")
+    download.value.save_as(tmp_path / "a.json")
+    page.locator("#import-file").set_input_files(tmp_path / "a.json")
+    expect(page.locator("#notice")).to_contain_text("1 chat is imported.")
+    page.get_by_role("button", name="Chats", exact=True).click()
+    chats(page).nth(1).click()
+    expect(page.locator(".question .file")).to_have_count(2)
+
+
 def test_a_long_chat_draws_its_end_first(serve: Serve, open_page: Open) -> None:
     page = open_page(serve(), viewport={"width": 1400, "height": 800})
     page.evaluate("""async () => {
