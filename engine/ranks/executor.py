@@ -32,6 +32,7 @@ from engine.ranks.worker import Start
 from engine.runtime.batch import DecodeRows, Packet
 from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.native.library import GroupError, native
+from engine.runtime.parallel.exchange import least
 from engine.runtime.parallel.group import SINGLE, Group, open_group
 from engine.runtime.parallel.packet import Kind, Step, encode
 from engine.runtime.parallel.ring import RingError, RingWriter, make_memory
@@ -114,6 +115,7 @@ class Executor:
             library.use_threads(self.num_threads)
         self._await("here")
         self.folder.mkdir(mode=0o700)  # which the ranks wait for
+        self._device = device
         self.group = open_group(self.folder, 0, self.size, device, timeout_s=PATIENCE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
         return self.group
@@ -142,6 +144,16 @@ class Executor:
     def capture(self) -> None:
         """Have the ranks capture their graphs, while this one captures the same."""
         self._ring.send(encode(Kind.CAPTURE))
+
+    def least_room(self, room: int) -> int:
+        """Return the least of all ranks' room, once all have loaded their slices."""
+        self._await("loaded")
+        self._ring.send(encode(Kind.AGREE))
+        return least(self.group, room, self._device)
+
+    def hold_to_share(self) -> None:
+        """Have the ranks hold torch to their share of memory."""
+        self._ring.send(encode(Kind.LIMIT))
 
     def await_event(self, event: Any) -> None:
         """Wait until the device has reached an event; nothing else ends a wait for a collective in a graph."""
@@ -210,6 +222,12 @@ class Executor:
 
         The kernel ends a rank with the thread that has started it, which is why it is this one.
         """
+        try:
+            self._follow(place, start)
+        except Exception as error:  # its end would go unnoticed, and the engine would wait for it
+            self._lose(DeviceLostError(f"rank {start.rank} cannot be watched ({type(error).__name__}: {error})"))
+
+    def _follow(self, place: int, start: Start) -> None:
         name = f"rank {start.rank} of the model"
         try:
             process = _spawn(start)

@@ -25,12 +25,14 @@ from engine.core.types import Progress
 from engine.device import resolve_device, share_threads
 from engine.runtime.attention.table import load_backend
 from engine.runtime.batch import DecodeRows, Packet, PacketBuffers, scored_portions
+from engine.runtime.device_memory import free_share, hold_to_share
 from engine.runtime.kv_cache import KVCache, resolve_kv_dtype
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.library import GroupError, choose_kernels, native
+from engine.runtime.parallel.exchange import least
 from engine.runtime.parallel.group import Group, open_group
-from engine.runtime.parallel.packet import Kind, Message, Step, decode
+from engine.runtime.parallel.packet import Kind, RankMessage, Step, decode
 from engine.runtime.parallel.ring import RingReader
 
 if TYPE_CHECKING:
@@ -89,11 +91,15 @@ class Worker:
                 ring.release()
         self._group.close()
 
-    def _do(self, message: Message) -> None:
+    def _do(self, message: RankMessage) -> None:
         if isinstance(message, SchedulerConfig):
             self._configure(message)
-        elif isinstance(message, Kind):
+        elif message is Kind.CAPTURE:
             self._capture()
+        elif message is Kind.AGREE:
+            least(self._group, free_share(self._device, self._config.gpu_memory_utilization), self._device)
+        elif message is Kind.LIMIT:
+            hold_to_share(self._device, self._config.gpu_memory_utilization)
         elif isinstance(message, Step):
             if isinstance(message.work, DecodeRows):
                 assert self._graphs is not None
@@ -104,6 +110,7 @@ class Worker:
                 self._group.broadcast(self._last_ids)
         else:
             assert self._cache is not None
+            assert not isinstance(message, Kind)
             self._cache.copy_blocks(message)
 
     def _configure(self, sizes: SchedulerConfig) -> None:

@@ -18,7 +18,11 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.types import ASGIApp
 
+from engine.core.errors import EngineDeadError
+from server.context import Context
 from server.daemon import LEAVE_S, WATCH_S, leave
+from server.errors import ApiError
+from server.operations.health import health
 from server.ray_serve.asgi import Forwarded, Ingress, Piece, respond
 from server.ray_serve.prefix_index import MAX_BLOCKS, PrefixIndex
 from server.ray_serve.prompt_blocks import BLOCK_TOKENS, PromptBlocks
@@ -28,8 +32,11 @@ from server.settings.flags import load_settings
 log = logging.getLogger("quire.ray")
 
 MAX_ONGOING = 4096  # of a replica: its own queue refuses, with a time to try again
+_CHECK_PERIOD_S = 10.0  # a replica that fails three checks, or does not answer them, is replaced
+_STATS_PERIOD_S = 1.0
 _AUTOSCALING = {"min_replicas": 1, "target_ongoing_requests": 16, "upscale_delay_s": 10, "downscale_delay_s": 360}
 POOL_KEY = "kv_pool_tokens"
+FAULT_KEY = "fault"
 
 
 class Options(BaseModel, extra="forbid"):
@@ -38,6 +45,7 @@ class Options(BaseModel, extra="forbid"):
     model: str | None = None
     flags: list[str] = Field(default_factory=list)  # of `quire serve`
     replicas: int = Field(1, ge=1)
+    ingress_replicas: int = Field(1, ge=1)
     autoscaling: dict[str, Any] | None = None  # fields of Ray's AutoscalingConfig, in place of `replicas`
     drain_s: float = 30.0  # for open requests of a replica that is replaced
     cpus: float = 1.0  # of each process of a replica
@@ -65,7 +73,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray has no types her
 
         Ray reports it as sent only once the replica has taken it, and others are ranked meanwhile.
         """
-        by_id = {each.replica_id: each for each in candidate_replicas}
+        sound = [each for each in candidate_replicas if not each.routing_stats.get(FAULT_KEY)]
+        by_id = {each.replica_id: each for each in sound or candidate_replicas}
         ranked = self._index.rank(by_id, _blocks_of(pending_request))
         if pending_request is not None and ranked:
             self._begin(pending_request, ranked[0])
@@ -101,19 +110,38 @@ class Daemon:
         self._app = await asyncio.to_thread(open_app, argv)
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
-        self._engine = self._app.state.context.engine
+        self._context: Context = self._app.state.context
         self._num_open = 0
         self._watcher = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """End the process when the engine has died and open requests have its error; Ray then replaces the replica."""
-        while self._engine.health().error is None:  # noqa: ASYNC110 - there is no event for it
+        """End the process when the engine is dead or hangs and open requests have their error; Ray replaces the replica."""
+        while not (fault := await self._fault()):  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(WATCH_S)
-        log.critical("the engine is dead: exiting")
+        log.critical("exiting: %s", fault)
+        self._context.engine.order_stop(0.0)  # refuses what the router still sends
+        self._context.client.abandon(EngineDeadError(f"{fault} Send the request again."))
         for _ in range(int(LEAVE_S / WATCH_S)):
             if self._num_open:
                 await asyncio.sleep(WATCH_S)
         leave()
+
+    async def _fault(self) -> str:
+        """Return why /health is red, or ""."""
+        try:
+            await health(self._context)
+        except ApiError as error:
+            return error.message
+        return ""
+
+    async def check_health(self) -> None:
+        """Raise RuntimeError where /health is red. Ray calls it, and replaces a replica that fails or does not answer."""
+        if fault := await self._fault():
+            raise RuntimeError(fault)
+
+    async def record_routing_stats(self) -> dict[str, str]:
+        """Return what the router has to know of this replica now."""
+        return {FAULT_KEY: await self._fault()}
 
     async def respond(self, request: Forwarded, blocks: list[bytes]) -> AsyncIterator[Piece]:  # noqa: ARG002 - the router's
         """Yield the answer to a request."""
@@ -126,7 +154,7 @@ class Daemon:
 
     def record_replica_metadata(self) -> dict[str, int]:
         """Return what the router needs to know of this replica."""
-        config = self._engine.config
+        config = self._context.engine.config
         return {POOL_KEY: config.num_blocks * config.block_size}
 
     async def __del__(self) -> None:  # Ray awaits it when no request is open any more
@@ -165,7 +193,9 @@ def build(args: Mapping[str, Any]) -> Application:
         argv += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
     load_settings(argv)  # a wrong flag is said here, before anything is started
     daemons = serve.deployment(Daemon).options(**_daemon_options(options)).bind(argv)
-    front = serve.deployment(Front).options(name="Ingress", max_ongoing_requests=MAX_ONGOING)
+    front = serve.deployment(Front).options(
+        name="Ingress", num_replicas=options.ingress_replicas, max_ongoing_requests=MAX_ONGOING
+    )
     return front.bind(argv, daemons)
 
 
@@ -178,11 +208,15 @@ def _daemon_options(options: Options) -> dict[str, Any]:
         else {"autoscaling_config": {**_AUTOSCALING, **options.autoscaling}}
     )
     if options.router == "prefix":
-        scaling["request_router_config"] = RequestRouterConfig(request_router_class=PrefixRouter)
+        scaling["request_router_config"] = RequestRouterConfig(
+            request_router_class=PrefixRouter, request_routing_stats_period_s=_STATS_PERIOD_S
+        )
     return {
         "name": "Daemon",
         "max_ongoing_requests": MAX_ONGOING,
         "graceful_shutdown_timeout_s": options.drain_s + 30,
+        "health_check_period_s": _CHECK_PERIOD_S,
+        "health_check_timeout_s": _CHECK_PERIOD_S,
         # The ranks are processes of this actor, and see its GPUs and no others.
         "ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus},
         **({} if size == 1 else _one_node(cpus, gpus)),

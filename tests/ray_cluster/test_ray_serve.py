@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import openai
 import pytest
 
 from tests.cpu.test_rank_processes import workers
-from tests.patience import eventually
+from tests.patience import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 FLAGS = ["--num-threads", "1", "--kv-cache-memory-bytes", "64MiB", "--served-model-name", "smol"]
@@ -183,6 +186,61 @@ def test_a_daemon_may_be_two_processes(cluster: str) -> None:
     assert httpx.post(f"{cluster}/v1/completions", json=body).json()["choices"][0]["text"] == texts[0]
     [other] = groups()
     assert other["placement_group_id"] != group["placement_group_id"]
+
+
+def test_a_hung_engine_is_replaced(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process goes on answering Ray. After the stall limit its health is red: requests go elsewhere, and Ray replaces it."""
+    from server.ray_serve import deployment
+    from tests.ray_cluster.hanging import HangingDaemon
+
+    monkeypatch.setattr(deployment, "Daemon", HangingDaemon)
+    run(replicas=2, ingress_replicas=2, drain_s=1.0, flags=[*FLAGS, "--stall-limit", "20"])
+    eventually(lambda: len(daemons()) == 2)
+    before = daemons()
+    body = {"model": "smol", "prompt": "a number is a number " * 20, "max_tokens": 4}
+    ask = partial(httpx.post, f"{cluster}/v1/completions", timeout=PATIENCE_S)
+    answer = ask(json={**body, "stream": True}, headers={"x-hang": "1"})
+    error = json.loads(events(iter(answer.text.splitlines()))[-2])["error"]
+    assert error["code"] == "engine_dead"
+    assert "made no step for 20 s" in error["message"]
+    eventually(lambda: ask(json=body).status_code == 200)  # until the routers know, it refuses this prompt with 503
+    for _ in range(20):
+        assert ask(json=body).status_code == 200
+    eventually(lambda: bool(daemons() - before))
+    eventually(lambda: len(daemons()) == 2 and len(before & daemons()) == 1 and num_running() == 2)
+
+
+def test_the_router_avoids_a_replica_whose_health_is_red() -> None:
+    from ray.serve._private.common import DeploymentID
+    from ray.serve.request_router import ReplicaID
+
+    from server.ray_serve.deployment import FAULT_KEY, PrefixRouter
+
+    @dataclass
+    class Replica:
+        replica_id: ReplicaID
+        routing_stats: dict[str, str]
+
+    async def choose(*faults: str) -> set[str]:
+        """Return the replicas that a request may go to."""
+        router = PrefixRouter.__new__(PrefixRouter)
+        router.initialize_state()
+        ids = [ReplicaID(str(place), DeploymentID("Daemon")) for place in range(len(faults))]
+        stats = [{FAULT_KEY: fault} if fault != "unknown" else {} for fault in faults]
+        ranks = await router.choose_replicas([Replica(*each) for each in zip(ids, stats, strict=True)])
+        return {each.replica_id.unique_id for rank in ranks for each in rank}
+
+    assert asyncio.run(choose("", "The engine has work but made no step for 61 s.", "unknown")) == {"0", "2"}
+    assert asyncio.run(choose("dead", "dead")) == {"0", "1"}, "Ray waits for a replica, and the client for Ray"
+
+
+def test_a_daemon_that_answers_no_check_is_replaced(cluster: str) -> None:
+    run(replicas=2, drain_s=1.0)
+    eventually(lambda: len(daemons()) == 2)
+    before = daemons()
+    os.kill(min(before), signal.SIGSTOP)
+    eventually(lambda: bool(daemons() - before))
+    eventually(lambda: len(daemons()) == 2 and min(before) not in daemons() and num_running() == 2)
 
 
 def test_an_update_under_load_fails_no_request(cluster: str) -> None:
