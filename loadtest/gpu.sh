@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# One GPU in one command: tests on the device, every kernel, the engine, the server. Needs no network.
+# One GPU in one command: tests on the device, every kernel, the engine, the server, vLLM beside it. Needs no network.
 #
-#   bash loadtest/gpu.sh                  run it: under 8 minutes, results to $OUT or loadtest/results/gpu-NAME-DATE
-#   bash loadtest/gpu.sh --rehearse       run every part on a CPU with tiny shapes, to check the script
+#   bash loadtest/gpu.sh                  run it: three stages of at most nine minutes, results to $OUT or loadtest/results
+#   bash loadtest/gpu.sh tests            one stage, or several: tests, speed, beside
+#   bash loadtest/gpu.sh --rehearse       run every part on a CPU with tiny shapes, with the packages of the GPU's image
 #   bash loadtest/gpu.sh --tune           search better tile sizes for attention, nothing else
-#   bash loadtest/gpu.sh --wheels DIR     fetch what an image with torch and transformers lacks (loadtest/gpu/wheels.txt)
+#   bash loadtest/gpu.sh --wheels DIR     fetch what the image lacks (loadtest/gpu/wheels.txt)
 #
 # Wheels in the folder wheels/, or in $QUIRE_WHEELS, are used. Other arguments go to
 # `python -m loadtest.gpu`: --only PART ..., --limit SECONDS, --commit HASH.
@@ -19,8 +20,8 @@ fi
 if [ "${1:-}" = --wheels ]; then
     folder=${2:?a folder to fetch the wheels to}
     platforms=()
-    for version in 2_28 2_17; do
-        platforms+=(--platform "manylinux_${version}_x86_64")
+    for minor in {39..17}; do # of glibc, each of which pip takes for itself alone; the image has 2.39
+        platforms+=(--platform "manylinux_2_${minor}_x86_64")
     done
     "$python" -m pip --disable-pip-version-check download --no-deps --only-binary=:all: --python-version 3.12 \
         --implementation cp "${platforms[@]}" --platform manylinux2014_x86_64 --constraint constraints.txt \
@@ -33,19 +34,26 @@ wheels=${QUIRE_WHEELS:-wheels}
 unset QUIRE_WHEELS # the server would read it as an unknown setting
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-if compgen -G "$wheels/*.whl" >/dev/null; then
+is_rehearsal=$([[ " $* " == *" --rehearse "* ]] && echo yes || true)
+# The wheels are for the image's Python; a rehearsal with another one links its own packages.
+if compgen -G "$wheels/*.whl" >/dev/null &&
+    { [ -z "$is_rehearsal" ] || "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'; }; then
     "$python" -m pip --disable-pip-version-check install --quiet --no-index --no-deps --no-compile --no-cache-dir \
         --target "$scratch/site" "$wheels"/*.whl
     export PYTHONPATH="$scratch/site${PYTHONPATH:+:$PYTHONPATH}"
 fi
+if [ -n "$is_rehearsal" ]; then
+    "$python" -m loadtest.gpu.image "$scratch/image"
+    python=$scratch/image/bin/python
+fi
 
 if [ -n "${OUT:-}" ]; then
     out=$OUT
-elif [[ " $* " == *" --rehearse "* ]]; then
+elif [ -n "$is_rehearsal" ]; then
     out=${TMPDIR:-/tmp}/quire-gpu-rehearsal
 else
     name=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr -cs '[:alnum:]\n' - || true)
-    out=loadtest/results/gpu-${name:-unknown}-$(date -u +%Y-%m-%d)
+    out=loadtest/results/gpu-${name:-unknown}-$(date -u +%Y-%m-%dT%H%M)
 fi
 mkdir -p "$out"
 

@@ -1,7 +1,8 @@
-"""Sends hostile and heavy bodies to a daemon, and measures its /health probes.
+"""Sends hostile and heavy bodies to a daemon, and measures its /health probes and a running stream.
 
-Probes have a fixed schedule, so that a stall delays all that are due in it. Without --base-url the daemon is
-loadtest/fake_server.py: the real front over invented tokens.
+Probes have a fixed schedule, so that a stall delays all that are due in it. The clients that send bodies run in another
+process, whose work delays no probe. Without --base-url the daemon is loadtest/fake_server.py: the real front over invented
+tokens.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import argparse
 import contextlib
 import http.client
 import json
+import multiprocessing
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ MOST_MS = 50.0  # by which the p99 of /health may rise
 PROBE_EVERY_S = 0.01
 TIMEOUT_S = 300.0
 MIB = 1 << 20
+BURST = 400
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     "/v1/chat/completions",
@@ -41,17 +45,18 @@ _ECHO = {"prompt": [*range(1000, 9000)], "max_tokens": 1, "echo": True, "logprob
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A body, and the number of clients that send it."""
+    """A body, and the number of clients that send it: repeatedly, or once in a burst."""
 
     name: str
     path: str
     make: Callable[[], bytes]
     num_clients: int = 1
+    is_burst: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The effect of a case: milliseconds of /health, and growth in MiB."""
+    """The effect of a case: milliseconds of /health and between a stream's events, and growth in MiB."""
 
     name: str
     body_mib: float
@@ -59,6 +64,8 @@ class Row:
     p50_ms: float
     p99_ms: float
     max_ms: float
+    gap_p99_ms: float
+    gap_max_ms: float
     slowest_s: float
     growth_mib: float
 
@@ -131,7 +138,18 @@ def cases() -> Sequence[Case]:
             "2,000 texts of 100 B to score", "/v1/score", lambda: _json({"text_1": "x", "text_2": [text[:100]] * 2000})
         ),
         Case("a regex of a billion", COMPLETIONS, lambda: _json({"prompt": "x", **regex})),
+        *_crowds("1,000 new fields, 9 kB", CHAT, lambda: _chat()[:-1] + b"," + _fields(1_000) + b"}"),
+        *_crowds("10,000 token ids, 60 kB", COMPLETIONS, lambda: _json({"prompt": [*range(20_000, 30_000)]})),
+        *_crowds("30,001 token ids, 60 kB", COMPLETIONS, lambda: _json({"prompt": [7] * 30_001})),
+        *_crowds("a short chat", CHAT, _chat),
     )
+
+
+def _crowds(name: str, path: str, make: Callable[[], bytes]) -> Iterator[Case]:
+    """Yield a small body's cases: from several clients, and from many once."""
+    for num_clients in (8, 32, 128):
+        yield Case(f"{name}, {num_clients} clients", path, make, num_clients)
+    yield Case(f"{name}, a burst of {BURST}", path, make, BURST, is_burst=True)
 
 
 def _fields(num: int) -> bytes:
@@ -153,19 +171,20 @@ WARM_UP = Case("warm-up", CHAT, lambda: _chat(messages=_messages(1, "x" * MIB)))
 
 
 class Prober:
-    """Probes /health on a fixed schedule, and measures the daemon's memory."""
+    """Probes /health on a fixed schedule, reads a stream, and measures the daemon's memory."""
 
     def __init__(self, target: Target, pid: int | None) -> None:
         self._target = target
         self._pid = pid
         self.delays_s: list[float] = []
+        self.gaps_s: list[float] = []
         self.largest = 0
         self._is_over = threading.Event()
 
     @contextlib.contextmanager
     def probing(self) -> Iterator[Prober]:
         """Probe until the context ends."""
-        threads = [threading.Thread(target=self._probe), threading.Thread(target=self._weigh)]
+        threads = [threading.Thread(target=work) for work in (self._probe, self._read_streams, self._weigh)]
         for thread in threads:
             thread.start()
         try:
@@ -175,9 +194,21 @@ class Prober:
             for thread in threads:
                 thread.join()
 
-    def ms(self, share: float) -> float:
-        """Return a quantile of the delays."""
-        return 1e3 * percentile(sorted(self.delays_s), share)
+    def row(self, name: str, num_bytes: int, statuses: dict[str, int], slowest_s: float, before: int) -> Row:
+        """Return the figures of what was probed, beside those of the clients."""
+        delays, gaps = sorted(self.delays_s), sorted(self.gaps_s)
+        return Row(
+            name,
+            num_bytes / MIB,
+            statuses,
+            p50_ms=1e3 * percentile(delays, 0.5),
+            p99_ms=1e3 * percentile(delays, 0.99),
+            max_ms=1e3 * percentile(delays, 1),
+            gap_p99_ms=1e3 * percentile(gaps, 0.99),
+            gap_max_ms=1e3 * percentile(gaps, 1),
+            slowest_s=slowest_s,
+            growth_mib=max(self.largest - before, 0) / MIB,
+        )
 
     def _weigh(self) -> None:
         while self._pid is not None and not self._is_over.wait(PROBE_EVERY_S):
@@ -196,6 +227,22 @@ class Prober:
             time.sleep(max(due_s - time.perf_counter(), 0))
         connection.close()
 
+    def _read_streams(self) -> None:
+        """Read one stream after another, and note the time between their events."""
+        connection = http.client.HTTPConnection(self._target.host, self._target.port, timeout=TIMEOUT_S)
+        body = _json({"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True})
+        while not self._is_over.is_set():
+            connection.request("POST", self._target.prefix + COMPLETIONS, body, _headers(self._target))
+            with connection.getresponse() as answer:
+                before_s = 0.0
+                while (line := answer.readline()) and not self._is_over.is_set():
+                    if line.startswith(b"data:"):
+                        now = time.perf_counter()
+                        if before_s:
+                            self.gaps_s.append(now - before_s)
+                        before_s = now
+        connection.close()
+
 
 def family_bytes(pid: int) -> int:
     """Return the resident memory of a process and its direct children."""
@@ -206,34 +253,35 @@ def family_bytes(pid: int) -> int:
     return sum(map(rss_bytes, pids))
 
 
-def run_case(target: Target, pid: int | None, case: Case, seconds: float) -> Row:
-    """Send a case from all its clients for some seconds."""
+def run_case(target: Target, pid: int | None, case: Case, seconds: float, clients: ProcessPoolExecutor) -> Row:
+    """Send a case from all its clients for some seconds, or once in a burst."""
     body = case.make()
-    statuses: dict[str, int] = {}
-    slowest_s = 0.0
     before = family_bytes(pid) if pid is not None else 0
     prober = Prober(target, pid)
-    with prober.probing(), ThreadPoolExecutor(case.num_clients) as clients:
-        give_up_s = time.perf_counter() + seconds
-        sending = [clients.submit(_send, target, case.path, body, give_up_s) for _ in range(case.num_clients)]
-        for status, took_s in (outcome for each in sending for outcome in each.result()):
-            statuses[status] = statuses.get(status, 0) + 1
-            slowest_s = max(slowest_s, took_s)
-    growth = max(prober.largest - before, 0) / MIB
-    return Row(case.name, len(body) / MIB, statuses, prober.ms(0.5), prober.ms(0.99), prober.ms(1), slowest_s, growth)
+    with prober.probing():
+        time.sleep(0.2)  # the stream has begun
+        sending = clients.submit(send_all, target, case.path, body, case.num_clients, 0 if case.is_burst else seconds)
+        outcomes = sending.result()
+    statuses = dict(Counter(status for status, _ in outcomes))
+    return prober.row(case.name, len(body), statuses, max(took_s for _, took_s in outcomes), before)
+
+
+def send_all(target: Target, path: str, body: bytes, num_clients: int, seconds: float) -> list[tuple[str, float]]:
+    """Return the status and the seconds of each answer, of all clients."""
+    give_up_s = time.perf_counter() + seconds
+    with ThreadPoolExecutor(num_clients) as threads:
+        sending = [threads.submit(_send, target, path, body, give_up_s) for _ in range(num_clients)]
+        return [outcome for each in sending for outcome in each.result()]
 
 
 def _send(target: Target, path: str, body: bytes, give_up_s: float) -> list[tuple[str, float]]:
     """Return the status and the seconds of each answer."""
     outcomes: list[tuple[str, float]] = []
-    headers = {"content-type": "application/json"}
-    if target.api_key:
-        headers["authorization"] = f"Bearer {target.api_key}"
     while not outcomes or time.perf_counter() < give_up_s:
         started_s = time.perf_counter()
         connection = http.client.HTTPConnection(target.host, target.port, timeout=TIMEOUT_S)
         try:
-            connection.request("POST", target.prefix + path, body, headers)
+            connection.request("POST", target.prefix + path, body, _headers(target))
             answer = connection.getresponse()
             answer.read()
             status = str(answer.status)
@@ -243,6 +291,11 @@ def _send(target: Target, path: str, body: bytes, give_up_s: float) -> list[tupl
             connection.close()
         outcomes.append((status, time.perf_counter() - started_s))
     return outcomes
+
+
+def _headers(target: Target) -> dict[str, str]:
+    key = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    return {"content-type": "application/json", **key}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -266,20 +319,23 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(target: Target, pid: int | None, options: argparse.Namespace) -> int:
-    run_case(target, pid, WARM_UP, max(options.seconds, 2.0))  # the first large body starts the child
-    prober = Prober(target, pid)
-    with prober.probing():
-        time.sleep(max(options.seconds, 1.0))
-    idle = Row("idle", 0.0, {}, prober.ms(0.5), prober.ms(0.99), prober.ms(1), 0.0, 0.0)
     rows = []
-    for case in cases():
-        if options.only in case.name:
-            print(case.name, flush=True)
-            rows.append(run_case(target, pid, case, options.seconds))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients:
+        run_case(target, pid, WARM_UP, max(options.seconds, 2.0), clients)  # the first large body starts the child
+        prober = Prober(target, pid)
+        with prober.probing():
+            time.sleep(max(options.seconds, 1.0))
+        idle = prober.row("idle", 0, {}, 0.0, prober.largest)
+        for case in cases():
+            if options.only in case.name:
+                print(case.name, flush=True)
+                rows.append(run_case(target, pid, case, options.seconds, clients))
     _show([idle, *rows])
-    late = [row.name for row in rows if row.p99_ms > idle.p99_ms + MOST_MS]
+    late = [row.name for row in rows if max(row.p99_ms - idle.p99_ms, row.gap_p99_ms - idle.gap_p99_ms) > MOST_MS]
     broken = [row.name for row in rows if any(status == "500" or not status.isdecimal() for status in row.statuses)]
-    print(f"/health p99 within {MOST_MS:.0f} ms of idle: {'yes' if not late else 'no: ' + ', '.join(late)}")
+    print(
+        f"/health and the stream's gap, p99 within {MOST_MS:.0f} ms of idle: {'yes' if not late else ', '.join(late)}"
+    )
     if broken:
         print(f"answered by a 500, or not at all: {', '.join(broken)}")
     save_json(options.json, {"idle": idle, "cases": rows})
@@ -289,9 +345,12 @@ def _run(target: Target, pid: int | None, options: argparse.Namespace) -> int:
 def _show(rows: Sequence[Row]) -> None:
     cells = []
     for row in rows:
-        delays = [f"{delay:.1f}" for delay in (row.p50_ms, row.p99_ms, row.max_ms)]
+        times = (row.p50_ms, row.p99_ms, row.max_ms, row.gap_p99_ms, row.gap_max_ms)
+        delays = [f"{delay:.1f}" for delay in times]
         answers = ", ".join(f"{count} x {status}" for status, count in sorted(row.statuses.items()))
         cells.append(
             (row.name, f"{row.body_mib:.1f}", *delays, f"{row.slowest_s:.2f}", f"{row.growth_mib:.0f}", answers)
         )
-    print_table(("case", "MiB", "/health p50 ms", "p99", "max", "slowest s", "grew MiB", "answers"), cells)
+    print_table(
+        ("case", "MiB", "/health p50 ms", "p99", "max", "gap p99", "max", "slowest s", "grew MiB", "answers"), cells
+    )

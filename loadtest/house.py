@@ -134,9 +134,7 @@ class Circles(NamedTuple):
 def import_circles() -> Circles:
     """Find the import circles of quire, engine and server.
 
-    Imports inside functions count, too.
-
-    A package and one that contains it are no circle: the files of a package may serve and wire its inner packages.
+    Imports inside functions count, too, and so does a package that imports from one that contains it.
     """
     paths = {_module(path): path for package in ("quire", "engine", "server") for path in _sources(package)}
     files: Graph = {name: {each for each in _imports(path) if each in paths} - {name} for name, path in paths.items()}
@@ -146,7 +144,7 @@ def import_circles() -> Circles:
         for other in imported:
             tops.setdefault(name.partition(".")[0], set()).add(other.partition(".")[0])
             ours, theirs = (paths[each].parent.relative_to(ROOT) for each in (name, other))
-            if not (ours.is_relative_to(theirs) or theirs.is_relative_to(ours)) and ours.parts[0] == theirs.parts[0]:
+            if ours != theirs and ours.parts[0] == theirs.parts[0]:
                 packages.setdefault(str(ours), set()).add(str(theirs))
     return Circles(_circles(files), _circles(tops), _circles(packages))
 

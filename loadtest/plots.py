@@ -22,7 +22,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib as mpl
     except ImportError:
-        raise PlotError("plots need matplotlib, which is not installed: pip install 'quire[plot]'.") from None
+        raise PlotError("plots need matplotlib, which is not installed: pip install 'quire-serve[plot]'.") from None
     mpl.use("Agg")
     mpl.rcParams.update({"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False})
     import matplotlib.pyplot as plt

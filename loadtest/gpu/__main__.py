@@ -1,13 +1,15 @@
-"""Runs the parts of `bash loadtest/gpu.sh`, each in a process with a time limit.
+"""Runs the stages of `bash loadtest/gpu.sh`, each part in a process with a time limit.
 
-All results so far are written after each part. A part that fails or exceeds its time does not stop the others; the exit
-status is then 1. This process never imports torch, so that a GPU error cannot end it.
+All results so far are written after each part. A part that fails or exceeds its time does not stop the others, and takes
+none of their time; the exit status is then 1. A part may use what the parts before it have left. This process never
+imports torch, so that a GPU error cannot end it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -21,13 +23,14 @@ from types import FrameType
 
 from loadtest.comparison import ROOT, describe_host
 from loadtest.gpu.figures import PartError, read_findings
-from loadtest.gpu.parts import MACHINE, PARTS, TUNE, Part
+from loadtest.gpu.parts import LIMIT_S, MACHINE, PARTS, STAGES, TUNE, Part
 from loadtest.gpu.report import NO_GPU, Results
 from loadtest.gpu.task import Task
 
 _RESULTS = ROOT / "loadtest" / "results"
-_GRACE_S = 25.0  # after SIGTERM
-_LEAST_S = 12.0  # a part is not begun with less time left
+_GRACE_S = 12.0  # of a part's time, for its end after SIGTERM
+_LEAST_S = 20.0  # a part is not begun with less time left
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,49 +44,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     host = describe_host()
     results = Results(host | {"commit": options.commit or host["commit"]}, options.rehearse)
-    deadline = time.monotonic() + options.limit
-    names = [TUNE.name] if options.tune else options.only or [part.name for part in PARTS]
+    _adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="quire-gpu-") as scratch:
-        for part in (*PARTS, TUNE):
-            if part.name not in names and part.name != MACHINE:
-                continue
-            _run(part, Path(scratch), options, deadline, results)
-            results.write(options.out)
-            if part.name == MACHINE and results.gpu == NO_GPU and not options.rehearse:
-                print("torch sees no CUDA device here; --rehearse runs this without one.", file=sys.stderr)
-                return 2
+        for parts in _chosen(options):
+            deadline = time.monotonic() + options.limit
+            for at, part in enumerate(parts):
+                coming_s = sum(each.budget_s for each in parts[at + 1 :])
+                _run(part, Path(scratch), options, deadline - coming_s, deadline, results)
+                results.write(options.out)
+                if part is MACHINE and results.gpu == NO_GPU and not options.rehearse:
+                    print("torch sees no CUDA device here; --rehearse runs this without one.", file=sys.stderr)
+                    return 2
     print("\n" + "\n".join(results.table()))
     print(f"\nwritten: {options.out}")
     return int(any(status != "done" for status in results.statuses.values()))
 
 
+def _chosen(options: argparse.Namespace) -> list[tuple[Part, ...]]:
+    """Return the parts to run, by stages, of which each has the whole limit; the machine's comes first."""
+    if options.tune:
+        return [(MACHINE, TUNE)]
+    if options.only:
+        return [tuple(part for part in (*PARTS, TUNE) if part is MACHINE or part.name in options.only)]
+    first, *others = [STAGES[name] for name in STAGES if name in (options.stages or STAGES)]
+    return [(MACHINE, *first), *others]
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names = [part.name for part in (*PARTS, TUNE)]
     parser = argparse.ArgumentParser(prog="loadtest/gpu.sh", description="Measure one GPU.")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"{', '.join(STAGES)}; default: all, in this order")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results go")
     parser.add_argument("--rehearse", action="store_true", help="run everything on a CPU, with tiny shapes")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"some of {', '.join(names)}")
     parser.add_argument("--tune", action="store_true", help="search tile sizes for attention, nothing else")
-    parser.add_argument("--limit", type=float, default=480.0, metavar="S", help="for all; default %(default)g")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="for a stage; default %(default)g")
     parser.add_argument("--commit", metavar="HASH", help="if the folder has no git history")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if unknown := set(options.stages) - set(STAGES):
+        parser.error(f"unknown stage: {', '.join(sorted(unknown))}; choose from {', '.join(STAGES)}")
+    return options
 
 
-def _run(part: Part, scratch: Path, options: argparse.Namespace, deadline: float, results: Results) -> None:
-    left = deadline - time.monotonic()
-    if left < _LEAST_S:
+def _run(
+    part: Part, scratch: Path, options: argparse.Namespace, share_ends: float, deadline: float, results: Results
+) -> None:
+    """Run a part until `share_ends`, when the budgets of those after it begin, or for its own budget."""
+    begun = time.monotonic()
+    limit = min(max(part.budget_s, share_ends - begun), deadline - begun)
+    if limit < _LEAST_S:
         results.statuses[part.name] = "not begun"
         return
-    print(f"\n== {part.name} ({left:.0f} s left)", flush=True)
-    command = [sys.executable, "-m", "loadtest.gpu", "--part", part.name, "--scratch", str(scratch)]
-    command += ["--out", str(options.out), *(["--rehearse"] if options.rehearse else [])]
-    begun = time.monotonic()
-    # In a new session, so that its children are stopped with it.
-    process = subprocess.Popen(command, start_new_session=True)  # noqa: S603 - our module
+    print(f"\n== {part.name} (at most {limit:.0f} s)", flush=True)
+    process = subprocess.Popen(_command(part, scratch, options), start_new_session=True)  # noqa: S603 - our module
     try:
-        status = "done" if process.wait(min(part.budget_s, left)) == 0 else "failed"
+        status = "done" if process.wait(limit - _GRACE_S) == 0 else "failed"
     except subprocess.TimeoutExpired:
         status = "out of time"
     finally:
@@ -94,14 +111,39 @@ def _run(part: Part, scratch: Path, options: argparse.Namespace, deadline: float
     print(f"== {part.name}: {status}, {results.seconds[part.name]:.0f} s", flush=True)
 
 
+def _command(part: Part, scratch: Path, options: argparse.Namespace) -> list[str]:
+    command = [sys.executable, "-m", "loadtest.gpu", "--part", part.name, "--scratch", str(scratch)]
+    return [*command, "--out", str(options.out), *(["--rehearse"] if options.rehearse else [])]
+
+
 def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a part with all that it has started, also in other sessions: a daemon would keep the GPU's memory."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
+    while orphans := _children():
+        for pid in orphans:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of all descendants whose parents end."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _children() -> list[int]:
+    """Return this process's children."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            _, _, fields = path.read_text().rpartition(") ")
+            if int(fields.split()[1]) == os.getpid():
+                found.append(int(path.parent.name))
+    return found
 
 
 def _run_here(options: argparse.Namespace) -> int:

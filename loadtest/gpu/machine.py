@@ -7,6 +7,8 @@ from functools import partial
 
 import torch
 
+from engine.core.errors import ConfigError
+from engine.runtime.cuda.toolchain import TOOLS, find_driver
 from loadtest.gpu.figures import Figure, PartError
 from loadtest.gpu.task import BF16_RATE, COPY_BANDWIDTH, Task
 from loadtest.gpu.timing import median_s
@@ -16,10 +18,16 @@ _MATRIX_ROWS = 8192
 
 
 def run(task: Task) -> None:
-    """Name the machine, copy memory, multiply matrices."""
+    """Name the machine, try the compiler of kernels, copy memory, multiply matrices."""
     has_gpu = torch.cuda.is_available()
     if not has_gpu and not task.is_rehearsal:
         raise PartError("there is no GPU to measure")
+    for tool, find in TOOLS.items():
+        if has_gpu or find is not find_driver:
+            try:
+                task.notebook.detail(tool, find())
+            except ConfigError as error:
+                task.notebook.fail(str(error))
     device = torch.device("cuda" if has_gpu else "cpu")
     task.notebook.detail("gpu", _describe(device))
     num_bytes, rows = (_COPY_BYTES, _MATRIX_ROWS) if has_gpu else (1 << 24, 256)

@@ -1,4 +1,7 @@
-"""The parts of a run, the most important first, and the targets."""
+"""The parts of a run in their stages, the most important first, and the targets.
+
+Each stage fits one command of ten minutes, and all of them fit one loan of a GPU for half an hour.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +33,28 @@ _FP8_KV, _INT8_KV = "qwen3-0.6b, fp8 K/V", "qwen3-0.6b, int8 K/V"
 _FP8_WEIGHTS = "llama-3.1-8b, fp8 weights"
 _VARIANT = "offline:run_variant"  # arguments: a shape, a label, settings, and the bytes of a number
 _NARROW = {"kv_bytes": 132 / 128}  # a row has a float32 scale beside its 128 numbers
-MACHINE = "machine"  # measures the rates that limit the other figures
-PARTS = (
-    Part(MACHINE, 40, "machine:run"),
-    Part("kernel-tests", 130, "suites:run_kernels"),
-    Part("kernels", 70, "kernels:run"),
-    Part("qwen3-0.6b", 100, "offline:run", ("qwen3-0.6b",)),
-    Part("engine-tests", 100, "suites:run_engine"),
-    Part("llama-3.1-8b", 110, "offline:run", ("llama-3.1-8b",)),
-    Part("http", 90, "serving:run", ("qwen3-0.6b",)),
-    Part("fp8-kv", 60, _VARIANT, ("qwen3-0.6b", _FP8_KV, {"kv_cache_dtype": "fp8"}, _NARROW)),
-    Part("fp8-weights", 60, _VARIANT, ("llama-3.1-8b", _FP8_WEIGHTS, {"quantization": "fp8"}, {"linear_bytes": 1.0})),
-    Part("int8-kv", 60, _VARIANT, ("qwen3-0.6b", _INT8_KV, {"kv_cache_dtype": "int8"}, _NARROW)),
-    Part("http-8b", 80, "serving:run", ("llama-3.1-8b",)),
-)
+LIMIT_S = 540.0  # for a stage, with the part `machine` before it
+MACHINE = Part("machine", 30, "machine:run")  # measures the rates that limit the other figures
+STAGES = {
+    "tests": (
+        Part("engine-tests", 260, "suites:run_engine"),
+        Part("kernel-tests", 220, "suites:run_kernels"),
+    ),
+    "speed": (
+        Part("qwen3-0.6b", 90, "offline:run", ("qwen3-0.6b",)),
+        Part("llama-3.1-8b", 100, "offline:run", ("llama-3.1-8b",)),
+        Part("kernels", 70, "kernels:run"),
+        Part("http", 60, "serving:run", ("qwen3-0.6b",)),
+        Part("fp8-kv", 40, _VARIANT, ("qwen3-0.6b", _FP8_KV, {"kv_cache_dtype": "fp8"}, _NARROW)),
+        Part(
+            "fp8-weights", 50, _VARIANT, ("llama-3.1-8b", _FP8_WEIGHTS, {"quantization": "fp8"}, {"linear_bytes": 1.0})
+        ),
+        Part("int8-kv", 40, _VARIANT, ("qwen3-0.6b", _INT8_KV, {"kv_cache_dtype": "int8"}, _NARROW)),
+        Part("http-8b", 60, "serving:run", ("llama-3.1-8b",)),
+    ),
+    "beside": (Part("vllm", 240, "serving:run_vllm", ("qwen3-0.6b",)),),
+}
+PARTS = (MACHINE, *(part for stage in STAGES.values() for part in stage))
 # Runs only with --tune, after the part `machine`.
 TUNE = Part("tune", 420, "tune:run")
 

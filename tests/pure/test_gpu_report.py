@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -12,15 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.gpu import names, suites
+from loadtest.gpu import __main__ as runner
+from loadtest.gpu import names, serving, suites
 from loadtest.gpu.figures import Figure, Findings, Notebook, Target, covered, read_findings
 from loadtest.gpu.limits import Limits, Rates
-from loadtest.gpu.parts import MACHINE, PARTS, TARGETS
+from loadtest.gpu.parts import LIMIT_S, MACHINE, PARTS, STAGES, TARGETS
 from loadtest.gpu.report import Results
 from loadtest.gpu.task import Task
 from loadtest.gpu.workload import draw_requests, nano_vllm
 from loadtest.shapes import COMPARED, LLAMA_8B, ON_GPU, QWEN3_06B, Shape
 
+ROOT = Path(__file__).parents[2]
 H200 = Rates(4.3e12, 790e12)
 HOST = {"date": "2026-11-21T00:00:00+00:00", "commit": "abc"}
 
@@ -171,9 +174,66 @@ def test_results_are_json_that_every_reader_takes(tmp_path: Path) -> None:
 
 
 def test_the_parts_fit_into_a_run() -> None:
+    """Each stage fits a command of ten minutes, all of them half an hour; what matters most comes first."""
     assert len({part.name for part in PARTS}) == len(PARTS)
     assert {part.name for part in PARTS} >= set(ON_GPU)
-    assert PARTS[0].name == MACHINE  # other parts are compared with its rates
+    assert PARTS[0] is MACHINE  # other parts are compared with its rates
+    for parts in STAGES.values():
+        assert MACHINE.budget_s + sum(part.budget_s for part in parts) <= LIMIT_S < 600
+        assert all(part.budget_s > runner._LEAST_S > runner._GRACE_S > suites._GRACE_S for part in parts)
+    assert MACHINE.budget_s * len(STAGES) + sum(part.budget_s for part in PARTS) < 1800
+    assert list(STAGES) == ["tests", "speed", "beside"]
+    assert [part.name for part in STAGES["tests"]] == ["engine-tests", "kernel-tests"]
+    options = runner._parse(["--out", "out", "beside", "tests"])
+    assert runner._chosen(options) == [(MACHINE, *STAGES["tests"]), STAGES["beside"]]
+
+
+RUN = """
+import sys
+from pathlib import Path
+from loadtest.gpu import __main__ as runner
+from loadtest.gpu.parts import Part
+
+PROGRAMS = {
+    "hangs": "import subprocess, sys, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "daemon = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'], start_new_session=True);"
+    "open('daemon.pid', 'w').write(str(daemon.pid)); daemon.wait()",
+    "dies": "import os; os.abort()",
+    "fails": "import sys; sys.exit(1)",
+    "works": "pass",
+}
+FOUND = '{"figures": [], "notes": ["NAME has found this"], "details": {}, "has_failed": false}'
+
+
+def command(part, scratch, options):
+    (scratch / f"{part.name}.json").write_text(FOUND.replace("NAME", part.name))
+    return [sys.executable, "-c", PROGRAMS[part.name]]
+
+
+runner._command, runner._GRACE_S, runner._LEAST_S = command, 0.5, 1.0
+parts = tuple(Part(name, 10.0 if name == "hangs" else 60.0, "") for name in PROGRAMS)
+runner.MACHINE, runner.STAGES = Part("works", 2.0, ""), {"all": parts}
+sys.exit(runner.main(["--out", "out", "--rehearse", "--limit", "192"]))
+"""
+
+
+def test_parts_that_hang_die_or_fail_take_nothing_from_the_others(tmp_path: Path) -> None:
+    """What each has found is kept; a daemon of one that hangs is ended with it, though it leads another session."""
+    command = [sys.executable, "-c", RUN]
+    run = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    assert run.returncode == 1
+    parts = json.loads((tmp_path / "out/results.json").read_text())["parts"]
+    statuses = {"works": "done", "hangs": "out of time", "dies": "failed", "fails": "failed"}
+    assert {name: part["status"] for name, part in parts.items()} == statuses
+    assert all(part["notes"] == [f"{name} has found this"] for name, part in parts.items())
+    assert not Path(f"/proc/{(tmp_path / 'daemon.pid').read_text()}").exists()
+
+
+def test_without_vllm_its_part_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "find_spec", lambda _: None)
+    task = Task("vllm", tmp_path, is_rehearsal=True)
+    serving.run_vllm(task, "qwen3-0.6b")
+    assert read_findings(tmp_path / "vllm.json") == Findings(notes=["Not measured: vLLM is not installed here."])
 
 
 def test_tests_that_are_interrupted_have_told_what_they_found(tmp_path: Path) -> None:

@@ -1,13 +1,39 @@
-"""What the groups of torch.distributed have in common."""
+"""What groups of ranks have in common, whatever carries their numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.runtime.native.library import GroupError
+
+
+class Exchange(Protocol):
+    """The calls of a Group (group.py) that an agreement takes."""
+
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor, out: Tensor | None) -> None:
+        """Write the columns of all ranks to rank 0's out."""
+        ...
+
+    def broadcast(self, x: Tensor) -> None:
+        """Replace contiguous x by rank 0's."""
+        ...
+
+
+def least(group: Exchange, number: int, device: torch.device) -> int:
+    """Return the least of all ranks' numbers, which all ranks call for: a choice that one rank must not make alone."""
+    mine = torch.tensor([[number]], dtype=torch.int64, device=device)
+    everyones = mine.new_empty(1, group.size) if group.rank == 0 else None
+    group.gather(mine, everyones)
+    agreed = mine if everyones is None else everyones.amin(1, keepdim=True)
+    group.broadcast(agreed)
+    return int(agreed)
 
 
 def place(parts: Sequence[Tensor], out: Tensor | None) -> None:

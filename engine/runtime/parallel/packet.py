@@ -31,6 +31,8 @@ class Kind(IntEnum):
     CONFIGURE = 3  # a new pool
     CAPTURE = 4  # graphs of decode steps
     CLOSE = 5
+    AGREE = 6  # on the least memory that a GPU has left
+    LIMIT = 7  # its use of memory
 
 
 class Step(NamedTuple):
@@ -41,10 +43,10 @@ class Step(NamedTuple):
 
 
 Pairs = Sequence[tuple[int, int]]
-Message = Step | Pairs | SchedulerConfig | Kind  # a Kind that has no contents
+RankMessage = Step | Pairs | SchedulerConfig | Kind  # a Kind that has no contents
 
 
-def encode(message: Message) -> list[NDArray[Any]]:
+def encode(message: RankMessage) -> list[NDArray[Any]]:
     """Return the parts of a message, whose memory is the step's."""
     if isinstance(message, Kind):
         return [_head(message)]
@@ -66,7 +68,7 @@ def _head(*numbers: int) -> NDArray[np.int64]:
     return head
 
 
-def decode(message: memoryview) -> Message:
+def decode(message: memoryview) -> RankMessage:
     """Return what a message asks for, in its memory."""
     code, is_shared, *counts = np.frombuffer(message, np.int64, _NUM_HEADS).tolist()
     kind, rest = Kind(code), message[_NUM_HEADS * 8 :]

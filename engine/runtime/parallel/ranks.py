@@ -45,6 +45,14 @@ class Ranks(Protocol):
         """Have them capture the graphs of decode steps."""
         ...
 
+    def least_room(self, room: int) -> int:
+        """Return the least of the bytes that all ranks' devices have left for K/V and steps, this one's being `room`."""
+        ...
+
+    def hold_to_share(self) -> None:
+        """Have them hold torch to their share of their devices' memory."""
+        ...
+
     def await_event(self, event: Event) -> None:
         """Wait until the device has reached an event. Raises GroupError if a rank is lost or hangs."""
         ...
@@ -68,6 +76,13 @@ class Alone:
         """Do nothing."""
 
     def capture(self) -> None:
+        """Do nothing."""
+
+    def least_room(self, room: int) -> int:
+        """Return `room`."""
+        return room
+
+    def hold_to_share(self) -> None:
         """Do nothing."""
 
     def await_event(self, event: Event) -> None:
