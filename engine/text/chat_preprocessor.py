@@ -5,11 +5,11 @@ The fields only declare; what the model and its chat format make of them is deci
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.core.errors import InvalidRequestError, UnsupportedError
+from engine.core.errors import HeadlessModelError, InvalidRequestError, UnsupportedError
 from engine.core.types import Grammar, SamplingParams
 from engine.text.choice import TextRules
 from engine.text.fields.chat import ChatFields, Conversation
@@ -53,9 +53,16 @@ class ChatPreprocessor:
         self._format = limits.chat_format
 
     def render(self, chat: Conversation) -> str:
-        """Return the prompt's text. Raises InvalidRequestError or ContextLengthError."""
+        """Return the prompt's text, waiting for it. Raises InvalidRequestError or ContextLengthError."""
+        begun = self.begin(chat)
+        return begun if isinstance(begun, str) else begun()
+
+    def begin(self, chat: Conversation) -> str | Callable[[], str]:
+        """Return the prompt's text, or a function that waits for it, as ChatTemplate.begin does."""
         template, chat_format = self._tokenizer.chat_template, self._format
         if template is None:
+            if not self.limits.generates:
+                raise HeadlessModelError
             raise InvalidRequestError(
                 "This model has no chat template; use /v1/completions, or start the server with --chat-template.",
                 param="messages",
@@ -72,7 +79,7 @@ class ChatPreprocessor:
             variables = {**chat_format.template_kwargs(chat.effort), **variables}
         if self._template_kwargs:
             variables = {**self._template_kwargs, **variables}
-        return template.render(
+        return template.begin(
             messages,
             tools=tools,
             add_generation_prompt=not chat.continue_final_message if wants_answer is None else wants_answer,

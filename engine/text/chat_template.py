@@ -1,37 +1,41 @@
 """Renders a conversation with the model's Jinja template, in a sandbox.
 
-The template comes with the model, the messages come from a client: neither may reach Python, or work without end
-(template_budget.py). Pure; any thread.
+The template comes with the model, the messages come from a client: neither may reach Python, or work without end. Where
+template_work.py bounds the work of a template, a short conversation is rendered here, and the clock is checked at each turn
+of a loop. All else is rendered in a process with limits of time and memory (template_process.py). Any thread.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
 
-from jinja2 import TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2 import Template, meta, nodes, pass_context
+from jinja2.runtime import Context
 
-from engine.core.errors import ConfigError, InvalidRequestError
-from engine.text.template_budget import BoundedEnvironment, Budget, BudgetError, spending
+from engine.child_process import Ask, ChildError, ChildLostError, ChildProcess, Parts
+from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError
+from engine.text.template_environment import make_environment, reason
+from engine.text.template_work import MAX_INPUT, is_simple
 from engine.text.types import RESERVED
 
 _CUT = "<<the final message ends here>>"  # plain text, so that no filter of a template changes it
 MAX_SOURCE = 128 << 10  # characters of a template; those of models that call tools have up to 30,000
-_MAX_WORDS = 1000  # of an error
+_HERE_S = 0.01  # CPU time of a rendering on the caller's thread; a chat takes 0.1 ms
+_HERE_CHARS = 4 << 20  # of a prompt made there
+_LIMIT_S = 60.0  # the process enforces far lower limits of CPU time itself
+_RETRY_S = 1.0
+
+_to_json = json.JSONEncoder(ensure_ascii=False).encode
+_end_s: ContextVar[float] = ContextVar("end_s")  # CPU time of this thread at which a rendering is given up
 
 
-class _Generation(Extension):
-    """`{% generation %}` is for training; in serving its body is plain text."""
-
-    tags = {"generation"}  # noqa: RUF012 - declared by jinja2 as an instance variable
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+class _GivenUpError(Exception):
+    """A rendering takes too long for the caller's thread."""
 
 
 class ChatTemplate:
@@ -44,24 +48,17 @@ class ChatTemplate:
             raise ConfigError(
                 f"The chat template has more than {MAX_SOURCE} characters; give another with --chat-template."
             )
-        environment = BoundedEnvironment(
-            {"tojson": _to_json},  # jinja's escapes for HTML
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, loopcontrols],
-        )
-        environment.globals.update(special_tokens, raise_exception=_refuse, strftime_now=_now)
         self.source = source
+        self._special_tokens = dict(special_tokens)
+        self._child = ChildProcess("engine.text.template_process", limit_s=_LIMIT_S, set_up=self._set_up)
         try:
-            self._template = environment.from_string(source)
-            self.variables = frozenset(
-                meta.find_undeclared_variables(environment.parse(source))
-            )  # that a caller may set
+            environment = make_environment(special_tokens)
+            tree = environment.parse(source)
+            self.variables = _variables(tree)
+            environment.compile(tree)  # here too, so that its errors are known at start
+            self._template = _compiled(tree, special_tokens) if is_simple(tree, self._special_tokens) else None
         except Exception as error:  # besides TemplateError, any error of compiling jinja's Python
-            reason = "it is nested too deeply" if isinstance(error, RecursionError | MemoryError) else _in_short(error)
-            raise ConfigError(
-                f"The chat template cannot be read: {reason}; give another with --chat-template."
-            ) from error
+            raise _unreadable(reason(error)) from error
 
     def render(
         self,
@@ -72,9 +69,29 @@ class ChatTemplate:
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
     ) -> str:
-        """Return the prompt; `continue_final_message` ends it in the last message.
+        """Return the prompt, waiting for the process if that has to render it. Raises as `begin` does."""
+        begun = self.begin(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+        return begun if isinstance(begun, str) else begun()
 
-        Raises InvalidRequestError, with the template's own message where it refuses the conversation.
+    def begin(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: Mapping[str, Any],
+    ) -> str | Callable[[], str]:
+        """Return the prompt, or a function that returns it and may wait for the process.
+
+        `continue_final_message` ends the prompt in the last message. Both raise InvalidRequestError, with the template's
+        message where it refuses the conversation.
         """
         if template_kwargs:
             _check_names(template_kwargs)
@@ -85,26 +102,91 @@ class ChatTemplate:
             return self._render(variables)
         variables["messages"] = [*messages[:-1], _marked(messages)]
         prompt = self._render(variables)
-        if _CUT not in prompt:
-            raise InvalidRequestError(
-                "The chat template leaves out the last message, so it cannot be continued.", param="messages"
-            )
-        return prompt[: prompt.rindex(_CUT)]
+        return _cut(prompt) if isinstance(prompt, str) else lambda: _cut(prompt())
 
-    def _render(self, variables: dict[str, Any]) -> str:
+    def close(self) -> None:
+        """End the process for good. Idempotent."""
+        self._child.close()
+
+    def _render(self, variables: dict[str, Any]) -> str | Callable[[], str]:
         try:
-            with spending(Budget(variables)):
-                return self._template.render(variables)
-        except BudgetError as error:
+            question = _to_json(variables)
+        except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(
-                f"The model's chat template cannot write these messages: {error}; send less, or start the server with "
-                "another --chat-template.",
+                f"The chat template takes values of JSON only: {reason(error)}.", param="messages"
+            ) from error
+        if self._template is not None and len(question) <= MAX_INPUT:
+            _end_s.set(time.thread_time() + _HERE_S)
+            try:
+                return self._template.render(variables)
+            except _GivenUpError:
+                pass
+            except Exception as error:  # a foreign program over a client's data: any error is this request's fault
+                raise _refusal(reason(error)) from error
+        return partial(self._ask_child, question)
+
+    def _ask_child(self, question: str) -> str:
+        try:
+            answer = self._child.ask([bytearray(question.encode("utf-8", "surrogatepass"))])
+        except ChildLostError as error:
+            raise OverloadedError(
+                "Chat templates cannot be rendered now; try again.", retry_after_s=_RETRY_S
+            ) from error
+        except ChildError as error:
+            raise InvalidRequestError(
+                "The model's chat template cannot write these messages: it takes too much time or memory; send less, or "
+                "start the server with another --chat-template.",
                 param="messages",
             ) from error
-        except Exception as error:  # foreign code over a client's data: any error is this request's fault
-            raise InvalidRequestError(
-                f"The chat template refuses these messages: {_in_short(error)}", param="messages"
-            ) from error
+        if why := answer[0].decode("utf-8", "surrogatepass"):
+            raise _refusal(why)
+        return answer[1].decode("utf-8", "surrogatepass")
+
+    def _set_up(self, ask: Ask) -> None:
+        """Send a new process the template."""
+        document = {"source": self.source, "special_tokens": self._special_tokens}
+        answer: Parts = ask([bytearray(_to_json(document).encode("utf-8", "surrogatepass"))])
+        if why := answer[0].decode("utf-8", "surrogatepass"):
+            raise _unreadable(why)
+
+
+def _variables(tree: nodes.Template) -> frozenset[str]:
+    """Return the variables that a caller may set."""
+    generator = meta.TrackingCodeGenerator(tree.environment)  # type: ignore[arg-type]  # never None in a parsed tree
+    generator.optimizer = None  # which would compute the template's constants, however large
+    generator.visit(tree)
+    return frozenset(generator.undeclared_identifiers)
+
+
+def _compiled(tree: nodes.Template, special_tokens: Mapping[str, str]) -> Template:
+    """Return a simple template that checks the clock at each turn of a loop, and bounds its prompt."""
+    environment = make_environment(special_tokens)
+    environment.finalize = None
+    environment.concat = _concatenated  # type: ignore[method-assign]  # "".join
+    environment.filters["turn"] = _turn
+    for loop in tree.find_all(nodes.For):
+        turn = nodes.Filter(nodes.Const(None), "turn", [], [], None, None, lineno=loop.lineno)
+        loop.body.insert(0, nodes.ExprStmt(turn, lineno=loop.lineno))
+        if loop.test is not None:
+            loop.test = nodes.And(turn, loop.test, lineno=loop.lineno)
+    return environment.from_string(tree)
+
+
+@pass_context  # so that jinja2 cannot call it when it compiles
+def _turn(_: Context, __: None) -> bool:
+    if time.thread_time() > _end_s.get():
+        raise _GivenUpError
+    return True
+
+
+def _concatenated(pieces: Iterable[str]) -> str:
+    text, num_left = [], _HERE_CHARS
+    for piece in pieces:
+        num_left -= len(piece)
+        if num_left < 0:
+            raise _GivenUpError
+        text.append(piece)
+    return "".join(text)
 
 
 def _check_names(template_kwargs: Mapping[str, Any]) -> None:
@@ -123,18 +205,22 @@ def _marked(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return {**messages[-1], "content": final + _CUT}
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+def _cut(prompt: str) -> str:
+    """Return the prompt up to the mark."""
+    if _CUT not in prompt:
+        raise InvalidRequestError(
+            "The chat template leaves out the last message, so it cannot be continued.", param="messages"
+        )
+    return prompt[: prompt.rindex(_CUT)]
 
 
-def _in_short(error: Exception) -> str:
-    words = " ".join(str(error)[: 2 * _MAX_WORDS].split())
-    return words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "..."
+def _refusal(why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"The chat template refuses these messages: {why}",
+        param="messages",
+        log_message="The chat template refuses these messages.",  # its own words may quote them
+    )
 
 
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _now(layout: str) -> str:
-    return datetime.now().astimezone().strftime(layout)
+def _unreadable(why: str) -> ConfigError:
+    return ConfigError(f"The chat template cannot be read: {why}; give another with --chat-template.")

@@ -21,6 +21,7 @@ class ModelLimits:
     pool_tokens: int  # positions that the whole KV pool holds
     max_logprobs: int
     has_priorities: bool
+    generates: bool = True  # the model has an LM head
     tokenizer: TextTokenizer
     chat_format: ChatFormat = field(default_factory=ChatFormat)
 
@@ -32,6 +33,7 @@ class ModelLimits:
         tokenizer: TextTokenizer,
         *,
         max_logprobs: int,
+        generates: bool = True,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> ModelLimits:
@@ -41,6 +43,7 @@ class ModelLimits:
             max_model_len=config.max_model_len,
             pool_tokens=config.num_blocks * config.block_size,
             max_logprobs=max_logprobs,
+            generates=generates,
             has_priorities=config.policy in ("priority", "fair"),
             tokenizer=tokenizer,
             chat_format=ChatFormat.of(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser),

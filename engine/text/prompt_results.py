@@ -1,4 +1,4 @@
-"""Computes the results of a prompt without an answer: a unit vector, or the likelihood of the prompt's end. Pure."""
+"""Computes the results of prompts without an answer: a unit vector, a cosine, or the likelihood of a prompt's end. Pure."""
 
 from __future__ import annotations
 
@@ -18,6 +18,21 @@ def unit_vector(values: Sequence[float]) -> array[float]:
     """Return the vector scaled to length one, in float32; zero stays zero."""
     length = math.hypot(*values) or 1.0
     return array("f", [value / length for value in values])
+
+
+def cosine(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the cosine of the angle between two unit vectors."""
+    return math.fsum(x * y for x, y in zip(first, second, strict=True))
+
+
+def check_reduction(reduction: Reduction) -> None:
+    """Raise InvalidRequestError for a sum, where the cosine of two vectors is the score."""
+    if reduction != "mean":
+        raise InvalidRequestError(
+            f"reduction is {reduction!r}, and this model has no LM head: a score is the cosine of two vectors, not a sum of "
+            "log probabilities; leave it out.",
+            param="reduction",
+        )
 
 
 def first_scored(context: Sequence[int], whole: Sequence[int]) -> int:

@@ -111,6 +111,11 @@ class TextTokenizer:
         except InvalidRequestError as error:
             raise ConfigError(f"{error} Name the model's own tokenizer with --tokenizer.") from error
 
+    def close(self) -> None:
+        """End the process of the chat template. Idempotent."""
+        if self.chat_template is not None:
+            self.chat_template.close()
+
     def to_json(self) -> str:
         """Return the content of a tokenizer.json."""
         return self._backend.to_str()

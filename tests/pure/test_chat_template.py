@@ -1,0 +1,367 @@
+"""Chat templates: those that could work without end are rendered in a process with limits, the others as jinja would."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError
+from engine.text import chat_template
+from engine.text.chat_template import MAX_SOURCE, ChatTemplate
+from engine.text.template_environment import _to_json, make_environment
+from engine.text.template_work import MAX_INPUT, is_simple
+
+MESSAGES = [{"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "x"}]
+BIG = "{% set s = 'a' * 1000000 %}"
+DOUBLED = "{% set x = 'ab' %}" + "{% set x = x ~ x %}" * 60
+LISTS = "{% set x = ['a'] %}" + "{% set x = [x, x] %}" * 60
+
+ENDLESS = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a loop that passes over all": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    "a loop that goes on": "{% for a in range(99999) %}{% for b in range(99999) %}{% continue %}{% endfor %}{% endfor %}",
+    "a recursive loop": "{% for a in [range(9)] recursive %}{{ loop([a, a]) }}{% endfor %}",
+    "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "a macro that calls itself twice": (
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+    ),
+    "a block that calls itself": "{% block b %}{{ self.b() }}{{ self.b() }}{% endblock %}",
+    "callers within callers": (
+        "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}" + "{% call m() %}" * 25 + "x" + "{% endcall %}" * 25
+    ),
+    "filters of filters": "{% for a in range(99999) %}{{ range(99999) | map('string') | list | length }}{% endfor %}",
+    "its own text": "{% for a in range(99999) %}" + "long text " * 2000 + "{% endfor %}",
+    "text times number": "{{ 'a' * 10**10 }}",
+    "number times text": "{{ 10**10 * 'a' }}",
+    "list times number": "{{ [1] * 10**10 }}",
+    "power": "{{ 9**(9**9) }}",
+    "product": "{% set x = 9**9999 %}" + "{% set x = x * x %}" * 60 + "{{ x > 1 }}",
+    "percent": "{{ '%1000000000d' % 1 }}",
+    "percent with a star": "{{ '%*d' % (10**9, 1) }}",
+    "percent of much": BIG + "{{ ('%s' * 1000) % ([s] * 1000) }}",
+    "format filter": "{{ '%1000000000d' | format(1) }}",
+    "format method": "{{ '{:1000000000}'.format(1) }}",
+    "format with a field": "{{ '{:{}}'.format(1, 10**9) }}",
+    "percent of one thing often": BIG + "{{ ('%(a)s' * 1000) % {'a': s} }}",
+    "format filter of one thing often": BIG + "{{ ('%(a)s' * 1000) | format(a=s) }}",
+    "format map": "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
+    "format of much": BIG + "{{ ('{0}' * 1000).format(s) }}",
+    "center filter": "{{ 'a' | center(10**9) }}",
+    "center filter of a constant": "{{ 'a' | center(1000000000) }}",
+    "center method": "{{ 'a'.center(10**9) }}",
+    "ljust": "{{ 'a'.ljust(10**9) }}",
+    "zfill": "{{ 'a'.zfill(width=10**9) }}",
+    "to_bytes": "{{ (1).to_bytes(10**9, 'big') }}",
+    "expandtabs": "{{ ('\\t' * 100000).expandtabs(100000) }}",
+    "replace method": BIG + "{{ s.replace('a', s) }}",
+    "replace filter": BIG + "{{ s | replace('a', s) }}",
+    "replace nothing": BIG + "{{ s.replace('', s) }}",
+    "join method": BIG + "{{ s.join('a' * 1000) }}",
+    "join filter": BIG + "{{ range(9999) | join(s) }}",
+    "join of much": BIG + "{{ ([s] * 9999) | join }}",
+    "translate": BIG + "{{ s.translate({97: s}) }}",
+    "indent": "{{ ('\\n' * 100000) | indent(100000) }}",
+    "indent by text": BIG + "{{ ('\\n' * 100000) | indent(s, blank=true) }}",
+    "tojson": "{{ messages | tojson(indent=10**8) }}",
+    "batch": "{{ [1] | batch(10**10, 'a') | list }}",
+    "slice": "{{ [1] | slice(10**10) | list }}",
+    "round": "{{ 1.5 | round(10**10, 'ceil') }}",
+    "sum of lists": "{{ ([[1]] * 100000) | sum(start=[]) }}",
+    "sorting": "{% set a = 'a' * 1000000 %}{% set b = 'a' * 999999 ~ 'a' %}{{ ([a, b] * 20000) | sort | length }}",
+    "doubled by ~": DOUBLED,
+    "doubled by +": DOUBLED.replace("~", "+"),
+    "doubled by a block": "{% set x = 'ab' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60,
+    "doubled by a macro": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}{{ " + "m(" * 60 + "'ab'" + ")" * 60 + " }}",
+    "doubled in a namespace": (
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+    ),
+    "doubled lists": "{% set x = [1] %}" + "{% set x = x + x %}" * 60,
+    "lists in lists": LISTS,
+    "lists in lists, compared": LISTS + LISTS.replace("x", "y") + "{{ x == y }}",
+    "dicts in dicts": "{% set x = 'a' %}" + "{% set x = dict(a=x, b=x) %}" * 60 + "{{ x }}",
+    "dicts spelled": "{% set x = 'a' %}" + "{% set x = {'a': x, 'b': x} %}" * 60 + "{{ x | tojson }}",
+    "lists in batches": "{% set x = ['a'] %}"
+    + "{% set x = (x | batch(9) | list) * 2 %}" * 60
+    + "{{ x | string | length }}",
+    "namespaces in namespaces": "{% set x = 'a' %}" + "{% set x = namespace(a=x, b=x) %}" * 60 + "{{ x }}",
+    "a cycle": "{% set ns = namespace(x=1) %}{% set ns.x = [ns, ns] %}{{ ns.x }}",
+    "lipsum": "{{ lipsum(n=10**9) }}",
+    "range": "{{ range(10**10) | list }}",
+    "slices": BIG + "{% for i in range(99999) %}{% set t = s[1:] %}{% endfor %}",
+    "sort": "{{ ('a'*10000000) | sort | length }}",
+    "unique": BIG + "{{ s | unique | list | length }}",
+    "title": BIG + "{{ s | title | length }}",
+    "max": BIG + "{{ s | max }}",
+    "word wrap": BIG + "{{ s | wordwrap(1) | length }}",
+    "groups": "{{ messages | groupby('role') | list }}",
+    "map of a method": "{{ messages | map('format') | list }}",
+    "a remainder of a client's text": "{{ messages[0].content % 1 }}",
+    "an odd text": "{{ messages[0].content is odd }}",
+    "a divisible text": "{{ messages[0].content is divisibleby 3 }}",
+    "a wide date": "{{ strftime_now('%999999999Y') }}",
+    "a date of a client": "{{ strftime_now(messages[0].content) }}",
+    "joiner": "{% set j = joiner('x' * 100000000) %}{% for i in range(99999) %}{{ j() }}{% endfor %}",
+    "a namespace that grows by turns": (
+        "{% set ns = namespace(x='a') %}{% for m in messages %}{% set ns.x = ns.x ~ m.content %}{% endfor %}{{ ns.x }}"
+    ),
+    "a namespace in a list": "{% set ns = namespace(x=1) %}{% set y = [ns] %}{{ y[0].x * 9 }}",
+    "a namespace under two names": "{% set a = namespace(x='a') %}{% set b = a %}{% set b.x = b.x + a.x %}{{ a.x }}",
+    "a renamed function": "{% set namespace = messages[0].content.format %}{{ namespace(x=1) }}",
+    "a method by its name": "{{ messages[0].content['format'](1) }}",
+    "many tojson": "{{ messages | tojson }}" * 2000,
+    "many doubles": "{% set x = messages[0].content %}" + "{% set x = x + x %}" * 14 + "{{ x }}",
+    "replaced by more": "{{ messages[0].content.replace('', 'a' * 999).replace('a', 'b' * 999) }}",
+    "replaced by constants": "{{ messages[0].content.replace('', '"
+    + "b" * 999
+    + "').replace('b', '"
+    + "b" * 999
+    + "') }}",
+    "joined by a long text": "{{ messages[0].content | join('" + "b" * 3000 + "') }}",
+    "texts of lists": "{{ messages" + " | string | list" * 9 + " }}",
+    "loops of 300 names": "{% set a = 1 %}" + "".join(f"{{% set a{i} = 1 %}}" for i in range(300)),
+}
+
+
+PLAIN = """{%- if messages[0].role == 'system' -%}{%- set system = messages[0].content | trim -%}{%- set rest = messages[1:] -%}
+{%- else -%}{%- set system, rest = '', messages -%}{%- endif -%}
+{%- set ns = namespace(last=rest | length - 1, found=false, name='') -%}
+{%- for message in rest[::-1] -%}
+  {%- if message.role == 'user' and not ns.found and message.content is string -%}
+    {%- set ns.found = true -%}{%- set ns.last = (rest | length - 1) - loop.index0 -%}{%- set ns.name = message.role -%}
+  {%- endif -%}
+{%- endfor -%}
+{{ bos_token }}{{ ns.name }}{{ ns.last % 2 }}
+{%- for message in rest if message.role != 'system' -%}
+  {%- set content = message.content if message.content is string else '' -%}
+  {%- if '</think>' in content -%}
+    {%- set content = content.split('</think>')[-1].lstrip('\\n').replace('\\n', ' ') -%}
+  {%- endif -%}
+  {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) and loop.index0 > 1000 -%}{{ raise_exception('alternate') }}{%- endif -%}
+  {{ '<|' + message.role + '|>' ~ content | trim + '<|end|>' }}
+  {%- for call in message.tool_calls or [] -%}
+    {{ call.name }}{{ call.arguments | tojson }}{% for key, value in call.arguments.items() %}{{ key }}={{ value }}{% endfor %}
+    {{- ', ' if not loop.last }}
+  {%- endfor -%}
+  {%- if message.skipped is defined -%}{%- continue -%}{%- endif -%}
+{%- else -%}nothing{%- endfor -%}
+{{ messages | map(attribute='role') | join(', ') }}{{ tools | tojson(indent=2) if tools is not none }}{{ system }}{{ messages[0].role | upper }}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+USUAL = """{%- set ns = namespace(found=false, parts=[]) -%}
+{%- macro show(value, depth=0) -%}
+  {%- if value is mapping -%}{ {%- for key, inner in value | dictsort -%}{{ key }}:{{ show(inner, depth + 1) }}
+  {%- if not loop.last %}, {% endif -%}{%- endfor -%} }
+  {%- elif value is iterable and value is not string -%}[{{ value | map('string') | join(', ') }}]
+  {%- else -%}{{ value | tojson(indent=2) }}{%- endif -%}
+{%- endmacro -%}
+{%- for message in messages if message.role != 'system' -%}
+  {%- if loop.first %}{% set ns.found = true %}{% endif -%}
+  {{ '<|' ~ message['role'] ~ '|>' + message.content.strip().replace('\\n', ' ') | trim }}
+  {%- set ns.parts = ns.parts + [message.content | length, loop.index0] -%}
+  {{ loop.cycle('odd', 'even') }}{{ '%s-%03d' % (message.role, loop.index) }}{{ '{:>4}'.format(loop.length) }}
+  {%- if message.content.split('t') | length > 9 -%}{%- continue -%}{%- endif -%}
+{%- else -%}nothing{%- endfor -%}
+{{ messages[::-1] | map(attribute='role') | unique | list }}{{ ns.parts | sum }}{{ (ns.parts | sort | last | default(1)) * 2 ** 3 }}
+{{ show({'b': [1, 2], 'a': {'c': none}}) }}{{ [1, [2, 3]] | tojson }}{{ {'x': (1, 2)} }}{{ messages | selectattr('role', 'equalto', 'user') | list | count }}
+{%- set shown %}{{ messages[0].content | upper | indent(2) }}{% endset %}{{ shown | center(30) }}{{ undefined_thing }}
+{%- for row in range(10) | batch(3, '-') %}{{ row | join('') }}{% endfor %}{{ 'a,b'.split(',') | last }}{{ 7 % 4 }}{{ ', '.join(['p', 'q']) }}"""
+
+
+def made(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {"bos_token": "<s>"})
+
+
+HOW: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False, "template_kwargs": {}}
+
+
+def render(template: ChatTemplate, messages: list[dict[str, Any]] = MESSAGES) -> str:
+    return template.render(messages, **HOW)
+
+
+@pytest.mark.parametrize("name", list(ENDLESS))
+def test_what_may_have_no_end_is_not_rendered_here(name: str) -> None:
+    """Compiling such a template computes nothing either, however large its constants are."""
+    assert made(ENDLESS[name])._template is None
+
+
+@pytest.mark.parametrize("source", ["", "plain", PLAIN, "{% for m in messages %}{{ m.content }}{% endfor %}"])
+def test_what_has_a_bound_is_rendered_here(source: str) -> None:
+    template = made(source)
+    assert isinstance(template.begin(MESSAGES, **HOW), str)
+    assert template._child.pid is None
+
+
+def test_the_bound_counts_special_tokens() -> None:
+    tree = make_environment({}).parse("{{ bos_token }}")
+    assert is_simple(tree, {"bos_token": "<s>"})
+    assert not is_simple(tree, {"bos_token": "s" * 100_000})
+
+
+def test_no_variable_of_a_loop_grows_from_turn_to_turn() -> None:
+    """The bound relies on jinja's scopes: what a turn sets, the next does not see."""
+    source = "{% set x = 'ab' %}{% for m in messages %}{% set x = x + x %}{{ x }}{% endfor %}"
+    template = made(source)
+    assert template._template is not None
+    assert render(template, MESSAGES * 5) == "abab" * 10
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ ('a' * 10000000) | sort | length }}",
+        "{{ 'a' * 10000000000 }}",
+        "{{ 'a' * 30000000 }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_each_kind_ends_with_one_sentence_and_the_next_is_rendered(source: str) -> None:
+    """Time, time in one call of C, memory, a long prompt, recursion."""
+    template = made("{% if messages[0].content == 'go' %}" + source + "{% endif %}fine")
+    try:
+        with pytest.raises(InvalidRequestError, match="chat template") as caught:
+            render(template, [{"role": "user", "content": "go"}])
+        assert caught.value.param == "messages"
+        assert render(template) == "fine"
+    finally:
+        template.close()
+
+
+def test_a_process_that_was_killed_is_not_the_requests_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = made("{{ range(3) | list }}")
+    assert render(template) == "[0, 1, 2]"
+    ask = template._child.ask
+
+    def killed(question: list[bytearray]) -> list[bytearray]:
+        assert template._child.pid is not None
+        os.kill(template._child.pid, signal.SIGSTOP)  # so that the answer cannot come first
+        os.kill(template._child.pid, signal.SIGKILL)
+        return ask(question)
+
+    monkeypatch.setattr(chat_template, "_RETRY_S", 3.0)
+    process = template._child._process
+    assert process is not None
+    monkeypatch.setattr(process, "poll", lambda: None)
+    monkeypatch.setattr(template._child, "ask", killed)
+    with pytest.raises(OverloadedError):
+        render(template)
+    monkeypatch.undo()
+    assert render(template) == "[0, 1, 2]"
+    template.close()
+
+
+@pytest.mark.parametrize(("limit", "value"), [("_HERE_S", -1.0), ("_HERE_CHARS", 3)])
+def test_a_bounded_template_that_takes_long_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: float
+) -> None:
+    template = made(PLAIN)
+    text = render(template)
+    monkeypatch.setattr(chat_template, limit, value)
+    begun = template.begin(MESSAGES, **HOW)
+    assert not isinstance(begun, str)
+    assert begun() == text
+    template.close()
+
+
+def test_every_loop_checks_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_HERE_S", -1.0)
+    for loop in ("for m in messages", "for m in messages if false", "for a, b in messages[0].items()"):
+        template = made("{% " + loop + " %}{% endfor %}")
+        assert template._template is not None
+        assert not isinstance(template.begin(MESSAGES, **HOW), str)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("x" * (MAX_SOURCE + 1), "characters"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
+        ("{% if 1 %}" * 5000 + "{% endif %}" * 5000, "nested too deeply"),
+        ("{% for i in [] %}" * 30 + "{% endfor %}" * 30, "nested blocks"),
+        ("{{ " + "9" * 5000 + " }}", "limit"),
+        ("{{ " + "-" * 50_000 + "1 }}", "nested too deeply"),
+        ("{% for %}", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_compiled_is_said_at_start(source: str, words: str) -> None:
+    with pytest.raises(ConfigError, match="--chat-template") as caught:
+        ChatTemplate(source, {})
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+CONVERSATIONS = {
+    "short": MESSAGES,
+    "one": MESSAGES[:1],
+    "system": [{"role": "system", "content": " s\nt "}, *MESSAGES * 20],
+    "odd": [
+        {"role": "user", "content": "half \ud800 of a pair, \0 and ünïcode 🦜"},
+        {
+            "role": "assistant",
+            "content": "a</think>\nb\nc",
+            "tool_calls": [{"name": "f", "arguments": {"x": [1, None, 2.5]}}],
+        },
+    ],
+    "long": [{"role": "user", "content": "word " * 200}] * 1000,
+}
+
+
+@pytest.mark.parametrize("source", [PLAIN, USUAL], ids=["plain", "usual"])
+@pytest.mark.parametrize("name", list(CONVERSATIONS))
+def test_what_templates_do_is_what_jinja_does(name: str, source: str) -> None:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    messages = CONVERSATIONS[name]
+    variables = {
+        "messages": messages,
+        "tools": None,
+        "documents": None,
+        "bos_token": "<s>",
+        "add_generation_prompt": True,
+    }
+    template = made(source)
+    assert render(template, messages) == environment.from_string(source).render(variables)
+    assert (template._template is not None) == (source is PLAIN)
+    assert (template._child.pid is None) == (source is PLAIN and name != "long")
+    template.close()
+
+
+def test_a_megabyte_of_text_is_rendered() -> None:
+    text = "The party of the first part. " * 40_000
+    template = made(PLAIN)
+    rendered = render(template, [{"role": "user", "content": text}])
+    assert len(rendered) > len(text) > 30 * MAX_INPUT
+    template.close()
+
+
+def test_a_continued_message_may_be_rendered_by_the_process() -> None:
+    for source in (
+        "{% for m in messages %}{{ m.content }}!{% endfor %}",
+        "{{ messages | map(attribute='content') | sort | join }}!",
+    ):
+        template = made(source)
+        options: dict[str, Any] = {**HOW, "add_generation_prompt": False, "continue_final_message": True}
+        assert template.render([{"role": "user", "content": "a"}], **options) == "a"
+        with pytest.raises(InvalidRequestError, match="leaves out the last message"):
+            made("{{ range(2) | list }}").render(MESSAGES, **options)
+        template.close()
+
+
+@pytest.mark.parametrize("value", [object(), {("a", "b"): 1}], ids=["an object", "a key"])
+def test_values_that_are_no_json_are_refused(value: object) -> None:
+    with pytest.raises(InvalidRequestError, match="JSON"):
+        made("{{ x }}").render(MESSAGES, **{**HOW, "template_kwargs": {"x": value}})
+
+
+def test_a_refusal_is_the_templates_sentence_wherever_it_is_rendered() -> None:
+    for source in ("{{ raise_exception('no tools') }}", "{{ [1] | sort }}{{ raise_exception('no tools') }}"):
+        template = made(source)
+        with pytest.raises(InvalidRequestError, match="refuses these messages: no tools"):
+            render(template)
+        template.close()
