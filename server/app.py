@@ -35,7 +35,8 @@ from server.context import Context
 from server.http.bodies import BodyReader
 from server.http.cross_site import Cors, CrossSiteGuard
 from server.http.openapi import openapi_router
-from server.middleware import RequestScope, log_answer
+from server.http.turns import TurnTaker
+from server.middleware import AnswerLog, RequestScope
 from server.openai.responses.store import ResponseStore
 from server.operations import live, unserved
 from server.operations.handoff import Receiver, Sender, handover_config
@@ -46,6 +47,7 @@ from server.telemetry.events import GrammarCompiled, Listener, PrefillDelegated,
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.otlp_endpoints import find_endpoints
+from server.telemetry.recent_requests import RecentRequests
 from server.telemetry.request_log import RequestLog
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import read_tenants
@@ -123,7 +125,11 @@ def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Con
     if export is not None:
         metrics.listeners += export.listeners
         metrics.add_span_counts(export.otlp.counts)
-    telemetry = Telemetry(request_log, *metrics.listeners, *([log_answer] if config.enable_log_requests else []))
+    live_view, recent = LiveView(engine), RecentRequests()
+    metrics.listeners += (live_view.observe, recent.observe)
+    telemetry = Telemetry(
+        request_log, *metrics.listeners, *([AnswerLog().observe] if config.enable_log_requests else [])
+    )
     emit = telemetry.emit
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     limits = ModelLimits.of(
@@ -131,6 +137,7 @@ def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Con
         engine.vocab_size,
         tokenizer,
         max_logprobs=config.max_logprobs,
+        generates=engine.generates,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
     )
@@ -149,8 +156,9 @@ def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Con
         metrics=metrics,
         telemetry=telemetry,
         tenancy=tenancy,
-        live=LiveView(engine),
+        live=live_view,
         request_log=request_log,
+        recent=recent,
         responses=ResponseStore(config.max_stored_responses),
         started_s=int(time.time()),
         grammars=GrammarCompiler(tokenizer, engine.vocab_size, lambda seconds: emit(GrammarCompiled(seconds))),
@@ -210,6 +218,7 @@ async def _stop(context: Context) -> None:
     if context.batches is not None:
         context.batches.close()
     context.grammars.close()
+    context.tokenizer.close()
     context.bodies.close()
     if context.otlp is not None:
         await context.otlp.close()
@@ -240,7 +249,7 @@ def _routed(context: Context, **options: Any) -> FastAPI:
 def _middleware(context: Context, open_paths: Collection[str]) -> list[Middleware]:
     """Return the middlewares, outermost first.
 
-    They log, refuse foreign web pages, allow origins, and check the key.
+    They log, refuse foreign web pages, allow origins, check the key, and wait for a turn of the event loop.
     """
     config = context.config
     stack = [Middleware(RequestScope, emit=context.telemetry.emit, tracing=context.tracing, root_path=config.root_path)]
@@ -259,4 +268,5 @@ def _middleware(context: Context, open_paths: Collection[str]) -> list[Middlewar
         )
     if context.tenancy.needs_key:
         stack.append(Middleware(KeyGuard, tenancy=context.tenancy, open_paths=open_paths))
+    stack.append(Middleware(TurnTaker, turns=context.bodies.turns, open_paths=PROBE_PATHS))
     return stack

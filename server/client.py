@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from engine.core.errors import QuireError
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
 from engine.loop import Engine
+
+TURN_READERS = 64  # that are woken in a turn of the loop, which then takes 4 ms
 
 
 class PromptEvent(NamedTuple):
@@ -65,8 +68,9 @@ class Answer:
             self._alive.discard((event.request_id, event.choice))
         self.has_begun = True
         self._events.append(PromptEvent(self._prompts[event.request_id], event))
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        if self._reader is not None:
+            self._client.wake(self._reader)
+            self._reader = None
 
     def fail(self, error: QuireError) -> None:
         """End open requests on an error, in the engine's place."""
@@ -88,6 +92,7 @@ class EngineClient:
         self._answers: dict[str, Answer] = {}  # by request id
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
+        self._waking: deque[asyncio.Future[None]] = deque()  # readers that have events
 
     @property
     def num_open(self) -> int:
@@ -149,3 +154,20 @@ class EngineClient:
             answer = self._answers.get(event.request_id)
             if answer is not None:
                 answer.put(event)
+
+    def wake(self, reader: asyncio.Future[None]) -> None:
+        """Wake a reader, behind those that wait for it already."""
+        self._waking.append(reader)
+        if len(self._waking) == 1:
+            assert self._loop is not None
+            self._loop.call_soon(self._wake_some)
+
+    def _wake_some(self) -> None:
+        """Wake the readers of this turn; the events of the others gather meanwhile, and other requests have the loop."""
+        for _ in range(min(len(self._waking), TURN_READERS)):
+            reader = self._waking.popleft()
+            if not reader.done():  # else its request was cancelled
+                reader.set_result(None)
+        if self._waking:
+            assert self._loop is not None
+            self._loop.call_soon(self._wake_some)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -37,9 +38,10 @@ from server.settings.app_config import AppConfig
 from server.telemetry.events import FieldIgnored, Telemetry
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
+from server.telemetry.recent_requests import RecentRequests
 from server.telemetry.request_log import RequestLog
 from server.tenancy.public_prefixes import PublicPrefixes
-from server.tenancy.tenancy import Tenancy, owner_of
+from server.tenancy.tenancy import Tenancy, enter, owner_of
 from server.tenancy.tenant_file import DEFAULT
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ _LIKENESS = 0.85
 Body = TypeVar("Body", bound=RequestBody)
 Result = TypeVar("Result")
 
+_RENDERING = ThreadPoolExecutor(1, "quire-rendering")  # waits for the process that renders chat templates
 _IS_LARGE: ContextVar[bool] = ContextVar("is_large", default=False)  # the body of this request
 
 
@@ -75,6 +78,7 @@ class Context:
     live: LiveView
     grammars: GrammarCompiler
     request_log: RequestLog
+    recent: RecentRequests
     responses: ResponseStore
     bodies: BodyReader
     started_s: int  # Unix time
@@ -122,14 +126,18 @@ class Context:
         )
         return ["kv_transfer_params"] if is_dropped else []
 
+    def enter(self, request: Request) -> None:
+        """Count a request on its account until it ends, once. Raises OverloadedError at a limit."""
+        enter(request.scope["state"], self.engine.stats.e2e_s.mean)
+
     async def render(self, body: Conversation) -> str:
-        """Return a conversation's prompt; a long one is rendered on another thread.
+        """Return a conversation's prompt; threads prepare a long one, and wait for the process that renders it.
 
         Raises InvalidRequestError.
         """
-        if body.is_long or _IS_LARGE.get():
-            return await run_slowly(lambda: self.preprocessor.render(body))
-        return self.preprocessor.render(body)
+        is_long = body.is_long or _IS_LARGE.get()
+        begun = await run_slowly(lambda: self.preprocessor.begin(body)) if is_long else self.preprocessor.begin(body)
+        return begun if isinstance(begun, str) else await asyncio.get_running_loop().run_in_executor(_RENDERING, begun)
 
     async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool) -> list[list[int]]:
         """Return the token ids of each text. Raises ContextLengthError."""
@@ -165,13 +173,16 @@ def check_operator(owner: str, what: str) -> None:
         raise ApiError(403, "not_allowed", message, type="permission_error")
 
 
-def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]]:
+def json_body(model: type[Body], *, spends: bool = False) -> Callable[[Request, Context], Awaitable[Body]]:
     """Return a dependency that reads and checks a JSON body.
 
-    Unknown fields and dropped hints are named in a header, or refused with --strict-fields.
+    With `spends` the request runs the engine, and its account's limits are checked before the body is read. Unknown fields
+    and dropped hints are named in a header, or refused with --strict-fields.
     """
 
     async def read(request: Request, context: InContext) -> Body:
+        if spends:
+            context.enter(request)
         most = context.config.max_body_bytes
         too_large = f"The request body is larger than {most} bytes; send less (--max-body-bytes)."
         pieces = limited(request, most, too_large)
@@ -199,11 +210,11 @@ def json_body(model: type[Body]) -> Callable[[Request, Context], Awaitable[Body]
 
 async def _read(pieces: AsyncIterator[bytes], context: Context, model: type[Body]) -> Body:
     """Return the body; a large one is read in a child process."""
-    async with context.bodies.receive(pieces) as raw:
+    bodies = context.bodies
+    async with bodies.receive(pieces) as raw:
+        await bodies.turns.take()
         _IS_LARGE.set(is_large(raw))
-        if _IS_LARGE.get():
-            return await context.bodies.read(model, raw)
-        return context.bodies.read_here(model, raw)
+        return await bodies.read(model, raw) if _IS_LARGE.get() else bodies.read_small(model, raw)
 
 
 async def aside(function: Callable[[], Result], num_chars: int = 0) -> Result:

@@ -16,7 +16,11 @@ from engine.doctor import Finding, State, check_machine
 from server.settings.flags import load_settings
 from server.settings.settings import ENV_PREFIX, Settings
 
-_EXTRAS = {"triton": "CUDA kernels", "opentelemetry.sdk": "quire[otel]: traces", "matplotlib": "quire[plot]: pictures"}
+_EXTRAS = {
+    "triton": "CUDA kernels",
+    "opentelemetry.sdk": "quire-serve[otel]: traces",
+    "matplotlib": "quire-serve[plot]: pictures",
+}
 _HUB_PATIENCE_S = 5.0
 _LAST_PORT = 65535
 

@@ -13,7 +13,7 @@ import errno
 import math
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 
@@ -42,11 +42,14 @@ from engine.core.errors import (
     shorten,
 )
 from engine.text.fields.base import describe
+from server.telemetry.logs import printable
 
 # Keys of an ASGI request's state, which the outermost middleware writes.
 REQUEST_ID = "request_id"
 IS_ANTHROPIC = "is_anthropic"  # True for a request of Anthropic's API
+ERROR = "error"  # the ApiError that answered it
 
+_MAX_LOGGED_CHARS = 400  # of a sentence
 _MAX_SUGGESTED_CHARS = 100  # of a path for which a served one is suggested
 _RETRY_SOON = {"retry-after": "1", "retry-after-ms": "1000"}
 _INVALID, _SERVER = "invalid_request_error", "server_error"
@@ -98,6 +101,13 @@ class ApiError(Exception):
     param: str | None = None
     type: str = _INVALID
     headers: dict[str, str] = field(default_factory=dict)
+    log_message: str = ""  # for the log, where `message` may quote the prompt
+
+    @property
+    def logged(self) -> str:
+        """Return the sentence for the log and the list of requests: bounded, and without the prompt."""
+        sentence = printable(self.log_message or self.message)
+        return sentence if len(sentence) <= _MAX_LOGGED_CHARS else sentence[:_MAX_LOGGED_CHARS] + "..."
 
     def body(self) -> bytes:
         """Return OpenAI's envelope as JSON."""
@@ -112,7 +122,8 @@ class ApiError(Exception):
     def response(self, scope: Scope) -> Response:
         """Return the answer to a request; a 503 always says when to try again."""
         headers = _RETRY_SOON | self.headers if self.status == HTTPStatus.SERVICE_UNAVAILABLE else self.headers
-        state = scope.get("state", {})
+        state = scope.setdefault("state", {})
+        state[ERROR] = replace(self)  # without a traceback, whose frames hold the body
         body = self.anthropic_body(request_id=state[REQUEST_ID]) if state.get(IS_ANTHROPIC) else self.body()
         return Response(body, self.status, headers, media_type="application/json")
 
@@ -137,8 +148,9 @@ def to_api_error(error: Exception) -> ApiError:
         return _from_http(error)
     for kind, status, error_type, code in _TABLE:
         if isinstance(error, kind):
-            param = error.param if isinstance(error, ClientError) else None
-            return ApiError(status, code, str(error), param, error_type, _retry_headers(error))
+            param, log_message = (error.param, error.log_message) if isinstance(error, ClientError) else (None, "")
+            message = str(error) or "The client left before its answer."
+            return ApiError(status, code, message, param, error_type, _retry_headers(error), log_message)
     return ApiError(500, "internal_error", "The server failed on this request; its log says why.", None, _SERVER)
 
 

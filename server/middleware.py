@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.core.errors import ShuttingDownError
-from server.errors import IS_ANTHROPIC, REQUEST_ID, is_disk_full, to_api_error
+from engine.core.errors import ShuttingDownError, shorten
+from server.errors import ERROR, IS_ANTHROPIC, REQUEST_ID, is_disk_full, to_api_error
 from server.telemetry.events import Event, HttpAnswered, Listener, RequestEnded
-from server.tenancy.tenancy import TENANT
+from server.telemetry.logs import LineBudget, printable
+from server.telemetry.request_log import Caller
+from server.tenancy.tenancy import TENANT, Account, leave
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -32,6 +34,7 @@ _ID = re.compile(r"[\x21-\x7e]{1,128}")  # a client's id is repeated in headers 
 # Keys of the request's state, under which routes leave what the answer's headers and the log line report.
 IGNORED_FIELDS = "ignored_fields"
 RECORD = "record"
+BEGUN_S = "begun_s"  # Unix time, at which the request arrived
 
 
 class RequestScope:
@@ -61,7 +64,12 @@ class RequestScope:
         is_anthropic = _is_anthropic(path, headers)
         # uvicorn keeps the scope with the real method, and sends no body in answer to a HEAD.
         scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
-        state = scope["state"] = {**scope.get("state", {}), REQUEST_ID: request_id, IS_ANTHROPIC: is_anthropic}
+        state = scope["state"] = {
+            **scope.get("state", {}),
+            REQUEST_ID: request_id,
+            IS_ANTHROPIC: is_anthropic,
+            BEGUN_S: time.time(),
+        }
         status = 0
         span = None if self._tracing is None else self._tracing.begin(scope, headers)
 
@@ -100,32 +108,72 @@ class RequestScope:
             headers["x-quire-ignored-fields"] = ", ".join(state[IGNORED_FIELDS])
         if TENANT in state:
             record = state.get(RECORD)
+            if record is None:  # it runs nothing, so it is over
+                leave(state)
             generation = None if record is None else record.generation
             headers.update(state[TENANT].headers(generation.num_drawn_tokens if generation is not None else 0))
 
     def _conclude(self, scope: Scope, request_id: str, status: int, seconds: float, span: Span | None) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
-        record = scope["state"].get(RECORD)
-        self._emit(HttpAnswered(request_id, route, scope["method"], status, seconds, record, span))
+        state = scope["state"]
+        leave(state)
+        record = state.get(RECORD)
+        self._emit(
+            HttpAnswered(
+                request_id,
+                route,
+                scope["method"],
+                status,
+                seconds,
+                record,
+                span,
+                caller=caller_of(scope),
+                error=state.get(ERROR),
+                ignored_fields=state.get(IGNORED_FIELDS, ()),
+            )
+        )
         if record is not None:
             self._emit(RequestEnded(record, status, seconds))
 
 
-def log_answer(event: Event) -> None:
-    """Write the log line of an answered HTTP request."""
-    if not isinstance(event, HttpAnswered):
-        return
-    level = logging.INFO if event.method == "POST" else logging.DEBUG  # probes and scrapes are frequent
-    if not logger.isEnabledFor(level):
-        return
-    fields = {} if event.record is None else event.record.log_fields(event.status)
-    shown = "".join(f", {name} {value}" for name, value in fields.items())
-    words = (event.method, event.route, event.status, event.seconds, event.request_id, shown)
-    named = {"request_id": event.request_id, "route": event.route, "status": event.status}
-    extra = {**named, "seconds": round(event.seconds, 3), **fields}
-    if event.span is not None:
-        extra["trace_id"] = f"{event.span.get_span_context().trace_id:032x}"
-    logger.log(level, "%s %s %d in %.3f s, request %r%s", *words, extra=extra)
+def caller_of(scope: Scope) -> Caller:
+    """Return the sender of a request; what it chose is cut, and has no control characters."""
+    client, account = scope.get("client"), scope["state"].get(TENANT)
+    agent = Headers(scope=scope).get("user-agent", "")
+    tenant = account.tenant.name if isinstance(account, Account) else None
+    path, agent = (shorten(printable(text)) for text in (scope["path"], agent))
+    return Caller(path, client[0] if client else "", agent, tenant, scope["state"][BEGUN_S])
+
+
+class AnswerLog:
+    """Writes a line for each answered HTTP request, for refused ones within a budget."""
+
+    def __init__(self) -> None:
+        self._refusals = LineBudget(logger)
+
+    def observe(self, event: Event) -> None:
+        """Write the line of an HttpAnswered."""
+        if not isinstance(event, HttpAnswered):
+            return
+        level = logging.INFO if event.is_notable else logging.DEBUG
+        if not logger.isEnabledFor(level) or (event.status >= 400 and not self._refusals.take()):
+            return
+        fields = {} if event.record is None else event.record.log_fields(event.status)
+        if event.caller is not None and event.caller.tenant is not None:
+            fields["tenant"] = event.caller.tenant
+        shown = "".join(f", {name} {value}" for name, value in fields.items())
+        if event.status >= 400 and event.caller is not None:
+            fields["path"] = event.caller.path
+            shown += f", path {event.caller.path}"
+        if event.error is not None:
+            fields |= {"code": event.error.code, "error": event.error.logged}
+            shown += f", {event.error.code}: {event.error.logged}"
+        words = (event.method, event.route, event.status, event.seconds, event.request_id, shown)
+        named = {"request_id": event.request_id, "route": event.route, "status": event.status}
+        extra = {**named, "seconds": round(event.seconds, 3), **fields}
+        if event.span is not None:
+            extra["trace_id"] = f"{event.span.get_span_context().trace_id:032x}"
+        logger.log(level, "%s %s %d in %.3f s, request %r%s", *words, extra=extra)
 
 
 def _is_anthropic(path: str, headers: Headers) -> bool:

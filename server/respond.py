@@ -33,7 +33,7 @@ from server.context import Context
 from server.errors import REQUEST_ID, ApiError, to_api_error
 from server.generation import ChoiceDelta, Generation, Usage
 from server.http.threads import run_slowly
-from server.middleware import RECORD
+from server.middleware import BEGUN_S, IGNORED_FIELDS, RECORD, caller_of
 from server.openai.formatter import ChunkMeta, ResponseFormatter
 from server.openai.sampling import EngineBody, KVTransferParams, SamplingBody
 from server.telemetry.events import RequestOpened
@@ -108,7 +108,7 @@ def submit(
     requests = _admit(http, context, requests)
     answer = context.client.submit(requests)
     if account is not None:
-        account.open(requests)
+        account.charge_prompts(requests)
     generation = Generation(answer, requests, context.tokenizer, rules)
     adapter = requests[0].params.adapter
     record = RequestRecord(
@@ -120,6 +120,8 @@ def submit(
         adapter=None if adapter is None else adapter.name,
         generation=generation,
         account=account,
+        caller=caller_of(http.scope) if BEGUN_S in http.scope["state"] else None,
+        ignored_fields=getattr(http.state, IGNORED_FIELDS, ()),
     )
     setattr(http.state, RECORD, record)
     context.telemetry.emit(RequestOpened(record))
@@ -131,7 +133,7 @@ def _admit(http: HttpRequest, context: Context, requests: Sequence[Request]) -> 
     account: Account | None = getattr(http.state, TENANT, None)
     if account is None:
         return requests
-    account.check(request_s=context.engine.stats.e2e_s.mean)
+    context.enter(http)
     return [context.public_prefixes.mark(request) for request in account.sign(requests)]
 
 

@@ -133,6 +133,11 @@ class _Plan(NamedTuple):
     tls: Tls | None
     started_s: float
 
+    @property
+    def hands_over(self) -> bool:
+        """Return whether K/V is handed over between daemons."""
+        return self.app.role != "both"
+
 
 def prepare(settings: Settings) -> _Plan:
     """Check every setting and the small files that settings name, without slow imports. Raises QuireError.
@@ -258,7 +263,7 @@ def _load(plan: _Plan, undo: ExitStack) -> tuple[Engine, TextTokenizer]:
         check_foreign(plan.engine)
         plan = _fetch(plan, startup.report)
         tokenizer = _load_front(plan)
-        engine = build_engine(plan.engine, startup.report)
+        engine = build_engine(plan.engine, startup.report, hands_over=plan.hands_over)
         undo.callback(engine.stop, 0.0)
         return engine, tokenizer
 
@@ -276,7 +281,7 @@ def _load_beside(plan: _Plan, startup: StartupProgress, undo: ExitStack) -> tupl
             if front.done():
                 front.result()  # raises what is wrong with the tokenizer, before minutes of loading
 
-        engine = build_engine(plan.engine, report, memory)
+        engine = build_engine(plan.engine, report, memory, hands_over=plan.hands_over)
         undo.callback(engine.stop, 0.0)
         return engine, front.result()
 

@@ -36,7 +36,7 @@ class CacheControl(RequestBody):
         return 300.0 if self.ttl == "5m" else 3_600.0
 
 
-class Place(NamedTuple):
+class MarkPosition(NamedTuple):
     """A mark's place, after the last of `num_blocks` blocks; places compare in order."""
 
     turn: int  # the message's number; 0 is the system prompt, after the tools
@@ -91,23 +91,23 @@ class Turn(RequestBody):
         return self
 
 
-def marks_in(blocks: Sequence[Block], turn: int) -> Iterator[tuple[Place, CacheControl]]:
+def marks_in(blocks: Sequence[Block], turn: int) -> Iterator[tuple[MarkPosition, CacheControl]]:
     """Yield the marks on blocks, and on blocks within tool results."""
     for num, block in enumerate(blocks, start=1):
         inner = block.content or ()
         for num_inner, part in enumerate(inner, start=1):
             if part.cache_control is not None:
-                yield Place(turn, num, num_inner), part.cache_control
+                yield MarkPosition(turn, num, num_inner), part.cache_control
         if block.cache_control is not None:
-            yield Place(turn, num, len(inner)), block.cache_control
+            yield MarkPosition(turn, num, len(inner)), block.cache_control
 
 
-def end_of(blocks: Sequence[Block], turn: int) -> Place:
+def end_of(blocks: Sequence[Block], turn: int) -> MarkPosition:
     """Return the place after the last block."""
-    return Place(turn, len(blocks), len(blocks[-1].content or ()) if blocks else 0)
+    return MarkPosition(turn, len(blocks), len(blocks[-1].content or ()) if blocks else 0)
 
 
-def up_to(place: Place, blocks: Sequence[Block]) -> list[Block]:
+def up_to(place: MarkPosition, blocks: Sequence[Block]) -> list[Block]:
     """Return the blocks before a place; the last one may be cut within."""
     kept = list(blocks[: place.num_blocks])
     if kept and kept[-1].content is not None:
@@ -164,9 +164,9 @@ def _result(block: Block, names: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def last_marks(marks: Iterable[tuple[Place, CacheControl]]) -> dict[float, Place]:
+def last_marks(marks: Iterable[tuple[MarkPosition, CacheControl]]) -> dict[float, MarkPosition]:
     """Return the last place for each duration, unless a longer one covers it."""
-    last: dict[float, Place] = {}
+    last: dict[float, MarkPosition] = {}
     for place, mark in marks:
         last[mark.seconds] = max(place, last.get(mark.seconds, place))
     return {

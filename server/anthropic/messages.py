@@ -24,7 +24,7 @@ from server.anthropic.blocks import (
     Block,
     Blocks,
     CacheControl,
-    Place,
+    MarkPosition,
     Turn,
     chat_messages,
     end_of,
@@ -257,7 +257,7 @@ class CountBody(TranslatedBody):
             for seconds, place in last_marks(marks).items()
         ]
 
-    def _marks(self) -> Iterator[tuple[str, Place, CacheControl]]:
+    def _marks(self) -> Iterator[tuple[str, MarkPosition, CacheControl]]:
         """Yield each mark, its place, and the field that it is in."""
         system = self.system or []
         for tool in self.tools:
@@ -271,7 +271,7 @@ class CountBody(TranslatedBody):
         if self.cache_control is not None:
             yield "", end_of(self.messages[-1].content, len(self.messages)), self.cache_control
 
-    def _beginning(self, chat: ChatBody, place: Place) -> ChatBody:
+    def _beginning(self, chat: ChatBody, place: MarkPosition) -> ChatBody:
         """Return the chat up to a place, with a placeholder if it has no message."""
         system, turns = self.system, [Turn.model_validate({"role": "user", "content": "-"})]
         if place.turn:
@@ -303,7 +303,7 @@ FAILURES: dict[int | str, dict[str, Any]] = {
 
 @router.post("/v1/messages", responses={**answers(AnthropicMessage, streams=True), **FAILURES})
 async def create_message(
-    http: Request, context: InContext, body: Annotated[MessagesBody, Depends(json_body(MessagesBody))]
+    http: Request, context: InContext, body: Annotated[MessagesBody, Depends(json_body(MessagesBody, spends=True))]
 ) -> Response:
     """Answer a conversation."""
     model = context.check_model(body.model)

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from starlette.types import ASGIApp, Message
 
 from server.errors import REQUEST_ID, to_api_error
+from server.http.turns import CALLER
 from server.middleware import IGNORED_FIELDS, RECORD
 from server.telemetry.events import Listener, RequestEnded
-from server.tenancy.tenancy import TENANT, Account
+from server.tenancy.tenancy import TENANT, Account, leave
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Dispatcher:
         state: dict[str, Any] = {REQUEST_ID: uuid.uuid4().hex}
         if account is not None:
             state[TENANT] = account
+            CALLER.set(account.tenant.name)
         inbox: list[Message] = [{"type": "http.request", "body": document, "more_body": False}]
         status, parts = 0, list[bytes]()
 
@@ -66,6 +68,7 @@ class Dispatcher:
             error_answer = to_api_error(error)
             status, parts = error_answer.status, [error_answer.body()]
         finally:
+            leave(state)
             record = state.get(RECORD)
             if record is not None:
                 self._emit(RequestEnded(record, status, time.monotonic() - started_s, is_batch=True))

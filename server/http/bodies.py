@@ -1,17 +1,16 @@
-"""Reads JSON bodies: small ones here, large ones in a child process.
+"""Reads JSON bodies: small ones in turns of the event loop, large ones in a child process; callers are served in rotation.
 
-json and pydantic hold the GIL, so a thread would not help. The child (server/http/body_child.py) refuses invalid bodies and
+json and pydantic hold the GIL, so a thread would not help: parsing the largest body would stop every stream for 80 ms. The child (server/http/body_child.py) refuses invalid bodies and
 returns the document in compact parts. A worker thread then validates the parts again, which is cheap for a valid document
 of few objects, and makes the same model that a small body becomes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -22,13 +21,15 @@ from starlette.requests import Request
 from engine.child_process import ChildCrashError, ChildError, ChildProcess, ChildTimeoutError
 from server.errors import ApiError
 from server.http.packed_json import unpack
-from server.http.threads import run_slowly
+from server.http.threads import Worker, run_slowly
+from server.http.turns import CALLER, Turns
 
 logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 256 * 1024
-INLINE_VALUES = 32 * 1024  # by most_values: about 10 ms
+INLINE_VALUES = 32 * 1024  # about 3 ms
 MAX_READ_S = 20.0
+FREE_BYTES = 64 * 1024  # of each body, which count on no caller
 MAX_HELD_BODIES = 8  # of the largest size: the bytes of incomplete or unread bodies that are held at most
 
 # A value that takes the memory of several numbers counts as several.
@@ -100,7 +101,7 @@ def parse(raw: bytes | bytearray) -> Any:
 
 def is_large(raw: bytes | bytearray) -> bool:
     """Return whether a body is too large to be read on the event loop."""
-    return len(raw) > INLINE_BYTES or most_values(raw) > INLINE_VALUES
+    return len(raw) > INLINE_BYTES or (most_values(raw) > INLINE_VALUES and count_values(raw) > INLINE_VALUES)
 
 
 def limited(request: Request, max_bytes: int, message: str) -> AsyncIterator[bytes]:
@@ -126,42 +127,55 @@ class BodyReader:
     def __init__(self, max_values: int, max_body_bytes: int) -> None:
         """`max_values` bounds the JSON values of a body, as count_values counts them."""
         self._max_values = max_values
-        self._max_held_bytes = MAX_HELD_BODIES * max(max_body_bytes - INLINE_BYTES, INLINE_BYTES)
-        self._num_held_bytes = 0
+        self._most_held = MAX_HELD_BODIES * max(max_body_bytes - FREE_BYTES, FREE_BYTES)
+        self._num_held = 0  # bytes
+        self._held: Counter[str] = Counter()  # by caller
+        self.turns = Turns()
         self.child = ChildProcess("server.http.body_child", limit_s=MAX_READ_S)
-        self._asking = ThreadPoolExecutor(1, "quire-bodies")
+        self._asking = Worker("quire-bodies")
 
     @asynccontextmanager
     async def receive(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytearray]:
         """Yield a body as it was sent. Raises ApiError.
 
-        The bytes of a large body beyond INLINE_BYTES count as held until the end of the block, so that clients which never
-        send the rest of a large body cannot block small ones.
+        The bytes of a body beyond FREE_BYTES count as held until the end of the block. A caller may hold as many as are
+        still free, so that there is room for another caller, however many bodies the first ones never end.
         """
-        raw, num_bytes = bytearray(), 0
+        raw, num_bytes, caller = bytearray(), 0, CALLER.get()
         try:
             async for piece in pieces:
-                more = max(len(raw) + len(piece) - INLINE_BYTES, 0) - num_bytes
-                self._num_held_bytes += more
-                num_bytes += more
-                if more and self._num_held_bytes > self._max_held_bytes:
+                more = max(len(raw) + len(piece) - FREE_BYTES, 0) - num_bytes
+                held = self._held[caller]
+                if more and held + more > self._most_held - self._num_held:
                     raise _not_read(
-                        f"{self._max_held_bytes} bytes of large bodies wait to be read; try again later, or send less."
+                        f"{held} bytes of your large bodies wait to be read; try again later, or send less."
                     )
+                self._hold(caller, more)
+                num_bytes += more
                 raw += piece
             yield raw
         finally:
-            self._num_held_bytes -= num_bytes
+            self._hold(caller, -num_bytes)
+
+    def _hold(self, caller: str, num_bytes: int) -> None:
+        self._num_held += num_bytes
+        self._held[caller] += num_bytes
+        if not self._held[caller]:
+            del self._held[caller]
 
     async def read(self, model: type[Checked], raw: bytearray) -> Checked:
         """Return a large body as a model, and empty `raw`. Raises ApiError and others."""
-        parts = await asyncio.get_running_loop().run_in_executor(self._asking, self._ask, model, raw)
+        parts = await self._asking.run(lambda: self._ask(model, raw))
         return await run_slowly(lambda: model.model_validate(unpack(parts)))
 
     def read_here(self, model: type[Checked], raw: bytes | bytearray) -> Checked:
         """Return a body as a model, read on the calling thread."""
         if is_large(raw):
             return model.model_validate(unpack(self._ask(model, bytearray(raw))))
+        return self.read_small(model, raw)
+
+    def read_small(self, model: type[Checked], raw: bytes | bytearray) -> Checked:
+        """Return a body that is not large as a model."""
         check_count(raw, self._max_values)
         return model.model_validate(parse(raw))
 
@@ -174,7 +188,7 @@ class BodyReader:
     def close(self) -> None:
         """End the child."""
         self.child.close()
-        self._asking.shutdown(wait=False)
+        self._asking.close()
 
     def _ask(self, model: type[BaseModel], raw: bytearray, member: str | None = None) -> list[bytearray]:
         header = {"model": f"{model.__module__}:{model.__qualname__}", "most": self._max_values, "member": member}

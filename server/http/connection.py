@@ -1,11 +1,18 @@
-"""Extends uvicorn's HTTP/1.1 connection: a bound on headers, errors as JSON.
+"""Extends uvicorn's HTTP/1.1 connection: bounds on headers and on waiting for the client, errors as JSON.
 
 uvicorn's parser accepts a head of any length, so one client could fill the memory before any of our limits applies. It also
 stops reading when a second request arrives behind a running one, so it would not notice that the client left, and then
 informs only the last request: the first would be computed to its end in vain. Event loop.
 
+The bytes of all connections are parsed in pieces, connections in rotation, as many in a turn of the loop as make TURN_CALLS calls
+of the parser: a body of tiny chunks makes a call for each.
+
 Pipelined requests are answered in order. MAX_PIPELINED of them are parsed ahead of the running one; the bytes of the others
 wait unparsed, and beyond MAX_UNPARSED_BYTES the socket is not read until some are answered.
+
+uvicorn waits for ever for the first request, for the rest of one, and for a client that does not read its answer. Here a
+request ends with a 408 when nothing of it arrives for ARRIVAL_S, or less than BYTES_A_S after GRACE_S; the connection of an
+answer of which nothing is read for READING_S is closed.
 
 An answer may be complete while its request is still being sent: a refusal, or a full disk. Closing would then reset the
 connection, and the client would lose the answer. So the rest is read and discarded, for at most LINGER_S.
@@ -14,18 +21,30 @@ connection, and the client would lose the answer. So the rest is read and discar
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import uuid
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from server.errors import ApiError
+from server.telemetry.logs import LineBudget
+
+logger = logging.getLogger(__name__)
+_refusals = LineBudget(logger)
 
 MAX_HEAD_BYTES = 64 * 1024  # of the request line and headers
 MAX_PIPELINED = 16  # parsed requests behind one that runs
 MAX_UNPARSED_BYTES = 256 * 1024
 LINGER_S = 30.0  # for the rest of a request that has been answered already
+ARRIVAL_S = 30.0  # looked at this often, so it ends within twice the time
+GRACE_S = 60.0
+BYTES_A_S = 64 * 1024  # on average; the largest body, 32 MiB, may take ten minutes
+READING_S = 300.0
+TURN_CALLS = 512  # about 3 ms
 _PIECE_BYTES = 4096  # parsed in one go; bounds how many requests can be parsed beyond MAX_PIPELINED
 _END_OF_AUTHORITY = re.compile(rb"[/?#]")
 
@@ -49,22 +68,66 @@ class _AnswerTransport:
         self.close = connection.close_once_read
 
 
+class _Parsing:
+    """The connections of a loop whose bytes wait to be parsed."""
+
+    _of_loops: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _Parsing]] = WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._num_calls = 0  # in this turn
+        self._waiting: dict[Connection, None] = {}
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> _Parsing:
+        return cls._of_loops.setdefault(loop, cls(loop))
+
+    def parse(self, connection: Connection) -> None:
+        """Parse the bytes of a connection, now or in a later turn."""
+        if self._num_calls == 0 and not self._waiting:
+            self._loop.call_soon(self._begin_turn)
+        self._waiting[connection] = None
+        if len(self._waiting) == 1:
+            self._parse_some()
+
+    def _begin_turn(self) -> None:
+        self._num_calls = 0
+        if self._waiting:
+            self._loop.call_soon(self._begin_turn)
+            self._parse_some()
+
+    def _parse_some(self) -> None:
+        while self._waiting and self._num_calls < TURN_CALLS:
+            connection = next(iter(self._waiting))
+            del self._waiting[connection]
+            self._num_calls += connection.parse_piece()
+            if connection.can_parse:
+                self._waiting[connection] = None
+
+
 class Connection(HttpToolsProtocol):
     """A connection that carries requests one after another."""
 
     flow: _Flow
     _is_in_head = False
+    _num_calls = 0  # of the parser
     _num_head_bytes = 0  # since the last head began, with the bytes before it in the same piece
     _running: RequestResponseCycle | None = None  # the last that began; others may wait behind it
     _refusal: ApiError | None = None  # ends the connection once the requests before it are answered
     _linger: asyncio.TimerHandle | None = None  # while the rest of an answered request is read
     _is_ending = False  # close the connection once that has been read
+    _arrival: asyncio.TimerHandle | None = None  # while the client owes bytes of a request
+    _owed_s = 0.0  # when that began
+    _num_arrived = _num_seen = 0  # bytes since then, and at the last look
+    _reading: asyncio.TimerHandle | None = None  # while the client does not read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
         self.flow = _Flow(transport)
         self._unparsed = bytearray()
+        self._parsing = _Parsing.of(self.loop)
         self._answer_transport = _AnswerTransport(self)
+        self._watch_arrival(0)
 
     def close_once_read(self) -> None:
         """Close the connection, once the rest of an answered request has arrived."""
@@ -75,24 +138,100 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Buffer the bytes, and parse as many as may be parsed now."""
         if self._refusal is None:
+            self._num_arrived += len(data)
             self._unparsed += data
             self._parse()
+            self._watch_arrival(len(data))
 
     def _parse(self) -> None:
-        """Feed the parser; a head that is too long ends the connection."""
-        while self._unparsed and len(self.pipeline) < MAX_PIPELINED:
-            piece = bytes(self._unparsed[:_PIECE_BYTES])
-            del self._unparsed[:_PIECE_BYTES]
-            super().data_received(piece)
-            self._num_head_bytes += len(piece)
-            if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
-                message = f"The request's headers are longer than {MAX_HEAD_BYTES} bytes; send fewer or shorter ones."
-                self._refuse(ApiError(431, "headers_too_large", message))
-            if self._refusal is not None or self.transport.is_closing():
-                self._unparsed.clear()
-        self.flow.is_full = len(self._unparsed) > MAX_UNPARSED_BYTES
+        if self.can_parse:
+            self._parsing.parse(self)
+        self._limit_flow()
+
+    @property
+    def can_parse(self) -> bool:
+        """Return whether there are bytes, and room for another request."""
+        return bool(self._unparsed) and len(self.pipeline) < MAX_PIPELINED
+
+    def parse_piece(self) -> int:
+        """Feed the parser, and return how often it called; a head that is too long ends the connection."""
+        if self._refusal is not None or self.transport.is_closing():
+            self._unparsed.clear()
+            return 1
+        before = self._num_calls
+        piece = bytes(self._unparsed[:_PIECE_BYTES])
+        del self._unparsed[:_PIECE_BYTES]
+        super().data_received(piece)
+        self._num_head_bytes += len(piece)
+        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
+            message = f"The request's headers are longer than {MAX_HEAD_BYTES} bytes; send fewer or shorter ones."
+            self._refuse(ApiError(431, "headers_too_large", message))
+        if self._refusal is not None or self.transport.is_closing():
+            self._unparsed.clear()
+        self._limit_flow()
+        return self._num_calls - before + 1
+
+    def _limit_flow(self) -> None:
+        """Read no more from the socket while much waits to be parsed."""
+        was_full, self.flow.is_full = self.flow.is_full, len(self._unparsed) > MAX_UNPARSED_BYTES
         if self.flow.is_full:
             self.flow.pause_reading()
+        elif was_full:
+            self.flow.resume_reading()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_calls += 1
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_calls += 1
+        super().on_body(body)
+
+    @property
+    def _is_owed(self) -> bool:
+        """Return whether the client has begun a request, or must begin its first, and has not sent all of it."""
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        return cycle is None or self._is_in_head or (cycle.more_body and not cycle.response_complete)
+
+    def _watch_arrival(self, num_bytes: int) -> None:
+        """Begin to watch the arrival of what these bytes are a part of, or end to watch."""
+        if not self._is_owed:
+            self._unwatch()
+        elif self._arrival is None:
+            self._owed_s, self._num_arrived, self._num_seen = self.loop.time(), num_bytes, num_bytes
+            self._arrival = self.loop.call_later(ARRIVAL_S, self._check_arrival)
+
+    def _unwatch(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _check_arrival(self) -> None:
+        """End a request that does not arrive, unless this server does not read it."""
+        self._unwatch()
+        owed_s = self.loop.time() - self._owed_s
+        is_late = self._num_arrived == self._num_seen or self._num_arrived < (owed_s - GRACE_S) * BYTES_A_S
+        if not self._is_owed:
+            return
+        if not is_late or self.flow.read_paused:
+            self._num_seen = self._num_arrived
+            self._arrival = self.loop.call_later(ARRIVAL_S, self._check_arrival)
+        elif not self._num_arrived:
+            self.transport.close()
+        else:
+            message = f"Only {self._num_arrived} bytes of the request arrived in {owed_s:.0f} s; send it again, faster."
+            self._refuse(ApiError(408, "request_timeout", message, type="timeout_error"))
+
+    def pause_writing(self) -> None:
+        """Wait for the client to read, but not for ever."""
+        super().pause_writing()
+        self._reading = self.loop.call_later(READING_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Go on: the client reads."""
+        super().resume_writing()
+        if self._reading is not None:
+            self._reading.cancel()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -147,8 +286,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Inform the running request, too."""
-        if self._linger is not None:
-            self._linger.cancel()
+        self._unparsed.clear()
+        for waiting in (self._linger, self._arrival, self._reading):
+            if waiting is not None:
+                waiting.cancel()
         if self._is_answering_another:
             assert self._running is not None
             self._running.disconnected = True
@@ -195,9 +336,14 @@ class Connection(HttpToolsProtocol):
 
     def _hang_up(self, error: ApiError) -> None:
         body = error.body()
+        request_id = uuid.uuid4().hex
         head = (
             b"content-type: application/json\r\nconnection: close\r\n"
-            b"x-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (uuid.uuid4().hex.encode(), len(body))
+            b"x-request-id: %s\r\ncontent-length: %d\r\n\r\n" % (request_id.encode(), len(body))
         )
+        if _refusals.take():
+            fields = {"request_id": request_id, "status": error.status, "code": error.code, "error": error.logged}
+            words = (error.status, request_id, error.code, error.logged)
+            logger.info("no request %d, request %r, %s: %s", *words, extra=fields)
         self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()

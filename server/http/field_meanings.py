@@ -300,7 +300,7 @@ ANSWERS = {
     "model_id": "The same.",
     "served_model_name": "The same.",
     "tokenizer_path": "The same.",
-    "is_generation": "Always true.",
+    "is_generation": "False for a checkpoint without an LM head, which serves vectors alone.",
     "max_context_length": "The longest prompt and answer, in tokens.",
     "vocab_size": "Token ids are below it.",
     "instance_id": "A name of this process, made at its start.",

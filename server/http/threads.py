@@ -1,5 +1,7 @@
 """Runs work beside the event loop: slow Python code on one thread, calls that may hang on threads of their own.
 
+A thread serves its callers in rotation, so that one with much work does not hold up another.
+
 There is one slow thread because each of several would take a turn of the GIL before the event loop's next. While it works,
 the GIL changes hands within SWITCH_S instead of Python's 5 ms, as an answer needs the event loop several times. The garbage
 collector is paused: it would scan the new objects repeatedly, for 50 ms each time, without releasing the GIL.
@@ -16,19 +18,55 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from server.http.turns import CALLER, Rotation
 
 SWITCH_S = 0.0005
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
-_SLOW = ThreadPoolExecutor(1, "quire-slow")
+
+class Worker:
+    """A thread that runs functions one after another, its callers in rotation."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._lock = threading.Lock()
+        self._waiting: Rotation[tuple[Future[Any], Callable[[], Any]]] = Rotation()
+
+    async def run(self, function: Callable[[], Result]) -> Result:
+        """Run a function when the caller's turn has come, and return its result."""
+        outcome: Future[Result] = Future()
+        with self._lock:
+            self._waiting.put(CALLER.get(), (outcome, function))
+        self._thread.submit(self._run_next)
+        return await asyncio.wrap_future(outcome)
+
+    def close(self) -> None:
+        """Run what waits, and end the thread; does not wait for it."""
+        self._thread.shutdown(wait=False)
+
+    def _run_next(self) -> None:
+        with self._lock:
+            waiting = self._waiting.take()
+        assert waiting is not None, "there is one for each call"
+        outcome, function = waiting
+        if not outcome.set_running_or_notify_cancel():
+            return
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # raised where it is awaited
+            outcome.set_exception(error)
+
+
+_SLOW = Worker("quire-slow")
 
 
 async def run_slowly(function: Callable[[], Result]) -> Result:
-    """Run a function on the slow thread, after earlier ones, and return its result."""
-    return await asyncio.get_running_loop().run_in_executor(_SLOW, _work, function)
+    """Run a function on the slow thread, and return its result."""
+    return await _SLOW.run(lambda: _work(function))
 
 
 def _work(function: Callable[[], Result]) -> Result:

@@ -225,7 +225,7 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True))
 async def create_chat_completion(
-    http: HttpRequest, context: InContext, body: Annotated[ChatBody, Depends(json_body(ChatBody))]
+    http: HttpRequest, context: InContext, body: Annotated[ChatBody, Depends(json_body(ChatBody, spends=True))]
 ) -> Response:
     """Answer a conversation."""
     model = context.check_model(body.model)

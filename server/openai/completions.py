@@ -175,7 +175,7 @@ def completion_params(body: CompletionBody, limits: ModelLimits) -> SamplingPara
 
 @router.post("/v1/completions", responses=answers(Completion, streams=True))
 async def create_completion(
-    http: Request, context: InContext, body: Annotated[CompletionBody, Depends(json_body(CompletionBody))]
+    http: Request, context: InContext, body: Annotated[CompletionBody, Depends(json_body(CompletionBody, spends=True))]
 ) -> Response:
     """Continue one or several prompts."""
     model = context.check_model(body.model)

@@ -80,7 +80,7 @@ class Embeddings(ResponseBody):
 
 @router.post("/v1/embeddings", responses=answers(Embeddings))
 async def create_embeddings(
-    http: Request, context: InContext, body: Annotated[EmbeddingBody, Depends(json_body(EmbeddingBody))]
+    http: Request, context: InContext, body: Annotated[EmbeddingBody, Depends(json_body(EmbeddingBody, spends=True))]
 ) -> Response:
     """Return the model's final hidden states, as one vector an input."""
     model = context.check_model(body.model)

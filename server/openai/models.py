@@ -9,10 +9,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from server.context import Context, InContext
+from server.context import Context, InContext, InOwner
 from server.errors import IS_ANTHROPIC
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers
+from server.tenancy.tenant_file import DEFAULT
 
 
 class ModelCard(ResponseBody):
@@ -91,15 +92,16 @@ class ModelPageQuery(BaseModel):
 router = APIRouter()
 
 
-def _card(context: Context, name: str) -> ModelCard:
-    """Return the description of a served name: the model's or an adapter's."""
+def _card(context: Context, owner: str, name: str) -> ModelCard:
+    """Return the description of a served name, the model's or an adapter's; only the operator sees its path."""
     loaded = context.engine.adapters.find(name)
+    path = context.config.model if loaded is None else loaded.path
     return ModelCard(
         id=name,
         object="model",
         created=context.started_s if loaded is None else loaded.loaded_s,
         owned_by="quire",
-        root=context.config.model if loaded is None else loaded.path,
+        root=path if owner == DEFAULT else name,
         parent=None if loaded is None else context.config.served_model_names[0],
         max_model_len=context.limits.max_model_len,
     )
@@ -110,17 +112,17 @@ def _json(answer: ResponseBody) -> Response:
 
 
 @router.get("/v1/models", responses=answers(ModelList))
-async def list_models(http: Request, context: InContext) -> Response:
+async def list_models(http: Request, context: InContext, owner: InOwner) -> Response:
     """List the names that requests may use."""
     names = [*context.config.served_model_names, *(loaded.adapter.name for loaded in context.engine.adapters.all())]
-    cards = [_card(context, name) for name in names]
+    cards = [_card(context, owner, name) for name in names]
     if getattr(http.state, IS_ANTHROPIC):
         return _json(ModelPageQuery.model_validate(dict(http.query_params)).page(cards))
     return _json(ModelList(object="list", data=cards))
 
 
 @router.get("/v1/models/{name:path}", responses=answers(ModelCard))
-async def retrieve_model(http: Request, context: InContext, name: str) -> Response:
+async def retrieve_model(http: Request, context: InContext, owner: InOwner, name: str) -> Response:
     """Return a model, or a 404."""
-    card = _card(context, context.check_model(name))
+    card = _card(context, owner, context.check_model(name))
     return _json(card.for_anthropic() if getattr(http.state, IS_ANTHROPIC) else card)

@@ -84,10 +84,12 @@ class KVTransferParams(RequestBody):
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
-    remote_request_id: str = Field("", max_length=64)
-    remote_host: str = Field("", max_length=255)
+    remote_request_id: str = Field("", max_length=64, pattern=r"^[0-9A-Za-z._-]*$")
+    remote_host: str = Field("", max_length=255, pattern=r"^[0-9A-Za-z.:%_-]*$")
     remote_port: int = Field(0, ge=0, le=65535)
-    adapter: str = Field("", max_length=64)  # the digest of its content: its names differ between daemons
+    adapter: str = Field(
+        "", max_length=64, pattern=r"^[0-9a-f]*$"
+    )  # the digest of its content: its names differ between daemons
 
     @model_validator(mode="after")
     def _check(self) -> KVTransferParams:

@@ -2,11 +2,14 @@
 
 Both are encoded as one text. Scored are its tokens from the first that differs from the tokens of text_1 alone: a token
 that the end of text_1 and the beginning of text_2 share is scored, too.
+
+A model without an LM head has no likelihoods: its score is the cosine of the two texts' vectors.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -14,10 +17,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
-from engine.core.types import PromptInfo, SamplingParams
-from engine.text.prompt_results import Reduction, first_scored, likelihood
-from server.context import InContext, aside, json_body
-from server.generation import Usage
+from engine.core.types import Pooling, PromptInfo, SamplingParams
+from engine.core.types import Request as EngineRequest
+from engine.text.prompt_results import Reduction, check_reduction, cosine, first_scored, likelihood, unit_vector
+from server.context import Context, InContext, aside, json_body
+from server.generation import Generation, Usage
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
@@ -88,10 +92,27 @@ class Scores(ResponseBody):
 @router.post("/v1/score", responses=answers(Scores))
 @router.post("/score", responses=answers(Scores))
 async def create_score(
-    http: Request, context: InContext, body: Annotated[ScoreBody, Depends(json_body(ScoreBody))]
+    http: Request, context: InContext, body: Annotated[ScoreBody, Depends(json_body(ScoreBody, spends=True))]
 ) -> Response:
-    """Return the log likelihood of each text_2 as the continuation of its text_1."""
+    """Return the log likelihood of each text_2 as the continuation of its text_1; without an LM head, their cosine."""
     model = context.check_model(body.model)
+    score = _likelihoods if context.limits.generates else _cosines
+    values, requests, generation = await score(http, context, body)
+    made = Scores(
+        id=f"score-{answer_id(requests)}",
+        object="list",
+        created=int(time.time()),
+        model=model,
+        data=[Score(object="score", index=index, score=value) for index, value in enumerate(values)],
+        usage=generation.usage,
+    )
+    return with_timings(made.json_bytes(), generation, body)
+
+
+_Scored = tuple[list[float], Sequence[EngineRequest], Generation]
+
+
+async def _likelihoods(http: Request, context: Context, body: ScoreBody) -> _Scored:
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     special = body.add_special_tokens
     wholes = await aside(lambda: body.wholes(context.config.max_body_bytes))
@@ -102,17 +123,26 @@ async def create_score(
     firsts = await aside(lambda: list(map(first_scored, alone, prompts)))
     requests = engine_requests(context, body, prompts, [params] * len(prompts))
 
-    def shape(index: int, info: PromptInfo) -> Score:
-        score = likelihood(info.logprobs or (), firsts[index], body.reduction)
-        return Score(object="score", index=index, score=score)
+    def shape(index: int, info: PromptInfo) -> float:
+        return likelihood(info.logprobs or (), firsts[index], body.reduction)
 
     scores, generation = await shape_each(http, context, body, requests, shape)
-    made = Scores(
-        id=f"score-{answer_id(requests)}",
-        object="list",
-        created=int(time.time()),
-        model=model,
-        data=scores,
-        usage=generation.usage,
+    return scores, requests, generation
+
+
+async def _cosines(http: Request, context: Context, body: ScoreBody) -> _Scored:
+    check_reduction(body.reduction)
+    params = SamplingParams(max_tokens=0, pooling=Pooling(context.config.pooling))
+    prompts = []
+    for texts, name in ((body.text_1, "text_1"), (body.text_2, "text_2")):
+        read = await context.encode(texts, name, add_special_tokens=body.add_special_tokens)
+        body.check_lengths(read, name, context.limits)
+        prompts += read
+    requests = engine_requests(context, body, prompts, [params] * len(prompts))
+    vectors, generation = await shape_each(
+        http, context, body, requests, lambda _, info: unit_vector(info.pooled or ())
     )
-    return with_timings(made.json_bytes(), generation, body)
+    firsts, seconds = vectors[: len(body.text_1)], vectors[len(body.text_1) :]
+    pairs = zip(firsts * (len(seconds) if len(firsts) == 1 else 1), seconds, strict=True)
+    scores = await aside(lambda: [cosine(first, second) for first, second in pairs])
+    return scores, requests, generation

@@ -73,7 +73,7 @@ def _model(context: Context) -> ModelInfo:
         model_path=name,
         served_model_name=name,
         tokenizer_path=name,
-        is_generation=True,
+        is_generation=context.limits.generates,
         max_context_length=context.limits.max_model_len,
         vocab_size=context.limits.vocab_size,
     )

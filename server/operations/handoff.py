@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
+from math import inf
 from typing import Any
 
 from engine.core.errors import ParcelError
@@ -32,7 +34,10 @@ from server.telemetry.propagation import TRACE_HEADERS
 log = logging.getLogger("quire.handoff")
 
 MIN_BLOCKS = 4  # of a prompt that are neither cached here nor computed here as fast as they are asked for
+LEAST_PATIENCE_S = 1.0  # with a daemon that has much to do; computing short prompts here may be faster
 _MAX_PULLS = 8  # at a time; each holds a piece of a parcel
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 64.0  # in which a daemon that failed is not asked; it doubles with each failure
+_REFUSALS = (401, 403, 429)  # as from 500 on, the daemon and not the request is the reason
 
 
 class HandoffOutcome(str, Enum):
@@ -40,7 +45,7 @@ class HandoffOutcome(str, Enum):
 
     RECEIVED = "received"  # its K/V came from the prefill daemon
     SHORT = "short"  # too little of it was left to compute for asking
-    FAILED = "failed"  # it was asked for, and had to be computed here all the same
+    FAILED = "failed"  # it should have come, and had to be computed here all the same
 
 
 def handover_config(config: AppConfig) -> HandoverConfig:
@@ -54,6 +59,43 @@ def handover_config(config: AppConfig) -> HandoverConfig:
         peers=frozenset(map(Peer.parse, config.kv_connector_peers)),
         key=config.kv_connector_key or first_key,
     )
+
+
+class Pauses:
+    """Whether to ask a daemon: after a failure not for a growing while, then by one request that probes."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._num_failures = 0
+        self._until_s = 0.0
+        self._is_probing = False
+
+    def begin(self) -> bool:
+        """Return whether to ask now; the caller then calls `succeed`, `fail` or `leave` once."""
+        if self._num_failures and (self._is_probing or self._clock() < self._until_s):
+            return False
+        self._is_probing = self._num_failures > 0
+        return True
+
+    def succeed(self) -> None:
+        """Ask from now on."""
+        self._num_failures, self._is_probing = 0, False
+
+    def fail(self) -> None:
+        """Pause, twice as long as the last time; requests that fail together count once."""
+        if not self._num_failures or self._is_probing:
+            pause_s = min(_FIRST_PAUSE_S * 2**self._num_failures, _MAX_PAUSE_S)
+            self._num_failures += 1
+            self._until_s = self._clock() + pause_s
+        self._is_probing = False
+
+    def leave(self) -> None:
+        """Note that nothing was learnt: the client left, or the request itself was the reason."""
+        self._is_probing = False
+
+
+class _UnavailableError(Exception):
+    """The prefill daemon serves no request now."""
 
 
 class Sender:
@@ -118,6 +160,7 @@ class Receiver:
             least = MIN_BLOCKS * engine.config.block_size
             log.info("prompts with at least %d tokens to compute are computed by %s", least, config.prefill_url)
         self._is_well = True  # the last prompt that was asked for came
+        self._pauses: dict[object, Pauses] = defaultdict(lambda: Pauses(engine.clock))  # by address, of the settings
 
     async def fetch(self, requests: Sequence[Request], transfer: KVTransferParams | None) -> None:
         """Fill the prefix cache with the beginnings of prompts, if possible. Raises ApiError for a foreign address."""
@@ -138,15 +181,68 @@ class Receiver:
         if request.params.prompt_logprobs is not None:
             return  # every position has to be computed here
         prefix = prefix_of(self._engine, request)
+
+        async def take(patience_s: float) -> bool:
+            await self._take(transfer.remote_request_id, prefix, peer, patience_s)
+            return True
+
+        await self._receive(request, prefix, 1, peer or "shared memory", take)
+
+    async def _ask_for(self, request: Request) -> None:
+        """Have the prefill daemon of the settings compute a prompt, and take its K/V."""
+        params = request.params
+        if request.is_background or params.prompt_logprobs is not None or params.pooling is not None:
+            return  # no client waits for its first token, or every position has to be computed here
+        missing = prefix_of(self._engine, request)
+
+        async def ask_and_take(patience_s: float) -> bool:
+            transfer = await self._ask(request)
+            if transfer is None:
+                return False
+            prefix = missing._replace(root=chain_root(_remote_salt(request), _adapter(request)))
+            await self._take(transfer.remote_request_id, prefix, self._allowed(transfer), patience_s)
+            return True
+
+        await self._receive(request, missing, MIN_BLOCKS, self._prefill_url, ask_and_take)
+
+    async def _receive(
+        self,
+        request: Request,
+        prefix: Prefix,
+        least: int,
+        where: object,
+        take: Callable[[float], Coroutine[Any, Any, bool]],
+    ) -> None:
+        """Take a prompt's K/V from `where`, if at least so many blocks are missing; count and log what became of it."""
         try:
-            if not await asyncio.to_thread(self._handover.count_missing, prefix):
-                self._count(HandoffOutcome.SHORT)
-                return
-            await self._take(transfer.remote_request_id, prefix, peer, self._patience_s(request))
+            missing = await asyncio.to_thread(self._handover.count_missing, prefix)
         except Exception as error:
-            self._note(HandoffOutcome.FAILED, peer or "shared memory", f"{type(error).__name__}: {error}")
+            self._note(HandoffOutcome.FAILED, where, f"{type(error).__name__}: {error}")
+            return
+        if missing.num_blocks < least:
+            self._count(HandoffOutcome.SHORT)
+            return
+        pauses = self._pauses[where]
+        if not pauses.begin():
+            self._count(HandoffOutcome.FAILED)
+            return
+        # No longer than computing the prompt takes: the client would be better off without the hand-over.
+        limit_s = self._limit_s(request)
+        patience_s = min(self._timeout_s, limit_s, max(missing.seconds, LEAST_PATIENCE_S))
+        try:
+            is_there = await asyncio.wait_for(take(patience_s), patience_s)
+            pauses.succeed()
+        except Exception as error:
+            # A request with a short deadline, or for what is not there, says nothing about the daemon.
+            is_impatient = isinstance(error, (TimeoutError, asyncio.TimeoutError)) and patience_s == limit_s
+            if not (is_impatient or isinstance(error, (ParcelError, ApiError))):
+                pauses.fail()
+            why = error.message if isinstance(error, ApiError) else str(error)
+            self._note(HandoffOutcome.FAILED, where, f"{type(error).__name__}: {why}")
         else:
-            self._note(HandoffOutcome.RECEIVED, peer or "shared memory")
+            self._note(HandoffOutcome.RECEIVED if is_there else HandoffOutcome.FAILED, where)
+        finally:
+            pauses.leave()
 
     def _allowed(self, transfer: KVTransferParams) -> Peer | None:
         """Return the address to take K/V from, None for shared memory. Raises ApiError unless the settings name it."""
@@ -160,35 +256,14 @@ class Receiver:
             raise ApiError(400, "peer_not_allowed", message, "kv_transfer_params.remote_host")
         return peer
 
-    async def _ask_for(self, request: Request) -> None:
-        """Have the prefill daemon of the settings compute a prompt, and take its K/V."""
-        params = request.params
-        if request.is_background or params.prompt_logprobs is not None or params.pooling is not None:
-            return  # no client waits for its first token, or every position has to be computed here
-        try:
-            missing = prefix_of(self._engine, request)
-            if await asyncio.to_thread(self._handover.count_missing, missing) < MIN_BLOCKS:
-                self._count(HandoffOutcome.SHORT)
-                return
-            patience_s = self._patience_s(request)
-            transfer = await asyncio.wait_for(self._ask(request), patience_s)
-            if transfer is not None:
-                prefix = missing._replace(root=chain_root(_remote_salt(request), _adapter(request)))
-                await self._take(transfer.remote_request_id, prefix, self._allowed(transfer), patience_s)
-        except Exception as error:
-            why = error.message if isinstance(error, ApiError) else str(error)
-            self._note(HandoffOutcome.FAILED, self._prefill_url, f"{type(error).__name__}: {why}")
-        else:
-            self._note(HandoffOutcome.RECEIVED if transfer else HandoffOutcome.FAILED, self._prefill_url)
-
     async def _take(self, name: str, prefix: Prefix, peer: Peer | None, patience_s: float) -> None:
         take = partial(self._handover.receive, name, prefix, peer, patience_s)
-        await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._threads, take), patience_s)
+        await asyncio.get_running_loop().run_in_executor(self._threads, take)
 
-    def _patience_s(self, request: Request) -> float:
-        """Return how long the prefill daemon may take; less if there is a deadline."""
+    def _limit_s(self, request: Request) -> float:
+        """Return how long a request itself lets the prefill daemon take; infinite without a deadline."""
         limits = [limit for limit in (request.deadline_s, request.max_queue_s) if limit is not None]
-        return min([self._timeout_s, *(limit / 2 for limit in limits)])
+        return min([limit / 2 for limit in limits], default=inf)
 
     async def _ask(self, request: Request) -> KVTransferParams | None:
         assert self._client is not None
@@ -203,6 +278,8 @@ class Receiver:
             "kv_transfer_params": transfer,
         } | ({"priority": request.priority} if request.priority else {})
         answer = await self._client.post("/v1/completions", json=body, headers=TRACE_HEADERS.get())
+        if answer.status_code >= 500 or answer.status_code in _REFUSALS:
+            raise _UnavailableError(f"it answered {answer.status_code}: {answer.text[:200]}")
         if answer.is_error:
             raise ParcelError(f"it answered {answer.status_code}: {answer.text[:200]}")
         document = answer.json()

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from engine.core.stats import SequenceView
 from server.context import InContext, InOwner
 from server.operations.pool_cells import MAX_CELLS, runs, summarise
+from server.telemetry.live import EndedSequence
 from server.tenancy.tenant_file import DEFAULT
 
 TAG_CHARS = 8
@@ -29,8 +30,12 @@ async def live(
     cells: Annotated[int, Query(ge=1, le=MAX_CELLS)] = MAX_CELLS,
     blocks: Annotated[int | None, Query(ge=1)] = None,
     sequence: Annotated[int | None, Query(ge=0)] = None,
+    since: Annotated[float, Query(allow_inf_nan=False)] = 0.0,
 ) -> Response:
-    """Return the engine's state: its first `blocks` in at most `cells` cells, and the page table of one `sequence`."""
+    """Return the engine's state: its first `blocks` in at most `cells` cells, and the page table of one `sequence`.
+
+    With it come the sequences that ended `since` an earlier answer's `time_s`.
+    """
     snapshot = await context.live.snapshot()
     config, stats = context.engine.config, context.engine.stats
     views = [view for view in snapshot.sequences if owner in (DEFAULT, view.tenant)]
@@ -49,7 +54,7 @@ async def live(
         "num_blocks": config.num_blocks,
         "blocks": {
             "held": snapshot.num_held_blocks,
-            "cached": len(snapshot.cached_blocks),
+            "cached": snapshot.num_cached_blocks,
             "free": snapshot.num_free_blocks,
         },
         "cells": pool._asdict(),
@@ -69,16 +74,34 @@ async def live(
         "ttft": {"sum_s": stats.ttft_s.sum, "count": stats.ttft_s.count},
         "itl": {"sum_s": stats.itl_s.sum, "count": stats.itl_s.count},
         "sequences": [_sequence(view) for view in views],
+        "ended": [_ended(end) for end in context.live.ended(since) if owner in (DEFAULT, end.owner)],
         "page_table": next((runs(view.blocks) for view in views if view.seq_id == sequence), None),
     }
     return Response(to_json(document), media_type="application/json", headers={"cache-control": "no-store"})
 
 
+def _name(request_id: str, choice: int) -> dict[str, Any]:
+    """Return what names a sequence both in a snapshot and at its end."""
+    return {"tag": request_id[:TAG_CHARS], "prompt": request_id.rpartition("-")[2][:TAG_CHARS], "choice": choice}
+
+
+def _ended(end: EndedSequence) -> dict[str, Any]:
+    return {
+        **_name(end.request_id, end.choice),
+        "at_s": end.at_s,
+        "num_tokens": end.num_prompt + end.num_generated,
+        "num_preemptions": end.num_preemptions,
+        "queue_s": end.queue_s,
+        "prefill_s": end.prefill_s,
+        "decode_s": end.decode_s,
+        "finish_reason": end.finish_reason,
+    }
+
+
 def _sequence(view: SequenceView) -> dict[str, Any]:
     return {
         "seq_id": view.seq_id,
-        "tag": view.request_id[:TAG_CHARS],
-        "choice": view.choice,
+        **_name(view.request_id, view.choice),
         "status": view.status,
         "num_prompt": view.num_prompt,
         "num_tokens": view.num_tokens,

@@ -19,10 +19,11 @@ MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
 }
 SECURITY_HEADERS = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
     ),
     "x-content-type-options": "nosniff",
@@ -42,7 +43,7 @@ class PageFile(NamedTuple):
 def load_files() -> dict[str, PageFile]:
     """Return every file of the page by its URL path; the HTML is `/`."""
     files = {}
-    for path in sorted(FOLDER.iterdir()):
+    for path in sorted(FOLDER.rglob("*")):
         if path.suffix in MEDIA_TYPES:
             content = path.read_bytes()
             headers = {
@@ -50,7 +51,7 @@ def load_files() -> dict[str, PageFile]:
                 "etag": f'"{sha256(content).hexdigest()[:20]}"',
                 "cache-control": "no-cache",  # revalidated each time, so that an update is seen
             }
-            url = "/" if path.name == "index.html" else f"/page/{path.name}"
+            url = "/" if path.name == "index.html" else f"/page/{path.relative_to(FOLDER).as_posix()}"
             files[url] = PageFile(content, SECURITY_HEADERS | headers)
     return files
 

@@ -58,9 +58,8 @@ def summarise(
             computed = np.clip(view.num_computed - np.arange(len(blocks)) * block_size, 0, block_size)
             tokens[blocks] = np.maximum(tokens[blocks], computed)
             owners[blocks] = view.seq_id if is_visible(view) else OTHERS
-    cached = np.zeros(num_blocks, np.int64)
-    cached[np.fromiter(snapshot.cached_blocks, np.int64, len(snapshot.cached_blocks))] = 1
-    used = np.flatnonzero((holders > 0) | (cached > 0))
+    cached = (np.frombuffer(snapshot.findable, np.uint8) > 0) & (holders == 0)
+    used = np.flatnonzero((holders > 0) | cached)
     shown = num_blocks if num_shown is None else min(num_shown, num_blocks)
     size = -(-shown // max_cells)
     columns = [_per_cell(each[:shown], size) for each in (holders > 0, holders > 1, cached, tokens)]

@@ -1,4 +1,4 @@
-"""GET /v1/requests/{id}: the state of a request, or how it went."""
+"""GET /v1/requests/{id}: the state of a request, or how it went; GET /v1/requests: the last ones."""
 
 from __future__ import annotations
 
@@ -10,14 +10,25 @@ from fastapi import APIRouter
 from engine.core.errors import shorten
 from engine.core.stats import SequenceView
 from server.context import InContext, InOwner
-from server.errors import ApiError
-from server.telemetry.live import Place
+from server.errors import ApiError, to_api_error
+from server.operations.live import TAG_CHARS
+from server.telemetry.events import HttpAnswered
+from server.telemetry.live import QueuePosition
 from server.telemetry.request_log import RECENT, Outcome, RequestRecord
 from server.telemetry.timeline import AnswerMetrics
 
 _ORDER = ("running", "prefill", "preempted")  # a request has the state of its foremost sequence
 
 router = APIRouter()
+
+
+@router.get("/v1/requests")
+async def list_requests(context: InContext, owner: InOwner) -> dict[str, Any]:
+    """Return the last requests, newest first: open ones, answered POSTs, and every refused one.
+
+    Tenants see their own. As in the live view, an id is only its first characters, too few to use another's answer.
+    """
+    return {"object": "list", "data": [_entry(entry) for entry in context.recent.latest(owner)]}
 
 
 @router.get("/v1/requests/{name:path}")
@@ -38,9 +49,44 @@ async def retrieve_request(context: InContext, owner: InOwner, name: str) -> dic
     return _document(record, views, place)  # it may have ended in between
 
 
-def _document(record: RequestRecord, views: Sequence[SequenceView], place: Place | None) -> dict[str, Any]:
+def _entry(entry: RequestRecord | HttpAnswered) -> dict[str, Any]:
+    """Return a request of the list as JSON; the status of an open one is null."""
+    caller = entry.caller
+    assert caller is not None
+    answered = entry if isinstance(entry, HttpAnswered) else None
+    record = entry.record if isinstance(entry, HttpAnswered) else entry
+    outcome = None if record is None else record.outcome
+    error = None if answered is None else answered.error
+    if error is None and outcome is not None and outcome.error is not None:
+        error = to_api_error(outcome.error)  # of a stream, whose status was sent before
+    return {
+        "id": entry.request_id[:TAG_CHARS],
+        "object": "request.summary",
+        "created": int(caller.begun_s),
+        "method": "POST" if answered is None else answered.method,
+        "path": caller.path,
+        "address": caller.address,
+        "user_agent": caller.agent,
+        "tenant": caller.tenant,
+        "status": None if answered is None else answered.status or None,
+        "seconds": None if answered is None else round(answered.seconds, 3),
+        "error": None if error is None else {"code": error.code, "message": error.logged},
+        "ignored_fields": list(entry.ignored_fields),
+        "finish_reasons": [] if outcome is None else outcome.finish_reasons,
+        "usage": None if outcome is None else outcome.usage.model_dump(),
+        "metrics": None if outcome is None else _metrics(outcome),
+    }
+
+
+def _metrics(outcome: Outcome) -> dict[str, Any] | None:
+    if outcome.spans is None or outcome.is_dropped:
+        return None
+    return AnswerMetrics.of(outcome.spans, outcome.num_cached_tokens).model_dump()
+
+
+def _document(record: RequestRecord, views: Sequence[SequenceView], place: QueuePosition | None) -> dict[str, Any]:
     """Return a record as JSON; `views` and `place` are of an open one."""
-    spans, finish_reasons, is_dropped, usage, num_cached = outcome = record.outcome
+    outcome = record.outcome
     history = _history(outcome)
     document = {
         "id": record.request_id,
@@ -51,9 +97,9 @@ def _document(record: RequestRecord, views: Sequence[SequenceView], place: Place
         "stream": record.stream,
         "tenant": None if record.account is None else record.account.tenant.name,
         "created": record.created,
-        "finish_reasons": finish_reasons,
-        "usage": usage.model_dump(),
-        "metrics": None if spans is None or is_dropped else AnswerMetrics.of(spans, num_cached).model_dump(),
+        "finish_reasons": outcome.finish_reasons,
+        "usage": outcome.usage.model_dump(),
+        "metrics": _metrics(outcome),
         "history": history,
     }
     if record.end is not None:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.core.errors import ConfigError
-from engine.foreign import SPELLINGS, narrower, split, unread_variables
+from engine.foreign import SPELLINGS, narrower, refuse, split, unread_variables
 from engine.setting import Declared, describe, fault, features, to_flag
 from server.settings.settings import DECLARED, ENV_PREFIX, Settings, Sources, names_of, read_sources, suggestion
 
@@ -144,13 +144,9 @@ def load_settings(argv: Sequence[str]) -> Settings:
     """Return the settings of a command line, the variables and the file they name. Raises ConfigError."""
     words, foreign = split(argv)
     given, unknown = make_parser().parse_known_args(words)
-    if unknown:
-        word = unknown[0].split("=")[0]
-        hint = (
-            suggestion(word, ["--help", *map(to_flag, names_of(DECLARED)), *SPELLINGS]) if word.startswith("-") else ""
-        )
-        raise ConfigError(f"{word} is not an argument of `quire serve`{hint or '; see `quire serve --help`.'}")
     sources = read_sources(DECLARED, vars(given), os.environ, foreign)
+    flags = [word for word in unknown if word.startswith("-")] or unknown[:1]  # the rest are their values
+    refuse([*sources.faults, *map(_unknown, flags)])
     try:
         settings = Settings(**sources.values)
     except ValidationError as error:
@@ -165,6 +161,12 @@ def load_settings(argv: Sequence[str]) -> Settings:
     if unread := unread_variables(os.environ):
         settings.remarks.append(f"{', '.join(unread)} (variables of other servers; Quire's begin with {ENV_PREFIX})")
     return settings
+
+
+def _unknown(argument: str) -> str:
+    word = argument.split("=", maxsplit=1)[0]
+    known = ["--help", *map(to_flag, names_of(DECLARED)), *SPELLINGS] if word.startswith("-") else []
+    return f"{word} is not an argument of `quire serve`{suggestion(word, known) or '; see `quire serve --help`.'}"
 
 
 def name_origins(message: str, settings: Settings) -> str:

@@ -100,6 +100,7 @@ class Sources(NamedTuple):
     origins: dict[str, str]  # "" for the command line
     notices: list[str]
     remarks: list[str]
+    faults: list[str]  # a sentence for each flag or value that is refused
 
 
 def read_sources(
@@ -108,13 +109,16 @@ def read_sources(
     environ: Mapping[str, str],
     foreign: Iterable[Given] = (),
 ) -> Sources:
-    """Combine the sources of settings; `foreign` are the command line's flags of other servers. Raises ConfigError."""
+    """Combine the sources of settings; `foreign` are the command line's flags of other servers.
+
+    Raises ConfigError for a file or a variable that cannot be read; what is refused is in `faults`.
+    """
     settings = tuple(settings)
     variables = _read_variables(settings, environ)
     given = {name: value for name, (_, value) in variables.items()}
     translated = translate(foreign)
     flags = check_same(translated, flags)
-    found = Sources({}, {}, [], translated.remarks)
+    found = Sources({}, {}, [], translated.remarks, translated.faults)
     config = {**given, **flags}.get("config")
     file: dict[str, Any] = {}
     if config:
@@ -122,6 +126,7 @@ def read_sources(
         translated = translate(in_file)
         file = check_same(translated, file)
         found.remarks.extend(translated.remarks)
+        found.faults.extend(translated.faults)
     other = keys_of(environ)
     keys = {} if other is None else {"api_key": other[1]}
     for values, origins in (
@@ -133,7 +138,12 @@ def read_sources(
         for name, value in values.items():
             if name == "quantization" and value in IN_CHECKPOINT:
                 found.remarks.append(f"--quantization {value} ({OF_CHECKPOINT})")
-            expanded, notices = expand(settings, {name: known_value(name, value)})
+            try:
+                value = known_value(name, value)
+            except ConfigError as error:
+                found.faults.append(str(error))
+                continue
+            expanded, notices = expand(settings, {name: value})
             found.values.update(expanded)
             found.origins.update(dict.fromkeys(expanded, origins[name]))
             found.notices.extend(notices)

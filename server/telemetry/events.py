@@ -5,13 +5,15 @@ Routes, middleware and the tenants' accounts emit events, never one per token. E
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from server.telemetry.request_log import RequestLog, RequestRecord
+from server.telemetry.request_log import Caller, RequestLog, RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+
+    from server.errors import ApiError
 
 
 class RequestOpened(NamedTuple):
@@ -39,6 +41,14 @@ class HttpAnswered(NamedTuple):
     seconds: float
     record: RequestRecord | None  # of a generating request
     span: Span | None = None  # if it is traced
+    caller: Caller | None = None
+    error: ApiError | None = None  # which was the answer
+    ignored_fields: Sequence[str] = ()
+
+    @property
+    def is_notable(self) -> bool:
+        """Return whether it is logged and listed: polls that succeed are too frequent."""
+        return self.method == "POST" or self.status >= 400
 
 
 class TenantRefused(NamedTuple):

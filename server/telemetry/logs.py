@@ -9,9 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
+import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 
+MAX_REFUSALS = 20  # lines a second
 OURS = ("quire", "server", "engine", "uvicorn")
+
+log = logging.getLogger("quire.server")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 
@@ -22,6 +28,11 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
         self._tracebacks = tracebacks
 
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """Return the line without its exception."""
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
     def format(self, record: logging.LogRecord) -> str:
         """Return one line, followed by the traceback at --log-level debug."""
         tables = [value for name, value in vars(record).items() if name not in _STANDARD and isinstance(value, dict)]
@@ -30,7 +41,7 @@ class TextFormatter(logging.Formatter):
             return super().format(record) + details
         record.exc_text = None
         plain = logging.makeLogRecord({**vars(record), "exc_info": None})
-        return super().format(plain) + _exception_in_short(record) + details
+        return super().format(plain) + printable(_exception_in_short(record)) + details
 
 
 class JsonFormatter(logging.Formatter):
@@ -51,7 +62,7 @@ class JsonFormatter(logging.Formatter):
         line.update((key, value) for key, value in vars(record).items() if key not in _STANDARD)
         if record.exc_info and self._tracebacks:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return printable(json.dumps(line, default=str, ensure_ascii=False))
 
 
 class StandardError(logging.Handler):
@@ -66,6 +77,36 @@ class StandardError(logging.Handler):
             self.handleError(record)
 
 
+def printable(text: str) -> str:
+    """Return a text with JSON's escapes for what is no visible character.
+
+    A client's path or value may hold a newline, which would begin a line that looks like another event, or a terminal's
+    commands.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in text)
+
+
+class LineBudget:
+    """Bounds the lines of refused requests: a flood of them must not fill the disk."""
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger, self._clock = logger, clock
+        self._second, self._num = 0, 0  # and the refusals within that second
+
+    def take(self) -> bool:
+        """Return whether one more line may be written; after a flood, log how many were not."""
+        second = int(self._clock())
+        if second != self._second:
+            if self._num > MAX_REFUSALS:
+                self._logger.info("%d more refused requests are not listed here", self._num - MAX_REFUSALS)
+            self._second, self._num = second, 0
+        self._num += 1
+        return self._num <= MAX_REFUSALS
+
+
+_NO_HTTP = "Invalid HTTP request received."  # server/http/connection.py writes a better line, and not for every one
 _TRACE = 5  # uvicorn's level below debug
 
 
@@ -77,12 +118,25 @@ def configure_logging(level: str, layout: str, uvicorn_level: str | None = None)
         JsonFormatter(tracebacks=tracebacks) if layout == "json" else TextFormatter(tracebacks=tracebacks)
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    threading.excepthook = _log_end_of_thread
     for name in OURS:
         logging.getLogger(name).setLevel(level.upper())
+    logging.getLogger("uvicorn.error").addFilter(_is_new)
     if uvicorn_level is not None:
         logging.getLogger("uvicorn").setLevel(_TRACE if uvicorn_level == "trace" else uvicorn_level.upper())
     elif level == "info":  # uvicorn's own start and stop lines repeat ours
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def _is_new(record: logging.LogRecord) -> bool:
+    return record.msg != _NO_HTTP
+
+
+def _log_end_of_thread(end: threading.ExceptHookArgs) -> None:
+    """Log one line of an error that has ended a thread, in place of Python's traceback."""
+    name = "?" if end.thread is None else end.thread.name
+    log.error("The thread %s ended (please report this): %s: %s", name, end.exc_type.__name__, end.exc_value)
+    log.debug("It ended here:", exc_info=end.exc_value)
 
 
 def _exception_in_short(record: logging.LogRecord) -> str:

@@ -16,7 +16,7 @@ from server.settings.app_config import AppConfig
 
 _GRPC_PORT = 4317  # of OTLP over gRPC; OTLP over HTTP has 4318
 _MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
-_INSTALL = "install it with: pip install 'quire[otel]'"
+_INSTALL = "install it with: pip install 'quire-serve[otel]'"
 
 
 class Endpoints(NamedTuple):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.core.errors import QuireError
 from engine.core.types import AbortCause, FinishReason, Request
 from server.generation import Generation, Usage
 from server.telemetry.timeline import Spans
@@ -24,6 +25,16 @@ _BEGUN_OR_LEFT = (0, 200, 499)  # statuses of an answer that began, or whose cli
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
 
 
+class Caller(NamedTuple):
+    """The sender of an HTTP request, and its target."""
+
+    path: str  # as the agent, cut and without control characters
+    address: str
+    agent: str  # the User-Agent
+    tenant: str | None  # None where no account of --tenants is known
+    begun_s: float  # Unix time
+
+
 class Outcome(NamedTuple):
     """The state of a request's answer, now or at its end."""
 
@@ -32,6 +43,7 @@ class Outcome(NamedTuple):
     is_dropped: bool
     usage: Usage
     num_cached_tokens: int
+    error: QuireError | None  # of the first choice that failed
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -46,6 +58,8 @@ class RequestRecord:
     adapter: str | None
     generation: Generation | None  # None once it has ended
     account: Account | None = None
+    caller: Caller | None = None  # None of a batch line
+    ignored_fields: Sequence[str] = ()
     is_background: bool = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     end: tuple[Outcome, int, float] | None = None  # with the status and the seconds
@@ -70,7 +84,7 @@ class RequestRecord:
         """Return the log line's fields: counts, and the seconds of the slowest choice."""
         if self.generation is None:
             return {}
-        spans, finish_reasons, _, usage, num_cached = self.outcome
+        spans, finish_reasons, _, usage, num_cached, _ = self.outcome
         fields: dict[str, int | float | str] = {} if self.account is None else {"tenant": self.account.tenant.name}
         fields["prompt_tokens"] = usage.prompt_tokens
         fields["cached_tokens"] = num_cached
@@ -97,7 +111,8 @@ class RequestRecord:
         assert self.generation is not None
         timeline, usage = self.generation.timeline, self.generation.usage
         cached = self.generation.num_cached_tokens
-        return Outcome(timeline.spans(), timeline.finish_reasons, timeline.is_dropped, usage, cached)
+        error = next((choice.error for choice in timeline.choices if choice.error is not None), None)
+        return Outcome(timeline.spans(), timeline.finish_reasons, timeline.is_dropped, usage, cached, error)
 
     def close(self, status: int, seconds: float) -> None:
         """Keep the state of the answer, and drop the prompts. Idempotent."""
@@ -105,7 +120,7 @@ class RequestRecord:
             return
         self.end = self.outcome, status, seconds
         if self.account is not None:
-            self.account.close(self.generation.num_drawn_tokens)
+            self.account.charge(self.generation.num_drawn_tokens)
         self.generation, self.requests = None, ()
 
 

@@ -58,7 +58,7 @@ def _of_snapshot(snapshot: Snapshot, names: dict[str, str], now: float) -> dict[
         "blocks": {
             "free": snapshot.num_free_blocks,
             "held": snapshot.num_held_blocks,
-            "cached": len(snapshot.cached_blocks),
+            "cached": snapshot.num_cached_blocks,
         },
         "sequences": [_sequence(view, names, now) for view in snapshot.sequences[:MAX_SEQUENCES]],
         "sequences_not_listed": _num_not_listed(snapshot),

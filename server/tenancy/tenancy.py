@@ -7,6 +7,7 @@ Everything that outlives a request (its record, stored responses, files, batches
 tenant, and is invisible to all others. Keys of --api-key, and every client of a server without --tenants, are the owner
 DEFAULT, a name that no tenant can have.
 
+A request counts as open from before its body is read, so that one over a limit is refused unread, until it ends.
 A limit on tokens is a bucket that fills at its rate and holds a minute's worth. A prompt is charged when its request
 arrives, the answer when it ends; a tenant in debt waits until the bucket has filled again. So no request is refused for
 tokens that it might generate, and the rate holds on average.
@@ -28,7 +29,26 @@ from engine.core.types import Request
 from server.tenancy.tenant_file import DEFAULT, Tenant
 
 CountRefusal = Callable[[str, str], None]  # the tenant and the limit
-TENANT = "tenant"  # the key in a request's state under which the guard leaves the Account
+# Keys of a request's state.
+TENANT = "tenant"  # the Account, left by the guard
+_IS_OPEN = "is_open"  # the account counts this request
+
+
+def enter(state: dict[str, Any], request_s: float) -> None:
+    """Count a request on its account, once. Raises OverloadedError at a limit, also if its tokens were used up meanwhile."""
+    account: Account | None = state.get(TENANT)
+    if account is None:
+        return
+    account.check(request_s, is_counted=_IS_OPEN in state)
+    if _IS_OPEN not in state:
+        state[_IS_OPEN] = True
+        account.num_open += 1
+
+
+def leave(state: dict[str, Any]) -> None:
+    """Count a request as open no longer. Idempotent."""
+    if state.pop(_IS_OPEN, False):
+        state[TENANT].num_open -= 1
 
 
 def owner_of(state: Mapping[str, Any]) -> str:
@@ -65,10 +85,10 @@ class Account:
         self._filled_s = now
         return self._tokens
 
-    def check(self, request_s: float) -> None:
+    def check(self, request_s: float, *, is_counted: bool = False) -> None:
         """Raise OverloadedError at a limit; requests take `request_s` on average."""
         tenant, limit = self.tenant, self.tenant.max_concurrent_requests
-        if limit is not None and self.num_open >= limit:
+        if limit is not None and self.num_open >= limit and not is_counted:
             self._count_refusal(tenant.name, "concurrent_requests")
             why = f"Tenant {tenant.name} has {limit} requests open, the most it may have"
             raise self._refusal(why, 0.0, request_s / limit)
@@ -96,18 +116,13 @@ class Account:
         name, weight, cache_owner = self.tenant.name, self.tenant.weight, self._cache_owner
         return [replace(request, tenant=name, weight=weight, cache_owner=cache_owner) for request in requests]
 
-    def open(self, requests: Sequence[Request]) -> None:
-        """Count requests submitted together as one, and charge their prompts."""
-        self.num_open += 1
+    def charge_prompts(self, requests: Sequence[Request]) -> None:
+        """Charge requests that are submitted together for their prompts."""
         self._num_opened += 1
-        self._spend(sum([len(request.prompt) for request in requests]))
+        self.charge(sum([len(request.prompt) for request in requests]))
 
-    def close(self, num_drawn_tokens: int) -> None:
-        """Charge an ended request for the tokens drawn, of a search in all beams."""
-        self.num_open -= 1
-        self._spend(num_drawn_tokens)
-
-    def _spend(self, num_tokens: int) -> None:
+    def charge(self, num_tokens: int) -> None:
+        """Charge tokens: of prompts, or drawn, of a search in all beams."""
         self._tokens = self._fill() - num_tokens
         self._num_spent += num_tokens
 

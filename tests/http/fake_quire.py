@@ -42,7 +42,9 @@ class MortalRunner(FakeRunner):
         return super().run(plan)
 
 
-def build_engine(config: EngineConfig, report: Callable[[Progress], None], _memory: object = None) -> Engine:
+def build_engine(
+    config: EngineConfig, report: Callable[[Progress], None], _memory: object = None, **_: object
+) -> Engine:
     if config.kv_cache_memory_bytes == 1:
         raise MemoryBudgetError("--kv-cache-memory-bytes is 1, too little for one block.")
     for done in (0, 50, 100):

@@ -99,30 +99,30 @@ def test_a_line_of_vllms_bench_is_read() -> None:
         "--num-prompts 10 --request-rate inf --max-concurrency 4 --tokenizer t --save-result --endpoint /v1/completions"
     )
     words, remarks = translate(line.split())
-    assert words == [
-        "bench",
-        "--model",
-        "m",
-        "--input-len",
-        "100",
-        "--output-len",
-        "20",
-        "--num-prompts",
-        "10",
-        "--concurrency",
-        "4",
-        "--base-url",
-        f"http://{HOST}:9",
-        "--endpoint",
-        "completions",
-    ]
-    assert remarks == ["no effect here: --tokenizer t, --save-result"]
-    assert translate(["bench", "serve", "--backend", "openai-chat", "--request_rate", "2"])[0] == (
-        ["bench", "--request-rate", "2", "--endpoint", "chat"]
+    assert " ".join(words) == (
+        "bench --endpoint completions --model m --input-len 100 --output-len 20 --num-prompts 10 --concurrency 4 "
+        f"--base-url http://{HOST}:9 --respect-eos"
     )
+    assert remarks == ["no effect here: --tokenizer t, --save-result"]
+    for given, made in (
+        (
+            "--request-rate inf --num-prompts 8 --ignore-eos",
+            "--num-prompts 8 --input-len 1024 --output-len 128 --concurrency 8",
+        ),
+        ("--ignore-eos", "--num-prompts 1000 --input-len 1024 --output-len 128 --concurrency 1000"),
+        (
+            "--backend openai-chat --request_rate 2 --num-prompts 9 --goodput ttft:9 tpot:8 --random-input-len 100 --random-output-len 10 --random-range-ratio 0.5",
+            "--endpoint chat --request-rate 2 --num-prompts 9 --input-len 50:150 --output-len 5:15 --respect-eos",
+        ),
+    ):
+        assert " ".join(translate(["bench", "serve", *given.split()])[0]) == f"bench {made}"
     assert translate(["bench", "--model", "serve"]) == (["bench", "--model", "serve"], [])
     with pytest.raises(LoadtestError, match="--dataset-name sharegpt is not read; --dataset takes JSON lines"):
         translate(["bench", "serve", "--dataset-name", "sharegpt"])
+    with pytest.raises(LoadtestError, match="--random-range-ratio is '2', and must be"):
+        translate(["bench", "serve", "--random-range-ratio", "2"])
+    with pytest.raises(LoadtestError, match="'8000' belongs to no flag"):
+        translate(["bench", "serve", "8000"])
     with pytest.raises(LoadtestError, match="--port needs a value"):
         translate(["bench", "serve", "--port"])
 
@@ -194,8 +194,8 @@ def test_a_start_that_fails_behind_the_model_releases_it(fails: str, monkeypatch
     closed: list[FakeRunner] = []
     is_built = threading.Event()
 
-    def build_engine(*args: Any) -> Engine:
-        engine = fake_quire.build_engine(*args)
+    def build_engine(*args: Any, **options: Any) -> Engine:
+        engine = fake_quire.build_engine(*args, **options)
         is_built.set()
         return engine
 

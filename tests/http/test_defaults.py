@@ -6,10 +6,13 @@ import json
 import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
+from server.middleware import RequestScope
 from tests.http.harness import Live
 
 SETTINGS: dict[str, Any] = {
@@ -47,6 +50,18 @@ def test_a_key_is_asked_for_under_the_root_path_too(live: Live, path: str) -> No
     assert httpx.get(f"{live.url}{path}").status_code == 401
     assert httpx.get(f"{live.url}/llm/health").status_code == 200
     assert httpx.get(f"{live.url}/llm").status_code == httpx.get(f"{live.url}/").status_code == 200
+
+
+async def test_a_route_that_begins_like_the_root_path_stays_whole() -> None:
+    seen = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["path"])
+
+    inner = RequestScope(app, lambda _: None, root_path="/v")
+    for path in ("/v1/models", "/v/v1/models"):
+        await inner({"type": "http", "method": "GET", "path": path, "headers": []}, AsyncMock(), AsyncMock())
+    assert seen == ["/v1/models", "/v1/models"]
 
 
 def test_the_description_names_the_root_path(live: Live) -> None:

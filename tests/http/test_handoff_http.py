@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,12 +17,24 @@ from harness import Live, eventually
 from test_lifecycle import asked
 
 from engine.adapters import Adapters
+from engine.core.kv.tiers import Tiers
+from engine.core.types import Request, SamplingParams
 from engine.runtime.transports.shared_memory import SharedMemory
+from server.openai.sampling import KVTransferParams
+from server.operations import handoff
+from server.operations.handoff import _remote_salt
+from tests.patience import PATIENCE_S
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again, until it is tired of it"  # 85 tokens, 5 blocks
 
 Serve = Callable[..., Live]
 Post = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake runner computes a prompt in no time, and so would wait for no other daemon."""
+    monkeypatch.setattr(handoff, "LEAST_PATIENCE_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -146,6 +159,123 @@ def test_a_slow_prefill_daemon_is_not_waited_for(serve: Serve, folder: Path) -> 
     prefill.check_idle()
 
 
+def test_a_daemon_that_hangs_is_not_asked_again_and_again(
+    serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asks = 0.0, []
+    pauses_of = handoff.Pauses
+    monkeypatch.setattr(handoff, "Pauses", lambda _: pauses_of(lambda: now))
+    ask_for = handoff.Receiver._ask
+
+    async def count(receiver: handoff.Receiver, request: Request) -> KVTransferParams | None:
+        asks.append(request.request_id)
+        return await ask_for(receiver, request)
+
+    monkeypatch.setattr(handoff.Receiver, "_ask", count)
+    prefill = serve(role="prefill", kv_connector_dir=folder)
+    decode = serve(role="decode", kv_connector_dir=folder, prefill_url=prefill.url, prefill_timeout_s=0.2)
+    prefill.gate.close()
+    for index in range(4):
+        assert ask(decode, cache_salt=f"hangs{index}")["choices"][0]["text"] == TEXT[:20]
+    assert len(asks) == 1
+    now = 1.0
+    for index in range(4):
+        ask(decode, cache_salt=f"probed{index}")
+    assert len(asks) == 2, "one probe"
+    prefill.gate.open()
+    prefill.check_idle()
+    now = 2.0
+    ask(decode, cache_salt="early")
+    assert len(asks) == 2
+    monkeypatch.setattr(decode.context.receiver, "_timeout_s", PATIENCE_S)
+    now = 3.0
+    for index in range(2):
+        ask(decode, cache_salt=f"well{index}")
+    assert len(asks) == 4
+    assert handoffs(decode) == {"failed": 9, "received": 2}
+
+
+def test_a_request_waits_no_longer_than_computing_its_prompt_takes(
+    serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoff, "LEAST_PATIENCE_S", 0.0)
+    monkeypatch.setattr(Tiers, "compute_s", lambda *_: 0.05)
+    prefill = serve(role="prefill", kv_connector_dir=folder)
+    decode = serve(role="decode", kv_connector_dir=folder, prefill_url=prefill.url, prefill_timeout_s=3600.0)
+    prefill.gate.close()
+    assert ask(decode)["choices"][0]["text"] == TEXT[:20]
+    assert handoffs(decode) == {"failed": 1}
+    prefill.gate.open()
+
+
+def test_a_hurried_request_and_a_refused_one_have_nobody_else_wait(
+    serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant could otherwise turn the hand-over off for all."""
+    prefill = serve(role="prefill", kv_connector_dir=folder)
+    decode = serve(role="decode", kv_connector_dir=folder, prefill_url=prefill.url)
+    with monkeypatch.context() as patch:
+        patch.setattr(handoff.Receiver, "_limit_s", lambda *_: 0.05)
+        prefill.gate.close()
+        ask(decode, cache_salt="hurried")
+    prefill.gate.open()
+    prefill.check_idle()
+    with monkeypatch.context() as patch:
+        patch.setattr(handoff, "_remote_salt", lambda _: "x" * 10_000)  # a 400
+        ask(decode, cache_salt="refused")
+    ask(decode, cache_salt="calm")
+    assert handoffs(decode) == {"failed": 2, "received": 1}
+
+
+def test_pauses_double_up_to_a_bound_and_one_probe_is_enough() -> None:
+    now = 0.0
+    pauses = handoff.Pauses(lambda: now)
+    lengths = []
+    assert pauses.begin()
+    assert pauses.begin(), "all ask while the daemon is well"
+    pauses.fail()
+    pauses.fail()  # together with the first
+    for _ in range(9):
+        begun = now
+        while not pauses.begin():
+            now += 0.5
+        lengths.append(now - begun)
+        assert not pauses.begin(), "one request probes"
+        pauses.fail()
+    assert lengths == [1, 2, 4, 8, 16, 32, 64, 64, 64]
+    now += 64
+    assert pauses.begin()
+    pauses.leave()  # its client left
+    assert pauses.begin()
+    pauses.succeed()
+    assert pauses.begin()
+    assert pauses.begin()
+
+
+@pytest.mark.parametrize("owner", ["", "acme"])
+def test_owners_are_kept_apart_on_the_prefill_daemon(owner: str) -> None:
+    """It knows the decode daemon by one key, so the salt that it is sent has to tell owners apart."""
+    request = Request(request_id="r", prompt=(1,), params=SamplingParams(max_tokens=1), arrival_s=0.0, cache_salt="s")
+    salts = {_remote_salt(replace(request, cache_owner=name)) for name in (owner, "other")}
+    assert len(salts) == 2
+    assert _remote_salt(replace(request, cache_owner=owner, cache_salt="t")) not in salts
+
+
+def test_tenants_of_a_decode_daemon_share_nothing_on_the_prefill_daemon(
+    serve: Serve, folder: Path, tmp_path: Path
+) -> None:
+    """Neither is faster because the other has asked the same: also not by what the prefill daemon has cached."""
+    prefill = serve(role="prefill", kv_connector_dir=folder, api_keys=("secret",))
+    tenants = tmp_path / "tenants.yaml"
+    tenants.write_text("tenants: [{name: ann, key: ann-key}, {name: bob, key: bob-key}]")
+    decode = serve(role="decode", kv_connector_dir=folder, prefill_url=prefill.url, api_keys=("secret",),
+                   tenants=tenants)  # fmt: skip
+    for key in ("ann-key", "bob-key"):
+        assert send(decode, COMPLETIONS, BODIES[COMPLETIONS], key).status_code == 200
+    assert handoffs(decode) == {"received": 2}
+    assert not prefill.engine.stats.prefix_hit_tokens
+
+
 def test_a_client_that_leaves_ends_the_prefill(serve: Serve, folder: Path) -> None:
     prefill = serve(role="prefill", kv_connector_dir=folder)
     decode = serve(role="decode", kv_connector_dir=folder, prefill_url=prefill.url)
@@ -258,6 +388,11 @@ def test_what_cannot_be_taken_is_computed(apart: tuple[Live, Live]) -> None:
         ({"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "127.0.0.1"}}, "remote_host"),
         ({"kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": True}}, "kv_transfer_params"),
         ({"kv_transfer_params": {"do_remote_prefill": True}, "prompt": ["a", "b"]}, "prompt"),
+        *(
+            ({"kv_transfer_params": {"do_remote_prefill": True, field: value}}, field)
+            for field in ("remote_request_id", "remote_host", "adapter")
+            for value in ("a\0b", "a/b", "\u00e4", "a\n", " ", "a" * 256)
+        ),
     ],
 )
 def test_bad_transfers_are_refused(apart: tuple[Live, Live], fields: dict[str, Any], param: str) -> None:

@@ -188,6 +188,56 @@ def test_a_file_of_another_size_is_refused_and_not_kept(hub: FakeHub, size: int)
     assert hub.requests[-1] == "m.gguf"
 
 
+def partials() -> list[int]:
+    """The sizes of the files that are not complete."""
+    return [path.stat().st_size for path in Path(huggingface_hub.constants.HF_HUB_CACHE).rglob("*.incomplete")]
+
+
+def test_a_file_without_end_is_refused_where_it_should_end(hub: FakeHub) -> None:
+    """Its length is not stated, so nothing but the count of its bytes can refuse it."""
+    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
+    hub.faults["m.gguf"] = [("endless", 1 << 30)]
+    assert f"sends more than {len(WEIGHTS)} bytes for m.gguf of 'org/model'" in refused()
+    assert partials() == [0]
+    assert hub.num_endless < 1 << 28, "the rest was not taken"
+    assert again().read_bytes() == WEIGHTS
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("lists_sizes", [True, False])
+def test_a_file_of_another_content_is_refused_and_not_kept(hub: FakeHub, name: str, lists_sizes: bool) -> None:
+    """Large files are named by SHA-256, others by git's digest."""
+    hub.repos["org/model"] = {**SMALL, "model.safetensors": WEIGHTS}
+    hub.lists_sizes = lists_sizes
+    content = hub.repos["org/model"][name]
+    hub.faults[name] = [("content", b"?" * len(content))]
+    answer = refused()
+    assert "sends a content of the digest " in answer
+    assert f" for {name} of 'org/model', which it lists with " in answer
+    assert "the file was deleted" in answer
+    assert 0 in partials()
+    assert (again() / name).read_bytes() == content
+
+
+def test_what_an_earlier_start_left_is_part_of_the_digest(hub: FakeHub) -> None:
+    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
+    partial = partial_file()
+    partial.write_bytes(b"?" + WEIGHTS[1:200_000])
+    assert "sends a content of the digest" in refused()
+    assert partials() == [0]
+    assert again().read_bytes() == WEIGHTS
+    shutil.rmtree(huggingface_hub.constants.HF_HUB_CACHE)
+    partial_file().write_bytes(WEIGHTS[:-1] + b"?")  # as long as it should be
+    assert "sends a content of the digest" in refused()
+
+
+@pytest.mark.parametrize("size", [-1, "12", 1.5])
+def test_a_size_that_is_none_is_refused(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, size: object) -> None:
+    hub.repos["org/model"] = {"m.gguf": WEIGHTS}
+    hub.sizes = {"m.gguf": size}
+    assert "does not answer as a model hub does" in refused()
+
+
 def test_a_mirror_that_lists_no_sizes_is_asked_for_them(hub: FakeHub) -> None:
     hub.repos["org/model"] = {**SMALL, "model.safetensors": WEIGHTS}
     hub.lists_sizes = False

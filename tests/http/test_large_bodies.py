@@ -27,7 +27,8 @@ from loadtest.hostile import cases, family_bytes
 from server.anthropic.blocks import CacheControl
 from server.app import routers
 from server.http import bodies as bodies_module
-from server.http.bodies import INLINE_BYTES, BodyReader
+from server.http.bodies import FREE_BYTES, INLINE_BYTES, BodyReader
+from server.http.turns import CALLER
 from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]
@@ -323,8 +324,8 @@ def test_the_reader_can_be_used_from_any_thread_and_logs_what_failed(caplog: pyt
     assert "shutting down" in caplog.text
 
 
-async def test_bodies_that_wait_are_bounded_together() -> None:
-    """Eight of the largest may be on their way; what is more gets an error at once, and room comes back."""
+async def test_a_caller_holds_at_most_as_many_bytes_as_are_still_free() -> None:
+    """So that one caller's unfinished bodies never refuse another's, and small bodies always have room."""
     size = 1 << 20
     reader = BodyReader(1000, size)
 
@@ -332,17 +333,22 @@ async def test_bodies_that_wait_are_bounded_together() -> None:
         for num_bytes in sizes:
             yield b" " * num_bytes
 
-    try:
-        async with AsyncExitStack() as waiting:
-            for _ in range(8):
+    async with AsyncExitStack() as waiting:
+
+        async def hold(caller: str, num: int) -> None:
+            CALLER.set(caller)
+            for _ in range(num):
                 assert len(await waiting.enter_async_context(reader.receive(pieces(size // 2, size // 2)))) == size
-            with pytest.raises(bodies_module.ApiError) as refused:
-                await waiting.enter_async_context(reader.receive(pieces(INLINE_BYTES, 1)))
-            async with reader.receive(pieces(INLINE_BYTES)) as small:
-                assert len(small) == INLINE_BYTES, "small bodies always have room"
-            assert refused.value.status == 503
-            assert refused.value.headers == {"retry-after": "1"}
-        async with reader.receive(pieces(size)) as raw:
-            assert len(raw) == size
-    finally:
-        reader.close()
+            with pytest.raises(bodies_module.ApiError, match="of your large bodies wait") as refused:
+                await waiting.enter_async_context(reader.receive(pieces(size)))
+            assert (refused.value.status, refused.value.headers) == (503, {"retry-after": "1"})
+            async with reader.receive(pieces(FREE_BYTES)) as small:
+                assert len(small) == FREE_BYTES
+
+        await hold("one", 4)  # of eight
+        await hold("two", 2)
+        await hold("three", 1)
+    assert (reader._num_held, reader._held) == (0, {})
+    async with reader.receive(pieces(size)) as raw:
+        assert len(raw) == size
+    reader.close()

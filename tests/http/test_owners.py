@@ -14,11 +14,14 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_adapters import AdaptableParrot, read_adapter
 from fastapi.routing import APIRoute
 from harness import CONFIG, Live, eventually
 from test_cli import quire, ready
 
+from engine.adapters import Adapters
 from engine.text.fields.base import RequestBody
+from server.app import routers
 from server.operations import unserved
 
 FILE = """
@@ -107,7 +110,7 @@ def world(serve: Callable[..., Live], tmp_path: Path) -> Iterator[World]:
     with client(live, "ann-key") as ann:
         ended = begin_batch(ann, upload(ann, "hello|"))
         eventually(lambda: status(ann, ended) == "completed")
-        response = ann.post("/v1/responses", json={"input": "a secret|"}).json()["id"]
+        document = ann.post("/v1/responses", json={"input": "a secret|"}).json()
         named = ann.post("/v1/completions", json={"prompt": "secret|"}, headers={"x-request-id": "mine"})
         file = upload(ann, "another secret|")
         live.gate.close()  # so that the batch stays open
@@ -116,7 +119,8 @@ def world(serve: Callable[..., Live], tmp_path: Path) -> Iterator[World]:
         ids = {
             "request": "mine",
             "answer": named.json()["id"],
-            "response": response,
+            "response": document["id"],
+            "item": document["output"][0]["id"],
             "file": file,
             "output": ann.get(f"/v1/batches/{ended}").json()["output_file_id"],
             "batch": batch,
@@ -183,6 +187,14 @@ def test_what_is_anothers_is_not_there(world: World, key: str) -> None:
                 answer = other.post(path, json={**body, field: name})
                 assert answer.status_code == 404, (path, field, answer.text)
                 assert anonymous(answer, name) == anonymous(other.post(path, json={**body, field: never}), never)
+        name = world.ids["item"]
+        never = name.replace(name[-32:], NEVER)
+        for path in ("/v1/responses", "/v1/responses/input_tokens"):
+            answers = [
+                other.post(path, json={"input": [{"type": "item_reference", "id": each}]}) for each in (name, never)
+            ]
+            assert answers[0].status_code == 404
+            assert anonymous(answers[0], name) == anonymous(answers[1], never)
         for path, kind in LISTS.items():
             assert other.get(path).json()["data"] == []
             name = world.ids[kind]
@@ -224,6 +236,15 @@ def test_a_request_id_is_a_name_inside_an_account(world: World) -> None:
     assert world.ann.get(f"/v1/requests/{world.ids['answer']}").json() == mine
 
 
+def test_the_list_of_requests_is_an_account_s_own(world: World) -> None:
+    with client(world.live, "bob-key") as bob, client(world.live, "plain") as operator:
+        bob.post("/tokenize", json={"prompt": 7})
+        lists = [http.get("/v1/requests").json()["data"] for http in (world.ann, bob, operator)]
+    names = [{each["tenant"] for each in found} for found in lists]
+    assert names[:2] == [{"ann"}, {"bob"}]
+    assert {"ann", "bob"} <= names[2]
+
+
 def test_an_owner_that_asks_much_pushes_out_its_own(
     serve: Callable[..., Live], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +258,34 @@ def test_an_owner_that_asks_much_pushes_out_its_own(
         assert ann.get(f"/v1/responses/{kept}").status_code == 200
         assert ann.get(f"/v1/requests/{kept}").status_code == 200
     assert len(live.context.request_log._records) == 2 * 4
+
+
+def test_no_path_of_this_machine_reaches_a_tenant(serve: Callable[..., Live], tmp_path: Path) -> None:
+    """Routes without parameters, errors and headers; the operator sees where the model is."""
+    (tmp_path / "tenants.yaml").write_text(FILE, encoding="utf-8")
+    model = str(tmp_path / "secret-place" / "model")
+    adapters, place = Adapters(read_adapter, 2), tmp_path / "secret-place" / "by1"
+    place.parent.mkdir()
+    place.write_text("1")
+    adapters.load("next", str(place))
+    live = serve(tenants=tmp_path / "tenants.yaml", api_keys=("plain",), data_dir=tmp_path / "data", model=model,
+                 adapters=adapters, runner=AdaptableParrot)  # fmt: skip
+    paths = [
+        route.path
+        for each in routers()
+        for route in each.routes
+        if isinstance(route, APIRoute) and "GET" in route.methods and "{" not in route.path
+    ]
+    with client(live, "ann-key") as ann, client(live, "plain") as operator:
+        for path in (*paths, "/v1/models/parrot", "/v1/models/next", "/v1/models/nobody", "/nowhere"):
+            for headers in ({}, {"anthropic-version": "2023-06-01"}):
+                answer = ann.get(path, headers=headers)
+                assert "secret-place" not in answer.text + str(answer.headers), path
+        for body in ({"model": "nobody", "prompt": "a"}, {"prompt": 1}, {"prompt": "a|" * 9_999}):
+            assert "secret-place" not in ann.post("/v1/completions", json=body).text
+        roots = {card["id"]: card["root"] for card in ann.get("/v1/models").json()["data"]}
+        assert roots == {name: name for name in ("parrot", "bird", "next")}
+        assert {card["root"] for card in operator.get("/v1/models").json()["data"]} == {model, str(place)}
 
 
 def test_lines_of_a_batch_run_on_their_owners_account(
@@ -407,6 +456,8 @@ def test_the_live_view_shows_a_tenant_its_own_sequences(serve: Callable[..., Liv
         own = tags("ann-key")
         assert len(own) == 1
         assert [tags(key) for key in KEYS] == [[], own]
+    eventually(lambda: look("ann-key")["ended"] != [])
+    assert [[end["tag"] for end in look(key)["ended"]] for key in KEYS] == [[], own]
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])

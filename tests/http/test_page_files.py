@@ -20,7 +20,16 @@ from server.telemetry.live import MIN_AGE_S
 
 Serve = Callable[..., Live]
 FOLDER = Path(server.__file__).parent / "page"
-FILES = sorted(path.name for path in FOLDER.iterdir() if path.name != "index.html")
+KINDS = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "svg": "image/svg+xml",
+    "woff2": "font/woff2",
+}
+SERVED = (path for path in FOLDER.rglob("*") if path.suffix[1:] in KINDS and path.name != "index.html")
+FILES = sorted(path.relative_to(FOLDER).as_posix() for path in SERVED)
+VENDORED = "katex/"
 
 
 def look(live: Live, query: str = "", **headers: str) -> dict[str, Any]:
@@ -34,12 +43,11 @@ def look(live: Live, query: str = "", **headers: str) -> dict[str, Any]:
 
 def test_every_file_is_served_open_typed_and_under_a_strict_policy(serve: Serve) -> None:
     url = serve(api_keys=("k",)).url
-    kinds = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
     for path, name in [("/", "index.html"), *((f"/page/{name}", name) for name in FILES)]:
         response = httpx.get(url + path)
         assert response.status_code == 200, path
         assert response.content == (FOLDER / name).read_bytes()
-        assert response.headers["content-type"].startswith(kinds[name.rpartition(".")[2]])
+        assert response.headers["content-type"].startswith(KINDS[name.rpartition(".")[2]])
         assert response.headers["x-content-type-options"] == "nosniff"
         policy = response.headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; ")
@@ -52,12 +60,18 @@ def test_every_file_is_served_open_typed_and_under_a_strict_policy(serve: Serve)
 
 def test_the_page_names_only_files_that_are_there_and_no_other_host() -> None:
     named = set(re.findall(r'(?:src|href)="page/([^"]+)"', (FOLDER / "index.html").read_text()))
-    for name in FILES:
+    ours = [name for name in FILES if not name.startswith(VENDORED)]
+    for name in ours:
         text = (FOLDER / name).read_text()
-        named |= set(re.findall(r'from "\./([^"]+)"', text))
+        named |= set(re.findall(r'(?:from "|import\(")\./([^"]+)"', text)) | set(
+            re.findall(r'href: "page/([^"]+)"', text)
+        )
         assert "//" not in re.sub(r"//www\.w3\.org/2000/svg|(?m:(^|\s)// .*$)", "", text), f"{name} names an address"
         assert "innerHTML" not in text, f"{name} could make markup of what a model says"
+    sheet = (FOLDER / VENDORED / "katex.min.css").read_text()
+    named |= {VENDORED + name for name in re.findall(r"url\((fonts/[^)]+\.woff2)\)", sheet)}
     assert named == set(FILES), "a file is missing, or nobody uses it"
+    assert (FOLDER / VENDORED / "LICENSE").read_text().startswith("The MIT License")
 
 
 @pytest.mark.parametrize(
@@ -120,6 +134,22 @@ def test_what_runs_and_waits_is_shown_with_its_blocks_and_no_text(serve: Serve) 
     assert f'"id":"cmpl-{tag}' in first, "who asked finds his own"
     assert len(tag) == 8, "and nobody learns the whole of another's"
     eventually(lambda: look(live)["blocks"]["held"] == 0)
+
+
+def test_an_ended_sequence_is_reported_with_its_last_token(serve: Serve) -> None:
+    live = serve()
+    body = {"prompt": ["hello|", "and you|"], "n": 2, "max_tokens": 40}
+    answered = httpx.post(live.url + "/v1/completions", json=body).json()
+    eventually(lambda: len(look(live)["ended"]) == 4)
+    seen = look(live)
+    ends = seen["ended"]
+    assert {each["tag"] for each in ends} == {answered["id"].removeprefix("cmpl-")[:8]}
+    assert [(each["prompt"], each["choice"], each["num_tokens"]) for each in ends] == [
+        ("0", 0, 12), ("0", 1, 12), ("1", 0, 16), ("1", 1, 16),
+    ]  # fmt: skip
+    assert sum(each["num_tokens"] for each in ends) - 2 * 6 - 2 * 8 == answered["usage"]["completion_tokens"]
+    assert {each["finish_reason"] for each in ends} == {"stop"}
+    assert look(live, f"?since={seen['time_s']}")["ended"] == []
 
 
 def test_many_who_look_at_once_cost_one_look(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

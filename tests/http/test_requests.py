@@ -17,6 +17,7 @@ from test_completions import stream
 
 from server import respond
 from server.telemetry import request_log
+from server.telemetry.recent_requests import LISTED
 
 Post = Callable[..., dict[str, Any]]
 PATH = "/v1/completions"
@@ -132,6 +133,62 @@ def test_who_leaves_the_queue_was_never_scheduled(serve: Callable[..., Live], ca
 def test_a_request_nobody_knows_is_a_404(http: httpx.Client) -> None:
     error = http.get("/v1/requests/never").json()["error"]
     assert (error["code"], error["param"]) == ("request_not_found", "id")
+
+
+def listed(live: Live, key: str = "") -> list[dict[str, Any]]:
+    response = httpx.get(f"{live.url}/v1/requests", headers={"authorization": f"Bearer {key}"} if key else {})
+    assert response.status_code == 200, response.text
+    found: list[dict[str, Any]] = response.json()["data"]
+    return found
+
+
+def test_the_last_requests_are_listed_with_what_became_of_them(serve: Callable[..., Live]) -> None:
+    live = serve()
+    assert listed(live) == []
+    with httpx.Client(base_url=live.url, headers={"user-agent": "a client/1"}) as http:
+        answered = http.post(PATH, json={"prompt": "hello|", "n": 2, "top_a": 1})
+        http.post(PATH, json={"prompt": 7})
+        http.get("/nowhere")
+        http.get("/health")
+        http.post("/tokenize", json={"prompt": "hello"})
+        live.gate.close()
+        with streaming(live, "a secret|"):
+            eventually(lambda: len(listed(live)) == 5)
+            running, tokenized, missing, refused, first = listed(live)
+            live.gate.open()
+    assert (running["status"], running["seconds"], running["path"]) == (None, None, PATH)
+    assert (tokenized["path"], tokenized["status"], tokenized["usage"]) == ("/tokenize", 200, None)
+    assert (missing["method"], missing["status"], missing["error"]["code"]) == ("GET", 404, "not_found")
+    assert (refused["status"], refused["error"]["code"], refused["metrics"]) == (400, "invalid_value", None)
+    assert refused["error"]["message"].startswith("prompt: must be a string")
+    assert (first["status"], first["ignored_fields"], first["error"]) == (200, ["top_a"], None)
+    assert (first["address"], first["user_agent"], first["tenant"]) == ("127.0.0.1", "a client/1", None)
+    assert first["usage"]["completion_tokens"] == 12
+    assert first["metrics"]["time_to_first_token_ms"] >= first["metrics"]["queue_time_ms"]
+    assert first["finish_reasons"] == ["stop", "stop"]
+    assert first["id"] == answered.headers["x-request-id"][:8]
+    assert answered.json()["id"] not in str(listed(live)), "an id of an answer opens it"
+    assert "secret" not in str(listed(live))
+    eventually(lambda: listed(live)[0]["status"] == 200)
+
+
+def test_a_stream_that_fails_is_listed_with_its_error(serve: Callable[..., Live]) -> None:
+    live = serve(fail=lambda part: "the device is tired" if part.start else None)
+    with streaming(live, "hello|") as response:
+        response.read()
+    eventually(lambda: listed(live)[0]["status"] == 200)
+    assert "the device is tired" in listed(live)[0]["error"]["message"]
+
+
+def test_the_list_is_bounded_and_strangers_do_not_fill_it(serve: Callable[..., Live]) -> None:
+    live = serve(api_keys=("k",))
+    with httpx.Client(base_url=live.url) as http:
+        for _ in range(LISTED + 10):
+            http.post("/tokenize", json={"prompt": "hello"}, headers={"authorization": "Bearer k"})
+        for _ in range(LISTED + 10):
+            assert http.post("/tokenize", json={}).status_code == 401
+    found = [each["status"] for each in listed(live, "k")]
+    assert (len(found), found.count(401)) == (LISTED, 5)
 
 
 def test_the_book_forgets_the_oldest(serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,6 +317,34 @@ def test_calls_of_a_stored_response_are_answered(says: httpx.Client) -> None:
     assert "no function_call" in refused["message"]
 
 
+def test_references_stand_for_stored_items(servers: Callable[..., httpx.Client]) -> None:
+    """AI SDK sends the answers before as references, and OpenAI's API lets `type` be left out."""
+    http = servers(SHOWS)
+    first = create(http, "one")
+    [said] = first["output"]
+    [asked] = http.get(f"{PATH}/{first['id']}/input_items").json()["data"]
+    references = [{"type": "item_reference", "id": asked["id"]}, {"id": said["id"]}]
+    whole = [{"role": "user", "content": "one"}, {"role": "assistant", "content": text_of(first)}]
+    second = create(http, [*references, {"role": "user", "content": "two"}])
+    messages, _ = json.JSONDecoder().raw_decode(text_of(second))
+    assert messages == [*whole, {"role": "user", "content": "two"}]
+    counted = http.post(f"{PATH}/input_tokens", json={"input": [*references, {"role": "user", "content": "two"}]})
+    assert counted.json()["input_tokens"] == second["usage"]["input_tokens"]
+    http.delete(f"{PATH}/{first['id']}")
+    third = create(http, "three", previous_response_id=second["id"])  # it has the items themselves
+    assert json.JSONDecoder().raw_decode(text_of(third))[0][:2] == whole
+    assert create(http, [*references, {"role": "user", "content": "four"}])["status"] == "completed"
+    gone = error_of(http.post(PATH, json={"input": [{"type": "item_reference", "id": "msg_x"}]}), 404)
+    assert (gone["code"], gone["param"]) == ("item_not_found", "input")
+    assert "'msg_x'" in gone["message"]
+
+
+def test_calls_are_answered_by_references(says: httpx.Client) -> None:
+    [call] = create(says, CALL, tools=[WEATHER])["output"]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    assert text_of(create(says, [{"type": "item_reference", "id": call["id"]}, output], tools=[WEATHER])) == "sunny"
+
+
 def test_stored_responses_are_retrieved_listed_and_deleted(http: httpx.Client) -> None:
     answer = create(http, [{"role": "user", "content": text} for text in ("a", "b", "c")])
     at = f"{PATH}/{answer['id']}"
@@ -394,7 +422,7 @@ def test_fields_of_chat_mean_the_same(http: httpx.Client) -> None:
         ({"input": [{"role": "user", "content": 5}]}, "input.0.content", "invalid_type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content", "invalid_value"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "unsupported_parameter"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "unsupported_parameter"),
+        ({"input": [{"type": "item_reference"}]}, "input.0", "invalid_value"),
         ({"input": [{"type": 5}]}, "input.0.type", "invalid_value"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input.0", "invalid_value"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input", "invalid_value"),

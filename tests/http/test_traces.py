@@ -472,7 +472,7 @@ def test_a_missing_package_is_an_error_for_the_flag_and_a_warning_for_the_enviro
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("server.telemetry.otlp_endpoints.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"pip install 'quire\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'quire-serve\[otel\]'"):
         find_endpoints(app(otlp_traces_endpoint="http://c"), environment={})
     said: list[str] = []
     assert find_endpoints(app(), said.append, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}) is None

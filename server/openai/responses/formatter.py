@@ -30,7 +30,7 @@ from server.telemetry.timeline import AnswerMetrics
 
 
 class ResponsesFormatter(PieceWriter[ResponseEvent]):
-    """Formats /v1/responses; `keep` is called with the document of a success."""
+    """Formats /v1/responses; `keep` is called with the document of a success and the ids of its items."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
         params: SamplingParams,
         *,
         call_id_length: int,
-        keep: Callable[[bytes], None] | None = None,
+        keep: Callable[[bytes, list[str]], None] | None = None,
     ) -> None:
         super().__init__()
         self._tokenizer = meta.tokenizer
@@ -118,7 +118,7 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
             fields |= {"status": "completed", "completed_at": int(time.time())}
         document = self._begun.model_copy(update=fields)
         if self._keep is not None:
-            self._keep(document.json_bytes())
+            self._keep(document.json_bytes(), [item.id for item in self._items])
         return document
 
     def _add(self, delta: Delta) -> list[ResponseEvent]:

@@ -25,9 +25,9 @@ Thoughts = Annotated[str, BeforeValidator(_thoughts, json_schema_input_type=list
 
 
 class Item(RequestBody):
-    """One item of `input`. The fields that it needs depend on its type."""
+    """One item of `input`. The fields that it needs depend on its type; a reference stands for a stored item."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Words | None = None
@@ -43,8 +43,10 @@ class Item(RequestBody):
     def _look_at_type(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             raise ValueError('items must be objects, such as {"role": "user", "content": "..."}')
+        if data.get("type") is None and isinstance(data.get("id"), str) and data.keys() <= {"type", "id"}:
+            return {"type": "item_reference", "id": data["id"]}
         kind = data.get("type", "message")
-        if isinstance(kind, str) and kind not in _ID_PREFIXES:
+        if isinstance(kind, str) and kind not in (*_ID_PREFIXES, "item_reference"):
             raise UnsupportedError(
                 "input", f"items of type {shorten(kind)!r} cannot be read; send {', '.join(_ID_PREFIXES)}."
             )
@@ -59,6 +61,7 @@ class Item(RequestBody):
             "function_call": ("call_id", "name", "arguments"),
             "function_call_output": ("call_id", "output"),
             "reasoning": (),
+            "item_reference": ("id",),
         }
         missing = [name for name in needed[self.type] if getattr(self, name) is None]
         if missing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field, TypeAdapter
@@ -31,6 +31,7 @@ from server.respond import chunk_meta, respond
 router = APIRouter()
 
 _ITEMS = TypeAdapter(list[Item])
+Body = TypeVar("Body", bound=InputBody)
 
 
 class Page(BaseModel):
@@ -43,13 +44,17 @@ class Page(BaseModel):
 
 @router.post("/v1/responses", responses=answers(ResponseDocument, streams=True))
 async def create_response(
-    http: Request, context: InContext, owner: InOwner, body: Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
+    http: Request,
+    context: InContext,
+    owner: InOwner,
+    body: Annotated[ResponsesBody, Depends(json_body(ResponsesBody, spends=True))],
 ) -> Response:
     """Answer input, or continue an earlier response."""
     model = context.check_model(body.model)
     if body.store and not context.responses.is_open:
         raise UnsupportedError("store", "this server stores no responses (--max-stored-responses); leave it out.")
     with body.own_names():
+        body = await _with_stored_items(context, owner, body)
         chat = await _chat(context, owner, body)
         prepared, requests = await prepare(context, chat)
         meta = chunk_meta(context, requests, id_prefix="resp", model=model)
@@ -64,6 +69,7 @@ async def count_input_tokens(
     """Count the prompt's tokens."""
     context.check_model(body.model)
     with body.own_names():
+        body = await _with_stored_items(context, owner, body)
         ids = await prompt_ids(context, await _chat(context, owner, body))
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
@@ -108,13 +114,30 @@ async def _chat(context: Context, owner: str, body: InputBody) -> ChatBody:
     turns = [] if previous is None else context.responses.chain(owner, previous)
 
     def make() -> ChatBody:
-        items: list[Item] = []
-        for turn in turns:
-            items += _ITEMS.validate_python(json.loads(turn.input_items))
-            items += _ITEMS.validate_python(json.loads(turn.document)["output"])
-        return body.to_chat(items)
+        return body.to_chat([item for turn in turns for item in _items(turn)])
 
     return await _unless_small(sum(turn.num_bytes for turn in turns), make)
+
+
+async def _with_stored_items(context: Context, owner: str, body: Body) -> Body:
+    """Return the body with stored items in place of references. Raises a 404 if one is gone."""
+    wanted = {item.id for item in body.input if item.type == "item_reference" and item.id is not None}
+    if not wanted:
+        return body
+    turns = context.responses.holding(owner, wanted)
+
+    def resolve() -> Body:
+        stored = {item.id: item for turn in turns for item in _items(turn)}
+        items = [stored[item.id] if item.type == "item_reference" else item for item in body.input]
+        return body.model_copy(update={"input": items})
+
+    return await _unless_small(sum(turn.num_bytes for turn in turns), resolve)
+
+
+def _items(turn: StoredResponse) -> list[Item]:
+    """Return the input of a turn and its output."""
+    items: list[Item] = _ITEMS.validate_python(json.loads(turn.input_items))
+    return items + _ITEMS.validate_python(json.loads(turn.document)["output"])
 
 
 async def _unless_small(num_bytes: int, function: Callable[[], Result]) -> Result:
@@ -128,11 +151,14 @@ async def _formatter(
     length = context.limits.call_id_length
     if not context.responses.is_open or body.store is False:
         return await aside(lambda: ResponsesFormatter(body, meta, params, call_id_length=length))
-    items = await aside(lambda: to_json([item.document() for item in body.input]))
+    inputs = await aside(lambda: [item.document() for item in body.input])
+    items = await aside(lambda: to_json(inputs))
     loop = asyncio.get_running_loop()
 
-    def keep(document: bytes) -> None:  # called on another thread for a long answer
-        stored = StoredResponse(f"{meta.id_prefix}_{meta.answer_id}", body.previous_response_id, items, document)
+    def keep(document: bytes, outputs: list[str]) -> None:  # called on another thread for a long answer
+        name = f"{meta.id_prefix}_{meta.answer_id}"
+        item_ids = frozenset(item["id"] for item in inputs).union(outputs)
+        stored = StoredResponse(name, body.previous_response_id, items, document, item_ids)
         loop.call_soon_threadsafe(context.responses.put, owner, stored)
 
     return await aside(lambda: ResponsesFormatter(body, meta, params, call_id_length=length, keep=keep))

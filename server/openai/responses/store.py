@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from engine.core.errors import shorten
@@ -20,12 +20,13 @@ TTL_S = 24 * 3600.0  # since last used
 
 
 class StoredResponse(NamedTuple):
-    """The input and the answer of one turn, as JSON."""
+    """The input and the answer of one turn, as JSON, and the ids of the items of both."""
 
     response_id: str
     previous_id: str | None
     input_items: bytes
     document: bytes
+    item_ids: frozenset[str] = frozenset()
 
     @property
     def num_bytes(self) -> int:
@@ -76,11 +77,8 @@ class ResponseStore:
         self._expire()
         key = owner, response_id
         if key not in self._kept:
-            raise self._unknown(response_id, param)
-        stored, _ = self._kept[key]
-        self._kept[key] = stored, self._clock()
-        self._kept.move_to_end(key)
-        return stored
+            raise self._unknown("response", response_id, param, f"{param.removesuffix('_id')}_not_found")
+        return self._use(key)
 
     def delete(self, owner: str, response_id: str) -> None:
         """Delete a response. Raises a 404 if the owner does not have it."""
@@ -96,6 +94,24 @@ class ResponseStore:
             wanted = turns[-1].previous_id
         return turns[::-1]
 
+    def holding(self, owner: str, item_ids: Iterable[str]) -> list[StoredResponse]:
+        """Return responses of the owner that have these items, the latest first. Raises a 404 if an item is in none."""
+        self._expire()
+        missing, found = set(item_ids), []
+        for (of, _), (stored, _) in reversed(self._kept.items()):
+            if of == owner and not missing.isdisjoint(stored.item_ids):
+                missing -= stored.item_ids
+                found.append(stored)
+        if missing:
+            raise self._unknown("item", min(missing), "input", "item_not_found")
+        return [self._use((owner, stored.response_id)) for stored in found]
+
+    def _use(self, key: tuple[str, str]) -> StoredResponse:
+        stored, _ = self._kept[key]
+        self._kept[key] = stored, self._clock()
+        self._kept.move_to_end(key)
+        return stored
+
     def _forget(self, key: tuple[str, str]) -> None:
         stored, _ = self._kept.pop(key)
         self._counts[key[0]] -= 1
@@ -106,10 +122,10 @@ class ResponseStore:
         while self._kept and (key := next(iter(self._kept))) and self._kept[key][1] < oldest_s:
             self._forget(key)
 
-    def _unknown(self, response_id: str, param: str) -> ApiError:
+    def _unknown(self, kind: str, unknown_id: str, param: str, code: str) -> ApiError:
         if self.is_open:
             why = f"it was deleted, never stored, or forgotten: the last {self._max_responses} are kept, for a day"
         else:
             why = "this server stores none (--max-stored-responses)"
-        message = f"There is no response {shorten(response_id)!r} here: {why}; send the conversation in input instead."
-        return ApiError(404, f"{param.removesuffix('_id')}_not_found", message, param)
+        message = f"There is no {kind} {shorten(unknown_id)!r} here: {why}; send the conversation in input instead."
+        return ApiError(404, code, message, param)
