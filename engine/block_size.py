@@ -7,13 +7,13 @@ them more slowly. Speeds are timed at the start and lengths are those of the las
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
+from engine.cache_folder import cache_folder, keep
 from engine.core.config import SchedulerConfig
 from engine.core.kv.page_table import blocks_for
 from engine.regular_file import read_json
@@ -53,9 +53,8 @@ def choose(speeds: Mapping[int, float], lengths: Collection[int]) -> int:
 
 def lengths_path(model: str) -> Path:
     """Return the file of a model's lengths."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "lengths"
     name = blake2b(model.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-    return folder / f"{name}.json"
+    return cache_folder() / "lengths" / f"{name}.json"
 
 
 def load_lengths(path: Path) -> list[int]:
@@ -69,10 +68,5 @@ def load_lengths(path: Path) -> list[int]:
 
 def save_lengths(path: Path, lengths: Sequence[int]) -> None:
     """Replace the file if anything was served and the folder can be written to."""
-    if not lengths:
-        return
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps({"version": _VERSION, "lengths": list(lengths)}), encoding="utf-8")
-        written.replace(path)
+    if lengths:
+        keep(path, json.dumps({"version": _VERSION, "lengths": list(lengths)}))

@@ -7,7 +7,7 @@ user left open are decided here, from the model and from measured memory, and re
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.kv.page_table import Layout
 from engine.core.scheduler import Scheduler
 from engine.core.step import Runner, StepResult
-from engine.core.types import Progress
+from engine.core.types import Progress, ReportProgress
 from engine.device import load_kernels, resolve_device, share_threads
 from engine.draft_source import fetch_models
 from engine.loop import Engine, EventPublisher
@@ -42,12 +42,13 @@ from engine.runtime.cuda.toolchain import check_toolchain
 from engine.runtime.device_memory import (
     describe_use,
     explained_shortage,
+    free_share,
     full_steps,
     hold_to_share,
     measure_memory,
     other_steps,
 )
-from engine.runtime.fingerprint import fingerprint
+from engine.runtime.fingerprint import ModelContent, fingerprint
 from engine.runtime.guard import GuardedRunner
 from engine.runtime.kv_cache import (
     KVCache,
@@ -77,8 +78,6 @@ from engine.startup_progress import human_bytes
 
 if TYPE_CHECKING:
     from engine.ranks.executor import Executor
-
-Report = Callable[[Progress], None]
 
 _MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
 # On a CPU, prompts compute no faster beyond 128 tokens a step (SmolLM2-135M, two cores: 3400 a second at 128 and at 256),
@@ -111,12 +110,13 @@ class _Parts:
     """The parts that the KV pool is sized for and shared by."""
 
     config: EngineConfig
-    report: Report
+    report: ReportProgress
     device: torch.device
     model: CausalLM
     speculation: Speculation | None = None
     captures: bool = False  # decode steps are captured as CUDA graphs; their memory is measured with the rest
     ranks: Ranks = ALONE
+    content: ModelContent | None = None  # where K/V outlives or leaves the process
 
     @property
     def head(self) -> Head | None:
@@ -153,16 +153,19 @@ class _Parts:
         return ModelRunner(self.model, backend, kv_cache, settings, self.device, self.head, self.ranks)
 
 
-def build_engine(config: EngineConfig, report: Report, memory: BackedMemory | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig, report: ReportProgress, memory: BackedMemory | None = None, *, hands_over: bool = False
+) -> Engine:
     """Load the model, size and allocate the pool, and warm up; returns the engine unstarted.
 
-    Packed weights are placed in `memory` first.
+    Packed weights are placed in `memory` first. With `hands_over` other daemons take the engine's K/V, or it takes theirs.
     Raises ConfigError, ModelLoadError or MemoryBudgetError, each with a sentence that says what to change.
     """
     config = fetch_models(config, report)
     device, dtype = _prepare_device(config, report)
     if config.tensor_parallel_size == 1:
-        return _build(config, device, dtype, report, memory)
+        with _naming(config, hands_over=hands_over) as content:
+            return _build(config, device, dtype, report, memory, content=content)
     from engine.ranks.executor import start_ranks
 
     executor = start_ranks(config, device)
@@ -181,9 +184,10 @@ def _build(
     config: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
-    report: Report,
+    report: ReportProgress,
     memory: BackedMemory | None,
     executor: Executor | None = None,
+    content: ModelContent | None = None,
 ) -> Engine:
     """Build an engine, or the first rank of one."""
     group = SINGLE if executor is None else executor.meet(device)
@@ -192,7 +196,9 @@ def _build(
     share_threads(executor.num_threads if executor else config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
     captures = _captures(config, model, device) and (speculation is None or speculation.head is None)
-    parts = _Parts(config, report, device, model, speculation, captures, executor or ALONE)
+    if content is not None:
+        content.facts()  # its threads would disturb the measurements that follow
+    parts = _Parts(config, report, device, model, speculation, captures, executor or ALONE, content)
     settings = _scheduler_config(parts)
     adapters, adapter_bytes = _load_adapters(parts, settings.max_num_batched_tokens)
     settings = _fit_pool(parts, settings, _pool_budget(parts, settings, adapter_bytes))
@@ -204,7 +210,7 @@ def _build(
         keep_lengths = partial(save_lengths, lengths_path(config.model))
         settings = _choose_block_size(parts, runner, settings)
         config = replace(config, block_size=settings.block_size)
-    settings, transports = open_tiers(runner, config, settings, model.dtype, report)
+    settings, transports = open_tiers(runner, config, settings, model.dtype, report, content)
     if speculation is not None:
         settings = speculation.start(runner, settings, parts.captures, report)
     kv_events = _open_events(config, settings)
@@ -219,6 +225,7 @@ def _build(
         scheduler,
         _guarded(runner, device, executor),
         vocab_size=model.vocab_size,
+        generates=model.capabilities.generates,
         depth=depth,
         limits=_queue_limits(config, settings),
         adapters=adapters,
@@ -226,8 +233,7 @@ def _build(
         transports=transports,
         kv_events=kv_events,
         num_ranks=config.tensor_parallel_size,
-        layout=None if executor else _layout(config, settings, runner, model.dtype),
-        portable_layout=lambda: _layout(config, settings, runner, model.dtype, by_content=True),
+        layout=None if content is None else _layout(config, settings, runner, model.dtype, content),
     )
 
 
@@ -237,7 +243,7 @@ def _guarded(runner: ModelRunner, device: torch.device, executor: Executor | Non
     return guarded if executor is None else GuardedRunner(guarded, executor.explain, close=executor.close)
 
 
-def _prepare_device(config: EngineConfig, report: Report) -> tuple[torch.device, torch.dtype]:
+def _prepare_device(config: EngineConfig, report: ReportProgress) -> tuple[torch.device, torch.dtype]:
     """Return the device and the model's dtype, with kernels loaded and whatever can be checked early checked."""
     device = resolve_device(config.device)
     if device.type == "cpu":
@@ -262,6 +268,20 @@ def _weights_in(memory: BackedMemory | None) -> Iterator[None]:
     finally:
         if library is not None:
             library.weights.release()
+
+
+@contextmanager
+def _naming(config: EngineConfig, *, hands_over: bool) -> Iterator[ModelContent | None]:
+    """Read the model's files to name K/V by, on other threads; None if all K/V ends with this process."""
+    if not (hands_over or config.names_kv):
+        yield None
+        return
+    content = ModelContent(config)
+    content.begin()
+    try:
+        yield content
+    finally:
+        content.stop()
 
 
 def _scheduler_config(parts: _Parts) -> SchedulerConfig:
@@ -317,7 +337,7 @@ def _open_events(config: EngineConfig, settings: SchedulerConfig) -> EventPublis
         from engine.kv_events import KVEvents
     except ImportError as error:
         raise ConfigError(
-            f"--kv-events-config needs {error.name}, which is not installed; run pip install 'quire[kv-events]'."
+            f"--kv-events-config needs {error.name}, which is not installed; run pip install 'quire-serve[kv-events]'."
         ) from None
     return KVEvents(asked, settings.block_size, has_groups=bool(settings.window_groups))
 
@@ -343,7 +363,7 @@ def _check_early(config: EngineConfig, device: torch.device) -> None:
         check_path(Path(config.record))
 
 
-def _check_cuda(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report) -> None:
+def _check_cuda(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: ReportProgress) -> None:
     """Raise ConfigError for a GPU that cannot serve, or a machine that cannot compile kernels for it."""
     check_device(device, dtype)
     if has_triton(device):
@@ -352,16 +372,11 @@ def _check_cuda(config: EngineConfig, device: torch.device, dtype: torch.dtype, 
 
 
 def _layout(
-    config: EngineConfig,
-    settings: SchedulerConfig,
-    runner: ModelRunner,
-    dtype: torch.dtype,
-    *,
-    by_content: bool = False,
+    config: EngineConfig, settings: SchedulerConfig, runner: ModelRunner, dtype: torch.dtype, content: ModelContent
 ) -> Layout:
     """Return what two engines must have in common to exchange K/V."""
     num_bytes = sum(view[0].nbytes for view in runner.blocks)
-    name = fingerprint(config, str(dtype), runner.blocks, by_content=by_content)
+    name = fingerprint(config, str(dtype), runner.blocks, content)
     return Layout(name, settings.block_size, num_bytes)
 
 
@@ -399,7 +414,10 @@ def _pool_budget(parts: _Parts, settings: SchedulerConfig, adapter_bytes: int) -
         return PoolBudget(config.num_gpu_blocks_override * parts.bytes_per_block(settings.block_size))
     if device.type == "cpu":
         useful_blocks = settings.max_num_seqs * -(-settings.max_model_len // settings.block_size)
-        return PoolBudget(min(default_cpu_budget(), useful_blocks * parts.bytes_per_block(settings.block_size)))
+        own_budget = default_cpu_budget() // config.tensor_parallel_size  # the ranks share one memory
+        return PoolBudget(min(own_budget, useful_blocks * parts.bytes_per_block(settings.block_size)))
+    room = free_share(device, config.gpu_memory_utilization)
+    shortfall = room - parts.ranks.least_room(room)
     memory = measure_memory(
         parts.make_runner,
         settings,
@@ -408,7 +426,7 @@ def _pool_budget(parts: _Parts, settings: SchedulerConfig, adapter_bytes: int) -
         num_tensors=2 * len(parts.attention_specs),
         vocab_size=model.vocab_size,
         captures=parts.captures,
-    )
+    )._replace(shortfall=shortfall)
     remedy = "raise --gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs"
     staging = 2 * STAGING_BYTES if config.swap_space or config.kv_offload_gib else 0
     return PoolBudget(memory.pool - staging - adapter_bytes, str(memory), remedy)
@@ -429,6 +447,7 @@ def _warm_up_cuda(parts: _Parts, runner: ModelRunner, settings: SchedulerConfig)
         if parts.captures:
             runner.capture(parts.report)
         if config.kv_cache_memory_bytes is None:
+            parts.ranks.hold_to_share()
             hold_to_share(device, config.gpu_memory_utilization)
         for plan in full_steps(settings, parts.model.vocab_size):
             _require_finite(runner.run(plan).wait())
@@ -476,12 +495,13 @@ def _choose_block_size(parts: _Parts, runner: ModelRunner, settings: SchedulerCo
 def _kept_block_size(parts: _Parts, runner: ModelRunner, settings: SchedulerConfig, sizes: Iterable[int]) -> int | None:
     """Return the size of this model's blocks in the folder of --kv-offload-config, if it has any."""
     config = parts.config
-    if config.kv_offload_dir is None:
+    if config.kv_offload_dir is None or parts.content is None:
         return None
     folder = Path(config.kv_offload_dir).expanduser()
     for size in sizes:
         runner.repartition(with_block_size(settings, size), is_trial=True)
-        if has_blocks(folder, fingerprint(replace(config, block_size=size), str(parts.model.dtype), runner.blocks)):
+        sized = replace(config, block_size=size)
+        if has_blocks(folder, fingerprint(sized, str(parts.model.dtype), runner.blocks, parts.content)):
             return size
     return None
 
@@ -507,11 +527,13 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 def _describe(asked_len: int | None, config: SchedulerConfig, bytes_per_block: int, model: CausalLM) -> str:
     size = human_bytes(config.num_blocks * bytes_per_block)
-    shorter = ""
-    if config.max_model_len < model.max_model_len:
-        why = "--max-model-len auto: as many as the pool holds; " if asked_len is None else ""
-        shorter = f" ({why}the model's own limit is {model.max_model_len})"
+    is_shorter, why = config.max_model_len < model.max_model_len, []
+    if asked_len is None:
+        why = ["--max-model-len auto: " + ("as many as the pool holds" if is_shorter else "the model's own limit")]
+    if is_shorter:
+        why.append(f"the model's own limit is {model.max_model_len}")
+    reason = f" ({'; '.join(why)})" if why else ""
     return (
         f"{config.num_blocks} blocks of {config.block_size} tokens, {size}; "
-        f"contexts up to {config.max_model_len} tokens{shorter}"
+        f"contexts up to {config.max_model_len} tokens{reason}"
     )

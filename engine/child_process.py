@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
-_ENVIRONMENT = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")  # no keys, no settings
+_ENVIRONMENT = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")  # no keys, no settings
 _START_S = 60.0  # an interpreter and its set-up, on a busy machine
 _SIZE_BYTES = 8
 _PIECE_BYTES = 1 << 20

@@ -82,7 +82,7 @@ class EngineConfig:
     max_model_len: int | None = _model(
         None,
         "TOKENS",
-        "longest prompt plus answer; auto is the model's context, or as much of it as the KV pool holds",
+        "longest prompt plus answer; auto, or -1, is the model's context, or as much of it as the KV pool holds",
         unset="auto",
         is_auto=True,
         at_least=1,
@@ -283,6 +283,11 @@ class EngineConfig:
         """Return --kv-events-config, read, or None if nothing is published. Raises ConfigError."""
         config = None if self.kv_events_config is None else KVEventsConfig.read(self.kv_events_config)
         return config if config is not None and config.is_on else None
+
+    @property
+    def names_kv(self) -> bool:
+        """Return whether K/V is kept for other processes, or taken from them."""
+        return self.kv_offload_dir is not None or self.kv_offload_peer is not None
 
     @property
     def num_loras(self) -> int:

@@ -6,19 +6,16 @@ Runs once, on the thread that starts the daemon.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 
 from engine.core.errors import ConfigError
-from engine.core.types import Progress
+from engine.core.types import Progress, ReportProgress
 from engine.runtime.cuda.device import explain_absence
 from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.models.base import CausalLM
 from engine.runtime.native.build import find_library, must_compile
 from engine.runtime.native.library import choose_kernels, native
-
-Report = Callable[[Progress], None]
 
 
 def resolve_device(name: str) -> torch.device:
@@ -43,7 +40,7 @@ def _configure_allocator() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def load_kernels(setting: str, report: Report) -> None:
+def load_kernels(setting: str, report: ReportProgress) -> None:
     """Choose the native library of --cpu-kernels, compiled if need be, and report it."""
     if setting != "off" and must_compile():
         report(Progress("kernels", "compiling them for this machine, once"))

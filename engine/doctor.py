@@ -5,18 +5,22 @@ Each check yields findings and never raises. torch is imported by one of them on
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from importlib import metadata
+from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.core.errors import QuireError
+from engine.cache_folder import cache_folder
+from engine.core.errors import ConfigError, QuireError
 from engine.model_source import find_model
 from engine.runtime.control_groups import read
+from engine.runtime.cuda.toolchain import TOOLS
 from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.host_memory import available_memory
 from engine.runtime.native.build import find_compiler, installed_library
@@ -82,6 +86,7 @@ def _torch() -> Iterator[Finding]:
             is_old = (about.major, about.minor) < (8, 0)
             advice = "kernels are made for 8.0 and newer; expect torch's attention" if is_old else ""
             yield Finding(f"GPU {index}", State.NOTE if is_old else State.OK, found, advice)
+        yield from _gpu_tools()
     elif has_driver and cuda is None:
         yield Finding(
             "GPU", State.NOTE, "a driver, but this torch is for CPUs", "install torch for CUDA to use the GPU"
@@ -91,6 +96,22 @@ def _torch() -> Iterator[Finding]:
         yield Finding("GPU", State.NOTE, "a driver that torch cannot use", advice)
     else:
         yield Finding("GPU", State.OK, "none; models run on the CPU")
+
+
+def _gpu_tools() -> Iterator[Finding]:
+    """Check what Triton needs at the first launch of a kernel; a start refuses without it."""
+    if importlib.util.find_spec("triton") is None:
+        yield Finding("GPU kernels", State.NOTE, "no Triton: torch's operations, slower", "pip install triton")
+        return
+    yield from starmap(_tool, TOOLS.items())
+
+
+def _tool(check: str, find: Callable[[], str]) -> Finding:
+    try:
+        return Finding(check, State.OK, find())
+    except ConfigError as error:
+        fault, _, advice = str(error).rpartition("; ")
+        return Finding(check, State.FAILED, fault, advice)
 
 
 def _transformers() -> Finding:
@@ -147,7 +168,7 @@ def _model() -> Iterator[Finding]:
 def _caches() -> Iterator[Finding]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    kernels = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+    kernels = cache_folder()
     models = Path(HF_HUB_CACHE)
     yield _folder("cache of kernels", kernels, 0)
     kept = [folder for folder in models.glob("models--*") if folder.is_dir()] if models.is_dir() else []

@@ -1,4 +1,4 @@
-"""Flags of vLLM and llama-server, and their meaning here: one table.
+"""Flags of vLLM, llama-server, SGLang and TGI, and their meaning here: one table.
 
 A row says one of three things: the flag has no effect, which the start reports once; it is another name of a setting, and its
 values are translated; or it is refused, with the reason and the remedy. A flag that differs in speed or memory only has no
@@ -93,11 +93,15 @@ class Given(NamedTuple):
 
 
 class Translated(NamedTuple):
-    """The settings that foreign flags stand for, the flag behind each, and a remark for each one without effect."""
+    """The settings that foreign flags stand for, the flag behind each, and a remark for each one without effect.
+
+    `faults` are the sentences of those that are refused: `refuse` raises all of them together.
+    """
 
     values: dict[str, Any]
     flags: dict[str, Given]
     remarks: list[str]
+    faults: list[str]
 
 
 def _row(flags: str, meaning: Meaning, takes: Takes = Takes.ONE) -> Foreign:
@@ -152,8 +156,8 @@ def _thinking(value: Any) -> Any:
 
 
 def _rope(value: Any) -> Mapping[str, Any]:
-    """Return vLLM's --rope-scaling; llama-server's is the name of a kind."""
-    if isinstance(value, str) and value in ("none", "linear", "yarn"):
+    """Return vLLM's --rope-scaling; llama-server's and TGI's are the name of a kind."""
+    if isinstance(value, str) and value in ("none", "linear", "dynamic", "yarn"):
         raise ValueError(_ROPE)
     return _object(value)
 
@@ -394,7 +398,117 @@ LLAMA_SERVER = (
     _switch("--log-prefix --no-log-prefix --log-timestamps --no-log-timestamps", NoEffect("a line has its time and level")),
 )  # fmt: skip
 
-PROGRAMS = {"vLLM": VLLM, "llama-server": LLAMA_SERVER}
+_POOL = "the KV pool is fitted to the memory; --kv-cache-memory-bytes sets its size"
+_ORDER = "another order of requests with equal rights; --scheduling-policy chooses among Quire's"
+_FITTED = "steps are bounded by --max-num-batched-tokens and the memory"
+_BOUNDED = "requests are bounded by the model's context and --max-body-bytes"
+
+SGLANG = (
+    _row("--model-path", Alias("model")),
+    _row("--tokenizer-path", Alias("tokenizer")),
+    _row("--context-length", Alias("max_model_len")),
+    _row("--json-model-override-args", Alias("hf_overrides")),
+    _row("--preferred-sampling-params", Alias("override_generation_config")),
+    _row("--sampling-defaults", Alias("generation_config", values={"model": "auto", "openai": "vllm"})),
+    _switch("--is-embedding", NoEffect("vectors are served by /v1/embeddings, beside answers")),
+    _row("--random-seed", Alias("seed")),
+    _row("--tokenizer-worker-num --detokenizer-worker-num", NoEffect("one process serves HTTP")),
+    _row("--hf-chat-template-name --completion-template", Refusal("name the file of a template with --chat-template")),
+    _row("--weight-version --model-checksum", NoEffect("files of a hub are checked as they arrive, and /v1/models names the model")),
+    _row("--tp --tp-size", Alias("tensor_parallel_size")),
+    _row("--dp --dp-size --pp-size --ep --ep-size --expert-parallel-size --attn-cp-size --moe-dp-size", NoEffect(_ONE_DEVICE, ("1",), _PARALLEL)),
+    _row("--dist-init-addr --nccl-init-addr --nccl-port --dist-timeout --load-balance-method --gpu-id-step", NoEffect(_ONE_DEVICE)),
+    _row("--base-gpu-id", NoEffect("the first GPU that is visible is used", ("0",), "choose the GPU with the variable CUDA_VISIBLE_DEVICES")),
+    _switch("--enable-dp-attention --enable-p2p-check --disable-mla --enable-two-batch-overlap --enable-mscclpp", NoEffect(_ONE_DEVICE)),
+    _row("--mem-fraction-static", Alias("gpu_memory_utilization")),
+    _row("--max-running-requests", Alias("max_num_seqs")),
+    _row("--max-queued-requests", Alias("max_num_queued_reqs")),
+    _row("--chunked-prefill-size", Alias("max_num_batched_tokens", values={"-1": None}, note="prompts are computed in pieces beside decodes; -1 is the default")),
+    _row("--max-prefill-tokens --prefill-max-requests --schedule-conservativeness --num-continuous-decode-steps", NoEffect(_FITTED)),
+    _row("--schedule-policy", NoEffect(_ORDER, ("fcfs", "lpm", "dfs-weight", "random", "lof"), "write --scheduling-policy fcfs, sjf, priority or fair")),
+    _switch("--enable-priority-scheduling", Refusal("here lower numbers go first; write --scheduling-policy priority, and turn the sign of the requests' priority")),
+    _switch("--schedule-low-priority-values-first", Alias("scheduling_policy", values={"True": "priority", "False": None})),
+    _row("--priority-scheduling-preemption-threshold --page-size --swa-full-tokens-ratio", _PERFORMANCE),
+    _switch("--enable-mixed-chunk --enable-dynamic-chunking --disable-chunked-prefix-cache --disable-hybrid-swa-memory --sleep-on-idle", _PERFORMANCE),
+    _switch("--disable-radix-cache", Alias("enable_prefix_caching", values={"True": False, "False": True})),
+    _row("--radix-eviction-policy", Alias("prefix_cache_eviction")),
+    _switch("--disable-overlap-schedule", Alias("async_scheduling", values={"True": False, "False": True})),
+    _switch("--disable-cuda-graph", Alias("enforce_eager")),
+    _switch("--disable-cuda-graph-padding --enable-torch-compile --enable-profile-cuda-graph --enable-nan-detection", _PERFORMANCE),
+    _row("--cuda-graph-max-bs --torch-compile-max-bs", NoEffect("CUDA graphs are captured for the sizes that steps have")),
+    _row("--cuda-graph-bs", NoEffect("CUDA graphs are captured for the sizes that steps have"), Takes.MANY),
+    _row("--sampling-backend --prefill-attention-backend --decode-attention-backend --fp8-gemm-backend --moe-runner-backend --moe-a2a-backend --lora-backend --max-lora-chunk-size --triton-attention-num-kv-splits", _PERFORMANCE),
+    _row("--grammar-backend", NoEffect("one backend serves all grammars and schemas", ("xgrammar", "outlines", "llguidance"), "grammars and schemas are always served; leave it out")),
+    _row("--constrained-json-whitespace-pattern", Refusal("the schema of a request decides; leave it out")),
+    _switch("--constrained-json-disable-any-whitespace", Refusal("the schema of a request decides; leave it out")),
+    _switch("--enable-deterministic-inference", Refusal("on a CPU an answer is the same in any batch, always; on CUDA that is not promised, so leave it out")),
+    _row("--speculative-algorithm", Alias("speculative_config", "method", {"NGRAM": "ngram", "NEXTN": "mtp", "EAGLE3": "eagle3", "STANDALONE": "draft_model"})),
+    _row("--speculative-draft-model-path --speculative-draft", Alias("speculative_config", "model")),
+    _row("--speculative-num-draft-tokens", Alias("speculative_config", "num_speculative_tokens", convert=int)),
+    _row("--speculative-num-steps --speculative-eagle-topk --speculative-token-map", NoEffect("drafts are one chain of num_speculative_tokens")),
+    _row("--lora-paths", Alias("lora_modules"), Takes.MANY),
+    _row("--max-loras-per-batch --max-loaded-loras", Alias("max_loras", note="adapters held; each may be in every batch")),
+    _row("--lora-target-modules", NoEffect("an adapter's own settings name its modules"), Takes.MANY),
+    _row("--lora-eviction-policy", NoEffect("adapters stay loaded until they are unloaded")),
+    _switch("--enable-hierarchical-cache --enable-lmcache", Refusal('K/V is kept beyond the device with --kv-offload-config, such as \'{"host_gib": 8}\'')),
+    _row("--hicache-ratio --hicache-size --hicache-write-policy --hicache-storage-backend --hicache-io-backend --hicache-mem-layout", Refusal('K/V is kept beyond the device with --kv-offload-config, such as \'{"host_gib": 8}\'')),
+    _row("--disaggregation-mode", NoEffect("prompts and answers are computed here", ("null",), 'write --kv-transfer-config \'{"role": "prefill"}\' on one daemon and {"role": "decode", "prefill_url": "http://..."} on the other')),
+    _row("--cpu-offload-gb-per-layer --quantization-param-path", Refusal("the checkpoint has its settings, and weights stay on the device; leave it out")),
+    _row("--torchao-config", Refusal("--quantization int8 or fp8 quantises weights as they are loaded")),
+    _row("--fastapi-root-path", Alias("root_path")),
+    _row("--admin-api-key", Refusal("a key without a tenant is the operator's: name keys with --api-key, and tenants' with --tenants")),
+    _row("--file-storage-path", Alias("data_dir")),
+    _row("--watchdog-timeout", Alias("stall_limit", note="a hung engine turns /health red; the supervisor restarts it")),
+    _row("--soft-watchdog-timeout --decode-log-interval --gc-warning-threshold-secs --log-requests-level --log-requests-format --crash-dump-folder --warmups", _PERFORMANCE),
+    _switch("--skip-server-warmup --enable-request-time-stats-logging --show-time-cost", _PERFORMANCE),
+    _row("--log-level-http", Alias("uvicorn_log_level")),
+    _switch("--log-requests", Alias("enable_log_requests", note="one line a request; prompts and answers are never logged")),
+    _switch("--enable-metrics --enable-cache-report --enable-metrics-for-all-schedulers --collect-tokens-histogram", NoEffect("/metrics and cached tokens in usage are always served")),
+    _switch("--enable-trace", NoEffect("--otlp-traces-endpoint turns traces on")),
+    _switch("--enable-multimodal", Refusal(_NO_IMAGES)),
+    _switch("--grpc-mode", Refusal("the daemon speaks HTTP; leave it out")),
+    _switch("--enable-memory-saver --enable-weights-cpu-backup", Refusal("the weights stay on the device; stop the daemon to free it, a start takes seconds")),
+    _switch("--enable-custom-logit-processor", Refusal("code of a request is not run; use logit_bias, bad_words or structured_outputs")),
+)  # fmt: skip
+
+TGI = (
+    _row("--model-id", Alias("model")),
+    _row("--num-shard", Alias("tensor_parallel_size")),
+    _row("--sharded", NoEffect(_ONE_DEVICE, ("false",), _PARALLEL)),
+    _row("--quantize", Alias("quantization", values={**dict.fromkeys(("awq", "gptq", "marlin", "compressed-tensors"), "auto"), "fp8": "fp8"}, note="bitsandbytes, eetq and others are refused")),
+    _row("--speculate", Refusal('write --speculative-config \'{"method": "ngram", "num_speculative_tokens": 2}\'')),
+    _row("--max-concurrent-requests", Alias("max_num_queued_reqs", note="of requests that wait; beyond it they get a 429")),
+    _row("--max-batch-size", Alias("max_num_seqs")),
+    _row("--max-batch-prefill-tokens", Alias("max_num_batched_tokens")),
+    _row("--max-total-tokens", Refusal("TGI means the longest sequence: write --max-model-len; SGLang means the KV pool: write --kv-cache-memory-bytes, or leave it out")),
+    _row("--max-input-tokens --max-input-length", NoEffect("prompts may take the whole context; --max-model-len bounds prompt and answer together")),
+    _row("--max-batch-total-tokens", NoEffect(_POOL)),
+    _row("--waiting-served-ratio --max-waiting-tokens --validation-workers --cuda-graphs", _PERFORMANCE),
+    _row("--max-best-of --max-stop-sequences --max-client-batch-size", NoEffect(_BOUNDED)),
+    _row("--max-top-n-tokens", Alias("max_logprobs")),
+    _row("--payload-limit", Alias("max_body_bytes")),
+    _row("--hostname", Alias("host")),
+    _row("--huggingface-hub-cache --weights-cache-override", Alias("download_dir")),
+    _row("--cuda-memory-fraction", Alias("gpu_memory_utilization")),
+    _row("--rope-factor", Refusal(_ROPE)),
+    _switch("--json-output", Alias("log_format", values={"True": "json", "False": "text"})),
+    _row("--otlp-endpoint", Refusal("write --otlp-traces-endpoint with a collector's HTTP address, such as http://localhost:4318/v1/traces")),
+    _row("--otlp-service-name", NoEffect("set the variable OTEL_SERVICE_NAME")),
+    _row("--cors-allow-origin", Alias("allowed_origins", convert=_names)),
+    _row("--lora-adapters", Refusal("write --lora-modules NAME=FOLDER with an adapter that PEFT saved")),
+    _row("--graceful-termination-timeout", Alias("shutdown_timeout")),
+    _row("--tokenizer-config-path", Refusal("tokenizer_config.json is read beside the weights; name another repository with --tokenizer")),
+    _row("--watermark-gamma --watermark-delta", NoEffect("no answer is watermarked")),
+    _row("--usage-stats", NoEffect("no statistics leave the daemon")),
+    _row("--shard-uds-path --prometheus-port", NoEffect("one process serves HTTP, with /metrics")),
+    _row("--ngrok-authtoken --ngrok-edge", Refusal("no tunnel is opened; put a proxy before the daemon")),
+    _switch("--ngrok", Refusal("no tunnel is opened; put a proxy before the daemon")),
+    _switch("--disable-custom-kernels", Refusal("choose with --attention-backend torch or --cpu-kernels")),
+    _switch("--disable-grammar-support", Refusal("grammars and schemas are always served; leave it out")),
+    _switch("--enable-prefill-logprobs", NoEffect("a request asks for prompt_logprobs")),
+)  # fmt: skip
+
+PROGRAMS = {"vLLM": VLLM, "llama-server": LLAMA_SERVER, "SGLang": SGLANG, "TGI": TGI}
 _ROWS = {flag: row for rows in PROGRAMS.values() for row in rows for flag in row.flags}
 SPELLINGS = tuple(_ROWS)
 
@@ -409,19 +523,35 @@ _BACKENDS = (
     "FLASHMLA",
     "FLASHINFER_MLA",
     "CUTLASS_MLA",
+    *("fa3", "fa4", "flashmla", "cutlass_mla", "trtllm_mha", "trtllm_mla", "torch_native", "flex_attention"),
 )
 
 # Values of Quire's own settings that other servers spell differently.
 VALUES: Mapping[str, Mapping[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
-    "kv_cache_dtype": {"fp8_e4m3": "fp8", "float16": "auto", "bfloat16": "auto"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8", "fp8_e4m3fn": "fp8", "float16": "auto", "bfloat16": "auto", "bf16": "auto"},
     "generation_config": {"quire": "vllm"},
-    "tool_call_parser": {"qwen3": "hermes", "qwen25": "hermes"},
+    "tool_call_parser": {
+        **dict.fromkeys(("qwen", "qwen25", "qwen3"), "hermes"),
+        "llama3": "llama3_json",
+        "deepseekv3": "deepseek_v3",
+        "deepseekv31": "deepseek_v31",
+        "glm": "glm45",
+        "gpt-oss": "harmony",
+    },
+    "reasoning_parser": {
+        "deepseek-r1": "deepseek_r1",
+        "deepseek-v3": "deepseek_v3",
+        "qwen3-thinking": "deepseek_r1",
+        "kimi": "kimi_k2",
+        "gpt-oss": "harmony",
+    },
     "quantization": {"None": "auto", **dict.fromkeys(IN_CHECKPOINT, "auto")},
     "load_format": {"hf": "auto", "fastsafetensors": "safetensors", "runai_streamer": "safetensors"},
-    "model_impl": {"vllm": "quire"},
+    "model_impl": {"vllm": "quire", "sglang": "quire"},
     "attention_backend": dict.fromkeys(_BACKENDS, "auto"),
     "device": {"none": "cpu", "CUDA0": "cuda"},
+    "max_model_len": {"-1": "auto"},
 }
 
 # Words in the values of Quire's own settings that are refused, and why.
@@ -519,8 +649,8 @@ def split_file(values: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[st
 
 
 def translate(given: Iterable[Given]) -> Translated:
-    """Return the meaning of foreign flags. Raises ConfigError for one that is refused."""
-    made = Translated({}, {}, [])
+    """Return the meaning of foreign flags."""
+    made = Translated({}, {}, [], [])
     without: dict[str, list[str]] = {}  # by the reason
     for each in given:
         meaning = each.row.meaning
@@ -528,9 +658,9 @@ def translate(given: Iterable[Given]) -> Translated:
             _set(made, each, meaning)
         elif isinstance(meaning, Refusal):
             if each.value is not False:
-                raise ConfigError(f"{each.text} is not served: {meaning.why}.")
+                made.faults.append(f"{each.text} is not served: {meaning.why}.")
         elif meaning.only and not _is_harmless(each.value, meaning.only):
-            raise ConfigError(f"{each.text} is not served: {meaning.otherwise}.")
+            made.faults.append(f"{each.text} is not served: {meaning.otherwise}.")
         else:
             without.setdefault(meaning.why, []).append(each.text)
     _share_context(made)
@@ -543,7 +673,7 @@ def _is_harmless(value: Any, harmless: tuple[str, ...]) -> bool:
 
 
 def _set(made: Translated, given: Given, meaning: Alias) -> None:
-    """Add the setting that a flag stands for. Raises ConfigError."""
+    """Add the setting that a flag stands for, or a fault."""
     try:
         value = given.value
         if str(value) in meaning.values:
@@ -551,14 +681,15 @@ def _set(made: Translated, given: Given, meaning: Alias) -> None:
         elif meaning.convert is not None:
             value = meaning.convert(value)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{given.text} is not understood: {error}.") from None
+        made.faults.append(f"{given.text} is not understood: {error}.")
+        return
     if value is None:
         return  # the default
     name, other = meaning.setting, made.flags.get(meaning.setting)
     if meaning.key:
         made.values[name] = {**made.values.get(name, {}), meaning.key: value}
     elif other is not None and made.values[name] != value:
-        raise ConfigError(
+        made.faults.append(
             f"{other.flag} and {given.flag} set {to_flag(name)} to different values; leave one of them out."
         )
     else:
@@ -577,14 +708,23 @@ def _share_context(made: Translated) -> None:
         return  # the settings' own bounds say what is wrong
 
 
+def refuse(faults: Sequence[str]) -> None:
+    """Raise ConfigError with all sentences, if there are any, so that one start names all that has to change."""
+    if faults:
+        head = "" if len(faults) == 1 else f"{len(faults)} arguments have to change:\n  "
+        raise ConfigError(head + "\n  ".join(faults))
+
+
 def check_same(made: Translated, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Quire's flags and the translated ones together. Raises ConfigError for a setting with two values."""
+    """Return Quire's flags and the translated ones together; a setting with two values is a fault."""
     for name, given in made.flags.items():
         meaning = given.row.meaning
         assert isinstance(meaning, Alias)
         if name in flags and flags[name] != made.values[name] and not meaning.wins:
             own = "MODEL" if name == "model" else to_flag(name)
-            raise ConfigError(f"{own} and {given.flag} mean the same and have different values; leave one of them out.")
+            made.faults.append(
+                f"{own} and {given.flag} mean the same and have different values; leave one of them out."
+            )
     return {**flags, **made.values}
 
 
@@ -593,7 +733,7 @@ def known_value(name: str, value: Any) -> Any:
     for setting, word, why in REFUSED_VALUES:
         if name == setting and word in _WORD.findall(str(value)):
             raise ConfigError(f"{to_flag(name)} {value} is not served: {why}.")
-    return VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
+    return VALUES.get(name, {}).get(str(value), value)
 
 
 def narrower(settings: Any) -> list[str]:

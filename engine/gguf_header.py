@@ -2,7 +2,7 @@
 
 The runtime needs it for weights, the text side for the tokenizer. The gguf package's general reader makes an object of
 each of the tokenizer's hundred thousand strings and takes 2.2 s on the default model; this module takes 0.1 s. Every
-length is checked against the file before it is used.
+length is checked against the file before it is used, and against the limits below: a sparse file is as long as it likes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,17 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _LENGTH = struct.Struct("<Q")
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 1 << 20
+
+# The largest tokenizers have 1.3 million items in 15 MiB, the largest models some thousand tensors.
+_MAX_HEADER_BYTES = 128 << 20
+_MAX_KEYS = 4096
+_MAX_TENSORS = 1 << 17
+_MAX_DIMS = 8
+_MAX_NAME_BYTES = 1024  # of a key or a tensor
+_MAX_TEXT_BYTES = 4 << 20  # of a value
+_MAX_ITEMS = 1 << 16  # of a list
+_MAX_VOCABULARY_ITEMS = 1 << 22  # of all lists of the tokenizer
+_VOCABULARY = "tokenizer."
 
 
 class TensorInfo(NamedTuple):
@@ -93,6 +104,8 @@ class _Reader:
     def __init__(self, data: mmap.mmap | bytes) -> None:
         self._data = data
         self._at = 0
+        self._size = len(data)
+        self._num_items_left = _MAX_VOCABULARY_ITEMS
 
     def header(self, metadata: dict[str, Any]) -> GGUFHeader:
         """Return the header, its values put into `metadata`. Raises ValueError or struct.error for an invalid one."""
@@ -101,10 +114,10 @@ class _Reader:
         version = self._number("I")
         if version not in _VERSIONS:
             raise ValueError(f"its version is {version}; {' and '.join(map(str, _VERSIONS))} are known")
-        num_tensors, num_keys = self._number("Q"), self._number("Q")
-        for _ in range(num_keys):
-            name = self._string()
-            metadata[name] = self._value(self._number("I"))
+        num_tensors = self._count("Q", _MAX_TENSORS, "tensors")
+        for _ in range(self._count("Q", _MAX_KEYS, "keys")):
+            name = self._string(_MAX_NAME_BYTES)
+            metadata[name] = self._value(name, self._number("I"))
         infos = [self._info() for _ in range(num_tensors)]
         if len({info.name for info in infos}) != num_tensors:
             raise ValueError("it holds two tensors of one name")
@@ -116,24 +129,35 @@ class _Reader:
 
     def _take(self, size: int) -> bytes:
         start, self._at = self._at, self._at + size
-        if self._at > len(self._data):
-            raise ValueError(f"it ends at byte {len(self._data)}, inside its header")
+        if self._at > min(self._size, _MAX_HEADER_BYTES):
+            raise self._ending()
         return self._data[start : self._at]
+
+    def _ending(self) -> ValueError:
+        if self._size > _MAX_HEADER_BYTES:
+            return ValueError(f"its header has more than {_MAX_HEADER_BYTES >> 20} MiB")
+        return ValueError(f"it ends at byte {self._size}, inside its header")
 
     def _number(self, code: str) -> Any:
         return struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))[0]
 
-    def _string(self) -> str:
-        return self._take(self._number("Q")).decode("utf-8")
+    def _count(self, code: str, most: int, what: str) -> int:
+        found: int = self._number(code)
+        if found > most:
+            raise ValueError(f"it names {found} {what}; at most {most} are read")
+        return found
 
-    def _value(self, kind: int) -> Any:
+    def _string(self, most: int) -> str:
+        return self._take(self._count("Q", most, "bytes of a text")).decode("utf-8")
+
+    def _value(self, name: str, kind: int) -> Any:
         if kind in _NUMBERS:
             return self._number(_NUMBERS[kind])
         if kind == _STRING:
-            return self._string()
+            return self._string(_MAX_TEXT_BYTES)
         if kind != _ARRAY:
             raise ValueError(f"it holds a value of the unknown type {kind}")
-        item, count = self._number("I"), self._number("Q")
+        item, count = self._number("I"), self._num_items(name)
         if item == _STRING:
             return self._strings(count)
         if item not in _NUMBERS:
@@ -141,18 +165,28 @@ class _Reader:
         code = f"<{count}{_NUMBERS[item]}"
         return list(struct.unpack(code, self._take(struct.calcsize(code))))
 
+    def _num_items(self, name: str) -> int:
+        """Return the length of a list, which only tokenizers have long."""
+        if not name.startswith(_VOCABULARY):
+            return self._count("Q", _MAX_ITEMS, f"items of {name}")
+        found = self._count("Q", self._num_items_left, f"more items in {name}")
+        self._num_items_left -= found
+        return found
+
     def _strings(self, count: int) -> list[str]:
         """Return a list of strings; a tokenizer's are a hundred thousand."""
         read, data, at, found = _LENGTH.unpack_from, self._data, self._at, []
+        end = min(self._size, _MAX_HEADER_BYTES)
         for _ in range(count):
             (length,) = read(data, at)  # raises struct.error behind the end
-            text, at = data[at + 8 : at + 8 + length], at + 8 + length
-            found.append(text.decode("utf-8"))
+            start, at = at + 8, at + 8 + length
+            if at > end:
+                raise self._ending()
+            found.append(data[start:at].decode("utf-8"))
         self._at = at
-        self._take(0)  # raises ValueError if the last one is cut off
         return found
 
     def _info(self) -> TensorInfo:
-        name, num_dims = self._string(), self._number("I")
+        name, num_dims = self._string(_MAX_NAME_BYTES), self._count("I", _MAX_DIMS, "dimensions of a tensor")
         shape = struct.unpack(f"<{num_dims}Q", self._take(8 * num_dims))
         return TensorInfo(name, shape[::-1], self._number("I"), self._number("Q"))

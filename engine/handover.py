@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from engine.core.errors import ConfigError, ParcelError
 from engine.core.kv.page_table import Layout
+from engine.core.kv.prefix_cache import name_block
 from engine.core.scheduler import Scheduler
 from engine.core.step import Runner
 from engine.loop import Engine
@@ -35,11 +36,18 @@ _PATIENCE_S = 60.0  # for the engine to reach the end of a step
 
 
 class Prefix(NamedTuple):
-    """What blocks are of: how their chain of names begins (Scheduler.first_names), and the prompt's tokens."""
+    """What blocks are of: how their chain of names begins (Engine.first_names), and the prompt's tokens."""
 
     names: Sequence[bytes]
     tokens: Sequence[int]
     root: bytes = b""  # of salt, adapter and owner (chain_root) as the daemon that packs a parcel knows them
+
+
+class Missing(NamedTuple):
+    """What an engine would have to compute of a prompt."""
+
+    num_blocks: int
+    seconds: float  # that it would take; infinite while that is not known
 
 
 class Offer(NamedTuple):
@@ -61,10 +69,6 @@ class HandoverConfig:
     peers: frozenset[Peer] = frozenset()  # whose parcels may be pulled
     key: str = ""
 
-    @property
-    def leaves_the_machine(self) -> bool:
-        return self.listen is not None or bool(self.peers)
-
 
 def open_handover(engine: Engine, config: HandoverConfig) -> Handover:
     """Open the folder in shared memory through which K/V is handed over, and the port. Raises ConfigError."""
@@ -73,8 +77,6 @@ def open_handover(engine: Engine, config: HandoverConfig) -> Handover:
         raise ConfigError(
             "--kv-transfer-config hands blocks over through the prefix cache; leave --enable-prefix-caching on."
         )
-    if config.leaves_the_machine and engine.portable_layout is not None:
-        layout = engine.portable_layout()
     try:
         where = config.folder or Path(f"/dev/shm/quire-kv-{os.getuid()}")  # noqa: S108 - for this user alone
         memory = SharedMemory(where, config.max_bytes, config.expiry_s)
@@ -120,20 +122,31 @@ class Handover:
         """Return the full blocks of a prompt's parcel; the last token is always computed where the answer is drawn."""
         return (num_tokens - 1) // self._layout.block_size
 
-    def count_missing(self, prefix: Prefix) -> int:
+    def count_missing(self, prefix: Prefix) -> Missing:
         """Return the full blocks of a prompt that the engine's cache lacks. Raises ParcelError."""
+        prefix = self._named(prefix)
         num_blocks = self.count_blocks(len(prefix.tokens))
 
-        def count(scheduler: Scheduler, _: Runner) -> int:
-            return len(scheduler.kv.find_prefix(prefix.names, prefix.tokens, num_blocks))
+        def count(scheduler: Scheduler, _: Runner) -> Missing:
+            num_found = len(scheduler.kv.find_prefix(prefix.names, prefix.tokens, num_blocks))
+            num_missing = num_blocks - num_found
+            return Missing(num_missing, scheduler.tiers.compute_s(num_found, num_missing))
 
-        return num_blocks - self._between_steps(count)
+        return self._between_steps(count)
+
+    def _named(self, prefix: Prefix) -> Prefix:
+        """Return a prompt with the names of all its full blocks: the engine's thread would take 2 us for each."""
+        names = list(prefix.names)
+        for index in range(self.count_blocks(len(prefix.tokens))):
+            name_block(names, prefix.tokens, index, self._layout.block_size)
+        return prefix._replace(names=names)
 
     def send(self, prefix: Prefix) -> Offer | None:
         """Pack the cached blocks of a prompt's beginning; returns what to ask for. Raises ParcelError."""
         num_blocks = self.count_blocks(len(prefix.tokens))
         if not num_blocks:
             return None
+        prefix = self._named(prefix)
         parcel = self._memory.pack(self._layout, num_blocks)
         try:
             done = 0
@@ -161,6 +174,7 @@ class Handover:
                 parcel.header.content != self._content(prefix, num_blocks)
             ):
                 raise ParcelError("the parcel is of another prompt, or of another tenant's")
+            prefix = self._named(prefix)
             for first in range(0, num_blocks, self._piece):
                 stop = min(first + self._piece, num_blocks)
                 if not self._write(prefix, parcel.read(first, stop), first, stop):

@@ -1,6 +1,6 @@
 """The only way into the engine thread: requests, aborts, calls and the order to stop.
 
-Messages keep their order. Any thread may put; only the engine thread takes. This lock is the only one of the engine.
+Messages keep their order. Any thread may put; only the engine thread takes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Fail(NamedTuple):
     error: QuireError
 
 
-Message = Request | Abort | EngineCall | Stop | Fail
+InboxMessage = Request | Abort | EngineCall | Stop | Fail
 
 
 class Inbox:
@@ -60,7 +60,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._messages: deque[Message] = deque()
+        self._messages: deque[InboxMessage] = deque()
         self._refusal: Callable[[], QuireError] | None = None
         self._is_closed = False
         self.num_requests = 0
@@ -84,7 +84,7 @@ class Inbox:
         if self._is_closed:
             self.close()
 
-    def close(self) -> list[Message]:
+    def close(self) -> list[InboxMessage]:
         """Note that the engine has ended; return the remaining messages, with calls cancelled."""
         self._is_closed = True
         messages = self.take(wait_s=0)
@@ -98,7 +98,7 @@ class Inbox:
         with self._changed:
             self._refusal = why
 
-    def take(self, *, wait_s: float | None) -> list[Message]:
+    def take(self, *, wait_s: float | None) -> list[InboxMessage]:
         """Return all messages; wait up to `wait_s` for one (None: without limit, 0: not at all)."""
         with self._changed:
             if not self._messages and wait_s != 0:

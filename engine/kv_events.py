@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from engine.core.errors import ConfigError
-from engine.core.kv.contents import Change, Changes, Content, Place, Snapshot
+from engine.core.kv.contents import BlockLocation, Change, Changes, Content, Snapshot
 from engine.kv_events_config import FLAG, KVEventsConfig
 
 log = logging.getLogger("quire.engine")
@@ -32,6 +32,7 @@ log = logging.getLogger("quire.engine")
 END = (-1).to_bytes(8, "big", signed=True)  # the sequence number after the last replayed message
 _MAX_BLOCKS, _MAX_TOKENS = 1024, 1 << 18  # of a message; consumers limit its size
 _MAX_ASKED_BYTES = 4096  # of a subscription or a replay's request; ZeroMQ cuts the connection of a longer one
+_FAULT_S = 0.1  # after an error, before the next turn
 _SNAPSHOT_GAP_S = 1.0  # between two snapshots that subscribers and replays ask for
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -44,7 +45,10 @@ def block_hash(name: bytes) -> int:
 
 
 class EventWriter:
-    """Makes events of changes: blocks that follow one another in one event."""
+    """Makes events of changes: blocks that follow one another in one event.
+
+    `has_groups` adds the fields of groups of layers, which the scheduler knows and no model has yet.
+    """
 
     def __init__(self, block_size: int, *, has_groups: bool = False) -> None:
         self._block_size, self._has_groups = block_size, has_groups
@@ -87,7 +91,7 @@ class EventWriter:
         contents = [change.content for change in run]
         yield self._stored(run[0].place, contents) if run[0].is_gain else self._removed(run[0].place, contents)
 
-    def _stored(self, place: Place, contents: list[Content]) -> Event:
+    def _stored(self, place: BlockLocation, contents: list[Content]) -> Event:
         first = contents[0]
         tokens: list[int] = []
         for content in contents:
@@ -111,7 +115,7 @@ class EventWriter:
                 event["kv_cache_spec_sliding_window"] = place.window
         return event
 
-    def _removed(self, place: Place, contents: list[Content]) -> Event:
+    def _removed(self, place: BlockLocation, contents: list[Content]) -> Event:
         hashes = [block_hash(content.name) for content in contents]
         event: Event = {"type": "BlockRemoved", "block_hashes": hashes, "medium": place.medium}
         return event | {"group_idx": place.group} if self._has_groups else event
@@ -251,13 +255,15 @@ class KVEvents:
             is_last = self._is_closing
             try:
                 self._turn()
-            except Exception:
-                log.exception("KV events: a message was lost")
+                if not is_last:
+                    poller.poll(self._patience_ms())
+                    with suppress(BlockingIOError):
+                        os.read(self._wake, 4096)
+            except Exception as error:
+                log.error("KV events: a message was lost: %s: %s", type(error).__name__, error)  # noqa: TRY400 - one line
+                time.sleep(_FAULT_S)
             if is_last:
                 return
-            poller.poll(self._patience_ms())
-            with suppress(BlockingIOError):
-                os.read(self._wake, 4096)
 
     def _turn(self) -> None:
         """Send what is queued, then serve one subscription and one replay: a flood of them delays neither steps nor the end."""

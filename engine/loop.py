@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from engine.adapters import Adapters
 from engine.block_size import waste
-from engine.core.admission import NO_LIMITS, OverloadControl, QueueLimits, check_request
+from engine.core.admission import NO_LIMITS, OverloadControl, QueueLimits, check_headless, check_request
 from engine.core.errors import (
     CopyError,
     DeviceLostError,
@@ -38,7 +38,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.stats import FailureCause, Snapshot
 from engine.core.step import PendingStep, Runner, StepPlan
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
-from engine.inbox import Abort, EngineCall, Fail, Inbox, Message, Stop
+from engine.inbox import Abort, EngineCall, Fail, Inbox, InboxMessage, Stop
 from engine.kv_events_config import KVEventsConfig
 from engine.offload import Offload
 
@@ -49,6 +49,8 @@ T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
 _QUIET_S = 0.1  # without a message for this long, no client waits while other work is done
+_PAUSE_S = 0.001  # between two parts of a check, in which other threads run
+_MAX_CHECK_S = 5.0  # of the check when the engine stops
 
 
 class EventPublisher(Protocol):
@@ -84,12 +86,12 @@ class Engine:
         runner: Runner,
         *,
         vocab_size: int,
+        generates: bool = True,
         depth: int = 0,
         limits: QueueLimits = NO_LIMITS,
         adapters: Adapters | None = None,
         keep_lengths: Callable[[Sequence[int]], None] | None = None,
         layout: Layout | None = None,
-        portable_layout: Callable[[], Layout] | None = None,
         transports: Mapping[str, Transport] = MappingProxyType({}),
         kv_events: EventPublisher | None = None,
         num_ranks: int = 1,
@@ -98,6 +100,7 @@ class Engine:
         self.config = scheduler.config
         self.stats = scheduler.stats
         self.vocab_size = vocab_size
+        self.generates = generates  # the model has an LM head
         self.num_ranks = num_ranks  # processes that hold the model
         self.adapters = adapters or Adapters()
         self.clock = clock
@@ -112,8 +115,7 @@ class Engine:
             kv_events.ask_snapshot = partial(self.between_steps, lambda scheduler, _: _send_contents(scheduler))
         self._overload = OverloadControl(scheduler.config, scheduler.stats, limits)
         self._keep_lengths = keep_lengths
-        self.layout = layout
-        self.portable_layout = portable_layout  # the same on machines with copies of the weights; slow
+        self.layout = layout  # None: its K/V is not handed over
         self._inbox = Inbox()
         self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
         # (request id, choice) without a terminal event, and the prompt's length; engine thread only.
@@ -144,6 +146,8 @@ class Engine:
         ShuttingDownError or EngineDeadError if nothing is accepted any more.
         """
         for request in requests:
+            if not self.generates:
+                check_headless(request)
             check_request(request, self.config)
         self._overload.check(
             self.clock(),
@@ -218,7 +222,7 @@ class Engine:
             self._runner.begin()
             while not self._is_done():
                 self._turn()
-            self._check_integrity()
+            self._check_all()
             if self._offload is not None:
                 self._offload.flush(self.clock)
             if self._keep_lengths is not None:
@@ -232,14 +236,12 @@ class Engine:
             self._on_end()
 
     def _release(self) -> None:
-        """Close everything that the engine has been given."""
+        """Close everything that the engine has been given; an error of one keeps none of the others open."""
         self._is_released = True
         self._inbox.close()
-        if self._offload is not None:
-            self._offload.close()
-        if self.kv_events is not None:
-            self.kv_events.close()
-        self._runner.close()
+        for part in (self._offload, self.kv_events, self._runner):
+            if part is not None:
+                _close(part)
 
     def _is_done(self) -> bool:
         return self._stop_at_s is not None and not self._scheduler.has_work
@@ -298,14 +300,16 @@ class Engine:
         self._is_second_try = True
         events.entries += self._scheduler.roll_back(self.clock(), failure)
 
-    def _idle(self) -> list[Message]:
-        """Wait for messages; in a quiet moment, check for leaks and let the runner prepare."""
+    def _idle(self) -> list[InboxMessage]:
+        """Wait for messages; in a quiet moment, check for leaks and let the runner prepare, little by little."""
         messages = self._inbox.take(wait_s=_QUIET_S)
         if not messages:
-            self._check_integrity()
             self.stats.blocks_waste = waste(self._scheduler.recent_lengths, self.config.block_size)
-            while not (messages := self._inbox.take(wait_s=0)) and self._use_idle_moment():
-                pass
+            checks = self._scheduler.checks()  # a message changes what is checked, and ends it
+            while not messages and self._check_next(checks):
+                messages = self._inbox.take(wait_s=_PAUSE_S)
+            while not messages and self._use_idle_moment():
+                messages = self._inbox.take(wait_s=0)
             if self._contents is not None:
                 self._contents.flush()
             messages = messages or self._inbox.take(wait_s=None)
@@ -321,7 +325,7 @@ class Engine:
         if events and self._deliver is not None:
             self._deliver(events)
 
-    def _take_in(self, messages: list[Message]) -> list[TokenEvent]:
+    def _take_in(self, messages: list[InboxMessage]) -> list[TokenEvent]:
         self._note_open(messages)
         events: list[TokenEvent] = []
         for message in messages:
@@ -353,15 +357,25 @@ class Engine:
         self.stats.last_step_s = self._progress_s = now
         return self._scheduler.commit(plan, result, now)
 
-    def _check_integrity(self) -> None:
-        """Log a leak; it is a bug, but no reason to stop serving."""
+    def _check_next(self, checks: Iterator[None]) -> bool:
+        """Check some blocks; returns whether more are left. A leak is a bug, but no reason to stop serving."""
         try:
-            self._scheduler.check_integrity()
+            next(checks)
+        except StopIteration:
+            return False
         except AssertionError as error:
             self.stats.integrity_failures += 1
             log.error("The books do not balance while idle (please report this): %s", error)  # noqa: TRY400 - one line
+            return False
+        return True
 
-    def _note_open(self, messages: list[Message]) -> None:
+    def _check_all(self) -> None:
+        """Check for leaks before the thread ends; only millions of slots in stores take longer than it may."""
+        checks, until_s = self._scheduler.checks(), self.clock() + _MAX_CHECK_S
+        while self._check_next(checks) and self.clock() < until_s:
+            pass
+
+    def _note_open(self, messages: list[InboxMessage]) -> None:
         """Note the choices that must get a terminal event, whatever happens."""
         for message in messages:
             if isinstance(message, Request):
@@ -383,6 +397,13 @@ class Engine:
                 for request_id, choice in sorted(self._open)
             )
         )
+
+
+def _close(part: Offload | EventPublisher | Runner) -> None:
+    try:
+        part.close()
+    except Exception as error:
+        log.error("%s could not be closed: %s: %s", type(part).__name__, type(error).__name__, error)  # noqa: TRY400 - one line
 
 
 def _send_contents(scheduler: Scheduler) -> None:

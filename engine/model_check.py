@@ -18,10 +18,11 @@ from engine.gguf_header import read_beginning
 from engine.model_source import check_entries, local_path
 from engine.runtime.lazy import load
 from engine.runtime.models.config import ModelConfig, narrow_latents
-from engine.runtime.models.config_file import is_native, require_readable, servable
+from engine.runtime.models.config_file import is_native, read_own, require_readable, servable
 from engine.runtime.models.families import read_config
 from engine.runtime.models.overrides import override
 from engine.runtime.weights.checkpoint import Checkpoint
+from engine.runtime.weights.complete import check_complete
 from engine.runtime.weights.formats import FORMATS, choose_format
 from engine.runtime.weights.gguf_config import check_architecture
 from engine.runtime.weights.hf_config import HFConfig
@@ -88,7 +89,12 @@ def _check_one(config: EngineConfig, *, has_tokenizer: bool) -> ModelFacts:
     checkpoint = choose_format(config.load_format, path).open(path)
     facts = _facts(config, checkpoint, path)
     checkpoint.check()
-    return facts
+    if facts.config is None:
+        return facts
+    checkpoint.config = servable(checkpoint.config, config.hf_overrides)
+    own = read_own(checkpoint)
+    check_complete(own, checkpoint)
+    return facts._replace(config=own)
 
 
 def _check_remote(config: EngineConfig, *, has_tokenizer: bool) -> ModelFacts:

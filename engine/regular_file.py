@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISSOCK, "a socket"),
     (stat.S_ISDIR, "a folder"),
+    (stat.S_ISLNK, "a link"),  # as lstat says; stat follows it
 )
 
 
@@ -39,6 +41,19 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     if len(content) > max_bytes:
         raise _too_large(path, max_bytes)
     return content
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY, max_bytes: int | None = None) -> int:
+    """Return the descriptor of a regular file, with O_CREAT of a new one. Raises OSError, for a link too; never blocks."""
+    with suppress(FileNotFoundError):
+        _check(path, path.lstat(), max_bytes)
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        _check(path, os.fstat(descriptor), max_bytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:

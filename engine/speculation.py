@@ -6,7 +6,6 @@ Runs once, on the thread that starts the daemon; importing it imports torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +13,7 @@ from typing_extensions import Self
 
 from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
-from engine.core.types import Progress
+from engine.core.types import Progress, ReportProgress
 from engine.draft_source import naming_draft
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache, block_bytes, resolve_kv_dtype
@@ -29,8 +28,6 @@ from engine.runtime.speculation.heads import Head
 from engine.runtime.speculation.ngram import NgramDrafter
 from engine.speculative_config import METHODS, SpeculativeConfig
 
-Report = Callable[[Progress], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -40,7 +37,7 @@ class Setup:
     config: EngineConfig
     target: CausalLM
     device: torch.device
-    report: Report
+    report: ReportProgress
 
     @property
     def of_draft(self) -> EngineConfig:
@@ -69,7 +66,9 @@ class Speculation(ABC):
     def drafter(self, runner: ModelRunner, settings: SchedulerConfig) -> Drafter:
         """Return what drafts for a runner."""
 
-    def start(self, runner: ModelRunner, settings: SchedulerConfig, captures: bool, report: Report) -> SchedulerConfig:
+    def start(
+        self, runner: ModelRunner, settings: SchedulerConfig, captures: bool, report: ReportProgress
+    ) -> SchedulerConfig:
         """Measure the cost of drafts, and let the runner draft. Raises ConfigError if no draft has room."""
         for hint in self.asked.hints:
             report(Progress("speculation", hint))
@@ -167,7 +166,7 @@ class FromEagle3(FromHead):
 
 
 def load_speculation(
-    config: EngineConfig, target: CausalLM, device: torch.device, report: Report
+    config: EngineConfig, target: CausalLM, device: torch.device, report: ReportProgress
 ) -> Speculation | None:
     """Return what is configured, if anything. Raises ConfigError or ModelLoadError for a draft that cannot be."""
     asked = config.speculation

@@ -13,7 +13,7 @@ _HERE = Path(__file__).resolve().parent
 
 def _installed() -> str:
     try:
-        return metadata.version("quire")
+        return metadata.version("quire-serve")
     except metadata.PackageNotFoundError:  # a checkout that was never installed
         return "0+uninstalled"
 

@@ -11,7 +11,13 @@ from math import ceil
 from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
-from engine.core.errors import ContextLengthError, InvalidRequestError, NeverFitsError, OverloadedError
+from engine.core.errors import (
+    ContextLengthError,
+    HeadlessModelError,
+    InvalidRequestError,
+    NeverFitsError,
+    OverloadedError,
+)
 from engine.core.kv.page_table import blocks_for
 from engine.core.stats import Stats
 from engine.core.types import Request
@@ -24,6 +30,12 @@ UNKNOWN_S = 1.0  # until a place is free, while no answer was completed
 def peak_positions(num_prompt: int, max_tokens: int) -> int:
     """Return the most positions whose K/V a sequence holds: the last generated token is never fed back."""
     return num_prompt + max(max_tokens - 1, 0)
+
+
+def check_headless(request: Request) -> None:
+    """Raise HeadlessModelError for a request that needs the LM head."""
+    if request.params.max_tokens or request.params.prompt_logprobs is not None:
+        raise HeadlessModelError
 
 
 def check_request(request: Request, config: SchedulerConfig) -> None:

@@ -19,15 +19,30 @@ class QuireError(Exception):
 
 
 class ClientError(QuireError):
-    """The request cannot be served as it stands. `param` names the offending field, if one is to blame."""
+    """The request cannot be served as it stands. `param` names the offending field, if one is to blame.
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    `log_message` replaces a message that may quote the prompt in the log, which holds no prompts.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, log_message: str = "") -> None:
         super().__init__(message)
         self.param = param
+        self.log_message = log_message
 
 
 class InvalidRequestError(ClientError):
     """A value is out of range or contradicts another."""
+
+
+class HeadlessModelError(InvalidRequestError):
+    """The request needs an LM head, and the model has none."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This model generates nothing: its checkpoint has no LM head, and it serves vectors alone. Send texts to "
+            "/v1/embeddings, or choose a model with a head.",
+            param="model",
+        )
 
 
 class UnsupportedError(InvalidRequestError):

@@ -19,7 +19,7 @@ from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.in_flight import InFlightStep, roll_back
 from engine.core.kv.manager import KVCacheManager
-from engine.core.kv.tiers import Report
+from engine.core.kv.tiers import TransferEnd
 from engine.core.output import OutputProcessor
 from engine.core.prompts import PromptPlan
 from engine.core.running import RunningQueue
@@ -301,7 +301,7 @@ class Scheduler:
         self.stats.failed_copies += 1
         self._queue.update_gauges()
 
-    def transferred(self, reports: Iterable[Report]) -> None:
+    def transferred(self, reports: Iterable[TransferEnd]) -> None:
         """Take in the ends of transfers between host memory and the stores."""
         self._queue.unpark(self.kv.transferred(reports))
         self._queue.update_gauges()
@@ -328,14 +328,20 @@ class Scheduler:
             num_empty += not seq.kv.blocks
             if seq.kv.blocks or num_empty <= self.config.max_num_seqs:
                 listed.append(seq.view())
-        pool, queue = self.kv.pool, [seq.request_id for seq in self._queue.waiting]
-        return Snapshot(pool.num_free, pool.num_held, pool.cached_blocks, tuple(listed), tuple(queue))
+        queue = [seq.request_id for seq in self._queue.waiting]
+        num_free, num_cached, num_held = self.kv.pool.counts
+        return Snapshot(num_free, num_held, num_cached, self.kv.pool.findable, tuple(listed), tuple(queue))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks are held without a holder, or a sequence is in the wrong place."""
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[None]:
+        """As `check_integrity`, in parts of about a millisecond; nothing may change between two."""
         holders = self._queue.holders(self._in_flight)
-        self.kv.check_integrity(holders, self._in_flight)
         self._queue.check_integrity()
         num_leaving = sum(seq.is_leaving for seq in holders)
         assert self._output.num_leaving == num_leaving, "leaving sequences are miscounted"
         assert self._in_flight or not num_leaving, "a sequence waits for a step that is not in flight"
+        yield from self.kv.checks(holders, self._in_flight)

@@ -223,6 +223,7 @@ class Snapshot(NamedTuple):
 
     num_free_blocks: int
     num_held_blocks: int
-    cached_blocks: tuple[int, ...]  # not held, but found by prompts
+    num_cached_blocks: int  # not held, but found by prompts
+    findable: bytes  # 1 for each block that prompts find, held or cached
     sequences: tuple[SequenceView, ...]
     queue: tuple[str, ...]  # ids of the waiting requests, the next one first

@@ -5,7 +5,7 @@ The engine sees token ids only, never text; times are seconds of one monotonic c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -285,3 +285,6 @@ class Progress(NamedTuple):
     done: int = 0
     total: int = 0  # 0: not countable
     unit: str = ""  # "bytes", "tensors", ...
+
+
+ReportProgress = Callable[[Progress], None]

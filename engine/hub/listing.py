@@ -92,8 +92,11 @@ def _read_listing(info: ModelInfo) -> Listing:
         name = sibling.rfilename
         if name.startswith("/") or {"", ".", ".."} & set(name.split("/")) or "\0" in name:
             raise ValueError(f"it lists the file {name!r:.80}")
+        size = (sibling.lfs and sibling.lfs.size) or sibling.size
+        if size is not None and not (type(size) is int and size >= 0):
+            raise ValueError(f"it lists {name!r:.80} with a size of {size!r:.80}")
         digest = (sibling.lfs and sibling.lfs.sha256) or sibling.blob_id
-        files[name] = RemoteFile((sibling.lfs and sibling.lfs.size) or sibling.size, digest and safe_name(digest))
+        files[name] = RemoteFile(size, digest and safe_name(digest))
     return Listing(safe_name(info.sha or ""), files)
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.core.errors import ModelLoadError
+from engine.core.types import ReportProgress
 from engine.hub.faults import sentence
 from engine.hub.files import CONFIG, INDEX, gguf_files, is_folder, small_files, split_tag, weight_files
 from engine.hub.listing import list_files
-from engine.hub.transfer import Report, Transfer, open_file
+from engine.hub.transfer import Transfer, open_file
 from engine.regular_file import reason
 from engine.runtime.lora.config import CONFIG as LORA_CONFIG
 from engine.runtime.lora.config import WEIGHTS as LORA_WEIGHTS
@@ -96,7 +97,7 @@ class HubModel:
             raise ModelLoadError(sentence(error, self.repo, self._store)) from None
         yield Beginning(f"{self.repo}/{first}", bytes(content))
 
-    def fetch(self, report: Report, *, weights: bool = True) -> Path:
+    def fetch(self, report: ReportProgress, *, weights: bool = True) -> Path:
         """Return the local folder or .gguf file, fetching what is missing. Raises ModelLoadError.
 
         Without `weights`, a folder's configuration and tokenizer suffice.
@@ -113,7 +114,7 @@ class HubModel:
             self._note_commit()
         return path
 
-    def fetch_adapter(self, report: Report | None, *, weights: bool) -> Path:
+    def fetch_adapter(self, report: ReportProgress | None, *, weights: bool) -> Path:
         """Return the folder of an adapter with its config, and its weights if asked for. Raises ModelLoadError."""
         if LORA_WEIGHTS not in self._listing.files and "adapter_model.bin" in self._listing.files:
             raise ModelLoadError(
@@ -145,7 +146,7 @@ class HubModel:
         remedy = "start once with the hub in reach" if self._listing.is_cached else "name another repository"
         raise ModelLoadError(f"{self._subject} lacks {absent}, without which it cannot be served; {remedy}.")
 
-    def _fetch(self, names: Sequence[str], report: Report | None) -> None:
+    def _fetch(self, names: Sequence[str], report: ReportProgress | None) -> None:
         """Fetch the files that are not in the cache. Raises ModelLoadError."""
         self._require(names)
         missing = {name: self._listing.files[name] for name in names if not (self._folder / name).exists()}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import re
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from engine.core.errors import ModelLoadError
-from engine.core.types import Progress
+from engine.core.types import Progress, ReportProgress
 from engine.hub.faults import is_transient, why
 from engine.hub.listing import ANSWER_S, RemoteFile, safe_name
 from engine.startup_progress import human_bytes
@@ -21,16 +23,16 @@ from engine.version import VERSION
 
 if TYPE_CHECKING:
     from httpx2 import Response  # huggingface_hub's HTTP library
+    from typing_extensions import Self
 
 log = logging.getLogger("quire.hub")
-
-Report = Callable[[Progress], None]
 
 STALLED_S = 10.0  # how long a transfer may stand still, before it is resumed
 RETRY_S = 1.0
 MAX_RETRIES = 5  # of a file, without a byte received in between
 _NUM_THREADS = 4
 _POLL_S = 0.1
+_PIECE_BYTES = 1 << 20
 
 
 @contextmanager
@@ -66,7 +68,7 @@ class Transfer:
         self._stop = threading.Event()
         self._failure: Exception | None = None
 
-    def run(self, report: Report | None) -> None:
+    def run(self, report: ReportProgress | None) -> None:
         """Fetch all files; report the bytes of all of them. Raises the libraries' errors."""
         total = sum(size for size, _ in self._files.values())
         self._check_space(total - sum(self._have.values()))
@@ -152,8 +154,9 @@ class Transfer:
             folder.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(lock):
             if not blob.exists():
-                with _partial(blob).open("ab") as file:
-                    self._receive(name, file, size)
+                with _Incoming(_partial(blob), size, digest) as file:
+                    self._receive(name, file)
+                    self._check(name, file)
                 _partial(blob).replace(blob)
         self._have[name] = size
         link = self._store / "snapshots" / self._commit / name
@@ -165,73 +168,119 @@ class Transfer:
         except OSError:  # a file system without links
             blob.replace(link)
 
-    def _receive(self, name: str, file: IO[bytes], size: int) -> None:
+    def _receive(self, name: str, file: _Incoming) -> None:
         """Append the rest of a file, resuming whenever the connection is lost."""
-        if file.tell() > size:  # of another program's transfer
-            _empty(file)
         num_retries = 0
-        while file.tell() < size:
-            start = file.tell()
-            lost = self._attempt(name, file, size)
+        while file.num_bytes < file.size:
+            start = file.num_bytes
+            lost = self._attempt(name, file)
             if lost is None:
                 return
-            num_retries = 0 if file.tell() > start else num_retries + 1
+            num_retries = 0 if file.num_bytes > start else num_retries + 1
             if num_retries > MAX_RETRIES:
                 raise lost
-            at = human_bytes(file.tell())
+            at = human_bytes(file.num_bytes)
             log.warning("the transfer of %s was interrupted at %s (%s); resuming it", name, at, why(lost))
             if num_retries and self._stop.wait(RETRY_S):
                 raise _StoppedError
 
-    def _attempt(self, name: str, file: IO[bytes], size: int) -> Exception | None:
+    def _attempt(self, name: str, file: _Incoming) -> Exception | None:
         """Append the rest of a file; return the error after which it can be resumed, if there was one."""
         try:
-            self._append(name, file, size)
+            self._append(name, file)
         except Exception as error:  # the libraries' errors have no common base
             if not is_transient(error):
                 raise
             return error
         return None
 
-    def _append(self, name: str, file: IO[bytes], size: int) -> None:
+    def _append(self, name: str, file: _Incoming) -> None:
         """Append to a file until the connection ends. Raises for a file that is not as long as listed."""
-        start = file.tell()
+        start = file.num_bytes
         with open_file(self._repo, self._commit, name, start) as response:
             if start and response.status_code != 206:  # the server does not resume
-                start = _empty(file)
+                file.clear()
             found = _total(response)
-            if found is not None and found != size:
-                _empty(file)
-                raise self._wrong_size(name, found, size)
-            self._have[name] = start
+            if found is not None and found != file.size:
+                raise self._wrong(name, file, f"{found} bytes")
             for piece in response.iter_bytes():
                 if self._stop.is_set():
                     raise _StoppedError
+                if file.num_bytes + len(piece) > file.size:
+                    raise self._wrong(name, file, f"more than {file.size} bytes")
                 file.write(piece)
-                self._have[name] += len(piece)
-        file.flush()
-        if self._have[name] != size:
-            _empty(file)
-            raise self._wrong_size(name, self._have[name], size)
+                self._have[name] = file.num_bytes
+        if file.num_bytes != file.size:
+            raise self._wrong(name, file, f"{file.num_bytes} bytes")
 
-    def _wrong_size(self, name: str, found: int, size: int) -> ModelLoadError:
+    def _check(self, name: str, file: _Incoming) -> None:
+        """Raise ModelLoadError for a file whose content is not the one listed."""
+        if file.digest is not None and (found := file.digest.hexdigest()) != file.listed:
+            raise self._wrong(name, file, f"a content of the digest {found}")
+
+    def _wrong(self, name: str, file: _Incoming, sent: str) -> ModelLoadError:
+        """Delete what was received of a file; return the refusal."""
+        file.clear()
+        listed = f"{file.size} bytes" if "bytes" in sent else file.listed
         return ModelLoadError(
-            f"The hub sends {found} bytes for {name} of {self._repo!r}, which it lists with {size}; try again later, or name "
-            "another --revision."
+            f"The hub sends {sent} for {name} of {self._repo!r}, which it lists with {listed}; the file was deleted. Try "
+            "again later, or name another --revision."
         )
+
+
+class _Incoming:
+    """A file while it is received, and the digest of the part that is there."""
+
+    def __init__(self, path: Path, size: int, listed: str) -> None:
+        """`listed` is the digest that names the file."""
+        self.size, self.listed = size, listed
+        self.digest = _new_digest(listed, size)
+        self.num_bytes = 0
+        self._file = path.open("a+b")
+        here = os.fstat(self._file.fileno()).st_size
+        if here > size:  # of another program's transfer
+            self.clear()
+            return
+        self._file.seek(0)
+        while left := here - self.num_bytes:
+            self._count(self._file.read(min(left, _PIECE_BYTES)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, piece: bytes) -> None:
+        """Append bytes."""
+        self._file.write(piece)
+        self._count(piece)
+
+    def clear(self) -> None:
+        """Discard the content."""
+        self._file.seek(0)
+        self._file.truncate()
+        self.num_bytes, self.digest = 0, _new_digest(self.listed, self.size)
+
+    def _count(self, piece: bytes) -> None:
+        self.num_bytes += len(piece)
+        if self.digest is not None:
+            self.digest.update(piece)
+
+
+def _new_digest(listed: str, size: int) -> hashlib._Hash | None:
+    """Return what computes the digest that a hub lists: SHA-256 of large files, git's of others; None for another name."""
+    if re.fullmatch(r"[0-9a-f]{64}", listed):
+        return hashlib.sha256()
+    if re.fullmatch(r"[0-9a-f]{40}", listed):
+        return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    return None
 
 
 def _total(response: Response) -> int | None:
     """Return the size of the whole file, as the response states it."""
     stated = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers.get("Content-Length", "")
     return int(stated) if stated.isdecimal() else None
-
-
-def _empty(file: IO[bytes]) -> int:
-    """Discard the content of a file; returns its position."""
-    file.seek(0)
-    file.truncate()
-    return 0
 
 
 def _partial(blob: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError
-from engine.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, known_value, split_file, translate
+from engine.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, known_value, refuse, split_file, translate
 from engine.setting import declared, expand, features
 
 logger = logging.getLogger(__name__)
@@ -31,13 +31,18 @@ def engine_config(path: str, given: Mapping[str, Any]) -> EngineConfig:
     own, foreign = split_file(flags, known)
     translated = translate([each._replace(flag=each.flag.removeprefix("--").replace("-", "_")) for each in foreign])
     values: dict[str, Any] = {}
-    for name, value in check_same(translated, own).items():
+    together = check_same(translated, own)
+    refuse(translated.faults)
+    for name, value in together.items():
         if name == "quantization" and value in IN_CHECKPOINT:
             translated.remarks.append(f"quantization {value} ({OF_CHECKPOINT})")
         expanded, notices = expand(settings, {name: known_value(name, value)})
         values.update(expanded)
         for notice in notices:
             logger.warning(notice)
+    for each in settings:
+        if each.setting.is_auto and values.get(each.name) == "auto":
+            values[each.name] = None
     for name in values.keys() - {each.name for each in settings}:
         raise ConfigError(_unknown(name, known))
     if translated.remarks:

@@ -55,10 +55,10 @@ from engine.text.default_sampling import check_sampling_source, default_sampling
 from engine.text.fields.sampling import Constraint, QueueFields
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.limits import ModelLimits
-from engine.text.prompt_results import Reduction, first_scored, likelihood, unit_vector
+from engine.text.prompt_results import Reduction, check_reduction, cosine, first_scored, likelihood, unit_vector
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.sampling import sampling_params, seconds, text_rules, truncated
-from engine.text.tokenizer import check_draft_tokenizer, load_tokenizer
+from engine.text.tokenizer import TextTokenizer, check_draft_tokenizer, load_tokenizer
 from engine.text.tools.formats import TOOL_FORMATS
 
 logger = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ class LLM:
                 built.vocab_size,
                 text,
                 max_logprobs=max_logprobs,
+                generates=built.generates,
                 tool_call_parser=tool_call_parser,
                 reasoning_parser=reasoning_parser,
             )
@@ -127,7 +128,7 @@ class LLM:
         self._events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._turn = threading.Lock()  # one call at a time
-        self._end = weakref.finalize(self, _end, built, self._grammars)
+        self._end = weakref.finalize(self, _end, built, self._grammars, text)
         built.start(self._events.put)  # not a bound method: the thread would keep a forgotten LLM alive
 
     def __enter__(self) -> Self:
@@ -254,7 +255,7 @@ class LLM:
         progress: bool = True,
         **others: Any,
     ) -> list[ScoringRequestOutput]:
-        """Return the log likelihood of each text_2 as the continuation of its text_1, as /v1/score does."""
+        """Return the log likelihood of each text_2 as the continuation of its text_1, or their cosine, as /v1/score does."""
         progress, lora = refuse_arguments("score", others, progress, lora)
         _check_choice("reduction", reduction, ("mean", "sum"), ())
         seconds_ = [text_2] if isinstance(text_2, str) else list(text_2)
@@ -266,6 +267,8 @@ class LLM:
                 "text_2.",
                 param="text_1",
             )
+        if not self._limits.generates:
+            return self._cosines(firsts, seconds_, reduction, lora=lora, progress=progress)
         params = EngineParams(max_tokens=0, prompt_logprobs=0, adapter=self._adapter(lora))
         wholes = [first + second for first, second in zip(firsts, seconds_, strict=True)]
         jobs = self._run([partial(self._reading, whole, params) for whole in wholes], progress)
@@ -276,6 +279,22 @@ class LLM:
                 outputs=ScoringOutput(likelihood(job.info().logprobs or (), at, reduction)),
             )
             for job, at in zip(jobs, self._first_scored(firsts, jobs), strict=True)
+        ]
+
+    def _cosines(
+        self, firsts: Sequence[str], seconds_: Sequence[str], reduction: Reduction, *, lora: str | None, progress: bool
+    ) -> list[ScoringRequestOutput]:
+        """Return the scores of a model without an LM head."""
+        check_reduction(reduction)
+        found = self.embed([*firsts, *seconds_], lora=lora, progress=progress)
+        pairs = zip(found[: len(firsts)], found[len(firsts) :], strict=True)
+        return [
+            ScoringRequestOutput(
+                request_id=second.request_id,
+                prompt_token_ids=[*first.prompt_token_ids, *second.prompt_token_ids],
+                outputs=ScoringOutput(cosine(first.outputs.embedding, second.outputs.embedding)),
+            )
+            for first, second in pairs
         ]
 
     def get_tokenizer(self) -> PlainTokenizer:
@@ -434,9 +453,10 @@ class LLM:
             del started[event.request_id]
 
 
-def _end(engine: Engine, grammars: GrammarCompiler) -> None:
+def _end(engine: Engine, grammars: GrammarCompiler, tokenizer: TextTokenizer) -> None:
     engine.stop(0.0)
     grammars.close()
+    tokenizer.close()
 
 
 def _check_choice(name: str, value: str, known: Collection[str], always: Collection[str] = ("auto", "none")) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.step import StepPlan
-from engine.core.types import Progress
+from engine.core.types import Progress, ReportProgress
 from engine.runtime.attention.base import AttentionBackend
 from engine.runtime.batch import DecodeRows
 from engine.runtime.cuda.sampling import sample
@@ -30,9 +30,6 @@ from engine.runtime.decode_inputs import DecodeInputs, longest_context
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.base import CausalLM
 from engine.runtime.parallel.group import SINGLE, Group
-
-Report = Callable[[Progress], None]
-
 
 _PLANNED_CONTEXT = 8192  # tokens; longest context of the usual graphs
 
@@ -95,7 +92,7 @@ class DecodeGraphs:
         shape = (config.max_num_seqs, model.vocab_size)
         self._logits = torch.zeros(shape, dtype=torch.float32, device=last_ids.device)
 
-    def capture(self, report: Report) -> None:
+    def capture(self, report: ReportProgress) -> None:
         """Record every size, the largest first: smaller ones reuse its memory. All ranks call it."""
         pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
         wanted = sorted(((size, graphs) for graphs in self._sets for size in graphs.sizes), key=lambda each: -each[0])

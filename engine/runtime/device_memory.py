@@ -37,17 +37,19 @@ class CudaMemory(NamedTuple):
     step: int  # the peak of a step beside weights and pool
     graphs: int
     rounding: int  # of the pool's tensors
+    shortfall: int = 0  # by which the GPU of another rank has less left; all ranks have pools of one size
 
     @property
     def pool(self) -> int:
         """Return the bytes left for K and V; negative if the rest exceeds the limit."""
-        return self.share - self.others - self.weights - self.step - self.graphs - self.rounding
+        used = self.others + self.weights + self.step + self.graphs + self.rounding
+        return self.share - used - self.shortfall
 
     def __str__(self) -> str:
         return (
             f"of {_gib(self.total)} GiB, {_gib(self.share)} may be used: weights {_gib(self.weights)}, a full step "
             f"{_gib(self.step)}, CUDA graphs {_gib(self.graphs)}, other processes and CUDA itself {_gib(self.others)}, "
-            f"which leaves {_gib(max(self.pool, 0))} for K/V"
+            f"{f'less on another rank {_gib(self.shortfall)}, ' if self.shortfall else ''}which leaves {_gib(max(self.pool, 0))} for K/V"
         )
 
 
@@ -160,6 +162,13 @@ def explained_shortage(config: SchedulerConfig, device: torch.device) -> Iterato
             f"weights and KV pool: {_gib(free)} of {_gib(total)} GiB of {device} are free; lower --kv-cache-memory-bytes "
             "or --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs."
         ) from error
+
+
+def free_share(device: torch.device, share: float) -> int:
+    """Return the bytes of the share that nothing uses yet; negative if more is in use."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * share) - (total - free)
 
 
 def hold_to_share(device: torch.device, share: float) -> None:

@@ -1,82 +1,102 @@
-"""Names what K/V depends on besides tokens: weights, types, layout, kernels.
+"""Names what K/V depends on besides tokens: the content of the model's files, types, layout, kernels.
 
-Start-up thread. Weights are identified by their files' names, sizes and modification times. A copied file has another
-fingerprint: that costs a cache, and never gives a wrong answer. Daemons of several machines need one fingerprint for
-copies: `by_content` reads the files, except those of the hub's cache, whose names are their digests.
+The names of K/V that outlives a process or leaves it begin with a fingerprint, so the K/V of another model, even of a
+fine-tune whose files have the same names, sizes and times, is never found. Tokenizers and templates are no part of it:
+they choose the tokens, which name the blocks. Adapters are part of a block's name (lora/loader.py). Start-up thread.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from hashlib import blake2b, sha256
+from hashlib import blake2b
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.gguf_parts import part_paths
-from engine.regular_file import check_regular
+from engine.file_digests import FileDigests
+from engine.runtime.native.build import source_digest
 from engine.runtime.native.library import native
-from engine.runtime.weights.formats import SUFFIXES
+from engine.runtime.weights.checkpoint import Checkpoint
+from engine.runtime.weights.formats import choose_format
+from engine.version import VERSION
 
-_VERSION = 1  # version of a block's content; raise it when a kernel's results change
-_TOLD_BY = (".safetensors", ".json", *SUFFIXES)
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_READ_BYTES = 1 << 20
+_DIGEST_BYTES = 20  # two models with one fingerprint take 2**80 attempts to make
+# Kinds of RoPE whose frequencies follow the longest sequence that is served, in every spelling.
+_BY_LENGTH = ('"dynamic"', '"longrope"', '"su"', '"long_factor"')
 
 
-def fingerprint(config: EngineConfig, dtype: str, blocks: Sequence[Tensor], *, by_content: bool = False) -> str:
+class ModelContent:
+    """The files that K/V is computed from: config and weights of the model, and of a draft whose K/V is in the same blocks."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Note the files as they are before they are loaded. Raises ModelLoadError."""
+        drafts = config.speculation
+        self._method = drafts.method if drafts is not None and drafts.method not in ("ngram", "draft_model") else None
+        asked = [config]
+        if self._method is not None and drafts is not None and drafts.model is not None:
+            asked.append(config.of_draft(drafts))
+        checkpoints = [_open(each) for each in asked]
+        self._files = [[*each.files] for each in checkpoints]
+        self._digests = FileDigests(path for files in self._files for path in files)
+        self._settings = [
+            {
+                "seed": each.seed if each.load_format == "dummy" else None,
+                "hf_overrides": each.hf_overrides,
+                "quantization": each.quantization,
+                "served_len": each.max_model_len or config.max_model_len if _is_by_length(each, checkpoint) else None,
+            }
+            for each, checkpoint in zip(asked, checkpoints, strict=True)
+        ]
+        self._facts: list[Any] | None = None
+
+    def begin(self) -> None:
+        """Start to read the files on other threads."""
+        self._digests.begin()
+
+    def stop(self) -> None:
+        """End the threads."""
+        self._digests.stop()
+
+    def facts(self) -> list[Any]:
+        """Return the files' digests, once they are there, and the settings to read them. Raises ModelLoadError."""
+        if self._facts is None:
+            found = self._digests.get()
+            digests = [[found[path] for path in files] for files in self._files]
+            self._facts = [self._method, digests, self._settings]
+        return self._facts
+
+
+def fingerprint(config: EngineConfig, dtype: str, blocks: Sequence[Tensor], content: ModelContent) -> str:
     """Return a digest for file names; `blocks` are KVCache's views of the pool."""
     library = native()
     facts = {
-        "version": _VERSION,
-        "weights": _contents(Path(config.model)) if by_content else _files(Path(config.model)),
-        "load_format": config.load_format,
-        "seed": config.seed if config.load_format == "dummy" else None,
-        "hf_overrides": config.hf_overrides,
+        "quire": VERSION,
+        "libraries": [torch.__version__, metadata.version("transformers")],
+        "kernels": None if library is None else [source_digest(), library.isa.name],
+        "content": content.facts(),
         "model_impl": config.model_impl,
         "dtype": dtype,
-        "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "block_size": config.block_size,
         "attention_backend": config.attention_backend,
         "device": blocks[0].device.type,
-        "kernels": None if library is None else library.isa.name,
         "layout": [[str(view.dtype), *view.shape[1:]] for view in blocks],
     }
     text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, person=b"quire.kv").hexdigest()
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, person=b"quire.kv").hexdigest()
 
 
-def _files(path: Path) -> list[tuple[str, int, int]]:
-    stats = [(file.name, file.stat()) for file in _told_by(path)]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+def _open(config: EngineConfig) -> Checkpoint:
+    path = Path(config.model)
+    return choose_format(config.load_format, path).open(path, config.seed)
 
 
-def _contents(path: Path) -> list[str]:
-    """Return the SHA-256 of each file; hashlib releases the GIL, so threads read in parallel."""
-    with ThreadPoolExecutor() as threads:
-        return list(threads.map(_digest, _told_by(path)))
-
-
-def _told_by(path: Path) -> list[Path]:
-    files = sorted(path.iterdir()) if path.is_dir() else part_paths(path)
-    return [file for file in files if file.suffix in _TOLD_BY]
-
-
-def _digest(path: Path) -> str:
-    stored = path.resolve().name
-    if _SHA256.fullmatch(stored):
-        return stored
-    check_regular(path)
-    digest, descriptor = sha256(), os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        while piece := os.read(descriptor, _READ_BYTES):
-            digest.update(piece)
-    finally:
-        os.close(descriptor)
-    return digest.hexdigest()
+def _is_by_length(config: EngineConfig, checkpoint: Checkpoint) -> bool:
+    """Return whether --max-model-len changes the K/V. Where it only might, the answer is yes."""
+    text = json.dumps([checkpoint.config.values, config.hf_overrides], default=str)
+    return any(kind in text for kind in _BY_LENGTH)

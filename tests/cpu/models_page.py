@@ -8,8 +8,10 @@ quantization methods, schemes) and every number from a table of tests, so a fami
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from engine.runtime.lazy import load as load_class
 from engine.runtime.models.families import FAMILIES
@@ -28,6 +30,9 @@ from tests.cpu import (
     test_weights_gguf,
 )
 from tests.cpu.test_models_families import CASES, ON_A_GPU, Case
+from tests.gpu.features import FEATURES
+
+ROOT = Path(__file__).parents[2]
 
 HEAD = """# Models
 
@@ -35,23 +40,34 @@ Made from the code and its tests by `python -m tests.cpu.models_page`; a test co
 version. `quire serve` takes a folder, a .gguf file (of a split one the first part), `ORG/NAME` or `ORG/NAME:Q4_K_M` of a
 model hub; [tune.md](tune.md) has the levers.
 
-A number is the number of configs or files that a test compares: with transformers' forward pass in float32, to 1e-4 in
-logits or log probabilities, or with the documented arithmetic. An empty cell means that no test covers it. All tests but
-those in `tests/gpu/` run on a CPU; the CUDA kernels are compared there under Triton's interpreter, and compiled for three
-GPUs.
+Each number counts configs or files that a test compares with an oracle: transformers' forward pass in float32, or the documented arithmetic,
+to 1e-4 in logits or log probabilities. An empty cell means that no test covers it. All tests but those in `tests/gpu/` run on a CPU. CUDA
+kernels run there in Triton's interpreter, and are compiled for three GPUs. {gpu}
 """
+_REHEARSED = """**No test in `tests/gpu/` has run on a GPU yet**: some of them run in a rehearsal, on a device that is made of
+a CPU, and the others are only collected there."""
+_RUN = "The tests in `tests/gpu/` passed on {name} on {date}, at commit {commit}."
 _FAMILIES = """
 ## Architectures
 
 By `model_type` of config.json. The engine's tests run chunked, preempted and batched requests; families that differ from
 one that is tested there below the engine only have none of their own. On CUDA, decode steps of all of them are captured as
-CUDA graphs. The last column says which families run in tests on a GPU.
+CUDA graphs. The last column says which families `tests/gpu/` serves on a GPU.
 
-| `model_type` | models | safetensors: configs | engine: configs | GGUF: architectures (files) | on a GPU |
+| `model_type` | models | safetensors: configs | engine: configs | GGUF: architectures (files) | tests on a GPU |
 |---|---|---|---|---|---|"""
+_LENGTHS = """
+Keys are cached rotated, so one engine rotates all of them alike. LongRoPE (Phi-3, Phi-3.5, Phi-4-mini) has two lists of factors, and its
+authors choose by the length of each sequence. Quire chooses by the longest sequence that it serves, and the start says which list is in
+force: the long one where `--max-model-len` (or, if it is not set, the model's own limit) exceeds `original_max_position_embeddings`, else the
+short one. Sequences that are shorter than that differ from transformers under the long factors. `--max-model-len 4096`, for a model whose first
+limit is 4096, equals it.
+"""
 _OTHERS = """
 Other causal models run by transformers' own code over Quire's pool, from safetensors without quantization; tested:
 """
+_FEATURES = """
+On a GPU, `tests/gpu/` serves beside these families {features} ({state})."""
 _GGUF = """
 ## GGUF
 
@@ -88,11 +104,15 @@ _FORMATS = """
 
 def page() -> str:
     """Return the page."""
+    run = _gpu_run()
+    state = "written, not run" if run is None else "passed"
     parts = [
-        HEAD,
+        HEAD.format(gpu=_REHEARSED if run is None else _RUN.format(**run)),
         _FAMILIES.lstrip("\n"),
-        *map(_row, _families()),
+        *map(_row, _families(state)),
+        _LENGTHS.rstrip("\n"),
         _OTHERS + _listed(_adapted()) + ".",
+        _FEATURES.format(features=_listed(FEATURES), state=state),
     ]
     parts += [_GGUF.format(architectures=_listed(ARCHITECTURES)), *map(_row, _types())]
     parts += [_STORED, *map(_row, _methods())]
@@ -101,7 +121,19 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _families() -> Iterator[Sequence[str]]:
+def _gpu_run() -> dict[str, str] | None:
+    """Return the newest run of loadtest/gpu.sh that is kept and in which all tests of the engine passed, if there is one."""
+    found = []
+    for path in (ROOT / "loadtest/results").glob("gpu-*/results.json"):
+        results = json.loads(path.read_text(encoding="utf-8"))
+        has_passed = results["parts"].get("engine-tests", {}).get("status") == "done"
+        if has_passed and not results["rehearsal"]:
+            host = results["host"]
+            found.append({"date": host["date"][:10], "name": results["gpu"], "commit": host["commit"]})
+    return max(found, key=lambda run: run["date"], default=None)
+
+
+def _families(state: str) -> Iterator[Sequence[str]]:
     own = [name for kind, name in (case.values for case in test_engine_families.CASES) if kind.CASES is CASES]
     for family, make in FAMILIES.items():
         cases = [name for name, case in CASES.items() if _type_of(case) == family]
@@ -115,7 +147,7 @@ def _families() -> Iterator[Sequence[str]]:
             _count(cases),
             _count(set(cases) & set(own)),
             ", ".join(f"{name} ({count})" for name, count in files.items()),
-            "tested" if set(cases) & set(ON_A_GPU) else "",
+            state if set(cases) & set(ON_A_GPU) else "",
         )
 
 

@@ -16,6 +16,7 @@ from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import GroupError, native
+from engine.runtime.parallel.exchange import least
 from engine.runtime.parallel.group import SINGLE, GlooGroup, Group, SharedMemoryGroup
 from tests.cpu.dense_attention import DenseAttention
 
@@ -192,3 +193,14 @@ def wait_for_ever(rank: int, folder: Path, size: int) -> None:
     except GroupError:
         return
     raise AssertionError("no rank was there to add anything")
+
+
+AGREED = [(1 << 40) + 1, 0, -(1 << 40)]
+
+
+def agree(rank: int, folder: Path, size: int, kind: str) -> list[int]:
+    """The least of the ranks' numbers, each time of another rank's."""
+    group = open_kind(kind, rank, folder, size, timeout_s=TIMEOUT_S)
+    agreed = [least(group, number + (rank - at) % size, CPU) for at, number in enumerate(AGREED)]
+    assert agreed == AGREED
+    return agreed

@@ -11,8 +11,9 @@ import torch
 
 from engine.core.scheduler import Scheduler
 from engine.core.stats import FailureCause
-from engine.core.types import FinishReason, Matcher
-from engine.runtime.sampling.constraint import apply_masks
+from engine.core.step import SequenceSlice
+from engine.core.types import FinishReason, Matcher, SamplingParams
+from engine.runtime.sampling.constraint import Constrained, Constraints, apply_masks
 from tests.cpu.model_driver import Served, TinyModel, make_runner, request, serve, settings
 
 END = 7
@@ -53,7 +54,7 @@ class StepMatcher:
     def allowed(self) -> list[int]:
         last = self.tokens[-1] if self.tokens else 30
         reach = self.grammar.reach
-        near = [token for token in range(last - reach, last + reach + 1) if 8 <= token < TinyModel.vocab_size]
+        near = [token for token in range(last - reach, last + reach + 1) if 8 <= token < self.grammar.vocab_size]
         return [*near, END] if len(self.tokens) >= 3 else near
 
 
@@ -62,14 +63,16 @@ class StepGrammar:
 
     end_ids = frozenset({END})
 
-    def __init__(self, reach: int = 2, length: int = 9, fails_at: int = -1) -> None:
-        self.reach, self.length, self.fails_at = reach, length, fails_at
+    def __init__(
+        self, reach: int = 2, length: int = 9, fails_at: int = -1, vocab_size: int = TinyModel.vocab_size
+    ) -> None:
+        self.reach, self.length, self.fails_at, self.vocab_size = reach, length, fails_at, vocab_size
 
     def start(self) -> StepMatcher:
         return StepMatcher(self)
 
     def fill_masks(self, matchers: Sequence[Matcher], address: int, num_words: int) -> None:
-        assert num_words == WORDS
+        assert num_words == -(-self.vocab_size // 32)
         masks = np.ctypeslib.as_array((ctypes.c_int32 * (num_words * len(matchers))).from_address(address))
         words = masks.view(np.uint32).reshape(-1, num_words)
         for row, matcher in enumerate(matchers):
@@ -195,3 +198,12 @@ def test_a_step_that_is_taken_back_does_not_count() -> None:
             served.take(scheduler.commit(second, following.wait(), 0.0))
     assert step > 3
     assert served.ids["r", 0] == expected
+
+
+def test_a_matcher_follows_the_token_that_was_committed() -> None:
+    """A step that is planned again may draw another token than the one that the matcher has taken in."""
+    constraints, params = Constraints(), SamplingParams(max_tokens=9)
+    for last in (31, 20):
+        piece = SequenceSlice(0, [5, last], 1, 1, 1, (), (), params, -1, seq_id=1)
+        row = Constrained(0, 0, 0, piece, StepGrammar(reach=1))
+        assert constraints.count_allowed(row, [last + 1, last + 2]) == 2

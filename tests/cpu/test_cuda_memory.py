@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine import device
-from engine.build import _Parts, _warm_up_cuda
+from engine.build import _Parts, _pool_budget, _warm_up_cuda
 from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, MemoryBudgetError
@@ -180,6 +180,28 @@ def test_the_account_names_every_number(card: Card) -> None:
         "of 80.00 GiB, 60.00 may be used: weights 10.00, a full step 2.00, CUDA graphs 0.75, other processes and CUDA "
         "itself 3.50, which leaves 43.74 for K/V"
     )
+
+
+@pytest.mark.parametrize(("fewer", "captures"), [(0, True), (5 * GIB, True), (5 * GIB, False)])
+def test_the_pool_is_sized_by_the_rank_with_least_room(card: Card, fewer: int, captures: bool) -> None:
+    """What another rank's GPU lacks is left free on this one, since all ranks have as many blocks."""
+    ranks = SimpleNamespace(least_room=lambda room: room - fewer)
+    model = SimpleNamespace(vocab_size=96, attention_specs=[], dtype=torch.float32)
+    config = EngineConfig(model="", gpu_memory_utilization=0.75)
+    parts = _Parts(config, lambda _: None, CUDA, model, captures=captures, ranks=ranks)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Parts, "make_runner", lambda _, config: Taker(card))
+        found = _pool_budget(parts, CONFIG, 0)
+    assert found.num_bytes == measure(card, captures=captures).pool + 4 * SEGMENT - fewer
+    assert ("less on another rank 5.00, which leaves" in found.account) == bool(fewer)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_ranks_of_a_cpu_share_one_memory(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.build.default_cpu_budget", lambda: GIB)
+    config = EngineConfig(model="", tensor_parallel_size=num_ranks)
+    parts = SimpleNamespace(config=config, device=torch.device("cpu"), model=None, bytes_per_block=lambda size: GIB)
+    assert _pool_budget(parts, CONFIG, 0).num_bytes == GIB // num_ranks  # type: ignore[arg-type]
 
 
 def test_a_share_that_is_used_up_leaves_less_than_nothing(card: Card) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,13 @@ class Machine:
         monkeypatch.delenv("CC", raising=False)
         self.use_headers(folder)
         (folder / "Python.h").touch()
+        self.assembler, self.driver = (
+            self.install("ptxas", "echo 'Cuda compilation tools, release 12.8, V12.8.93'"),
+            folder,
+        )
+        (folder / "libcuda.so.1").touch()
+        monkeypatch.setenv("TRITON_PTXAS_PATH", str(self.assembler))
+        monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(self.driver))
 
     def install(self, name: str, script: str = "exit 0") -> Path:
         command = self.bin / name
@@ -110,8 +118,49 @@ def test_the_cache_is_where_triton_has_it(monkeypatch: pytest.MonkeyPatch, tmp_p
     reason="this machine has no gcc, or no headers of Python's",
 )
 def test_a_real_compiler_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    check_toolchain()
+    assert toolchain.find_compiler()
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="this machine has no Triton")
+def test_tritons_own_assembler_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    assert re.match(r"ptxas \d+\.\d+, ", toolchain.find_assembler())
+
+
+def test_an_assembler_that_does_not_run_is_one_sentence(machine: Machine) -> None:
+    """As in a folder that is mounted without the right to execute."""
+    machine.install("gcc")
+    machine.assembler.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"are assembled by .*ptxas, which does not run \(.*TRITON_PTXAS_PATH"):
+        check_toolchain()
+
+
+def test_a_driver_is_found_where_triton_looks(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine.install("gcc")
+    assert toolchain.find_driver() == f"libcuda.so.1 in {tmp_path}"
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path / "bin"))
+    with pytest.raises(ConfigError, match=r"libcuda.so.1, which is not in .*bin; run ldconfig as root, or set"):
+        check_toolchain()
+    monkeypatch.delenv("TRITON_LIBCUDA_PATH")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":{tmp_path}")
+    monkeypatch.setattr(toolchain, "_linked_folders", list)
+    assert toolchain.find_driver() == f"libcuda.so.1 in {tmp_path}"
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    with pytest.raises(ConfigError, match=r"not in what `/sbin/ldconfig -p` lists, and not in LD_LIBRARY_PATH"):
+        check_toolchain()
+
+
+def test_a_system_without_ldconfig_is_one_sentence(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_LIBCUDA_PATH")
+
+    def fail(*_: object, **__: object) -> None:
+        raise FileNotFoundError("No such file: /sbin/ldconfig")
+
+    monkeypatch.setattr(toolchain.subprocess, "run", fail)
+    with pytest.raises(ConfigError, match=r"by `/sbin/ldconfig -p`, which does not run \(.*TRITON_LIBCUDA_PATH"):
+        toolchain.find_driver()
 
 
 def test_it_is_checked_before_a_model_is_read(
@@ -132,5 +181,5 @@ def test_it_is_checked_before_a_model_is_read(
 
 
 def test_the_image_for_cuda_has_what_is_asked_for() -> None:
-    final = (ROOT / "Dockerfile").read_text().rpartition("\nFROM ")[2]
+    final = (ROOT / "Dockerfile").read_text().partition(" AS daemon\n")[2].partition("\nFROM ")[0]
     assert re.search(r'if \[ "\$DEVICE" = cuda \].*\n.*apt-get install .*\bgcc libc6-dev\b', final)

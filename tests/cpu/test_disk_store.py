@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +25,6 @@ from engine.core.kv.tiers import Transfer
 from engine.core.stats import TransferKind
 from engine.core.types import StepEvents
 from engine.loop import Engine
-from engine.runtime.fingerprint import fingerprint
 from engine.runtime.transports import disk
 from engine.runtime.transports.disk import DiskStore
 from tests.cpu.model_driver import request
@@ -98,6 +96,9 @@ def test_what_was_written_is_there_after_a_restart_oldest_first(tmp_path: Path) 
         ]
         assert host.read(2, 0) is None, "another block is there now"
         assert host.read(5, 5) is None, "nothing was ever there"
+        assert host.write(5, 5)
+    with opened(tmp_path / "made" / "on the way") as host:
+        assert host.store.kept[-1] == (digest(5), 5), "what was written after the restart is the latest"
     assert (tmp_path / "made" / "on the way").stat().st_mode & 0o077 == 0
 
 
@@ -206,37 +207,6 @@ def test_other_files_make_way_the_oldest_first(tmp_path: Path) -> None:
 def test_a_bound_beyond_the_disk_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--kv-offload-config: disk_gib asks for .* set it to at most"):
         DiskStore(tmp_path, "model", 1 << 50, BLOCK_BYTES, None)  # type: ignore[arg-type]
-
-
-def test_the_fingerprint_is_of_everything_that_k_and_v_depend_on(tmp_path: Path) -> None:
-    model = tiny(tmp_path)
-    config = EngineConfig(model=str(model))
-    blocks = [torch.zeros(3, 4, dtype=torch.bfloat16)]
-    mine = fingerprint(config, "bfloat16", blocks)
-    assert mine == fingerprint(config, "bfloat16", [torch.zeros(9, 4, dtype=torch.bfloat16)]), "the pool's size is not"
-    others = [
-        fingerprint(dataclasses.replace(config, **{name: value}), "bfloat16", blocks)
-        for name, value in (("block_size", 32), ("kv_cache_dtype", "int8"), ("quantization", "int8"))
-    ]
-    others += [fingerprint(config, "float32", blocks), fingerprint(config, "bfloat16", [blocks[0].float()])]
-    by_content = fingerprint(config, "bfloat16", blocks, by_content=True)
-    weights = next(model.glob("*.safetensors"))
-    os.utime(weights, ns=(1, 1))
-    others.append(fingerprint(config, "bfloat16", blocks))
-    assert by_content == fingerprint(config, "bfloat16", blocks, by_content=True), "a copy is as good"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    others.append(fingerprint(config, "bfloat16", blocks, by_content=True))
-    assert len({mine, *others}) == 1 + len(others)
-
-
-def test_the_fingerprint_of_a_split_file_is_of_all_parts(tmp_path: Path) -> None:
-    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
-    for part in parts:
-        part.write_bytes(b"GGUF")
-    config, blocks = EngineConfig(model=str(parts[0])), [torch.zeros(3, 4)]
-    mine = fingerprint(config, "float32", blocks)
-    os.utime(parts[1], ns=(1, 1))
-    assert fingerprint(config, "float32", blocks) != mine
 
 
 PROMPTS = [[(3 * i + j * j) % 90 + 1 for j in range(45)] for i in range(4)]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,6 +84,30 @@ def test_a_machine_without_torch_is_told_to_install_it() -> None:
     [row] = [row for row in json.loads(run.stdout) if row["check"] == "torch"]
     assert row["state"] == "failed"
     assert "pip install" in row["advice"]
+
+
+def test_the_tools_of_gpu_kernels_are_checked_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start refuses without them, so they are failures: here the driver's library, which this machine has not."""
+    about = SimpleNamespace(name="A GPU", total_memory=1 << 35, major=9, minor=0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: about)
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/nowhere")
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setitem(doctor.TOOLS, "GPU compiler", lambda: "gcc")
+    monkeypatch.setitem(doctor.TOOLS, "GPU assembler", lambda: "ptxas 12.8")
+    rows = {row.check: row for row in doctor._torch()}
+    assert rows["GPU 0"].state is State.OK
+    assert rows["GPU compiler"] == Finding("GPU compiler", State.OK, "gcc")
+    assert rows["GPU driver"].state is State.FAILED
+    assert rows["GPU driver"].found.endswith("libcuda.so.1, which is not in /nowhere")
+    assert rows["GPU driver"].advice.startswith(
+        "run ldconfig as root, or set the environment variable TRITON_LIBCUDA_PATH"
+    )
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: None)
+    rows = {row.check: row for row in doctor._torch()}
+    assert rows["GPU kernels"].state is State.NOTE
+    assert "GPU driver" not in rows
 
 
 def test_without_a_library_or_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:

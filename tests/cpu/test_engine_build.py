@@ -72,7 +72,7 @@ def test_what_was_left_open_is_decided(folder: str) -> None:
     assert stages[-2:] == ["kv_pool", "warm_up"]
     (pool,) = [progress.detail for progress in report if progress.stage == "kv_pool"]
     assert re.match(r"4096 blocks of 16 tokens, [\d.]+ [KMG]iB; ", pool)
-    assert "contexts up to 512 tokens" in pool
+    assert pool.endswith("contexts up to 512 tokens (--max-model-len auto: the model's own limit)")
 
 
 def test_what_was_asked_for_is_done(folder: str) -> None:
@@ -179,6 +179,7 @@ def test_on_a_gpu_the_pool_is_what_was_measured_and_a_refusal_says_where_the_res
         return memory
 
     monkeypatch.setattr("engine.build.measure_memory", measure)
+    monkeypatch.setattr("engine.build.free_share", lambda device, share: GIB)
     config = EngineConfig(model=folder, gpu_memory_utilization=0.5)
     model, device = engine._runner._model, torch.device("cuda")
     budget = _pool_budget(_Parts(config, lambda _: None, device, model, captures=True), engine.config, 0)  # type: ignore[arg-type]

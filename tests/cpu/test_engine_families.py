@@ -12,6 +12,7 @@ import torch
 from engine.core.scheduler import Scheduler
 from tests.cpu import test_models_families as own
 from tests.cpu import test_models_transformers as adapted
+from tests.cpu.engine_logprobs import largest_difference
 from tests.cpu.model_driver import request, serve, settings
 
 NUM_NEW = 10
@@ -44,3 +45,9 @@ def test_a_tight_engine_says_what_transformers_says(kind: ModuleType, name: str,
         with torch.no_grad():  # each token is the best after all tokens before it
             logits = theirs(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == answer
+
+
+@pytest.mark.parametrize("name", [name for name in adapted.CASES if name.startswith(("gemma4", "phimoe"))])
+def test_log_probabilities_of_transformers_code_are_its_own(name: str, tmp_path: Path) -> None:
+    theirs = own.save_tiny(adapted.CASES[name], tmp_path)
+    assert largest_difference(adapted.load(tmp_path), theirs) < 1e-5

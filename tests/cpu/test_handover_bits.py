@@ -40,7 +40,7 @@ class Daemon:
             max_num_seqs=2,
             kv_cache_memory_bytes=1 << 20,
         )
-        self.engine: Engine = build_engine(config, lambda progress: None)
+        self.engine: Engine = build_engine(config, lambda progress: None, hands_over=True)
         self.handover: Handover = open_handover(self.engine, transport)
         self._heard: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
         self.engine.start(self._heard.put)

@@ -254,6 +254,9 @@ def lies(header: dict[str, Any], data: bytes) -> Iterator[bytes]:
     for changed_entry in entries:
         yield with_header(header | {name: changed_entry}, data)
     yield with_header(header | {"another": entry}, data)
+    moved = {key: {**value, "data_offsets": [at + 4 * (at >= end) for at in value["data_offsets"]]}
+             for key, value in header.items() if key not in ("__metadata__", name)}  # fmt: skip
+    yield with_header(header | moved, data[:end] + bytes(4) + data[end:])  # bytes that belong to no tensor
     yield with_header({key: value for key, value in header.items() if key != name}, data)
     yield from (with_header(value, data) for value in ([], 3, {}, b"{", b"\xff" * 16, b"[" * 100_000))
     yield with_header(header, b"")

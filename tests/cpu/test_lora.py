@@ -123,7 +123,7 @@ def test_what_is_added_is_what_merged_weights_have_more(name: str, tmp_path: Pat
 SCALES = [
     {"lora_alpha": 3},
     {"use_rslora": True},
-    {"rank_pattern": {"up_proj": 7, "layers.0.self_attn.k_proj": 4}, "alpha_pattern": {"v_proj": 1.5}},
+    {"rank_pattern": {"up_proj": 7, "layers.0.self_attn.k_proj": 4}, "alpha_pattern": {"v_proj": 1.5, "proj": 9.0}},
 ]
 
 

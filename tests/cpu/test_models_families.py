@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from engine.config import EngineConfig
+from engine.core.types import Progress
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import FAMILIES
 from engine.runtime.models.load import load_model
@@ -207,8 +209,8 @@ CASES = {
     ),
 }
 
-# The cases that tests/gpu/ serves on a device.
-ON_A_GPU = ("llama-llama3", "qwen3", "gemma2")
+# The cases that tests/gpu/ serves on a device, beside those of tests/gpu/features.py.
+ON_A_GPU = ("llama-llama3", "qwen3", "gemma2", "qwen3-moe", "gpt-oss", "deepseek_v3")
 
 
 def save_tiny(case: Case, folder: Path) -> torch.nn.Module:
@@ -286,3 +288,26 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(name: str, tmp_path: Path
     error, their_error = ((found - exact).square().mean(-1).quantile(0.25) for found in (ours, rounded))
     assert error < 1.25 * their_error
     assert (ours - exact).abs().max() > 0  # it did run in bfloat16
+
+
+@pytest.mark.parametrize("spelling", ["longrope", "su", "yarn"])
+@pytest.mark.parametrize("impl", ["quire", "transformers"])
+def test_longrope_equals_transformers_where_the_factors_are_those_of_the_length(
+    impl: str, spelling: str, tmp_path: Path
+) -> None:
+    """Phi-3 has had three names for it. The start says which factors are in force."""
+    theirs = save_tiny(CASES["phi3-longrope-long"], tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["rope_parameters"]["rope_type"] = spelling
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for max_model_len, length, said in ((16, 12, "LongRoPE's short"), (None, NUM_TOKENS, "LongRoPE's long")):
+        progress: list[Progress] = []
+        config = EngineConfig(model=str(tmp_path), model_impl=impl, max_model_len=max_model_len)
+        model = load_model(config, torch.device("cpu"), torch.float32, progress.append)
+        ids = torch.arange(3, 3 + length)
+        with torch.inference_mode():
+            expected = theirs(ids[None], use_cache=False).logits[0]
+            hidden = model.forward(ids, torch.arange(length), DenseAttention(model.attention_specs))
+            torch.testing.assert_close(model.logits(hidden), expected, atol=1e-4, rtol=1e-4)
+        (line,) = (each.detail for each in progress if each.stage == "positions")
+        assert line.startswith(f"{said} factors")

@@ -17,7 +17,29 @@ from tests.cpu.test_models_families import Case, rope, save_tiny
 
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 128,
+}
 CASES = {
+    "gemma4": Case("Gemma4TextConfig", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4-shared": Case(  # the last two layers take K and V of the first two; an embedding a layer
+        "Gemma4TextConfig",
+        GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    ),
+    "gemma4-moe": Case(
+        "Gemma4TextConfig",
+        GEMMA4
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+        | {"final_logit_softcapping": 20.0},
+    ),
+    "phimoe": Case("PhimoeConfig", {"num_local_experts": 4, "sliding_window": 8}),  # its window is in the mask alone
+    "modernbert-decoder": Case("ModernBertDecoderConfig", {"local_attention": 16, "layer_types": WINDOWS}),
     "gpt2": Case("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}),
     "opt": Case("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "gpt_neox": Case("GPTNeoXConfig"),
@@ -82,10 +104,11 @@ REFUSED = {
     "mamba": (Case("MambaConfig", {"state_size": 8}), "linear_attention"),
     "llama4": (Case("Llama4TextConfig", {"num_local_experts": 2}), "chunked_attention"),
     "bert": (Case("BertConfig", {"is_encoder_decoder": True}), "'bert' is an encoder"),
-    "diffllama": (Case("DiffLlamaConfig"), "attends more than once"),
-    "doge": (Case("DogeConfig"), "mask or bias of its own"),
-    "nemotron": (Case("NemotronConfig"), "keyword arguments"),
+    "diffllama": (Case("DiffLlamaConfig"), "takes the difference of two attentions a layer"),
+    "doge": (Case("DogeConfig"), "adds a bias of its own to attention"),
+    "nemotron": (Case("NemotronConfig"), "does not pass to its attention what a paged cache needs"),
 }
+UNLISTED = {"diffllama": "attends more than once", "doge": "mask or bias of its own", "nemotron": "keyword arguments"}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -95,6 +118,28 @@ def test_refuses_what_it_cannot_serve(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=reason) as refusal:
         load(tmp_path, load_format="dummy")
     assert str(refusal.value).count("\n") == 0
+
+
+@pytest.mark.parametrize("name", UNLISTED)
+def test_a_first_pass_refuses_what_no_table_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servable, "_OTHER_ATTENTION", {})
+    REFUSED[name][0].build().save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=UNLISTED[name]):
+        load(tmp_path, load_format="dummy")
+
+
+def test_a_rotation_by_the_longest_batch_mate_is_refused(tmp_path: Path) -> None:
+    """Phi-3.5-MoE scales by the longest sequence of a step, unless its two scales are equal, as published."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16}
+    for scales, is_served in (((1.2, 1.2), True), ((1.1, 1.2), False)):
+        mscales = dict(zip(("short_mscale", "long_mscale"), scales, strict=True))
+        case = Case("PhimoeConfig", {"num_local_experts": 4} | rope("longrope", **factors, **mscales))
+        case.build().save_pretrained(tmp_path)
+        if is_served:
+            load(tmp_path, load_format="dummy")
+        else:
+            with pytest.raises(ModelLoadError, match="rotates all tokens of a batch by the longest"):
+                load(tmp_path, load_format="dummy")
 
 
 def test_refuses_attention_that_no_table_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Callable
 from functools import partial
 
@@ -206,6 +208,27 @@ def test_sequences_that_begin_alike_at_every_group_size(library: Library, heads:
     """With 35 rows each, two sequences fit a task; with 100 not even one."""
     check_sharing(AttentionSpec(*heads, 16, 0.25), torch.float32)
     check_sharing(AttentionSpec(*heads, 16, 0.25), torch.float32, 4)
+
+
+class _Malloc(ctypes.Structure):
+    """The answer of glibc's mallinfo2."""
+
+    _fields_ = [(f"other{i}", ctypes.c_size_t) for i in range(4)] + [
+        (name, ctypes.c_size_t) for name in ("mapped", "unused", "cached", "used", "free", "top")
+    ]
+
+
+@pytest.mark.skipif(native() is None or not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc")
+def test_what_attention_allocates_is_freed() -> None:
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = _Malloc
+    sizes = []
+    for _ in range(3):
+        check_sharing(AttentionSpec(100, 1, 16, 0.25), torch.float32)
+        gc.collect()
+        found = ask()
+        sizes.append(found.used + found.mapped)
+    assert sizes[2] - sizes[1] < 50_000, "the parts of a batch's results are larger"
 
 
 def test_a_large_score_does_not_overflow(library: Library) -> None:

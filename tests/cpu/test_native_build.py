@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -132,3 +133,48 @@ def test_kernels_that_this_machine_does_not_have_are_refused(
         library.choose_kernels("avx2")
     library.choose_kernels("off")
     monkeypatch.undo()
+
+
+def swapped(mirror: type[ctypes.Structure], first: int, second: int) -> type[ctypes.Structure]:
+    """A copy of a mirror with two fields in each other's place."""
+    fields = list(mirror._fields_)
+    fields[first], fields[second] = fields[second], fields[first]
+    return type("Swapped", (ctypes.Structure,), {"_fields_": fields})
+
+
+def cut(mirror: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    return type("Cut", (ctypes.Structure,), {"_fields_": mirror._fields_[:-1]})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("pool", lambda mirror: swapped(mirror, 0, 1), "field k of struct pool has 8 bytes at 8, and 8 at 0 in C"),
+        ("decoder", lambda mirror: swapped(mirror, 5, 6), "of struct decoder has"),
+        ("adapter_layer", lambda mirror: swapped(mirror, 0, 4), "field qkv of struct adapter_layer has"),
+        ("draw", lambda mirror: swapped(mirror, 1, 3), "field temperature of struct draw has"),
+        ("gemm_args", cut, "only one of both has the field addends of struct gemm_args"),
+    ],
+)
+def test_a_mirror_that_differs_from_its_structure_is_refused(
+    name: str, change: Callable[[type[ctypes.Structure]], type[ctypes.Structure]], why: str
+) -> None:
+    path = build.find_library()
+    if path is None:
+        pytest.skip("no C compiler")
+    functions = ctypes.CDLL(str(path))
+    library.check_layout(functions)
+    with pytest.raises(ConfigError, match=why):
+        library.check_layout(functions, {**library.MIRRORS, name: change(library.MIRRORS[name])})
+    with pytest.raises(ConfigError, match=f"only one of both has struct {name}"):
+        library.check_layout(functions, {key: mirror for key, mirror in library.MIRRORS.items() if key != name})
+
+
+def test_every_structure_of_the_mirror_is_compared() -> None:
+    mirrored = {
+        each for each in vars(library).values() if isinstance(each, type) and issubclass(each, ctypes.Structure)
+    }
+    assert mirrored - {ctypes.Structure} == set(library.MIRRORS.values())
+    for mirror in library.MIRRORS.values():
+        with pytest.raises(AttributeError):
+            mirror().no_such_field = 1  # which ctypes would keep beside the structure, silently

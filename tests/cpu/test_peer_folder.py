@@ -99,11 +99,35 @@ def test_only_the_same_key_and_model_are_served(tmp_path: Path, server: FolderSe
         reader = Reader(server)
         assert reader.look() == {1}
         row = memoryview(bytearray(BLOCK_BYTES))
-        for name in ("../" + FINGERPRINT, FINGERPRINT + "/../x", FINGERPRINT + ".9", "cd" * 16):
-            assert not reader.peer.read(name, 0, row)
         assert not reader.peer.read(FINGERPRINT, NUM_SLOTS, row), "beyond the end"
         assert reader.read(1) == content(1)
         reader.peer.close()
+
+
+def test_only_parts_with_the_fingerprint_are_read(tmp_path: Path) -> None:
+    """The other files exist and hold a block, so nothing but the check of the name refuses them."""
+    folder = tmp_path / "kv"
+    with opened(folder, name=FINGERPRINT) as host:
+        host.write(1, 0)
+        (folder / FINGERPRINT).mkdir()
+        others = [
+            "cd" * 16, f"../{FINGERPRINT}", "../x", f"{FINGERPRINT}/../x", f"{FINGERPRINT}/x", f"{FINGERPRINT}cd",
+            f"{FINGERPRINT}.x", f"{FINGERPRINT}.2.2", f"{FINGERPRINT}.",
+        ]  # fmt: skip
+        for name in others:
+            path = folder / f"{name}.kv"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes((folder / f"{FINGERPRINT}.kv").read_bytes())
+            assert path.stat().st_size >= BLOCK_BYTES
+        server = FolderServer(folder, FINGERPRINT, BLOCK_BYTES, Peer("127.0.0.1", 0), "k")
+        reader = Reader(server)
+        assert reader.look() == {1}
+        row = memoryview(bytearray(BLOCK_BYTES))
+        assert reader.peer.read(FINGERPRINT, 0, row)
+        assert [name for name in others if reader.peer.read(name, 0, row)] == []
+        assert reader.read(1) == content(1), "the connection is good"
+        reader.peer.close()
+        server.close()
 
 
 def test_a_request_without_sense_ends_the_connection(server: FolderServer) -> None:

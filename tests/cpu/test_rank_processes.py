@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
+from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, QuireError
 from engine.core.fake_runner import FakeStep
@@ -30,8 +31,9 @@ from engine.loop import Engine
 from engine.ranks import executor, worker
 from engine.runtime.batch import BatchBuilder, DecodeRows, Packet, PacketBuffers
 from engine.runtime.native.library import GroupError
-from engine.runtime.parallel.packet import Kind, Message, Step, decode, encode
+from engine.runtime.parallel.packet import Kind, RankMessage, Step, decode, encode
 from engine.runtime.parallel.ring import RingError, RingReader, RingWriter, make_memory
+from tests.cpu import ranks
 from tests.cpu.test_engine_build import build, folder  # noqa: F401 - a fixture
 from tests.patience import PATIENCE_S, eventually
 from tests.pure.driver import request
@@ -101,7 +103,7 @@ def test_a_ring_without_room_is_an_error() -> None:
 # -- packets -----------------------------------------------------------------------------------------------------------
 
 
-def passed(message: Message) -> Any:
+def passed(message: RankMessage) -> Any:
     """Return what a reader makes of a message."""
     return decode(memoryview(b"".join(part.tobytes() for part in encode(message))))
 
@@ -146,7 +148,7 @@ def test_a_captured_step_arrives_as_it_was(num_rows: int, num_grown: int, is_sha
 
 def test_other_messages_arrive_as_they_were() -> None:
     sizes = SchedulerConfig(num_blocks=9, block_size=4, max_model_len=32, max_num_seqs=3, max_num_batched_tokens=8)
-    for message in (sizes, [(1, 2), (3, 4)], Kind.CAPTURE, Kind.CLOSE):
+    for message in (sizes, [(1, 2), (3, 4)], *(kind for kind in Kind if kind >= Kind.CAPTURE)):
         assert passed(message) == message
 
 
@@ -432,3 +434,27 @@ def test_a_wait_for_a_gpu_ends_when_a_rank_is_lost_or_hangs(monkeypatch: pytest.
         first.await_event(Event(0))
     assert isinstance(first.explain(DeviceMemoryError("full")), DeviceLostError), "the others have begun the step"
     assert str(first.explain(KeyError("other"))) == "'other'"
+
+
+def test_the_first_rank_learns_which_gpu_has_least_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has the other one keep to its share of memory. Two threads stand for the ranks, over gloo."""
+    held: list[float] = []
+    monkeypatch.setattr(worker, "free_share", lambda device, share: int(share * 100))
+    monkeypatch.setattr(worker, "hold_to_share", lambda device, share: held.append(share))
+    first, other = executor.Executor.__new__(executor.Executor), worker.Worker.__new__(worker.Worker)
+    other._config, other._device = EngineConfig(model="", gpu_memory_utilization=0.5), CPU
+    first._said, first._hears, first._loss, first._device = [{"loaded"}], threading.Condition(), None, CPU
+    with ring() as (first._ring, [reader]), ThreadPoolExecutor(1) as thread:
+
+        def serve() -> None:
+            other._group = ranks.open_kind("gloo", 1, tmp_path, 2, timeout_s=PATIENCE_S)
+            other.serve(reader)
+
+        served = thread.submit(serve)
+        first.group = ranks.open_kind("gloo", 0, tmp_path, 2, timeout_s=PATIENCE_S)
+        assert first.least_room(70) == 50
+        assert first.least_room(30) == 30
+        first.hold_to_share()
+        first._ring.send(encode(Kind.CLOSE))
+        served.result(PATIENCE_S)
+    assert held == [0.5]

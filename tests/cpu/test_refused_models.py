@@ -52,6 +52,15 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "falcon": (transformers.FalconConfig().to_dict(), "'falcon' has attention that transformers cannot exchange"),
     "bloom": (transformers.BloomConfig().to_dict(), "'bloom' has attention that transformers cannot exchange"),
+    "big_bird": (transformers.BigBirdConfig().to_dict(), "'big_bird' has attention that transformers cannot exchange"),
+    "diffllama": (
+        Case("DiffLlamaConfig").build().to_dict(),
+        "'diffllama' takes the difference of two attentions a layer",
+    ),
+    "doge": (Case("DogeConfig").build().to_dict(), "'doge' adds a bias of its own to attention"),
+    "nemotron": (Case("NemotronConfig").build().to_dict(), "'nemotron' does not pass to its attention"),
+    "hrm_text": (LLAMA | {"model_type": "hrm_text"}, "'hrm_text' runs each layer more than once a token"),
+    "fuyu": (LLAMA | {"model_type": "fuyu", "text_config": {}}, "'fuyu' has its language model inside another model"),
     "llama4": (Case("Llama4TextConfig").build().to_dict(), "layers of type chunked_attention"),
     "classifier": (
         LLAMA | {"architectures": ["Qwen3ForSequenceClassification"]},

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import stat
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,9 +18,11 @@ from hypothesis import strategies as st
 
 from engine.core.budget import StepTime
 from engine.core.kv import tiers
+from engine.core.kv.tiers import Transfer
+from engine.core.stats import TransferKind
 from engine.core.types import StepEvents, TokenEvent
 from engine.loop import Engine
-from engine.runtime.transports import parts, shared_folder
+from engine.runtime.transports import disk, parts, shared_folder, worker
 from engine.runtime.transports.shared_folder import Folder, Others
 from tests.cpu.model_driver import request
 from tests.cpu.test_disk_store import (
@@ -29,7 +36,7 @@ from tests.cpu.test_disk_store import (
     opened,
     tiny,
 )
-from tests.patience import PATIENCE_S, POLL_S
+from tests.patience import PATIENCE_S, POLL_S, eventually
 
 
 class Reader:
@@ -96,6 +103,94 @@ def test_the_part_of_a_daemon_that_runs_does_not_make_way(tmp_path: Path) -> Non
         for slot in range(NUM_SLOTS):
             third.write(slot + 20, slot)
         assert parts.names(tmp_path, "model") == ["model", "model.2", "model.3"]
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "a FIFO": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to nothing": lambda path: path.symlink_to(path.with_name("nowhere")),
+    "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "1 TB of nothing": lambda path: path.touch() or os.truncate(path, 1 << 40),
+    "a file without read permission": lambda path: path.touch(mode=0),
+}
+
+
+@pytest.mark.parametrize("kind", parts.KINDS)
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_file_ends_neither_sharing_nor_a_start(tmp_path: Path, name: str, kind: str) -> None:
+    odd = tmp_path / f"model{kind}"
+    ODD[name](odd)
+    if kind == ".kv":
+        (tmp_path / "model.index").write_bytes(parts.Entry(digest(9), 1, 0).pack().ljust(parts.ENTRY_BYTES))
+    with opened(tmp_path / "other") as first:
+        first.write(1, 0)
+    for path in (tmp_path / "other").iterdir():
+        path.rename(tmp_path / path.name.replace("model", "model.2"))
+    store = shared_folder.SharedFolder(Others([Folder(tmp_path, "model", "own")]), NUM_SLOTS, NoRows())
+    found: set[bytes] = set()
+    eventually(lambda: bool(found.update(*(news.gained for news in store.news()))) or digest(1) in found)
+    rows = store._pool.row(0)
+    for wanted, is_there in ((9, False), (1, True)):
+        store.start([Transfer(1, "shared", TransferKind.LOAD, digest(wanted), 0, 0)])
+        assert store.finished(PATIENCE_S)[0][1] == is_there
+    assert bytes(rows) == content(1)
+    store.close()
+    assert not store._thread.is_alive()
+    if kind == ".index" and "1 TB" not in name and "permission" not in name:
+        with opened(tmp_path) as started:
+            assert started.store.part == "model.2", "the odd one is no part"
+
+
+class NoRows:
+    """One host block."""
+
+    def __init__(self) -> None:
+        self._row = bytearray(BLOCK_BYTES)
+
+    def row(self, _: int) -> memoryview:
+        return memoryview(self._row)
+
+    def finish_copies(self) -> None:
+        """Nothing is under way."""
+
+
+def test_an_error_of_a_look_is_logged_once_and_the_next_look_follows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_folder, "LOOK_S", POLL_S)
+    others, looks = Others([]), count()
+
+    def look() -> tiers.News | None:
+        number = next(looks)
+        if number < 5:
+            raise MemoryError("no room")
+        return tiers.News([digest(number)], [])
+
+    monkeypatch.setattr(others, "look", look)
+    store = shared_folder.SharedFolder(others, NUM_SLOTS, NoRows())
+    eventually(lambda: bool(store.news()))
+    store.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "K/V of other daemons is not used for now: MemoryError: no room"
+    ]
+
+
+def test_a_file_system_that_hangs_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker, "_CLOSE_S", POLL_S)
+    hangs = threading.Event()
+    monkeypatch.setattr(disk, "_write_all", lambda *_: hangs.wait(PATIENCE_S))
+    with opened(tmp_path) as host:
+        host.store.start([Transfer(1, "disk", TransferKind.SAVE, digest(1), 0, 0)])
+        blocks = host.store._blocks
+    assert "is left behind" in caplog.text
+    os.fstat(blocks)  # the thread may still write to it
+    hangs.set()
+    host.store._thread.join(PATIENCE_S)
+    host.store.close()
 
 
 @given(data=st.data())

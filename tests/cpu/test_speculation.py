@@ -222,6 +222,13 @@ def test_a_continuation_is_what_followed_the_longest_match() -> None:
     assert 100 < num_found < 600
 
 
+def test_a_slot_that_changes_hands_begins_a_text() -> None:
+    drafter = NgramDrafter(1, 3)
+    for seq_id, tokens, expected in ((1, [9, 8, 7, 9], {0: [8, 7]}), (2, [1, 2, 1], {0: [2, 1]})):
+        piece = replace(warm_up_plan(settings(), 1, 1).slices[0], seq_id=seq_id, tokens=tokens)
+        assert drafter.draft(StepPlan(0, [piece], [], 1, 1, num_drafts={0: 2})) == expected
+
+
 # -- a draft model -----------------------------------------------------------------------------------------------------
 
 

@@ -178,10 +178,21 @@ def test_contradictions_of_shapes_and_orders_are_one_sentence(tmp_path: Path) ->
     ):
         load(tmp_path)
     packers.save(tmp_path, packing)
+
+
+@pytest.mark.parametrize("group", [-2, -1, 8, 99])
+@pytest.mark.parametrize("name", ["g_idx", "weight_g_idx"])
+def test_a_group_that_does_not_exist_is_refused(tmp_path: Path, name: str, group: int) -> None:
+    """The first behind the last, and -1 beside others: all -1 alone says that the inputs are in order."""
+    packers.save(tmp_path, CASES["gptq-4-actorder" if name == "g_idx" else "w4a16-actorder"])
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.self_attn.q_proj.g_idx"][5] = 99
+    order = tensors[f"model.layers.0.self_attn.q_proj.{name}"]
+    assert int(order.max()) == 7
+    order[5] = group
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=r"self_attn\.q_proj: 'g_idx' names group 99 of 8"):
+    with pytest.raises(
+        ModelLoadError, match=rf"self_attn\.q_proj: 'g_idx' names group {group}, and there are 8, from 0"
+    ):
         load(tmp_path)
 
 

@@ -145,7 +145,7 @@ OTHERS = {
     "attention/cpu_paged.py", "attention/flashinfer_prompts.py", "attention/prompt_library.py", "attention/reference.py",
     "attention/tiles.py", "cuda/sampling_edits.py", "transports/pinned.py", "lora/loader.py", "models/decoder.py", "models/rope.py",
     "models/rope_config.py",    "models/transformers_adapter.py", "runner.py", "transfer.py",
-    "weights/stored/packed.py",
+    "parallel/exchange.py", "weights/stored/packed.py",
 }  # fmt: skip
 
 

@@ -9,12 +9,13 @@ from dataclasses import fields
 from engine.core.beams import BeamSearch, row_params
 from engine.core.config import SchedulerConfig, StoreSize
 from engine.core.fake_runner import FakeRunner, FakeStep, likeliest, mix
+from engine.core.kv.prefix_cache import BlockIndex
 from engine.core.kv.tiers import Transfer
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence, Status, choice_seed
 from engine.core.step import SequenceSlice, StepPlan
 from engine.core.types import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent
-from engine.inbox import Message, Stop
+from engine.inbox import InboxMessage, Stop
 from engine.loop import Engine
 
 VOCAB = 50
@@ -43,11 +44,22 @@ def request(request_id: str = "r", prompt: tuple[int, ...] = (1, 2, 3), **change
     return Request(request_id=request_id, prompt=prompt, params=params, **({"arrival_s": 0.0} | outer))  # type: ignore[arg-type]
 
 
+def check_all(checks: Iterable[None]) -> None:
+    """Run a check to its end, which stops after every few blocks."""
+    for _ in checks:
+        pass
+
+
+def check_index(index: BlockIndex) -> None:
+    """Check an index, whatever holds its blocks."""
+    check_all(index.checks([block] * index.pool._refs[block] for block in range(index.pool.num_blocks)))
+
+
 def once_stopping(engine: Engine, then: Callable[[], None]) -> None:
     """Call `then` as soon as the engine has been ordered to stop, which a hanging step does not show."""
     put = engine._inbox.put
 
-    def put_and_call(message: Message) -> None:
+    def put_and_call(message: InboxMessage) -> None:
         put(message)
         if isinstance(message, Stop):
             then()

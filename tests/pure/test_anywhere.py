@@ -20,6 +20,8 @@ WITH_HOSTS = {
     "test_traces.py",
     "test_config.py",
     "test_kv_events.py",
+    "nginx.py",
+    "test_kubernetes.py",
 }  # of headers, settings and the documents' text; never dialled
 HOST = r"(?:127\.0\.0\.1|localhost|\[::1\]):[1-9]"
 

@@ -9,6 +9,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -19,6 +20,7 @@ from server.batches.folder import DataFolder
 from server.batches.lines import Line
 from server.batches.objects import Batch, BatchStatus, FileObject, Purpose
 from server.batches.outputs import write_files
+from server.batches.routes import cancel_batch
 from server.batches.store import COMPLETED, FAILED, Outcome, PendingLine, Result, Store, StoreThread
 from server.batches.worker import BatchWorker
 from server.http.bodies import BodyReader
@@ -354,3 +356,11 @@ def test_a_file_is_on_the_disk_before_its_name_is_and_the_name_before_it_counts(
 def test_what_the_database_has_told_outlasts_a_loss_of_power(store: Store) -> None:
     settings = {name: store._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("synchronous", "journal_mode")}
     assert settings == {"synchronous": 2, "journal_mode": "wal"}, "2 is FULL: a commit is on the disk when it returns"
+
+
+async def test_a_batch_whose_files_are_being_written_is_completed(store: Store) -> None:
+    assert store.add_batch(ME, batch("b", BatchStatus.FINALIZING))
+    service = Mock(
+        batch=AsyncMock(return_value=store.batch(ME, "b")), store=AsyncMock(side_effect=lambda work: work(store))
+    )
+    assert (await cancel_batch(service, ME, "b")).status is BatchStatus.FINALIZING

@@ -93,6 +93,16 @@ def test_stopping_later_never_finds_worse(seed: int) -> None:
     assert best[EarlyStopping.YES] <= best[EarlyStopping.NO] <= best[EarlyStopping.NEVER]
 
 
+def test_a_penalty_that_length_earns_nothing_by_ends_no_search_early() -> None:
+    """With a penalty below zero a longer answer is worse, so a beam is judged by its length so far."""
+    search = BeamSearch(searching(2, 100, length_penalty=-1.0, early_stopping=EarlyStopping.NEVER))
+    assert search.put(0, ((1, -0.1), (0, -3.0), (2, -3.5)))
+    assert len(search.advance()) == 2
+    search.put(0, ((1, -0.1), (0, -3.0), (2, -4.0)))
+    search.put(1, ((1, -5.0), (2, -6.0), (0, -7.0)))
+    assert search.advance(), "the beam scores -0.4, and the worst of two answers -6.2"
+
+
 def beams(request_id: str = "r", prompt: tuple[int, ...] = (1, 2, 3), width: int = 3, **changes: Any) -> Request:
     stopping = changes.pop("early_stopping", EarlyStopping.NO)
     beam = BeamParams(width=width, early_stopping=stopping)

@@ -53,7 +53,7 @@ def test_what_a_content_has_earned_is_not_the_next_ones(policy: str, is_evicted:
     for block in blocks:
         pool.index(block)
     pool.free(*blocks)
-    assert pool.cached_blocks == tuple(blocks), "as if neither had ever been found"
+    assert [*pool._cached] == blocks, "as if neither had ever been found"
 
 
 def test_a_block_freed_more_often_than_held_is_our_bug() -> None:

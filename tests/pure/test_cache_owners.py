@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names, name_block
 from engine.core.types import AbortCause
-from tests.pure.driver import Driver, config, request
+from tests.pure.driver import Driver, check_index, config, request
 
 PUBLIC = tuple(range(20, 33))  # 13 tokens, 3 blocks of 4
 
@@ -113,4 +113,4 @@ def test_what_leaves_before_it_is_shown_keeps_its_names() -> None:
     cache.pool.free(*reversed(blocks))
     assert cache.match([chain_root("")], tokens, 16) == blocks[:2]
     assert cache.match(chain[:4], tokens, 16) == blocks
-    cache.check_names()
+    check_index(cache)

@@ -15,6 +15,7 @@ import pytest
 
 from engine.config import EngineConfig, LoraModule
 from engine.core.errors import ConfigError, ModelLoadError
+from engine.llm.arguments import engine_config
 from engine.model_source import find_model
 from engine.setting import declared, to_flag
 from engine.setting import fault as fault_of
@@ -146,8 +147,12 @@ def test_adapters_are_understood_from_everywhere(tmp_path: Path, monkeypatch: py
 
 def test_a_length_of_auto_is_understood_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "quire.yaml"
-    file.write_text("max-model-len: auto\n")
-    assert load_settings(["--config", str(file)]).max_model_len is None
+    for auto in ("auto", "-1"):
+        file.write_text(f"max-model-len: {auto}\n")
+        assert load_settings(["--config", str(file)]).max_model_len is None
+    for auto in ("auto", "-1", -1):  # of LLM
+        assert engine_config("m", {"max_model_len": auto}).max_model_len is None
+    assert engine_config("m", {"block_size": "auto"}).block_size is None
     file.write_text("max-model-len: 1000\n")
     monkeypatch.setenv("QUIRE_MAX_MODEL_LEN", "auto")
     assert load_settings(["--config", str(file)]).engine_config("m").max_model_len is None
@@ -279,6 +284,8 @@ def test_what_is_no_host_name_is_refused(given: str) -> None:
         (["--served-model-name", "a", "--served-model-name", "b"], "served_model_name", ("a", "b")),
         (["--log-format", "json"], "log_format", "json"),
         (["--max-model-len", "auto"], "max_model_len", None),
+        (["--max-model-len", "-1"], "max_model_len", None),
+        (["--max-model-len=-1"], "max_model_len", None),
         (["--max-model-len", "4096"], "max_model_len", 4096),
         (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
         (["--pinned-prefix-share", "0.5"], "pinned_prefix_share", 0.5),

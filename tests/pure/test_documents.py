@@ -22,7 +22,16 @@ MAX_WORDS = {"SERVING.md": 2000}
 MAX_LINES = {"README.md": 150}
 # Flags of other programs, in commands that use them, and of examples.
 FOREIGN_FLAGS = {"--model_args", "--profile", "--max-wishes", "--no-deps", "--gpus", "--shm-size"}
-FOREIGN_FLAGS |= {"--cache-threshold", "--build", "--build-arg", "--entrypoint", "--rm", "--strict"}
+FOREIGN_FLAGS |= {
+    "--cache-threshold",
+    "--build",
+    "--build-arg",
+    "--entrypoint",
+    "--rm",
+    "--strict",
+    "--disable-circuit-breaker",
+    "--target",
+}
 
 
 def named(page: Path) -> str:

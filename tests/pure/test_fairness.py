@@ -159,6 +159,16 @@ def test_idleness_earns_no_credit() -> None:
     assert min(gained) > bound(driver)
 
 
+def test_the_first_to_wait_is_level_with_the_last_that_waited() -> None:
+    driver = Metered()
+    add_jobs(driver, "a", [(8, 8)], 20)
+    driver.drain()
+    for tenant in "ba":
+        add_jobs(driver, tenant, [(2, 2)], 1)
+    idle, busy = driver.lanes()
+    assert idle.served == busy.served > 0
+
+
 def test_weights_divide_what_there_is() -> None:
     driver = Metered(max_num_seqs=4, num_blocks=60, max_num_batched_tokens=24)
     add_jobs(driver, "gold", [(4, 8)], 90, weight=3.0)
@@ -237,6 +247,23 @@ def test_no_more_is_preempted_than_is_of_use() -> None:
     before = driver.scheduler.stats.preemptions
     for _ in range(3):
         driver.step()
+    assert driver.scheduler.stats.preemptions == before
+    driver.drain()
+    driver.check_streams()
+
+
+def test_what_others_hold_too_is_not_counted_as_freed() -> None:
+    """Three answers continue one prompt: whoever is preempted frees the blocks of its own answer alone."""
+    driver = Metered(max_num_batched_tokens=24)
+    prompt = tuple(range(24))
+    for i in range(3):
+        driver.add(request(f"a{i}", prompt, max_tokens=40, eos_token_ids=ENDLESS, arrival_s=driver.now, tenant="a"))
+        driver.step()
+    while driver.scheduler.kv.pool.num_available > 3:
+        driver.step()
+    driver.add(request("b", tuple(range(1, 46)), max_tokens=2, arrival_s=driver.now, tenant="b"))
+    before = driver.scheduler.stats.preemptions
+    driver.step()
     assert driver.scheduler.stats.preemptions == before
     driver.drain()
     driver.check_streams()
@@ -354,6 +381,18 @@ def test_tenants_that_are_gone_are_forgotten() -> None:
             driver.scheduler.abort(f"r{i}", AbortCause.DISCONNECT, driver.now)
         driver.step()
     assert len(driver.scheduler._queue.foreground._accounts) <= MAX_IDLE_ACCOUNTS
+    driver.drain()
+
+
+def test_a_tenant_that_runs_is_not_forgotten() -> None:
+    driver = Metered()
+    driver.add(request("r", max_tokens=40, eos_token_ids=ENDLESS, tenant="runs"))
+    driver.step()
+    [running] = driver.scheduler._queue.running
+    accounts = driver.scheduler._queue.foreground
+    for i in range(MAX_IDLE_ACCOUNTS + 1):
+        accounts.account(request(tenant=f"t{i}"))
+    assert accounts.account(running.request) is running.account
     driver.drain()
 
 

@@ -1,4 +1,4 @@
-"""Flags of vLLM and llama-server: each has one meaning here, which is never changed silently."""
+"""Flags of other servers: each has one meaning here, which is never changed silently."""
 
 from __future__ import annotations
 
@@ -148,6 +148,17 @@ def test_a_value_that_would_change_an_answer_or_cannot_be_is_refused(line: str) 
         ('--lora-modules {"name":"a","path":"/x","base_model_name":"m"}', "lora_modules", (("a", "/x"),)),
         ("--hf-overrides.rope_theta 5 --hf_overrides.a=c", "hf_overrides", {"rope_theta": 5, "a": "c"}),
         ("--cors-origins https://a.b", "allowed_origins", ("https://a.b",)),
+        ("--model-path x --tp 2", "tensor_parallel_size", 2),
+        ("--context-length 4096 --mem-fraction-static 0.8", "gpu_memory_utilization", 0.8),
+        ("--disable-radix-cache", "enable_prefix_caching", False),
+        ("--chunked-prefill-size -1", "max_num_batched_tokens", None),
+        ("--schedule-low-priority-values-first", "scheduling_policy", "priority"),
+        ("--lora-paths a=/x b=/y", "lora_modules", (("a", "/x"), ("b", "/y"))),
+        ("--tool-call-parser llama3 --reasoning-parser deepseek-r1", "reasoning_parser", "deepseek_r1"),
+        ("--model-id x --num-shard 2", "model", "x"),
+        ("--hostname 127.0.0.2 --max-batch-size 8", "host", "127.0.0.2"),
+        ("--quantize awq", "quantization", "auto"),
+        ("--payload-limit 2000000", "max_body_bytes", 2_000_000),
     ],
 )
 def test_another_name_sets_the_setting(line: str, name: str, value: object) -> None:
@@ -186,6 +197,18 @@ def test_a_switch_that_is_refused_may_be_turned_off() -> None:
 )  # fmt: skip
 def test_a_wrong_foreign_flag_is_one_sentence(line: str, sentence: str) -> None:
     assert fault(line) == sentence
+
+
+def test_one_start_names_all_that_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("pipeline-parallel-size: 2\n")
+    line = f"m --uds s --enable-priority-scheduling --temp hot --load-format pt --colour red --sise=5 --config {file}"
+    head, *faults = fault(line).split("\n  ")
+    assert head == "7 arguments have to change:"
+    named = ["--uds s", "--enable-priority-scheduling", "--temp hot", "--pipeline-parallel-size 2", "--load-format pt"]
+    for name, sentence in zip([*named, "--colour", "--sise"], faults, strict=True):
+        assert sentence.startswith(name)
+        assert sentence.endswith((".", "?"))
 
 
 def test_a_file_of_another_server_is_understood(tmp_path: Path) -> None:

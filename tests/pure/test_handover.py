@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock
@@ -112,12 +112,12 @@ def test_an_answer_goes_on_from_blocks_that_another_engine_computed(pair: tuple[
     prefill, decode = pair
     prefill.answer(request("p", PROMPT, max_tokens=0))
     asked = request("d", PROMPT, max_tokens=9, n=2, seed=5, temperature=1.0)
-    assert decode.handover.count_missing(decode.prefix(asked)) == 7
+    assert decode.handover.count_missing(decode.prefix(asked)).num_blocks == 7
     sent = prefill.handover.send(prefill.prefix(asked))
     assert sent is not None
     assert sent[1] == 7
     assert decode.take(sent, asked) == 7
-    assert decode.handover.count_missing(decode.prefix(asked)) == 0
+    assert decode.handover.count_missing(decode.prefix(asked)).num_blocks == 0
     assert decode.answer(asked) == [solo(asked, choice)[0] for choice in range(2)]
     assert decode.cached_tokens("d") == 28
     eventually(lambda: not list(folder.iterdir()))  # a parcel that was taken is gone
@@ -145,7 +145,7 @@ def test_salts_are_kept_apart(pair: tuple[Daemon, Daemon]) -> None:
     sent = prefill.handover.send(prefill.prefix(request("d", PROMPT, cache_salt="mine")))
     assert sent is not None
     decode.take(sent, request("d", PROMPT, cache_salt="mine"))
-    assert decode.handover.count_missing(decode.prefix(request("d", PROMPT))) == 7
+    assert decode.handover.count_missing(decode.prefix(request("d", PROMPT))).num_blocks == 7
 
 
 def test_a_full_pool_takes_what_it_has_room_for(folder: Path) -> None:
@@ -156,9 +156,26 @@ def test_a_full_pool_takes_what_it_has_room_for(folder: Path) -> None:
         assert sent is not None
         blocks = decode.engine.between_steps(lambda scheduler, _: scheduler.kv.pool.alloc_many(45)).result(PATIENCE_S)
         assert decode.take(sent, request("d", PROMPT)) == 0, "all or nothing, of a piece"
-        assert decode.handover.count_missing(decode.prefix(request("d", PROMPT))) == 4
+        assert decode.handover.count_missing(decode.prefix(request("d", PROMPT))).num_blocks == 4
         free = decode.engine.between_steps(lambda scheduler, _: [scheduler.kv.pool.free(b) for b in blocks])
         free.result(PATIENCE_S)
+    finally:
+        prefill.engine.stop(0)
+        decode.engine.stop(0)
+
+
+def test_an_import_leaves_running_sequences_the_blocks_that_they_may_need(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = Daemon(folder), Daemon(folder)
+    try:
+        prefill.answer(request("p", PROMPT, max_tokens=0))
+        sent = prefill.handover.send(prefill.prefix(request("d", PROMPT)))
+        monkeypatch.setattr(Scheduler, "running", property(lambda _: [None] * 43))
+        assert decode.take(sent, request("d", PROMPT)) == 0
+        prefix = decode.prefix(request("d", PROMPT))
+        num_found = decode.engine.between_steps(lambda scheduler, _: len(scheduler.kv.find_prefix(*prefix[:2], 7)))
+        assert num_found.result(PATIENCE_S) == 5, "of seven, in a pool of 48 blocks"
     finally:
         prefill.engine.stop(0)
         decode.engine.stop(0)
@@ -173,7 +190,7 @@ def test_a_copy_that_fails_leaves_nothing_to_be_found(pair: tuple[Daemon, Daemon
     decode.runner.write_blocks = Mock(side_effect=ValueError("no such memory"))  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="no such memory"):
         decode.take(sent, asked)
-    assert decode.handover.count_missing(prefix) == 7
+    assert decode.handover.count_missing(prefix).num_blocks == 7
     assert decode.answer(request("d", PROMPT)) == [solo(request("d", PROMPT), 0)[0]]
 
 
@@ -448,14 +465,17 @@ def num_sockets() -> int:
 
 def test_strangers_are_sent_away_and_a_crowd_waits_for_nobody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections that say nothing take no more than their places, and lose them."""
-    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.2)
     memory = SharedMemory(folder, MAX_BYTES)
     server = tcp.ParcelServer(memory, Peer("127.0.0.1", 0), b"k")
     peer = Peer("127.0.0.1", server.port)
     with ExitStack() as crowd:
-        for _ in range(connection.MAX_CONNECTIONS + 3):
-            crowd.enter_context(socket.create_connection(peer))
-        eventually(lambda: server.num_open == 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(connection, "HANDSHAKE_S", 0.2)
+            sockets = [crowd.enter_context(socket.create_connection(peer)) for _ in range(connection.MAX_STRANGERS + 3)]
+            for each in sockets:
+                each.settimeout(PATIENCE_S)
+                while each.recv(1 << 10):
+                    pass
         name = _send(memory)
         pulled = tcp.pull(peer, name, LAYOUT, b"k", PATIENCE_S)
         assert pulled.read(0, 3).tolist() == np.arange(48).reshape(3, 16).tolist()
@@ -470,6 +490,82 @@ def test_strangers_are_sent_away_and_a_crowd_waits_for_nobody(folder: Path, monk
         tcp.pull(Peer("127.0.0.1", impostor.getsockname()[1]), name, LAYOUT, b"k", PATIENCE_S)
     thread.join()
     impostor.close()
+    server.close()
+
+
+def test_daemons_with_the_key_get_in_while_strangers_hold_all_they_can(folder: Path) -> None:
+    """They take no place; a further one pushes the oldest out. Places are bounded all the same, and come back."""
+    memory = SharedMemory(folder, MAX_BYTES)
+    server = tcp.ParcelServer(memory, Peer("127.0.0.1", 0), b"k")
+    peer = Peer("127.0.0.1", server.port)
+
+    def take(name: str) -> tcp.Pulled:
+        return tcp.pull(peer, name, LAYOUT, b"k", PATIENCE_S)
+
+    with ExitStack() as crowd:
+        strangers = [crowd.enter_context(socket.create_connection(peer)) for _ in range(connection.MAX_STRANGERS + 3)]
+        pulled = [crowd.enter_context(closing(take(_send(memory)))) for _ in range(connection.MAX_CONNECTIONS)]
+        assert server.num_open == connection.MAX_CONNECTIONS
+        assert len(server._strangers) <= connection.MAX_STRANGERS
+        strangers[0].settimeout(PATIENCE_S)
+        strangers[0].recv(1 << 10)
+        assert strangers[0].recv(1) == b"", "it was the oldest"
+        name = _send(memory)
+        with pytest.raises((ParcelError, OSError)):
+            take(name)
+        pulled[0].close()
+        eventually(lambda: server.num_open < connection.MAX_CONNECTIONS)
+        crowd.enter_context(closing(take(name)))
+    server.close()
+
+
+def test_a_stranger_pushes_out_one_of_the_address_that_has_the_most(folder: Path) -> None:
+    server = tcp.ParcelServer(SharedMemory(folder, MAX_BYTES), Peer("127.0.0.1", 0), b"k")
+    ours = {name: socket.socket() for name in ("first", "second", "third")}
+    server._strangers = dict(zip(ours.values(), ("10.0.0.1", "10.0.0.2", "10.0.0.2"), strict=True))
+    server._push_out()
+    assert list(server._strangers) == [ours["first"], ours["third"]]
+    for each in ours.values():
+        each.close()
+    server.close()
+
+
+def test_a_thread_that_cannot_start_ends_no_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SharedMemory(folder, MAX_BYTES)
+    server = tcp.ParcelServer(memory, Peer("127.0.0.1", 0), b"k")
+    peer = Peer("127.0.0.1", server.port)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread is left")))
+        with pytest.raises((ParcelError, OSError)):
+            tcp.pull(peer, "0" * 32 + ".parcel", LAYOUT, b"k", PATIENCE_S)
+    with closing(tcp.pull(peer, _send(memory), LAYOUT, b"k", PATIENCE_S)):
+        pass
+    assert not server._strangers
+    server.close()
+
+
+@pytest.mark.parametrize("name", ["0" * 31 + "\0.parcel", "a\0b", "..", "\x7f" * 64, "0" * 33 + ".parcel"])
+def test_an_odd_name_is_declined_without_a_word_in_the_log(
+    folder: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    server = tcp.ParcelServer(SharedMemory(folder, MAX_BYTES), Peer("127.0.0.1", 0), b"k")
+    with pytest.raises(ParcelError, match="no such parcel"):
+        tcp.pull(Peer("127.0.0.1", server.port), name, LAYOUT, b"k", PATIENCE_S)
+    server.close()
+    assert not caplog.records
+
+
+def test_a_parcel_stays_until_it_has_arrived(folder: Path) -> None:
+    """A daemon that reads all but the last byte, and goes, may come again."""
+    memory = SharedMemory(folder, MAX_BYTES)
+    server = tcp.ParcelServer(memory, Peer("127.0.0.1", 0), b"k")
+    peer, name = Peer("127.0.0.1", server.port), _send(memory)
+    with closing(tcp.pull(peer, name, LAYOUT, b"k", PATIENCE_S)) as pulled:
+        pulled.read(0, 2)
+    eventually(lambda: server.num_open == 0)
+    with closing(tcp.pull(peer, name, LAYOUT, b"k", PATIENCE_S)) as pulled:
+        assert pulled.read(0, 3).tolist() == np.arange(48).reshape(3, 16).tolist()
+    eventually(lambda: not (folder / name).exists())
     server.close()
 
 

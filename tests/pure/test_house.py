@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from loadtest import house
 from loadtest.house import BEGIN, END, ROOT, HouseError, Row, measure_sources, read_table, update
 
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
@@ -41,6 +42,19 @@ def check_figure(shown: list[int], measured: list[int]) -> None:
     for old, new in zip(shown, measured, strict=True):
         told = f"CONTRIBUTING.md says {old} and it is {new}: python -m loadtest house --update CONTRIBUTING.md"
         assert abs(old - new) <= max(2, TOLERANCE * new), told
+
+
+def test_packages_that_contain_each_other_are_a_circle_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (
+        ("engine/a.py", "import engine.inner.b"),
+        ("engine/inner/b.py", "import engine.c"),
+        ("engine/c.py", "x = 1"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(house, "ROOT", tmp_path)
+    circles = house.import_circles()
+    assert circles == house.Circles([], [], [["engine", "engine/inner"]])
 
 
 def test_an_update_replaces_the_table_and_nothing_else(tmp_path: Path) -> None:

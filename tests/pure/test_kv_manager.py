@@ -18,7 +18,7 @@ from engine.core.budget import StepTime
 from engine.core.kv.manager import KVCacheManager
 from engine.core.sequence import Account, Sequence, Status
 from engine.core.stats import Stats
-from tests.pure.driver import config, request
+from tests.pure.driver import check_all, config, request
 
 SIZE, SLOTS = 4, 4
 
@@ -225,7 +225,7 @@ class KVManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        self.kv.check_integrity(self.living, ())
+        check_all(self.kv.checks(self.living, ()))
         assert self.kv.pool.num_available == self.num_available()
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 
 import pytest
 
 from engine.core.types import Progress
 from engine.startup_progress import StartupProgress
-from server.telemetry.logs import JsonFormatter, TextFormatter
+from server.telemetry.logs import JsonFormatter, TextFormatter, configure_logging
 
 
 def record(message: str, error: Exception | None = None, **extra: object) -> logging.LogRecord:
@@ -52,3 +53,17 @@ def test_each_stage_is_one_line_when_it_is_done(caplog: pytest.LogCaptureFixture
         startup.report(Progress("kv_pool", "64 blocks"))
         startup.report(Progress("graphs", "", 4, 4, "sizes"))
     assert caplog.messages == ["weights: 3.0 MiB of 3.0 MiB", "kv pool: 64 blocks", "graphs: 4 of 4 sizes"]
+
+
+def test_an_error_that_ends_a_thread_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    configure_logging("info", "text")
+    thread = threading.Thread(target=lambda: {}["missing"], name="quire-example")
+    thread.start()
+    thread.join()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("The thread quire-example ended (please report this): KeyError: 'missing'")

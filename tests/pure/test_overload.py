@@ -172,6 +172,10 @@ def test_a_place_for_many_tokens_takes_more_departures() -> None:
     assert told(full(QueueLimits(max_tokens=3), 8.0), 60) == pytest.approx(4.0)
 
 
+def test_a_place_behind_several_takes_as_many_departures() -> None:
+    assert QueueLimits(max_requests=2).count_departures(num_ahead=5, num_tokens=0) == 4
+
+
 def test_a_wait_is_never_longer_than_clients_obey() -> None:
     door = full(QueueLimits(max_requests=1), 30.0)
     assert told(door) < MAX_RETRY_S

@@ -128,6 +128,14 @@ def test_a_target_itl_that_decoding_alone_misses_starves_nobody() -> None:
     assert max(taken) <= (1 + FLOOR) * decode_s(STREAMS + 6, 1000) + 2 * TOKEN_S
 
 
+def test_beside_an_unattainable_target_itl_prompts_have_a_tenth_of_the_time() -> None:
+    world = World(20, target_itl_s=0.001)
+    world.add("long", 100)
+    num_tokens = FLOOR * decode_s(20, 50) // TOKEN_S
+    assert num_tokens == 3, "the least without that share is one"
+    assert len(world.until("long")) <= (20 * 50 + 100) / (num_tokens - 0.5)
+
+
 def test_a_generous_target_itl_lets_prompts_go_faster_than_without() -> None:
     taken = []
     for target_s in (None, 0.1):

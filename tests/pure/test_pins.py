@@ -15,7 +15,7 @@ from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import PrefixCache, chain_next, chain_root
 from engine.core.stats import Stats
 from engine.core.types import Pin
-from tests.pure.driver import Driver, config, request
+from tests.pure.driver import Driver, check_all, check_index, config, request
 from tests.pure.test_tiers import prompt, serve, tiered
 
 MAX_PINNED = 6
@@ -78,7 +78,7 @@ class PinMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        self.pins.check_integrity()
+        check_all(self.pins.checks())
         assert self.target.pinned == set(self.pins.until)
         for digest, until in self.pins.until.items():
             parent = self.parents.get(digest)
@@ -93,7 +93,7 @@ def test_many_requests_for_one_prefix_cost_what_one_does() -> None:
     pins, chain = Pins(Stats(), MAX_PINNED), chain_of(*range(4))
     for index in range(1000):
         assert all(pins.keep(chain, block, HOUR + index) for block in range(4))
-    pins.check_integrity()
+    check_all(pins.checks())
     assert len(pins._heap) < 200, "records grow with the requests"
     pins.expire(HOUR + 998.0)
     assert len(pins.until) == 4, "it lasts as long as the last one wants"
@@ -142,9 +142,9 @@ class PinnedCacheMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "cache"):
-            self.cache.check_names()
+            check_index(self.cache)
             self.cache.pool.check_integrity([])
-            self.pins.check_integrity()
+            check_all(self.pins.checks())
             here = {block for digest, block in self.cache._block_of.items() if digest in self.pins.until}
             assert here == set(self.cache.pool._pinned)
 

@@ -30,8 +30,10 @@ def pools(draw: st.DrawFn) -> tuple[int, Snapshot, int, int]:
     num_held = draw(st.integers(0, num_blocks))
     tables = draw(st.lists(st.sets(st.sampled_from(blocks[:num_held])), max_size=5)) if num_held else []
     views = [view(i, sorted(table), draw(st.integers(0, len(table) * SIZE))) for i, table in enumerate(tables)]
-    cached = tuple(blocks[num_held : num_held + draw(st.integers(0, num_blocks - num_held))])
-    snapshot = Snapshot(0, 0, cached, tuple(views), ())
+    findable = bytearray(num_blocks)
+    for block in draw(st.sets(st.sampled_from(blocks))):
+        findable[block] = 1
+    snapshot = Snapshot(0, 0, 0, bytes(findable), tuple(views), ())
     return num_blocks, snapshot, draw(st.integers(1, num_blocks + 5)), draw(st.integers(1, 20))
 
 
@@ -49,7 +51,7 @@ def test_each_cell_counts_its_blocks(pool: tuple[int, Snapshot, int, int]) -> No
         max_cells=max_cells,
     )  # fmt: skip
     assert cells.num_blocks == min(num_blocks, num_shown)
-    used = [block for block in range(num_blocks) if holders[block] or block in snapshot.cached_blocks]
+    used = [block for block in range(num_blocks) if holders[block] or snapshot.findable[block]]
     assert cells.num_used == max(used, default=-1) + 1
     rows = [row for length, *row in cells.runs for _ in range(length)]
     assert len(rows) == -(-cells.num_blocks // cells.blocks_per_cell) <= max_cells
@@ -59,7 +61,7 @@ def test_each_cell_counts_its_blocks(pool: tuple[int, Snapshot, int, int]) -> No
         blocks = range(first, min(first + cells.blocks_per_cell, cells.num_blocks))
         assert held == sum(bool(holders[block]) for block in blocks)
         assert shared == sum(len(holders[block]) > 1 for block in blocks)
-        assert cached == sum(block in snapshot.cached_blocks for block in blocks)
+        assert cached == sum(snapshot.findable[block] and not holders[block] for block in blocks)
         assert computed == sum(tokens[block] for block in blocks)
         owners = Counter(holders[block][-1] for block in blocks if holders[block])
         shown = Counter({(OTHERS if each % 2 else each): 0 for each in owners})
@@ -71,7 +73,7 @@ def test_each_cell_counts_its_blocks(pool: tuple[int, Snapshot, int, int]) -> No
 
 
 def test_a_large_pool_takes_a_bounded_number_of_cells() -> None:
-    snapshot = Snapshot(0, 0, tuple(range(0, 100_000, 3)), (view(7, list(range(1, 100_000, 3)), 10**6),), ())
+    snapshot = Snapshot(0, 0, 0, b"\1\0" * 50_000, (view(7, list(range(1, 100_000, 3)), 10**6),), ())
     cells = summarise(snapshot, 100_000, SIZE)
     assert cells.blocks_per_cell == 25
     assert sum(run[0] for run in cells.runs) == 4000 <= MAX_CELLS

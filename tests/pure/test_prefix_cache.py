@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.kv.prefix_cache import PrefixCache, chain_root
+from tests.pure.driver import check_index
 
 TOKENS = list(range(10))
 
@@ -53,7 +58,7 @@ def test_tails_are_evicted_before_heads() -> None:
     cache.pool.alloc_many(2)  # the two that were free
     cache.pool.alloc()  # evicts one: the tail
     assert cache.match([chain_root("")], TOKENS, 10) == [0]
-    cache.check_names()
+    check_index(cache)
 
 
 def test_two_sequences_that_computed_the_same_block_leave_one_findable() -> None:
@@ -65,7 +70,7 @@ def test_two_sequences_that_computed_the_same_block_leave_one_findable() -> None
     cache.pool.free(second)
     assert cache.match([chain_root("")], TOKENS, 4) == [first]
     assert cache.pool.num_cached == 1
-    cache.check_names()
+    check_index(cache)
 
 
 def left(cache: PrefixCache, tokens: list[int], num_prompt: int = 0) -> list[int]:
@@ -80,7 +85,7 @@ def left(cache: PrefixCache, tokens: list[int], num_prompt: int = 0) -> list[int
     if len(blocks) > first:
         cache.leave(chain, tokens, blocks, first, len(blocks))
     cache.pool.free(*reversed(blocks))
-    cache.check_names()
+    check_index(cache)
     return blocks
 
 
@@ -91,7 +96,7 @@ def test_what_a_sequence_leaves_is_named_when_somebody_asks_for_it() -> None:
     assert cache.match(chain, TOKENS, 4) == blocks[:2]
     assert blocks[2] in cache._run_of
     assert cache.match(chain, TOKENS, 10) == blocks
-    cache.check_names()
+    check_index(cache)
 
 
 def test_of_two_that_leave_the_same_one_stays() -> None:
@@ -106,10 +111,10 @@ def test_of_what_was_left_tails_go_first_and_the_rest_can_be_found() -> None:
     cache = PrefixCache(6, block_size=2)
     blocks = left(cache, TOKENS, 4)
     held = cache.pool.alloc_many(3)
-    cache.check_names()
+    check_index(cache)
     assert cache.match([chain_root("")], TOKENS, 10) == blocks[:3]
     cache.pool.free(*held)
-    cache.check_names()
+    check_index(cache)
 
 
 def test_blocks_that_another_still_holds_are_named_when_it_shows_them_too() -> None:
@@ -121,11 +126,51 @@ def test_blocks_that_another_still_holds_are_named_when_it_shows_them_too() -> N
         own = cache.pool.alloc()
         tokens = [*TOKENS[:8], tail, tail]
         cache.leave(list(chain), tokens, [*blocks, own], 0, 5)
-        cache.check_names()
+        check_index(cache)
         cache.pool.free(own, *reversed(blocks))
     assert cache.match([chain_root("")], [*TOKENS[:8], 9, 9], 10)[:4] == blocks
     assert cache.pool.num_cached == 6
-    cache.check_names()
+    check_index(cache)
+
+
+def test_a_request_names_the_blocks_of_one_sequence_however_many_have_left() -> None:
+    """Else the first longer request after thousands of short ones would wait for all their names."""
+    cache = PrefixCache(100, block_size=2)
+    for first in range(20):
+        left(cache, [first, *TOKENS[1:]])
+    assert len(cache._run_of) == 100
+    assert len(cache.match([chain_root("")], [7, *TOKENS[1:]], 10)) == 5
+    assert len(cache._run_of) == 95
+    check_index(cache)
+
+
+def test_of_sequences_that_begin_alike_one_at_most_has_no_names() -> None:
+    cache = PrefixCache(100, block_size=2)
+    for last in range(10):
+        left(cache, [*TOKENS[:8], last, last])
+    assert not cache._run_of
+    assert cache.pool.num_cached == 14, "four blocks that all share, and one of each"
+    check_index(cache)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda cache, run: cache._run_of.pop(run.blocks[1]), "block 1 is findable in one place only"),
+        (lambda cache, run: run.blocks.append(7), "block 7 is in a run that it does not know"),
+        (lambda cache, run: run.blocks.clear(), "a run of blocks is empty"),
+        (lambda cache, run: cache._unnamed.clear(), "a block is in no run"),
+        (lambda cache, run: cache._unnamed.update({b"x": cache._unnamed.pop(run.name)}), "not where its content is"),
+        (lambda cache, run: cache.pool._indexed.__setitem__(9, 1), "block 9 is findable in one place only"),
+        (lambda cache, run: cache._block_of.update({b"x": 9}), "a content is nowhere"),
+    ],
+)
+def test_a_check_finds_what_is_out_of_place(damage: Callable[[PrefixCache, Any], object], why: str) -> None:
+    cache = PrefixCache(12, block_size=2)
+    left(cache, TOKENS)
+    damage(cache, next(iter(cache._unnamed.values())))
+    with pytest.raises(AssertionError, match=why):
+        check_index(cache)
 
 
 def test_what_stands_behind_a_block_that_went_is_free() -> None:
@@ -133,9 +178,9 @@ def test_what_stands_behind_a_block_that_went_is_free() -> None:
     blocks = left(cache, TOKENS, 2)
     cache.pool.fork(blocks[1])  # nobody has found it, but if it goes first ...
     cache.pool.free(blocks[1])
-    order = cache.pool.cached_blocks
+    order = [*cache.pool._cached]
     held = cache.pool.alloc_many(cache.pool.num_free + order.index(blocks[2]) + 1)
-    cache.check_names()
+    check_index(cache)
     found = cache.match([chain_root("")], TOKENS, 10)
     assert found == blocks[: len(found)]
     cache.pool.free(*held)
@@ -161,5 +206,5 @@ def test_whatever_comes_and_leaves_a_block_that_is_found_has_what_it_is_found_fo
         found = cache.match([chain_root("")], tokens, len(tokens))
         assert len(found) == len(tokens) // 2, "nothing has driven it out"
         assert all(content[block] == tuple(tokens[: 2 * index + 2]) for index, block in enumerate(found))
-        cache.check_names()
+        check_index(cache)
     cache.pool.check_integrity([])

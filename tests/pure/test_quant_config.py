@@ -144,6 +144,43 @@ def test_a_list_of_exceptions_that_contradicts_the_tensors_is_refused(tmp_path: 
     check_packed(with_embedding, {"model.embed_tokens.weight_packed": Header("I32", (8, 1))})
 
 
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("(", "unclosed group"),
+        ("a)|(b", "unopened group"),
+        ("(?!a)b", "look-around"),
+        (r"(a)\1", "backreferences are not supported"),
+        ("a{1000}{1000}", "size limit"),
+        ("a" * 2000, "2000 characters; at most 1000"),
+    ],
+)
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+def test_a_pattern_that_may_take_for_ever_is_refused(tmp_path: Path, method: str, pattern: str, why: str) -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "dynamic": {f"-:{pattern}": {}}}
+    values = gptq if method == "gptq" else {"quant_method": method, "ignore": [f"re:{pattern}"], "config_groups": {}}
+    with pytest.raises(ModelLoadError, match=why) as caught:
+        read(tmp_path, values)
+    assert "\n" not in str(caught.value)
+
+
+def test_patterns_take_linear_time(tmp_path: Path) -> None:
+    """Python's `re` would take 2^100 steps for each."""
+    values = {"quant_method": "gptq", "bits": 4, "dynamic": {"-:(a+)+$": {}, "-:(a|a)*b": {}, "-:(?:x+x+)+y": {}}}
+    for name in ("a" * 100 + "!", "x" * 100):
+        assert settings(tmp_path, values, name) is not None
+    assert settings(tmp_path, values, "aab") is None
+
+
+def test_patterns_are_bounded_in_number(tmp_path: Path) -> None:
+    dynamic = {f"-:a{i}": {} for i in range(257)}
+    with pytest.raises(ModelLoadError, match="257 regular expressions; at most 256"):
+        read(tmp_path, {"quant_method": "gptq", "bits": 4, "dynamic": dynamic})
+    ignored = [f"re:a{i}" for i in range(257)]
+    with pytest.raises(ModelLoadError, match="257 regular expressions; at most 256"):
+        read(tmp_path, {"quant_method": "compressed-tensors", "ignore": ignored, "config_groups": {}})
+
+
 def test_any_values_are_read_or_refused(tmp_path: Path) -> None:
     """A config of wrong types is a ModelLoadError, never another error."""
     values = (

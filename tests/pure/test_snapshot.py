@@ -16,9 +16,9 @@ from tests.pure.driver import VOCAB, Driver, config, request
 def check_adds_up(snapshot: Snapshot, num_blocks: int) -> None:
     """Held, cached and free are the whole pool, and what is held is what the page tables name."""
     named = {block for view in snapshot.sequences for block in view.blocks}
-    cached = set(snapshot.cached_blocks)
+    cached = {block for block, is_findable in enumerate(snapshot.findable) if is_findable} - named
     assert len(named) == snapshot.num_held_blocks
-    assert not named & cached
+    assert len(cached) == snapshot.num_cached_blocks
     assert len(named) + len(cached) + snapshot.num_free_blocks == num_blocks
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.budget import Costs, Load, StepTime
+from engine.core.budget import Costs, Load, StepBudget, StepTime
+from tests.pure.driver import Driver, config, request
 
 CPU = Costs(fixed_s=4.5e-3, decode_s=0.2e-3, decode_context_s=0.3e-6, token_s=0.24e-3, context_s=0.12e-6)
 GPU = Costs(fixed_s=8e-3, chunked_s=4e-3, decode_s=0.02e-3, decode_context_s=0.03e-6, token_s=0.03e-3, context_s=0.5e-9)
@@ -117,3 +118,17 @@ def test_what_costs_nothing_is_not_held_back() -> None:
     assert times.tokens_within(0.1, 0) == float("inf")
     assert times.tokens_within(float("inf"), 0) == float("inf")
     assert times.tokens_within(0.0, 0) == times.tokens_within(-1.0, 5) == 0
+
+
+def test_a_draft_costs_what_a_decode_does() -> None:
+    """One sequence decodes all the time; only its drafts make steps longer."""
+    driver = Driver(config())
+    driver.add(request())
+    driver.step()
+    plan = driver.scheduler.plan(driver.now)
+    assert plan is not None
+    budget = StepBudget(config())
+    for index in range(400):
+        num_drafts = index // 8 % 4
+        budget.observe(None, plan.slices, num_drafts, 1.0 + num_drafts)
+    assert budget.times.seconds(Load(4, 4 * plan.slices[0].start)) == pytest.approx(4.0, rel=0.1)

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from engine.core.errors import CopyError
 from engine.core.fake_runner import FakeRunner
+from engine.core.in_flight import InFlightStep
+from engine.core.kv.host_tier import HostTier
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.core.step import StepPlan
@@ -142,3 +144,15 @@ def test_the_engine_goes_on_without_copies(depth: int, caplog: pytest.LogCapture
     assert engine.stats.failed_copies == 1
     assert engine.stats.out_of_memory_steps == engine.stats.integrity_failures == 0
     assert "the host is on fire" in caplog.text
+
+
+def test_a_host_block_has_a_content_only_once_its_copy_is_done() -> None:
+    """It is saved from then on: a save before would write what was there earlier under the new name."""
+    host = HostTier(1, 4, "lru")
+    for name in (b"earlier", b"later"):
+        host.offload(name, 7)
+        assert not host.has_content(name, 0), "the copy is due"
+        step = InFlightStep(swap_out=host.take_due())
+        assert not host.has_content(name, 0), "the copy is in flight"
+        assert host.settle(step, is_done=True) == [(name, 0)]
+        assert host.has_content(name, 0)

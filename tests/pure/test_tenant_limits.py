@@ -136,20 +136,21 @@ def account(clock: Clock, **terms: int) -> Account:
 
 
 def answer(account: Account, num_prompt: int, num_generated: int) -> None:
-    account.open([request(prompt=tuple(range(num_prompt)))])
-    account.close(num_generated)
+    account.charge_prompts([request(prompt=tuple(range(num_prompt)))])
+    account.charge(num_generated)
 
 
 def test_requests_at_once_are_limited() -> None:
     held = account(Clock(), max_concurrent_requests=2)
     for _ in range(2):
         held.check(6.0)
-        held.open([request()])
+        held.num_open += 1
     with pytest.raises(OverloadedError, match=r"Tenant a has 2 requests open, the most .*try again in 3 s") as refused:
         held.check(6.0)
     assert refused.value.retry_after_s == 3.0
     assert held.headers() == {"x-ratelimit-limit-requests": "2", "x-ratelimit-remaining-requests": "0"}
-    held.close(1)
+    held.check(6.0, is_counted=True)
+    held.num_open -= 1
     held.check(6.0)
 
 
@@ -162,8 +163,7 @@ def refused_s(held: Account, request_s: float = 0.0) -> float:
 def test_each_refused_client_of_a_tenant_is_given_another_time() -> None:
     clock = Clock()
     held = account(clock, max_concurrent_requests=2)
-    for _ in range(2):
-        held.open([request()])
+    held.num_open = 2
     assert [refused_s(held, 6.0) for _ in range(3)] == [3.0, 6.0, 9.0]
     clock.now += 6.0
     assert refused_s(held, 6.0) == 6.0, "one is still to come back"
@@ -210,7 +210,8 @@ def test_other_terms_hold_from_then_on() -> None:
     tenancy = Tenancy(["k"], [Tenant(name="a", digests=(digest("x"),), tokens_per_minute=60)], _count_refusal, clock)
     first = tenancy.find(["", "x"])
     assert first is not None
-    first.open([request(prompt=(1,) * 100)])
+    first.num_open = 1
+    first.charge_prompts([request(prompt=(1,) * 100)])
     tenancy.replace([Tenant(name="a", digests=(digest("y"),), tokens_per_minute=600), Tenant(name="b")])
     assert tenancy.find(["x"]) is None
     assert tenancy.find(["y"]) is first
@@ -230,13 +231,13 @@ def test_other_terms_hold_from_then_on() -> None:
 def test_lines_of_batches_leave_a_place_to_clients() -> None:
     held = account(Clock(), max_concurrent_requests=3)
     assert [held.room_for_lines(num_running) for num_running in (0, 1, 2, 5)] == [2, 1, 0, 0]
-    held.open([request()])
+    held.num_open = 1
     assert [held.room_for_lines(num_running) for num_running in (0, 1, 2)] == [1, 1, 0]
     assert account(Clock(), max_concurrent_requests=1).room_for_lines(0) == 1
     assert account(Clock()).room_for_lines(1000) == inf
     owing = account(Clock(), tokens_per_minute=5)
     assert owing.room_for_lines(0) == inf
-    owing.open([request(prompt=(1,) * 9)])
+    owing.charge_prompts([request(prompt=(1,) * 9)])
     assert owing.room_for_lines(0) == 0
 
 

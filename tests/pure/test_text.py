@@ -108,6 +108,7 @@ def test_leading_spaces_and_byte_runs_survive_as_in_one_decode(words: list[tuple
     assert known + "".join(stream.push(token_id) for token_id in answer) + stream.flush() == whole
 
 
+@example("abc", [], ["abc", "b"], False)  # the one that ends first, not the one that begins first
 @given(
     FEW_LETTERS,
     st.lists(st.integers(0, 30), max_size=30),

@@ -6,10 +6,11 @@ import random
 
 import pytest
 
+from engine.core.budget import StepTime
 from engine.core.kv import prefix_cache, tiers
 from engine.core.stats import TransferKind
 from engine.core.types import AbortCause, Request
-from tests.pure.driver import Driver, config, request
+from tests.pure.driver import Driver, check_all, config, request
 
 
 def prompt(first: int, length: int = 17) -> tuple[int, ...]:
@@ -86,6 +87,46 @@ def test_a_request_waits_for_the_disk_until_a_deadline(monkeypatch: pytest.Monke
     assert other.prompts["again", 0].num_disk_tokens == 0
     assert serve(other, "later", prompt(0), seed=1)[2] == 0, "it was computed by now, and is in the pool"
     other.check_streams()
+
+
+def test_a_request_waits_no_longer_than_computing_the_blocks_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = tiered()
+    serve(driver, "first", prompt(0))
+    driver.spill()
+    other = restarted(driver)
+    monkeypatch.setattr(StepTime, "is_known", True)
+    monkeypatch.setattr(StepTime, "chunk_s", lambda _, start, count: 0.002 * (start + count))
+    other.add(request("again", prompt(0)))  # 16 tokens: 0.032 s
+    waited = 0
+    while not other.launch():
+        waited += 1
+    assert waited == 3  # every look takes 10 ms
+    other.drain()
+    assert other.prompts["again", 0].num_disk_tokens == 0
+
+
+def test_one_prompt_loads_half_of_host_memory_at_most() -> None:
+    """Else the blocks it waits for could push each other out, and a second prompt would find no room."""
+    driver = tiered()
+    serve(driver, "first", prompt(0, 37))
+    while driver.spill():
+        pass
+    for num_host, expected in ((40, 36), (8, 16)):
+        other = restarted(driver, num_host_blocks=num_host)
+        other.add(request("again", prompt(0, 37)))
+        assert other.scheduler.tiers.host.pool.num_held * 4 == expected
+        other.drain()
+        assert other.prompts["again", 0].num_disk_tokens == expected
+        other.check_streams()
+
+
+def test_no_save_begins_while_as_many_transfers_are_under_way_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "MAX_TRANSFERS", 3)
+    driver = tiered()
+    serve(driver, "first", prompt(0, 37))
+    assert len(driver.scheduler.tiers.spill()) == 3
+    assert len(driver.scheduler.tiers.start()) == 3
+    assert not driver.scheduler.tiers.spill(), "none has ended"
 
 
 def test_a_load_that_never_happened_is_not_published_by_an_abort() -> None:
@@ -231,11 +272,12 @@ def test_many_slots_are_checked_by_and_by(monkeypatch: pytest.MonkeyPatch) -> No
     for block in range(60):
         misplaced.pool.free(block)
     for disk, why in ((lost, "block 30 has 1 references"), (misplaced, "block 30 is not where its content is")):
+        next(disk.checks([]))  # a request arrives, so that the check is dropped
+        with pytest.raises(AssertionError, match=why):
+            next(disk.checks([]))  # goes on where it stopped
         for _ in range(2):
-            disk.check_integrity([])
             with pytest.raises(AssertionError, match=why):
-                disk.check_integrity([])
-            disk.check_integrity([])
+                check_all(disk.checks([]))
 
 
 def test_salts_keep_lower_tiers_apart() -> None:

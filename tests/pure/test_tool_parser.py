@@ -66,6 +66,7 @@ CONTENT = [
     ("hermes", '<tool_call>{"name": "' + "x" * 129 + '"}'),
     ("hermes", '<tool_call>{"name": "a", "arguments": "{\\"\\ud800\\"}"}'),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {"a": NaN}, "name": "add"}</tool_call>'),  # which is no JSON
     ("hermes", "<tool_call>[]</tool_call>"),
     ("hermes", "<tool_call>\n"),
     ("hermes", '<tool_call>{"name": "wea'),

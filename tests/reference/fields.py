@@ -25,14 +25,16 @@ _FIELDS_HEAD = f"""# Fields of requests
 
 {MADE}
 
-The tables list fields that are *honoured*. Below each stand the others: a field *without effect* cannot change the answer by
-its meaning. A *hint* may be dropped. A *refused* field gets a 400 that names it, because the answer would be silently wrong
-without it, unless its value asks for what is done anyway. null means absent.
+The tables list the fields that are *honoured*. The other fields stand below each table:
 
-Hints and unknown fields are named in the header `x-quire-ignored-fields` and counted, or refused with `--strict-fields`. So
-are honoured fields that the served model cannot follow (`reasoning_effort` and `thinking` of a model that does not reason,
-`priority` under another policy), and tools of types that a provider would run (`tools.web_search`) beside tools that the
-client runs.
+- a field *without effect* asks for something that cannot change the answer;
+- a *hint* is dropped where it cannot be followed;
+- a *refused* field gets a 400 that names it, because without it the answer would be silently wrong. A value that asks for what happens anyway
+  is accepted.
+
+null means absent. The header `x-quire-ignored-fields` names what was dropped, and a metric counts it: hints, unknown fields, honoured fields
+that the served model cannot follow (`reasoning_effort` and `thinking` of a model that does not reason, `priority` under another policy),
+and tools of a type that a provider would run (`tools.web_search`) beside tools of the client. `--strict-fields` refuses all of these.
 """
 _SCHEMAS = "#/components/schemas/"
 _METHODS = ("get", "post", "delete")

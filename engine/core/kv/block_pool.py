@@ -11,7 +11,7 @@ sequence that needs one: it only orders eviction.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from engine.core.kv.eviction import EVICTION_POLICIES, EvictionOrder, Lru
 
@@ -48,7 +48,7 @@ class BlockPool:
         self._notes_finds = eviction != "lru"
         self._pinned: dict[int, None] = {}  # cached or held, pinned longest ago first ...
         self._spared = Lru()  # ... and those of them that are cached
-        self._indexed: set[int] = set()
+        self._indexed = bytearray(num_blocks)  # 1 for each findable block: copied in microseconds for the page
         self._on_evict = on_evict
 
     @property
@@ -68,11 +68,6 @@ class BlockPool:
         """Return the numbers of free, cached and held blocks, together because steps read them often."""
         free, cached = len(self._free), len(self._cached) + len(self._spared)
         return free, cached, self.num_blocks - free - cached
-
-    @property
-    def cached_blocks(self) -> tuple[int, ...]:
-        """Return the cached blocks in the order of eviction."""
-        return (*self._cached, *self._spared)
 
     @property
     def num_available(self) -> int:
@@ -132,7 +127,7 @@ class BlockPool:
             refs[block] -= 1
             if refs[block]:
                 assert refs[block] > 0, f"block {block} freed more often than held"
-            elif block in indexed:
+            elif indexed[block]:
                 self._order_of(block).add(block)
             else:
                 self._free[block] = None
@@ -149,7 +144,7 @@ class BlockPool:
         """
         if not self.max_pinned or block in self._pinned:
             return
-        assert block in self._indexed
+        assert self._indexed[block]
         if len(self._pinned) >= self.max_pinned:
             self.unpin(next(iter(self._pinned)))
         self._pinned[block] = None
@@ -175,13 +170,13 @@ class BlockPool:
 
     def index(self, block: int) -> None:
         """Mark a held block as findable: its content stays cached after the last holder leaves."""
-        assert self._refs[block] > 0 or block in self._indexed
-        self._indexed.add(block)
+        assert self._refs[block] > 0 or self._indexed[block]
+        self._indexed[block] = 1
 
     def forget(self, block: int) -> None:
         """Mark a block as not findable any more; without holders it becomes free."""
         self.unpin(block)
-        self._indexed.discard(block)
+        self._indexed[block] = 0
         if block in self._cached:
             self._cached.remove(block)
             self._free[block] = None
@@ -197,25 +192,40 @@ class BlockPool:
             block = self._spared.evict()
             del self._pinned[block]
             self._cached.forget(block)
-        self._indexed.discard(block)
+        self._indexed[block] = 0
         if self._on_evict is not None:
             self._on_evict(block)
         return block
 
-    def check_integrity(self, holders: Iterable[Iterable[int]], blocks: range | None = None) -> None:
-        """Raise AssertionError unless reference counts equal what `holders`, all page tables, hold.
+    @property
+    def findable(self) -> bytes:
+        """Return a byte for each block: 1 if prompts find it."""
+        return bytes(self._indexed)
 
-        With `blocks`, only these are checked.
-        """
-        expected = Counter[int]()
-        for held in holders:
-            expected.update(held)
-        for block in range(self.num_blocks) if blocks is None else blocks:
-            refs = self._refs[block]
-            assert refs == expected.get(block, 0), f"block {block} has {refs} references and {expected[block]} holders"
+    def is_findable(self, block: int) -> bool:
+        """Return whether a block is marked as findable."""
+        return self._indexed[block] == 1
+
+    def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
+        """Raise AssertionError unless reference counts equal what `holders`, all page tables, hold."""
+        self.check_blocks(count_holders(holders), range(self.num_blocks))
+
+    def check_blocks(self, holders: Mapping[int, int], blocks: range) -> None:
+        """Raise AssertionError unless these blocks have so many references, and are in one state each."""
+        for block in blocks:
+            refs, num_holders = self._refs[block], holders.get(block, 0)
+            assert refs == num_holders, f"block {block} has {refs} references and {num_holders} holders"
             is_cached, is_spared, is_pinned = block in self._cached, block in self._spared, block in self._pinned
             places = (refs > 0) + (block in self._free) + is_cached + is_spared
             assert places == 1, f"block {block} is in {places} of the states free, cached and held"
             assert not (is_cached if is_pinned else is_spared), "a pin is in the wrong order"
-            assert block in self._indexed or not (is_cached or is_pinned), "the prefix cache does not know a block"
+            assert self._indexed[block] or not (is_cached or is_pinned), "the prefix cache does not know a block"
         assert len(self._pinned) <= self.max_pinned
+
+
+def count_holders(holders: Iterable[Iterable[int]]) -> Mapping[int, int]:
+    """Return by block how many page tables name it."""
+    counts = Counter[int]()
+    for held in holders:
+        counts.update(held)
+    return counts

@@ -22,7 +22,7 @@ T = TypeVar("T")
 MAX_ROOTS = 1 << 16  # chains whose salts, owners and adapters are remembered
 
 
-class Place(NamedTuple):
+class BlockLocation(NamedTuple):
     """Where blocks are."""
 
     medium: str  # GPU is the pool, on a CPU too; CPU is host memory, STORAGE a store behind it
@@ -52,7 +52,7 @@ class Content(NamedTuple):
 class Change(NamedTuple):
     """A content that a place has gained or lost."""
 
-    place: Place
+    place: BlockLocation
     content: Content
     is_gain: bool
 
@@ -60,7 +60,7 @@ class Change(NamedTuple):
 class Snapshot(NamedTuple):
     """All contents of all places; what was said before does not count."""
 
-    contents: list[tuple[Place, list[Content]]]
+    contents: list[tuple[BlockLocation, list[Content]]]
 
 
 Changes = list[Change | Snapshot]
@@ -70,10 +70,12 @@ class Contents:
     """The contents of every place whose tokens are known."""
 
     def __init__(self, windows: Sequence[int], stores: Sequence[str], *, has_host: bool) -> None:
-        self.pool = Holdings(self, Place("GPU"))
-        self.groups = [Holdings(self, Place("GPU", index, window)) for index, window in enumerate(windows, start=1)]
-        self.host = Holdings(self, Place("CPU"))
-        self.stores = {name: Holdings(self, Place("STORAGE")) for name in stores}
+        self.pool = Holdings(self, BlockLocation("GPU"))
+        self.groups = [
+            Holdings(self, BlockLocation("GPU", index, window)) for index, window in enumerate(windows, start=1)
+        ]
+        self.host = Holdings(self, BlockLocation("CPU"))
+        self.stores = {name: Holdings(self, BlockLocation("STORAGE")) for name in stores}
         self.sink: Callable[[Changes], None] | None = None  # changes before it is set are in `snapshot` only
         self._tiers = [self.host, *self.stores.values()] if has_host else []
         self._changes: Changes = []
@@ -103,13 +105,13 @@ class Contents:
         self._changes = [Snapshot(self.snapshot())]
         self.flush()
 
-    def snapshot(self) -> list[tuple[Place, list[Content]]]:
+    def snapshot(self) -> list[tuple[BlockLocation, list[Content]]]:
         """Return the contents of each place."""
         found = [(each.place, list(each.known.values())) for each in (self.pool, *self.groups, self.host)]
         stored: dict[bytes, Content] = {}
         for store in self.stores.values():
             stored |= store.known
-        return [*found, (Place("STORAGE"), list(stored.values()))]
+        return [*found, (BlockLocation("STORAGE"), list(stored.values()))]
 
     def describe(self, chain: Sequence[bytes], tokens: Sequence[int], index: int, size: int) -> Content | None:
         """Return what block `index` of a chain holds, or None if its root is not remembered."""
@@ -148,7 +150,7 @@ class Holdings:
 
     __slots__ = ("_all", "_coming", "_unseen", "known", "place")
 
-    def __init__(self, contents: Contents, place: Place) -> None:
+    def __init__(self, contents: Contents, place: BlockLocation) -> None:
         self._all, self.place = contents, place
         self.known: dict[bytes, Content] = {}
         self._coming: dict[bytes, Content | None] = {}  # their copies have not ended

@@ -10,7 +10,7 @@ happened, and tickets end before the first block that was lost.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.page_table import Ticket, blocks_for
@@ -159,8 +159,8 @@ class HostTier(BlockIndex):
         self._due.pop(block, None)
         self.origins.pop(block, None)
 
-    def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
+    def checks(self, holders: Iterable[Iterable[int]]) -> Iterator[None]:
         """Raise AssertionError unless tickets and `holders` hold what is held, and no copy is due in vain."""
-        super().check_integrity([*holders, *(ticket.blocks for ticket in self._tickets)])
+        yield from super().checks([*holders, *(ticket.blocks for ticket in self._tickets)])
         wanted = (self.pool.is_held(host) or self.content(host) is not None for host in self._due)
         assert all(wanted), "a copy is due to a block that is free"

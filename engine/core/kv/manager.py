@@ -9,7 +9,7 @@ wait. Layers with sliding windows are in groups of their own beside them, see gr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from engine.core.budget import StepTime
@@ -20,7 +20,7 @@ from engine.core.kv.groups import NO_BLOCK, WindowPool
 from engine.core.kv.page_table import NEVER, PrefixImport, blocks_for
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names
-from engine.core.kv.tiers import Report, Tiers
+from engine.core.kv.tiers import Tiers, TransferEnd
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats
 from engine.core.types import Request
@@ -376,19 +376,21 @@ class KVCacheManager:
         for seq in step.arrivals:
             seq.kv.is_arriving = False
 
-    def transferred(self, reports: Iterable[Report]) -> list[Sequence]:
+    def transferred(self, reports: Iterable[TransferEnd]) -> list[Sequence]:
         """Take in the ends of transfers; returns the sequences that wait for nothing more."""
         return self.tiers.finish(reports)
 
-    def check_integrity(self, living: Collection[Sequence], in_flight: Iterable[InFlightStep]) -> None:
-        """Raise AssertionError unless `living` and plans in flight hold exactly what is held."""
-        self.tiers.check_integrity([step.loaded_hosts for step in in_flight])
-        imported = [each.blocks for each in self._imports]
-        self.pool.check_integrity([*(seq.kv.blocks for seq in living), *imported])
-        self._cache.check_names()
-        for index, group in enumerate(self._windows):
-            tables = [seq.kv.window_tables[index] for seq in living if seq.kv.window_tables]
-            group.check_integrity([[block for block in table if block != NO_BLOCK] for table in tables])
-        self._pins.check_integrity()
+    def checks(self, living: Collection[Sequence], in_flight: Iterable[InFlightStep]) -> Iterator[None]:
+        """Raise AssertionError unless `living` and plans in flight hold exactly what is held.
+
+        Stops after every few blocks; nothing may change between two parts.
+        """
         slots = sorted(self._slots + [slot for seq in living for slot in seq.kv.slots])
         assert slots == list(range(self._max_num_seqs)), "a runner slot is lost or taken twice"
+        imported = [each.blocks for each in self._imports]
+        yield from self._cache.checks([*(seq.kv.blocks for seq in living), *imported])
+        for index, group in enumerate(self._windows):
+            tables = [seq.kv.window_tables[index] for seq in living if seq.kv.window_tables]
+            yield from group.checks([[block for block in table if block != NO_BLOCK] for table in tables])
+        yield from self.tiers.checks([step.loaded_hosts for step in in_flight])
+        yield from self._pins.checks()

@@ -7,8 +7,9 @@ until it is reported, even if the waiting request ends. So late bytes never reac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from math import inf
 from typing import NamedTuple, Protocol
 
 from engine.core.budget import StepTime
@@ -35,7 +36,7 @@ class Transfer(NamedTuple):
     slot: int  # of the store
 
 
-Report = tuple[Transfer, bool]  # a transfer that ended, and whether it succeeded
+TransferEnd = tuple[Transfer, bool]  # a transfer that ended, and whether it succeeded
 
 
 class News(NamedTuple):
@@ -52,7 +53,7 @@ class Transport(Protocol):
         """Queue transfers, loads first, to begin after the copies of all launched plans."""
         ...
 
-    def finished(self, wait_s: float) -> list[Report]:
+    def finished(self, wait_s: float) -> list[TransferEnd]:
         """Return the transfers that ended; waits up to `wait_s` for the first."""
         ...
 
@@ -145,9 +146,13 @@ class Tiers:
                 self._begin(TransferKind.LOAD, tier, name, self.host.pool.alloc(), slot)
             self._parked.setdefault(name, []).append(seq)
             seq.kv.num_awaited += 1
-        computed_s = self._times.chunk_s(first * self._size, len(wanted) * self._size)
-        seq.kv.awaits_until_s = now + (computed_s if self._times.is_known else MAX_PARKED_S)
+        computed_s = self.compute_s(first, len(wanted))
+        seq.kv.awaits_until_s = now + (MAX_PARKED_S if computed_s == inf else computed_s)
         return seq.kv.num_awaited > 0
+
+    def compute_s(self, first: int, num_blocks: int) -> float:
+        """Return how long computing blocks of a prompt from `first` on would take; infinite while that is not known."""
+        return self._times.chunk_s(first * self._size, num_blocks * self._size) if self._times.is_known else inf
 
     def _find_stored(self, seq: Sequence, first: int) -> list[tuple[bytes, str]]:
         """Return the (name, store) of blocks that host memory lacks, as far as stores have them."""
@@ -195,7 +200,7 @@ class Tiers:
         orders, self._orders = self._orders, []
         return orders
 
-    def finish(self, reports: Iterable[Report]) -> list[Sequence]:
+    def finish(self, reports: Iterable[TransferEnd]) -> list[Sequence]:
         """Take in the ends of transfers; returns the sequences that wait for no other transfer."""
         ready: list[Sequence] = []
         for transfer, is_good in reports:
@@ -247,15 +252,15 @@ class Tiers:
                 self._put(store, name, slot)
                 store.pool.free(slot)
 
-    def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
+    def checks(self, holders: Iterable[Iterable[int]]) -> Iterator[None]:
         """Raise AssertionError unless `holders` and the transfers hold what is held of host blocks and slots."""
         transfers = list(self._under_way.values())
         hosts = [transfer.host_block for transfer in transfers] + [host for _, _, host in self._staged]
-        self.host.check_integrity([*holders, hosts])
-        for tier, store in self.stores.items():
-            store.check_integrity([[transfer.slot for transfer in transfers if transfer.tier == tier]])
         loading = {transfer.name for transfer in transfers if transfer.kind is TransferKind.LOAD}
         assert self._parked.keys() <= loading, "a sequence waits for a block that is not being loaded"
+        yield from self.host.checks([*holders, hosts])
+        for tier, store in self.stores.items():
+            yield from store.checks([[transfer.slot for transfer in transfers if transfer.tier == tier]])
 
     @staticmethod
     def _put(index: BlockIndex, name: bytes, block: int) -> None:

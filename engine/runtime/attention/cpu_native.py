@@ -68,8 +68,8 @@ class CpuNativeAttention(AttentionBackend):
         assert q.shape[1:] == (spec.num_heads, spec.head_dim)
         store = self._store
         store.pool = pool
-        store.new_k, store.k_stride = k.data_ptr(), k.stride(0)
-        store.new_v, store.v_stride = v.data_ptr(), v.stride(0)
+        store.k, store.k_stride = k.data_ptr(), k.stride(0)
+        store.v, store.v_stride = v.data_ptr(), v.stride(0)
         self._library.store(store)
 
         out = torch.empty((*q.shape[:2], spec.out_dim), dtype=q.dtype)

@@ -20,7 +20,7 @@ from engine.runtime.native.library import AdapterLayerArgs, AdaptersArgs, LowRan
 from engine.runtime.transfer import to_device
 
 
-class Place(IntEnum):
+class AdaptedMatrix(IntEnum):
     """The matrices of a layer, as in lora.h."""
 
     QKV = 0
@@ -34,7 +34,7 @@ class Target(NamedTuple):
     """The rows of a checkpoint's matrix in the model's matrix, which may be merged."""
 
     layer: int
-    place: Place
+    place: AdaptedMatrix
     first_row: int
     num_rows: int
     shape: tuple[int, int]  # of the merged matrix: outputs, inputs
@@ -54,7 +54,7 @@ class LoraAdapter:
     __slots__ = ("__weakref__", "digest", "layers", "name", "native")
 
     def __init__(self, name: str, digest: bytes, layers: Sequence[Sequence[LowRank | None]]) -> None:
-        """`layers` has an entry for each layer, with an entry for each Place."""
+        """`layers` has an entry for each layer, with an entry for each AdaptedMatrix."""
         self.name, self.digest, self.layers = name, digest, layers
         self.native = _describe(layers)
 
@@ -79,7 +79,7 @@ def group_rows(slices: Sequence[SequenceSlice], device: torch.device) -> list[Ad
     return [AdapterRows(adapter, to_device(rows, torch.int64, device)) for adapter, rows in found.items()]
 
 
-def addends(groups: Sequence[AdapterRows], layer: int, place: Place, x: Tensor) -> list[Addend]:
+def addends(groups: Sequence[AdapterRows], layer: int, place: AdaptedMatrix, x: Tensor) -> list[Addend]:
     """Return the adapters' terms of the product of x [T, inputs] with one matrix."""
     return [
         Addend(group.rows, _low(low_rank, x.index_select(0, group.rows)), low_rank.up)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.core.errors import AdapterLoadError
 from engine.runtime.linear import Linear, pack
-from engine.runtime.lora.adapter import LoraAdapter, LowRank, Place, Target
+from engine.runtime.lora.adapter import AdaptedMatrix, LoraAdapter, LowRank, Target
 from engine.runtime.lora.config import WEIGHTS, LoraConfig, check_folder
 from engine.runtime.native.arena import Arena
 
@@ -69,15 +69,15 @@ class LoraLoader:
         with _open(path) as file:
             parts = self._check(path, config, file)
             digest = blake2b(digest_size=32, person=b"quire.adapter")
-            merged: dict[tuple[int, Place], list[tuple[_Part, Tensor, Tensor]]] = {}
+            merged: dict[tuple[int, AdaptedMatrix], list[tuple[_Part, Tensor, Tensor]]] = {}
             for part in parts:
                 sides = [file.get_tensor(_tensor_name(part.module, side)) for side in "AB"]
-                digest.update(f"{part.module} {part.scale}".encode())
+                digest.update(f"{part.module} {part.scale} {part.rank} ".encode())  # the rank is where a matrix ends
                 for side in sides:
                     digest.update(f"{side.dtype}".encode() + side.contiguous().view(torch.uint8).numpy().data)
                 merged.setdefault((part.target.layer, part.target.place), []).append((part, sides[0], sides[1]))
         arena = Arena()
-        layers: list[list[LowRank | None]] = [[None] * len(Place) for _ in range(self._num_layers)]
+        layers: list[list[LowRank | None]] = [[None] * len(AdaptedMatrix) for _ in range(self._num_layers)]
         for (layer, place), matrices in sorted(merged.items(), key=lambda item: item[0]):
             layers[layer][place] = self._merge(matrices, arena)
         return LoraAdapter(name, digest.digest(), layers)

@@ -22,6 +22,7 @@ class ModelCapabilities:
     adapters: bool = False  # `forward` takes adapters, `adapter_targets` names the matrices
     graphs: bool = False  # its forward pass may be captured in a CUDA graph
     native: bool = False  # its products run in the native library, on the library's threads
+    generates: bool = True  # it has an LM head; without one its final states are served as vectors
     heads: bool = False  # `forward` copies out streams and `embed` looks tokens up, for heads that draft
 
 

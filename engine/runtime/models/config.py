@@ -105,6 +105,7 @@ class ModelConfig:
     norm_eps: float
     activation: Activation
     tied_head: bool  # the LM head is the embedding
+    has_head: bool = True  # False: the checkpoint was saved without one, and the model makes vectors alone
     attention_scale: float
 
     qkv_bias: bool = False
@@ -134,5 +135,5 @@ class ModelConfig:
             layer.moe.num_weights(self.hidden_size) if layer.moe else 3 * self.hidden_size * self.intermediate_size
             for layer in self.layers
         ]
-        embeddings = self.vocab_size * (1 if self.tied_head else 2)
+        embeddings = self.vocab_size * (1 if self.tied_head or not self.has_head else 2)
         return self.hidden_size * embeddings + len(self.layers) * attention + sum(mlps)

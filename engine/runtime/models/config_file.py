@@ -7,13 +7,14 @@ because the text model is served alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.runtime.models.config import ModelConfig
-from engine.runtime.models.families import FAMILIES
+from engine.runtime.models.families import FAMILIES, read_config
 from engine.runtime.models.overrides import override
 from engine.runtime.models.servable import refuse_unservable
 from engine.runtime.weights.checkpoint import Checkpoint
@@ -52,6 +53,12 @@ def servable(config: HFConfig, overrides: Mapping[str, Any] | None = None) -> HF
     stored = {key: values[key] for key in ("dtype", "torch_dtype") if values.get(key)}
     text = config.section("text_config").values
     return HFConfig({**_GEMMA3, **stored, **text, "model_type": "gemma3_text"}, config.source)
+
+
+def read_own(checkpoint: Checkpoint) -> ModelConfig:
+    """Return the settings of a model that Quire's decoder runs. Raises ModelLoadError."""
+    config = read_config(checkpoint.config.values, checkpoint.config.source)
+    return config if config.tied_head or not checkpoint.is_body else replace(config, has_head=False)
 
 
 def check_mtp(model: HFConfig, config: ModelConfig | None) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.linear import Embedding, ShardedEmbedding
+from engine.runtime.linear import Embedding, Linear, ShardedEmbedding
 from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, Target, addends
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
@@ -184,7 +184,9 @@ class Decoder:
         self.attention_specs: Sequence[AttentionSpec] = [layer.spec for layer in self._layers]
         self._norm = RMSNorm(make, "model.norm", config.hidden_size, config)
         head, tied = ("model.embed_tokens", self.embed) if config.tied_head else ("lm_head", None)
-        self._head = make.linear({head: num_ids}, config.hidden_size, is_head=True, tied=tied)
+        self._head = (
+            make.linear({head: num_ids}, config.hidden_size, is_head=True, tied=tied) if config.has_head else None
+        )
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
         self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
         self._native: NativeDecoder | None = None
@@ -208,9 +210,12 @@ class Decoder:
 
     @property
     def capabilities(self) -> ModelCapabilities:
-        """Return whether the native library computes the products."""
+        """Return whether it has an LM head, and whether the native library computes the products."""
         graphs = all(layer.is_capturable for layer in self._layers)
-        return ModelCapabilities(adapters=True, graphs=graphs, native=self._head.args is not None, heads=True)
+        is_native = self._native is not None if self._head is None else self._head.args is not None
+        return ModelCapabilities(
+            adapters=True, graphs=graphs, native=is_native, heads=True, generates=self._head is not None
+        )
 
     def forward(
         self,
@@ -249,11 +254,13 @@ class Decoder:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, vocab_size] of hidden states, in `out` if given."""
+        if self._head is None:  # of a start's full steps alone: the engine refuses requests that need it
+            return hidden.new_zeros((len(hidden), self.vocab_size), dtype=torch.float32) if out is None else out.zero_()
         # In bfloat16, logits near 25 would be 0.125 apart, and the two best would often be equal.
         if self._shards is None:
             logits = self._head.in_float32(hidden, out)
         else:
-            logits = self._gathered(self._shards, hidden, out)
+            logits = self._gathered(self._shards, self._head, hidden, out)
             if self._group.rank:
                 return logits
         if self._config.logit_multiplier != 1.0:
@@ -262,9 +269,9 @@ class Decoder:
             logits.div_(self._config.logit_softcap).tanh_().mul_(self._config.logit_softcap)
         return logits
 
-    def _gathered(self, shards: Shards, hidden: Tensor, out: Tensor | None) -> Tensor:
+    def _gathered(self, shards: Shards, head: Linear, hidden: Tensor, out: Tensor | None) -> Tensor:
         """Return all ranks' logits on rank 0; on the others a tensor of no meaning."""
-        own = self._head.in_float32(hidden)
+        own = head.in_float32(hidden)
         own = F.pad(own, (0, shards.num_logits - own.shape[1]))  # the last rank may have fewer columns
         if self._group.rank:
             self._group.gather(own, None)

@@ -94,6 +94,7 @@ def smollm3(hf: HFConfig) -> ModelConfig:
 
 def phi3(hf: HFConfig) -> ModelConfig:
     """Phi-3, Phi-3.5 and Phi-4 (mini and full)."""
+    hf = _with_longrope(hf)
     windows = [hf.optional_size("sliding_window")] * _num_layers(hf)
     return replace(_common(hf), merged_checkpoint=True, layers=_layers(hf, windows=windows))
 
@@ -429,6 +430,15 @@ def _rope(hf: HFConfig, theta: float = 10_000.0) -> RopeConfig:
     """Return one rope for all layers, from `rope_parameters` (transformers 5) or older keys."""
     params = hf.section("rope_parameters" if hf.has("rope_parameters") else "rope_scaling")
     return _rope_from(hf, params, theta=hf.positive("rope_theta", theta))
+
+
+def _with_longrope(hf: HFConfig) -> HFConfig:
+    """Return a config whose scaling has one name: Phi-3 calls LongRoPE "su" or "yarn", too."""
+    key = "rope_parameters" if hf.has("rope_parameters") else "rope_scaling"
+    params = hf.section(key)
+    if params.text("rope_type", params.text("type", "default")) != "yarn":
+        return hf
+    return HFConfig({**hf.values, key: {**params.values, "rope_type": "longrope"}}, hf.source)
 
 
 def _ropes_by_type(hf: HFConfig, types: Sequence[str], *, local_theta: float, theta: float) -> list[RopeConfig | None]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.runtime.attention.base import Rotation
 from engine.runtime.linear import Addend
-from engine.runtime.lora.adapter import Place
+from engine.runtime.lora.adapter import AdaptedMatrix
 from engine.runtime.models.base import LayerAttention
 from engine.runtime.models.config import ModelConfig, QKNorm
 from engine.runtime.models.maker import Maker
@@ -25,7 +25,7 @@ from engine.runtime.weights.fill import Load
 
 Angles = tuple[Tensor, Tensor]
 # The terms that a step's adapters add to the product of x with a matrix of one layer.
-LayerAdapters = Callable[[Place, Tensor], Sequence[Addend]]
+LayerAdapters = Callable[[AdaptedMatrix, Tensor], Sequence[Addend]]
 
 
 class RMSNorm:
@@ -111,7 +111,7 @@ class FullNorm:
         return torch.cat([p * s[:, None] * w for p, s, w in zip(parts, scales, weights, strict=True)], 1)
 
 
-def addends(adapters: LayerAdapters | None, place: Place, x: Tensor) -> Sequence[Addend]:
+def addends(adapters: LayerAdapters | None, place: AdaptedMatrix, x: Tensor) -> Sequence[Addend]:
     """Return the terms that adapters add to the product of x with the matrix at a place."""
     return () if adapters is None else adapters(place, x)
 
@@ -137,8 +137,8 @@ class Attention:
         rows = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
         if config.merged_checkpoint:
             rows = {"qkv_proj": sum(rows.values())}
-        self.qkv = make.linear(rows, num_inputs or config.hidden_size, bias=config.qkv_bias, place=Place.QKV)
-        self.o = make.linear({"o_proj": config.hidden_size}, width, bias=config.o_bias, place=Place.O)
+        self.qkv = make.linear(rows, num_inputs or config.hidden_size, bias=config.qkv_bias, place=AdaptedMatrix.QKV)
+        self.o = make.linear({"o_proj": config.hidden_size}, width, bias=config.o_bias, place=AdaptedMatrix.O)
         self._norm = None if config.qk_norm is QKNorm.NONE else _QK_NORMS[config.qk_norm](config, make)
         self._clip, self._group = config.qkv_clip, make.group
         self.sinks = make.tensor("sinks", config.num_heads, dtype=torch.float32) if config.has_sinks else None
@@ -150,7 +150,7 @@ class Attention:
 
         The tensors that `attention` gets are views into wider rows: a token's heads are contiguous, tokens are not.
         """
-        qkv = self.qkv(x, addends(adapters, Place.QKV, x)).view(self._shape)
+        qkv = self.qkv(x, addends(adapters, AdaptedMatrix.QKV, x)).view(self._shape)
         qk = qkv[:, : self._heads]
         if isinstance(self._norm, FullNorm):
             qk.copy_(self._norm(qk))
@@ -167,7 +167,7 @@ class Attention:
         return self._project(out.flatten(1), adapters)
 
     def _project(self, x: Tensor, adapters: LayerAdapters | None) -> Tensor:
-        y = self.o(x, addends(adapters, Place.O, x))
+        y = self.o(x, addends(adapters, AdaptedMatrix.O, x))
         self._group.all_reduce(y)
         return y
 
@@ -190,12 +190,12 @@ class MLP:
     def __init__(self, config: ModelConfig, make: Maker) -> None:
         hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         rows = {"gate_up_proj": 2 * width} if config.merged_checkpoint else {"gate_proj": width, "up_proj": width}
-        self.gate_up = make.linear(rows, hidden, bias=bias, activation=config.activation, place=Place.GATE_UP)
-        self.down = make.linear({"down_proj": hidden}, width, bias=bias, place=Place.DOWN)
+        self.gate_up = make.linear(rows, hidden, bias=bias, activation=config.activation, place=AdaptedMatrix.GATE_UP)
+        self.down = make.linear({"down_proj": hidden}, width, bias=bias, place=AdaptedMatrix.DOWN)
         self._group = make.group
 
     def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
-        inner = self.gate_up(x, addends(adapters, Place.GATE_UP, x))
-        y = self.down(inner, addends(adapters, Place.DOWN, inner))
+        inner = self.gate_up(x, addends(adapters, AdaptedMatrix.GATE_UP, x))
+        y = self.down(inner, addends(adapters, AdaptedMatrix.DOWN, inner))
         self._group.all_reduce(y)
         return y

@@ -11,14 +11,20 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
-from engine.core.types import Progress
+from engine.core.types import Progress, ReportProgress
 from engine.runtime.lazy import load
 from engine.runtime.models.base import CausalLM
-from engine.runtime.models.config_file import check_mtp, is_native, read_model_config, require_readable, servable
+from engine.runtime.models.config_file import (
+    check_mtp,
+    is_native,
+    read_model_config,
+    read_own,
+    require_readable,
+    servable,
+)
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.eagle3_config import foreign_target, read_eagle3
-from engine.runtime.models.families import read_config
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.mtp import MTPHead
 from engine.runtime.models.shards import Shards, blocks_of
@@ -26,7 +32,7 @@ from engine.runtime.native.library import native
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.base import Circumstances, Scheme
-from engine.runtime.weights.checkpoint import Checkpoint, Report
+from engine.runtime.weights.checkpoint import Checkpoint
 from engine.runtime.weights.fill import check_size, fill
 from engine.runtime.weights.formats import FORMATS, choose_format
 from engine.runtime.weights.hf_config import HFConfig
@@ -37,7 +43,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def load_model(
-    config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Report, group: Group = SINGLE
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, report: ReportProgress, group: Group = SINGLE
 ) -> CausalLM:
     """Build the model on `device` in `dtype` and fill it, reporting progress to `report`."""
     checkpoint, here = _open(config, device, dtype)
@@ -60,7 +66,7 @@ def load_model(
         ) from None
 
 
-def load_mtp(config: EngineConfig, target: CausalLM, device: torch.device, report: Report) -> MTPHead:
+def load_mtp(config: EngineConfig, target: CausalLM, device: torch.device, report: ReportProgress) -> MTPHead:
     """Load the MTP head of the checkpoint that `target` was loaded from. Raises ConfigError or ModelLoadError."""
     _require_whole(target)
     own = target.config if isinstance(target, Decoder) else None
@@ -94,7 +100,7 @@ def _open(
 
 
 def load_eagle3(
-    config: EngineConfig, target: CausalLM, device: torch.device, report: Report, *, served_len: int
+    config: EngineConfig, target: CausalLM, device: torch.device, report: ReportProgress, *, served_len: int
 ) -> Eagle3:
     """Build the EAGLE-3 draft of a target, in its type, and fill it. Raises ConfigError or ModelLoadError."""
     if not isinstance(target, Decoder):
@@ -194,23 +200,37 @@ def _require_whole(target: CausalLM) -> None:
         )
 
 
+def _require_no_drafts(config: EngineConfig) -> None:
+    """Raise ConfigError for drafts of, or by, a model without an LM head."""
+    if config.speculation is not None:
+        raise ConfigError(
+            f"--speculative-config drafts tokens, and {config.model} has no LM head, so it generates none; leave it out."
+        )
+
+
 def load_decoder(
     config: EngineConfig,
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
     scheme: Scheme,
-    report: Report,
+    report: ReportProgress,
     group: Group = SINGLE,
 ) -> Decoder:
     """Build Quire's decoder and fill it from a checkpoint."""
-    model_config = read_config(checkpoint.config.values, checkpoint.config.source)
+    model_config = read_own(checkpoint)
     config.check_length(model_config.max_positions)
+    if not model_config.has_head:
+        _require_no_drafts(config)
+        report(Progress("head", "the checkpoint has no LM head; the model makes vectors, and generation is refused"))
     check_size(checkpoint, model_config.num_weights, dtype, device)
     served_len = config.max_model_len or model_config.max_positions
     shards = None
     if group.size > 1:
         shards = Shards(model_config, group, blocks_of(model_config, checkpoint.tensors({})))
+    for remark in dict.fromkeys(layer.rope.remark(served_len) for layer in model_config.layers if layer.rope):
+        if remark:
+            report(Progress("positions", remark))
     model = Decoder(model_config, served_len=served_len, dtype=dtype, device=device, scheme=scheme, shards=shards)
     fill(model.loads, checkpoint, report, is_tied=model.is_tied)
     model.finish()

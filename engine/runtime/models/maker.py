@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.runtime.activation import Activation
 from engine.runtime.linear import Embedding, Linear
-from engine.runtime.lora.adapter import Place, Target
+from engine.runtime.lora.adapter import AdaptedMatrix, Target
 from engine.runtime.models.shards import Shards
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes.base import Bundle, Matrix, Scheme
@@ -64,7 +64,7 @@ class Maker(NamedTuple):
         *,
         bias: bool = False,
         activation: Activation | None = None,
-        place: Place | None = None,
+        place: AdaptedMatrix | None = None,
         is_head: bool = False,
         tied: Embedding | None = None,
     ) -> Linear:

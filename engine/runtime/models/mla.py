@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.linear import HeadProducts
-from engine.runtime.lora.adapter import Place
+from engine.runtime.lora.adapter import AdaptedMatrix
 from engine.runtime.models.base import LayerAttention
 from engine.runtime.models.config import LatentConfig, ModelConfig
 from engine.runtime.models.layers import Angles, LayerAdapters, RMSNorm, addends
@@ -69,9 +69,9 @@ class LatentAttention:
         self._widths = (width if rank is None else rank, row)
         first = {"q_proj": width} if rank is None else {"q_a_proj": rank}
         rows = {**first, "kv_a_proj_with_mqa": row}
-        self.down = make.linear(rows, hidden, bias=config.qkv_bias, place=Place.QKV)
+        self.down = make.linear(rows, hidden, bias=config.qkv_bias, place=AdaptedMatrix.QKV)
         self._query_norm = None if rank is None else RMSNorm(make, "q_a_layernorm", rank, norms)
-        self.queries = None if rank is None else make.linear({"q_b_proj": width}, rank, place=Place.Q_B)
+        self.queries = None if rank is None else make.linear({"q_b_proj": width}, rank, place=AdaptedMatrix.Q_B)
         self._key_norm = RMSNorm(make, "kv_a_layernorm", latent.rank, norms)
         heads = config.num_heads
         if latent.has_split_kv:
@@ -80,7 +80,9 @@ class LatentAttention:
         else:
             expanded = heads * (latent.nope_dim + latent.value_dim)
             make.matrix("kv_b_proj", expanded, latent.rank, partial(self._take_both, make.scheme))
-        self.o = make.linear({"o_proj": hidden}, config.num_heads * latent.value_dim, bias=config.o_bias, place=Place.O)
+        self.o = make.linear(
+            {"o_proj": hidden}, config.num_heads * latent.value_dim, bias=config.o_bias, place=AdaptedMatrix.O
+        )
 
     def _take_both(self, scheme: Scheme, matrix: Matrix) -> None:
         """Keep kv_b_proj: a head's rows are its keys', then its values'.
@@ -123,10 +125,10 @@ class LatentAttention:
     ) -> Tensor:
         """Compute attention for x [T, hidden]; `angles` from Rotary."""
         assert angles is not None, "a family with latents has positions in every layer"
-        first, row = self.down(x, addends(adapters, Place.QKV, x)).split(self._widths, 1)
+        first, row = self.down(x, addends(adapters, AdaptedMatrix.QKV, x)).split(self._widths, 1)
         if self.queries is not None and self._query_norm is not None:
             normed = self._query_norm(first.contiguous())
-            first = self.queries(normed, addends(adapters, Place.Q_B, normed))
+            first = self.queries(normed, addends(adapters, AdaptedMatrix.Q_B, normed))
         q = first.unflatten(1, (self._num_heads, -1))
         turned = self._rotate(q[..., self._nope_dim :], row[:, self._rank :], angles)
 
@@ -142,7 +144,7 @@ class LatentAttention:
         values = x.new_empty(num_tokens, self._num_heads, self._value_dim)
         self._values(mixed, values)
         out = values.flatten(1)
-        y = self.o(out, addends(adapters, Place.O, out))
+        y = self.o(out, addends(adapters, AdaptedMatrix.O, out))
         self._group.all_reduce(y)
         return y
 

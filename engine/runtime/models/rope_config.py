@@ -4,7 +4,8 @@ torch is imported where it computes, so that a config can be read and refused be
 
 A scaling is a frozen dataclass that yields inverse frequencies; adding one is a class and a line in `_SCALINGS`. Keys
 are cached after rotation, so one set of frequencies serves an engine's whole life: the scalings that depend on the
-sequence's length (dynamic NTK, LongRoPE) are fixed for the longest sequence the engine will accept.
+sequence's length (dynamic NTK, LongRoPE) are fixed for the longest sequence the engine will accept. Within the positions
+of the config dynamic NTK stretches nothing. LongRoPE has two lists, and the start says which is in force.
 """
 
 from __future__ import annotations
@@ -65,6 +66,23 @@ class RopeConfig:
         if not (found.inverse.isfinite().all() and math.isfinite(found.magnitude)):
             raise ModelLoadError(f"The config's rope settings give frequencies that are not finite: {self}.")
         return found
+
+    def remark(self, served_len: int) -> str:
+        """Return a line for the log about frequencies that `served_len` decides; "" for none."""
+        scaling = self.scaling
+        if not isinstance(scaling, LongRope) or scaling.short == scaling.long:
+            return ""
+        return describe_longrope(served_len, scaling.trained_len)
+
+
+def describe_longrope(served_len: int, trained_len: int) -> str:
+    """Return a line for the log: the list of LongRoPE's factors that is in force, and why."""
+    if served_len <= trained_len:
+        return f"LongRoPE's short factors, as contexts of up to {served_len} tokens are within the first {trained_len}"
+    return (
+        f"LongRoPE's long factors for all requests, as contexts may be longer than {trained_len} tokens; where all are "
+        f"shorter, --max-model-len {trained_len} takes the short factors, which are more accurate there"
+    )
 
 
 @dataclass(frozen=True, slots=True)

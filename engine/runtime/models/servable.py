@@ -12,10 +12,10 @@ from typing import Any
 from engine.core.errors import ModelLoadError
 
 _ENCODERS = (
-    "albert", "bert", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra",
+    "albert", "bert", "bert-generation", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra",
     "ernie", "esm", "eurobert", "flaubert", "funnel", "gte", "ibert", "jina_embeddings_v3", "longformer", "luke",
-    "mobilebert", "modernbert", "mpnet", "nomic_bert", "nystromformer", "roberta", "roberta-prelayernorm", "roformer",
-    "squeezebert", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    "mobilebert", "modernbert", "mpnet", "nomic_bert", "nystromformer", "roberta", "roberta-prelayernorm", "roc_bert",
+    "roformer", "squeezebert", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 _ENCODER_DECODERS = (
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5",
@@ -31,9 +31,18 @@ _SOMETIMES_RECURRENT = ("granitemoehybrid",)  # of which some models have attent
 _SPARSE = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa")  # layers that choose the tokens they attend to
 # Their code in transformers computes attention itself, so it cannot use a paged pool.
 _OWN_ATTENTION = (
-    "biogpt", "bloom", "codegen", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt",
-    "reformer", "stablelm", "xglm", "xlnet",
+    "big_bird", "biogpt", "bloom", "blt", "codegen", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj",
+    "megatron-bert", "mpt", "openai-gpt", "reformer", "rembert", "stablelm", "trocr", "xglm", "xlnet",
 )  # fmt: skip
+# Their attention is not a sum over one paged cache of keys and values a layer.
+_OTHER_ATTENTION = {
+    "diffllama": "takes the difference of two attentions a layer",
+    "doge": "adds a bias of its own to attention",
+    "gemma4_assistant": "drafts from the states of another model",
+    "gemma4_unified_assistant": "drafts from the states of another model",
+    "hrm_text": "runs each layer more than once a token",
+    "nemotron": "does not pass to its attention what a paged cache needs",
+}
 SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 _OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "vq_config", "visual")
 _WITH_TEXT_TOWER = ("gemma3",)  # served as text models, see config_file.py
@@ -89,10 +98,14 @@ def _why(values: Mapping[str, Any]) -> str | None:
         return (
             f"{kind!r} has attention that transformers cannot exchange; serve a family such as Llama, Qwen3 or Mixtral"
         )
+    if kind in _OTHER_ATTENTION:
+        return f"{kind!r} {_OTHER_ATTENTION[kind]}, which Quire cannot serve; serve a family such as Llama or Qwen3"
     if kind not in _WITH_TEXT_TOWER and any(values.get(key) for key in _OTHER_INPUTS):
         return (
             f"{kind!r} takes images or sound beside text, which Quire does not; serve a text model of the same family"
         )
+    if kind not in _WITH_TEXT_TOWER and isinstance(values.get("text_config"), Mapping):
+        return f"{kind!r} has its language model inside another model; serve a text model of the same family"
     return None
 
 

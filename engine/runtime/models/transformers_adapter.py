@@ -21,6 +21,7 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
 )
@@ -30,14 +31,15 @@ from transformers.utils import logging as transformers_logging
 
 from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
-from engine.core.types import Progress
+from engine.core.types import Progress, ReportProgress
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.lora.adapter import AdapterRows, Target
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config_file import read_model_config
+from engine.runtime.models.rope_config import describe_longrope
 from engine.runtime.models.servable import SERVABLE_LAYERS
 from engine.runtime.native.decoder import Streams
-from engine.runtime.weights.checkpoint import Checkpoint, Report
+from engine.runtime.weights.checkpoint import Checkpoint
 from engine.runtime.weights.fill import check_size
 
 _IMPLEMENTATION = "quire_paged"
@@ -49,7 +51,7 @@ def load_adapter(
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
-    report: Report,
+    report: ReportProgress,
 ) -> TransformersModel:
     """Build and fill the model at `path` with transformers."""
     hf_config = read_foreign_config(path, config.hf_overrides)
@@ -59,7 +61,8 @@ def load_adapter(
     check_size(checkpoint, _num_weights(hf_config, path), dtype, device)
     load = _random if config.load_format == "dummy" else _pretrained
     model = load(config, hf_config, path, dtype).to(device).eval().requires_grad_(False)
-    _fix_ropes(model, config.max_model_len or max_positions, path)
+    for remark in _fix_ropes(model, config.max_model_len or max_positions, path):
+        report(Progress("positions", remark))
     return TransformersModel(model, max_positions, str(path))
 
 
@@ -72,6 +75,8 @@ class TransformersModel:
         self.max_model_len = max_model_len
         self.dtype: torch.dtype = model.dtype
         self._body = model.get_decoder()
+        if self._body is model.get_output_embeddings():  # which ModernBERT's decoders call "decoder"
+            self._body = model.base_model
         self._head = model
         # The head's forward also scales and caps; a body that returns given states keeps that behaviour.
         self._given = _Given()
@@ -119,16 +124,19 @@ class TransformersModel:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, vocab_size] of hidden states, in `out` if given."""
-        self._given.states = hidden[None]
-        logits: Tensor = self._head(input_ids=None, use_cache=False).logits[0]
+        states = hidden[None]
+        self._given.states = states
+        # Some heads look at the length of their inputs.
+        logits: Tensor = self._head(input_ids=None, inputs_embeds=states, use_cache=False).logits[0]
         return logits.float() if out is None else out.copy_(logits)
 
 
 @dataclass
 class _States(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers is not typed
-    """The outputs that a head may read from a body, hidden states only."""
+    """The outputs that a head may read from a body: hidden states only, None for all others."""
 
     cross_attentions: None = None
+    shared_kv_states: None = None
 
 
 class _Given(nn.Module):
@@ -179,7 +187,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: object,
     quire_attention: LayerAttention | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -192,13 +200,13 @@ def _attend(
     q, k, v = (F.pad(x[0].transpose(0, 1), (0, width - x.shape[-1])) for x in (query, key, value))
     layer: int = module.layer_idx  # type: ignore[assignment]  # nn.Module types its attributes as Tensor | Module
     if isinstance(quire_attention, _Overhear):
-        _check(module, attention_mask)
+        window = _window(module, attention_mask, sliding_window)
         spec = AttentionSpec(
             num_heads=q.shape[1],
             num_kv_heads=k.shape[1],
             head_dim=width,
             scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
-            window=sliding_window,
+            window=window,
             softcap=softcap,
             sinks=s_aux,
         )
@@ -208,14 +216,36 @@ def _attend(
     return quire_attention(layer, q, k, v)[None, ..., : value.shape[-1]], None
 
 
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Stands for the mask of a layer with a window; some models write the window there alone."""
+
+    size: int
+
+    def __getitem__(self, _: object) -> _Window:
+        """Return itself: some models cut masks to the rows that they compute."""
+        return self
+
+
+def _mask(*_: Any, local_size: int | None = None, **__: Any) -> _Window | None:
+    """Return what stands for a causal mask, for the layers' attention."""
+    return None if local_size is None else _Window(local_size)
+
+
 AttentionInterface.register(_IMPLEMENTATION, _attend)
+AttentionMaskInterface.register(_IMPLEMENTATION, _mask)
 
 
-def _check(module: nn.Module, mask: Tensor | None) -> None:
-    if mask is not None:
+def _window(module: nn.Module, mask: object, given: int | None) -> int | None:
+    """Return a layer's window. Raises ValueError for a mask that is more than causal."""
+    if mask is not None and not isinstance(mask, _Window):
         raise ValueError("it builds an attention mask or bias of its own")
     if getattr(module, "is_causal", True) is False:
         raise ValueError("its attention is not causal")
+    sizes = {size for size in (given, None if mask is None else mask.size) if size is not None}
+    if len(sizes) > 1:
+        raise ValueError(f"its mask and its attention have different windows, {sorted(sizes)}")
+    return min(sizes, default=None)
 
 
 def read_foreign_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Any:
@@ -238,6 +268,9 @@ def read_foreign_config(path: Path, overrides: Mapping[str, Any] | None = None) 
         raise _refusal(
             path, "its language model is part of another model; leave --model-impl at auto, or serve a text model"
         )
+    ropes = getattr(text, "rope_parameters", None) or {}
+    if any(isinstance(each, dict) and each.get("rope_type") in ("longrope", "dynamic") for each in ropes.values()):
+        raise _refusal(path, "it has length-dependent rope scalings by layer type")
     foreign = set(getattr(text, "layer_types", None) or ()) - SERVABLE_LAYERS
     if foreign:
         raise _refusal(path, f"it has layers of type {', '.join(sorted(foreign))}")
@@ -307,16 +340,30 @@ def _max_positions(hf_config: Any, path: Path) -> int:
     return found
 
 
-def _fix_ropes(model: nn.Module, served_len: int, path: Path) -> None:
-    """Fix length-dependent rope scalings for the longest sequence: keys are cached rotated."""
+def _fix_ropes(model: nn.Module, served_len: int, path: Path) -> set[str]:
+    """Fix length-dependent rope scalings for the longest sequence: keys are cached rotated. Return lines for the log."""
+    remarks = set()
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
-        if kind in ("longrope", "dynamic"):
-            inverse, module.attention_scaling = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=served_len)
-            module.inv_freq.copy_(inverse)  # type: ignore[operator]  # a buffer
-            module.rope_type = "default"  # type: ignore[assignment]  # an ordinary attribute
-        elif isinstance(kind, dict) and {"longrope", "dynamic"} & set(kind.values()):
-            raise _refusal(path, "it has length-dependent rope scalings by layer type")
+        if kind not in ("longrope", "dynamic"):
+            continue
+        inverse, module.attention_scaling = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=served_len)
+        module.inv_freq.copy_(inverse)  # type: ignore[operator]  # a buffer
+        module.rope_type = "default"  # type: ignore[assignment]  # an ordinary attribute
+        near, far = _rotation(module, inverse, [1]), _rotation(module, inverse, [1, served_len - 1])
+        if not torch.equal(near, far):
+            raise _refusal(path, "it rotates all tokens of a batch by the longest of its sequences")
+        if kind == "longrope" and torch.allclose(near, inverse.cos() * module.attention_scaling, atol=1e-2):
+            config: Any = module.config
+            trained_len: int = config.rope_parameters["original_max_position_embeddings"]
+            remarks.add(describe_longrope(served_len, trained_len))
+    return remarks
+
+
+def _rotation(module: nn.Module, inverse: Tensor, positions: list[int]) -> Tensor:
+    """Return the cosines by which a module rotates the first of some positions."""
+    cos: Tensor = module(inverse.new_zeros(1, 1, 1), position_ids=torch.tensor([positions], device=inverse.device))[0]
+    return cos[0, 0, : len(inverse)]
 
 
 def _refusal(source: object, why: str) -> ModelLoadError:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import platform
 import shutil
 import subprocess
@@ -21,8 +20,18 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 
+from engine.cache_folder import cache_folder
+
 _HERE = Path(__file__).parent
-_FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wno-psabi")
+_FLAGS = (
+    "-O2",
+    "-std=gnu11",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-Wno-psabi",
+    "-Werror=implicit-function-declaration",  # as newer compilers have it, so that older ones hide nothing
+)
 _COMPILERS = ("cc", "gcc", "clang")
 _TIME_LIMIT_S = 300
 _failed: set[Path] = set()  # libraries that this process could not compile, and does not try again
@@ -107,11 +116,10 @@ def _run(*command: str) -> None:
 
 
 def _cached(compiler: str) -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
     # The compiler is identified by its file: asking for its version would cost every start a process.
     about = Path(compiler).resolve().stat()
     key = hashlib.sha256(f"{compiler} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:8]
-    return folder / f"quire_cpu-{source_digest()}-{key}.so"
+    return cache_folder() / f"quire_cpu-{source_digest()}-{key}.so"
 
 
 def _compile_cached(compiler: str, on_compiled: OnCompiled) -> Path:

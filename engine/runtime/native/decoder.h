@@ -43,8 +43,10 @@ struct decoder {
     int32_t dtype, qk_norm, embedding_format;
     float eps, embedding_scale, residual_scale, attention_scale, softcap;
     float qkv_clip; /* bound of queries, keys and values before rotation; 0: none */
-    struct group *group; /* of the ranks that hold the model, each some of its heads, of every MLP's width and of the ... */
-    int64_t first_id, num_ids; /* ... vocabulary: this one has so many rows of the embedding; NULL: all are here */
+    /* The ranks that hold the model: each has a share of the heads, of every MLP's width and of the vocabulary. NULL: this
+     * process holds all of it. */
+    struct group *group;
+    int64_t first_id, num_ids; /* with a group: the rows of the embedding that this rank holds */
 };
 
 /* One step: a flat batch in, the normed hidden states of some of its rows out. */
@@ -57,8 +59,8 @@ struct forward_args {
     void *hidden;                     /* [num_rows, hidden] */
     int64_t num_tokens, num_rows;
     struct adapters adapters; /* of the tokens */
-    void *streams;                /* [num_tokens, num_streams, hidden]: the sums that enter these layers; for the ... */
-    const int64_t *stream_layers; /* ... number of layers the sum that leaves the last, which goes with all rows only */
+    void *streams;                /* [num_tokens, num_streams, hidden], written: the residual sums that enter stream_layers */
+    const int64_t *stream_layers; /* [num_streams]; num_layers: the sum that leaves the last layer, only if `rows` is NULL */
     int64_t num_streams;
 };
 

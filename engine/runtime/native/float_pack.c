@@ -54,12 +54,12 @@ static void pack_tile(const void *context, const uint8_t *rows, int64_t begin, i
             uint32_t strip[STRIP];
             int64_t at = target_row(s, i);
             uint32_t *to = (uint32_t *)s->packed + (at / PANEL * lanes + first / pair) * PANEL + at % PANEL;
-            convert(rows + (i - begin) * s->from.row_bytes, first, num, s->from.kind, s->format, strip);
+            convert(rows + (i - begin) * s->stored.row_bytes, first, num, s->stored.kind, s->format, strip);
             for (int64_t l = 0; l < num / pair; l++) to[l * PANEL] = strip[l];
         }
     }
 }
 
 int32_t float_pack(const struct quant_source *s, int64_t begin, int64_t end) {
-    return for_each_tile(&s->from, begin, end, pack_tile, s);
+    return for_each_tile(&s->stored, begin, end, pack_tile, s);
 }

@@ -1,8 +1,11 @@
 /* Collectives over shared memory (group.h).
  *
- * Each rank has two slots, used in turn. In a call it writes its slot, raises its count of calls, and waits until all
- * counts are as high; then it reads the others' slots. Nobody writes a slot of two calls ago while it is still read:
- * who begins a call has seen all ranks arrive at the one before, and those have read what came earlier. */
+ * Each rank has two slots and uses them in turn. In a call, a rank writes one slot, raises its count of calls, waits until
+ * every rank's count is as high, and then reads the slots of all ranks.
+ *
+ * A slot is not overwritten while another rank reads it. A rank writes the same slot again two calls later. Before that it
+ * has waited, in the call between, until every rank had begun that call; a rank begins a call only after it has finished
+ * reading the slots of the call before. */
 #include "group.h"
 
 #include <limits.h>

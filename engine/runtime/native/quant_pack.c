@@ -357,7 +357,7 @@ CONSTANT void pack_rows_as(const struct quant_source *s, const uint8_t *rows, in
             uint8_t *out = (uint8_t *)s->packed + (size_t)(to / PANEL) * panel_bytes + (size_t)first * block_bytes;
             out += first / SUPER * quant_super_bytes(f);
             for (int64_t b = 0; b < after - strip; b++) {
-                read_block(kind, s->from.grid, rows + (i - begin) * s->from.row_bytes, strip + b, blocks + b);
+                read_block(kind, s->stored.grid, rows + (i - begin) * s->stored.row_bytes, strip + b, blocks + b);
                 note_head(f, blocks + b, &heads, b);
             }
             if (f.scale == SCALE_F16)
@@ -376,7 +376,7 @@ CONSTANT void pack_rows_as(const struct quant_source *s, const uint8_t *rows, in
 static void pack_tile(const void *context, const uint8_t *rows, int64_t begin, int64_t end) {
     const struct quant_source *s = context;
 #define PACK_CASE(kind_, format_)                                     \
-    if (s->from.kind == kind_ && s->format == format_) {                   \
+    if (s->stored.kind == kind_ && s->format == format_) {                   \
         pack_rows_as(s, rows, begin, end, kind_, format_);            \
         return;                                                       \
     }
@@ -396,22 +396,22 @@ static void pack_tile(const void *context, const uint8_t *rows, int64_t begin, i
     PACK_CASE(GGUF_IQ4_XS, WEIGHT_IQ4)
     PACK_CASE(GGUF_MXFP4, WEIGHT_MXFP4)
 #undef PACK_CASE
-    pack_rows_as(s, rows, begin, end, s->from.kind, s->format);
+    pack_rows_as(s, rows, begin, end, s->stored.kind, s->format);
 }
 
 int32_t quant_pack_gguf(const struct quant_source *s, int64_t begin, int64_t end) {
-    return for_each_tile(&s->from, begin, end, pack_tile, s);
+    return for_each_tile(&s->stored, begin, end, pack_tile, s);
 }
 
 static void pack_strip(const void *context, const uint8_t *rows, const struct strip *strip) {
     struct quant_source part = *(const struct quant_source *)context;
     part.first_block = strip->first, part.num_blocks = strip->num;
-    part.from.row_bytes = strip->num * strip->block_bytes;
+    part.stored.row_bytes = strip->num * strip->block_bytes;
     pack_tile(&part, rows, strip->begin, strip->end);
 }
 
 int32_t quant_pack_strips(const struct quant_source *s, int64_t begin, int64_t end) {
-    return for_each_strip(&s->from, begin, end, pack_strip, s);
+    return for_each_strip(&s->stored, begin, end, pack_strip, s);
 }
 
 /* The weights of a block, rounded after the product and again after the minimum goes off it. */
@@ -440,13 +440,13 @@ ROUNDED static void narrow_bf16(const float values[QBLOCK], uint16_t out[QBLOCK]
 static void dequantise_tile(const void *context, const uint8_t *rows, int64_t begin, int64_t end) {
     const struct dequant_args *a = context;
     const size_t size = a->dtype == DT_F32 ? 4 : 2;
-    for (int64_t row = begin; row < end; row++, rows += a->from.row_bytes) {
+    for (int64_t row = begin; row < end; row++, rows += a->stored.row_bytes) {
         char *out = (char *)a->out + (size_t)(row * a->k) * size;
         for (int64_t b = 0; b < a->k / QBLOCK; b++, out += QBLOCK * size) {
             struct block block;
             float values[QBLOCK];
             uint16_t narrow[QBLOCK];
-            read_block(a->from.kind, a->from.grid, rows, b, &block);
+            read_block(a->stored.kind, a->stored.grid, rows, b, &block);
             block_values(&block, values);
             if (a->dtype == DT_BF16) narrow_bf16(values, narrow);
             for (int i = 0; i < QBLOCK && a->dtype == DT_F16; i++) narrow[i] = f32_to_f16(values[i]);
@@ -456,7 +456,7 @@ static void dequantise_tile(const void *context, const uint8_t *rows, int64_t be
 }
 
 int32_t quant_dequantise(const struct dequant_args *a, int64_t begin, int64_t end) {
-    return for_each_tile(&a->from, begin, end, dequantise_tile, a);
+    return for_each_tile(&a->stored, begin, end, dequantise_tile, a);
 }
 
 /* The codes of a block where weight row `r` of a panel has it. */
@@ -524,10 +524,10 @@ void quant_unpack_rows(const struct embed_args *a, int64_t begin, int64_t end) {
 static void read_values(const struct quant_source *s, const uint8_t *from, int64_t begin, float values[QBLOCK]) {
     int64_t num = s->k - begin < QBLOCK ? s->k - begin : QBLOCK;
     for (int64_t i = num; i < QBLOCK; i++) values[i] = 0;
-    if (s->from.kind == DT_F32) memcpy(values, from + begin * 4, (size_t)num * sizeof(float));
-    if (s->from.kind == DT_F16)
+    if (s->stored.kind == DT_F32) memcpy(values, from + begin * 4, (size_t)num * sizeof(float));
+    if (s->stored.kind == DT_F16)
         for (int64_t i = 0; i < num; i++) values[i] = f16_to_f32(from + 2 * (begin + i));
-    if (s->from.kind == DT_BF16)
+    if (s->stored.kind == DT_BF16)
         for (int64_t i = 0; i < num; i++) {
             uint32_t bits = (uint32_t)((const uint16_t *)from)[begin + i] << 16;
             memcpy(values + i, &bits, sizeof bits);
@@ -552,7 +552,7 @@ static void round_tile(const void *context, const uint8_t *rows, int64_t begin, 
     const struct quant_source *s = context;
     const struct quant_format f = quant_format_of(WEIGHT_INT8);
     int64_t num_blocks = quant_num_blocks(s->k);
-    for (int64_t row = begin; row < end; row++, rows += s->from.row_bytes) {
+    for (int64_t row = begin; row < end; row++, rows += s->stored.row_bytes) {
         float peak = row_peak(s, rows), inverse = peak > 0 && isfinite(peak) ? 127 / peak : 0;
         int64_t to = target_row(s, row);
         uint8_t *codes = (uint8_t *)s->packed + (size_t)(to / PANEL * num_blocks) * quant_block_bytes(f);
@@ -572,5 +572,5 @@ static void round_tile(const void *context, const uint8_t *rows, int64_t begin, 
 }
 
 int32_t quant_pack_int8(const struct quant_source *s, int64_t begin, int64_t end) {
-    return for_each_tile(&s->from, begin, end, round_tile, s);
+    return for_each_tile(&s->stored, begin, end, round_tile, s);
 }

@@ -264,7 +264,7 @@ static int32_t run_pack_strips(const void *source, int64_t begin, int64_t end) {
 static int32_t run_dequantise(const void *args, int64_t begin, int64_t end) { return quant_dequantise(args, begin, end); }
 
 EXPORT int32_t quire_dequantise(const struct dequant_args *a) {
-    return share_tiles(run_dequantise, a, a->from.num_rows, a->k);
+    return share_tiles(run_dequantise, a, a->stored.num_rows, a->k);
 }
 
 /* Bytes of a quantised matrix [n, k]. */
@@ -274,13 +274,13 @@ EXPORT int64_t quire_quant_bytes(int32_t format, int64_t n, int64_t k) {
 
 /* Pack rows; float32 and bfloat16 of an even number of columns. */
 EXPORT int32_t quire_pack(const struct quant_source *s) {
-    if (is_in_strips(&s->from)) {
-        struct tile_job job = {s, repack_num_strips(&s->from), 1, run_pack_strips, QUIRE_OK};
-        run_ranges(run_tiles, &job, job.num_rows, s->from.num_rows * s->k / job.num_rows, WORTH_SHARING);
+    if (is_in_strips(&s->stored)) {
+        struct tile_job job = {s, repack_num_strips(&s->stored), 1, run_pack_strips, QUIRE_OK};
+        run_ranges(run_tiles, &job, job.num_rows, s->stored.num_rows * s->k / job.num_rows, WORTH_SHARING);
         return atomic_load(&job.status);
     }
     int32_t (*run)(const void *, int64_t, int64_t) = s->format == WEIGHT_INT8     ? run_pack_int8
                                                      : is_quantised(s->format) ? run_pack_gguf
                                                                                : run_pack_floats;
-    return share_tiles(run, s, s->from.num_rows, s->k);
+    return share_tiles(run, s, s->stored.num_rows, s->k);
 }

@@ -180,7 +180,7 @@ struct stored_rows {
 /* Rows to be packed as `format`; for WEIGHT_INT8 `kind` is a dtype. They become rows `first_row`
  * and on of a matrix of `n`, in `packed`, which begins as zeros. */
 struct quant_source {
-    struct stored_rows from;
+    struct stored_rows stored;
     void *packed;
     float *scales; /* WEIGHT_INT8: [n] */
     int64_t first_row, n, k;
@@ -191,7 +191,7 @@ struct quant_source {
 
 /* Quantised rows to be written as floats of `dtype`: out [num_rows, k]. */
 struct dequant_args {
-    struct stored_rows from;
+    struct stored_rows stored;
     void *out;
     int64_t k;
     int32_t dtype;

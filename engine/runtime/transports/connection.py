@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from hashlib import sha256
 
@@ -34,7 +35,8 @@ _REPLY = struct.Struct(f"<B{_MAC}s")
 _TIMEVAL = struct.Struct("@ll")
 _GIVEN, _GONE, _REFUSED = range(3)
 
-MAX_CONNECTIONS = 32  # a further one is closed; its daemon computes the prompt
+MAX_CONNECTIONS = 32  # that have proven the key; a further one is closed, and its daemon computes the prompt
+MAX_STRANGERS = 64  # that have not yet; for a further one the oldest is closed, of the address that has the most
 HANDSHAKE_S = 5.0
 IDLE_S = 10.0  # without a byte
 _SWEEP_S = 5.0
@@ -66,9 +68,10 @@ class Server:
         """Listen. Raises OSError."""
         self._key = key
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        self._listener = socket.create_server(address, family=family, backlog=MAX_CONNECTIONS)
+        self._listener = socket.create_server(address, family=family, backlog=MAX_STRANGERS + MAX_CONNECTIONS)
         self._listener.settimeout(_SWEEP_S)
         self.port: int = self._listener.getsockname()[1]
+        self._strangers: dict[socket.socket, str] = {}  # and their addresses, oldest first
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -79,7 +82,7 @@ class Server:
         """End every connection and stop to listen."""
         with self._lock:
             self._is_closed = True
-            for connection in self._open:
+            for connection in (*self._strangers, *self._open):
                 shut(connection)
         shut(self._listener)  # wakes the thread
         self._thread.join()
@@ -87,27 +90,59 @@ class Server:
 
     @property
     def num_open(self) -> int:
-        """Return the number of open connections."""
+        """Return the number of connections that have proven the key."""
         return len(self._open)
 
     def _accept(self) -> None:
         while not self._is_closed:
-            try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                self._sweep()
-                continue
-            except OSError:  # closed, or out of file descriptors
-                time.sleep(0 if self._is_closed else 0.05)
-                continue
-            with self._lock:
-                is_welcome = not self._is_closed and len(self._open) < MAX_CONNECTIONS
-                if is_welcome:
-                    self._open.add(connection)
-            if not is_welcome:
+            self._accept_next()
+
+    def _accept_next(self) -> None:
+        """Serve the next connection; no error ends the server."""
+        try:
+            self._welcome(*self._listener.accept())
+        except TimeoutError:
+            self._sweep()
+        except OSError:  # closed, or out of file descriptors
+            time.sleep(0 if self._is_closed else 0.05)
+        except Exception as error:  # as when the system has no thread left
+            log.warning("A connection for K/V was not served: %s: %s", type(error).__name__, error)
+            time.sleep(0.05)
+
+    def _welcome(self, connection: socket.socket, address: tuple[str, int]) -> None:
+        with self._lock:
+            if self._is_closed:
                 connection.close()
-                continue
+                return
+            if len(self._strangers) >= MAX_STRANGERS:
+                self._push_out()
+            self._strangers[connection] = address[0]
+        try:
             threading.Thread(target=self._serve, args=(connection,), name="quire-kv-give", daemon=True).start()
+        except BaseException:
+            self._forget(connection)
+            connection.close()
+            raise
+
+    def _push_out(self) -> None:
+        """End the oldest connection without a proof; a daemon needs milliseconds for it."""
+        [(crowded, _)] = Counter(self._strangers.values()).most_common(1)
+        oldest = next(each for each, address in self._strangers.items() if address == crowded)
+        del self._strangers[oldest]
+        shut(oldest)
+
+    def _admit(self, connection: socket.socket) -> bool:
+        """Give a place to a connection that has proven the key; False if there is none."""
+        with self._lock:
+            if self._strangers.pop(connection, None) is None or len(self._open) >= MAX_CONNECTIONS:
+                return False
+            self._open.add(connection)
+            return True
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+            self._open.discard(connection)
 
     def _sweep(self) -> None:
         """Do what is due every few seconds."""
@@ -121,15 +156,15 @@ class Server:
             with connection:
                 _tune(connection)
                 caller = _meet(connection, self._key)
-                if caller is not None:
+                if caller is not None and self._admit(connection):
                     self._give(caller)
         except (OSError, ParcelError) as error:  # the other daemon computes the prompt
             log.debug("K/V was not given: %s", error)
-        except Exception:
-            log.exception("K/V was not given")
+        except Exception as error:
+            log.warning("K/V was not given: %s: %s", type(error).__name__, error)
+            log.debug("K/V was not given, here:", exc_info=True)
         finally:
-            with self._lock:
-                self._open.discard(connection)
+            self._forget(connection)
 
 
 class Caller:

@@ -14,6 +14,7 @@ from engine.core.errors import ConfigError
 from engine.core.kv.tiers import Transfer
 from engine.core.stats import TransferKind
 from engine.core.types import Progress
+from engine.regular_file import open_file
 from engine.runtime.transports import parts
 from engine.runtime.transports.base import Opening
 from engine.runtime.transports.worker import Rows, Worker
@@ -52,7 +53,7 @@ class DiskStore(Worker):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.part, self._index = parts.take(folder, fingerprint)
             self._others = list(parts.others(folder, self.part))
-            self._blocks = os.open(folder / f"{self.part}.kv", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._blocks = open_file(folder / f"{self.part}.kv", os.O_RDWR | os.O_CREAT)
             _check_room(folder, self._blocks, num_slots * self._stride, sum(size for _, size in self._others))
             os.ftruncate(self._blocks, num_slots * self._stride)  # it takes room as it is written to
             os.ftruncate(self._index, num_slots * parts.ENTRY_BYTES)
@@ -87,8 +88,9 @@ class DiskStore(Worker):
     def close(self) -> None:
         """Finish what is queued, and give up the part."""
         super().close()
-        os.close(self._blocks)
-        os.close(self._index)
+        if not self._thread.is_alive():  # else it may still use them; they end with the process
+            os.close(self._blocks)
+            os.close(self._index)
 
     # -- its own thread ------------------------------------------------------------------------------------------------
 

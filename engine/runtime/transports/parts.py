@@ -16,15 +16,18 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
+
+from engine.regular_file import open_file
 
 _PAGE = 4096  # slots begin at a multiple
 _ENTRY = struct.Struct("<32sQI")  # digest, when, checksum
 _CHECK = struct.Struct("<I")
 ENTRY_BYTES = 64
+MAX_INDEX_BYTES = ENTRY_BYTES << 20  # of another daemon: a million blocks
 KINDS = (".kv", ".index")
 
 
@@ -75,7 +78,12 @@ def take(folder: Path, fingerprint: str) -> tuple[str, int]:
     """Lock the first part that no daemon writes to, made if need be; returns its name and its index's open file."""
     for number in count(1):
         name = fingerprint if number == 1 else f"{fingerprint}.{number}"
-        index = lock(folder, name)
+        try:
+            index = lock(folder, name)
+        except OSError:
+            if not os.path.lexists(folder / f"{name}.index"):
+                raise  # nothing can be made here
+            continue  # it is not a daemon's
         if index is not None:
             return name, index
     raise AssertionError("count() has no end")
@@ -85,7 +93,7 @@ def lock(folder: Path, name: str) -> int | None:
     """Return the open index of a part, made if need be; None if a daemon writes to the part."""
     path = folder / f"{name}.index"
     while True:
-        index = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        index = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(index), path.stat()):
@@ -112,22 +120,24 @@ def others(folder: Path, own: str) -> Iterator[tuple[str, int]]:
     found: dict[str, tuple[float, int]] = {}
     for path in folder.iterdir():
         if path.suffix in KINDS and path.stem != own:
-            status = path.stat()
-            last, size = found.get(path.stem, (0.0, 0))
-            found[path.stem] = (max(last, status.st_mtime), size + status.st_blocks * 512)
+            with suppress(FileNotFoundError):  # another daemon has removed it
+                status = path.lstat()
+                last, size = found.get(path.stem, (0.0, 0))
+                found[path.stem] = (max(last, status.st_mtime), size + status.st_blocks * 512)
     for name, (_, size) in sorted(found.items(), key=lambda item: item[1]):
-        index = lock(folder, name)
-        if index is not None:
-            os.close(index)
-            yield name, size
+        with suppress(OSError):  # it is not a daemon's, and stays
+            index = lock(folder, name)
+            if index is not None:
+                os.close(index)
+                yield name, size
 
 
 def read_index(folder: Path, name: str) -> bytes:
-    """Return the index of a part as it is; nothing if it cannot be read."""
+    """Return the index of a part as it is; nothing if it cannot be read, or is none that a daemon has written."""
     try:
-        with _opened(folder / f"{name}.index") as file:
-            return b"" if file is None else os.pread(file, os.fstat(file).st_size, 0)
-    except OSError:  # the disk cannot read it
+        with _opened(folder / f"{name}.index", MAX_INDEX_BYTES) as file:
+            return b"" if file is None else os.pread(file, min(os.fstat(file).st_size, MAX_INDEX_BYTES), 0)
+    except OSError:
         return b""
 
 
@@ -138,10 +148,10 @@ def read_block(folder: Path, name: str, slot: int, row: memoryview) -> bool:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int | None]:
-    """Open a file of another daemon; None if it is there no longer."""
+def _opened(path: Path, max_bytes: int | None = None) -> Iterator[int | None]:
+    """Open a regular file of another daemon; None if it is there no longer. Raises OSError."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_file(path, max_bytes=max_bytes)
     except FileNotFoundError:
         yield None
         return

@@ -106,7 +106,7 @@ class FolderServer(Server):
     def _read(self, request: bytes) -> bytes:
         padded, slot = _SLOT.unpack(request)
         name, row = _unpad(padded), bytearray(self._block_bytes)
-        if not name.startswith(self._fingerprint) or not _NAME.fullmatch(name):
+        if name.partition(".")[0] != self._fingerprint or not _NAME.fullmatch(name):
             return b""
         return bytes(row) if parts.read_block(self._folder, name, slot, memoryview(row)) else b""
 

@@ -12,6 +12,7 @@ is removed, and so are expired ones. The memory that parcels may take is bounded
 from __future__ import annotations
 
 import os
+import re
 import struct
 import time
 import uuid
@@ -34,6 +35,7 @@ _HEADER = struct.Struct("<8sIIQQ64s32s")
 _CHECK_BYTES, _PAGE = 4, 4096
 _ROW_BYTES = _PAGE + 8
 _SENT, _PACKING = ".parcel", ".packing"
+_NAME = re.compile(r"[0-9a-f]{32}\.parcel")  # as `pack` gives it
 HEADER_BYTES = _HEADER.size
 EXPIRY_S = 120.0
 
@@ -174,7 +176,7 @@ class SharedMemory:
         return taken
 
     def _path(self, name: str) -> Path:
-        if Path(name).name != name or not name.endswith(_SENT):
+        if not _NAME.fullmatch(name):
             raise ParcelError(f"{name!r} is not the name of a parcel")
         return self._folder / name
 

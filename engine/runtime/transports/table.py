@@ -14,7 +14,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig, StoreSize
 from engine.core.types import Progress
-from engine.runtime.fingerprint import fingerprint
+from engine.runtime.fingerprint import ModelContent, fingerprint
 from engine.runtime.host_memory import available_memory
 from engine.runtime.runner import ModelRunner
 from engine.runtime.transports import disk, shared_folder
@@ -33,6 +33,7 @@ def open_tiers(
     settings: SchedulerConfig,
     dtype: torch.dtype,
     report: Callable[[Progress], None],
+    content: ModelContent | None = None,
 ) -> tuple[SchedulerConfig, dict[str, Store]]:
     """Open host memory and the configured stores. Raises ConfigError and others.
 
@@ -50,8 +51,8 @@ def open_tiers(
     pool = runner.open_host_pool(num_blocks, folder)
     report(Progress("swap_space", f"{num_blocks} blocks in host memory"))
     stores: dict[str, Store] = {}
-    is_remote = config.kv_offload_listen is not None or config.kv_offload_peer is not None
-    name = fingerprint(config, str(dtype), runner.blocks, by_content=is_remote)
+    # Host memory ends with this process, and needs no name.
+    name = "" if content is None else fingerprint(config, str(dtype), runner.blocks, content)
     opening = Opening(config, pool, block_bytes, name, report, stores)
     try:
         for tier, open_store in STORES.items():

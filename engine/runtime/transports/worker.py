@@ -10,13 +10,14 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
-from engine.core.kv.tiers import News, Report, Transfer
+from engine.core.kv.tiers import News, Transfer, TransferEnd
 from engine.core.stats import TransferKind
 
 log = logging.getLogger("quire.kv_store")
 
 _MAX_LOGGED = 5  # faults in a row; more are only counted ...
 _LOG_AGAIN_S = 600.0  # ... until there was none for so long
+_CLOSE_S = 10.0  # for what is queued when the daemon stops; a file system may hang
 
 
 class Rows(Protocol):
@@ -33,9 +34,10 @@ class Worker:
     def __init__(self, pool: Rows, name: str, look_s: float | None = None) -> None:
         self._pool, self._look_s = pool, look_s
         self._num_logged, self._last_fault_s = 0, 0.0
+        self._is_looking_well = True
         self._order = itertools.count()
         self._queue: queue.PriorityQueue[tuple[int, int, Transfer | None]] = queue.PriorityQueue()
-        self._done: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[TransferEnd] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def start(self, transfers: Iterable[Transfer]) -> None:
@@ -43,7 +45,7 @@ class Worker:
         for transfer in transfers:
             self._queue.put((transfer.kind is TransferKind.SAVE, next(self._order), transfer))
 
-    def finished(self, wait_s: float) -> list[Report]:
+    def finished(self, wait_s: float) -> list[TransferEnd]:
         """Return the transfers that ended since the last call."""
         done = []
         try:
@@ -58,9 +60,11 @@ class Worker:
         return []
 
     def close(self) -> None:
-        """Finish what is queued, and end the thread."""
+        """Finish what is queued, and end the thread, as far as that is a matter of seconds."""
         self._queue.put((2, next(self._order), None))
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            log.warning("The thread %s did not end within %g s and is left behind.", self._thread.name, _CLOSE_S)
 
     # -- its own thread ------------------------------------------------------------------------------------------------
 
@@ -75,7 +79,7 @@ class Worker:
         looked_s = 0.0
         while True:
             if self._look_s is not None and time.monotonic() - looked_s >= self._look_s:
-                self._look()
+                self._look_again()
                 looked_s = time.monotonic()
             try:
                 transfer = self._queue.get(timeout=self._look_s)[2]
@@ -90,6 +94,17 @@ class Worker:
                 self._log(transfer, f"{type(error).__name__}: {error}")
                 is_good = False
             self._done.put((transfer, is_good))
+
+    def _look_again(self) -> None:
+        """Look; an error ends neither the thread nor the next look, and is logged once in a row."""
+        try:
+            self._look()
+        except Exception as error:
+            if self._is_looking_well:
+                log.warning("K/V of other daemons is not used for now: %s: %s", type(error).__name__, error)
+            self._is_looking_well = False
+        else:
+            self._is_looking_well = True
 
     def _log(self, transfer: Transfer, reason: str) -> None:
         now = time.monotonic()

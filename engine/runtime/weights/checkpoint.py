@@ -6,10 +6,10 @@ torch, because a config is read before torch is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from engine.core.types import Progress
 from engine.runtime.native.rows import StoredRows
 from engine.runtime.weights.hf_config import HFConfig
 from engine.runtime.weights.stored.config import QuantConfig
@@ -17,8 +17,6 @@ from engine.runtime.weights.stored.headers import Headers
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Report = Callable[[Progress], None]
 
 
 class StoredTensor(NamedTuple):
@@ -47,6 +45,16 @@ class Checkpoint(Protocol):
 
     def check(self) -> None:
         """Raise ModelLoadError for weights that cannot be opened; without torch."""
+        ...
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """Return the files that config and weights are read from, in the order of reading. Raises ModelLoadError."""
+        ...
+
+    @property
+    def is_body(self) -> bool:
+        """Return whether the files hold a model that was saved without its LM head, for its vectors."""
         ...
 
     @property

@@ -28,10 +28,12 @@ class DummyCheckpoint:
 
     num_weights = None
     quantization = None
+    is_body = False
 
     def __init__(self, path: Path, seed: int) -> None:
         self.config = choose_format("auto", path).open(path).config
         self._seed = seed
+        self.files = [path / "config.json" if path.is_dir() else path]
         self._drawn: Tensor | None = None
 
     def check(self) -> None:

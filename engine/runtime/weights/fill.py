@@ -9,17 +9,15 @@ from typing import NamedTuple
 import torch
 
 from engine.core.errors import MemoryBudgetError, ModelLoadError
-from engine.core.types import Progress
+from engine.core.types import Progress, ReportProgress
 from engine.runtime.host_memory import available_memory
 from engine.runtime.native.library import native
 from engine.runtime.native.packer import Packer
-from engine.runtime.weights.checkpoint import Checkpoint, Report, StoredTensor
+from engine.runtime.weights.checkpoint import Checkpoint, StoredTensor
+from engine.runtime.weights.complete import COMPUTED, EMBEDDING, HEAD, listed
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _GIB = 1 << 30
 _MARGIN = 1 << 24  # elements of difference up to which tensors are compared one by one
-# Buffers in old checkpoints that every model computes itself.
-_COMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
 
 
 class Load(NamedTuple):
@@ -31,7 +29,12 @@ class Load(NamedTuple):
 
 
 def fill(
-    loads: Sequence[Load], checkpoint: Checkpoint, report: Report, *, is_tied: bool = False, is_part: bool = False
+    loads: Sequence[Load],
+    checkpoint: Checkpoint,
+    report: ReportProgress,
+    *,
+    is_tied: bool = False,
+    is_part: bool = False,
 ) -> None:
     """Load the parts of a model in order; the files must hold their tensors and, unless it is a part, no others.
 
@@ -42,9 +45,9 @@ def fill(
     stored = {
         tensor.name: tensor
         for tensor in found
-        if not tensor.name.endswith(_COMPUTED) and (tensor.name in wanted or not is_part)
+        if not tensor.name.endswith(COMPUTED) and (tensor.name in wanted or not is_part)
     }
-    head = stored.pop(_HEAD, None) if is_tied else None
+    head = stored.pop(HEAD, None) if is_tied else None
     _check(wanted, stored, checkpoint.config.source)
     sizes = {name: int(stored[name].num_bytes * load.share) for load in loads for name in load.shapes}
     total, done = sum(sizes.values()), 0
@@ -57,7 +60,7 @@ def fill(
                 done += sizes[name]
                 packer.after(partial(report, Progress("weights", name, done, total, "bytes")))
     if head is not None:
-        _require_tied(head, stored[_EMBEDDING])
+        _require_tied(head, stored[EMBEDDING])
 
 
 def check_size(checkpoint: Checkpoint, num_weights: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -85,10 +88,9 @@ def _check(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTen
     """Raise ModelLoadError unless the files hold the wanted tensors, in the wanted shapes."""
     missing, unexpected = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     if missing or unexpected:
-        what = [f"it lacks {_listed(missing)}"] if missing else []
-        what += [f"it has {_listed(unexpected)} that its config does not call for"] if unexpected else []
-        hint = "; it was saved without its LM head, as models for embeddings alone are" if missing == [_HEAD] else ""
-        raise ModelLoadError(f"{source} does not match its weights: {', and '.join(what)}{hint}.")
+        what = [f"it lacks {listed(missing)}"] if missing else []
+        what += [f"it has {listed(unexpected)} that its config does not call for"] if unexpected else []
+        raise ModelLoadError(f"{source} does not match its weights: {', and '.join(what)}.")
     for name, tensor in stored.items():
         if tensor.shape != wanted[name]:
             raise ModelLoadError(
@@ -104,11 +106,6 @@ def _require_tied(head: StoredTensor, embedding: StoredTensor) -> None:
     head.copy_to(second)
     if not torch.equal(first, second):
         raise ModelLoadError(
-            f"{head.file}: {_HEAD!r} differs from {_EMBEDDING!r}, though the config ties them; set "
+            f"{head.file}: {HEAD!r} differs from {EMBEDDING!r}, though the config ties them; set "
             "'tie_word_embeddings' to false in config.json."
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"

@@ -78,10 +78,12 @@ class GGUFCheckpoint:
     """One .gguf file, or the parts of a split one by the path of the first."""
 
     quantization = None
+    is_body = False  # without a head the file's embedding is the head
 
     def __init__(self, path: Path, seed: int = 0) -> None:  # noqa: ARG002 - for random weights
         parts = read_parts(path)
         header = parts[path]
+        self.files = list(parts)
         self._stored: dict[str, GGUFTensor] = {}
         for part, its_header in parts.items():
             for info in its_header.tensors:

@@ -19,7 +19,7 @@ from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.expert_names import expert_parts
 from engine.runtime.weights.hf_config import HFConfig
 from engine.runtime.weights.safetensors_file import SafetensorsFile, has_rows
-from engine.runtime.weights.stored.config import QuantConfig, read_quantization
+from engine.runtime.weights.stored.config import BESIDE, QuantConfig, read_quantization
 from engine.runtime.weights.stored.headers import CODES, FLOATS, Header, Headers, check_packed, is_unused, module_of
 
 _INDEX = "model.safetensors.index.json"
@@ -45,6 +45,26 @@ class SafetensorsCheckpoint:
         """Raise ModelLoadError for missing or unreadable weights."""
         _weight_files(self._folder)
         self.headers()
+
+    @property
+    def files(self) -> list[Path]:
+        """Return the files of settings, then those of the weights. Raises ModelLoadError."""
+        settings = (self._folder / name for name in ("config.json", *BESIDE))
+        return [*(path for path in settings if path.exists()), *_weight_files(self._folder)]
+
+    @property
+    def is_body(self) -> bool:
+        """Return whether the files were saved from a class without a head: by its name, or by those of tensors.
+
+        A causal model without its head is damaged instead.
+        """
+        names, classes = [name for file in self._files for name in file.spans], self.config.values.get("architectures")
+        if any("lm_head." in name for name in names):
+            return False
+        if any(name.startswith(_BODY) for name in names):
+            return True
+        named = [str(each) for each in classes] if isinstance(classes, list) else []
+        return any(each.endswith("Model") and not each.endswith("LMHeadModel") for each in named)
 
     @property
     def num_weights(self) -> int:

@@ -6,17 +6,23 @@ refused here, in one sentence. Without torch, because this is checked before tor
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic_core import SchemaError, SchemaValidator
+from pydantic_core.core_schema import str_schema
 
 from engine.core.errors import ModelLoadError
 from engine.regular_file import read_object
 from engine.runtime.weights.hf_config import HFConfig
 
 _MAX_BYTES = 64 << 20
+_MAX_PATTERNS, _MAX_PATTERN_CHARS = (
+    256,
+    1000,
+)  # regular expressions of a config, each of which compiles to at most 10 MiB
 BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  # files beside config.json
 _GPTQ_BITS, _PACKED_BITS = (2, 3, 4, 8), range(1, 9)
 _GPTQ_FORMATS = {"gptq": 1, "gemm": 1, "gptq_v2": 0}  # to the number that is added to stored zero points
@@ -138,11 +144,32 @@ def _names(hf: HFConfig, *keys: str) -> tuple[str, ...]:
     return () if key is None else hf.texts(key)
 
 
-def _compile(hf: HFConfig, pattern: str) -> re.Pattern[str]:
+def _compile(hf: HFConfig, pattern: str) -> Callable[[str], bool]:
+    """Return whether names begin as a pattern says. Raises ModelLoadError.
+
+    Rust's engine matches in linear time and knows no look-around, so that a config cannot keep a start waiting, as it could
+    with Python's.
+    """
+    if len(pattern) > _MAX_PATTERN_CHARS:
+        raise ModelLoadError(
+            f"{hf.source}: the regular expression {pattern!r:.80}... has {len(pattern)} characters; at most "
+            f"{_MAX_PATTERN_CHARS} are read."
+        )
     try:
-        return re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ModelLoadError(f"{hf.source}: {pattern!r:.200} is no regular expression ({error}).") from None
+        SchemaValidator(str_schema(pattern=pattern, regex_engine="rust-regex"))  # alone: `a)|(b` is none
+        validator = SchemaValidator(str_schema(pattern=rf"\A(?:{pattern})", regex_engine="rust-regex"))
+    except SchemaError as error:
+        why = str(error).strip().splitlines()[-1].removeprefix("error: ")
+        raise ModelLoadError(
+            f"{hf.source}: {pattern!r:.200} is no regular expression that can be read ({why})."
+        ) from None
+    return validator.isinstance_python
+
+
+def _check_number(hf: HFConfig, patterns: Iterable[str]) -> None:
+    """Raise ModelLoadError for more regular expressions than are compiled."""
+    if (number := len(list(patterns))) > _MAX_PATTERNS:
+        raise ModelLoadError(f"{hf.source} has {number} regular expressions; at most {_MAX_PATTERNS} are read.")
 
 
 # Methods
@@ -159,10 +186,12 @@ def _gptq(hf: HFConfig, method: str) -> QuantConfig:
         raise _refusal(hf, f"GPTQ's format {stored[:60]!r} is laid out for one kernel and cannot be read")
     default = _gptq_settings(hf, Settings(zero_offset=_GPTQ_FORMATS[stored]), is_whole=True)
     rules = [] if hf.has("lm_head") and hf.flag("lm_head") else [Rule(lambda name: name == "lm_head", None)]
-    for key in hf.section("dynamic").values if hf.has("dynamic") else ():
+    dynamic = hf.section("dynamic").values if hf.has("dynamic") else {}
+    _check_number(hf, dynamic)
+    for key in dynamic:
         pattern = _compile(hf, key.removeprefix("-:").removeprefix("+:"))
         settings = None if key.startswith("-:") else _gptq_settings(hf.section("dynamic").section(key), default)
-        rules.append(Rule(lambda name, pattern=pattern: pattern.match(name) is not None, settings))  # type: ignore[misc]
+        rules.append(Rule(pattern, settings))
     return QuantConfig(method, hf.source, rules, default)
 
 
@@ -234,8 +263,11 @@ def _compressed(hf: HFConfig, method: str) -> QuantConfig:
         raise _refusal(hf, "its weights are rotated ('transform_config'), which cannot be undone")
     if hf.has("sparsity_config") and hf.section("sparsity_config").text("format", "dense") != "dense":
         raise _refusal(hf, "its weights are sparse ('sparsity_config'), which cannot be read")
-    matchers = [_matcher(hf, text) for text in _names(hf, "ignore")]
-    rules = [Rule(lambda name: any(matches(name) for _, matches in matchers), None)]
+    ignored = _names(hf, "ignore")
+    exact, others = frozenset(ignored), [text for text in ignored if text in _CLASSES or text.startswith("re:")]
+    _check_number(hf, others)
+    matchers = [_matcher(hf, text) for text in others]
+    rules = [Rule(lambda name: name in exact or any(matches(name) for _, matches in matchers), None)]
     found: list[tuple[int, Rule]] = []
     groups = hf.section("config_groups")
     for key in groups.values:
@@ -245,6 +277,8 @@ def _compressed(hf: HFConfig, method: str) -> QuantConfig:
             group = groups.section(key)
             _require_compressed(group, group.text("format", "dense"))
             settings, targets = _arguments(group.section("weights")), _names(group, "targets")
+        others += [text for text in targets if text.startswith("re:")]
+        _check_number(hf, others)
         for rank, matches in (_matcher(groups, text) for text in targets):
             found.append((rank, Rule(matches, settings)))
     rules += [rule for _, rule in sorted(found, key=lambda ranked: ranked[0])]
@@ -266,14 +300,16 @@ def _arguments(hf: HFConfig) -> Settings:
     return Settings(bits, _group(hf, "group_size", 0) if hf.has("group_size") else 0, block=sides)
 
 
+_CLASSES = ("Embedding", "Linear", "LinearBase")
+
+
 def _matcher(hf: HFConfig, text: str) -> tuple[int, Callable[[str], bool]]:
     """Return the rule of a target or an exception, and its rank: name, expression, class."""
     if text.startswith("re:"):
-        pattern = _compile(hf, text.removeprefix("re:"))
-        return 1, lambda name: pattern.match(name) is not None
+        return 1, _compile(hf, text.removeprefix("re:"))
     if text == "Embedding":
         return 2, lambda name: name.endswith("embed_tokens")
-    if text in ("Linear", "LinearBase"):
+    if text in _CLASSES:
         return 2, lambda name: not name.endswith("embed_tokens")
     return 0, lambda name: name == text
 

@@ -19,12 +19,12 @@ from engine.runtime.native.rows import CodeLayout
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.stored.packed import (
     Blocks,
+    CodeLocation,
     Codes,
     Floats,
     Integers,
     Microscaled,
     Packed,
-    Place,
     e2m1,
     unpack_bits,
 )
@@ -70,11 +70,12 @@ def _order(part: Part, stored: Tensor, group: int) -> Tensor | None:
     """Return the group of each input; None if they are in order, or not initialised (-1)."""
     groups = stored.long()
     num_groups = -(-part.inputs // group)
-    if int(groups.min()) < 0 or torch.equal(groups, torch.arange(part.inputs) // group):
+    if bool((groups == -1).all()) or torch.equal(groups, torch.arange(part.inputs) // group):
         return None
-    if int(groups.max()) >= num_groups:
+    unknown = groups[(groups < 0) | (groups >= num_groups)]
+    if len(unknown):
         raise ModelLoadError(
-            f"{part.name}: 'g_idx' names group {int(groups.max())} of {num_groups}; download the model again."
+            f"{part.name}: 'g_idx' names group {int(unknown[0])}, and there are {num_groups}, from 0; download the model again."
         )
     return groups
 
@@ -88,7 +89,7 @@ def _codes(
     offset: int = 0,
 ) -> Codes:
     """Return codes in a file, which `convert` turns into [rows, inputs]; the layout is None if the library knows none."""
-    place = None if layout is None or stored.rows is None else Place(layout, stored.rows, bits, offset)
+    place = None if layout is None or stored.rows is None else CodeLocation(layout, stored.rows, bits, offset)
     return Codes((part.rows, part.inputs), lambda: convert(read(stored)), place)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.runtime.native.rows import CodeLayout, StoredRows
 
 
-class Place(NamedTuple):
+class CodeLocation(NamedTuple):
     """Where codes lie in a file; a code is the stored one plus an offset, modulo 256."""
 
     layout: CodeLayout
@@ -28,7 +28,7 @@ class Codes(NamedTuple):
 
     shape: tuple[int, int]
     read: Callable[[], Tensor]  # [rows, inputs]
-    place: Place | None
+    place: CodeLocation | None
 
 
 def _shape(stored: Tensor | Codes) -> tuple[int, int]:

@@ -1,0 +1,195 @@
+"""Digests of a model's files by their content, computed on threads while the model is loaded, once for each file.
+
+A file's digest is the SHA-256 of its pieces' SHA-256, so that threads share a file: 1.5 GB/s a core with SHA instructions,
+where BLAKE2b has 0.7. Digests are kept in the cache by device, inode, size and times. Any write sets the last of these,
+the time of change, which no program can set back. A file that changes between the first look at it and the last is an
+error: the weights in memory may be of either content. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.cache_folder import cache_folder, keep
+from engine.core.errors import ModelLoadError
+from engine.regular_file import check_regular, read_json, reason
+from engine.runtime.host_cpus import usable_cpus
+
+_PIECE_BYTES = 16 << 20
+_READ_BYTES = 1 << 20
+_MAX_THREADS = 4
+_VERSION = 1  # of the tree of pieces, and of the file in the cache
+_MAX_KEPT = 2048  # digests
+_MAX_BYTES = 1 << 20  # of the file that keeps them
+_TICK_NS = 2 * 10**9  # a file system's clock may stand still for so long, and a second write then leaves no trace
+
+
+class FileState(NamedTuple):
+    """What the system says of a file, as long as no program writes to it."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileState:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    @property
+    def key(self) -> str:
+        """Return its name in the cache."""
+        return "-".join(map(str, self))
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether a write from now on would change the state."""
+        return self.changed_ns < time.time_ns() - _TICK_NS
+
+
+class FileDigests:
+    """The digests of some files as they are now. One thread uses it."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        """Note the files' states. Raises ModelLoadError."""
+        self._states = {path: _state(path) for path in paths}
+        self._known: dict[FileState, str] | None = None
+        self._todo: deque[tuple[Path, int]] = deque()  # pieces, by the byte that they begin at
+        self._pieces: dict[tuple[Path, int], bytes] = {}
+        self._threads: list[threading.Thread] = []
+        self._fault: ModelLoadError | None = None
+
+    def begin(self) -> None:
+        """Start to read the files whose digests are not kept in the cache."""
+        if self._known is not None:
+            return
+        kept = _load()
+        self._known = {state: kept[state.key] for state in self._states.values() if state.key in kept}
+        for path, state in self._states.items():
+            if state not in self._known:
+                self._todo.extend((path, begin) for begin in range(0, max(state.size, 1), _PIECE_BYTES))
+        count = min(len(self._todo), _MAX_THREADS, max(usable_cpus() - 1, 1))
+        self._threads = [threading.Thread(target=self._work, name="file-digests", daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End the threads."""
+        self._todo.clear()
+        self._join()
+
+    def get(self) -> dict[Path, str]:
+        """Return the digests, once they are computed. Raises ModelLoadError for a file that has changed."""
+        self.begin()
+        assert self._known is not None
+        self._work()
+        self._join()
+        if self._fault is not None:
+            raise self._fault
+        made: dict[FileState, str] = {}
+        for path, state in self._states.items():
+            if _state(path) != state:
+                raise _changed(path)
+            if state not in self._known:
+                made[state] = _root(
+                    state, [self._pieces[path, at] for at in range(0, max(state.size, 1), _PIECE_BYTES)]
+                )
+        self._pieces.clear()
+        _save({state.key: digest for state, digest in made.items() if state.is_settled})
+        self._known |= made
+        return {path: self._known[state] for path, state in self._states.items()}
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _work(self) -> None:
+        """Compute digests of pieces until none is left. Any number of threads."""
+        room = memoryview(bytearray(_READ_BYTES))
+        while True:
+            try:
+                path, begin = self._todo.popleft()
+            except IndexError:
+                return
+            try:
+                self._pieces[path, begin] = _piece(path, self._states[path], begin, room)
+            except ModelLoadError as error:
+                self._fault = error
+                self._todo.clear()
+
+
+def _state(path: Path) -> FileState:
+    try:
+        check_regular(path)
+        return FileState.of(path.stat())
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {reason(error)}.") from None
+
+
+def _changed(path: Path) -> ModelLoadError:
+    return ModelLoadError(f"{path} changed while it was being loaded; start again.")
+
+
+def _piece(path: Path, state: FileState, begin: int, room: memoryview) -> bytes:
+    """Return the digest of a piece of a file that has this state before and after. Raises ModelLoadError."""
+    digest, end = sha256(), min(begin + _PIECE_BYTES, state.size)
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if FileState.of(os.fstat(file)) != state:
+                raise _changed(path)
+            while begin < end:
+                got = os.preadv(file, [room[: end - begin]], begin)
+                if not got:
+                    raise _changed(path)
+                digest.update(room[:got])
+                begin += got
+            if FileState.of(os.fstat(file)) != state:
+                raise _changed(path)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {reason(error)}.") from None
+    return digest.digest()
+
+
+def _root(state: FileState, pieces: Sequence[bytes]) -> str:
+    """Return the digest of a file; its size tells a tree of pieces from a file that holds their digests."""
+    return sha256(f"quire {_VERSION} {_PIECE_BYTES} {state.size} ".encode() + b"".join(pieces)).hexdigest()
+
+
+def _path() -> Path:
+    return cache_folder() / "digests.json"
+
+
+def _load() -> dict[str, str]:
+    """Return the digests in the cache; none from a file that is damaged, or that others may write to."""
+    path = _path()
+    try:
+        status = path.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            return {}
+        document = read_json(path, _MAX_BYTES)
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(document, dict) or document.get("version") != _VERSION:
+        return {}
+    kept = document.get("digests")
+    return {key: each for key, each in kept.items() if isinstance(each, str)} if isinstance(kept, dict) else {}
+
+
+def _save(made: dict[str, str]) -> None:
+    """Keep new digests in the cache, in the place of the oldest ones."""
+    if made:
+        kept = list({**_load(), **made}.items())[-_MAX_KEPT:]
+        keep(_path(), json.dumps({"version": _VERSION, "digests": dict(kept)}))
