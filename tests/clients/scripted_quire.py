@@ -42,7 +42,9 @@ def answer_to(prompt: str) -> str:
     return f'I will call {name}.\n<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-def build_engine(config: EngineConfig, report: Callable[[Progress], None], _memory: object = None) -> Engine:
+def build_engine(
+    config: EngineConfig, report: Callable[[Progress], None], _memory: object = None, **_: object
+) -> Engine:
     tokenizer = load_tokenizer(config.model)
     turn = tokenizer.encode(TURN, add_special_tokens=False)
     [end] = tokenizer.encode("<|im_end|>", add_special_tokens=False)

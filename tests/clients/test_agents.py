@@ -20,6 +20,7 @@ import pytest
 from daemons import serving
 
 from tests.documents.pages import ADDRESS
+from tests.nginx import NGINX, nginx
 
 HERE = Path(__file__).parent
 PAGES = HERE.parents[1] / "docs/integrations"
@@ -84,8 +85,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run the program to its end, with nothing but a home of its own."""
     home = cwd.parent / "home"
-    home.mkdir(exist_ok=True)
-    cwd.mkdir(exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
+    cwd.mkdir(parents=True, exist_ok=True)
     return subprocess.run(
         [str(PROGRAMS / program), *arguments],
         cwd=cwd,
@@ -180,6 +181,23 @@ def test_codex_closes_the_tool_loop(scripted: str, tmp_path: Path) -> None:
     assert first == "I will call exec_command."
     assert last.startswith("The tool said: ")
     assert "parrot" in last
+
+
+@claude_code
+@codex_cli
+@pytest.mark.skipif(NGINX is None, reason="nginx is missing: apt-get install nginx-light")
+def test_agents_work_with_two_daemons_behind_nginx(tmp_path: Path) -> None:
+    flags, command = names_for_claude(), [str(HERE / "scripted_quire.py")]
+    with serving(*flags, command=command) as first, serving(*flags, command=command) as second:
+        (tmp_path / "nginx").mkdir()
+        addresses = [each.removeprefix("http://") for each in (first, second)]
+        with nginx(tmp_path / "nginx", addresses, addresses[0]) as url:
+            answer = ask_claude(
+                url, tmp_path / "claude/work", 'SCRIPT Bash {"command": "echo parrot"}', "--allowedTools", "Bash"
+            )
+            assert (answer["result"], answer["num_turns"]) == (SAYS, 2)
+            events = ask_codex(url, tmp_path / "codex/work", 'SCRIPT exec_command {"cmd": "echo parrot"}')
+            assert "parrot" in words(events)[-1]
 
 
 @claude_code

@@ -22,7 +22,7 @@ from engine.runtime.native.build import find_compiler
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("engine", "server", "loadtest", "quire", "pyproject.toml", "setup.py", "README.md", "LICENSE")
-SUFFIXES = (".py", ".c", ".h", ".json", ".html", ".css", ".js", ".svg")  # of files that running code needs
+SUFFIXES = (".py", ".c", ".h", ".json", ".html", ".css", ".js", ".svg", ".woff2")  # of files that running code needs
 
 
 def environment() -> dict[str, str]:
@@ -82,6 +82,7 @@ def test_both_archives_are_valid_and_complete(dist: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl") == (not libraries)
     tracked = [name for name in run("git", "ls-files", *PARTS[:4], folder=ROOT).split() if name.endswith(SUFFIXES)]
     assert set(tracked) <= set(names), "a file of the packages is missing"
+    assert any(name.endswith("licenses/server/page/katex/LICENSE") for name in names)
     with tarfile.open(archive) as opened:
         inside = {name.partition("/")[2] for name in opened.getnames()}
     assert {*tracked, "engine/commit.txt", "setup.py", "pyproject.toml"} <= inside

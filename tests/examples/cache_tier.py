@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from engine.core.kv.tiers import News, Report, Transfer
+from engine.core.kv.tiers import News, Transfer, TransferEnd
 from engine.core.stats import TransferKind
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class CompressedStore:
         self._pool = opening.pool
         self._slots: dict[int, bytes] = {}
         self._thread = ThreadPoolExecutor(1, "compressed-kv")
-        self._reports: SimpleQueue[Report] = SimpleQueue()
+        self._reports: SimpleQueue[TransferEnd] = SimpleQueue()
 
     def start(self, transfers: Iterable[Transfer]) -> None:
         """Queue transfers, loads first."""
@@ -53,7 +53,7 @@ class CompressedStore:
         else:
             self._reports.put((transfer, True))
 
-    def finished(self, wait_s: float) -> list[Report]:
+    def finished(self, wait_s: float) -> list[TransferEnd]:
         """Return the transfers that ended; wait up to `wait_s` for one."""
         try:
             reports = [self._reports.get(timeout=wait_s) if wait_s else self._reports.get_nowait()]
