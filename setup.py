@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 from engine.runtime.native.build import find_compiler, find_library  # noqa: E402 - needs the path
-from engine.version import COMMIT_FILE, commit  # noqa: E402
+from engine.system.version import COMMIT_FILE, commit  # noqa: E402
 
 
 def write_commit(folder: Path) -> None:

@@ -21,7 +21,6 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
 from engine.adapters import Adapters
-from engine.block_size import waste
 from engine.core.admission import NO_LIMITS, OverloadControl, QueueLimits, check_headless, check_request
 from engine.core.errors import (
     CopyError,
@@ -39,8 +38,9 @@ from engine.core.stats import FailureCause, Snapshot
 from engine.core.step import PendingStep, Runner, StepPlan
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 from engine.inbox import Abort, EngineCall, Fail, Inbox, InboxMessage, Stop
-from engine.kv_events_config import KVEventsConfig
-from engine.offload import Offload
+from engine.outbound.offload import Offload
+from engine.settings.kv_events_config import KVEventsConfig
+from engine.startup.block_size import waste
 
 log = logging.getLogger("quire.engine")
 
@@ -54,7 +54,7 @@ _MAX_CHECK_S = 5.0  # of the check when the engine stops
 
 
 class EventPublisher(Protocol):
-    """Publishes what the prefix cache gains and loses; engine/kv_events.py has one."""
+    """Publishes what the prefix cache gains and loses; engine/outbound/kv_events.py has one."""
 
     config: KVEventsConfig
     endpoint: str

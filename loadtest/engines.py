@@ -12,8 +12,8 @@ from engine.loop import Engine
 
 def build(settings: Sequence[str]) -> Engine:
     """Return a daemon's engine, one step at a time and not started."""
-    from engine.build import build_engine
-    from engine.model_source import find_model
+    from engine.files.model_source import find_model
+    from engine.startup.build import build_engine
     from server.settings.flags import load_settings
 
     given = load_settings([*settings, "--no-async-scheduling"])
@@ -22,7 +22,7 @@ def build(settings: Sequence[str]) -> Engine:
 
 def device_of(settings: Sequence[str]) -> str:
     """Return where an engine of these flags computes: "cpu" or "cuda"."""
-    from engine.device import resolve_device
+    from engine.startup.device import resolve_device
     from server.settings.flags import load_settings
 
     return str(resolve_device(load_settings(settings).device).type)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.scheduler import Scheduler
+from engine.files.model_source import find_model
 from engine.loop import Engine
-from engine.model_source import find_model
 from engine.text.tokenizer import load_tokenizer
 from server.app import create_app
 from server.daemon import run

@@ -26,14 +26,14 @@ from statistics import median
 import numpy as np
 
 from engine.core.kv.page_table import Layout
-from engine.peer import Peer
 from engine.runtime.transports.shared_memory import SharedMemory
 from engine.runtime.transports.tcp import ParcelServer, pull
+from engine.settings.peer import Peer
 from loadtest.arguments import positive_int
 from loadtest.output import print_table, save_json
 
 _KEY = b"loadtest"
-_PIECE_BYTES = 16 << 20  # as engine/handover.py
+_PIECE_BYTES = 16 << 20  # as engine/outbound/handover.py
 _CHILD = "import sys; from loadtest.handover import serve; serve(sys.argv[1], *map(int, sys.argv[2:]))"
 
 

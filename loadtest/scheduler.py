@@ -67,8 +67,8 @@ class EventTimes:
         self._scheduler, self._runner = Scheduler(config), FakeRunner(config, memory=False)
         self._contents, self._events = self._scheduler.kv.contents, None
         if self._contents is not None:
-            from engine.kv_events import KVEvents
-            from engine.kv_events_config import KVEventsConfig
+            from engine.outbound.kv_events import KVEvents
+            from engine.settings.kv_events_config import KVEventsConfig
 
             self._events = KVEvents(KVEventsConfig(endpoint="tcp://127.0.0.1:*"), config.block_size)
             self._contents.sink = self._events.put

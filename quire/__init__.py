@@ -41,7 +41,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Return a public name, importing the module that defines it."""
     if name == "__version__":
-        from engine.version import VERSION
+        from engine.system.version import VERSION
 
         return VERSION
     if name in __all__:

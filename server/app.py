@@ -19,13 +19,13 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from engine.core.types import Request
-from engine.handover import open_handover
 from engine.loop import Engine
+from engine.outbound.handover import open_handover
+from engine.system.version import VERSION
 from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.limits import ModelLimits
 from engine.text.tokenizer import TextTokenizer
-from engine.version import VERSION
 from server import errors
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
 from server.batches.dispatch import Dispatcher

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from engine.version import VERSION, commit
+from engine.system.version import VERSION, commit
 
 
 class Command(NamedTuple):
@@ -85,7 +85,7 @@ def _unknown(name: str) -> str:
         return f"quire: {name!r} is a command of {server}; {instead}.\n"
     if name.startswith("-"):
         return f"quire: {name} needs a command before it, such as `quire serve {name}`; see `quire --help`.\n"
-    from engine.setting import closest
+    from engine.settings.setting import closest
 
     close = closest(name, COMMANDS)
     hint = f"did you mean `quire {close}`?" if close else f"choose one of {', '.join(COMMANDS)}, or see `quire --help`."

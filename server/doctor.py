@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 from engine.core.errors import QuireError
-from engine.doctor import Finding, State, check_machine
+from engine.startup.doctor import Finding, State, check_machine
 from server.settings.flags import load_settings
 from server.settings.settings import ENV_PREFIX, Settings
 

@@ -24,14 +24,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.ahead import begin_weights, load_torch_libraries
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError, QuireError
 from engine.core.types import Progress
-from engine.draft_source import fetch_models
-from engine.gguf_header import forget_headers
-from engine.model_check import ModelFacts, check_model
-from engine.model_source import check_tokenizer_source, fetch, find_model, local_path
+from engine.files.draft_source import fetch_models
+from engine.files.gguf_header import forget_headers
+from engine.files.model_source import check_tokenizer_source, fetch, find_model, local_path
+from engine.settings.engine_config import EngineConfig
+from engine.startup.ahead import begin_weights, load_torch_libraries
+from engine.startup.model_check import ModelFacts, check_model
 from engine.text.default_sampling import check_sampling_source, default_sampling
 from server.batches.folder import DataFolder
 from server.settings.app_config import AppConfig
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from engine.loop import Engine
-    from engine.startup_progress import StartupProgress
+    from engine.startup.progress import StartupProgress
     from engine.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("quire.serve")
@@ -222,7 +222,7 @@ def open_app(argv: Sequence[str]) -> FastAPI:
 
 def open_tokenizer(argv: Sequence[str]) -> TextTokenizer:
     """Return the tokenizer that `quire serve` would use. Raises QuireError."""
-    from engine.startup_progress import StartupProgress
+    from engine.startup.progress import StartupProgress
 
     with StartupProgress() as startup:
         return _load_front(_fetch(prepare(load_settings(argv)), startup.report))
@@ -242,7 +242,7 @@ def _make_app(plan: _Plan, undo: ExitStack) -> FastAPI:
 def _load(plan: _Plan, undo: ExitStack) -> tuple[Engine, TextTokenizer]:
     """Return the engine and the tokenizer.
 
-    Python imports, which hold the GIL, take most of a start, so C code works beside them (engine/ahead.py):
+    Python imports, which hold the GIL, take most of a start, so C code works beside them (engine/startup/ahead.py):
 
         main thread                                                 other threads, in C
         settings, port, the model's header (prepare)                torch's libraries are loaded
@@ -253,12 +253,12 @@ def _load(plan: _Plan, undo: ExitStack) -> tuple[Engine, TextTokenizer]:
     Two threads must not use the library transformers at the same time: it imports its modules on first use, and the second
     thread finds them half imported. So a model that needs it is loaded step by step on the main thread.
     """
-    from engine.startup_progress import StartupProgress
+    from engine.startup.progress import StartupProgress
 
     with StartupProgress() as startup:
         if plan.model.is_native:
             return _load_beside(_fetch(plan, startup.report), startup, undo)
-        from engine.build import build_engine, check_foreign  # torch, seconds
+        from engine.startup.build import build_engine, check_foreign  # torch, seconds
 
         check_foreign(plan.engine)
         plan = _fetch(plan, startup.report)
@@ -271,7 +271,7 @@ def _load(plan: _Plan, undo: ExitStack) -> tuple[Engine, TextTokenizer]:
 def _load_beside(plan: _Plan, startup: StartupProgress, undo: ExitStack) -> tuple[Engine, TextTokenizer]:
     """Return the engine of a model that needs no transformers, and the tokenizer, which is loaded on a thread."""
     memory = begin_weights(plan.engine)
-    from engine.build import build_engine  # torch
+    from engine.startup.build import build_engine  # torch
 
     with ThreadPoolExecutor(1) as aside, _short_turns():
         front = aside.submit(_load_front, plan)

@@ -1,4 +1,4 @@
-"""The scheduler's settings, resolved to numbers and checked; engine/build.py makes them."""
+"""The scheduler's settings, resolved to numbers and checked; engine/startup/build.py makes them."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ import errno
 import re
 from pathlib import Path
 
-from engine.regular_file import reason
 from engine.runtime.weights.formats import LOCAL
+from engine.system.regular_file import reason
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RETRIED = (408, 429)  # and those from 500 on

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from engine.core.errors import ModelLoadError
 from engine.hub.faults import is_offline, sentence
-from engine.regular_file import read_text
 from engine.runtime.weights.formats import LOCAL
-from engine.version import VERSION
+from engine.system.regular_file import read_text
+from engine.system.version import VERSION
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo

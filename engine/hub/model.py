@@ -15,11 +15,11 @@ from engine.hub.faults import sentence
 from engine.hub.files import CONFIG, INDEX, gguf_files, is_folder, small_files, split_tag, weight_files
 from engine.hub.listing import list_files
 from engine.hub.transfer import Transfer, open_file
-from engine.regular_file import reason
 from engine.runtime.lora.config import CONFIG as LORA_CONFIG
 from engine.runtime.lora.config import WEIGHTS as LORA_WEIGHTS
 from engine.runtime.weights.safetensors import shard_names
 from engine.runtime.weights.stored.config import BESIDE
+from engine.system.regular_file import reason
 
 log = logging.getLogger("quire.hub")
 

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError
-from engine.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, known_value, refuse, split_file, translate
-from engine.setting import declared, expand, features
+from engine.settings.engine_config import EngineConfig
+from engine.settings.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, known_value, refuse, split_file, translate
+from engine.settings.setting import declared, expand, features
 
 logger = logging.getLogger(__name__)
 

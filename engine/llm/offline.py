@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import Self
 
-from engine.config import LoraModule
 from engine.core.admission import check_request
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.types import AbortCause, Adapter, Grammar, Pooling, PromptInfo, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
-from engine.draft_source import fetch_models
+from engine.files.draft_source import fetch_models
+from engine.files.model_source import find_model
 from engine.llm.arguments import engine_config
 from engine.llm.job import Job, RequestOutput
 from engine.llm.params import BeamSearchParams, SamplingParams
@@ -45,9 +45,9 @@ from engine.llm.prompt_outputs import (
 from engine.llm.prompts import Prompt, listed, read_prompt
 from engine.llm.unserved import missing, refuse_arguments
 from engine.loop import Engine
-from engine.model_check import check_model
-from engine.model_source import find_model
-from engine.startup_progress import StartupProgress
+from engine.settings.engine_config import LoraModule
+from engine.startup.model_check import check_model
+from engine.startup.progress import StartupProgress
 from engine.text.channels import CHANNEL_NAMES
 from engine.text.chat_preprocessor import ChatPreprocessor
 from engine.text.choice import TextRules
@@ -101,7 +101,7 @@ class LLM:
         modules = tuple(LoraModule(name, str(path)) for name, path in (lora_modules or {}).items())
         config = engine_config(source.path, {"lora_modules": modules, **engine})
         check_model(config, has_tokenizer=tokenizer is not None)
-        from engine.build import build_engine  # torch, seconds
+        from engine.startup.build import build_engine  # torch, seconds
 
         with StartupProgress() as startup, ExitStack() as undo:
             config = fetch_models(config, startup.report)

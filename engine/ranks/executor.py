@@ -24,18 +24,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.core import errors
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, ModelLoadError, QuireError
 from engine.ranks.worker import Start
 from engine.runtime.batch import DecodeRows, Packet
-from engine.runtime.host_cpus import usable_cpus
 from engine.runtime.native.library import GroupError, native
 from engine.runtime.parallel.exchange import least
 from engine.runtime.parallel.group import SINGLE, Group, open_group
 from engine.runtime.parallel.packet import Kind, Step, encode
 from engine.runtime.parallel.ring import RingError, RingWriter, make_memory
+from engine.settings.engine_config import EngineConfig
+from engine.system.host_cpus import usable_cpus
 
 Error = TypeVar("Error", bound=BaseException)
 PATIENCE_S = 60.0  # for a rank that takes part in nothing; longer than a step

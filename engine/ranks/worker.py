@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.types import Progress
-from engine.device import resolve_device, share_threads
 from engine.runtime.attention.table import load_backend
 from engine.runtime.batch import DecodeRows, Packet, PacketBuffers, scored_portions
 from engine.runtime.device_memory import free_share, hold_to_share
@@ -34,6 +32,8 @@ from engine.runtime.parallel.exchange import least
 from engine.runtime.parallel.group import Group, open_group
 from engine.runtime.parallel.packet import Kind, RankMessage, Step, decode
 from engine.runtime.parallel.ring import RingReader
+from engine.settings.engine_config import EngineConfig
+from engine.startup.device import resolve_device, share_threads
 
 if TYPE_CHECKING:
     from engine.runtime.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack

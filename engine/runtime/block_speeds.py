@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from engine.block_size import CANDIDATES, with_block_size
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.kv.page_table import blocks_for
 from engine.core.step import StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.runner import ModelRunner, synthetic_slice
+from engine.startup.block_size import CANDIDATES, with_block_size
 
 _NUM_SEQS, _CONTEXT = 8, 512  # of the step that is timed
 _NUM_STEPS, _NUM_ROUNDS = 5, 2

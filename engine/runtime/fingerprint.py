@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.file_digests import FileDigests
+from engine.files.file_digests import FileDigests
 from engine.runtime.native.build import source_digest
 from engine.runtime.native.library import native
 from engine.runtime.weights.checkpoint import Checkpoint
 from engine.runtime.weights.formats import choose_format
-from engine.version import VERSION
+from engine.settings.engine_config import EngineConfig
+from engine.system.version import VERSION
 
 _DIGEST_BYTES = 20  # two models with one fingerprint take 2**80 attempts to make
 # Kinds of RoPE whose frequencies follow the longest sequence that is served, in every spelling.

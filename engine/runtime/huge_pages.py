@@ -14,7 +14,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from engine.ahead import BackedMemory
+from engine.startup.ahead import BackedMemory
 
 _HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; pages that exist already are unchanged

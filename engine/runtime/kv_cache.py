@@ -20,7 +20,6 @@ from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.runtime import huge_pages
 from engine.runtime.attention.base import AttentionBackend, Rotation
 from engine.runtime.headroom import Headroom
-from engine.runtime.host_memory import available_memory
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, movable
 from engine.runtime.models.base import FromProjected, LayerAttention
 from engine.runtime.models.config import narrow_latents
@@ -28,6 +27,7 @@ from engine.runtime.native.decoder import PagedStep
 from engine.runtime.transfer import to_device
 from engine.runtime.transports import pinned
 from engine.runtime.transports.host import split_rows
+from engine.system.host_memory import available_memory
 
 _MIB = 1 << 20
 _NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

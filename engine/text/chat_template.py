@@ -17,8 +17,8 @@ from typing import Any
 from jinja2 import Template, meta, nodes, pass_context
 from jinja2.runtime import Context
 
-from engine.child_process import Ask, ChildError, ChildLostError, ChildProcess, Parts
 from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError
+from engine.system.child_process import Ask, ChildError, ChildLostError, ChildProcess, Parts
 from engine.text.template_environment import make_environment, reason
 from engine.text.template_work import MAX_INPUT, is_simple
 from engine.text.types import RESERVED

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import ModelLoadError
-from engine.regular_file import read_json
+from engine.system.regular_file import read_json
 from engine.text.types import SamplingDefaults
 
 FILE = "generation_config.json"

@@ -11,7 +11,7 @@ import signal
 
 from jinja2 import Template
 
-from engine.child_process import Parts, serve
+from engine.system.child_process import Parts, serve
 from engine.text.template_environment import make_environment, reason
 
 _CPU_S, _CPU_S_PER_BYTE = 1.0, 1e-6  # a long conversation takes 0.1 us for each byte

@@ -19,7 +19,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from engine.gguf_header import read_header
+from engine.files.gguf_header import read_header
 from engine.text.gguf_tokenizer import build_tokenizer
 from loadtest.peers.gguf_file import fitted, write_gguf
 from loadtest.peers.packed import PACKINGS, group_of, save_packed

@@ -1,7 +1,7 @@
 """Replays a recording of `quire serve --record` on FakeRunner.
 
 The scheduler gets the recorded calls, clock readings and results, so the replay needs no model. The first plan that
-differs from the recorded one ends the replay. engine/recording.py describes the lines.
+differs from the recorded one ends the replay. engine/recording/recording.py describes the lines.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from engine.core.types import (
     TokenEvent,
     TokenLogprob,
 )
-from engine.hidden_ids import TokenTree
-from engine.recording import FORMAT, PARAM_FIELDS, REQUEST_FIELDS, PlanNote, is_over, own_slot
+from engine.recording.hidden_ids import TokenTree
+from engine.recording.recording import FORMAT, PARAM_FIELDS, REQUEST_FIELDS, PlanNote, is_over, own_slot
 from loadtest.simulation.replica import Gaps, SimulationError
 
 _EOS, _STOP = "end", "stop"
@@ -111,7 +111,7 @@ class _Adapter(NamedTuple):
 
 
 class _Ids:
-    """Reads token ids that the recording has as they were; see engine/recording.py."""
+    """Reads token ids that the recording has as they were; see engine/recording/recording.py."""
 
     def prompt(self, written: Any) -> tuple[int, ...]:
         """Return the ids of a prompt."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from engine.core.errors import ConfigError
-from engine.regular_file import check_regular
+from engine.system.regular_file import check_regular
 
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 
-from engine.child_process import ChildCrashError, ChildError, ChildProcess, ChildTimeoutError
+from engine.system.child_process import ChildCrashError, ChildError, ChildProcess, ChildTimeoutError
 from server.errors import ApiError
 from server.http.packed_json import unpack
 from server.http.threads import Worker, run_slowly

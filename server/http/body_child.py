@@ -1,6 +1,6 @@
 """The child process that counts, parses and checks large bodies.
 
-Run by server/http/bodies.py through engine/child_process.py. A question is a header, {"model": ..., "most": ..., "member": ...},
+Run by server/http/bodies.py through engine/system/child_process.py. A question is a header, {"model": ..., "most": ..., "member": ...},
 and the body; the answer is {} and the document in parts, or {"error": ..., "traceback": ...}; the client sees the error.
 """
 
@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 
 from pydantic_core import to_json
 
-from engine.child_process import Parts, serve
+from engine.system.child_process import Parts, serve
 from server.errors import to_api_error
 from server.http.bodies import check_count, parse
 from server.http.packed_json import pack

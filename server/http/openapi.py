@@ -16,8 +16,8 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from engine.system.version import VERSION
 from engine.text.fields.base import RequestBody
-from engine.version import VERSION
 from server.http.bodies import ResponseBody
 from server.http.field_meanings import ANSWERS, MEANINGS, add_meanings
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from engine.system.version import VERSION
 from engine.text.choice import Delta
 from engine.text.logprobs import PromptLogprobs, prompt_logprobs
 from engine.text.tokenizer import TextTokenizer
-from engine.version import VERSION
 from server.errors import ApiError
 from server.generation import Usage
 from server.http.bodies import ResponseBody

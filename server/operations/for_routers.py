@@ -9,7 +9,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from engine.version import VERSION
+from engine.system.version import VERSION
 from server.context import Context, InContext
 from server.http.bodies import ResponseBody
 from server.http.openapi import answers

@@ -4,7 +4,7 @@ A request with `do_remote_decode` has the prefill daemon compute its prompt, kee
 is. A request with `do_remote_prefill` has the decode daemon (--kv-transfer-config) take it from there, and continue as if
 its prefix cache had held the K/V before, so the answer is the same as without a hand-over. Between the two stands a
 router, or the decode daemon asks the prefill daemon itself. If anything fails, the prompt is computed here: a stream may
-be late, it is never lost. Event loop; the copies run on threads (engine/handover.py).
+be late, it is never lost. Event loop; the copies run on threads (engine/outbound/handover.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 from engine.core.errors import ParcelError
 from engine.core.kv.prefix_cache import chain_root
 from engine.core.types import Request
-from engine.handover import Handover, HandoverConfig, Prefix
 from engine.loop import Engine
-from engine.peer import Peer
+from engine.outbound.handover import Handover, HandoverConfig, Prefix
+from engine.settings.peer import Peer
 from server.errors import ApiError
 from server.openai.sampling import KVTransferParams
 from server.settings.app_config import AppConfig

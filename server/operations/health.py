@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import ShuttingDownError
-from engine.version import VERSION
+from engine.system.version import VERSION
 from server.context import InContext, InOwner, check_operator
 from server.errors import ApiError
 

@@ -1,4 +1,4 @@
-"""The settings of the HTTP application; engine/setting.py says how to add one.
+"""The settings of the HTTP application; engine/settings/setting.py says how to add one.
 
 server/settings/settings.py builds one AppConfig at start-up from flags, variables and files; tests build theirs by hand.
 Frozen. Any thread.
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from engine.setting import feature, section
+from engine.settings.setting import feature, section
 from engine.text.channels import CHANNEL_NAMES
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.tools.formats import TOOL_FORMATS

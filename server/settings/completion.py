@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, get_args
 
-from engine.setting import features, to_flag
+from engine.settings.setting import features, to_flag
 from server.cli import COMMANDS
 from server.settings.settings import DECLARED, names_of
 

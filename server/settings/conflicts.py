@@ -1,12 +1,12 @@
-"""The table of conflicting server settings; engine/config.py has the engine's."""
+"""The table of conflicting server settings; engine/settings/engine_config.py has the engine's."""
 
 from __future__ import annotations
 
 import re
 from urllib.parse import urlsplit
 
-from engine.peer import Peer, is_peer
-from engine.setting import Conflict
+from engine.settings.peer import Peer, is_peer
+from engine.settings.setting import Conflict
 from engine.text.types import RESERVED
 
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+/?")

@@ -15,7 +15,7 @@ from yaml.error import MarkedYAMLError
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 from engine.core.errors import ConfigError
-from engine.regular_file import read_bytes, read_text, reason
+from engine.system.regular_file import read_bytes, read_text, reason
 
 MAX_BYTES = 64 << 20
 _MAX_YAML_BYTES = 4 << 20

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.core.errors import ConfigError
-from engine.foreign import SPELLINGS, narrower, refuse, split, unread_variables
-from engine.setting import Declared, describe, fault, features, to_flag
+from engine.settings.foreign import SPELLINGS, narrower, refuse, split, unread_variables
+from engine.settings.setting import Declared, describe, fault, features, to_flag
 from server.settings.settings import DECLARED, ENV_PREFIX, Settings, Sources, names_of, read_sources, suggestion
 
 GROUPS = (  # the headings of --help, in order

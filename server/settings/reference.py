@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.setting import Declared, features, to_flag
+from engine.settings.setting import Declared, features, to_flag
 from server.settings.flags import GROUPS, default_of
 from server.settings.settings import DECLARED, ENV_PREFIX
 

@@ -1,4 +1,4 @@
-"""The settings of the process `quire serve`; engine/setting.py says how to add one."""
+"""The settings of the process `quire serve`; engine/settings/setting.py says how to add one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.setting import section
+from engine.settings.setting import section
 
 _model = section("Model")
 _http = section("HTTP")

@@ -3,7 +3,7 @@
 The first source that names a setting wins: flag, then variable, then the file given by --config, then the default. An empty
 variable counts as absent, but in the Security group it is refused, because it would leave the daemon open. Settings are read
 once, before anything is loaded, and never change. server/settings/flags.py has the command line, and
-engine/foreign.py the flags and values of other servers.
+engine/settings/foreign.py the flags and values of other servers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,19 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
 
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError
-from engine.foreign import IN_CHECKPOINT, OF_CHECKPOINT, Given, check_same, keys_of, known_value, split_file, translate
-from engine.setting import Declared, check_conflicts, closest, declared, expand, features
+from engine.settings.engine_config import EngineConfig
+from engine.settings.foreign import (
+    IN_CHECKPOINT,
+    OF_CHECKPOINT,
+    Given,
+    check_same,
+    keys_of,
+    known_value,
+    split_file,
+    translate,
+)
+from engine.settings.setting import Declared, check_conflicts, closest, declared, expand, features
 from server.settings.app_config import AppConfig
 from server.settings.conflicts import CONFLICTS
 from server.settings.files import read_yaml

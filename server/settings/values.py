@@ -12,8 +12,8 @@ from typing import Annotated, Any, get_args
 from pydantic import BeforeValidator, ByteSize, SecretStr
 from pydantic_core import PydanticCustomError
 
-from engine.config import LoraModule
-from engine.setting import Declared
+from engine.settings.engine_config import LoraModule
+from engine.settings.setting import Declared
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
 

@@ -25,7 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from engine.loop import Engine
-from engine.version import VERSION
+from engine.system.version import VERSION
 from server.telemetry.event_metrics import EventMetrics, VllmEventMetrics
 from server.telemetry.events import Listener
 from server.telemetry.loop_lag import LoopLag

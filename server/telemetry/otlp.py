@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from engine.core.errors import ConfigError
-from engine.version import VERSION
+from engine.system.version import VERSION
 from server.telemetry import gen_ai
 from server.telemetry.otlp_endpoints import Endpoints
 

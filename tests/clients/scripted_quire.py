@@ -16,12 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.fake_runner import FakeRunner
 from engine.core.scheduler import Scheduler
 from engine.core.types import Progress
 from engine.loop import Engine
+from engine.settings.engine_config import EngineConfig
 from engine.text.tokenizer import load_tokenizer
 
 TURN = "<|im_start|>assistant\n"
@@ -70,9 +70,9 @@ def build_engine(
 
 
 if __name__ == "__main__":
-    stand_in = types.ModuleType("engine.build")
+    stand_in = types.ModuleType("engine.startup.build")
     stand_in.build_engine = build_engine  # type: ignore[attr-defined]  # a module made here
-    sys.modules["engine.build"] = stand_in
+    sys.modules["engine.startup.build"] = stand_in
     from server.cli import main
 
     sys.exit(main())

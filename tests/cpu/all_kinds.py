@@ -21,11 +21,11 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
-from engine.model_check import check_model
 from engine.runtime.models.load import load_model
 from engine.runtime.models.transformers_adapter import read_foreign_config
+from engine.settings.engine_config import EngineConfig
+from engine.startup.model_check import check_model
 from tests.cpu.engine_logprobs import largest_difference
 
 LIMIT_S = 60

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model_source import find_model
+from engine.files.model_source import find_model
 from engine.runtime.native.library import Isa, Library, native
 
 

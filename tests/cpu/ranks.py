@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.runtime.attention.base import AttentionBackend, Batch
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
@@ -18,6 +17,7 @@ from engine.runtime.models.load import load_model
 from engine.runtime.native.library import GroupError, native
 from engine.runtime.parallel.exchange import least
 from engine.runtime.parallel.group import SINGLE, GlooGroup, Group, SharedMemoryGroup
+from engine.settings.engine_config import EngineConfig
 from tests.cpu.dense_attention import DenseAttention
 
 CPU = torch.device("cpu")

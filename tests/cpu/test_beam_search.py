@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler
 from engine.core.types import BeamParams, EarlyStopping, FinishReason, Request
-from engine.model_source import find_model
+from engine.files.model_source import find_model
 from engine.runtime.models.load import load_model
+from engine.settings.engine_config import EngineConfig
 from engine.text.tokenizer import load_tokenizer
 from tests.cpu import test_models_families as tiny
 from tests.cpu.model_driver import Served, request, serve, settings

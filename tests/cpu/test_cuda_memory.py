@@ -13,15 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine import device
-from engine.build import _Parts, _pool_budget, _warm_up_cuda
-from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, MemoryBudgetError
 from engine.core.fake_runner import FakeRunner, FakeStep
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import Progress
-from engine.device import resolve_device
 from engine.runtime.cuda.device import check_device, explain_absence
 from engine.runtime.cuda.faults import guard_cuda, to_fault
 from engine.runtime.device_memory import (
@@ -30,6 +26,10 @@ from engine.runtime.device_memory import (
     measure_memory,
 )
 from engine.runtime.runner import ModelRunner, warm_up_plan
+from engine.settings.engine_config import EngineConfig
+from engine.startup import device
+from engine.startup.build import _Parts, _pool_budget, _warm_up_cuda
+from engine.startup.device import resolve_device
 
 GIB, SEGMENT = 1 << 30, 2 << 20
 CUDA = torch.device("cuda", 0)
@@ -198,7 +198,7 @@ def test_the_pool_is_sized_by_the_rank_with_least_room(card: Card, fewer: int, c
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_ranks_of_a_cpu_share_one_memory(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.build.default_cpu_budget", lambda: GIB)
+    monkeypatch.setattr("engine.startup.build.default_cpu_budget", lambda: GIB)
     config = EngineConfig(model="", tensor_parallel_size=num_ranks)
     parts = SimpleNamespace(config=config, device=torch.device("cpu"), model=None, bytes_per_block=lambda size: GIB)
     assert _pool_budget(parts, CONFIG, 0).num_bytes == GIB // num_ranks  # type: ignore[arg-type]

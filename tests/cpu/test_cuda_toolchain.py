@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import build
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.runtime.cuda import toolchain
 from engine.runtime.cuda.toolchain import cache_folder, check_toolchain
+from engine.settings.engine_config import EngineConfig
+from engine.startup import build
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,8 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.build import build_engine
-from engine.config import EngineConfig
 from engine.core.budget import StepTime
 from engine.core.errors import ConfigError
 from engine.core.kv import tiers
@@ -27,6 +25,8 @@ from engine.core.types import StepEvents
 from engine.loop import Engine
 from engine.runtime.transports import disk
 from engine.runtime.transports.disk import DiskStore
+from engine.settings.engine_config import EngineConfig
+from engine.startup.build import build_engine
 from tests.cpu.model_driver import request
 from tests.cpu.test_models_families import CASES, save_tiny
 from tests.patience import PATIENCE_S

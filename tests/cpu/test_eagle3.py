@@ -14,17 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from engine.build import build_engine
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.scheduler import Scheduler
 from engine.core.stats import Stats
 from engine.core.types import Progress, Request
-from engine.model_check import check_model
-from engine.model_source import find_model
+from engine.files.model_source import find_model
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.load import load_eagle3, load_model
+from engine.settings.engine_config import EngineConfig
+from engine.startup.build import build_engine
+from engine.startup.model_check import check_model
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.eagle3_drafts import HIDDEN, LAYER, Oracle, bigram_draft, bigram_target, random_tensors, write_draft
 from tests.cpu.model_driver import CPU, Served, make_runner, request, serve, settings
@@ -271,8 +271,8 @@ def test_a_draft_is_found_out_by_its_config(bigrams: Path, monkeypatch: pytest.M
 
     With --block-size auto the pool's blocks change after the drafter was made.
     """
-    monkeypatch.setattr("engine.build.choose", lambda *_: 64)
-    monkeypatch.setattr("engine.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
+    monkeypatch.setattr("engine.startup.build.choose", lambda *_: 64)
+    monkeypatch.setattr("engine.startup.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
     target, path = str(bigrams / "target"), bigrams / "noisy" / "config.json"
     settings = json.loads(path.read_text())
     settings["speculators_config"]["verifier"] = {"name_or_path": target}

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build import _Parts, _pool_budget, build_engine
-from engine.config import EngineConfig, LoraModule
 from engine.core.admission import QueueLimits
 from engine.core.config import DraftCosts, SchedulerConfig
 from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
@@ -25,6 +23,8 @@ from engine.runtime.kv_cache import PoolSize, fit_pool
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native
 from engine.runtime.runner import ModelRunner
+from engine.settings.engine_config import EngineConfig, LoraModule
+from engine.startup.build import _Parts, _pool_budget, build_engine
 from tests.cpu import test_models_families
 from tests.cpu.lora_folders import save_adapter
 from tests.patience import PATIENCE_S
@@ -178,8 +178,8 @@ def test_on_a_gpu_the_pool_is_what_was_measured_and_a_refusal_says_where_the_res
         assert how == {"share": 0.5, "num_tensors": 4, "vocab_size": 96, "captures": True}
         return memory
 
-    monkeypatch.setattr("engine.build.measure_memory", measure)
-    monkeypatch.setattr("engine.build.free_share", lambda device, share: GIB)
+    monkeypatch.setattr("engine.startup.build.measure_memory", measure)
+    monkeypatch.setattr("engine.startup.build.free_share", lambda device, share: GIB)
     config = EngineConfig(model=folder, gpu_memory_utilization=0.5)
     model, device = engine._runner._model, torch.device("cuda")
     budget = _pool_budget(_Parts(config, lambda _: None, device, model, captures=True), engine.config, 0)  # type: ignore[arg-type]
@@ -266,7 +266,7 @@ def test_a_draft_model_shares_the_memory_and_changes_no_answer(
     folder: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its own weights as a draft, of which every token is right; and with others, of which hardly any is."""
-    monkeypatch.setattr("engine.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
+    monkeypatch.setattr("engine.startup.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
     request = Request(request_id="r", prompt=(1, 2, 3) * 5, params=SamplingParams(max_tokens=40, seed=5), arrival_s=0.0)
     memory = {"kv_cache_memory_bytes": 100 * BLOCK_BYTES}
     plain = build(folder, **memory)
@@ -309,8 +309,8 @@ def test_a_draft_model_has_no_adapters(folder: str, monkeypatch: pytest.MonkeyPa
         loaded.append(config)
         return load_model(config, *others)
 
-    monkeypatch.setattr("engine.speculation.load_model", load)
-    monkeypatch.setattr("engine.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
+    monkeypatch.setattr("engine.startup.speculation.load_model", load)
+    monkeypatch.setattr("engine.startup.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
     build(folder, speculative_config={"model": folder}, allow_runtime_lora_updating=True, max_loras=2)
     assert [config.num_loras for config in loaded] == [0]
 

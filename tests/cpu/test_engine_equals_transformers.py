@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request
-from engine.model_source import find_model
+from engine.files.model_source import find_model
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
+from engine.settings.engine_config import EngineConfig
 from engine.text.tokenizer import load_tokenizer
 from tests.cpu.model_driver import make_runner, request, serve, settings
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.build import build_engine
-from engine.config import EngineConfig
 from engine.core.errors import DeviceMemoryError
 from engine.core.step import PendingStep, Runner, StepPlan, StepResult
 from engine.core.types import FinishReason, Request, SamplingParams, StepEvents
 from engine.loop import Engine
+from engine.settings.engine_config import EngineConfig
+from engine.startup.build import build_engine
 from tests.cpu.test_models_families import CASES, save_tiny
 from tests.patience import PATIENCE_S
 

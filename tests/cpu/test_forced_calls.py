@@ -12,9 +12,9 @@ import httpx
 import jsonschema
 import pytest
 
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.model_source import find_model
+from engine.files.model_source import find_model
+from engine.settings.engine_config import EngineConfig
+from engine.startup.build import build_engine
 from engine.text.chat_format import ChatFormat
 from engine.text.chat_preprocessor import ChatPreprocessor, PreparedChat
 from engine.text.fields.chat import ChatFields

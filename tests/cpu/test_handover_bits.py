@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.build import build_engine
-from engine.config import EngineConfig
 from engine.core.types import Request, StepEvents, TokenEvent
-from engine.handover import Handover, HandoverConfig, Prefix, open_handover
 from engine.loop import Engine
-from engine.peer import Peer
+from engine.outbound.handover import Handover, HandoverConfig, Prefix, open_handover
+from engine.settings.engine_config import EngineConfig
+from engine.settings.peer import Peer
+from engine.startup.build import build_engine
 from tests.cpu.model_driver import request
 from tests.cpu.test_disk_store import PROMPTS, tiny
 from tests.patience import PATIENCE_S

@@ -14,10 +14,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from starlette.testclient import TestClient
 
-from engine.build import build_engine
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError, HeadlessModelError, ModelLoadError
-from engine.model_check import check_model
+from engine.settings.engine_config import EngineConfig
+from engine.startup.build import build_engine
+from engine.startup.model_check import check_model
 from engine.text.tokenizer import load_tokenizer
 from quire import LLM
 from server.app import create_app

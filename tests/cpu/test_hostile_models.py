@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.build import build_engine
-from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError, QuireError
-from engine.model_check import check_model
 from engine.runtime.models.load import load_model
 from engine.runtime.models.maker import Maker
 from engine.runtime.schemes.base import Matrix, Scheme
+from engine.settings.engine_config import EngineConfig
+from engine.startup.build import build_engine
+from engine.startup.model_check import check_model
 from engine.text.generation_config import read_sampling
 from engine.text.tokenizer import load_tokenizer
 from tests.cpu.lora_folders import load_adapter, save_adapter
@@ -401,7 +401,7 @@ HOSTILE_METADATA = [3, -1, 2**63, 1.5, math.nan, "x", "", True, [], ["a"], ["a",
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("key", METADATA)
 def test_any_metadata_of_a_tokenizer_is_read_or_refused(key: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.gguf_header import GGUFHeader
+    from engine.files.gguf_header import GGUFHeader
 
     for value in HOSTILE_METADATA:
         metadata = METADATA | {"tokenizer.ggml.model": kind, key: value}

@@ -16,15 +16,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine import build, file_digests
-from engine.config import EngineConfig
 from engine.core.budget import StepTime
 from engine.core.errors import ModelLoadError, ParcelError
 from engine.core.kv import tiers
 from engine.core.stats import TransferKind
-from engine.handover import HandoverConfig
+from engine.files import file_digests
 from engine.loop import Engine
-from engine.peer import Peer
+from engine.outbound.handover import HandoverConfig
 from engine.runtime import fingerprint as module
 from engine.runtime.fingerprint import ModelContent, fingerprint
 from engine.runtime.lora.adapter import AdaptedMatrix, Target
@@ -32,6 +30,9 @@ from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.native.library import Isa, native
 from engine.runtime.transports import shared_folder
 from engine.runtime.transports.shared_folder import Others, SharedFolder
+from engine.settings.engine_config import EngineConfig
+from engine.settings.peer import Peer
+from engine.startup import build
 from tests.cpu.model_driver import request
 from tests.cpu.test_disk_store import PROMPTS, answers, engine_on, tiny
 from tests.cpu.test_handover_bits import daemon

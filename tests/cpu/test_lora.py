@@ -18,11 +18,10 @@ from safetensors.torch import save_file
 from test_attention import NUM_BLOCKS, make_batch, make_tables
 from test_native_decoder import Piecewise
 
-from engine.config import EngineConfig
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
-from engine.model_source import find_model
+from engine.files.model_source import find_model
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.lora.adapter import AdapterRows, LoraAdapter
@@ -31,6 +30,7 @@ from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native
 from engine.runtime.speculation.ngram import NgramDrafter
+from engine.settings.engine_config import EngineConfig
 from tests.cpu import test_models_families as families
 from tests.cpu.lora_folders import load_adapter, merge, save_adapter
 from tests.cpu.model_driver import make_runner, request, serve, settings

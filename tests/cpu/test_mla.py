@@ -18,11 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
-from engine.model_check import check_model
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache, block_bytes, resolve_kv_dtype
@@ -35,6 +33,8 @@ from engine.runtime.models.mla import LatentAttention
 from engine.runtime.native.library import Library, native
 from engine.runtime.schemes.base import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
+from engine.settings.engine_config import EngineConfig
+from engine.startup.model_check import check_model
 from tests.cpu.model_driver import Served, make_runner, request, serve, settings
 from tests.cpu.packers import fp8
 from tests.cpu.test_attention import empty_pools, make_batch, make_tables

@@ -12,11 +12,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from engine.config import EngineConfig
 from engine.core.types import Progress
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import FAMILIES
 from engine.runtime.models.load import load_model
+from engine.settings.engine_config import EngineConfig
 from tests.cpu.dense_attention import DenseAttention
 
 SIZES = {

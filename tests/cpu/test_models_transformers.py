@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.runtime.models import servable
 from engine.runtime.models.load import load_model
 from engine.runtime.models.transformers_adapter import TransformersModel
+from engine.settings.engine_config import EngineConfig
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.test_models_families import Case, rope, save_tiny
 

@@ -15,10 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.core.errors import AdapterLoadError, MemoryBudgetError, ModelLoadError
 from engine.core.scheduler import Scheduler
-from engine.model_check import check_model
 from engine.runtime.activation import Activation, Clamp
 from engine.runtime.models.config import MoEConfig
 from engine.runtime.models.families import read_config
@@ -30,6 +28,8 @@ from engine.runtime.schemes.base import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.expert_names import expert_parts
 from engine.runtime.weights.hf_config import HFConfig
+from engine.settings.engine_config import EngineConfig
+from engine.startup.model_check import check_model
 from tests.cpu.lora_folders import load_adapter, save_adapter
 from tests.cpu.model_driver import request, serve, settings
 from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny

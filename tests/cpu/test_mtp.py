@@ -16,16 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.scheduler import Scheduler
 from engine.core.step import StepPlan
-from engine.model_check import check_model
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_mtp
 from engine.runtime.runner import warm_up_plan
 from engine.runtime.speculation.heads import Head, HeadDrafter
-from engine.speculation import load_speculation
+from engine.settings.engine_config import EngineConfig
+from engine.startup.model_check import check_model
+from engine.startup.speculation import load_speculation
 from tests.cpu import test_models_families as families
 from tests.cpu import test_moe_stored
 from tests.cpu import test_weights_gguf as gguf

@@ -14,10 +14,10 @@ import pytest
 from engine.core.budget import StepTime
 from engine.core.errors import ConfigError, ParcelError
 from engine.core.kv import tiers
-from engine.peer import Peer
 from engine.runtime.transports import connection, parts, peer_folder, shared_folder
 from engine.runtime.transports.peer_folder import FolderServer, PeerFolder
 from engine.runtime.transports.shared_folder import Others, SharedFolder
+from engine.settings.peer import Peer
 from tests.cpu.test_disk_store import BLOCK_BYTES, NUM_SLOTS, Host, content, engine_on, opened, tiny
 from tests.cpu.test_shared_folder import Reader as FolderReader
 from tests.cpu.test_shared_folder import entries, learn, say

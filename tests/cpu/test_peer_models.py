@@ -13,8 +13,8 @@ from gguf.quants import dequantize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.gguf_header import read_header
-from engine.model_source import find_model
+from engine.files.gguf_header import read_header
+from engine.files.model_source import find_model
 from engine.runtime.weights.gguf import GGUFCheckpoint
 from loadtest.accuracy import TINY as TINY_512
 from loadtest.accuracy import kl_of

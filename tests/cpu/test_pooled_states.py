@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler
 from engine.core.types import FinishReason, Pooling
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
+from engine.settings.engine_config import EngineConfig
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.model_driver import CPU, TinyModel, request, serve, settings
 from tests.cpu.test_models_families import CASES, save_tiny

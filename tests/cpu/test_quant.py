@@ -18,13 +18,13 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.runtime.models import load as load_module
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Isa, Library, WeightFormat, native
 from engine.runtime.native.quantised import QuantisedLinear, dequantise, is_served_quantised
 from engine.runtime.native.rows import StoredRows
+from engine.settings.engine_config import EngineConfig
 from tests.cpu.test_models_families import Case, load, logits_of, save_tiny
 from tests.cpu.test_weights_gguf import ARCHITECTURES, convert, tiny, write
 

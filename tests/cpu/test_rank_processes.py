@@ -21,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, QuireError
 from engine.core.fake_runner import FakeStep
@@ -33,6 +32,7 @@ from engine.runtime.batch import BatchBuilder, DecodeRows, Packet, PacketBuffers
 from engine.runtime.native.library import GroupError
 from engine.runtime.parallel.packet import Kind, RankMessage, Step, decode, encode
 from engine.runtime.parallel.ring import RingError, RingReader, RingWriter, make_memory
+from engine.settings.engine_config import EngineConfig
 from tests.cpu import ranks
 from tests.cpu.test_engine_build import build, folder  # noqa: F401 - a fixture
 from tests.patience import PATIENCE_S, eventually
@@ -395,7 +395,7 @@ def test_an_interrupted_start_ends_the_ranks(folder: str, monkeypatch: pytest.Mo
     def interrupt(*_: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("engine.build.load_model", interrupt)
+    monkeypatch.setattr("engine.startup.build.load_model", interrupt)
     with pytest.raises(KeyboardInterrupt):
         build(folder, tensor_parallel_size=2)
     assert workers() == []

@@ -14,10 +14,10 @@ import pytest
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from engine.config import EngineConfig, LoraModule
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.model_check import check_model
 from engine.runtime.models import servable
+from engine.settings.engine_config import EngineConfig, LoraModule
+from engine.startup.model_check import check_model
 from tests.cpu.served_models import ROOT, refusal, save_tokenizer
 from tests.cpu.test_models_families import SIZES, Case
 from tests.patience import PATIENCE_S

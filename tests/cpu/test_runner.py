@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.block_size import with_block_size
 from engine.core.scheduler import Scheduler
 from engine.core.types import FinishReason
 from engine.runtime.block_speeds import measure_speeds
 from engine.runtime.runner import warm_up_plan
+from engine.startup.block_size import with_block_size
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.model_driver import Served, TinyModel, make_runner, request, serve, settings, solo_greedy
 

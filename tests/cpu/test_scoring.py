@@ -17,9 +17,9 @@ import torch
 from starlette.testclient import TestClient
 from torch import Tensor
 
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.model_source import find_model
+from engine.files.model_source import find_model
+from engine.settings.engine_config import EngineConfig
+from engine.startup.build import build_engine
 from engine.text.tokenizer import load_tokenizer
 from quire import LLM, SamplingParams
 from server.app import create_app

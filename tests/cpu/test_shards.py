@@ -9,7 +9,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.types import Progress
 from engine.runtime.models.decoder import Decoder
@@ -18,6 +17,7 @@ from engine.runtime.models.load import load_eagle3, load_model, load_mtp
 from engine.runtime.models.shards import Shards
 from engine.runtime.parallel.group import SINGLE, Group, Single
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
+from engine.settings.engine_config import EngineConfig
 from tests.cpu import packers
 from tests.cpu.test_models_families import Case, save_tiny
 from tests.cpu.test_moe_stored import save_experts, save_gpt_oss

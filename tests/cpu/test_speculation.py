@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.scheduler import Scheduler
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, Request
-from engine.model_source import find_model
+from engine.files.model_source import find_model
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.base import CausalLM
@@ -29,6 +28,7 @@ from engine.runtime.runner import warm_up_plan
 from engine.runtime.speculation.base import Drafter
 from engine.runtime.speculation.draft_model import DraftModel, KnownPositions
 from engine.runtime.speculation.ngram import NgramDrafter, continuation
+from engine.settings.engine_config import EngineConfig
 from engine.text.tokenizer import load_tokenizer
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.model_driver import CPU, Served, TinyModel, make_runner, request, serve, settings

@@ -16,7 +16,6 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from engine.config import EngineConfig
 from engine.core.scheduler import Scheduler
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
@@ -26,6 +25,7 @@ from engine.runtime.native.quantised import QuantisedLinear
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.runtime.weights.stored.packed import Integers
 from engine.runtime.weights.stored.rows import repacked, rows_of
+from engine.settings.engine_config import EngineConfig
 from tests.cpu import packers
 from tests.cpu.lora_folders import load_adapter, merge, save_adapter
 from tests.cpu.model_driver import request, serve, settings

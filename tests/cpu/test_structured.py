@@ -11,13 +11,13 @@ import jsonschema
 import pytest
 import torch
 
-from engine.config import EngineConfig
 from engine.core.errors import InvalidRequestError
 from engine.core.scheduler import Scheduler
 from engine.core.types import FinishReason, Grammar, Request
-from engine.model_source import find_model
+from engine.files.model_source import find_model
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
+from engine.settings.engine_config import EngineConfig
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.tokenizer import TextTokenizer, load_tokenizer

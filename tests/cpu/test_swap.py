@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import build_engine
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
 from engine.core.stats import PreemptionKind, SwapDirection
@@ -24,6 +22,8 @@ from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.transports import pinned
 from engine.runtime.transports.host import MainMemoryPool, count_host_blocks
 from engine.runtime.transports.pinned import gather, runs, scatter
+from engine.settings.engine_config import EngineConfig
+from engine.startup.build import build_engine
 from tests.cpu.model_driver import CPU, TinyModel, make_runner, request, serve, settings, solo_greedy
 from tests.cpu.test_engine_faults import answers
 from tests.cpu.test_models_families import CASES, save_tiny

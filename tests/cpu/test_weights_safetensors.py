@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.models.load import load_model
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
+from engine.settings.engine_config import EngineConfig
 from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny
 
 IDS = torch.arange(3, 23)

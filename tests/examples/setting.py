@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.setting import section
+from engine.settings.setting import section
 
 _http = section("HTTP")
 

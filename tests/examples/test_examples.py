@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 import server.app
-from engine.config import EngineConfig
 from engine.core.queues import POLICIES
 from engine.core.queues.keyed import KeyedQueue
 from engine.core.scheduler import Scheduler
-from engine.offload import Offload
+from engine.outbound.offload import Offload
+from engine.settings.engine_config import EngineConfig
 from engine.text.tools.formats import TOOL_FORMATS
 from tests.examples.cache_tier import CompressedStore, open_store
 from tests.examples.queue_key import short_prompts

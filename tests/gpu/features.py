@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine.adapters import LoadedAdapter
-from engine.config import LoraModule
 from engine.loop import Engine
+from engine.settings.engine_config import LoraModule
 from tests.cpu import packers, test_mtp
 from tests.cpu.eagle3_drafts import LAYER, bigram_draft, bigram_target, write_draft
 from tests.cpu.lora_folders import save_adapter

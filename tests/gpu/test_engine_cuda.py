@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build import build_engine
-from engine.config import EngineConfig
 from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from engine.runtime.batch import DecodeRows
+from engine.settings.engine_config import EngineConfig
+from engine.startup.build import build_engine
 from tests.cpu.test_models_families import CASES, ON_A_GPU, save_tiny
 from tests.patience import PATIENCE_S
 

@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_cuda_says_what_the_cpu_says_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
+    monkeypatch.setattr("engine.startup.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
     feature = FEATURES[name](tmp_path)
 
     expected = answers(build(feature.model, "cpu", **feature.expected), feature.asks)

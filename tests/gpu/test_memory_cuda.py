@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import build_engine
-from engine.config import EngineConfig
 from engine.core.errors import ComputeError, MemoryBudgetError
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents, TokenEvent
 from engine.loop import Engine
+from engine.settings.engine_config import EngineConfig
+from engine.startup.build import build_engine
 from tests.patience import PATIENCE_S
 
 pytestmark = [

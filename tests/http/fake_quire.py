@@ -13,7 +13,6 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.errors import DeviceLostError, MemoryBudgetError
 from engine.core.fake_runner import CostModel, FakeRunner
@@ -21,6 +20,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.step import PendingStep, StepPlan
 from engine.core.types import Progress
 from engine.loop import Engine
+from engine.settings.engine_config import EngineConfig
 from tests.patience import POLL_S
 
 VOCAB_SIZE = 49152
@@ -59,9 +59,9 @@ def build_engine(
 
 
 if __name__ == "__main__":
-    stand_in = types.ModuleType("engine.build")
+    stand_in = types.ModuleType("engine.startup.build")
     stand_in.build_engine = build_engine  # type: ignore[attr-defined]  # a module made here
-    sys.modules["engine.build"] = stand_in
+    sys.modules["engine.startup.build"] = stand_in
     from server import daemon
     from server.cli import main
 

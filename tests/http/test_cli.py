@@ -218,9 +218,9 @@ def test_a_start_that_fails_behind_the_model_releases_it(fails: str, monkeypatch
     def fail(*_: object) -> None:
         raise ConfigError("made to fail")
 
-    stand_in = types.ModuleType("engine.build")
+    stand_in = types.ModuleType("engine.startup.build")
     stand_in.build_engine = build_engine  # type: ignore[attr-defined]  # a module made here
-    monkeypatch.setitem(sys.modules, "engine.build", stand_in)
+    monkeypatch.setitem(sys.modules, "engine.startup.build", stand_in)
     monkeypatch.setattr(fake_quire.MortalRunner, "close", close)
     monkeypatch.setattr(serve, "begin_weights", lambda _: None)
     monkeypatch.setattr(serve, "_load_front", load_front)

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from harness import CONFIG, Live, eventually
 
-from engine.kv_events import KVEvents
-from engine.kv_events_config import KVEventsConfig
+from engine.outbound.kv_events import KVEvents
+from engine.settings.kv_events_config import KVEventsConfig
 from tests.patience import PATIENCE_S
 
 PATHS = ("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/kv_event_sources", "/get_load")

@@ -17,16 +17,16 @@ import huggingface_hub.constants
 import pytest
 from rich.console import Console
 
-from engine.adapter_source import fetch_adapters
-from engine.config import EngineConfig, LoraModule
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
-from engine.draft_source import fetch_models
+from engine.files.adapter_source import fetch_adapters
+from engine.files.draft_source import fetch_models
+from engine.files.model_source import fetch
 from engine.hub import listing, transfer
 from engine.hub.model import open_model
-from engine.model_check import ModelFacts, check_model
-from engine.model_source import fetch
-from engine.startup_progress import StartupProgress
+from engine.settings.engine_config import EngineConfig, LoraModule
+from engine.startup.model_check import ModelFacts, check_model
+from engine.startup.progress import StartupProgress
 from tests.fake_hub import COMMIT, FakeHub, digest, fake_hub, refusing_url
 from tests.patience import PATIENCE_S
 
@@ -398,7 +398,7 @@ def test_an_unservable_model_is_refused_by_its_config_alone(hub: FakeHub) -> Non
 def test_a_kind_that_transformers_cannot_serve_is_refused_before_weights(
     hub: FakeHub, kind: str, sentence: str
 ) -> None:
-    from engine.build import check_foreign  # torch
+    from engine.startup.build import check_foreign  # torch
 
     config = json.dumps({"model_type": kind}).encode()
     hub.repos["org/model"] = {**SMALL, "config.json": config, "model.safetensors": WEIGHTS}

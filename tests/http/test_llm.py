@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from harness import CONFIG, END, VOCAB_SIZE, Gate, byte_tokenizer, eventually, parrot
 
-from engine.config import EngineConfig
 from engine.core.admission import QueueLimits
 from engine.core.errors import (
     ComputeError,
@@ -25,6 +24,7 @@ from engine.core.fake_runner import CostModel, FakeRunner
 from engine.core.scheduler import Scheduler
 from engine.core.step import PendingStep, SequenceSlice, StepPlan
 from engine.loop import Engine
+from engine.settings.engine_config import EngineConfig
 from quire import LLM, SamplingParams
 
 
@@ -68,9 +68,9 @@ class Workshop:
 @pytest.fixture
 def workshop(monkeypatch: pytest.MonkeyPatch) -> Workshop:
     made = Workshop()
-    stand_in = types.ModuleType("engine.build")
+    stand_in = types.ModuleType("engine.startup.build")
     stand_in.build_engine = made.build_engine  # type: ignore[attr-defined]  # a module made here
-    monkeypatch.setitem(sys.modules, "engine.build", stand_in)
+    monkeypatch.setitem(sys.modules, "engine.startup.build", stand_in)
     monkeypatch.setattr("engine.llm.offline.load_tokenizer", lambda *_, **__: byte_tokenizer())
     return made
 

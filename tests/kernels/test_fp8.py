@@ -12,7 +12,6 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError
 from engine.core.types import Progress
 from engine.runtime.activation import Activation
@@ -28,6 +27,7 @@ from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.formats import choose_format
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.runtime.weights.stored.storage import Storage
+from engine.settings.engine_config import EngineConfig
 from tests.cpu import packers
 from tests.cpu.test_models_families import CASES, logits_of, save_tiny
 

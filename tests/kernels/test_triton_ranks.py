@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.errors import DeviceLostError
 from engine.ranks.executor import Executor
@@ -32,6 +31,7 @@ from engine.runtime.native.library import GroupError
 from engine.runtime.parallel.packet import Kind, encode
 from engine.runtime.parallel.ring import RingReader, RingWriter
 from engine.runtime.runner import ModelRunner
+from engine.settings.engine_config import EngineConfig
 from tests.cpu import ranks
 from tests.cpu.model_driver import request, serve, settings
 from tests.cpu.test_rank_processes import ring

@@ -1,4 +1,4 @@
-"""What tests of engine/child_process.py run in a child: it does as the question says."""
+"""What tests of engine/system/child_process.py run in a child: it does as the question says."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import time
 
-from engine.child_process import Parts, serve
+from engine.system.child_process import Parts, serve
 
 
 def answer(parts: Parts) -> list[bytes]:

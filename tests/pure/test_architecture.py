@@ -57,7 +57,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         tuple(f"engine.llm{part}" for part in ("", ".job", ".offline", ".params", ".prompt_outputs")),
     ),
     ("engine.llm", ("torch", "engine.runtime", "engine.core.scheduler"), ()),
-    ("engine.text", ("torch", "engine.runtime", "engine.core.scheduler", "engine.loop", "engine.build"), ()),
+    ("engine.text", ("torch", "engine.runtime", "engine.core.scheduler", "engine.loop", "engine.startup.build"), ()),
     ("engine.core", (*THIRD_PARTY, "threading", "time", "logging", "asyncio", "engine.runtime", "engine.loop"), ()),
     (
         "engine.runtime",
@@ -67,12 +67,12 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("engine.runtime", ("engine.core.sequence", "engine.core.kv.prefix_cache", "engine.core.fake_runner"), ()),
     ("engine.runtime.attention", ("engine.runtime.lora", "engine.runtime.models"), ()),
     ("engine.runtime.attention.base", ("engine.runtime.native",), ()),
-    ("engine.loop", (*THIRD_PARTY, "engine.runtime", "engine.build"), ()),
-    ("engine.inbox", (*THIRD_PARTY, "engine.runtime", "engine.build"), ()),
+    ("engine.loop", (*THIRD_PARTY, "engine.runtime", "engine.startup.build"), ()),
+    ("engine.inbox", (*THIRD_PARTY, "engine.runtime", "engine.startup.build"), ()),
     ("server", ("torch", "engine.runtime", "engine.core.scheduler", "engine.core.kv.block_pool"), ()),
     ("server", ("engine.core.kv.manager", "engine.core.sequence", "engine.core.fake_runner"), ()),
     ("server", ("loadtest",), ("server.cli",)),
-    ("server", ("engine.build",), ("server.app", "server.serve")),
+    ("server", ("engine.startup.build",), ("server.app", "server.serve")),
     (
         "loadtest",
         ("engine.runtime", "torch"),
@@ -80,7 +80,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),  # numpy has no FP8; the ring of packets is timed alone
     (
         "loadtest",
-        ("engine.build",),
+        ("engine.startup.build",),
         ("loadtest.engines", "loadtest.gpu.drive", "loadtest.house"),
     ),
 ]
@@ -134,20 +134,20 @@ def test_every_module_says_what_it_is() -> None:
 
 
 # Modules that open files of our own making or the system's, or that check a file first. Every other file may be named by a
-# user: it is read through engine/regular_file.py, which neither blocks on a FIFO nor reads a device without end.
+# user: it is read through engine/system/regular_file.py, which neither blocks on a FIFO nor reads a device without end.
 OPENERS = {
-    "engine.regular_file",
-    "engine.gguf_header",  # checked, then mapped
+    "engine.system.regular_file",
+    "engine.files.gguf_header",  # checked, then mapped
     "engine.runtime.transports.shared_memory",
-    "engine.runtime.control_groups",  # /proc and /sys
+    "engine.system.control_groups",  # /proc and /sys
     "engine.runtime.mapped_file",
     "engine.runtime.models.load",  # /proc/cpuinfo
     "engine.runtime.native.build",
-    "engine.version",  # the commit, in a wheel
+    "engine.system.version",  # the commit, in a wheel
     "server.batches.folder",
     "server.batches.lines",
-    "engine.child_process",  # pipes and /dev/null
-    "engine.model_source",  # the installed model, by its digest
+    "engine.system.child_process",  # pipes and /dev/null
+    "engine.files.model_source",  # the installed model, by its digest
     "server.operations.page",
     "engine.text.grammars.trial_process",  # /proc
 }
@@ -171,4 +171,4 @@ def opens_a_file(node: ast.AST) -> bool:
 @pytest.mark.parametrize("path", [path for path in FILES if not within(module_of(path), "loadtest")], ids=module_of)
 def test_files_that_users_name_are_read_through_one_module(path: Path) -> None:
     opened = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if opens_a_file(node)]
-    assert not opened or module_of(path) in OPENERS, f"{path}: lines {opened}; use engine/regular_file.py"
+    assert not opened or module_of(path) in OPENERS, f"{path}: lines {opened}; use engine/system/regular_file.py"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import child_process
-from engine.child_process import ChildCrashError, ChildLostError, ChildProcess, ChildTimeoutError
+from engine.system import child_process
+from engine.system.child_process import ChildCrashError, ChildLostError, ChildProcess, ChildTimeoutError
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0

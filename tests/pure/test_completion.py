@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.setting import to_flag
+from engine.settings.setting import to_flag
 from server.cli import COMMANDS
 from server.settings.completion import SHELLS, main
 from server.settings.flags import make_parser

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.foreign import PROGRAMS
+from engine.settings.foreign import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "SERVING.md", "CONTRIBUTING.md")]

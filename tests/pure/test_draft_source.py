@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.draft_source import complete, fetch_models
-from engine.speculative_config import METHODS
+from engine.files.draft_source import complete, fetch_models
+from engine.settings.engine_config import EngineConfig
+from engine.settings.speculative_config import METHODS
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 SPECULATOR = {

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig
 from engine.core.config import FREE, DraftCosts
 from engine.core.drafts import choose_lengths, lower_hull, seconds
 from engine.core.errors import ConfigError
 from engine.core.step import StepPlan, count_agreeing
-from engine.speculative_config import SpeculativeConfig
+from engine.settings.engine_config import EngineConfig
+from engine.settings.speculative_config import SpeculativeConfig
 from tests.pure.driver import Driver, config, request
 
 FLAT = DraftCosts(plain=((1, 1.0), (8, 1.0), (16, 2.0)), checking=((1, 1.0), (8, 1.0), (16, 2.0)))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from engine import file_digests
 from engine.core.errors import ModelLoadError
-from engine.file_digests import FileDigests
+from engine.files import file_digests
+from engine.files.file_digests import FileDigests
 from tests.patience import eventually
 
 PIECE = 100

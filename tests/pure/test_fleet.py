@@ -11,7 +11,7 @@ import pytest
 
 from engine.core.config import SchedulerConfig
 from engine.core.types import Request, SamplingParams
-from engine.recording import Entry, Journal, RecordingScheduler
+from engine.recording.recording import Entry, Journal, RecordingScheduler
 from loadtest.__main__ import main
 from loadtest.fleet.command import Run, show
 from loadtest.fleet.foresee import read_recording

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import ConfigError
-from engine.foreign import PROGRAMS, VALUES, Alias, NoEffect, Refusal, Takes, known_value
-from engine.setting import to_flag
+from engine.settings.foreign import PROGRAMS, VALUES, Alias, NoEffect, Refusal, Takes, known_value
+from engine.settings.setting import to_flag
 from server.settings.flags import load_settings
 from server.settings.settings import DECLARED, Settings, names_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.model_source import DEFAULT_FILE
+from engine.files.model_source import DEFAULT_FILE
 from engine.text.default_sampling import check_sampling_source, default_sampling
 from engine.text.generation_config import sampling_of
 from engine.text.types import SamplingDefaults

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import ModelLoadError
-from engine.gguf_header import GGUFHeader, read_beginning, read_header
+from engine.files.gguf_header import GGUFHeader, read_beginning, read_header
 
 SPARSE = 1 << 30  # bytes of a file without content, of which any length is a true one
 TEXT, LIST, UINT32 = 8, 9, 4

@@ -65,7 +65,7 @@ def test_in_an_environment_like_the_images_only_optional_modules_are_missing(tmp
     run = subprocess.run(command, cwd=ROOT, env={"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert ast.literal_eval(run.stdout) == [
-        ("msgspec", "engine.kv_events"),
+        ("msgspec", "engine.outbound.kv_events"),
         ("opentelemetry.exporter", "server.telemetry.otlp"),
         ("ray", "server.ray_serve.deployment"),
     ]

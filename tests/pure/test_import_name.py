@@ -12,7 +12,7 @@ import quire
 
 def test_the_public_names_are_the_engine_s() -> None:
     import engine.llm
-    from engine.version import VERSION
+    from engine.system.version import VERSION
 
     assert {"LLM", "SamplingParams"} < set(quire.__all__)
     assert dir(quire) == sorted(quire.__all__)

@@ -8,7 +8,7 @@ from typing import Any
 from engine.core.errors import DeviceMemoryError
 from engine.core.kv.tiers import Transfer
 from engine.core.step import StepPlan
-from engine.offload import Offload
+from engine.outbound.offload import Offload
 from tests.pure.driver import Driver, config, request
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from engine.config import RECORD_CONTENTS
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request
-from engine.hidden_ids import TokenTree
-from engine.recording import Entry, Journal, RecordingFile, RecordingScheduler
+from engine.recording.hidden_ids import TokenTree
+from engine.recording.recording import Entry, Journal, RecordingFile, RecordingScheduler
+from engine.settings.engine_config import RECORD_CONTENTS
 from loadtest.__main__ import main
 from loadtest.simulation.recording import Replayed, replay_lines, replay_recording
 from loadtest.simulation.replica import SimulationError
@@ -165,7 +165,7 @@ def test_the_file_is_its_owners_and_says_why_it_ends(tmp_path: Path) -> None:
 def test_a_writer_that_falls_behind_ends_the_recording_and_not_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.recording._MAX_QUEUED", 4)
+    monkeypatch.setattr("engine.recording.recording._MAX_QUEUED", 4)
     may_write, write = threading.Event(), RecordingFile._write
 
     def slow(file: RecordingFile, line: dict[str, Any]) -> None:

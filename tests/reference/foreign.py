@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.foreign import KEY_VARIABLES, PROGRAMS, REFUSED_VALUES, VALUES, Alias, Foreign, NoEffect, Takes
-from engine.setting import to_flag
+from engine.settings.foreign import KEY_VARIABLES, PROGRAMS, REFUSED_VALUES, VALUES, Alias, Foreign, NoEffect, Takes
+from engine.settings.setting import to_flag
 from tests.reference.tables import MADE, cell, table
 
 _HEAD = f"""# Flags of other servers

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import LoraModule
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError, ClientError, ConfigError
-from engine.regular_file import check_regular, read_object, reason
+from engine.settings.engine_config import LoraModule
+from engine.system.regular_file import check_regular, read_object, reason
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.families import FAMILIES, read_config
@@ -20,6 +19,7 @@ from engine.runtime.models.servable import refuse_unservable
 from engine.runtime.weights.checkpoint import Checkpoint
 from engine.runtime.weights.formats import choose_format
 from engine.runtime.weights.hf_config import HFConfig
+from engine.settings.engine_config import EngineConfig
 
 _ALIASES = {"kimi_k2": "deepseek_v3"}  # kinds of the hub that are another kind in everything
 # The sizes that Gemma 3's published checkpoints with vision leave out, as transformers' Gemma3TextConfig has them.

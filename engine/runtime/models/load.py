@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress, ReportProgress
 from engine.runtime.lazy import load
@@ -37,6 +36,7 @@ from engine.runtime.weights.fill import check_size, fill
 from engine.runtime.weights.formats import FORMATS, choose_format
 from engine.runtime.weights.hf_config import HFConfig
 from engine.runtime.weights.stored.storage import Storage
+from engine.settings.engine_config import EngineConfig
 
 _CPU_FEATURES = Path("/proc/cpuinfo")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -29,7 +29,6 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from engine.config import EngineConfig
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress, ReportProgress
 from engine.runtime.kv_layout import AttentionSpec
@@ -41,6 +40,7 @@ from engine.runtime.models.servable import SERVABLE_LAYERS
 from engine.runtime.native.decoder import Streams
 from engine.runtime.weights.checkpoint import Checkpoint
 from engine.runtime.weights.fill import check_size
+from engine.settings.engine_config import EngineConfig
 
 _IMPLEMENTATION = "quire_paged"
 

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from engine.ahead import BackedMemory
 from engine.runtime import huge_pages
+from engine.startup.ahead import BackedMemory
 
 _CHUNK = 32 << 20  # bytes
 _LINE = 64  # alignment of tensors

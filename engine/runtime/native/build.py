@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 
-from engine.cache_folder import cache_folder
+from engine.system.cache_folder import cache_folder
 
 _HERE = Path(__file__).parent
 _FLAGS = (

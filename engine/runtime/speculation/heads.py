@@ -15,7 +15,7 @@ swap, and for the further answers to a prompt, a sequence has no state and gets 
 On CUDA all steps of an engine with a head are launched kernel by kernel: a graph would have to contain the head and the
 rows of drafts. Other drafters leave steps without drafts to graphs. Engine thread.
 
-A new kind of head is a class with the members of `Head`, made in engine/speculation.py.
+A new kind of head is a class with the members of `Head`, made in engine/startup/speculation.py.
 """
 
 from __future__ import annotations

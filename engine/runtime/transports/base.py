@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from engine.config import EngineConfig
 from engine.core.kv.tiers import Transport
 from engine.core.types import Progress
 from engine.runtime.transports.host import HostPool
+from engine.settings.engine_config import EngineConfig
 
 
 class Opening(NamedTuple):

@@ -22,7 +22,7 @@ from contextlib import suppress
 from hashlib import sha256
 
 from engine.core.errors import ParcelError
-from engine.peer import Peer
+from engine.settings.peer import Peer
 
 log = logging.getLogger("quire.kv_tcp")
 

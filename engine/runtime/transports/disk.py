@@ -14,10 +14,10 @@ from engine.core.errors import ConfigError
 from engine.core.kv.tiers import Transfer
 from engine.core.stats import TransferKind
 from engine.core.types import Progress
-from engine.regular_file import open_file
 from engine.runtime.transports import parts
 from engine.runtime.transports.base import Opening
 from engine.runtime.transports.worker import Rows, Worker
+from engine.system.regular_file import open_file
 
 
 def open_store(opening: Opening) -> DiskStore | None:

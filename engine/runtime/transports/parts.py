@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.regular_file import open_file
+from engine.system.regular_file import open_file
 
 _PAGE = 4096  # slots begin at a multiple
 _ENTRY = struct.Struct("<32sQI")  # digest, when, checksum

@@ -23,7 +23,6 @@ from hashlib import blake2b
 from pathlib import Path
 
 from engine.core.errors import ParcelError
-from engine.peer import Peer
 from engine.runtime.transports import parts
 from engine.runtime.transports.connection import (
     HANDSHAKE_S,
@@ -38,6 +37,7 @@ from engine.runtime.transports.connection import (
     send,
     shut,
 )
+from engine.settings.peer import Peer
 
 log = logging.getLogger("quire.kv_store")
 

@@ -14,12 +14,12 @@ from typing import Protocol
 
 from engine.core.errors import ConfigError
 from engine.core.kv.tiers import News, Transfer
-from engine.peer import Peer
 from engine.runtime.transports import parts
 from engine.runtime.transports.base import Opening
 from engine.runtime.transports.disk import DiskStore
 from engine.runtime.transports.peer_folder import FolderServer, PeerFolder
 from engine.runtime.transports.worker import Rows, Worker
+from engine.settings.peer import Peer
 
 LOOK_S = 1.0  # between two looks at the others' indexes
 _MAX_NAMES = 1 << 18  # contents of others that are remembered: about 100 MB

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig, StoreSize
 from engine.core.types import Progress
 from engine.runtime.fingerprint import ModelContent, fingerprint
-from engine.runtime.host_memory import available_memory
 from engine.runtime.runner import ModelRunner
 from engine.runtime.transports import disk, shared_folder
 from engine.runtime.transports.base import Opening, Store
 from engine.runtime.transports.host import count_host_blocks
+from engine.settings.engine_config import EngineConfig
+from engine.system.host_memory import available_memory
 
 STORES: dict[str, Callable[[Opening], Store | None]] = {
     "disk": disk.open_store,

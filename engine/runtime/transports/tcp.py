@@ -16,7 +16,6 @@ import numpy as np
 
 from engine.core.errors import ParcelError
 from engine.core.kv.page_table import Layout
-from engine.peer import Peer
 from engine.runtime.transports.connection import IDLE_S, Caller, Deadline, Server, call, receive, receive_into, send
 from engine.runtime.transports.shared_memory import (
     HEADER_BYTES,
@@ -27,6 +26,7 @@ from engine.runtime.transports.shared_memory import (
     check_of,
     read_header,
 )
+from engine.settings.peer import Peer
 
 _TRANSFER_S = 300.0
 _SEND_BYTES = 1 << 20  # between two looks at the deadline

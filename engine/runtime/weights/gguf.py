@@ -19,8 +19,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from engine.core.errors import ModelLoadError
-from engine.gguf_header import TensorInfo
-from engine.gguf_parts import read_parts
+from engine.files.gguf_header import TensorInfo
+from engine.files.gguf_parts import read_parts
 from engine.runtime.native.rows import OpenFile, StoredRows, in_halves
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.gguf_config import hf_config

@@ -9,8 +9,8 @@ import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from engine.child_process import Ask, ChildError, ChildProcess, Parts
 from engine.core.errors import InvalidRequestError, OverloadedError
+from engine.system.child_process import Ask, ChildError, ChildProcess, Parts
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
 
 _MAX_ANSWER_S = 60.0  # the process enforces far lower limits itself

@@ -21,7 +21,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
-from engine.child_process import Parts, serve
+from engine.system.child_process import Parts, serve
 
 MAX_BUILT_BYTES = 64 << 20  # of one grammar, with its first masks; a schema of 300 properties takes 42 MiB
 MAX_WALL_S = 20.0  # for a machine so busy that the process gets no CPU time

@@ -15,8 +15,8 @@ from pydantic_core import SchemaError, SchemaValidator
 from pydantic_core.core_schema import str_schema
 
 from engine.core.errors import ModelLoadError
-from engine.regular_file import read_object
 from engine.runtime.weights.hf_config import HFConfig
+from engine.system.regular_file import read_object
 
 _MAX_BYTES = 64 << 20
 _MAX_PATTERNS, _MAX_PATTERN_CHARS = (

@@ -17,12 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 
-from engine.config import EngineConfig
-from engine.gguf_parts import part_paths
-from engine.model_source import local_path
-from engine.runtime.host_memory import available_memory
+from engine.files.gguf_parts import part_paths
+from engine.files.model_source import local_path
 from engine.runtime.native.build import find_library, must_compile
 from engine.runtime.native.rows import OpenFile
+from engine.settings.engine_config import EngineConfig
+from engine.system.host_memory import available_memory
 
 # In the order in which torch loads them; the first makes those of a CUDA build visible to the second.
 _TORCH_LIBRARIES = ("libtorch_global_deps.so", "libtorch_cpu.so")

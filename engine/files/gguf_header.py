@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.core.errors import ModelLoadError
-from engine.regular_file import check_regular, reason
+from engine.system.regular_file import check_regular, reason
 
 _VERSIONS = (2, 3)  # one layout for little-endian files; version 1 had shorter lengths
 _STRING, _ARRAY = 8, 9

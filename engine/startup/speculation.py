@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from typing_extensions import Self
 
-from engine.config import EngineConfig
 from engine.core.config import SchedulerConfig
 from engine.core.types import Progress, ReportProgress
-from engine.draft_source import naming_draft
+from engine.files.draft_source import naming_draft
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache, block_bytes, resolve_kv_dtype
 from engine.runtime.lazy import load
@@ -26,7 +25,8 @@ from engine.runtime.speculation.costs import measure_draft_costs
 from engine.runtime.speculation.draft_model import DraftModel
 from engine.runtime.speculation.heads import Head
 from engine.runtime.speculation.ngram import NgramDrafter
-from engine.speculative_config import METHODS, SpeculativeConfig
+from engine.settings.engine_config import EngineConfig
+from engine.settings.speculative_config import METHODS, SpeculativeConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from engine.core.errors import ConfigError
-from engine.setting import read_object, unknown_key
+from engine.settings.setting import read_object, unknown_key
 
 MAX_DRAFTS = 32
 DEFAULT_DRAFTS = 4
@@ -30,12 +30,16 @@ class Method(NamedTuple):
 
 _MODEL = ("model", "revision", "quantization", "max_model_len")
 METHODS = {
-    "ngram": Method("engine.speculation:FromText", ("prompt_lookup_min", "prompt_lookup_max")),
-    "draft_model": Method("engine.speculation:FromModel", _MODEL, has_model=True),
+    "ngram": Method("engine.startup.speculation:FromText", ("prompt_lookup_min", "prompt_lookup_max")),
+    "draft_model": Method("engine.startup.speculation:FromModel", _MODEL, has_model=True),
     "mtp": Method(
-        "engine.speculation:FromMTP", ("model", "max_model_len"), check="engine.runtime.models.config_file:check_mtp"
+        "engine.startup.speculation:FromMTP",
+        ("model", "max_model_len"),
+        check="engine.runtime.models.config_file:check_mtp",
     ),
-    "eagle3": Method("engine.speculation:FromEagle3", _MODEL, True, "engine.runtime.models.eagle3_config:check_eagle3"),
+    "eagle3": Method(
+        "engine.startup.speculation:FromEagle3", _MODEL, True, "engine.runtime.models.eagle3_config:check_eagle3"
+    ),
 }
 
 _CHOICES = f"{', '.join(METHODS)}, or name a model that drafts"

@@ -25,7 +25,7 @@ import zmq
 
 from engine.core.errors import ConfigError
 from engine.core.kv.contents import BlockLocation, Change, Changes, Content, Snapshot
-from engine.kv_events_config import FLAG, KVEventsConfig
+from engine.settings.kv_events_config import FLAG, KVEventsConfig
 
 log = logging.getLogger("quire.engine")
 

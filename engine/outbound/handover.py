@@ -24,10 +24,10 @@ from engine.core.kv.prefix_cache import name_block
 from engine.core.scheduler import Scheduler
 from engine.core.step import Runner
 from engine.loop import Engine
-from engine.peer import Peer
 from engine.runtime.transports.connection import derive_key
 from engine.runtime.transports.shared_memory import EXPIRY_S, Incoming, Rows, SharedMemory
 from engine.runtime.transports.tcp import ParcelServer, pull
+from engine.settings.peer import Peer
 
 T = TypeVar("T")
 

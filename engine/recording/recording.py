@@ -29,8 +29,8 @@ from engine.core.scheduler import Scheduler
 from engine.core.stats import Stats
 from engine.core.step import Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.types import AbortCause, Request, SamplingParams, StepEvents, TokenEvent
-from engine.hidden_ids import TokenTree, TreeFullError
-from engine.version import VERSION
+from engine.recording.hidden_ids import TokenTree, TreeFullError
+from engine.system.version import VERSION
 
 log = logging.getLogger("quire.engine")
 

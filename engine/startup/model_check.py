@@ -1,7 +1,7 @@
 """Checks a model from its small files, before torch is imported.
 
-Main thread, at start-up. Checks that need torch or the device are in engine/build.py, and conflicts of settings in
-engine/config.py and server/settings/conflicts.py.
+Main thread, at start-up. Checks that need torch or the device are in engine/startup/build.py, and conflicts of settings in
+engine/settings/engine_config.py and server/settings/conflicts.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.adapter_source import check_adapters
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError
-from engine.draft_source import complete, naming_draft, read_source
-from engine.gguf_header import read_beginning
-from engine.model_source import check_entries, local_path
+from engine.files.adapter_source import check_adapters
+from engine.files.draft_source import complete, naming_draft, read_source
+from engine.files.gguf_header import read_beginning
+from engine.files.model_source import check_entries, local_path
 from engine.runtime.lazy import load
 from engine.runtime.models.config import ModelConfig, narrow_latents
 from engine.runtime.models.config_file import is_native, read_own, require_readable, servable
@@ -26,7 +25,8 @@ from engine.runtime.weights.complete import check_complete
 from engine.runtime.weights.formats import FORMATS, choose_format
 from engine.runtime.weights.gguf_config import check_architecture
 from engine.runtime.weights.hf_config import HFConfig
-from engine.speculative_config import METHODS, SpeculativeConfig
+from engine.settings.engine_config import EngineConfig
+from engine.settings.speculative_config import METHODS, SpeculativeConfig
 
 
 class ModelFacts(NamedTuple):

@@ -13,10 +13,10 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
-from engine.cache_folder import cache_folder, keep
 from engine.core.config import SchedulerConfig
 from engine.core.kv.page_table import blocks_for
-from engine.regular_file import read_json
+from engine.system.cache_folder import cache_folder, keep
+from engine.system.regular_file import read_json
 
 CANDIDATES = (8, 16, 32, 64, 128)
 _FEWEST = 64  # sequences before anything is concluded

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from engine.core.errors import ModelLoadError
-from engine.gguf_header import GGUFHeader, read_header
+from engine.files.gguf_header import GGUFHeader, read_header
 
 _NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.runtime.control_groups import group_folders, read
+from engine.system.control_groups import group_folders, read
 
 _UNLIMITED = 1 << 62  # for systems without /proc
 

@@ -1,6 +1,6 @@
 """Declares a setting as a dataclass field: its default, unit, bounds and help.
 
-EngineConfig (engine/config.py) and the server's classes (server/settings/) consist of such fields. Flags, variables, YAML
+EngineConfig (engine/settings/engine_config.py) and the server's classes (server/settings/) consist of such fields. Flags, variables, YAML
 keys, --help and docs/reference/ are made from them, and `check` holds a configuration to its bounds and conflicts however
 it was made. Standard library only. Any thread.
 """

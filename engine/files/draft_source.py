@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.adapter_source import fetch_adapters
-from engine.config import EngineConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
-from engine.model_source import fetch, find_model, local_path
+from engine.files.adapter_source import fetch_adapters
+from engine.files.model_source import fetch, find_model, local_path
 from engine.runtime.weights.hf_config import HFConfig
 from engine.runtime.weights.safetensors import read_config
-from engine.setting import read_object
-from engine.speculative_config import DEFAULT_DRAFTS, FLAG, METHODS, SpeculativeConfig
+from engine.settings.engine_config import EngineConfig
+from engine.settings.setting import read_object
+from engine.settings.speculative_config import DEFAULT_DRAFTS, FLAG, METHODS, SpeculativeConfig
 
 _NO_CONFIG = HFConfig({}, "")
 # Parts of a repository's name that vLLM reads the method from, in its order.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from engine.core.errors import ConfigError
-from engine.setting import read_object, unknown_key
+from engine.settings.setting import read_object, unknown_key
 
 FLAG = "--kv-events-config"
 PUBLISHERS = ("zmq", "null")

@@ -17,9 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.adapters import Adapters
-from engine.ahead import BackedMemory
-from engine.block_size import CANDIDATES, choose, lengths_path, load_lengths, save_lengths, with_block_size
-from engine.config import EngineConfig
 from engine.core.admission import QueueLimits
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ModelLoadError
@@ -27,11 +24,10 @@ from engine.core.kv.page_table import Layout
 from engine.core.scheduler import Scheduler
 from engine.core.step import Runner, StepResult
 from engine.core.types import Progress, ReportProgress
-from engine.device import load_kernels, resolve_device, share_threads
-from engine.draft_source import fetch_models
+from engine.files.draft_source import fetch_models
+from engine.files.model_source import local_path
 from engine.loop import Engine, EventPublisher
-from engine.model_source import local_path
-from engine.recording import RecordingFile, RecordingScheduler, check_path
+from engine.recording.recording import RecordingFile, RecordingScheduler, check_path
 from engine.runtime import kv_cache
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.block_speeds import measure_speeds
@@ -73,8 +69,12 @@ from engine.runtime.speculation.heads import Head
 from engine.runtime.transports.parts import has_blocks
 from engine.runtime.transports.pinned import STAGING_BYTES
 from engine.runtime.transports.table import open_tiers
-from engine.speculation import Speculation, load_speculation
-from engine.startup_progress import human_bytes
+from engine.settings.engine_config import EngineConfig
+from engine.startup.ahead import BackedMemory
+from engine.startup.block_size import CANDIDATES, choose, lengths_path, load_lengths, save_lengths, with_block_size
+from engine.startup.device import load_kernels, resolve_device, share_threads
+from engine.startup.progress import human_bytes
+from engine.startup.speculation import Speculation, load_speculation
 
 if TYPE_CHECKING:
     from engine.ranks.executor import Executor
@@ -334,7 +334,7 @@ def _open_events(config: EngineConfig, settings: SchedulerConfig) -> EventPublis
     if asked is None:
         return None
     try:
-        from engine.kv_events import KVEvents
+        from engine.outbound.kv_events import KVEvents
     except ImportError as error:
         raise ConfigError(
             f"--kv-events-config needs {error.name}, which is not installed; run pip install 'quire-serve[kv-events]'."

@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 from engine.core.errors import ConfigError
-from engine.setting import to_flag
+from engine.settings.setting import to_flag
 
 
 class Takes(Enum):

@@ -18,10 +18,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.cache_folder import cache_folder, keep
 from engine.core.errors import ModelLoadError
-from engine.regular_file import check_regular, read_json, reason
-from engine.runtime.host_cpus import usable_cpus
+from engine.system.cache_folder import cache_folder, keep
+from engine.system.host_cpus import usable_cpus
+from engine.system.regular_file import check_regular, read_json, reason
 
 _PIECE_BYTES = 16 << 20
 _READ_BYTES = 1 << 20

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.runtime.control_groups import group_folders, read
+from engine.system.control_groups import group_folders, read
 
 
 def usable_cpus(root: Path = Path("/")) -> int:

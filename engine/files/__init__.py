@@ -1,0 +1,1 @@
+"""The files of models, adapters and drafts: found, fetched, their headers and digests."""

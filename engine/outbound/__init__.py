@@ -1,0 +1,1 @@
+"""What leaves the engine about K/V: events, stores, parcels."""

@@ -1,0 +1,1 @@
+"""Recordings of a scheduler, for `quire simulate replay`."""
