@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")  # no keys, no settings
 _START_S = 60.0  # an interpreter and its set-up, on a busy machine
 _SIZE_BYTES = 8
