@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from engine.core.errors import QuireError
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner
 from engine.core.types import AbortCause, Request
 

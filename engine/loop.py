@@ -21,7 +21,6 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
 from engine.adapters import Adapters
-from engine.core.admission import NO_LIMITS, OverloadControl, QueueLimits, check_headless, check_request
 from engine.core.errors import (
     CopyError,
     DeviceLostError,
@@ -31,9 +30,10 @@ from engine.core.errors import (
     ShuttingDownError,
 )
 from engine.core.kv.contents import Changes
-from engine.core.kv.page_table import Layout
 from engine.core.kv.tiers import Transport
-from engine.core.scheduler import Scheduler
+from engine.core.page_table import Layout
+from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits, check_headless, check_request
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import FailureCause, Snapshot
 from engine.core.step import PendingStep, Runner, StepPlan
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent

@@ -12,11 +12,11 @@ import time
 from collections.abc import Sequence
 
 from engine.core.config import SchedulerConfig
-from engine.core.fake_runner import CostModel, FakeRunner
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.files.model_source import find_model
 from engine.loop import Engine
 from engine.text.tokenizer import load_tokenizer
+from loadtest.fake_runner import CostModel, FakeRunner
 from server.app import create_app
 from server.daemon import run
 from server.serve import bind, hide_from_collector

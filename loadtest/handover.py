@@ -25,7 +25,7 @@ from statistics import median
 
 import numpy as np
 
-from engine.core.kv.page_table import Layout
+from engine.core.page_table import Layout
 from engine.runtime.transports.shared_memory import SharedMemory
 from engine.runtime.transports.tcp import ParcelServer, pull
 from engine.settings.peer import Peer

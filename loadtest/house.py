@@ -24,7 +24,7 @@ from loadtest.output import print_table, save_json
 ROOT = Path(__file__).parents[1]
 MAX_FUNCTION_LINES = 60
 BEGIN, END = "<!-- figures: python -m loadtest house --update CONTRIBUTING.md -->", "<!-- end of figures -->"
-_LOADED = "import sys, engine.core.scheduler; print(sum(name.startswith('engine.') for name in sys.modules))"
+_LOADED = "import sys, engine.core.scheduling.scheduler; print(sum(name.startswith('engine.') for name in sys.modules))"
 _CHAT = {"messages": [{"role": "user", "content": "Count from 1 to 20."}], "max_tokens": 12, "stream": True}
 
 

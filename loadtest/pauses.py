@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.core.config import SchedulerConfig
-from engine.core.fake_runner import FakeRunner
 from engine.core.kv.prefix_cache import chain_root
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.loop import Engine
+from loadtest.fake_runner import FakeRunner
 
 _SIZE, _RUN = 16, 15  # tokens a block, and blocks a sequence
 _NUM_PROBES = 40

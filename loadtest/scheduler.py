@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 from engine.core.config import SchedulerConfig
-from engine.core.fake_runner import FakeRunner
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Request, SamplingParams
 from loadtest.arguments import positive_int
+from loadtest.fake_runner import FakeRunner
 from loadtest.output import print_table, save_json
 from loadtest.report import percentile
 

@@ -23,8 +23,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.core.admission import check_request
 from engine.core.errors import QuireError
+from engine.core.scheduling.admission import check_request
 from engine.core.types import Pin, Request, SamplingParams
 from engine.text.choice import TextRules
 from engine.text.sampling import seconds

@@ -151,7 +151,7 @@ def _returning(value: Any) -> Callable[..., Any]:
 
 
 def _note_the_device_of_engines() -> None:
-    from engine import build
+    from engine.startup import build
 
     resolve = build.resolve_device
 
@@ -167,7 +167,7 @@ def _note_the_device_of_engines() -> None:
 
 def _warm_up_shortly() -> None:
     """Have an engine start with steps of a few tokens: the interpreter takes half a minute for hundreds."""
-    from engine import build
+    from engine.startup import build
 
     full_steps, other_steps = build.full_steps, build.other_steps
     build.full_steps = lambda config, size: full_steps(

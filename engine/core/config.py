@@ -7,9 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from engine.core.errors import ConfigError
-from engine.core.kv.eviction import EVICTION_POLICIES
-from engine.core.kv.page_table import blocks_for
-from engine.core.queues import POLICIES
+from engine.core.page_table import blocks_for
 
 FEW_TOKENS = (
     "--max-num-batched-tokens is {c.max_num_batched_tokens}, less than --max-num-seqs ({c.max_num_seqs}); every running "
@@ -123,11 +121,6 @@ class SchedulerConfig:
         _require(0.0 <= share < 1.0, f"pinned_share is {share}; it must be at least 0 and less than 1.")
         assert self.host_caching or not self.stores, "stores are behind host blocks"
         _require(self.max_num_batched_tokens >= self.max_num_seqs, FEW_TOKENS.format(c=self))
-        _require(self.policy in POLICIES, f"policy is {self.policy!r}; choose one of {', '.join(POLICIES)}.")
-        _require(
-            self.eviction in EVICTION_POLICIES,
-            f"eviction is {self.eviction!r}; choose one of {', '.join(EVICTION_POLICIES)}.",
-        )
 
 
 def _require(condition: bool, sentence: str) -> None:

@@ -24,7 +24,7 @@ from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from engine.core.kv.page_table import SequenceKV
+from engine.core.page_table import SequenceKV
 from engine.core.stats import SequenceView
 from engine.core.step import POOLED_UNIT, Sample, SequenceSlice
 from engine.core.types import Pooling, PromptInfo, Request, SamplingParams, TokenLogprob

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import Self
 
-from engine.core.admission import check_request
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
+from engine.core.scheduling.admission import check_request
 from engine.core.types import AbortCause, Adapter, Grammar, Pooling, PromptInfo, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
 from engine.files.draft_source import fetch_models

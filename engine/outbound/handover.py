@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from engine.core.errors import ConfigError, ParcelError
-from engine.core.kv.page_table import Layout
 from engine.core.kv.prefix_cache import name_block
-from engine.core.scheduler import Scheduler
+from engine.core.page_table import Layout
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner
 from engine.loop import Engine
 from engine.runtime.transports.connection import derive_key

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from engine.core.errors import CopyError, DeviceMemoryError
 from engine.core.kv.tiers import Transport
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner, StepPlan
 
 _POLL_S = 0.002  # how long to wait for transports before the inbox is read again

@@ -25,7 +25,7 @@ from zlib import crc32
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Stats
 from engine.core.step import Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.types import AbortCause, Request, SamplingParams, StepEvents, TokenEvent

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
-from engine.core.kv.page_table import blocks_for
+from engine.core.page_table import blocks_for
 from engine.core.step import StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.runner import ModelRunner, synthetic_slice

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from engine.core.config import SchedulerConfig
-from engine.core.kv.page_table import blocks_for
+from engine.core.page_table import blocks_for
 from engine.system.cache_folder import cache_folder, keep
 from engine.system.regular_file import read_json
 

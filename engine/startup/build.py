@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.adapters import Adapters
-from engine.core.admission import QueueLimits
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.core.kv.page_table import Layout
-from engine.core.scheduler import Scheduler
+from engine.core.page_table import Layout
+from engine.core.scheduling.admission import QueueLimits
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner, StepResult
 from engine.core.types import Progress, ReportProgress
 from engine.files.draft_source import fetch_models

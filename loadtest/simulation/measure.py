@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
-from engine.core.kv.page_table import blocks_for
+from engine.core.page_table import blocks_for
 from engine.core.step import Runner, Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
 

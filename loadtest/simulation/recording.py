@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.core.config import SchedulerConfig
-from engine.core.fake_runner import FakeRunner
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import FailureCause, Stats
 from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan
 from engine.core.types import (
@@ -32,6 +31,7 @@ from engine.core.types import (
 )
 from engine.recording.hidden_ids import TokenTree
 from engine.recording.recording import FORMAT, PARAM_FIELDS, REQUEST_FIELDS, PlanNote, is_over, own_slot
+from loadtest.fake_runner import FakeRunner
 from loadtest.simulation.replica import Gaps, SimulationError
 
 _EOS, _STOP = "end", "stop"

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.core.admission import NO_LIMITS, OverloadControl, QueueLimits
 from engine.core.config import SchedulerConfig
 from engine.core.kv.prefix_cache import Listener
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Histogram, Stats
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import Request, TokenEvent

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from engine.core.admission import QueueLimits
+from engine.core.scheduling.admission import QueueLimits
 from loadtest.arguments import positive_float, positive_int
 from loadtest.simulation.costs import DEFAULT_COSTS
 from loadtest.simulation.figures import Targets

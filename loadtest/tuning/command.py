@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from engine.core.kv.page_table import blocks_for
+from engine.core.page_table import blocks_for
 from loadtest.arguments import positive_float, positive_int
 from loadtest.output import print_table
 from loadtest.plots import require_matplotlib

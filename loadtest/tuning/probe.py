@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from engine.core.kv.page_table import blocks_for
+from engine.core.page_table import blocks_for
 from engine.core.step import StepPlan
 from engine.loop import Engine
 from loadtest.engines import build, device_of

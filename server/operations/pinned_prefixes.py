@@ -19,8 +19,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from engine.core.admission import check_request
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, QuireError, ServerError
+from engine.core.scheduling.admission import check_request
 from engine.core.types import FinishReason, Pin, Request, SamplingParams
 from engine.text.fields.chat import Message
 from engine.text.limits import num_common

@@ -1,6 +1,6 @@
 """The engine's metrics, as rows of a table: name, meaning, and value in Stats.
 
-A metric is one row here, which reads a field of Stats (engine/core/stats.py); engine/core/stats_recorder.py counts it.
+A metric is one row here, which reads a field of Stats (engine/core/stats.py); engine/core/scheduling/stats_recorder.py counts it.
 The help text is what Prometheus shows; server/telemetry/metrics.py renders rows at each scrape. VLLM_METRICS are the same
 rows under vLLM's names.
 """

@@ -23,8 +23,8 @@ from hashlib import sha256
 from math import ceil, inf
 from typing import Any
 
-from engine.core.admission import RetryTimes
 from engine.core.errors import OverloadedError
+from engine.core.scheduling.admission import RetryTimes
 from engine.core.types import Request
 from server.tenancy.tenant_file import DEFAULT, Tenant
 

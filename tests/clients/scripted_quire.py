@@ -17,12 +17,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from engine.core.config import SchedulerConfig
-from engine.core.fake_runner import FakeRunner
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Progress
 from engine.loop import Engine
 from engine.settings.engine_config import EngineConfig
 from engine.text.tokenizer import load_tokenizer
+from loadtest.fake_runner import FakeRunner
 
 TURN = "<|im_start|>assistant\n"
 SCRIPT = re.compile(r"SCRIPT (\w+) (\{.*?\})(?:<\|im_end\|>|\n|$)")

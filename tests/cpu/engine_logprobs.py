@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.models.base import CausalLM
 from tests.cpu.model_driver import request, serve, settings
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Request, SamplingParams, TokenEvent
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_cache import KVCache

@@ -101,7 +101,7 @@ def test_memory_is_not_backed_where_little_is_free(tmp_path: Path, monkeypatch: 
 
 def test_torchs_libraries_may_be_loaded_ahead() -> None:
     """Runs in a new process, because this one has torch. A process that ends meanwhile ends without a crash."""
-    code = "from engine.ahead import load_torch_libraries\nload_torch_libraries()\n"
+    code = "from engine.startup.ahead import load_torch_libraries\nload_torch_libraries()\n"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

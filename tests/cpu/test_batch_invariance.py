@@ -13,7 +13,7 @@ import torch
 from test_attention import empty_pools, make_batch, make_tables
 
 from engine.core.budget import Costs, Load, StepTime
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.files.model_source import find_model
 from engine.runtime.attention.cpu_native import CpuNativeAttention

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import BeamParams, EarlyStopping, FinishReason, Request
 from engine.files.model_source import find_model
 from engine.runtime.models.load import load_model

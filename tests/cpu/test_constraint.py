@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import FailureCause
 from engine.core.step import SequenceSlice
 from engine.core.types import FinishReason, Matcher, SamplingParams

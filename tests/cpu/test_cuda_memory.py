@@ -15,7 +15,6 @@ import torch
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, MemoryBudgetError
-from engine.core.fake_runner import FakeRunner, FakeStep
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import Progress
 from engine.runtime.cuda.device import check_device, explain_absence
@@ -30,6 +29,7 @@ from engine.settings.engine_config import EngineConfig
 from engine.startup import device
 from engine.startup.build import _Parts, _pool_budget, _warm_up_cuda
 from engine.startup.device import resolve_device
+from loadtest.fake_runner import FakeRunner, FakeStep
 
 GIB, SEGMENT = 1 << 30, 2 << 20
 CUDA = torch.device("cuda", 0)

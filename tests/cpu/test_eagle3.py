@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Stats
 from engine.core.types import Progress, Request
 from engine.files.model_source import find_model

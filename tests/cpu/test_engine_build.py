@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.admission import QueueLimits
 from engine.core.config import DraftCosts, SchedulerConfig
 from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
+from engine.core.scheduling.admission import QueueLimits
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from engine.runtime.attention.reference import ReferenceAttention

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.core.config import SchedulerConfig
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Request
 from engine.files.model_source import find_model
 from engine.runtime.models.base import CausalLM

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from tests.cpu import test_models_families as own
 from tests.cpu import test_models_transformers as adapted
 from tests.cpu.engine_logprobs import largest_difference

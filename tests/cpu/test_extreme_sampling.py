@@ -9,8 +9,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from engine.core.beams import BeamSearch
 from engine.core.errors import ConfigError
+from engine.core.scheduling.beams import BeamSearch
 from engine.core.types import SamplingParams
 from engine.runtime.sampling import draw as module
 from engine.runtime.sampling.sampler import Sampler

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.base import LayerAttention
 from tests.cpu.model_driver import Served, make_runner, request, serve, settings

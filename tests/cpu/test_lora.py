@@ -19,7 +19,7 @@ from test_attention import NUM_BLOCKS, make_batch, make_tables
 from test_native_decoder import Piecewise
 
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.files.model_source import find_model
 from engine.runtime.attention.table import load_backend

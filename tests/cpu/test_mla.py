@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from engine.core.errors import ConfigError
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.core.errors import AdapterLoadError, MemoryBudgetError, ModelLoadError
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.activation import Activation, Clamp
 from engine.runtime.models.config import MoEConfig
 from engine.runtime.models.families import read_config

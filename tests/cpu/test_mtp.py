@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_mtp

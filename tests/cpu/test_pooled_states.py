@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import FinishReason, Pooling
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model

@@ -23,7 +23,6 @@ from hypothesis.stateful import initialize
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, QuireError
-from engine.core.fake_runner import FakeStep
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, TokenEvent
 from engine.loop import Engine
@@ -33,6 +32,7 @@ from engine.runtime.native.library import GroupError
 from engine.runtime.parallel.packet import Kind, RankMessage, Step, decode, encode
 from engine.runtime.parallel.ring import RingError, RingReader, RingWriter, make_memory
 from engine.settings.engine_config import EngineConfig
+from loadtest.fake_runner import FakeStep
 from tests.cpu import ranks
 from tests.cpu.test_engine_build import build, folder  # noqa: F401 - a fixture
 from tests.patience import PATIENCE_S, eventually

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import FinishReason
 from engine.runtime.block_speeds import measure_speeds
 from engine.runtime.runner import warm_up_plan

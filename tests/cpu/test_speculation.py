@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, Request
 from engine.files.model_source import find_model

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Isa, native

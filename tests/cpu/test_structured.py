@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.core.errors import InvalidRequestError
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import FinishReason, Grammar, Request
 from engine.files.model_source import find_model
 from engine.runtime.models.base import CausalLM

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.core.errors import ConfigError
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind, SwapDirection
 from engine.core.step import StepPlan
 from engine.core.types import Progress

@@ -15,7 +15,7 @@ import pytest
 import server.app
 from engine.core.queues import POLICIES
 from engine.core.queues.keyed import KeyedQueue
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.outbound.offload import Offload
 from engine.settings.engine_config import EngineConfig
 from engine.text.tools.formats import TOOL_FORMATS

@@ -9,9 +9,9 @@ from pathlib import Path
 from harness import END
 
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError
-from engine.core.fake_runner import FakeRunner
 from engine.core.step import SequenceSlice
 from engine.core.types import Adapter
+from loadtest.fake_runner import FakeRunner
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import DeviceLostError, MemoryBudgetError
-from engine.core.fake_runner import CostModel, FakeRunner
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import PendingStep, StepPlan
 from engine.core.types import Progress
 from engine.loop import Engine
 from engine.settings.engine_config import EngineConfig
+from loadtest.fake_runner import CostModel, FakeRunner
 from tests.patience import POLL_S
 
 VOCAB_SIZE = 49152

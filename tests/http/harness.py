@@ -18,15 +18,15 @@ import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.adapters import Adapters
-from engine.core.admission import QueueLimits
 from engine.core.config import SchedulerConfig
-from engine.core.fake_runner import CostModel, FakeRunner
-from engine.core.kv.page_table import Layout
-from engine.core.scheduler import Scheduler
+from engine.core.page_table import Layout
+from engine.core.scheduling.admission import QueueLimits
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import SequenceSlice
 from engine.loop import Engine, EventPublisher
 from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 from engine.text.types import SamplingDefaults
+from loadtest.fake_runner import CostModel, FakeRunner
 from server.app import create_app
 from server.http.connection import Connection
 from server.settings.app_config import AppConfig

@@ -10,9 +10,9 @@ import pytest
 from harness import END, VOCAB_SIZE, parrot
 from test_completions import stream
 
-from engine.core.beams import Answer, BeamSearch, row_params
-from engine.core.fake_runner import likeliest
+from engine.core.scheduling.beams import Answer, BeamSearch, row_params
 from engine.core.types import BeamParams, EarlyStopping, SamplingParams
+from loadtest.fake_runner import likeliest
 
 Post = Callable[..., dict[str, Any]]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -22,10 +22,10 @@ import pytest
 from harness import byte_tokenizer
 
 from engine.core.errors import ConfigError
-from engine.core.fake_runner import FakeRunner
 from engine.loop import Engine
 from engine.text.tokenizer import TextTokenizer
 from loadtest.errors import LoadtestError
+from loadtest.fake_runner import FakeRunner
 from loadtest.vllm_bench import translate
 from server import app, serve
 from server.cli import main

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from harness import CONFIG, END, VOCAB_SIZE, Gate, byte_tokenizer, eventually, parrot
 
-from engine.core.admission import QueueLimits
 from engine.core.errors import (
     ComputeError,
     ConfigError,
@@ -20,11 +19,12 @@ from engine.core.errors import (
     InvalidRequestError,
     ShuttingDownError,
 )
-from engine.core.fake_runner import CostModel, FakeRunner
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.admission import QueueLimits
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import PendingStep, SequenceSlice, StepPlan
 from engine.loop import Engine
 from engine.settings.engine_config import EngineConfig
+from loadtest.fake_runner import CostModel, FakeRunner
 from quire import LLM, SamplingParams
 
 

@@ -19,12 +19,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.adapters import Adapters
 from engine.core.config import SchedulerConfig
-from engine.core.fake_runner import FakeRunner
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Histogram, PreemptionKind, Stats, SwapDirection, TransferKind
 from engine.core.step import Runner
 from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
 from engine.loop import Engine
+from loadtest.fake_runner import FakeRunner
 from server.telemetry.event_metrics import MAX_NAMES
 from server.telemetry.events import FieldIgnored, HttpAnswered
 from server.telemetry.metric_rows import METRICS, VLLM_METRICS

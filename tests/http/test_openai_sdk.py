@@ -10,7 +10,7 @@ import openai
 import pytest
 from harness import CONFIG, Live, eventually
 
-from engine.core.admission import QueueLimits
+from engine.core.scheduling.admission import QueueLimits
 from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]

@@ -13,7 +13,7 @@ import openai
 import pytest
 from harness import Live
 
-from engine.core.fake_runner import hidden_state
+from loadtest.fake_runner import hidden_state
 
 Post = Callable[..., dict[str, Any]]
 

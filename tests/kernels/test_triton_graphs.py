@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import Progress, Request, SamplingParams, TokenEvent, TokenLogprob
 from engine.runtime import decode_graphs, decode_inputs

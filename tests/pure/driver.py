@@ -6,17 +6,17 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 
-from engine.core.beams import BeamSearch, row_params
 from engine.core.config import SchedulerConfig, StoreSize
-from engine.core.fake_runner import FakeRunner, FakeStep, likeliest, mix
 from engine.core.kv.prefix_cache import BlockIndex
 from engine.core.kv.tiers import Transfer
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.beams import BeamSearch, row_params
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import Sequence, Status, choice_seed
 from engine.core.step import SequenceSlice, StepPlan
 from engine.core.types import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent
 from engine.inbox import InboxMessage, Stop
 from engine.loop import Engine
+from loadtest.fake_runner import FakeRunner, FakeStep, likeliest, mix
 
 VOCAB = 50
 EOS = 7

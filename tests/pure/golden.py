@@ -22,10 +22,10 @@ from typing import Any
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import NeverFitsError
-from engine.core.fake_runner import CostModel
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan
 from engine.core.types import AbortCause, BeamParams, EarlyStopping, Request, TokenEvent
+from loadtest.fake_runner import CostModel
 from tests.pure.driver import EOS, FAILS, Driver, config, request
 
 RECORDED = Path(__file__).with_name("golden.json")

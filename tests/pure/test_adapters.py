@@ -12,10 +12,10 @@ import pytest
 from engine.adapters import Adapters
 from engine.core.config import SchedulerConfig
 from engine.core.errors import AdapterConflictError, AdapterLoadError, AdapterNotFoundError
-from engine.core.fake_runner import FakeRunner
 from engine.core.kv.prefix_cache import chain_root
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Adapter, Request, SamplingParams
+from loadtest.fake_runner import FakeRunner
 from tests.patience import PATIENCE_S
 
 

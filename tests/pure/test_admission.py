@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.admission import peak_positions
 from engine.core.errors import ClientError, ContextLengthError, InvalidRequestError, NeverFitsError
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.admission import peak_positions
+from engine.core.scheduling.scheduler import Scheduler
 from tests.pure.driver import Driver, config, request
 
 

@@ -56,21 +56,25 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("engine.llm",),
         tuple(f"engine.llm{part}" for part in ("", ".job", ".offline", ".params", ".prompt_outputs")),
     ),
-    ("engine.llm", ("torch", "engine.runtime", "engine.core.scheduler"), ()),
-    ("engine.text", ("torch", "engine.runtime", "engine.core.scheduler", "engine.loop", "engine.startup.build"), ()),
+    ("engine.llm", ("torch", "engine.runtime", "engine.core.scheduling.scheduler"), ()),
+    (
+        "engine.text",
+        ("torch", "engine.runtime", "engine.core.scheduling.scheduler", "engine.loop", "engine.startup.build"),
+        (),
+    ),
     ("engine.core", (*THIRD_PARTY, "threading", "time", "logging", "asyncio", "engine.runtime", "engine.loop"), ()),
     (
         "engine.runtime",
-        ("engine.core.scheduler", "engine.core.kv.block_pool", "engine.core.kv.manager", "engine.loop"),
+        ("engine.core.scheduling.scheduler", "engine.core.kv.block_pool", "engine.core.kv.manager", "engine.loop"),
         (),
     ),
-    ("engine.runtime", ("engine.core.sequence", "engine.core.kv.prefix_cache", "engine.core.fake_runner"), ()),
+    ("engine.runtime", ("engine.core.sequence", "engine.core.kv.prefix_cache", "loadtest.fake_runner"), ()),
     ("engine.runtime.attention", ("engine.runtime.lora", "engine.runtime.models"), ()),
     ("engine.runtime.attention.base", ("engine.runtime.native",), ()),
     ("engine.loop", (*THIRD_PARTY, "engine.runtime", "engine.startup.build"), ()),
     ("engine.inbox", (*THIRD_PARTY, "engine.runtime", "engine.startup.build"), ()),
-    ("server", ("torch", "engine.runtime", "engine.core.scheduler", "engine.core.kv.block_pool"), ()),
-    ("server", ("engine.core.kv.manager", "engine.core.sequence", "engine.core.fake_runner"), ()),
+    ("server", ("torch", "engine.runtime", "engine.core.scheduling.scheduler", "engine.core.kv.block_pool"), ()),
+    ("server", ("engine.core.kv.manager", "engine.core.sequence", "loadtest.fake_runner"), ()),
     ("server", ("loadtest",), ("server.cli",)),
     ("server", ("engine.startup.build",), ("server.app", "server.serve")),
     (
@@ -119,7 +123,7 @@ def test_there_is_no_import_circle() -> None:
 
 def test_importing_the_scheduler_loads_no_third_party_module() -> None:
     code = (
-        "import sys, engine.core.scheduler; "
+        "import sys, engine.core.scheduling.scheduler; "
         "foreign = {name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names); "
         "print(sorted(name for name in foreign if not name.startswith('_') and name != 'engine'))"
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.admission import QueueLimits
 from engine.core.errors import OverloadedError
-from engine.core.fake_runner import FakeRunner
 from engine.core.queues import POLICIES
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.admission import QueueLimits
+from engine.core.scheduling.scheduler import Scheduler
 from engine.loop import Engine
+from loadtest.fake_runner import FakeRunner
 from tests.pure.driver import VOCAB, Driver, config, request
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])

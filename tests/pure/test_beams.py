@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.beams import BeamSearch, row_params
 from engine.core.errors import InvalidRequestError, NeverFitsError
-from engine.core.fake_runner import mix
+from engine.core.scheduling.beams import BeamSearch, row_params
 from engine.core.types import AbortCause, BeamParams, EarlyStopping, FinishReason, Request, SamplingParams
+from loadtest.fake_runner import mix
 from tests.pure.driver import FAILS, Driver, config, request, solo
 
 NUM_TOKENS = 4  # of the tables' vocabulary; 0 ends an answer

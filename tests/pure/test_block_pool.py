@@ -8,7 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.eviction import EVICTION_POLICIES
-from engine.core.kv.page_table import blocks_for
+from engine.core.page_table import blocks_for
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (200, 13)])

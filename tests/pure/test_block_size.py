@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.fake_runner import FakeRunner
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.loop import Engine
 from engine.startup.block_size import CANDIDATES, choose, lengths_path, load_lengths, save_lengths, waste
+from loadtest.fake_runner import FakeRunner
 from tests.pure.driver import VOCAB, config, request
 from tests.pure.test_loop import Listener
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.config import FREE, DraftCosts
-from engine.core.drafts import choose_lengths, lower_hull, seconds
 from engine.core.errors import ConfigError
+from engine.core.scheduling.drafts import choose_lengths, lower_hull, seconds
 from engine.core.step import StepPlan, count_agreeing
 from engine.settings.engine_config import EngineConfig
 from engine.settings.speculative_config import SpeculativeConfig

@@ -22,15 +22,15 @@ import numpy as np
 import pytest
 
 from engine.core.errors import ParcelError
-from engine.core.fake_runner import FakeRunner, FakeStep
-from engine.core.kv.page_table import Layout
-from engine.core.scheduler import Scheduler
+from engine.core.page_table import Layout
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Request
 from engine.loop import Engine
 from engine.outbound.handover import Handover, HandoverConfig, Offer, Prefix
 from engine.runtime.transports import connection, tcp
 from engine.runtime.transports.shared_memory import SharedMemory
 from engine.settings.peer import Peer
+from loadtest.fake_runner import FakeRunner, FakeStep
 from tests.patience import PATIENCE_S, eventually
 from tests.pure.driver import VOCAB, config, request, solo
 from tests.pure.test_loop import Listener

@@ -20,14 +20,14 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from engine.core.config import WindowGroup
 from engine.core.errors import ConfigError
-from engine.core.fake_runner import FakeRunner
 from engine.core.kv.prefix_cache import BlockIndex, chain_next, chain_root
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import AbortCause, StepEvents
 from engine.loop import Engine
 from engine.outbound.kv_events import END, KVEvents, block_hash
 from engine.settings.engine_config import EngineConfig
 from engine.settings.kv_events_config import KVEventsConfig
+from loadtest.fake_runner import FakeRunner
 from tests.patience import PATIENCE_S
 from tests.pure.driver import VOCAB, Driver, config, request
 from tests.pure.test_scheduler_properties import SchedulerMachine

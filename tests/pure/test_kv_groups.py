@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize, invariant
 from engine.core.config import SchedulerConfig, WindowGroup
 from engine.core.errors import ConfigError
 from engine.core.kv.groups import NO_BLOCK, WindowPool
-from engine.core.kv.page_table import blocks_for
+from engine.core.page_table import blocks_for
 from engine.core.sequence import Sequence
 from engine.core.types import AbortCause, Request
 from tests.pure.driver import Driver, config, request

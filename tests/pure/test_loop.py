@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from engine.core.admission import MAX_RETRY_S, QueueLimits
 from engine.core.errors import (
     ComputeError,
     ContextLengthError,
@@ -19,14 +18,15 @@ from engine.core.errors import (
     OverloadedError,
     ShuttingDownError,
 )
-from engine.core.fake_runner import FakeRunner, FakeStep
 from engine.core.kv import prefix_cache
 from engine.core.kv.block_pool import BlockPool
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.admission import MAX_RETRY_S, QueueLimits
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import FailureCause
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import AbortCause, FinishReason, StepEvents, TokenEvent
 from engine.loop import Engine
+from loadtest.fake_runner import FakeRunner, FakeStep
 from tests.patience import PATIENCE_S, eventually
 from tests.pure.driver import VOCAB, config, once_stopping, request, solo
 

@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from engine.core.config import SchedulerConfig
-from engine.core.fake_runner import FakeRunner
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.loop import Engine
+from loadtest.fake_runner import FakeRunner
 from server.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ from statistics import median
 
 import pytest
 
-from engine.core.admission import MAX_RETRY_S, UNKNOWN_S, OverloadControl, QueueLimits
 from engine.core.config import SchedulerConfig
 from engine.core.errors import OverloadedError
+from engine.core.scheduling.admission import MAX_RETRY_S, UNKNOWN_S, OverloadControl, QueueLimits
 from engine.core.stats import Stats
 from engine.core.types import Request
 from loadtest.simulation.replay import to_request

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from engine.core.fake_runner import hidden_state
 from engine.core.stats import PreemptionKind
 from engine.core.step import POOLED_UNIT
 from engine.core.types import AbortCause, FinishReason, Pooling, Request
+from loadtest.fake_runner import hidden_state
 from tests.pure.driver import Driver, config, request
 
 KINDS = (Pooling.LAST, Pooling.MEAN)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from engine.core.prompts import PromptPlan
-from engine.core.running import RunningQueue
+from engine.core.scheduling.prompts import PromptPlan
+from engine.core.scheduling.running import RunningQueue
 from engine.core.stats import PreemptionKind, SwapDirection
 from engine.core.types import AbortCause
 from tests.pure.driver import Driver, config, request

@@ -14,7 +14,7 @@ import pytest
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Request
 from engine.recording.hidden_ids import TokenTree
 from engine.recording.recording import Entry, Journal, RecordingFile, RecordingScheduler

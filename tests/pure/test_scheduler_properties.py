@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.core.errors import NeverFitsError
-from engine.core.fake_runner import CostModel
 from engine.core.types import AbortCause, BeamParams, EarlyStopping
+from loadtest.fake_runner import CostModel
 from tests.pure.driver import EOS, FAILS, Driver, config, request
 
 prompts = st.builds(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from engine.core.config import SchedulerConfig
-from engine.core.fake_runner import FakeRunner
 from loadtest.__main__ import main
+from loadtest.fake_runner import FakeRunner
 from loadtest.simulation.calibrate import fit_front
 from loadtest.simulation.costs import Front, StepCosts, Table
 from loadtest.simulation.fit import fit, non_negative

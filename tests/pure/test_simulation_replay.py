@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.admission import QueueLimits
 from engine.core.config import SchedulerConfig
 from engine.core.queues import POLICIES
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.admission import QueueLimits
+from engine.core.scheduling.scheduler import Scheduler
 from loadtest.report import percentile
 from loadtest.simulation.costs import DEFAULT_COSTS, CostError, Front, StepCosts, Table
 from loadtest.simulation.figures import Targets, summarize

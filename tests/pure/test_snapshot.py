@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.fake_runner import FakeRunner
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Snapshot
 from engine.core.types import AbortCause
 from engine.loop import Engine
+from loadtest.fake_runner import FakeRunner
 from tests.patience import PATIENCE_S
 from tests.pure.driver import VOCAB, Driver, config, request
 

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.errors import CopyError
-from engine.core.fake_runner import FakeRunner
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.host_tier import HostTier
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, TokenEvent
 from engine.loop import Engine
+from loadtest.fake_runner import FakeRunner
 from tests.pure.driver import Driver, config, request, solo
 from tests.pure.test_tiers import prompt, tiered
 

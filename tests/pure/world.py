@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.core.fake_runner import FakeRunner
 from engine.core.step import StepPlan
+from loadtest.fake_runner import FakeRunner
 from tests.pure.driver import VOCAB, Driver, config, request
 
 FIXED_S, TOKEN_S, CONTEXT_S = 4e-3, 0.25e-3, 0.1e-6  # about SmolLM2-135M on two cores

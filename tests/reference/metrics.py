@@ -8,9 +8,9 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric as Family
 
 from engine.core.config import SchedulerConfig
-from engine.core.fake_runner import FakeRunner
-from engine.core.scheduler import Scheduler
+from engine.core.scheduling.scheduler import Scheduler
 from engine.loop import Engine
+from loadtest.fake_runner import FakeRunner
 from server.telemetry.metrics import EngineCollector, Metrics
 from server.telemetry.otlp import SpanCounts
 from tests.reference.tables import MADE, cell, table

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from engine.core.kv.eviction import EVICTION_POLICIES, EvictionOrder, Lru
+from engine.core.kv.eviction import EvictionOrder, Lru, make_order
 
 
 class BlockPool:
@@ -44,7 +44,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         # A dict used as an ordered set: O(1) to remove a block from the middle or the end.
         self._free = dict.fromkeys(range(num_blocks - 1, -1, -1))
-        self._cached = EVICTION_POLICIES[eviction](num_blocks)
+        self._cached = make_order(eviction, num_blocks)
         self._notes_finds = eviction != "lru"
         self._pinned: dict[int, None] = {}  # cached or held, pinned longest ago first ...
         self._spared = Lru()  # ... and those of them that are cached

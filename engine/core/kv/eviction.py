@@ -20,6 +20,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
+from engine.core.errors import ConfigError
+
 # Of slru, for blocks that were found again: their largest share of the pool, and how many times the pool's size is
 # evicted before one that is not found again goes too.
 _PROTECTED_SHARE = 0.8
@@ -178,3 +180,10 @@ EVICTION_POLICIES: dict[str, Callable[[int], EvictionOrder]] = {
     "lfu": lambda _: Ranked(lambda _: 1),
     "cost": lambda _: Ranked(lambda num_behind: num_behind),  # those blocks would be recomputed without it
 }
+
+
+def make_order(policy: str, num_blocks: int) -> EvictionOrder:
+    """Return a policy's order for a pool of this size. Raises ConfigError for an unknown name."""
+    if policy not in EVICTION_POLICIES:
+        raise ConfigError(f"eviction is {policy!r}; choose one of {', '.join(EVICTION_POLICIES)}.")
+    return EVICTION_POLICIES[policy](num_blocks)

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 
 from engine.core.in_flight import InFlightStep
-from engine.core.kv.page_table import Ticket, blocks_for
 from engine.core.kv.prefix_cache import BlockIndex, name_block
+from engine.core.page_table import Ticket, blocks_for
 from engine.core.sequence import Sequence
 
 

@@ -17,10 +17,10 @@ from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.contents import Contents
 from engine.core.kv.groups import NO_BLOCK, WindowPool
-from engine.core.kv.page_table import NEVER, PrefixImport, blocks_for
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names
 from engine.core.kv.tiers import Tiers, TransferEnd
+from engine.core.page_table import NEVER, PrefixImport, blocks_for
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats
 from engine.core.types import Request

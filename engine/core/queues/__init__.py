@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from engine.core.errors import ConfigError
 from engine.core.queues.fair import FairQueue
 from engine.core.queues.keyed import KeyedQueue, fcfs, priority
 from engine.core.queues.shortest import ShortestQueue
@@ -19,3 +20,10 @@ POLICIES: Mapping[str, Callable[[], KeyedQueue]] = {
     "priority": partial(KeyedQueue, priority),
     "fair": FairQueue,
 }
+
+
+def make_queue(policy: str) -> KeyedQueue:
+    """Return an empty queue of a policy. Raises ConfigError for an unknown name."""
+    if policy not in POLICIES:
+        raise ConfigError(f"policy is {policy!r}; choose one of {', '.join(POLICIES)}.")
+    return POLICIES[policy]()

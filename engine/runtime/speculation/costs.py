@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from engine.core.config import DraftCosts, SchedulerConfig
-from engine.core.drafts import lower_hull
-from engine.core.kv.page_table import blocks_for
+from engine.core.page_table import blocks_for
+from engine.core.scheduling.drafts import lower_hull
 from engine.core.step import StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.runner import ModelRunner, warm_up_plan

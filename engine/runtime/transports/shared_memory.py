@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import ParcelError
-from engine.core.kv.page_table import Layout
+from engine.core.page_table import Layout
 
 Rows = NDArray[np.uint8]  # [blocks, bytes of a block]
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 import numpy as np
 
 from engine.core.errors import ParcelError
-from engine.core.kv.page_table import Layout
+from engine.core.page_table import Layout
 from engine.runtime.transports.connection import IDLE_S, Caller, Deadline, Server, call, receive, receive_into, send
 from engine.runtime.transports.shared_memory import (
     HEADER_BYTES,

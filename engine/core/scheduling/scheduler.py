@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections import abc, deque
 from collections.abc import Iterable, Iterator
 
-from engine.core.admission import check_request
-from engine.core.beams import BeamGroup
 from engine.core.budget import Allowance, StepBudget
 from engine.core.config import SchedulerConfig
-from engine.core.deadlines import Deadlines
-from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError
 from engine.core.in_flight import InFlightStep, roll_back
 from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.tiers import TransferEnd
-from engine.core.output import OutputProcessor
-from engine.core.prompts import PromptPlan
-from engine.core.running import RunningQueue
+from engine.core.scheduling.admission import check_request
+from engine.core.scheduling.beams import BeamGroup
+from engine.core.scheduling.deadlines import Deadlines
+from engine.core.scheduling.drafts import DraftPlanner
+from engine.core.scheduling.output import OutputProcessor
+from engine.core.scheduling.prompts import PromptPlan
+from engine.core.scheduling.running import RunningQueue
+from engine.core.scheduling.stats_recorder import StatsRecorder
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import FailureCause, Snapshot, Stats
-from engine.core.stats_recorder import StatsRecorder
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import abc
 
-from engine.core.beams import BeamSearches
-from engine.core.drafts import DraftPlanner
 from engine.core.errors import ComputeError, InvalidRequestError, QuireError
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.manager import KVCacheManager
-from engine.core.running import RunningQueue
+from engine.core.scheduling.beams import BeamSearches
+from engine.core.scheduling.drafts import DraftPlanner
+from engine.core.scheduling.running import RunningQueue
+from engine.core.scheduling.stats_recorder import StatsRecorder
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import FailureCause
-from engine.core.stats_recorder import StatsRecorder
 from engine.core.step import Drafted, Fault, StepResult
 from engine.core.types import FinishReason, PlainToken, PromptInfo, StepEvents, TokenEvent, TokenLogprob
 

@@ -18,7 +18,7 @@ from engine.core.errors import (
     NeverFitsError,
     OverloadedError,
 )
-from engine.core.kv.page_table import blocks_for
+from engine.core.page_table import blocks_for
 from engine.core.stats import Stats
 from engine.core.types import Request
 

@@ -19,10 +19,10 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from engine.core.kv.manager import KVCacheManager
-from engine.core.kv.page_table import blocks_for
-from engine.core.running import RunningQueue
+from engine.core.page_table import blocks_for
+from engine.core.scheduling.running import RunningQueue
+from engine.core.scheduling.stats_recorder import StatsRecorder
 from engine.core.sequence import Sequence
-from engine.core.stats_recorder import StatsRecorder
 from engine.core.types import BeamParams, EarlyStopping, FinishReason, SamplingParams, TokenEvent, TokenLogprob
 
 Top = tuple[tuple[int, float], ...]  # the likeliest next tokens and their log probabilities, best first

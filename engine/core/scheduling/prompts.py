@@ -14,7 +14,7 @@ from math import inf
 from engine.core.budget import Allowance
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.manager import KVCacheManager
-from engine.core.running import RunningQueue
+from engine.core.scheduling.running import RunningQueue
 from engine.core.sequence import Sequence, Status
 from engine.core.step import Sample
 

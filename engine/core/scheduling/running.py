@@ -12,10 +12,10 @@ from operator import attrgetter
 
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
-from engine.core.queues import POLICIES
+from engine.core.queues import make_queue
 from engine.core.queues.keyed import KeyedQueue
+from engine.core.scheduling.stats_recorder import StatsRecorder
 from engine.core.sequence import Sequence
-from engine.core.stats_recorder import StatsRecorder
 from engine.core.types import FinishReason, Request
 
 _place = attrgetter("place")
@@ -28,8 +28,7 @@ class RunningQueue:
     __slots__ = ("_next_seq_id", "_recorder", "background", "foreground", "parked", "requests", "running")
 
     def __init__(self, recorder: StatsRecorder, config: SchedulerConfig) -> None:
-        policy = POLICIES[config.policy]
-        self.foreground, self.background = policy(), policy()
+        self.foreground, self.background = make_queue(config.policy), make_queue(config.policy)
         self.running: list[Sequence] = []
         self.parked: dict[Sequence, None] = {}  # wait for transfers, outside the order of admission
         self.requests: dict[str, list[Sequence]] = {}  # the living, by request id

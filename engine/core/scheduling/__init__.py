@@ -1,0 +1,1 @@
+"""Schedules: queues of requests and sequences, steps planned and committed. Engine thread."""

@@ -1,0 +1,1 @@
+"""Measures the source tree itself; what measures a daemon is in loadtest."""
