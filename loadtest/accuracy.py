@@ -82,7 +82,7 @@ def _score(options: argparse.Namespace, file: str, settings: str) -> Score:
 
 
 def _prepare(folder: Path, shape: Shape, file: str) -> None:
-    from engine.files.model_source import find_model
+    from engine.sources.model_source import find_model
     from loadtest.peers.models import prepare
 
     prepare(shape, Path(find_model(None).path), folder, [file], lambda _: None)

@@ -343,7 +343,7 @@ def _describe(peer: Peer, executable: str | None) -> dict[str, Any]:
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    from engine.files.model_source import find_model
+    from engine.sources.model_source import find_model
     from loadtest.peers.models import prepare
 
     source, names = Path(find_model(None).path), options.only or [peer.name for peer in PEERS]

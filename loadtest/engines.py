@@ -12,7 +12,7 @@ from engine.loop import Engine
 
 def build(settings: Sequence[str]) -> Engine:
     """Return a daemon's engine, one step at a time and not started."""
-    from engine.files.model_source import find_model
+    from engine.sources.model_source import find_model
     from engine.startup.build import build_engine
     from server.settings.flags import load_settings
 
@@ -22,7 +22,7 @@ def build(settings: Sequence[str]) -> Engine:
 
 def device_of(settings: Sequence[str]) -> str:
     """Return where an engine of these flags computes: "cpu" or "cuda"."""
-    from engine.startup.device import resolve_device
+    from engine.runtime.execution.device import resolve_device
     from server.settings.flags import load_settings
 
     return str(resolve_device(load_settings(settings).device).type)

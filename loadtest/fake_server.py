@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
-from engine.files.model_source import find_model
 from engine.loop import Engine
+from engine.sources.model_source import find_model
 from engine.text.tokenizer import load_tokenizer
 from loadtest.fake_runner import CostModel, FakeRunner
 from server.app import create_app

@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure one format after another, and print each row when it is known."""
-    from engine.files.model_source import find_model
+    from engine.sources.model_source import find_model
     from loadtest.peers.models import prepare
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -59,7 +59,7 @@ def trace_token() -> dict[str, int]:
         nonlocal is_tracing
         import httpx
 
-        from engine.files.model_source import find_model
+        from engine.sources.model_source import find_model
         from engine.startup.build import build_engine
         from engine.text.tokenizer import load_tokenizer
         from server.app import create_app

@@ -97,11 +97,11 @@ def cut_windows(tokens: Sequence[int], prefix: Sequence[int], size: int) -> Iter
 
 def measure(settings: str, options: argparse.Namespace, text: str) -> Score:
     """Return the perplexity under settings, which may begin with a model."""
-    from engine.files.model_source import fetch, find_model
     from engine.settings.engine_config import (
         EngineConfig,  # here, because other commands need neither torch nor pydantic
     )
     from engine.settings.setting import declared
+    from engine.sources.model_source import fetch, find_model
     from engine.text.tokenizer import load_tokenizer
     from quire import LLM, SamplingParams
     from server.settings.flags import load_settings

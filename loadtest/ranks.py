@@ -29,7 +29,7 @@ from loadtest.output import print_table, save_json
 
 if TYPE_CHECKING:
     from engine.loop import Engine
-    from engine.runtime.batch import Packet
+    from engine.runtime.pool.batch import Packet
 
 _NUM_ROWS, _CONTEXT, _BLOCK_SIZE = 256, 500, 16
 _PROMPT = 512
@@ -38,7 +38,7 @@ _PACES_S = {"spins": 0.0005, "sleeps": 0.01}  # between packets: a reader spins 
 
 def _packet() -> Packet:
     """Return a decode step of 256 sequences."""
-    from engine.runtime.batch import Packet
+    from engine.runtime.pool.batch import Packet
 
     rng = np.random.default_rng(0)
     contexts = rng.integers(_CONTEXT - 50, _CONTEXT + 50, _NUM_ROWS)
@@ -60,7 +60,7 @@ def _packet() -> Packet:
 
 def _packets_us(num: int, pace_s: float, *, spins: bool) -> list[float]:
     """Return the microseconds from a packet's encoding until another process has decoded it, sorted."""
-    from engine.runtime.parallel.packet import Kind, Step, decode, encode
+    from engine.runtime.execution.packet import Kind, Step, decode, encode
     from engine.runtime.parallel.ring import RingReader, RingWriter, make_memory
 
     memory, waker = make_memory(64 << 20), os.eventfd(0)

@@ -22,9 +22,9 @@ from engine.core.types import Request
 from engine.loop import Engine
 from engine.outbound.handover import open_handover
 from engine.system.version import VERSION
-from engine.text.chat_preprocessor import ChatPreprocessor
+from engine.text.chat.limits import ModelLimits
 from engine.text.grammars.compiler import GrammarCompiler
-from engine.text.limits import ModelLimits
+from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.tokenizer import TextTokenizer
 from server import errors
 from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard

@@ -19,11 +19,11 @@ from fastapi import Depends, Request
 from engine.core.errors import shorten
 from engine.core.types import Adapter
 from engine.loop import Engine
-from engine.text.chat_preprocessor import ChatPreprocessor
+from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import RequestBody
 from engine.text.fields.chat import Conversation
 from engine.text.grammars.compiler import GrammarCompiler
-from engine.text.limits import ModelLimits
+from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.tokenizer import TextTokenizer
 from server.batches.service import BatchService
 from server.client import EngineClient

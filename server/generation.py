@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from engine.core.errors import QuireError
 from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent
-from engine.text.choice import Choice, Delta, TextRules
+from engine.text.chat.choice import Choice, Delta, TextRules
 from engine.text.tokenizer import TextTokenizer
 from server.client import Answer
 from server.http.bodies import ResponseBody

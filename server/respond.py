@@ -26,8 +26,8 @@ from starlette.types import Receive, Scope, Send
 from engine.core.errors import QuireError
 from engine.core.scheduling.admission import check_request
 from engine.core.types import Pin, Request, SamplingParams
-from engine.text.choice import TextRules
-from engine.text.sampling import seconds
+from engine.text.chat.choice import TextRules
+from engine.text.requests.sampling import seconds
 from server.client import Answer
 from server.context import Context
 from server.errors import REQUEST_ID, ApiError, to_api_error

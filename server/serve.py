@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.core.errors import ConfigError, QuireError
 from engine.core.types import Progress
-from engine.files.draft_source import fetch_models
 from engine.files.gguf_header import forget_headers
-from engine.files.model_source import check_tokenizer_source, fetch, find_model, local_path
 from engine.settings.engine_config import EngineConfig
+from engine.sources.draft_source import fetch_models
+from engine.sources.model_source import check_tokenizer_source, fetch, find_model, local_path
 from engine.startup.ahead import begin_weights, load_torch_libraries
 from engine.startup.model_check import ModelFacts, check_model
-from engine.text.default_sampling import check_sampling_source, default_sampling
+from engine.text.requests.default_sampling import check_sampling_source, default_sampling
 from server.batches.folder import DataFolder
 from server.settings.app_config import AppConfig
 from server.settings.files import check_folder, read_setting_file
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from engine.loop import Engine
-    from engine.startup.progress import StartupProgress
+    from engine.system.progress import StartupProgress
     from engine.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("quire.serve")
@@ -222,7 +222,7 @@ def open_app(argv: Sequence[str]) -> FastAPI:
 
 def open_tokenizer(argv: Sequence[str]) -> TextTokenizer:
     """Return the tokenizer that `quire serve` would use. Raises QuireError."""
-    from engine.startup.progress import StartupProgress
+    from engine.system.progress import StartupProgress
 
     with StartupProgress() as startup:
         return _load_front(_fetch(prepare(load_settings(argv)), startup.report))
@@ -253,7 +253,7 @@ def _load(plan: _Plan, undo: ExitStack) -> tuple[Engine, TextTokenizer]:
     Two threads must not use the library transformers at the same time: it imports its modules on first use, and the second
     thread finds them half imported. So a model that needs it is loaded step by step on the main thread.
     """
-    from engine.startup.progress import StartupProgress
+    from engine.system.progress import StartupProgress
 
     with StartupProgress() as startup:
         if plan.model.is_native:

@@ -178,7 +178,7 @@ def _warm_up_shortly() -> None:
 
 def _replay_by_computing() -> None:
     """Have graphs compute."""
-    from engine.runtime.decode_graphs import DecodeGraphs
+    from engine.runtime.execution.decode_graphs import DecodeGraphs
 
     def record(self: DecodeGraphs, size: int, max_context: int, _: Any) -> Callable[[], Any]:
         self._compute(size, max_context)

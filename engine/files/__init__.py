@@ -1,1 +1,1 @@
-"""The files of models, adapters and drafts: found, fetched, their headers and digests."""
+"""Readers of the small files of a model; torch is not imported."""

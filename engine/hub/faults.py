@@ -9,7 +9,7 @@ import errno
 import re
 from pathlib import Path
 
-from engine.runtime.weights.formats import LOCAL
+from engine.files.formats import LOCAL
 from engine.system.regular_file import reason
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -13,6 +13,7 @@ from engine.core.errors import ModelLoadError
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+LORA_CONFIG, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SMALL = (".json", ".jinja", ".txt", ".model")  # configuration and tokenizer; read whole
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 

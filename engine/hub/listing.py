@@ -11,8 +11,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from engine.core.errors import ModelLoadError
+from engine.files.formats import LOCAL
 from engine.hub.faults import is_offline, sentence
-from engine.runtime.weights.formats import LOCAL
 from engine.system.regular_file import read_text
 from engine.system.version import VERSION
 

@@ -11,14 +11,22 @@ from typing import NamedTuple
 
 from engine.core.errors import ModelLoadError
 from engine.core.types import ReportProgress
+from engine.files.quant_config import BESIDE
 from engine.hub.faults import sentence
-from engine.hub.files import CONFIG, INDEX, gguf_files, is_folder, small_files, split_tag, weight_files
+from engine.hub.files import (
+    CONFIG,
+    INDEX,
+    LORA_CONFIG,
+    LORA_WEIGHTS,
+    gguf_files,
+    is_folder,
+    small_files,
+    split_tag,
+    weight_files,
+)
 from engine.hub.listing import list_files
 from engine.hub.transfer import Transfer, open_file
-from engine.runtime.lora.config import CONFIG as LORA_CONFIG
-from engine.runtime.lora.config import WEIGHTS as LORA_WEIGHTS
 from engine.runtime.weights.safetensors import shard_names
-from engine.runtime.weights.stored.config import BESIDE
 from engine.system.regular_file import reason
 
 log = logging.getLogger("quire.hub")

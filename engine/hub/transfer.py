@@ -18,7 +18,7 @@ from engine.core.errors import ModelLoadError
 from engine.core.types import Progress, ReportProgress
 from engine.hub.faults import is_transient, why
 from engine.hub.listing import ANSWER_S, RemoteFile, safe_name
-from engine.startup.progress import human_bytes
+from engine.system.progress import human_bytes
 from engine.system.version import VERSION
 
 if TYPE_CHECKING:

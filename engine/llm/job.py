@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.core.types import FinishReason, PromptInfo, Request, RequestTimings, TokenEvent
 from engine.llm.unserved import missing
-from engine.text.choice import Choice, Delta, TextRules
+from engine.text.chat.choice import Choice, Delta, TextRules
 from engine.text.logprobs import PromptLogprobs, prompt_logprobs
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tools.formats import new_call_id

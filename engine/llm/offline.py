@@ -28,8 +28,6 @@ from engine.core.errors import ClientError, ConfigError, InvalidRequestError, Ov
 from engine.core.scheduling.admission import check_request
 from engine.core.types import AbortCause, Adapter, Grammar, Pooling, PromptInfo, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
-from engine.files.draft_source import fetch_models
-from engine.files.model_source import find_model
 from engine.llm.arguments import engine_config
 from engine.llm.job import Job, RequestOutput
 from engine.llm.params import BeamSearchParams, SamplingParams
@@ -46,18 +44,20 @@ from engine.llm.prompts import Prompt, listed, read_prompt
 from engine.llm.unserved import missing, refuse_arguments
 from engine.loop import Engine
 from engine.settings.engine_config import LoraModule
+from engine.sources.draft_source import fetch_models
+from engine.sources.model_source import find_model
 from engine.startup.model_check import check_model
-from engine.startup.progress import StartupProgress
+from engine.system.progress import StartupProgress
 from engine.text.channels import CHANNEL_NAMES
-from engine.text.chat_preprocessor import ChatPreprocessor
-from engine.text.choice import TextRules
-from engine.text.default_sampling import check_sampling_source, default_sampling
+from engine.text.chat.choice import TextRules
+from engine.text.chat.limits import ModelLimits
 from engine.text.fields.sampling import Constraint, QueueFields
 from engine.text.grammars.compiler import GrammarCompiler
-from engine.text.limits import ModelLimits
 from engine.text.prompt_results import Reduction, check_reduction, cosine, first_scored, likelihood, unit_vector
 from engine.text.reasoning import REASONING_TAGS
-from engine.text.sampling import sampling_params, seconds, text_rules, truncated
+from engine.text.requests.chat_preprocessor import ChatPreprocessor
+from engine.text.requests.default_sampling import check_sampling_source, default_sampling
+from engine.text.requests.sampling import sampling_params, seconds, text_rules, truncated
 from engine.text.tokenizer import TextTokenizer, check_draft_tokenizer, load_tokenizer
 from engine.text.tools.formats import TOOL_FORMATS
 

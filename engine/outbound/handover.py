@@ -16,14 +16,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
+from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ParcelError
 from engine.core.kv.prefix_cache import name_block
 from engine.core.page_table import Layout
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner
-from engine.loop import Engine
 from engine.runtime.transports.connection import derive_key
 from engine.runtime.transports.shared_memory import EXPIRY_S, Incoming, Rows, SharedMemory
 from engine.runtime.transports.tcp import ParcelServer, pull
@@ -33,6 +33,20 @@ T = TypeVar("T")
 
 _PIECE_BYTES = 16 << 20  # a copy of milliseconds
 _PATIENCE_S = 60.0  # for the engine to reach the end of a step
+
+
+class EngineThread(Protocol):
+    """The part of an engine that a handover uses."""
+
+    @property
+    def config(self) -> SchedulerConfig: ...
+
+    @property
+    def layout(self) -> Layout | None: ...
+
+    def between_steps(self, task: Callable[[Scheduler, Runner], T]) -> futures.Future[T]:
+        """Run a quick task on the engine's thread."""
+        ...
 
 
 class Prefix(NamedTuple):
@@ -70,7 +84,7 @@ class HandoverConfig:
     key: str = ""
 
 
-def open_handover(engine: Engine, config: HandoverConfig) -> Handover:
+def open_handover(engine: EngineThread, config: HandoverConfig) -> Handover:
     """Open the folder in shared memory through which K/V is handed over, and the port. Raises ConfigError."""
     layout = engine.layout
     if layout is None or not engine.config.enable_prefix_caching:
@@ -89,7 +103,7 @@ class Handover:
     """Sends and receives the K/V of prompts, for one engine."""
 
     def __init__(
-        self, engine: Engine, memory: SharedMemory, layout: Layout, config: HandoverConfig | None = None
+        self, engine: EngineThread, memory: SharedMemory, layout: Layout, config: HandoverConfig | None = None
     ) -> None:
         """Listen, if that is asked for. Raises ConfigError."""
         self._engine, self._memory, self._layout = engine, memory, layout

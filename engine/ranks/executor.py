@@ -28,12 +28,12 @@ from engine.core import errors
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, ModelLoadError, QuireError
 from engine.ranks.worker import Start
-from engine.runtime.batch import DecodeRows, Packet
+from engine.runtime.execution.packet import Kind, Step, encode
 from engine.runtime.native.library import GroupError, native
 from engine.runtime.parallel.exchange import least
 from engine.runtime.parallel.group import SINGLE, Group, open_group
-from engine.runtime.parallel.packet import Kind, Step, encode
 from engine.runtime.parallel.ring import RingError, RingWriter, make_memory
+from engine.runtime.pool.batch import DecodeRows, Packet
 from engine.settings.engine_config import EngineConfig
 from engine.system.host_cpus import usable_cpus
 

@@ -22,21 +22,21 @@ import torch
 from engine.core.config import SchedulerConfig
 from engine.core.types import Progress
 from engine.runtime.attention.table import load_backend
-from engine.runtime.batch import DecodeRows, Packet, PacketBuffers, scored_portions
-from engine.runtime.device_memory import free_share, hold_to_share
-from engine.runtime.kv_cache import KVCache, resolve_kv_dtype
+from engine.runtime.execution.device import resolve_device, share_threads
+from engine.runtime.execution.device_memory import free_share, hold_to_share
+from engine.runtime.execution.packet import Kind, RankMessage, Step, decode
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.library import GroupError, choose_kernels, native
 from engine.runtime.parallel.exchange import least
 from engine.runtime.parallel.group import Group, open_group
-from engine.runtime.parallel.packet import Kind, RankMessage, Step, decode
 from engine.runtime.parallel.ring import RingReader
+from engine.runtime.pool.batch import DecodeRows, Packet, PacketBuffers, scored_portions
+from engine.runtime.pool.kv_cache import KVCache, resolve_kv_dtype
 from engine.settings.engine_config import EngineConfig
-from engine.startup.device import resolve_device, share_threads
 
 if TYPE_CHECKING:
-    from engine.runtime.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
+    from engine.runtime.execution.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.01
@@ -131,7 +131,7 @@ class Worker:
 
     def _capture(self) -> None:
         """Capture what ModelRunner.capture does, in the same order."""
-        from engine.runtime.decode_graphs import DecodeGraphs
+        from engine.runtime.execution.decode_graphs import DecodeGraphs
 
         assert self._cache is not None
         self._graphs = DecodeGraphs(self._model, self._backend, self._cache, self._sizes, self._last_ids, self._group)

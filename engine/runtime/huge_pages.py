@@ -14,8 +14,6 @@ import mmap
 import torch
 from torch import Tensor
 
-from engine.startup.ahead import BackedMemory
-
 _HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; pages that exist already are unchanged
 
@@ -50,7 +48,7 @@ def populate(memory: Tensor) -> bool:
     return bool(madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) == 0)
 
 
-def of_memory(memory: BackedMemory) -> Tensor:
-    """Return the bytes of backed memory, from the first huge page on."""
-    whole = torch.frombuffer(memory.pages, dtype=torch.uint8)
+def of_memory(pages: mmap.mmap) -> Tensor:
+    """Return the bytes of mapped memory, from the first huge page on."""
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
     return whole[-whole.data_ptr() % _HUGE_PAGE :]

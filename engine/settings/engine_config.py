@@ -14,9 +14,9 @@ from engine.core.config import FEW_TOKENS
 from engine.core.errors import ConfigError
 from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.queues import POLICIES
+from engine.files.formats import FORMATS
 from engine.runtime.attention import BACKENDS, GPU_BACKENDS, LIBRARIES
 from engine.runtime.schemes import SCHEMES
-from engine.runtime.weights.formats import FORMATS
 from engine.settings.kv_events_config import KVEventsConfig
 from engine.settings.peer import Peer, is_peer
 from engine.settings.setting import Conflict, check, feature, section

@@ -24,18 +24,15 @@ from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner, StepResult
 from engine.core.types import Progress, ReportProgress
-from engine.files.draft_source import fetch_models
-from engine.files.model_source import local_path
 from engine.loop import Engine, EventPublisher
 from engine.recording.recording import RecordingFile, RecordingScheduler, check_path
-from engine.runtime import kv_cache
 from engine.runtime.attention.table import describe_choice, load_backend
-from engine.runtime.block_speeds import measure_speeds
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.cuda.device import check_device
 from engine.runtime.cuda.faults import guard_cuda
 from engine.runtime.cuda.toolchain import check_toolchain
-from engine.runtime.device_memory import (
+from engine.runtime.execution.device import load_kernels, resolve_device, share_threads
+from engine.runtime.execution.device_memory import (
     describe_use,
     explained_shortage,
     free_share,
@@ -44,9 +41,19 @@ from engine.runtime.device_memory import (
     measure_memory,
     other_steps,
 )
-from engine.runtime.fingerprint import ModelContent, fingerprint
+from engine.runtime.execution.ranks import ALONE, Ranks
+from engine.runtime.execution.runner import ModelRunner, warm_up_plan
 from engine.runtime.guard import GuardedRunner
-from engine.runtime.kv_cache import (
+from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.lora.loader import LoraLoader
+from engine.runtime.models.base import CausalLM
+from engine.runtime.models.config_file import is_native, read_model_config
+from engine.runtime.models.load import load_model, resolve_dtype
+from engine.runtime.native.backed_memory import BackedMemory
+from engine.runtime.native.library import choose_kernels, native
+from engine.runtime.parallel.group import SINGLE
+from engine.runtime.pool import kv_cache
+from engine.runtime.pool.kv_cache import (
     KVCache,
     PoolBudget,
     PoolSize,
@@ -55,26 +62,19 @@ from engine.runtime.kv_cache import (
     fit_pool,
     resolve_kv_dtype,
 )
-from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.lora.config import check_folder, naming
-from engine.runtime.lora.loader import LoraLoader
-from engine.runtime.models.base import CausalLM
-from engine.runtime.models.config_file import is_native, read_model_config
-from engine.runtime.models.load import load_model, resolve_dtype
-from engine.runtime.native.library import choose_kernels, native
-from engine.runtime.parallel.group import SINGLE
-from engine.runtime.parallel.ranks import ALONE, Ranks
-from engine.runtime.runner import ModelRunner, warm_up_plan
 from engine.runtime.speculation.heads import Head
 from engine.runtime.transports.parts import has_blocks
 from engine.runtime.transports.pinned import STAGING_BYTES
-from engine.runtime.transports.table import open_tiers
 from engine.settings.engine_config import EngineConfig
-from engine.startup.ahead import BackedMemory
+from engine.sources.adapter_config import check_folder, naming
+from engine.sources.draft_source import fetch_models
+from engine.sources.model_source import local_path
 from engine.startup.block_size import CANDIDATES, choose, lengths_path, load_lengths, save_lengths, with_block_size
-from engine.startup.device import load_kernels, resolve_device, share_threads
-from engine.startup.progress import human_bytes
+from engine.startup.block_speeds import measure_speeds
+from engine.startup.fingerprint import ModelContent, fingerprint
 from engine.startup.speculation import Speculation, load_speculation
+from engine.startup.stores import open_tiers
+from engine.system.progress import human_bytes
 
 if TYPE_CHECKING:
     from engine.ranks.executor import Executor

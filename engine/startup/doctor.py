@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.core.errors import ConfigError, QuireError
-from engine.files.model_source import find_model
 from engine.runtime.cuda.toolchain import TOOLS
 from engine.runtime.native.build import find_compiler, installed_library
-from engine.startup.progress import human_bytes
+from engine.sources.model_source import find_model
 from engine.system.cache_folder import cache_folder
 from engine.system.control_groups import read
 from engine.system.host_cpus import usable_cpus
 from engine.system.host_memory import available_memory
+from engine.system.progress import human_bytes
 from engine.system.version import VERSION
 
 _MIN_FREE_DISK = 5 << 30  # a small model, or the image of a large one's first file

@@ -11,22 +11,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.core.errors import ConfigError
-from engine.files.adapter_source import check_adapters
-from engine.files.draft_source import complete, naming_draft, read_source
 from engine.files.gguf_header import read_beginning
-from engine.files.model_source import check_entries, local_path
-from engine.runtime.lazy import load
+from engine.files.hf_config import HFConfig
+from engine.runtime.models.complete import check_complete
 from engine.runtime.models.config import ModelConfig, narrow_latents
 from engine.runtime.models.config_file import is_native, read_own, require_readable, servable
 from engine.runtime.models.families import read_config
 from engine.runtime.models.overrides import override
-from engine.runtime.weights.checkpoint import Checkpoint
-from engine.runtime.weights.complete import check_complete
-from engine.runtime.weights.formats import FORMATS, choose_format
+from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.gguf_config import check_architecture
-from engine.runtime.weights.hf_config import HFConfig
 from engine.settings.engine_config import EngineConfig
 from engine.settings.speculative_config import METHODS, SpeculativeConfig
+from engine.sources.adapter_source import check_adapters
+from engine.sources.draft_source import complete, naming_draft, read_source
+from engine.sources.model_source import check_entries, local_path
+from engine.system.lazy import load
 
 
 class ModelFacts(NamedTuple):
@@ -77,7 +76,7 @@ def _check_weights(config: EngineConfig) -> None:
     if path.is_file():
         raise ConfigError(f"{path} is a {path.suffix} file; name a folder of safetensors.")
     check_entries(path)
-    choose_format(config.load_format, path).open(path).check()
+    open_checkpoint(config.load_format, path).check()
 
 
 def _check_one(config: EngineConfig, *, has_tokenizer: bool) -> ModelFacts:
@@ -86,7 +85,7 @@ def _check_one(config: EngineConfig, *, has_tokenizer: bool) -> ModelFacts:
         return _check_remote(config, has_tokenizer=has_tokenizer)
     if path.is_dir():
         check_entries(path)
-    checkpoint = choose_format(config.load_format, path).open(path)
+    checkpoint = open_checkpoint(config.load_format, path)
     facts = _facts(config, checkpoint, path)
     checkpoint.check()
     if facts.config is None:
@@ -107,7 +106,7 @@ def _check_remote(config: EngineConfig, *, has_tokenizer: bool) -> ModelFacts:
     found = open_model(config.model, config.revision, config.download_dir)
     if found.is_folder:
         path = found.fetch_config(weights=config.load_format != "dummy")
-        checkpoint = FORMATS["safetensors"].open(path)
+        checkpoint = open_checkpoint("safetensors", path)
         checkpoint.config = HFConfig(checkpoint.config.values, f"{found.repo}/config.json")
         return _facts(config, checkpoint, path)
     from engine.runtime.weights.gguf import header_config

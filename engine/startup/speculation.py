@@ -13,20 +13,20 @@ from typing_extensions import Self
 
 from engine.core.config import SchedulerConfig
 from engine.core.types import Progress, ReportProgress
-from engine.files.draft_source import naming_draft
 from engine.runtime.attention.table import load_backend
-from engine.runtime.kv_cache import KVCache, block_bytes, resolve_kv_dtype
-from engine.runtime.lazy import load
+from engine.runtime.execution.draft_costs import measure_draft_costs
+from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_eagle3, load_model, load_mtp, resolve_dtype
-from engine.runtime.runner import ModelRunner
+from engine.runtime.pool.kv_cache import KVCache, block_bytes, resolve_kv_dtype
 from engine.runtime.speculation.base import Drafter, UpToLength
-from engine.runtime.speculation.costs import measure_draft_costs
 from engine.runtime.speculation.draft_model import DraftModel
 from engine.runtime.speculation.heads import Head
 from engine.runtime.speculation.ngram import NgramDrafter
 from engine.settings.engine_config import EngineConfig
 from engine.settings.speculative_config import METHODS, SpeculativeConfig
+from engine.sources.draft_source import naming_draft
+from engine.system.lazy import load
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import tokenizers
 
 from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.files.gguf_header import read_header
-from engine.files.model_source import check_entries
 from engine.settings.speculative_config import SpeculativeConfig
+from engine.sources.model_source import check_entries
 from engine.text.chat_template import ChatTemplate
 from engine.text.generation_config import FILE, read_json_beside
 from engine.text.gguf_tokenizer import TokenType, build_tokenizer, special_token

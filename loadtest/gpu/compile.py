@@ -31,7 +31,6 @@ from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
 from engine.runtime.cuda.attention_tuning import Cut, choose_latent_tuning, choose_tuning
 from engine.runtime.cuda.fp8_linear import quantise_rows
 from engine.runtime.cuda.mask import mask_rows
-from engine.runtime.cuda.mixture import CudaExperts
 from engine.runtime.cuda.norm import add_rms_norm
 from engine.runtime.cuda.packed import Rows
 from engine.runtime.cuda.packed_linear import PackedProduct, decode
@@ -42,6 +41,7 @@ from engine.runtime.cuda.sampling_edits import TokenCounts, add_to_tokens, ban_t
 from engine.runtime.cuda.sampling_row import Draws
 from engine.runtime.cuda.store import PoolView, view_pool
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
+from engine.runtime.layers.mixture_cuda import CudaExperts
 from engine.runtime.routing import RouterConfig
 from engine.runtime.sampling.bans import Ban
 

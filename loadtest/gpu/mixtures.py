@@ -56,8 +56,8 @@ TINY_CODES = (Codes(32, 64, "int4", 2),)
 def time_mixture(task: Task, device: torch.device, case: Mixture) -> None:
     """Measure routing, sorting, both products and the sum."""
     from engine.runtime.activation import Activation
-    from engine.runtime.cuda.mixture import CudaExperts
     from engine.runtime.cuda.routing import route
+    from engine.runtime.layers.mixture_cuda import CudaExperts
     from engine.runtime.routing import RouterConfig
 
     config = RouterConfig(num_experts=case.num_experts, num_chosen=case.num_chosen, is_normalised=True)

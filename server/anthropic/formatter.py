@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from engine.core.types import FinishReason
-from engine.text.choice import Delta
+from engine.text.chat.choice import Delta
 from engine.text.tools.formats import new_call_id
 from engine.text.types import CallBegin, Piece, Reasoning
 from server.errors import ApiError

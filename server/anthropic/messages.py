@@ -14,12 +14,12 @@ from starlette.responses import Response
 from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import Pin
 from engine.core.types import Request as EngineRequest
-from engine.text.chat_preprocessor import PreparedChat
+from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import Integer, Refused, RequestBody
 from engine.text.fields.chat import Message
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import ToolName, without_hosted
-from engine.text.limits import ModelLimits
+from engine.text.requests.chat_preprocessor import PreparedChat
 from server.anthropic.blocks import (
     Block,
     Blocks,

@@ -15,12 +15,12 @@ from starlette.responses import Response
 
 from engine.core.errors import ClientError, InvalidRequestError
 from engine.core.types import FinishReason, Request
-from engine.text.chat_preprocessor import PreparedChat
-from engine.text.choice import CallDelta, Delta
+from engine.text.chat.choice import CallDelta, Delta
+from engine.text.chat.limits import num_common
 from engine.text.fields.base import Integer, Refused
 from engine.text.fields.chat import ChatFields
-from engine.text.limits import num_common
 from engine.text.logprobs import PromptLogprobs
+from engine.text.requests.chat_preprocessor import PreparedChat
 from engine.text.tools.formats import new_call_id
 from server.context import Context, InContext, aside, json_body
 from server.errors import ApiError

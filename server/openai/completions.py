@@ -12,12 +12,12 @@ from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import SamplingParams
-from engine.text.choice import Delta
+from engine.text.chat.choice import Delta
+from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import Integer
 from engine.text.fields.sampling import MAX_N
-from engine.text.limits import ModelLimits
 from engine.text.logprobs import PromptLogprobs
-from engine.text.sampling import sampling_params, text_rules, truncated
+from engine.text.requests.sampling import sampling_params, text_rules, truncated
 from server.context import InContext, aside, json_body
 from server.generation import Usage
 from server.http.bodies import ResponseBody

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.system.version import VERSION
-from engine.text.choice import Delta
+from engine.text.chat.choice import Delta
 from engine.text.logprobs import PromptLogprobs, prompt_logprobs
 from engine.text.tokenizer import TextTokenizer
 from server.errors import ApiError

@@ -11,9 +11,9 @@ from fastapi import Request
 from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import PromptInfo
 from engine.core.types import Request as EngineRequest
-from engine.text.choice import TextRules
+from engine.text.chat.choice import TextRules
+from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import Refused
-from engine.text.limits import ModelLimits
 from server.context import Context
 from server.generation import Generation
 from server.http.threads import run_slowly

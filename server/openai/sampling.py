@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from engine.core.errors import InvalidRequestError
+from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import Refused, RequestBody
 from engine.text.fields.sampling import QueueFields, SamplingFields
-from engine.text.limits import ModelLimits
 
 MAX_CACHE_SALT = 128
 MAX_USER = 512

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pydantic import Field, ValidationError
 
 from engine.core.errors import ClientError
-from engine.text.choice import Delta
+from engine.text.chat.choice import Delta
+from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import Refused, RequestBody
-from engine.text.limits import ModelLimits
 from engine.text.types import CallArguments, CallBegin, Piece
 from server.errors import ApiError, to_api_error
 from server.openai.chat import ChatBody

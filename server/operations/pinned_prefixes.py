@@ -22,8 +22,8 @@ from pydantic import ValidationError
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, QuireError, ServerError
 from engine.core.scheduling.admission import check_request
 from engine.core.types import FinishReason, Pin, Request, SamplingParams
+from engine.text.chat.limits import num_common
 from engine.text.fields.chat import Message
-from engine.text.limits import num_common
 from server.context import Context
 from server.errors import ApiError, to_api_error
 from server.openai.chat import ChatBody

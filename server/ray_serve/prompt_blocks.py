@@ -12,9 +12,9 @@ from hashlib import blake2b
 from typing import Any
 
 from engine.core.kv.prefix_cache import chain_next, chain_root
-from engine.text.chat_format import ChatFormat
-from engine.text.chat_preprocessor import ChatPreprocessor
-from engine.text.limits import ModelLimits
+from engine.text.chat.chat_format import ChatFormat
+from engine.text.chat.limits import ModelLimits
+from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.tokenizer import TextTokenizer
 from server.anthropic.messages import MessagesBody
 from server.openai.chat import ChatBody

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.files.model_source import find_model
 from engine.runtime.native.library import Isa, Library, native
+from engine.sources.model_source import find_model
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,10 @@ from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Request, SamplingParams, TokenEvent
 from engine.runtime.attention.table import load_backend
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.base import CausalLM, LayerAttention
-from engine.runtime.runner import ModelRunner
+from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.speculation.heads import Head
 from tests.cpu.dense_attention import DenseAttention
 

@@ -13,14 +13,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from engine.runtime.lazy import load as load_class
+from engine.files.formats import FORMATS
+from engine.files.quant_config import READERS
 from engine.runtime.models.families import FAMILIES
 from engine.runtime.native.quantised import is_served_quantised
 from engine.runtime.schemes import SCHEMES
-from engine.runtime.weights.formats import FORMATS
 from engine.runtime.weights.gguf import KINDS
 from engine.runtime.weights.gguf_config import ARCHITECTURES
-from engine.runtime.weights.stored.config import READERS
+from engine.system.lazy import load as load_class
 from tests.cpu import (
     test_engine_families,
     test_models_transformers,

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from engine.runtime.attention.base import AttentionBackend, Batch
 from engine.runtime.attention.table import load_backend
-from engine.runtime.kv_cache import KVCache
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import GroupError, native
 from engine.runtime.parallel.exchange import least
 from engine.runtime.parallel.group import SINGLE, GlooGroup, Group, SharedMemoryGroup
+from engine.runtime.pool.kv_cache import KVCache
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.dense_attention import DenseAttention
 

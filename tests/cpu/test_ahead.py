@@ -18,12 +18,13 @@ from gguf import GGMLQuantizationType as Kind
 from engine.core.errors import ModelLoadError
 from engine.runtime.models.load import load_model
 from engine.runtime.native.arena import Arena
+from engine.runtime.native.backed_memory import BackedMemory
 from engine.runtime.native.library import Library, native
 from engine.runtime.native.ops import NativeLinear
 from engine.runtime.native.packer import Packer
 from engine.settings.engine_config import EngineConfig
 from engine.startup import ahead
-from engine.startup.ahead import BackedMemory, begin_weights
+from engine.startup.ahead import begin_weights
 from tests.cpu.test_weights_gguf import tiny, write
 from tests.patience import PATIENCE_S
 

@@ -6,7 +6,7 @@ import torch
 
 from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
-from engine.runtime.batch import BatchBuilder
+from engine.runtime.pool.batch import BatchBuilder
 from tests.cpu.model_driver import CPU, settings
 
 PARAMS = SamplingParams(max_tokens=1)

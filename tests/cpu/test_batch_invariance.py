@@ -15,7 +15,6 @@ from test_attention import empty_pools, make_batch, make_tables
 from engine.core.budget import Costs, Load, StepTime
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
-from engine.files.model_source import find_model
 from engine.runtime.attention.cpu_native import CpuNativeAttention
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.base import CausalLM
@@ -23,6 +22,7 @@ from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
 from engine.runtime.native.ops import PackedLinear
 from engine.settings.engine_config import EngineConfig
+from engine.sources.model_source import find_model
 from engine.text.tokenizer import load_tokenizer
 from tests.cpu.model_driver import make_runner, request, serve, settings
 

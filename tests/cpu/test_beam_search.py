@@ -13,9 +13,9 @@ import torch
 
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import BeamParams, EarlyStopping, FinishReason, Request
-from engine.files.model_source import find_model
 from engine.runtime.models.load import load_model
 from engine.settings.engine_config import EngineConfig
+from engine.sources.model_source import find_model
 from engine.text.tokenizer import load_tokenizer
 from tests.cpu import test_models_families as tiny
 from tests.cpu.model_driver import Served, request, serve, settings

@@ -19,16 +19,16 @@ from engine.core.step import StepPlan, StepResult
 from engine.core.types import Progress
 from engine.runtime.cuda.device import check_device, explain_absence
 from engine.runtime.cuda.faults import guard_cuda, to_fault
-from engine.runtime.device_memory import (
+from engine.runtime.execution import device
+from engine.runtime.execution.device import resolve_device
+from engine.runtime.execution.device_memory import (
     CudaMemory,
     full_steps,
     measure_memory,
 )
-from engine.runtime.runner import ModelRunner, warm_up_plan
+from engine.runtime.execution.runner import ModelRunner, warm_up_plan
 from engine.settings.engine_config import EngineConfig
-from engine.startup import device
 from engine.startup.build import _Parts, _pool_budget, _warm_up_cuda
-from engine.startup.device import resolve_device
 from loadtest.fake_runner import FakeRunner, FakeStep
 
 GIB, SEGMENT = 1 << 30, 2 << 20

@@ -122,7 +122,7 @@ def test_without_a_library_or_a_compiler_torch_serves(monkeypatch: pytest.Monkey
 
 
 def test_a_missing_default_model_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.files.model_source.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("engine.sources.model_source.importlib.util.find_spec", lambda _: None)
     [row] = doctor._model()
     assert row.state is State.NOTE
     assert "pip install" in row.advice

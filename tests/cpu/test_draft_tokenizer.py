@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from engine.core.errors import ConfigError
-from engine.files.model_source import find_model
+from engine.sources.model_source import find_model
 from engine.text.tokenizer import check_draft_tokenizer, load_tokenizer
 
 

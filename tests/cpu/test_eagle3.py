@@ -18,11 +18,11 @@ from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Stats
 from engine.core.types import Progress, Request
-from engine.files.model_source import find_model
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.load import load_eagle3, load_model
 from engine.settings.engine_config import EngineConfig
+from engine.sources.model_source import find_model
 from engine.startup.build import build_engine
 from engine.startup.model_check import check_model
 from tests.cpu.dense_attention import DenseAttention

@@ -18,11 +18,11 @@ from engine.core.scheduling.admission import QueueLimits
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from engine.runtime.attention.reference import ReferenceAttention
-from engine.runtime.device_memory import CudaMemory, full_steps, other_steps
-from engine.runtime.kv_cache import PoolSize, fit_pool
+from engine.runtime.execution.device_memory import CudaMemory, full_steps, other_steps
+from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native
-from engine.runtime.runner import ModelRunner
+from engine.runtime.pool.kv_cache import PoolSize, fit_pool
 from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.startup.build import _Parts, _pool_budget, build_engine
 from tests.cpu import test_models_families

@@ -11,10 +11,10 @@ import torch
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Request
-from engine.files.model_source import find_model
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
 from engine.settings.engine_config import EngineConfig
+from engine.sources.model_source import find_model
 from engine.text.tokenizer import load_tokenizer
 from tests.cpu.model_driver import make_runner, request, serve, settings
 

@@ -12,15 +12,15 @@ import httpx
 import jsonschema
 import pytest
 
-from engine.files.model_source import find_model
 from engine.settings.engine_config import EngineConfig
+from engine.sources.model_source import find_model
 from engine.startup.build import build_engine
-from engine.text.chat_format import ChatFormat
-from engine.text.chat_preprocessor import ChatPreprocessor, PreparedChat
+from engine.text.chat.chat_format import ChatFormat
+from engine.text.chat.limits import ModelLimits
 from engine.text.fields.chat import ChatFields
 from engine.text.grammars.thinking import TagIds
-from engine.text.limits import ModelLimits
 from engine.text.reasoning import ReasoningTags
+from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
 from engine.text.tokenizer import load_tokenizer
 from engine.text.tools.formats import TOOL_FORMATS
 from engine.text.tools.section_calls import KIMI_K2

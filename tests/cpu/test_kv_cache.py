@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from engine.core.errors import ConfigError, MemoryBudgetError
-from engine.runtime import kv_cache
 from engine.runtime.attention.table import load_backend
-from engine.runtime.kv_cache import (
+from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.pool import kv_cache
+from engine.runtime.pool.kv_cache import (
     KVCache,
     PoolBudget,
     PoolSize,
@@ -18,7 +19,6 @@ from engine.runtime.kv_cache import (
     fit_pool,
     resolve_kv_dtype,
 )
-from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.transports import pinned
 
 CPU = torch.device("cpu")

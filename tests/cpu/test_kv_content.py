@@ -23,8 +23,6 @@ from engine.core.stats import TransferKind
 from engine.files import file_digests
 from engine.loop import Engine
 from engine.outbound.handover import HandoverConfig
-from engine.runtime import fingerprint as module
-from engine.runtime.fingerprint import ModelContent, fingerprint
 from engine.runtime.lora.adapter import AdaptedMatrix, Target
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.native.library import Isa, native
@@ -33,6 +31,8 @@ from engine.runtime.transports.shared_folder import Others, SharedFolder
 from engine.settings.engine_config import EngineConfig
 from engine.settings.peer import Peer
 from engine.startup import build
+from engine.startup import fingerprint as module
+from engine.startup.fingerprint import ModelContent, fingerprint
 from tests.cpu.model_driver import request
 from tests.cpu.test_disk_store import PROMPTS, answers, engine_on, tiny
 from tests.cpu.test_handover_bits import daemon

@@ -21,16 +21,16 @@ from test_native_decoder import Piecewise
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
-from engine.files.model_source import find_model
 from engine.runtime.attention.table import load_backend
-from engine.runtime.kv_cache import KVCache
 from engine.runtime.lora.adapter import AdapterRows, LoraAdapter
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native
+from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.speculation.ngram import NgramDrafter
 from engine.settings.engine_config import EngineConfig
+from engine.sources.model_source import find_model
 from tests.cpu import test_models_families as families
 from tests.cpu.lora_folders import load_adapter, merge, save_adapter
 from tests.cpu.model_driver import make_runner, request, serve, settings
@@ -173,7 +173,7 @@ def test_without_the_library_torch_says_the_same(tmp_path: Path, monkeypatch: py
         return forward(model, prompts_of([first, None, second, first]))
 
     ours = answers()
-    monkeypatch.setattr("engine.runtime.linear.native", lambda: None)
+    monkeypatch.setattr("engine.runtime.layers.linear.native", lambda: None)
     monkeypatch.setattr("engine.runtime.schemes.base.native", lambda: None)
     monkeypatch.setattr("engine.runtime.models.decoder.native", lambda: None)
     for found, expected in zip(answers(), ours, strict=True):

@@ -23,7 +23,6 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
-from engine.runtime.kv_cache import KVCache, block_bytes, resolve_kv_dtype
 from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.decoder import Decoder
@@ -31,6 +30,7 @@ from engine.runtime.models.families import read_config
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.mla import LatentAttention
 from engine.runtime.native.library import Library, native
+from engine.runtime.pool.kv_cache import KVCache, block_bytes, resolve_kv_dtype
 from engine.runtime.schemes.base import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.settings.engine_config import EngineConfig

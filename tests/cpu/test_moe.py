@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.core.errors import AdapterLoadError, MemoryBudgetError, ModelLoadError
 from engine.core.scheduling.scheduler import Scheduler
+from engine.files.hf_config import HFConfig
 from engine.runtime.activation import Activation, Clamp
 from engine.runtime.models.config import MoEConfig
 from engine.runtime.models.families import read_config
@@ -27,7 +28,6 @@ from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 from engine.runtime.schemes.base import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.expert_names import expert_parts
-from engine.runtime.weights.hf_config import HFConfig
 from engine.settings.engine_config import EngineConfig
 from engine.startup.model_check import check_model
 from tests.cpu.lora_folders import load_adapter, save_adapter

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan
+from engine.runtime.execution.runner import warm_up_plan
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_mtp
-from engine.runtime.runner import warm_up_plan
 from engine.runtime.speculation.heads import Head, HeadDrafter
 from engine.settings.engine_config import EngineConfig
 from engine.startup.model_check import check_model

@@ -11,13 +11,13 @@ import torch
 from test_attention import NUM_BLOCKS, make_batch, make_tables
 
 from engine.runtime.attention.table import load_backend
-from engine.runtime.kv_cache import KVCache
 from engine.runtime.models import moe
 from engine.runtime.models.base import LayerAttention
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.decoder import Streams
 from engine.runtime.native.library import Library, native
+from engine.runtime.pool.kv_cache import KVCache
 from engine.settings.engine_config import EngineConfig
 from tests.cpu import test_models_families as families
 from tests.cpu.dense_attention import DenseAttention

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from engine.core.errors import InvalidRequestError
-from engine.files.model_source import find_model
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.settings.engine_config import EngineConfig
+from engine.sources.model_source import find_model
 from quire import LLM, SamplingParams
 from tests.cpu.lora_folders import save_adapter
 from tests.cpu.model_driver import CPU

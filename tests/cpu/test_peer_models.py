@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.files.gguf_header import read_header
-from engine.files.model_source import find_model
 from engine.runtime.weights.gguf import GGUFCheckpoint
+from engine.sources.model_source import find_model
 from loadtest.accuracy import TINY as TINY_512
 from loadtest.accuracy import kl_of
 from loadtest.peers.gguf_file import random_blocks

@@ -27,10 +27,10 @@ from engine.core.step import StepPlan
 from engine.core.types import FinishReason, TokenEvent
 from engine.loop import Engine
 from engine.ranks import executor, worker
-from engine.runtime.batch import BatchBuilder, DecodeRows, Packet, PacketBuffers
+from engine.runtime.execution.packet import Kind, RankMessage, Step, decode, encode
 from engine.runtime.native.library import GroupError
-from engine.runtime.parallel.packet import Kind, RankMessage, Step, decode, encode
 from engine.runtime.parallel.ring import RingError, RingReader, RingWriter, make_memory
+from engine.runtime.pool.batch import BatchBuilder, DecodeRows, Packet, PacketBuffers
 from engine.settings.engine_config import EngineConfig
 from loadtest.fake_runner import FakeStep
 from tests.cpu import ranks

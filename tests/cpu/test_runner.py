@@ -10,9 +10,9 @@ import torch
 
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import FinishReason
-from engine.runtime.block_speeds import measure_speeds
-from engine.runtime.runner import warm_up_plan
+from engine.runtime.execution.runner import warm_up_plan
 from engine.startup.block_size import with_block_size
+from engine.startup.block_speeds import measure_speeds
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.model_driver import Served, TinyModel, make_runner, request, serve, settings, solo_greedy
 
@@ -131,7 +131,7 @@ def test_greedy_choices_are_alike_and_share_a_first_choice_with_n_1() -> None:
 
 @pytest.mark.parametrize("budget", [256, 7])
 def test_prompt_logprobs_are_those_of_the_whole_prompt(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.runtime.batch._SCORED_BYTES", 4 * MODEL.vocab_size * 5)  # five rows at a time
+    monkeypatch.setattr("engine.runtime.pool.batch._SCORED_BYTES", 4 * MODEL.vocab_size * 5)  # five rows at a time
     prompt = PROMPTS[5]
     asked = request("r", prompt, prompt_logprobs=3, logprobs=2, max_tokens=3)
     served = serve(MODEL, settings(max_num_batched_tokens=max(budget, 8)), [asked, request("other", PROMPTS[4])])
@@ -214,7 +214,7 @@ def test_graphs_are_recorded_for_the_size_that_stays(monkeypatch: pytest.MonkeyP
         def takes(self, plan: object) -> bool:
             return False
 
-    monkeypatch.setattr("engine.runtime.decode_graphs.DecodeGraphs", Graphs)
+    monkeypatch.setattr("engine.runtime.execution.decode_graphs.DecodeGraphs", Graphs)
     config = settings(block_size=16)
     runner = make_runner(TinyModel(), config)
     runner.capture(lambda _: None)

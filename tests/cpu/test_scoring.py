@@ -17,8 +17,8 @@ import torch
 from starlette.testclient import TestClient
 from torch import Tensor
 
-from engine.files.model_source import find_model
 from engine.settings.engine_config import EngineConfig
+from engine.sources.model_source import find_model
 from engine.startup.build import build_engine
 from engine.text.tokenizer import load_tokenizer
 from quire import LLM, SamplingParams

@@ -18,17 +18,17 @@ from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, Request
-from engine.files.model_source import find_model
 from engine.runtime.attention.table import load_backend
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.execution.runner import warm_up_plan
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
-from engine.runtime.runner import warm_up_plan
+from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.speculation.base import Drafter
 from engine.runtime.speculation.draft_model import DraftModel, KnownPositions
 from engine.runtime.speculation.ngram import NgramDrafter, continuation
 from engine.settings.engine_config import EngineConfig
+from engine.sources.model_source import find_model
 from engine.text.tokenizer import load_tokenizer
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.model_driver import CPU, Served, TinyModel, make_runner, request, serve, settings

@@ -14,10 +14,10 @@ import torch
 from engine.core.errors import InvalidRequestError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import FinishReason, Grammar, Request
-from engine.files.model_source import find_model
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.load import load_model
 from engine.settings.engine_config import EngineConfig
+from engine.sources.model_source import find_model
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.tokenizer import TextTokenizer, load_tokenizer

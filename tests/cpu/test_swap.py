@@ -17,8 +17,8 @@ from engine.core.step import StepPlan
 from engine.core.types import Progress
 from engine.runtime import mapped_file
 from engine.runtime.attention.table import load_backend
-from engine.runtime.kv_cache import KVCache
 from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.transports import pinned
 from engine.runtime.transports.host import MainMemoryPool, count_host_blocks
 from engine.runtime.transports.pinned import gather, runs, scatter

@@ -20,7 +20,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 
 from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.files.gguf_header import read_header
-from engine.files.model_source import find_model
+from engine.sources.model_source import find_model
 from engine.text.chat_template import ChatTemplate
 from engine.text.generation_config import read_sampling, sampling_of
 from engine.text.gguf_tokenizer import TokenType, build_tokenizer

@@ -14,8 +14,8 @@ import torch
 from engine.core.config import SchedulerConfig
 from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import SamplingParams
-from engine.runtime.batch import BatchBuilder
-from engine.runtime.decode_inputs import DecodeInputs
+from engine.runtime.execution.decode_inputs import DecodeInputs
+from engine.runtime.pool.batch import BatchBuilder
 from engine.runtime.transfer import Staging, to_device
 
 ROOT = Path(__file__).parents[2]

@@ -15,10 +15,10 @@ from gguf import GGMLQuantizationType as Kind
 import engine.runtime.native.library as library_module
 import engine.runtime.weights.gguf as gguf_module
 from engine.core.errors import ModelLoadError
-from engine.files.model_source import find_model
 from engine.runtime.models.families import read_config
 from engine.runtime.weights.gguf import GGUFCheckpoint
 from engine.runtime.weights.gguf_config import hf_config
+from engine.sources.model_source import find_model
 from tests.cpu.test_models_families import CASES, Case, load, logits_of, rope, save_tiny
 
 KINDS = [

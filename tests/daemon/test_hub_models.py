@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from real_daemon import SMALL, refusal, serve
 
-from engine.files.model_source import find_model
+from engine.sources.model_source import find_model
 from tests.fake_hub import fake_hub, refusing_url
 
 

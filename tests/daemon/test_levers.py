@@ -14,7 +14,7 @@ import pytest
 import yaml
 from real_daemon import ROOT, SMALL, Daemon, refusal, serve
 
-from engine.files.model_source import find_model
+from engine.sources.model_source import find_model
 
 LONG = (
     "Once upon a time there was a small paper mill by a river, and its owner counted every sheet. " * 8

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.files.model_source import find_model
 from engine.settings.engine_config import EngineConfig
+from engine.sources.model_source import find_model
 from server.settings.flags import load_settings
 from tests.daemon.real_daemon import ROOT, Daemon, serve
 from tests.daemon.recipes import RECIPES, Recipe

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine.files.model_source import find_model
+from engine.sources.model_source import find_model
 from tests.cpu.served_models import serving
 from tests.documents.pages import ADDRESS, PAGES, ROOT, Block, blocks, commands, name_of
 from tests.patience import PATIENCE_S

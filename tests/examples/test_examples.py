@@ -101,7 +101,7 @@ class HostPages(list["array[int]"]):
 
 def test_a_cache_tier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from engine.runtime.transports import table
+    from engine.startup import stores as table
 
     monkeypatch.setattr(table, "STORES", {"compressed": open_store})
     settings, pages = config(num_blocks=12, host_caching=True), HostPages()

@@ -14,7 +14,7 @@ import torch
 
 from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine
-from engine.runtime.batch import DecodeRows
+from engine.runtime.pool.batch import DecodeRows
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from tests.cpu.test_models_families import CASES, ON_A_GPU, save_tiny
@@ -78,7 +78,10 @@ def test_the_kernels_say_what_the_reference_says(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("depth", [False, True], ids=["depth0", "depth1"])
 def test_graphs_say_what_single_launches_say(depth: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.runtime.decode_graphs import DecodeGraphs, Outputs  # Triton's, which must not be there for other tests
+    from engine.runtime.execution.decode_graphs import (  # Triton's, which must not be there for other tests
+        DecodeGraphs,
+        Outputs,
+    )
 
     save_tiny(CASES["qwen3"], tmp_path)
     launched, launch = [], DecodeGraphs.launch

@@ -10,8 +10,8 @@ import torch
 from engine.core.stats import PreemptionKind, SwapDirection
 from engine.core.step import StepPlan
 from engine.runtime.attention.table import load_backend
-from engine.runtime.kv_cache import KVCache
 from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.pool.kv_cache import KVCache
 from tests.cpu.test_models_families import CASES, save_tiny
 from tests.gpu.test_engine_cuda import answers
 from tests.gpu.test_engine_cuda import build as build_tiny

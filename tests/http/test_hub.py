@@ -19,14 +19,14 @@ from rich.console import Console
 
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
-from engine.files.adapter_source import fetch_adapters
-from engine.files.draft_source import fetch_models
-from engine.files.model_source import fetch
 from engine.hub import listing, transfer
 from engine.hub.model import open_model
 from engine.settings.engine_config import EngineConfig, LoraModule
+from engine.sources.adapter_source import fetch_adapters
+from engine.sources.draft_source import fetch_models
+from engine.sources.model_source import fetch
 from engine.startup.model_check import ModelFacts, check_model
-from engine.startup.progress import StartupProgress
+from engine.system.progress import StartupProgress
 from tests.fake_hub import COMMIT, FakeHub, digest, fake_hub, refusing_url
 from tests.patience import PATIENCE_S
 

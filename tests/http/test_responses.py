@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from test_bad_input import error_of
 
 from engine.core.types import FinishReason, SamplingParams, TokenEvent
-from engine.text.chat_format import ChatFormat
-from engine.text.choice import CallDelta, Choice, Delta, TextRules
+from engine.text.chat.chat_format import ChatFormat
+from engine.text.chat.choice import CallDelta, Choice, Delta, TextRules
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.tools.json_calls import HERMES
 from engine.text.types import CallArguments, CallBegin, Content

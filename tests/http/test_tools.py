@@ -18,7 +18,7 @@ from harness import CONFIG, Live, byte_tokenizer
 from test_completions import stream
 
 from engine.core.errors import ConfigError
-from engine.text.chat_format import ChatFormat
+from engine.text.chat.chat_format import ChatFormat
 from engine.text.tools.formats import TOOL_FORMATS
 from engine.text.tools.json_calls import FORCED
 from engine.text.tools.section_calls import KIMI_K2

@@ -16,15 +16,14 @@ from engine.core.errors import ConfigError
 from engine.core.types import Progress
 from engine.runtime.activation import Activation
 from engine.runtime.cuda.fp8_linear import Fp8Linear, quantise_rows
-from engine.runtime.linear import Linear
+from engine.runtime.layers.linear import Linear
 from engine.runtime.models import load
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.schemes import fp8 as fp8_scheme
 from engine.runtime.schemes.base import Bundle, Circumstances, Matrix, Scheme
 from engine.runtime.schemes.fp8 import FIRST_CAPABILITY, MULTIPLE, Fp8Scheme
 from engine.runtime.schemes.stored import StoredScheme
-from engine.runtime.weights.checkpoint import StoredTensor
-from engine.runtime.weights.formats import choose_format
+from engine.runtime.weights.checkpoint import StoredTensor, open_checkpoint
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.runtime.weights.stored.storage import Storage
 from engine.settings.engine_config import EngineConfig
@@ -210,7 +209,7 @@ def test_matrices_of_odd_sides_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def decoder(config: EngineConfig, path: Path, scheme: Scheme, told: list[Progress]) -> Decoder:
-    checkpoint = choose_format(config.load_format, path).open(path, config.seed)
+    checkpoint = open_checkpoint(config.load_format, path, config.seed)
     return load.load_decoder(config, checkpoint, DEVICE, BF16, scheme, told.append)
 
 

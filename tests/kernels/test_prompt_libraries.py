@@ -22,8 +22,8 @@ from engine.runtime.attention.prompt_library import PromptLibrary, check_library
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.torch_varlen import TorchVarlen
 from engine.runtime.attention.triton_paged import TritonPagedAttention
-from engine.runtime.kv_cache import KVCache
 from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.pool.kv_cache import KVCache
 from tests.kernels.test_triton_attention import DEVICE, Case, make_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

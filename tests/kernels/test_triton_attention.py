@@ -14,7 +14,6 @@ from torch import Tensor
 from engine.core.errors import ConfigError
 from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine
-from engine.runtime import kv_cache
 from engine.runtime.attention import table
 from engine.runtime.attention.base import Batch
 from engine.runtime.attention.reference import ReferenceAttention, dense_attention
@@ -23,6 +22,7 @@ from engine.runtime.cuda.attention_decode import MAX_SPLITS, Splits, attend_deco
 from engine.runtime.cuda.attention_tuning import Cut, DecodeTile, choose_tuning
 from engine.runtime.cuda.store import store_kv, view_pool
 from engine.runtime.kv_layout import PEAKS, SMALLEST_PEAK, AttentionSpec, from_pool, movable, to_pool
+from engine.runtime.pool import kv_cache
 from tests.cpu.test_models_families import CASES, save_tiny
 from tests.gpu.test_engine_cuda import build
 from tests.patience import PATIENCE_S

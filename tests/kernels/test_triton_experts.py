@@ -17,8 +17,8 @@ from engine.runtime.cuda.experts import choose_tile, combine, down, gate_and_up
 from engine.runtime.cuda.fp8_linear import Fp8Linear
 from engine.runtime.cuda.packed import Rows
 from engine.runtime.cuda.routing import route, sort_by_expert
-from engine.runtime.decode_graphs import DecodeGraphs
-from engine.runtime.linear import Dense, Product
+from engine.runtime.execution.decode_graphs import DecodeGraphs
+from engine.runtime.layers.linear import Dense, Product
 from engine.runtime.models.config import MoEConfig
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.moe import MoE, Router

@@ -15,14 +15,14 @@ from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Sample, SequenceSlice, StepPlan
 from engine.core.types import Progress, Request, SamplingParams, TokenEvent, TokenLogprob
-from engine.runtime import decode_graphs, decode_inputs
 from engine.runtime.attention.base import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
-from engine.runtime.batch import DecodeRows
-from engine.runtime.decode_graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
-from engine.runtime.decode_inputs import DecodeInputs, longest_context
 from engine.runtime.drawn import Drawn
-from engine.runtime.runner import ModelRunner
+from engine.runtime.execution import decode_graphs, decode_inputs
+from engine.runtime.execution.decode_graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
+from engine.runtime.execution.decode_inputs import DecodeInputs, longest_context
+from engine.runtime.execution.runner import ModelRunner
+from engine.runtime.pool.batch import DecodeRows
 from engine.runtime.sampling import sampler
 from engine.runtime.sampling.sampler import Sampler, is_plain
 from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.runtime.activation import Activation
-from engine.runtime.cuda.mixture import CudaExperts
 from engine.runtime.cuda.packed import Rows, pack_rows
 from engine.runtime.cuda.packed_linear import MOST_ROWS, PackedProduct, decode
+from engine.runtime.layers.mixture_cuda import CudaExperts
 from engine.runtime.schemes import stored as stored_scheme
 from engine.runtime.schemes.base import Bundle, Matrix
 from engine.runtime.schemes.stored import StoredScheme

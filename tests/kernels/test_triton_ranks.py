@@ -23,14 +23,14 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import DeviceLostError
 from engine.ranks.executor import Executor
 from engine.ranks.worker import Worker
-from engine.runtime import decode_graphs
 from engine.runtime.attention.table import load_backend
-from engine.runtime.decode_graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.execution import decode_graphs
+from engine.runtime.execution.decode_graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
+from engine.runtime.execution.packet import Kind, encode
+from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.native.library import GroupError
-from engine.runtime.parallel.packet import Kind, encode
 from engine.runtime.parallel.ring import RingReader, RingWriter
-from engine.runtime.runner import ModelRunner
+from engine.runtime.pool.kv_cache import KVCache
 from engine.settings.engine_config import EngineConfig
 from tests.cpu import ranks
 from tests.cpu.model_driver import request, serve, settings

@@ -80,7 +80,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "loadtest",
         ("engine.runtime", "torch"),
-        (*ON_THE_DEVICE, "loadtest.handover", "loadtest.peers.packed", "loadtest.ranks", "loadtest.sums"),
+        (*ON_THE_DEVICE, "loadtest.engines", "loadtest.handover", "loadtest.peers.packed", "loadtest.ranks", "loadtest.sums"),
     ),  # numpy has no FP8; the ring of packets is timed alone
     (
         "loadtest",
@@ -151,7 +151,7 @@ OPENERS = {
     "server.batches.folder",
     "server.batches.lines",
     "engine.system.child_process",  # pipes and /dev/null
-    "engine.files.model_source",  # the installed model, by its digest
+    "engine.sources.model_source",  # the installed model, by its digest
     "server.operations.page",
     "engine.text.grammars.trial_process",  # /proc
 }

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from engine.text.chat_format import ChatFormat
-from engine.text.chat_preprocessor import ChatPreprocessor
+from engine.text.chat.chat_format import ChatFormat
+from engine.text.chat.limits import ModelLimits
 from engine.text.chat_template import ChatTemplate
 from engine.text.fields.base import checked
 from engine.text.fields.chat import ChatFields
-from engine.text.limits import ModelLimits
 from engine.text.message_fallbacks import EarlierCalls
+from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.tokenizer import _turn_ends
 from engine.text.tools.formats import TOOL_FORMATS, detect_tool_format
 from engine.text.types import CallArguments, CallBegin, Content, Reasoning, SamplingDefaults

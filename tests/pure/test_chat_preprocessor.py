@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from engine.core.errors import ContextLengthError, InvalidRequestError, UnsupportedError
-from engine.text.chat_format import ChatFormat
-from engine.text.chat_preprocessor import ChatPreprocessor, PreparedChat
+from engine.text.chat.chat_format import ChatFormat
+from engine.text.chat.limits import ModelLimits
 from engine.text.chat_template import ChatTemplate
 from engine.text.fields.base import checked
 from engine.text.fields.chat import ChatFields
 from engine.text.grammars.thinking import ThinkingGrammar
-from engine.text.limits import ModelLimits
+from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
 from engine.text.tokenizer import TextTokenizer
 from engine.text.types import SamplingDefaults
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.files.model_source import find_model
 from engine.llm.arguments import engine_config
 from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.settings.setting import declared, to_flag
 from engine.settings.setting import fault as fault_of
+from engine.sources.model_source import find_model
 from server.settings.app_config import AppConfig
 from server.settings.files import read_yaml
 from server.settings.flags import GROUPS, load_settings, make_parser, name_origins

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.files.draft_source import complete, fetch_models
 from engine.settings.engine_config import EngineConfig
 from engine.settings.speculative_config import METHODS
+from engine.sources.draft_source import complete, fetch_models
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 SPECULATOR = {

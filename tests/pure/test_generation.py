@@ -21,7 +21,7 @@ from engine.core.types import (
     SamplingParams,
     TokenEvent,
 )
-from engine.text.choice import TextRules
+from engine.text.chat.choice import TextRules
 from server.client import EngineClient
 from server.generation import TURN_EVENTS, Generation
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.files.model_source import DEFAULT_FILE
-from engine.text.default_sampling import check_sampling_source, default_sampling
+from engine.sources.model_source import DEFAULT_FILE
 from engine.text.generation_config import sampling_of
+from engine.text.requests.default_sampling import check_sampling_source, default_sampling
 from engine.text.types import SamplingDefaults
 from server.settings.serve_config import ServeConfig
 

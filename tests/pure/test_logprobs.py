@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from engine.core.types import TokenLogprob
-from engine.text.choice import Delta
+from engine.text.chat.choice import Delta
 from engine.text.logprobs import LOWEST, prompt_logprobs
 from engine.text.tokenizer import TextTokenizer
 from server.openai.logprobs import chat_logprobs, completion_logprobs

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from engine.core.types import Progress
-from engine.startup.progress import StartupProgress
+from engine.system.progress import StartupProgress
 from server.telemetry.logs import JsonFormatter, TextFormatter, configure_logging
 
 

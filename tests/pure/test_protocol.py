@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import SamplingParams
+from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import MAX_FAULTS, MAX_FIELDS, Refused, RequestBody
-from engine.text.limits import ModelLimits
-from engine.text.sampling import _SHARED
+from engine.text.requests.sampling import _SHARED
 from engine.text.types import SamplingDefaults
 from server.anthropic.messages import MessagesBody
 from server.errors import to_api_error

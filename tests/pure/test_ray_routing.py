@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from engine.files.model_source import find_model
+from engine.sources.model_source import find_model
 from engine.text.tokenizer import load_tokenizer
 from server.ray_serve.asgi import Answer, Forwarded, Head, Ingress, Piece, respond
 from server.ray_serve.prefix_index import PrefixIndex

@@ -10,8 +10,8 @@ from engine.core.errors import ConfigError
 from engine.runtime.attention import BACKENDS, GPU_BACKENDS, LIBRARIES
 from engine.runtime.attention.base import AttentionBackend
 from engine.runtime.cuda.available import has_triton
-from engine.runtime.lazy import load
 from engine.runtime.native.library import native
+from engine.system.lazy import load
 
 _NO_KERNELS = "needs native kernels, and this machine has neither them nor a C compiler (cc, gcc, clang) to build them"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.core.step import SequenceSlice
 from engine.runtime.activation import Activation
-from engine.runtime.linear import Addend, Linear
+from engine.runtime.layers.linear import Addend, Linear
 from engine.runtime.native.library import AdapterLayerArgs, AdaptersArgs, LowRankArgs
 from engine.runtime.transfer import to_device
 

@@ -17,10 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.core.errors import AdapterLoadError
-from engine.runtime.linear import Linear, pack
+from engine.hub.files import LORA_WEIGHTS
+from engine.runtime.layers.linear import Linear, pack
 from engine.runtime.lora.adapter import AdaptedMatrix, LoraAdapter, LowRank, Target
-from engine.runtime.lora.config import WEIGHTS, LoraConfig, check_folder
 from engine.runtime.native.arena import Arena
+from engine.sources.adapter_config import LoraConfig, check_folder
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _FLOATS = ("F32", "BF16", "F16", "F64")
@@ -152,7 +153,7 @@ class LoraLoader:
 
 
 def _open(folder: Path) -> Any:
-    path = folder / WEIGHTS
+    path = folder / LORA_WEIGHTS
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

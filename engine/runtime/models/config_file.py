@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import ConfigError, ModelLoadError
+from engine.files.hf_config import HFConfig
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.families import FAMILIES, read_config
 from engine.runtime.models.overrides import override
 from engine.runtime.models.servable import refuse_unservable
-from engine.runtime.weights.checkpoint import Checkpoint
-from engine.runtime.weights.formats import choose_format
-from engine.runtime.weights.hf_config import HFConfig
+from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.settings.engine_config import EngineConfig
 
 _ALIASES = {"kimi_k2": "deepseek_v3"}  # kinds of the hub that are another kind in everything
@@ -38,7 +37,7 @@ _GEMMA3 = {
 
 def read_model_config(path: Path, load_format: str = "auto", overrides: Mapping[str, Any] | None = None) -> HFConfig:
     """Return the language model's settings. Raises ModelLoadError for unservable kinds, too."""
-    return servable(choose_format(load_format, path).open(path).config, overrides)
+    return servable(open_checkpoint(load_format, path).config, overrides)
 
 
 def servable(config: HFConfig, overrides: Mapping[str, Any] | None = None) -> HFConfig:

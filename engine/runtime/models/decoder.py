@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.linear import Embedding, Linear, ShardedEmbedding
+from engine.runtime.layers.linear import Embedding, Linear, ShardedEmbedding
 from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, Target, addends
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm

@@ -21,12 +21,12 @@ from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.base import LayerAttention
 from engine.runtime.models.decoder import DecoderLayer
 from engine.runtime.models.eagle3_config import Eagle3Config
+from engine.runtime.models.fill import Load
 from engine.runtime.models.layers import MLP, Angles, Attention, RMSNorm
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.rope import Rotary
 from engine.runtime.schemes.base import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
-from engine.runtime.weights.fill import Load
 
 _EMBEDDING, _OFFSETS, _MEMBERS = "model.embed_tokens.weight", "d2t", "t2d"
 # The first layer's name: SafeAILab's, and the speculators library's as safetensors.py spells it.

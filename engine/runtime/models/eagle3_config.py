@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core.errors import ConfigError
+from engine.files.hf_config import HFConfig
 from engine.runtime.models.config import ModelConfig
 from engine.runtime.models.config_file import servable
 from engine.runtime.models.families import read_config
-from engine.runtime.weights.hf_config import HFConfig
 
 _LAYERS = ("llama", "qwen3")  # whose decoder layers are EAGLE-3's
 

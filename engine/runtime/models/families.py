@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.core.errors import ModelLoadError
+from engine.files.hf_config import HFConfig
 from engine.runtime.activation import Activation
 from engine.runtime.models.config import LatentConfig, LayerConfig, ModelConfig, NormPlacement, QKNorm
 from engine.runtime.models.expert_settings import (
@@ -27,7 +28,6 @@ from engine.runtime.models.expert_settings import (
     qwen_experts,
 )
 from engine.runtime.models.rope_config import RopeConfig, read_rope
-from engine.runtime.weights.hf_config import HFConfig
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,

@@ -13,15 +13,15 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.attention.base import Rotation
-from engine.runtime.linear import Addend
+from engine.runtime.layers.linear import Addend
+from engine.runtime.layers.ops import add_rms_norm
 from engine.runtime.lora.adapter import AdaptedMatrix
 from engine.runtime.models.base import LayerAttention
 from engine.runtime.models.config import ModelConfig, QKNorm
+from engine.runtime.models.fill import Load
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.rope import rotate
 from engine.runtime.models.shards import Shards
-from engine.runtime.ops import add_rms_norm
-from engine.runtime.weights.fill import Load
 
 Angles = tuple[Tensor, Tensor]
 # The terms that a step's adapters add to the product of x with a matrix of one layer.

@@ -11,7 +11,8 @@ import torch
 
 from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress, ReportProgress
-from engine.runtime.lazy import load
+from engine.files.formats import FORMATS, choose_format
+from engine.files.hf_config import HFConfig
 from engine.runtime.models.base import CausalLM
 from engine.runtime.models.config_file import (
     check_mtp,
@@ -24,6 +25,7 @@ from engine.runtime.models.config_file import (
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.eagle3_config import foreign_target, read_eagle3
+from engine.runtime.models.fill import check_size, fill
 from engine.runtime.models.maker import Maker
 from engine.runtime.models.mtp import MTPHead
 from engine.runtime.models.shards import Shards, blocks_of
@@ -31,12 +33,10 @@ from engine.runtime.native.library import native
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.base import Circumstances, Scheme
-from engine.runtime.weights.checkpoint import Checkpoint
-from engine.runtime.weights.fill import check_size, fill
-from engine.runtime.weights.formats import FORMATS, choose_format
-from engine.runtime.weights.hf_config import HFConfig
+from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.stored.storage import Storage
 from engine.settings.engine_config import EngineConfig
+from engine.system.lazy import load
 
 _CPU_FEATURES = Path("/proc/cpuinfo")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -89,7 +89,7 @@ def _open(
     """
     path = Path(config.model)
     file_format = choose_format(config.load_format, path)
-    checkpoint = file_format.open(path, config.seed)
+    checkpoint = open_checkpoint(config.load_format, path, config.seed)
     model = servable(checkpoint.config, config.hf_overrides)
     if num_more_layers:
         num_layers = model.size("num_hidden_layers") + num_more_layers
@@ -107,7 +107,7 @@ def load_eagle3(
         raise foreign_target()
     _require_whole(target)
     path = Path(config.model)
-    checkpoint = choose_format(config.load_format, path).open(path, config.seed)
+    checkpoint = open_checkpoint(config.load_format, path, config.seed)
     own = read_eagle3(checkpoint.config, target.config)
     scheme = choose_scheme(
         config.quantization, _circumstances(config, checkpoint, device, target.dtype, has_gguf_rows=False, is_own=True)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from engine.runtime.activation import Activation
-from engine.runtime.linear import Embedding, Linear
+from engine.runtime.layers.linear import Embedding, Linear
 from engine.runtime.lora.adapter import AdaptedMatrix, Target
+from engine.runtime.models.fill import Load
 from engine.runtime.models.shards import Shards
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes.base import Bundle, Matrix, Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.cut import Span, cut
-from engine.runtime.weights.fill import Load
 
 
 class Maker(NamedTuple):

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.runtime.linear import HeadProducts
+from engine.runtime.layers.linear import HeadProducts
 from engine.runtime.lora.adapter import AdaptedMatrix
 from engine.runtime.models.base import LayerAttention
 from engine.runtime.models.config import LatentConfig, ModelConfig

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from engine.runtime.cuda.available import has_triton, uses_triton
-from engine.runtime.linear import Linear
+from engine.runtime.layers.linear import Linear
+from engine.runtime.layers.ops import clamped_mul
 from engine.runtime.models.config import MoEConfig
+from engine.runtime.models.fill import Load
 from engine.runtime.models.layers import LayerAdapters
 from engine.runtime.models.maker import Maker
 from engine.runtime.native.library import LinearArgs, RouterArgs, native
 from engine.runtime.native.moe import Experts, Mixture
-from engine.runtime.ops import clamped_mul
 from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 from engine.runtime.schemes.base import Scheme
-from engine.runtime.weights.fill import Load
 
 if TYPE_CHECKING:
-    from engine.runtime.cuda.mixture import CudaExperts
+    from engine.runtime.layers.mixture_cuda import CudaExperts
 
 # As moe.h has them.
 _SCORING_CODES = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1}
@@ -150,7 +150,7 @@ class MoE:
 
     def stack(self) -> None:
         """Stack the loaded experts for the kernels, if no scheme has packed them."""
-        from engine.runtime.cuda.mixture import stack_experts
+        from engine.runtime.layers.mixture_cuda import stack_experts
 
         self.experts = stack_experts(self.gate_up, self.down, self._clamp or self._activation)
 

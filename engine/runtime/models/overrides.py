@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.core.errors import ConfigError
-from engine.runtime.weights.hf_config import HFConfig
+from engine.files.hf_config import HFConfig
 
 _ROPES = ("rope_scaling", "rope_parameters")
 _STRETCHING = ("yarn", "linear")  # kinds of rope that multiply the length a model was made for by their factor

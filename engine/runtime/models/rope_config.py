@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.weights.hf_config import HFConfig
+from engine.files.hf_config import HFConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -35,11 +35,11 @@ from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.lora.adapter import AdapterRows, Target
 from engine.runtime.models.base import LayerAttention, ModelCapabilities
 from engine.runtime.models.config_file import read_model_config
+from engine.runtime.models.fill import check_size
 from engine.runtime.models.rope_config import describe_longrope
 from engine.runtime.models.servable import SERVABLE_LAYERS
 from engine.runtime.native.decoder import Streams
 from engine.runtime.weights.checkpoint import Checkpoint
-from engine.runtime.weights.fill import check_size
 from engine.settings.engine_config import EngineConfig
 
 _IMPLEMENTATION = "quire_paged"

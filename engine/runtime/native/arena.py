@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime import huge_pages
-from engine.startup.ahead import BackedMemory
+from engine.runtime.native.backed_memory import BackedMemory
 
 _CHUNK = 32 << 20  # bytes
 _LINE = 64  # alignment of tensors
@@ -29,7 +29,7 @@ class Arena:
     def use(self, memory: BackedMemory) -> None:
         """Take the next tensors from `memory`, until it is full or released."""
         self.release()
-        self._chunk, self._used, self._backed = huge_pages.of_memory(memory), 0, memory
+        self._chunk, self._used, self._backed = huge_pages.of_memory(memory.pages), 0, memory
 
     def release(self) -> None:
         """Give back what is left of the memory of `use`."""

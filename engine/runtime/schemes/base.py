@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.activation import Activation
-from engine.runtime.linear import CODES, DenseHeads, HeadProducts, Product, pack
+from engine.runtime.layers.linear import CODES, DenseHeads, HeadProducts, Product, pack
 from engine.runtime.native.library import Library, native
 from engine.runtime.native.ops import PANEL, NativeHeads, NativeLinear, PackedLinear
 from engine.runtime.native.rows import StoredRows

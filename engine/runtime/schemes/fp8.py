@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from engine.runtime.cuda.available import has_triton
-from engine.runtime.linear import Product
+from engine.runtime.layers.linear import Product
 from engine.runtime.schemes.base import FOREIGN, Circumstances, Matrix, Scheme
 from engine.runtime.weights.stored.storage import Storage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.runtime.linear import CODES, Product
+from engine.runtime.layers.linear import CODES, Product
 from engine.runtime.native.library import Isa, native
 from engine.runtime.native.ops import NativeLinear
 from engine.runtime.native.quantised import QuantisedLinear, is_served_quantised

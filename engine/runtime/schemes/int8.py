@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.runtime.linear import CODES, Product
+from engine.runtime.layers.linear import CODES, Product
 from engine.runtime.native.library import native
 from engine.runtime.native.ops import FLOAT_KINDS
 from engine.runtime.native.quantised import QuantisedLinear

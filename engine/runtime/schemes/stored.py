@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.runtime.cuda.available import has_fp8, has_triton
-from engine.runtime.linear import CODES, Product
+from engine.runtime.layers.linear import CODES, Product
 from engine.runtime.native.library import Isa, native
 from engine.runtime.native.quantised import QuantisedLinear, is_served_quantised
 from engine.runtime.native.rows import RepackedRows, StoredRows

@@ -29,11 +29,11 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.step import SequenceSlice, StepPlan
 from engine.runtime.attention.base import AttentionBackend, Batch
-from engine.runtime.batch import BatchBuilder
-from engine.runtime.kv_cache import KVCache
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.base import LayerAttention
 from engine.runtime.native.decoder import Streams
+from engine.runtime.pool.batch import BatchBuilder
+from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.sampling.draw import draw
 from engine.runtime.sampling.sampler import wishes
 from engine.runtime.speculation.base import draft_by_depth

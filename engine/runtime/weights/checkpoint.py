@@ -1,6 +1,6 @@
 """The interface of weight files: a config.json, and named tensors that are read one at a time.
 
-Readers translate names to Hugging Face's, so models know one spelling. weights/formats.py lists the readers. Imports no
+Readers translate names to Hugging Face's, so models know one spelling. engine/files/formats.py lists the readers. Imports no
 torch, because a config is read before torch is imported.
 """
 
@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from engine.files.formats import choose_format
+from engine.files.hf_config import HFConfig
+from engine.files.quant_config import QuantConfig
 from engine.runtime.native.rows import StoredRows
-from engine.runtime.weights.hf_config import HFConfig
-from engine.runtime.weights.stored.config import QuantConfig
-from engine.runtime.weights.stored.headers import Headers
+from engine.runtime.weights.headers import Headers
+from engine.system.lazy import load
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,3 +71,9 @@ class Checkpoint(Protocol):
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterable[StoredTensor]:
         """Yield every tensor, file by file; random weights yield those `wanted`, name to shape."""
         ...
+
+
+def open_checkpoint(load_format: str, path: Path, seed: int = 0) -> Checkpoint:
+    """Return the checkpoint at a path, its config read; `seed` is of random weights. Raises ModelLoadError."""
+    checkpoint: Checkpoint = load(choose_format(load_format, path).reader)(path, seed)
+    return checkpoint

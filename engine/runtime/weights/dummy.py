@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.runtime.weights.checkpoint import StoredTensor
-from engine.runtime.weights.formats import choose_format
-from engine.runtime.weights.stored.headers import Headers
+from engine.runtime.weights.checkpoint import StoredTensor, open_checkpoint
+from engine.runtime.weights.headers import Headers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +30,7 @@ class DummyCheckpoint:
     is_body = False
 
     def __init__(self, path: Path, seed: int) -> None:
-        self.config = choose_format("auto", path).open(path).config
+        self.config = open_checkpoint("auto", path).config
         self._seed = seed
         self.files = [path / "config.json" if path.is_dir() else path]
         self._drawn: Tensor | None = None

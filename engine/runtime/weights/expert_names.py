@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.runtime.weights.hf_config import HFConfig
+from engine.files.hf_config import HFConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

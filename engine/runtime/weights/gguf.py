@@ -21,12 +21,12 @@ from gguf.quants import dequantize
 from engine.core.errors import ModelLoadError
 from engine.files.gguf_header import TensorInfo
 from engine.files.gguf_parts import read_parts
+from engine.files.hf_config import HFConfig
 from engine.runtime.native.rows import OpenFile, StoredRows, in_halves
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.gguf_config import hf_config
 from engine.runtime.weights.gguf_names import parts_of
-from engine.runtime.weights.hf_config import HFConfig
-from engine.runtime.weights.stored.headers import Headers
+from engine.runtime.weights.headers import Headers
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.weights.hf_config import HFConfig
+from engine.files.hf_config import HFConfig
 
 
 class _File(NamedTuple):

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import ModelLoadError
+from engine.files.hf_config import HFConfig
+from engine.files.quant_config import BESIDE, QuantConfig, read_quantization
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.expert_names import expert_parts
-from engine.runtime.weights.hf_config import HFConfig
+from engine.runtime.weights.headers import CODES, FLOATS, Header, Headers, check_packed, is_unused, module_of
 from engine.runtime.weights.safetensors_file import SafetensorsFile, has_rows
-from engine.runtime.weights.stored.config import BESIDE, QuantConfig, read_quantization
-from engine.runtime.weights.stored.headers import CODES, FLOATS, Header, Headers, check_packed, is_unused, module_of
 from engine.system import regular_file
 from engine.system.regular_file import check_regular, reason
 

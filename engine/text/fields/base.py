@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Validat
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from engine.core.errors import InvalidRequestError, shorten
-from engine.text.limits import ModelLimits
+from engine.text.chat.limits import ModelLimits
 
 # JSON has no largest number, but Python writes none of more than 4300 digits, and an error message should not hold one.
 Integer = Annotated[int, Field(gt=-(10**40), lt=10**40)]

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
+from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import Integer, RequestBody
 from engine.text.fields.sampling import SamplingFields
 from engine.text.fields.tools import Tool, ToolCall, ToolChoice, ToolChoiceField, check_tools, without_hosted
-from engine.text.limits import ModelLimits
 
 # Conversations with more take longer than 1 ms to render.
 _MANY_MESSAGES = 50

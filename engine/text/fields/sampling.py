@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from engine.core.errors import ConfigError, InvalidRequestError, shorten
+from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import Integer, RequestBody
 from engine.text.fields.structured import Choices, ResponseFormat, Schema, StructuredOutputs, WhitespacePattern
 from engine.text.grammars.spec import GrammarSpec
-from engine.text.limits import ModelLimits
 from engine.text.types import SamplingDefaults
 
 MAX_N = 128

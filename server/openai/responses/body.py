@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, shorten
+from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import Integer, Refused, RequestBody
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import Function, without_hosted
-from engine.text.limits import ModelLimits
 from server.openai.chat import ChatBody
 from server.openai.responses.items import Item, Items, chat_messages
 from server.openai.translated import TranslatedBody

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.core.types import FinishReason, SamplingParams
-from engine.text.choice import Delta
+from engine.text.chat.choice import Delta
 from engine.text.tools.formats import new_call_id
 from engine.text.types import CallBegin, Content, Piece, Reasoning
 from server.errors import ApiError

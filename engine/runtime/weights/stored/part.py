@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.files.quant_config import Settings
 from engine.runtime.weights.checkpoint import StoredTensor
-from engine.runtime.weights.stored.config import Settings
-from engine.runtime.weights.stored.headers import Headers
+from engine.runtime.weights.headers import Headers
 from engine.runtime.weights.stored.packed import e8m0
 
 _DTYPES = {

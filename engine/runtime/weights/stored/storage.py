@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from engine.core.errors import ModelLoadError
+from engine.files.quant_config import QuantConfig
 from engine.runtime.weights.checkpoint import StoredTensor
-from engine.runtime.weights.stored.config import QuantConfig
+from engine.runtime.weights.headers import Headers, is_packed
 from engine.runtime.weights.stored.formats import Format, format_of
-from engine.runtime.weights.stored.headers import Headers, is_packed
 from engine.runtime.weights.stored.packed import Packed
 from engine.runtime.weights.stored.part import Part
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from engine.files.file_digests import FileDigests
 from engine.runtime.native.build import source_digest
 from engine.runtime.native.library import native
-from engine.runtime.weights.checkpoint import Checkpoint
-from engine.runtime.weights.formats import choose_format
+from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.settings.engine_config import EngineConfig
 from engine.system.version import VERSION
 
@@ -93,7 +92,7 @@ def fingerprint(config: EngineConfig, dtype: str, blocks: Sequence[Tensor], cont
 
 def _open(config: EngineConfig) -> Checkpoint:
     path = Path(config.model)
-    return choose_format(config.load_format, path).open(path, config.seed)
+    return open_checkpoint(config.load_format, path, config.seed)
 
 
 def _is_by_length(config: EngineConfig, checkpoint: Checkpoint) -> bool:

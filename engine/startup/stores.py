@@ -13,12 +13,12 @@ import torch
 
 from engine.core.config import SchedulerConfig, StoreSize
 from engine.core.types import Progress
-from engine.runtime.fingerprint import ModelContent, fingerprint
-from engine.runtime.runner import ModelRunner
+from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.transports import disk, shared_folder
 from engine.runtime.transports.base import Opening, Store
 from engine.runtime.transports.host import count_host_blocks
 from engine.settings.engine_config import EngineConfig
+from engine.startup.fingerprint import ModelContent, fingerprint
 from engine.system.host_memory import available_memory
 
 STORES: dict[str, Callable[[Opening], Store | None]] = {

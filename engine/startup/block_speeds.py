@@ -10,7 +10,7 @@ from engine.core.errors import ConfigError
 from engine.core.page_table import blocks_for
 from engine.core.step import StepPlan
 from engine.core.types import SamplingParams
-from engine.runtime.runner import ModelRunner, synthetic_slice
+from engine.runtime.execution.runner import ModelRunner, synthetic_slice
 from engine.startup.block_size import CANDIDATES, with_block_size
 
 _NUM_SEQS, _CONTEXT = 8, 512  # of the step that is timed

@@ -24,12 +24,12 @@ from engine.core.config import SchedulerConfig
 from engine.core.step import StepPlan
 from engine.core.types import Progress, ReportProgress
 from engine.runtime.attention.base import AttentionBackend
-from engine.runtime.batch import DecodeRows
 from engine.runtime.cuda.sampling import sample
-from engine.runtime.decode_inputs import DecodeInputs, longest_context
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.execution.decode_inputs import DecodeInputs, longest_context
 from engine.runtime.models.base import CausalLM
 from engine.runtime.parallel.group import SINGLE, Group
+from engine.runtime.pool.batch import DecodeRows
+from engine.runtime.pool.kv_cache import KVCache
 
 _PLANNED_CONTEXT = 8192  # tokens; longest context of the usual graphs
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.config import SchedulerConfig
-from engine.runtime.batch import DecodeRows, Packet
+from engine.runtime.pool.batch import DecodeRows, Packet
 
 _NUM_HEADS = 8
 # What a forward pass depends on; the rest is the scheduler's.

@@ -25,14 +25,14 @@ from engine.core.stats import FailureCause
 from engine.core.step import Fault, Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.base import AttentionBackend, Batch
-from engine.runtime.batch import BatchBuilder, Packet, scored_portions
 from engine.runtime.drawn import Drawn
-from engine.runtime.kv_cache import KVCache
+from engine.runtime.execution.pooling import Pooled, pool
+from engine.runtime.execution.ranks import ALONE, Ranks
 from engine.runtime.lora.adapter import group_rows
 from engine.runtime.models.base import CausalLM
 from engine.runtime.native.decoder import Streams
-from engine.runtime.parallel.ranks import ALONE, Ranks
-from engine.runtime.pooling import Pooled, pool
+from engine.runtime.pool.batch import BatchBuilder, Packet, scored_portions
+from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
 from engine.runtime.speculation.base import Drafter, fold, with_drafts
@@ -41,7 +41,7 @@ from engine.runtime.transfer import to_device
 from engine.runtime.transports.host import HostPool, MainMemoryPool
 
 if TYPE_CHECKING:
-    from engine.runtime.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
+    from engine.runtime.execution.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
 
 _RULED_OUT = Fault(
     "allowed_token_ids, bad_words and the other constraints of this answer leave no token to continue with; allow more.",
@@ -168,7 +168,7 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, report: Callable[[Progress], None]) -> None:
         """Launch decode steps as CUDA graphs from now on; kernels must be Triton's."""
-        from engine.runtime.decode_graphs import DecodeGraphs
+        from engine.runtime.execution.decode_graphs import DecodeGraphs
 
         self._ranks.capture()
         group = self._ranks.group

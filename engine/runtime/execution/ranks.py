@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.runtime.batch import DecodeRows, Packet
 from engine.runtime.parallel.group import SINGLE, Group
+from engine.runtime.pool.batch import DecodeRows, Packet
 
 if TYPE_CHECKING:
     from torch.cuda import Event

@@ -7,9 +7,9 @@ import secrets
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import BeamParams, EarlyStopping, SamplingParams
-from engine.text.choice import TextRules
+from engine.text.chat.choice import TextRules
+from engine.text.chat.limits import ModelLimits
 from engine.text.fields.sampling import SamplingFields
-from engine.text.limits import ModelLimits
 from engine.text.types import SamplingDefaults
 
 GREEDY_BELOW = 1e-5  # a temperature too small to divide logits by asks for the most likely token

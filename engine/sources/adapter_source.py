@@ -9,8 +9,8 @@ from pathlib import Path
 
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
-from engine.runtime.lora.config import check_folder, naming, read_config
 from engine.settings.engine_config import EngineConfig, LoraModule
+from engine.sources.adapter_config import check_folder, naming, read_config
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 

@@ -21,10 +21,10 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.activation import Activation
+from engine.runtime.layers.ops import act_mul
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import LinearArgs, native
 from engine.runtime.native.ops import NativeLinear, PackedAddend, PackedLinear
-from engine.runtime.ops import act_mul
 from engine.runtime.parallel.group import Group
 
 Product = Callable[[Tensor], Tensor]  # [T, inputs] -> [T, outputs], without the activation if it is not native

@@ -19,8 +19,8 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.step import SequenceSlice, StepPlan
 from engine.runtime.attention.base import Batch
-from engine.runtime.batch import DecodeRows
 from engine.runtime.cuda.sampling_row import Draws
+from engine.runtime.pool.batch import DecodeRows
 from engine.runtime.sampling.draw import lowest_score
 from engine.runtime.sampling.noise import as_signed
 from engine.runtime.transfer import Staging, to_device

@@ -11,14 +11,14 @@ from typing import Any
 
 from engine.core.errors import HeadlessModelError, InvalidRequestError, UnsupportedError
 from engine.core.types import Grammar, SamplingParams
-from engine.text.choice import TextRules
+from engine.text.chat.choice import TextRules
+from engine.text.chat.limits import ModelLimits
 from engine.text.fields.chat import ChatFields, Conversation
 from engine.text.fields.sampling import Constraint
 from engine.text.fields.tools import ToolChoice
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.grammars.thinking import EFFORT_BUDGETS, Thinking, ThinkingGrammar
-from engine.text.limits import ModelLimits
-from engine.text.sampling import sampling_params, text_rules, truncated
+from engine.text.requests.sampling import sampling_params, text_rules, truncated
 from engine.text.tools.base import ToolFormat
 from engine.text.tools.forced import forced_grammar
 

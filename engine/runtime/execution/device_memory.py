@@ -18,7 +18,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import MemoryBudgetError
 from engine.core.step import StepPlan
 from engine.core.types import SamplingParams
-from engine.runtime.runner import ModelRunner, synthetic_slice, warm_up_plan
+from engine.runtime.execution.runner import ModelRunner, synthetic_slice, warm_up_plan
 
 _GIB = 1 << 30
 _SEGMENT = 2 << 20  # torch reserves large tensors in multiples of this

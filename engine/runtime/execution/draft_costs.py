@@ -11,7 +11,7 @@ from engine.core.page_table import blocks_for
 from engine.core.scheduling.drafts import lower_hull
 from engine.core.step import StepPlan
 from engine.core.types import SamplingParams
-from engine.runtime.runner import ModelRunner, warm_up_plan
+from engine.runtime.execution.runner import ModelRunner, warm_up_plan
 from engine.runtime.speculation.base import Drafter, with_drafts
 
 _MIN_TIMES, _MAX_TIMES, _LONG_S = 3, 10, 0.05

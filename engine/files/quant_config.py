@@ -15,7 +15,7 @@ from pydantic_core import SchemaError, SchemaValidator
 from pydantic_core.core_schema import str_schema
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.weights.hf_config import HFConfig
+from engine.files.hf_config import HFConfig
 from engine.system.regular_file import read_object
 
 _MAX_BYTES = 64 << 20

@@ -11,14 +11,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError, ClientError, ConfigError
+from engine.hub.files import LORA_CONFIG, LORA_WEIGHTS
 from engine.settings.engine_config import LoraModule
 from engine.system.regular_file import check_regular, read_object, reason
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
+
+Number = TypeVar("Number", int, float)
 
 # Variants of LoRA with another computation. False, empty or absent means off.
 _MUST_BE_OFF = (
@@ -62,8 +64,8 @@ class LoraConfig:
 
 def read_config(folder: Path) -> LoraConfig:
     """Return the adapter's settings. Raises AdapterLoadError with the wrong key."""
-    path = folder / CONFIG
-    missing = f"{folder} has no {CONFIG}; name a folder that PEFT has saved."
+    path = folder / LORA_CONFIG
+    missing = f"{folder} has no {LORA_CONFIG}; name a folder that PEFT has saved."
     values = read_object(path, _MAX_CONFIG_BYTES, AdapterLoadError, missing)
     _refuse(path, values)
     return LoraConfig(
@@ -114,7 +116,7 @@ def _pattern(path: Path, values: Mapping[str, Any], key: str) -> dict[str, float
     return {name: _positive(path, {key: value}, key, 0) for name, value in pattern.items()}
 
 
-def _matching(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+def _matching(pattern: Mapping[str, Number], module: str, default: Number) -> Number:
     """Return the first entry that is the module's name, or its end after a dot."""
     return next((value for name, value in pattern.items() if f".{module}".endswith(f".{name}")), default)
 
@@ -131,16 +133,16 @@ def check_folder(folder: Path) -> LoraConfig:
         )
     config = read_config(folder)
     try:
-        check_regular(folder / WEIGHTS)
+        check_regular(folder / LORA_WEIGHTS)
     except FileNotFoundError:
         if not (folder / "adapter_model.bin").exists():
-            raise AdapterLoadError(f"{folder} has no {WEIGHTS}; name a folder that PEFT has saved.") from None
+            raise AdapterLoadError(f"{folder} has no {LORA_WEIGHTS}; name a folder that PEFT has saved.") from None
         raise AdapterLoadError(
             f"{folder} holds only pickled weights (adapter_model.bin), which can run code when read; save the adapter with "
             "safe_serialization=True."
         ) from None
     except OSError as error:
-        raise AdapterLoadError(f"{folder / WEIGHTS} cannot be read: {reason(error)}.") from None
+        raise AdapterLoadError(f"{folder / LORA_WEIGHTS} cannot be read: {reason(error)}.") from None
     return config
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.errors import ConfigError
-from engine.files.model_source import DEFAULT_FILE, DEFAULT_NAME, DEFAULT_SAMPLING
 from engine.settings.setting import unknown_key
+from engine.sources.model_source import DEFAULT_FILE, DEFAULT_NAME, DEFAULT_SAMPLING
 from engine.text.generation_config import FILE, read_sampling, sampling_of
 from engine.text.types import SamplingDefaults
 

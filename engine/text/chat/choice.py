@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from engine.core.errors import ServerError, ShuttingDownError
 from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
-from engine.text.chat_format import MessageParser
+from engine.text.chat.chat_format import MessageParser
 from engine.text.detokenizer import Detokenizer, StopStrings
 from engine.text.tokenizer import TextTokenizer
 from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning

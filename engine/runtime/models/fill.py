@@ -10,10 +10,10 @@ import torch
 
 from engine.core.errors import MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress, ReportProgress
+from engine.runtime.models.complete import COMPUTED, EMBEDDING, HEAD, listed
 from engine.runtime.native.library import native
 from engine.runtime.native.packer import Packer
 from engine.runtime.weights.checkpoint import Checkpoint, StoredTensor
-from engine.runtime.weights.complete import COMPUTED, EMBEDDING, HEAD, listed
 from engine.system.host_memory import available_memory
 
 _GIB = 1 << 30

@@ -14,13 +14,13 @@ from typing import Any
 
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
-from engine.files.adapter_source import fetch_adapters
-from engine.files.model_source import fetch, find_model, local_path
-from engine.runtime.weights.hf_config import HFConfig
+from engine.files.hf_config import HFConfig
 from engine.runtime.weights.safetensors import read_config
 from engine.settings.engine_config import EngineConfig
 from engine.settings.setting import read_object
 from engine.settings.speculative_config import DEFAULT_DRAFTS, FLAG, METHODS, SpeculativeConfig
+from engine.sources.adapter_source import fetch_adapters
+from engine.sources.model_source import fetch, find_model, local_path
 
 _NO_CONFIG = HFConfig({}, "")
 # Parts of a repository's name that vLLM reads the method from, in its order.

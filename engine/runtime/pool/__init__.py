@@ -1,0 +1,1 @@
+"""The K/V pool and the batch that is computed over it."""

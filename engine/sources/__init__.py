@@ -1,0 +1,1 @@
+"""Finds models, adapters and drafts, and fetches them from a hub."""
