@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -31,7 +31,7 @@ from engine.core.errors import (
 )
 from engine.core.kv.contents import Changes
 from engine.core.kv.tiers import Transport
-from engine.core.page_table import Layout
+from engine.core.page_table import Layout, waste
 from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits, check_headless, check_request
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import FailureCause, Snapshot
@@ -40,7 +40,6 @@ from engine.core.types import AbortCause, FinishReason, Request, StepEvents, Tok
 from engine.inbox import Abort, EngineCall, Fail, Inbox, InboxMessage, Stop
 from engine.outbound.offload import Offload
 from engine.settings.kv_events_config import KVEventsConfig
-from engine.startup.block_size import waste
 
 log = logging.getLogger("quire.engine")
 
@@ -90,7 +89,6 @@ class Engine:
         depth: int = 0,
         limits: QueueLimits = NO_LIMITS,
         adapters: Adapters | None = None,
-        keep_lengths: Callable[[Sequence[int]], None] | None = None,
         layout: Layout | None = None,
         transports: Mapping[str, Transport] = MappingProxyType({}),
         kv_events: EventPublisher | None = None,
@@ -114,7 +112,6 @@ class Engine:
             self._contents.sink = kv_events.put
             kv_events.ask_snapshot = partial(self.between_steps, lambda scheduler, _: _send_contents(scheduler))
         self._overload = OverloadControl(scheduler.config, scheduler.stats, limits)
-        self._keep_lengths = keep_lengths
         self.layout = layout  # None: its K/V is not handed over
         self._inbox = Inbox()
         self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
@@ -225,8 +222,6 @@ class Engine:
             self._check_all()
             if self._offload is not None:
                 self._offload.flush(self.clock)
-            if self._keep_lengths is not None:
-                self._keep_lengths(self._scheduler.recent_lengths)
         except Exception as error:
             log.critical("The engine died: %s: %s", type(error).__name__, error)
             log.debug("The engine died here:", exc_info=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,6 +14,15 @@ NEVER = sys.maxsize
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Return the number of blocks that `num_tokens` positions occupy."""
     return -(-num_tokens // block_size)
+
+
+def waste(lengths: Iterable[int], block_size: int) -> float:
+    """Return the share of their blocks that sequences of these lengths leave empty, 0 to 1."""
+    used = held = 0
+    for length in lengths:
+        used += length
+        held += blocks_for(length, block_size) * block_size
+    return 1 - used / held if held else 0.0
 
 
 class Layout(NamedTuple):

@@ -115,17 +115,15 @@ class Worker:
 
     def _configure(self, sizes: SchedulerConfig) -> None:
         self._sizes, self._graphs = sizes, None  # graphs refer to the old pool
-        if self._cache is None:
-            self._cache = KVCache(
-                self._model.attention_specs,
-                self._backend,
-                num_blocks=sizes.num_blocks,
-                block_size=sizes.block_size,
-                dtype=self._dtype,
-                device=self._device,
-            )
-        else:
-            self._cache.repartition(sizes.num_blocks, sizes.block_size)
+        self._cache = None  # the old pool is freed before the new one is allocated
+        self._cache = KVCache(
+            self._model.attention_specs,
+            self._backend,
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            dtype=self._dtype,
+            device=self._device,
+        )
         self._buffers = PacketBuffers(sizes, self._device)
         self._last_ids = torch.zeros(sizes.max_num_seqs + 1, dtype=torch.int64, device=self._device)
 

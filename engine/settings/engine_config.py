@@ -146,11 +146,10 @@ class EngineConfig:
         "number format of the KV pool; auto is the model's; int8, and on CUDA fp8, hold nearly twice the tokens",
         choices=("auto", "int8", "fp8"),
     )
-    block_size: int | None = _device(
+    block_size: int = _device(
         16,
         "TOKENS",
-        "tokens per KV block, a power of two; auto weighs speed against waste, for requests like those of the last run",
-        is_auto=True,
+        "tokens per KV block, a power of two",
         at_least=1,
         at_most=1024,
     )
@@ -342,8 +341,8 @@ CONFLICTS = (
         FEW_TOKENS,
     ),
     Conflict(
-        lambda c: c.block_size is not None and c.block_size & (c.block_size - 1),
-        "--block-size is {c.block_size}; it must be a power of two from 1 to 1024, or auto.",
+        lambda c: c.block_size & (c.block_size - 1),
+        "--block-size is {c.block_size}; it must be a power of two from 1 to 1024.",
     ),
     Conflict(
         lambda c: None not in (c.num_gpu_blocks_override, c.kv_cache_memory_bytes),

@@ -7,10 +7,9 @@ user left open are decided here, from the model and from measured memory, and re
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,21 +55,17 @@ from engine.runtime.pool import kv_cache
 from engine.runtime.pool.kv_cache import (
     KVCache,
     PoolBudget,
-    PoolSize,
     block_bytes,
     default_cpu_budget,
     fit_pool,
     resolve_kv_dtype,
 )
 from engine.runtime.speculation.heads import Head
-from engine.runtime.transports.parts import has_blocks
 from engine.runtime.transports.pinned import STAGING_BYTES
 from engine.settings.engine_config import EngineConfig
 from engine.sources.adapter_config import check_folder, naming
 from engine.sources.draft_source import fetch_models
 from engine.sources.model_source import local_path
-from engine.startup.block_size import CANDIDATES, choose, lengths_path, load_lengths, save_lengths, with_block_size
-from engine.startup.block_speeds import measure_speeds
 from engine.startup.fingerprint import ModelContent, fingerprint
 from engine.startup.speculation import Speculation, load_speculation
 from engine.startup.stores import open_tiers
@@ -83,7 +78,6 @@ _MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
 # On a CPU, prompts compute no faster beyond 128 tokens a step (SmolLM2-135M, two cores: 3400 a second at 128 and at 256),
 # and decoding sequences wait for the step: room for 384 prompt tokens beside 128 decoding sequences.
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-_FIRST_BLOCK_SIZE = 16  # of --block-size auto, until speeds are measured
 _MAX_QUEUED_REQUESTS = 1024
 _MAX_QUEUED_POOLS = 8  # prompt tokens that may wait, in multiples of the pool's tokens
 
@@ -205,11 +199,6 @@ def _build(
     runner = parts.make_runner(settings)
     report(Progress("warm_up", f"on {device.type}"))
     (_warm_up_cuda if device.type == "cuda" else _warm_up_cpu)(parts, runner, settings)
-    keep_lengths = None
-    if config.block_size is None:
-        keep_lengths = partial(save_lengths, lengths_path(config.model))
-        settings = _choose_block_size(parts, runner, settings)
-        config = replace(config, block_size=settings.block_size)
     settings, transports = open_tiers(runner, config, settings, model.dtype, report, content)
     if speculation is not None:
         settings = speculation.start(runner, settings, parts.captures, report)
@@ -229,7 +218,6 @@ def _build(
         depth=depth,
         limits=_queue_limits(config, settings),
         adapters=adapters,
-        keep_lengths=keep_lengths,
         transports=transports,
         kv_events=kv_events,
         num_ranks=config.tensor_parallel_size,
@@ -288,10 +276,9 @@ def _scheduler_config(parts: _Parts) -> SchedulerConfig:
     """Return the core's settings, with a pool just large enough to measure a full step."""
     config, device, speculation = parts.config, parts.device, parts.speculation
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
-    block_size = config.block_size or _FIRST_BLOCK_SIZE
     return SchedulerConfig(
-        num_blocks=max_num_batched_tokens // block_size + 1,
-        block_size=block_size,
+        num_blocks=max_num_batched_tokens // config.block_size + 1,
+        block_size=config.block_size,
         max_model_len=config.max_model_len or parts.model.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -314,8 +301,6 @@ def _fit_pool(parts: _Parts, settings: SchedulerConfig, budget: PoolBudget) -> S
     size = fit_pool(
         budget, bytes_per_block, settings.block_size, model_len=model.max_model_len, asked_len=config.max_model_len
     )
-    if config.block_size is None:
-        size = _in_any_blocks(size, settings.block_size)
     settings = replace(settings, num_blocks=size.num_blocks, max_model_len=size.max_model_len)
     report(Progress("kv_pool", _describe(config.max_model_len, settings, bytes_per_block, model)))
     return settings
@@ -471,39 +456,6 @@ def _warm_up_cpu(_parts: _Parts, runner: ModelRunner, settings: SchedulerConfig)
     library = native()
     if library is not None:
         library.keep_memory()  # everything that lives long is allocated by now
-
-
-def _in_any_blocks(size: PoolSize, block_size: int) -> PoolSize:
-    """Return a pool that holds as many tokens in blocks of each candidate size, so that the choice changes no limit."""
-    grain = max(CANDIDATES) // block_size
-    num_blocks = max(size.num_blocks - size.num_blocks % grain, min(size.num_blocks, grain))
-    return PoolSize(num_blocks, min(size.max_model_len, num_blocks * block_size))
-
-
-def _choose_block_size(parts: _Parts, runner: ModelRunner, settings: SchedulerConfig) -> SchedulerConfig:
-    """Return the settings with the blocks of the K/V folder, else those that speeds and lengths speak for."""
-    speeds = measure_speeds(runner, settings)
-    lengths = load_lengths(lengths_path(parts.config.model))
-    settings = with_block_size(settings, _kept_block_size(parts, runner, settings, speeds) or choose(speeds, lengths))
-    runner.repartition(settings)
-    best = max(speeds.values())
-    rates = ", ".join(f"{each}: {speed / best:.0%}" for each, speed in speeds.items())
-    parts.report(Progress("block_size", f"{settings.block_size}; speed of decoding by size: {rates}"))
-    return settings
-
-
-def _kept_block_size(parts: _Parts, runner: ModelRunner, settings: SchedulerConfig, sizes: Iterable[int]) -> int | None:
-    """Return the size of this model's blocks in the folder of --kv-offload-config, if it has any."""
-    config = parts.config
-    if config.kv_offload_dir is None or parts.content is None:
-        return None
-    folder = Path(config.kv_offload_dir).expanduser()
-    for size in sizes:
-        runner.repartition(with_block_size(settings, size), is_trial=True)
-        sized = replace(config, block_size=size)
-        if has_blocks(folder, fingerprint(sized, str(parts.model.dtype), runner.blocks, parts.content)):
-            return size
-    return None
 
 
 def _depth(asked: bool | None, device: torch.device) -> int:

@@ -82,10 +82,6 @@ CONFLICTS = (
         "--kv-transfer-config: role {c.role} hands blocks over through the prefix cache; leave --enable-prefix-caching on.",
     ),
     Conflict(
-        lambda c: c.role != "both" and c.block_size is None,
-        "--kv-transfer-config: role {c.role} does not go with --block-size auto; name a size that both daemons use.",
-    ),
-    Conflict(
         lambda c: c.role != "both" and c.tensor_parallel_size > 1,
         "--kv-transfer-config hands over the K/V of one device, and --tensor-parallel-size is {c.tensor_parallel_size}; leave "
         "one of them out.",

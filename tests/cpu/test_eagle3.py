@@ -267,11 +267,7 @@ def drafts_by(oracle: Oracle, tokens: Tensor, states: Tensor, num: int) -> list[
 
 @pytest.mark.parametrize("is_model", [False, True])
 def test_a_draft_is_found_out_by_its_config(bigrams: Path, monkeypatch: pytest.MonkeyPatch, is_model: bool) -> None:
-    """Named as the draft, quantised and up to a length; or as the model, with the target as its verifier.
-
-    With --block-size auto the pool's blocks change after the drafter was made.
-    """
-    monkeypatch.setattr("engine.startup.build.choose", lambda *_: 64)
+    """Named as the draft, quantised and up to a length; or as the model, with the target as its verifier."""
     monkeypatch.setattr("engine.startup.speculation.measure_draft_costs", lambda *_, **__: FREE_DRAFTS)
     target, path = str(bigrams / "target"), bigrams / "noisy" / "config.json"
     settings = json.loads(path.read_text())
@@ -283,7 +279,6 @@ def test_a_draft_is_found_out_by_its_config(bigrams: Path, monkeypatch: pytest.M
         "device": "cpu",
         "num_threads": 1,
         "kv_cache_memory_bytes": 1 << 20,
-        "block_size": None if is_model else 16,
     }
     for dtype in ("float32", "bfloat16"):
         told: list[Progress] = []

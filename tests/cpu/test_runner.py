@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ import torch
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import FinishReason
 from engine.runtime.execution.runner import warm_up_plan
-from engine.startup.block_size import with_block_size
-from engine.startup.block_speeds import measure_speeds
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.model_driver import Served, TinyModel, make_runner, request, serve, settings, solo_greedy
 
@@ -199,26 +196,3 @@ def test_warm_up_leaves_no_trace() -> None:
     assert len(runner.run(warm_up_plan(config, 5, 63)).wait().token_ids) == 5
     requests = [request(f"r{i}", prompt) for i, prompt in enumerate(PROMPTS)]
     assert_greedy(serve(MODEL, config, requests, runner=runner), PROMPTS)
-
-
-def test_graphs_are_recorded_for_the_size_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    class Graphs:
-        def __init__(self, *args: Any) -> None:
-            self._size = args[3].block_size
-
-        def capture(self, report: object) -> None:
-            sizes.append(self._size)
-
-        def takes(self, plan: object) -> bool:
-            return False
-
-    monkeypatch.setattr("engine.runtime.execution.decode_graphs.DecodeGraphs", Graphs)
-    config = settings(block_size=16)
-    runner = make_runner(TinyModel(), config)
-    runner.capture(lambda _: None)
-    assert len(measure_speeds(runner, config)) > 1
-    runner.repartition(with_block_size(config, 8))
-    assert sizes == [16, 8]
-    runner.close()

@@ -70,8 +70,6 @@ def test_each_daemon_has_a_part_and_takes_it_again(tmp_path: Path) -> None:
         with opened(tmp_path) as third:
             assert third.store.part == "model.2"
             assert third.store.kept == [(digest(2), 0)]
-    assert parts.has_blocks(tmp_path, "model")
-    assert not parts.has_blocks(tmp_path, "mod")
 
 
 def test_what_others_write_is_found_and_read(tmp_path: Path) -> None:

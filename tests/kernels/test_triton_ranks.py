@@ -10,7 +10,6 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -289,15 +288,3 @@ def test_a_rank_that_cannot_capture_is_the_one_error(
         assert "no memory for a graph" in str(pair.executor.explain(caught.value))
         pair.executor.group.abort()  # as Executor.close kills the processes
         pair.close()
-
-
-def test_new_sizes_drop_the_graphs_of_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch)
-    with ring(1 << 16) as (writer, [reader]):
-        pair = Pair(folder, writer, reader, replace(CONFIG, max_num_seqs=1))
-        pair.runner.capture(lambda _: None)
-        pair.runner.repartition(replace(CONFIG, max_num_seqs=1, block_size=8))
-        pair.close()
-    assert pair.loss is None
-    assert cuda.captured[0] == cuda.captured[1]
-    assert len(cuda.captured[0]) == 2

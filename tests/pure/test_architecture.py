@@ -80,7 +80,14 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "loadtest",
         ("engine.runtime", "torch"),
-        (*ON_THE_DEVICE, "loadtest.engines", "loadtest.handover", "loadtest.peers.packed", "loadtest.ranks", "loadtest.sums"),
+        (
+            *ON_THE_DEVICE,
+            "loadtest.engines",
+            "loadtest.handover",
+            "loadtest.peers.packed",
+            "loadtest.ranks",
+            "loadtest.sums",
+        ),
     ),  # numpy has no FP8; the ring of packets is timed alone
     (
         "loadtest",

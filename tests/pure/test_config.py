@@ -152,7 +152,6 @@ def test_a_length_of_auto_is_understood_from_everywhere(tmp_path: Path, monkeypa
         assert load_settings(["--config", str(file)]).max_model_len is None
     for auto in ("auto", "-1", -1):  # of LLM
         assert engine_config("m", {"max_model_len": auto}).max_model_len is None
-    assert engine_config("m", {"block_size": "auto"}).block_size is None
     file.write_text("max-model-len: 1000\n")
     monkeypatch.setenv("QUIRE_MAX_MODEL_LEN", "auto")
     assert load_settings(["--config", str(file)]).engine_config("m").max_model_len is None
@@ -395,7 +394,6 @@ def _transfer(**keys: object) -> list[str]:
         (_transfer(role="decode", peers=["a:99999"]), "must be like 10.0.0.5:5600"),
         (_transfer(role="decode", prefill_url="http://a", listen="127.0.0.1:1"), "are for the role prefill"),
         (_transfer(role="prefill", peers=["a:1"]), "peers are for the role decode"),
-        (["--role", "prefill", "--block-size", "auto"], "does not go with --block-size auto"),
         (["--pinned-prefixes", "f", "--pinned-prefix-share", "0"], "leaves no room"),
         (["--pinned-prefixes", "f", "--no-enable-prefix-caching"], "does not go with --no-enable-prefix-caching"),
     ],

@@ -153,7 +153,6 @@ class ModelRunner:
         self._config = config
         self._host_pool: HostPool | None = None
         self._graphs: DecodeGraphs | None = None
-        self._captures = False
         self._drafter: Drafter | None = None
         self.heads = None if head is None else HeadDrafter(head, backend, kv_cache, config, device)
         self._num_used_blocks = 0  # up to the last that was ever written
@@ -174,7 +173,7 @@ class ModelRunner:
         group = self._ranks.group
         graphs = DecodeGraphs(self._model, self._backend, self._kv_cache, self._config, self._last_ids, group)
         graphs.capture(report)
-        self._graphs, self._captures = graphs, True
+        self._graphs = graphs
 
     def read_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copy whole blocks out, as bytes."""
@@ -189,18 +188,6 @@ class ModelRunner:
         if self._drafter is not None:
             self._drafter.forget(blocks)
         self._kv_cache.write_blocks(blocks, rows)
-
-    def repartition(self, config: SchedulerConfig, *, is_trial: bool = False) -> None:
-        """Allocate the pool again with another block size; a trial captures no CUDA graphs."""
-        self._ranks.configure(config)
-        self._kv_cache.repartition(config.num_blocks, config.block_size)
-        self._batches = BatchBuilder(config, self._device)
-        if self.heads is not None:
-            self.heads.repartition(config)
-        self._config = config
-        self._graphs = None  # they refer to the old pool
-        if self._captures and not is_trial:
-            self.capture(lambda _: None)
 
     def speculate(self, drafter: Drafter) -> None:
         """Draft from now on where plans have room; steps must then run one at a time."""

@@ -58,15 +58,6 @@ class KVCache:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self.blocks: list[Tensor] = []  # views of the whole pool, block first, in a type that can be copied
-        self._allocate(num_blocks, block_size)
-
-    def repartition(self, num_blocks: int, block_size: int) -> None:
-        """Allocate again with blocks of another size; the content is lost."""
-        self._keys, self._values, self.blocks = [], [], []
-        self._allocate(num_blocks, block_size)
-
-    def _allocate(self, num_blocks: int, block_size: int) -> None:
-        specs, backend, dtype, device = self._specs, self._backend, self._dtype, self._device
         for spec in specs:
             backend.check(spec, dtype, block_size, device)
         self.headroom: Headroom | None = None

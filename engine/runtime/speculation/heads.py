@@ -96,10 +96,6 @@ class HeadDrafter:
         self._kept: dict[int, _Kept] = {}  # by slot
         self._no_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
 
-    def repartition(self, config: SchedulerConfig) -> None:
-        """Follow the pool to another block size."""
-        self._batches = BatchBuilder(config, self._device)
-
     @property
     def needs_all(self) -> bool:
         """Return whether the target's last layer must compute all rows."""

@@ -69,11 +69,6 @@ def names(folder: Path, fingerprint: str) -> list[str]:
     return sorted(name for name in found if name == fingerprint or name.startswith(f"{fingerprint}."))
 
 
-def has_blocks(folder: Path, fingerprint: str) -> bool:
-    """Return True if a folder holds blocks with this fingerprint."""
-    return any((folder / f"{name}.kv").is_file() for name in names(folder, fingerprint))
-
-
 def take(folder: Path, fingerprint: str) -> tuple[str, int]:
     """Lock the first part that no daemon writes to, made if need be; returns its name and its index's open file."""
     for number in count(1):
