@@ -26,22 +26,21 @@ from engine.text.chat.limits import ModelLimits
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.tokenizer import TextTokenizer
-from server import errors
-from server.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
+from server.answers.client import EngineClient
+from server.answers.context import Context
+from server.answers.handoff import Receiver, Sender, handover_config
+from server.answers.stored_responses import ResponseStore
 from server.batches.dispatch import Dispatcher
 from server.batches.service import BatchService
-from server.client import EngineClient
-from server.context import Context
 from server.http.bodies import BodyReader
 from server.http.cross_site import Cors, CrossSiteGuard
+from server.http.middleware import AnswerLog, RequestScope
 from server.http.openapi import openapi_router
 from server.http.turns import TurnTaker
-from server.middleware import AnswerLog, RequestScope
-from server.openai.responses.store import ResponseStore
 from server.operations import live, unserved
-from server.operations.handoff import Receiver, Sender, handover_config
 from server.operations.page import load_files, page_router
 from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
+from server.protocol import errors
 from server.settings.app_config import AppConfig
 from server.telemetry.events import GrammarCompiled, Listener, PrefillDelegated, Telemetry, TenantRefused
 from server.telemetry.live import LiveView
@@ -49,6 +48,7 @@ from server.telemetry.metrics import Metrics
 from server.telemetry.otlp_endpoints import find_endpoints
 from server.telemetry.recent_requests import RecentRequests
 from server.telemetry.request_log import RequestLog
+from server.tenancy.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import read_tenants
 
@@ -64,7 +64,7 @@ ENDPOINTS = [
     "server.anthropic.messages",
     "server.openai.embeddings",
     "server.openai.score",
-    "server.batches.routes",
+    "server.openai.batches",
     "server.openai.models",
     "server.operations.adapters",
     "server.operations.tokens",

@@ -28,9 +28,7 @@ COMMANDS = {
     "simulate": Command("replay traces through the scheduler on a virtual clock", "loadtest.__main__", True),
     "calibrate": Command("measure what steps cost on this machine, for simulate", "loadtest.__main__", True),
     "doctor": Command("check whether this machine can serve, and what to do if not", "server.doctor", False),
-    "completion": Command(
-        "print a script that completes commands and flags in a shell", "server.settings.completion", False
-    ),
+    "completion": Command("print a script that completes commands and flags in a shell", "server.completion", False),
 }
 
 # Commands of other servers, the server, and what to do instead.

@@ -23,10 +23,10 @@ from fastapi import FastAPI
 
 from engine.core.errors import ConfigError, ShuttingDownError
 from engine.core.types import AbortCause
-from server.context import Context
+from server.answers.context import Context
 from server.http.connection import Connection
 from server.settings.tls import Tls
-from server.telemetry.state import log_state
+from server.state_log import log_state
 from server.tenancy.tenant_file import read_tenants
 
 log = logging.getLogger("quire.serve")

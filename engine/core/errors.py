@@ -1,4 +1,4 @@
-"""The errors that Quire raises on purpose; server/errors.py maps them to HTTP.
+"""The errors that Quire raises on purpose; server/protocol/errors.py maps them to HTTP.
 
 A ClientError can be mended by the caller; a ServerError cannot. A message is one sentence for the person who has to act:
 what, which value, what to do.

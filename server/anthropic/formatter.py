@@ -11,11 +11,10 @@ from engine.core.types import FinishReason
 from engine.text.chat.choice import Delta
 from engine.text.tools.formats import new_call_id
 from engine.text.types import CallBegin, Piece, Reasoning
-from server.errors import ApiError
-from server.generation import Usage
-from server.http.bodies import ResponseBody
-from server.openai.formatter import ChunkMeta, frame
+from server.answers.formatter import ChunkMeta, frame
 from server.openai.translated import PieceWriter
+from server.protocol.documents import ResponseBody, Usage
+from server.protocol.errors import ApiError
 from server.telemetry.timeline import AnswerMetrics
 
 # A block's type -> the type and the field of its deltas.
@@ -77,7 +76,7 @@ class AnthropicErrorDetails(ResponseBody):
 
 
 class AnthropicError(ResponseBody):
-    """Anthropic's envelope of an error, as server/errors.py writes it."""
+    """Anthropic's envelope of an error, as server/protocol/errors.py writes it."""
 
     type: str
     error: AnthropicErrorDetails

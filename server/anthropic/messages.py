@@ -20,6 +20,8 @@ from engine.text.fields.chat import Message
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import ToolName, without_hosted
 from engine.text.requests.chat_preprocessor import PreparedChat
+from server.answers.context import Context, InContext, aside, json_body
+from server.answers.respond import chunk_meta, respond
 from server.anthropic.blocks import (
     Block,
     Blocks,
@@ -35,12 +37,10 @@ from server.anthropic.blocks import (
 )
 from server.anthropic.edits import ContextManagement
 from server.anthropic.formatter import AnthropicError, AnthropicMessage, MessageFormatter
-from server.context import Context, InContext, aside, json_body
-from server.errors import ApiError
 from server.http.openapi import answers
 from server.openai.chat import ChatBody, count_common, prepare, prompt_ids
 from server.openai.translated import TranslatedBody
-from server.respond import chunk_meta, respond
+from server.protocol.errors import ApiError
 
 _BILLING = "x-anthropic-billing-header:"
 

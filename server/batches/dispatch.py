@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 
-from server.errors import REQUEST_ID, to_api_error
+from server.http.middleware import IGNORED_FIELDS, RECORD
 from server.http.turns import CALLER
-from server.middleware import IGNORED_FIELDS, RECORD
+from server.protocol.errors import REQUEST_ID, to_api_error
 from server.telemetry.events import Listener, RequestEnded
 from server.tenancy.tenancy import TENANT, Account, leave
 

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from engine.core.errors import shorten
 from server.batches.objects import BatchLine, LineError
-from server.errors import ApiError, to_api_error
 from server.http.bodies import BodyReader
+from server.protocol.errors import ApiError, to_api_error
 
 MAX_LINES = 50_000
 MAX_ERRORS = 50  # reported for one input

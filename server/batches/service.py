@@ -12,8 +12,8 @@ from server.batches.folder import DataFolder
 from server.batches.objects import Batch, FileObject
 from server.batches.store import Store, StoreThread
 from server.batches.worker import BatchWorker
-from server.errors import ApiError
 from server.http.bodies import BodyReader
+from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
 from server.tenancy.tenancy import Tenancy
 

@@ -9,7 +9,7 @@ from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from server.batches.folder import NewFile
-from server.errors import ApiError
+from server.protocol.errors import ApiError
 
 PIECE_BYTES = 1024 * 1024
 MAX_FIELD_BYTES = 4096

@@ -30,8 +30,8 @@ from server.batches.lines import MAX_ERRORS, MAX_LINES, Piece, read_body, read_p
 from server.batches.objects import Batch, BatchStatus, LineError, LineErrors
 from server.batches.outputs import answered, unanswered, write_files
 from server.batches.store import OpenBatch, Outcome, PendingLine, Store, StoreThread
-from server.errors import ApiError
 from server.http.bodies import BodyReader
+from server.protocol.errors import ApiError
 from server.tenancy.tenancy import Account, Tenancy
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,9 @@
 """Reads JSON bodies: small ones in turns of the event loop, large ones in a child process; callers are served in rotation.
 
-json and pydantic hold the GIL, so a thread would not help: parsing the largest body would stop every stream for 80 ms. The child (server/http/body_child.py) refuses invalid bodies and
-returns the document in compact parts. A worker thread then validates the parts again, which is cheap for a valid document
-of few objects, and makes the same model that a small body becomes.
+json and pydantic hold the GIL, so a thread would not help: parsing the largest body would stop every
+stream for 80 ms. The child (server/http/body_child.py) refuses invalid bodies and returns the document in compact parts. A
+worker thread then validates the parts again, which is cheap for a valid document of few objects, and makes the same model
+that a small body becomes.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 
 from engine.system.child_process import ChildCrashError, ChildError, ChildProcess, ChildTimeoutError
-from server.errors import ApiError
 from server.http.packed_json import unpack
 from server.http.threads import Worker, run_slowly
 from server.http.turns import CALLER, Turns
+from server.protocol.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +39,6 @@ STRING_WEIGHT = 4  # a text or a field's name
 _PIECE_BYTES = 1 << 16
 
 Checked = TypeVar("Checked", bound=BaseModel)
-
-
-class ResponseBody(BaseModel):
-    """Base of every answer: only fields that were set are sent."""
-
-    model_config = ConfigDict(ser_json_inf_nan="null")
-
-    def json_bytes(self) -> bytes:
-        """Return this answer as UTF-8 JSON."""
-        return self.__pydantic_serializer__.to_json(self, exclude_unset=True)
 
 
 def most_values(raw: bytes | bytearray) -> int:

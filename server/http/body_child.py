@@ -16,9 +16,9 @@ from pkgutil import resolve_name
 from pydantic_core import to_json
 
 from engine.system.child_process import Parts, serve
-from server.errors import to_api_error
 from server.http.bodies import check_count, parse
 from server.http.packed_json import pack
+from server.protocol.errors import to_api_error
 
 # Modules of bodies, which are imported before the first question, as it should not wait for them.
 _BODIES = ("server.anthropic.messages", "server.openai.responses.routes")

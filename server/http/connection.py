@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from server.errors import ApiError
+from server.protocol.errors import ApiError
 from server.telemetry.logs import LineBudget
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """GET /openapi.json, made from the routes, their bodies and their answers.
 
-FastAPI describes paths and answers. Bodies are read by our dependency (server/context.py), so they are added here, with
+FastAPI describes paths and answers. Bodies are read by our dependency (server/answers/context.py), so they are added here, with
 what holds on every path: a field may be null, an error has one shape. Event loop; made at the first request.
 """
 
@@ -18,8 +18,8 @@ from starlette.responses import Response
 
 from engine.system.version import VERSION
 from engine.text.fields.base import RequestBody
-from server.http.bodies import ResponseBody
 from server.http.field_meanings import ANSWERS, MEANINGS, add_meanings
+from server.protocol.documents import ResponseBody
 
 _SCHEMAS = "#/components/schemas/"
 _NULL = {"type": "null"}
@@ -39,7 +39,7 @@ class ErrorDetails(ResponseBody):
 
 
 class ErrorAnswer(ResponseBody):
-    """OpenAI's envelope, as server/errors.py writes it."""
+    """OpenAI's envelope, as server/protocol/errors.py writes it."""
 
     error: ErrorDetails
 

@@ -22,15 +22,14 @@ from engine.text.fields.chat import ChatFields
 from engine.text.logprobs import PromptLogprobs
 from engine.text.requests.chat_preprocessor import PreparedChat
 from engine.text.tools.formats import new_call_id
-from server.context import Context, InContext, aside, json_body
-from server.errors import ApiError
-from server.generation import Usage
-from server.http.bodies import ResponseBody
+from server.answers.body import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
+from server.answers.context import Context, InContext, aside, json_body
+from server.answers.formatter import ChunkFormatter, ChunkMeta
+from server.answers.respond import chunk_meta, engine_requests, respond
 from server.http.openapi import answers
-from server.openai.formatter import ChunkFormatter, ChunkMeta
 from server.openai.logprobs import ChatLogprobs, chat_logprobs
-from server.openai.sampling import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
-from server.respond import chunk_meta, engine_requests, respond
+from server.protocol.documents import ResponseBody, Usage
+from server.protocol.errors import ApiError
 
 
 class ChatBody(SamplingBody, ChatFields):

@@ -18,15 +18,14 @@ from engine.text.fields.base import Integer
 from engine.text.fields.sampling import MAX_N
 from engine.text.logprobs import PromptLogprobs
 from engine.text.requests.sampling import sampling_params, text_rules, truncated
-from server.context import InContext, aside, json_body
-from server.generation import Usage
-from server.http.bodies import ResponseBody
+from server.answers.body import HINTS, SamplingBody
+from server.answers.context import InContext, aside, json_body
+from server.answers.formatter import ChunkFormatter, ChunkMeta
+from server.answers.respond import chunk_meta, engine_requests, respond
 from server.http.openapi import answers
-from server.openai.formatter import ChunkFormatter, ChunkMeta
 from server.openai.logprobs import CompletionLogprobs, completion_logprobs
 from server.openai.prompts import Prompts, prompt_ids
-from server.openai.sampling import HINTS, SamplingBody
-from server.respond import chunk_meta, engine_requests, respond
+from server.protocol.documents import ResponseBody, Usage
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024  # of all prompts together

@@ -14,14 +14,13 @@ from engine.core.errors import InvalidRequestError
 from engine.core.types import Pooling, SamplingParams
 from engine.text.fields.base import Integer, Refused
 from engine.text.prompt_results import unit_vector
-from server.context import InContext, json_body
-from server.generation import Usage
-from server.http.bodies import ResponseBody
+from server.answers.context import InContext, json_body
+from server.answers.respond import engine_requests, with_timings
 from server.http.openapi import answers
 from server.http.threads import run_slowly
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
 from server.openai.prompts import Prompts, prompt_ids
-from server.respond import engine_requests, with_timings
+from server.protocol.documents import ResponseBody, Usage
 
 router = APIRouter()
 

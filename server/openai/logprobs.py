@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.text.chat.choice import Delta
 from engine.text.logprobs import finite, token_text
 from engine.text.tokenizer import TextTokenizer
-from server.http.bodies import ResponseBody
+from server.protocol.documents import ResponseBody
 
 
 class CompletionLogprobs(ResponseBody):

@@ -9,10 +9,10 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from server.context import Context, InContext, InOwner
-from server.errors import IS_ANTHROPIC
-from server.http.bodies import ResponseBody
+from server.answers.context import Context, InContext, InOwner
 from server.http.openapi import answers
+from server.protocol.documents import ResponseBody
+from server.protocol.errors import IS_ANTHROPIC
 from server.tenancy.tenant_file import DEFAULT
 
 

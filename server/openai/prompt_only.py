@@ -14,11 +14,11 @@ from engine.core.types import Request as EngineRequest
 from engine.text.chat.choice import TextRules
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import Refused
-from server.context import Context
-from server.generation import Generation
+from server.answers.body import EngineBody
+from server.answers.context import Context
+from server.answers.generation import Generation
+from server.answers.respond import MAX_INLINE_TOKENS, submit, unless_disconnected
 from server.http.threads import run_slowly
-from server.openai.sampling import EngineBody
-from server.respond import MAX_INLINE_TOKENS, submit, unless_disconnected
 
 MAX_INPUTS = 2048  # of one request; OpenAI's limit
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import PlainValidator
 
 from engine.core.errors import InvalidRequestError
-from server.context import Context, aside
+from server.answers.context import Context, aside
 
 Prompt = str | list[int]
 

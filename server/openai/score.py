@@ -20,12 +20,12 @@ from engine.core.errors import InvalidRequestError
 from engine.core.types import Pooling, PromptInfo, SamplingParams
 from engine.core.types import Request as EngineRequest
 from engine.text.prompt_results import Reduction, check_reduction, cosine, first_scored, likelihood, unit_vector
-from server.context import Context, InContext, aside, json_body
-from server.generation import Generation, Usage
-from server.http.bodies import ResponseBody
+from server.answers.context import Context, InContext, aside, json_body
+from server.answers.generation import Generation
+from server.answers.respond import answer_id, engine_requests, with_timings
 from server.http.openapi import answers
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
-from server.respond import answer_id, engine_requests, with_timings
+from server.protocol.documents import ResponseBody, Usage
 
 router = APIRouter()
 

@@ -18,9 +18,9 @@ from engine.text.chat.choice import Delta
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import Refused, RequestBody
 from engine.text.types import CallArguments, CallBegin, Piece
-from server.errors import ApiError, to_api_error
+from server.answers.body import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
 from server.openai.chat import ChatBody
-from server.openai.sampling import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
+from server.protocol.errors import ApiError, to_api_error
 
 # Fields that these APIs spell otherwise, or for whose result their answers have no place.
 _CHATS_OWN = {"early_stopping", "length_penalty", "max_tokens", "n", "prompt_logprobs", "response_format", "stop"}

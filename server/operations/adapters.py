@@ -15,9 +15,9 @@ from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import AdapterConflictError
 from engine.text.fields.base import Refused, RequestBody
-from server.context import Context, InContext, InOwner, check_operator, json_body
-from server.errors import ApiError
+from server.answers.context import Context, InContext, InOwner, check_operator, json_body
 from server.http.threads import run_detached
+from server.protocol.errors import ApiError
 
 MAX_NAME = 256  # characters
 

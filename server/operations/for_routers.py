@@ -10,9 +10,9 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from engine.system.version import VERSION
-from server.context import Context, InContext
-from server.http.bodies import ResponseBody
+from server.answers.context import Context, InContext
 from server.http.openapi import answers
+from server.protocol.documents import ResponseBody
 
 
 class ModelInfo(ResponseBody):

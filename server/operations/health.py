@@ -9,8 +9,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import ShuttingDownError
 from engine.system.version import VERSION
-from server.context import InContext, InOwner, check_operator
-from server.errors import ApiError
+from server.answers.context import InContext, InOwner, check_operator
+from server.protocol.errors import ApiError
 
 router = APIRouter()
 

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from engine.core.stats import SequenceView
-from server.context import InContext, InOwner
+from server.answers.context import InContext, InOwner
 from server.operations.pool_cells import MAX_CELLS, runs, summarise
 from server.telemetry.live import EndedSequence
 from server.tenancy.tenant_file import DEFAULT

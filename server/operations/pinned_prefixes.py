@@ -24,10 +24,10 @@ from engine.core.scheduling.admission import check_request
 from engine.core.types import FinishReason, Pin, Request, SamplingParams
 from engine.text.chat.limits import num_common
 from engine.text.fields.chat import Message
-from server.context import Context
-from server.errors import ApiError, to_api_error
+from server.answers.context import Context
 from server.openai.chat import ChatBody
 from server.openai.completions import CompletionBody
+from server.protocol.errors import ApiError, to_api_error
 from server.settings.files import read_setting_file
 
 log = logging.getLogger("quire.serve")

@@ -9,9 +9,9 @@ from fastapi import APIRouter
 
 from engine.core.errors import shorten
 from engine.core.stats import SequenceView
-from server.context import InContext, InOwner
-from server.errors import ApiError, to_api_error
+from server.answers.context import InContext, InOwner
 from server.operations.live import TAG_CHARS
+from server.protocol.errors import ApiError, to_api_error
 from server.telemetry.events import HttpAnswered
 from server.telemetry.live import QueuePosition
 from server.telemetry.request_log import RECENT, Outcome, RequestRecord

@@ -13,10 +13,10 @@ from engine.core.errors import InvalidRequestError
 from engine.text.fields.base import Refused, RequestBody
 from engine.text.fields.chat import Conversation, Message
 from engine.text.logprobs import token_text
-from server.context import InContext, aside, json_body
-from server.http.bodies import ResponseBody
+from server.answers.context import InContext, aside, json_body
 from server.http.openapi import answers
 from server.http.threads import run_slowly
+from server.protocol.documents import ResponseBody
 
 
 class TokenizeBody(Conversation):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from server.errors import ApiError
+from server.protocol.errors import ApiError
 
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _AUDIO = "Quire serves text models and has no audio; use a speech server, and send its text to /v1/chat/completions."

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import ApiError
+from server.protocol.errors import ApiError
 
 log = logging.getLogger("quire.ray")
 

@@ -19,10 +19,10 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from starlette.types import ASGIApp
 
 from engine.core.errors import EngineDeadError
-from server.context import Context
+from server.answers.context import Context
 from server.daemon import LEAVE_S, WATCH_S, leave
-from server.errors import ApiError
 from server.operations.health import health
+from server.protocol.errors import ApiError
 from server.ray_serve.asgi import Forwarded, Ingress, Piece, respond
 from server.ray_serve.prefix_index import MAX_BLOCKS, PrefixIndex
 from server.ray_serve.prompt_blocks import BLOCK_TOKENS, PromptBlocks

@@ -17,7 +17,7 @@ from engine.settings.setting import feature, section
 from engine.text.channels import CHANNEL_NAMES
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.tools.formats import TOOL_FORMATS
-from server.http.origins import read_hosts, read_origins
+from server.settings.origins import read_hosts, read_origins
 
 _model = section("Model")
 _scheduling = section("Scheduling")

@@ -13,7 +13,7 @@ from server.telemetry.request_log import Caller, RequestLog, RequestRecord
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-    from server.errors import ApiError
+    from server.protocol.errors import ApiError
 
 
 class RequestOpened(NamedTuple):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from engine.core.stats import SequenceView, Snapshot
 from engine.loop import Engine
-from server.errors import ApiError
+from server.protocol.errors import ApiError
 from server.telemetry.events import Event, RequestEnded
 
 MIN_AGE_S = 0.1

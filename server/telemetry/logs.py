@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 
+from server.protocol.printable import printable
+
 MAX_REFUSALS = 20  # lines a second
 OURS = ("quire", "server", "engine", "uvicorn")
 
@@ -75,17 +77,6 @@ class StandardError(logging.Handler):
             sys.stderr.flush()
         except Exception:  # a line that cannot be written must not stop the code that logs it
             self.handleError(record)
-
-
-def printable(text: str) -> str:
-    """Return a text with JSON's escapes for what is no visible character.
-
-    A client's path or value may hold a newline, which would begin a line that looks like another event, or a terminal's
-    commands.
-    """
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() else json.dumps(each)[1:-1] for each in text)
 
 
 class LineBudget:

@@ -11,12 +11,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from engine.core.errors import QuireError
 from engine.core.types import AbortCause, FinishReason, Request
-from server.generation import Generation, Usage
-from server.telemetry.timeline import Spans
+from server.protocol.documents import Usage
+from server.telemetry.timeline import Spans, Timeline
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT
 
@@ -46,6 +46,21 @@ class Outcome(NamedTuple):
     error: QuireError | None  # of the first choice that failed
 
 
+class Generating(Protocol):
+    """An open answer, as far as its record reads it; answers/generation.py has one."""
+
+    timeline: Timeline
+
+    @property
+    def usage(self) -> Usage: ...
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+    @property
+    def num_drawn_tokens(self) -> int: ...  # what a tenant is charged for
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class RequestRecord:
     """One generating request; mutable while it is open."""
@@ -56,7 +71,7 @@ class RequestRecord:
     stream: bool
     requests: Sequence[Request]  # emptied at the end: they hold the prompts
     adapter: str | None
-    generation: Generation | None  # None once it has ended
+    generation: Generating | None  # None once it has ended
     account: Account | None = None
     caller: Caller | None = None  # None of a batch line
     ignored_fields: Sequence[str] = ()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from engine.core.errors import QuireError
 from engine.core.types import FinishReason, TokenEvent
-from server.http.bodies import ResponseBody
+from server.protocol.documents import ResponseBody
 
 
 class Spans(NamedTuple):

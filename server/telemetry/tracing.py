@@ -23,7 +23,7 @@ from starlette.types import Scope
 from engine.core.errors import ShuttingDownError
 from engine.core.types import FinishReason, Request
 from engine.system.version import VERSION
-from server.errors import to_api_error
+from server.protocol.errors import to_api_error
 from server.telemetry import gen_ai
 from server.telemetry.events import Event, HttpAnswered, RequestEnded
 from server.telemetry.propagation import TRACE_HEADERS

@@ -17,7 +17,7 @@ from engine.runtime.sampling.sampler import Sampler
 from engine.text.fields.sampling import check_defaults
 from engine.text.requests.sampling import GREEDY_BELOW, beam_params
 from engine.text.types import SamplingDefaults
-from server.openai.sampling import SamplingBody
+from server.answers.body import SamplingBody
 from tests.cpu.test_sampler import CPU, draw, piece
 
 TINY = (5e-324, 1e-300, 1.4e-45, 1e-45, 1.2e-38, 1e-30, 1e-8, 1e-5, 9e-6)

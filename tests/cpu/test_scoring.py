@@ -22,8 +22,8 @@ from engine.sources.model_source import find_model
 from engine.startup.build import build_engine
 from engine.text.tokenizer import load_tokenizer
 from quire import LLM, SamplingParams
+from server.answers.context import Context
 from server.app import create_app
-from server.context import Context
 from server.settings.app_config import AppConfig
 
 PATH = Path(find_model(None).path)

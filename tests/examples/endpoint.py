@@ -9,9 +9,9 @@ from pydantic import Field
 from starlette.responses import Response
 
 from engine.text.fields.base import RequestBody
-from server.context import InContext, json_body
-from server.http.bodies import ResponseBody
+from server.answers.context import InContext, json_body
 from server.http.openapi import answers
+from server.protocol.documents import ResponseBody
 
 
 class CountWordsBody(RequestBody):

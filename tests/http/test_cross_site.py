@@ -12,7 +12,7 @@ import pytest
 import yaml
 from harness import Live, eventually
 
-from server.http.origins import Authority, is_same_origin, names_host, names_origin
+from server.settings.origins import Authority, is_same_origin, names_host, names_origin
 from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]
@@ -232,7 +232,7 @@ def test_a_refusal_reads_no_body_is_logged_and_is_in_anthropics_words_there(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     live = serve()
-    caplog.set_level("INFO", logger="server.middleware")
+    caplog.set_level("INFO", logger="server.http.middleware")
     refused = send(live, path="/v1/messages", origin="https://evil.example")
     assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
     assert refused.headers["x-request-id"]

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from server.middleware import RequestScope
+from server.http.middleware import RequestScope
 from tests.http.harness import Live
 
 SETTINGS: dict[str, Any] = {
@@ -98,7 +98,7 @@ def test_variables_of_the_template_hold_where_a_request_names_none(live: Live) -
 def test_answered_requests_have_no_line(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         post(live, "/v1/chat/completions", **CHAT)
-    assert not [record for record in caplog.records if record.name == "server.middleware"]
+    assert not [record for record in caplog.records if record.name == "server.http.middleware"]
 
 
 def test_the_description_can_be_left_out() -> None:

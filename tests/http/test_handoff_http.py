@@ -20,9 +20,9 @@ from engine.adapters import Adapters
 from engine.core.kv.tiers import Tiers
 from engine.core.types import Request, SamplingParams
 from engine.runtime.transports.shared_memory import SharedMemory
-from server.openai.sampling import KVTransferParams
-from server.operations import handoff
-from server.operations.handoff import _remote_salt
+from server.answers import handoff
+from server.answers.body import KVTransferParams
+from server.answers.handoff import _remote_salt
 from tests.patience import PATIENCE_S
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again, until it is tired of it"  # 85 tokens, 5 blocks

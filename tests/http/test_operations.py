@@ -242,7 +242,7 @@ def test_version(http: httpx.Client) -> None:
 def test_a_generating_request_ends_in_one_log_line_with_its_counts(
     http: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", logger="server.middleware")
+    caplog.set_level("INFO", logger="server.http.middleware")
     http.post("/v1/completions", json={"prompt": "hello|", "n": 2, "max_tokens": 3, "ignore_eos": True})
     eventually(lambda: bool(caplog.records))
     (record,) = caplog.records

@@ -15,7 +15,7 @@ import pytest
 from harness import CONFIG, Live, eventually
 from test_completions import stream
 
-from server import respond
+from server.answers import respond
 from server.telemetry import request_log
 from server.telemetry.recent_requests import LISTED
 

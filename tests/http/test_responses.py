@@ -27,10 +27,10 @@ from engine.text.chat.choice import CallDelta, Choice, Delta, TextRules
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.tools.json_calls import HERMES
 from engine.text.types import CallArguments, CallBegin, Content
-from server.generation import Usage
-from server.openai.formatter import ChunkMeta
+from server.answers.formatter import ChunkMeta
 from server.openai.responses.body import ResponsesBody
 from server.openai.responses.formatter import ResponsesFormatter
+from server.protocol.documents import Usage
 
 Serve = Callable[..., Live]
 PATH = "/v1/responses"

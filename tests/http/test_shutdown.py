@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from test_batch_restart import lines
 from test_cli import outcome, quire, read_until, ready
 
-from server.middleware import RequestScope
+from server.http.middleware import RequestScope
 from tests.patience import PATIENCE_S, eventually
 
 MESSAGES = [{"role": "user", "content": "hi"}]

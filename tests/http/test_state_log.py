@@ -18,10 +18,10 @@ from test_cli import LONG, outcome, quire, ready
 
 import server
 from engine.core.stats import SequenceView, Snapshot
-from server.errors import ApiError
 from server.http import connection as connection_module
+from server.protocol.errors import ApiError
+from server.state_log import _of_snapshot, log_state
 from server.telemetry.logs import MAX_REFUSALS, JsonFormatter, LineBudget, TextFormatter
-from server.telemetry.state import _of_snapshot, log_state
 from tests.http.harness import Live, eventually
 
 Serve = Callable[..., Live]

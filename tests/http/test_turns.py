@@ -16,8 +16,8 @@ import pytest
 from harness import Live, eventually
 
 from engine.core.types import TokenEvent
-from server import client as client_module
-from server.client import EngineClient
+from server.answers import client as client_module
+from server.answers.client import EngineClient
 from server.http.bodies import BodyReader
 from server.http.connection import TURN_CALLS, Connection
 from server.http.threads import Worker

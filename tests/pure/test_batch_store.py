@@ -20,10 +20,10 @@ from server.batches.folder import DataFolder
 from server.batches.lines import Line
 from server.batches.objects import Batch, BatchStatus, FileObject, Purpose
 from server.batches.outputs import write_files
-from server.batches.routes import cancel_batch
 from server.batches.store import COMPLETED, FAILED, Outcome, PendingLine, Result, Store, StoreThread
 from server.batches.worker import BatchWorker
 from server.http.bodies import BodyReader
+from server.openai.batches import cancel_batch
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import DEFAULT
 from tests.patience import PATIENCE_S

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.errors import ApiError
 from server.http import bodies, packed_json
 from server.http.bodies import check_count, count_values, most_values, parse
 from server.http.packed_json import pack, unpack
+from server.protocol.errors import ApiError
 
 TEXTS = st.text(alphabet='ab"\\[]{},: \n\u00e9\u4e00', max_size=6)
 DOCUMENTS = st.recursive(

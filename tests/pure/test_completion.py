@@ -10,7 +10,7 @@ import pytest
 
 from engine.settings.setting import to_flag
 from server.cli import COMMANDS
-from server.settings.completion import SHELLS, main
+from server.completion import SHELLS, main
 from server.settings.flags import make_parser
 from server.settings.settings import DECLARED, names_of
 

@@ -22,8 +22,8 @@ from engine.core.types import (
     TokenEvent,
 )
 from engine.text.chat.choice import TextRules
-from server.client import EngineClient
-from server.generation import TURN_EVENTS, Generation
+from server.answers.client import EngineClient
+from server.answers.generation import TURN_EVENTS, Generation
 
 
 class Bytes:

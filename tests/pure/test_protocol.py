@@ -17,13 +17,13 @@ from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import MAX_FAULTS, MAX_FIELDS, Refused, RequestBody
 from engine.text.requests.sampling import _SHARED
 from engine.text.types import SamplingDefaults
+from server.answers.body import StreamOptions
 from server.anthropic.messages import MessagesBody
-from server.errors import to_api_error
 from server.openai.chat import ChatBody
 from server.openai.completions import CompletionBody, completion_params
 from server.openai.responses.body import ResponsesBody
-from server.openai.sampling import StreamOptions
 from server.operations.tokens import DetokenizeBody, TokenizeBody
+from server.protocol.errors import to_api_error
 
 BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, StreamOptions)
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from server.errors import ApiError
-from server.openai.responses.store import ResponseStore, StoredResponse
+from server.answers.stored_responses import ResponseStore, StoredResponse
+from server.protocol.errors import ApiError
 
 ME = "me"
 

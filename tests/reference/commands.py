@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from loadtest.__main__ import COMMANDS as LOADTEST
 from server.cli import COMMANDS
+from server.completion import SHELLS
 from server.doctor import make_parser as make_doctor_parser
-from server.settings.completion import SHELLS
 from tests.reference.tables import MADE, cell, table
 
 _HEAD = f"""# Command line

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from server.app import routers
-from server.errors import _TABLE, _VALIDATION_CODES
 from server.http.field_meanings import ANSWERS, MEANINGS
 from server.http.openapi import describe
 from server.openai.chat import ChatBody
 from server.openai.completions import CompletionBody
+from server.protocol.errors import _TABLE, _VALIDATION_CODES
 from server.telemetry.metric_rows import METRICS
 from tests.reference.errors import ERRORS
 from tests.reference.headers import REQUEST, RESPONSE

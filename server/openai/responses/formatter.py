@@ -11,9 +11,7 @@ from engine.core.types import FinishReason, SamplingParams
 from engine.text.chat.choice import Delta
 from engine.text.tools.formats import new_call_id
 from engine.text.types import CallBegin, Content, Piece, Reasoning
-from server.errors import ApiError
-from server.generation import Usage
-from server.openai.formatter import ChunkMeta, frame
+from server.answers.formatter import ChunkMeta, frame
 from server.openai.logprobs import ChatLogprob, chat_logprobs
 from server.openai.responses.body import ResponsesBody
 from server.openai.responses.output import (
@@ -26,6 +24,8 @@ from server.openai.responses.output import (
     ResponseUsage,
 )
 from server.openai.translated import PieceWriter
+from server.protocol.documents import Usage
+from server.protocol.errors import ApiError
 from server.telemetry.timeline import AnswerMetrics
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.generation import Usage
-from server.http.bodies import ResponseBody
 from server.openai.logprobs import ChatLogprob
+from server.protocol.documents import ResponseBody, Usage
 
 
 class OutputPart(ResponseBody):

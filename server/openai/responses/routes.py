@@ -14,19 +14,19 @@ from starlette.responses import Response
 
 from engine.core.errors import UnsupportedError, shorten
 from engine.core.types import SamplingParams
-from server.context import Context, InContext, InOwner, Result, aside, json_body
-from server.errors import ApiError
+from server.answers.context import Context, InContext, InOwner, Result, aside, json_body
+from server.answers.formatter import ChunkMeta
+from server.answers.respond import chunk_meta, respond
+from server.answers.stored_responses import StoredResponse
 from server.http.bodies import INLINE_BYTES
 from server.http.openapi import answers
 from server.http.threads import run_slowly
 from server.openai.chat import ChatBody, prepare, prompt_ids
-from server.openai.formatter import ChunkMeta
 from server.openai.responses.body import InputBody, ResponsesBody
 from server.openai.responses.formatter import ResponsesFormatter
 from server.openai.responses.items import Item
 from server.openai.responses.output import ResponseDocument
-from server.openai.responses.store import StoredResponse
-from server.respond import chunk_meta, respond
+from server.protocol.errors import ApiError
 
 router = APIRouter()
 

@@ -12,10 +12,9 @@ from engine.system.version import VERSION
 from engine.text.chat.choice import Delta
 from engine.text.logprobs import PromptLogprobs, prompt_logprobs
 from engine.text.tokenizer import TextTokenizer
-from server.errors import ApiError
-from server.generation import Usage
-from server.http.bodies import ResponseBody
-from server.openai.sampling import SamplingBody, StreamOptions
+from server.answers.body import SamplingBody, StreamOptions
+from server.protocol.documents import ResponseBody, Usage
+from server.protocol.errors import ApiError
 from server.telemetry.timeline import AnswerMetrics, with_metrics
 
 

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import FileResponse, Response
 
 from engine.core.errors import shorten
+from server.answers.context import InContext, InOwner, json_body
 from server.batches.objects import (
     OPEN,
     Batch,
@@ -28,9 +29,8 @@ from server.batches.objects import (
 from server.batches.outputs import new_file_id
 from server.batches.service import BatchService
 from server.batches.upload import Form
-from server.context import InContext, InOwner, json_body
-from server.errors import ApiError
 from server.http.bodies import limited
+from server.protocol.errors import ApiError
 
 FORM_BYTES = 16 * 1024  # of a form, beside its file
 MAX_FILES = 10_000  # of an owner

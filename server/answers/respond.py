@@ -28,14 +28,15 @@ from engine.core.scheduling.admission import check_request
 from engine.core.types import Pin, Request, SamplingParams
 from engine.text.chat.choice import TextRules
 from engine.text.requests.sampling import seconds
-from server.client import Answer
-from server.context import Context
-from server.errors import REQUEST_ID, ApiError, to_api_error
-from server.generation import ChoiceDelta, Generation, Usage
+from server.answers.body import EngineBody, KVTransferParams, SamplingBody
+from server.answers.client import Answer
+from server.answers.context import Context
+from server.answers.formatter import ChunkMeta, ResponseFormatter
+from server.answers.generation import ChoiceDelta, Generation
+from server.http.middleware import BEGUN_S, IGNORED_FIELDS, RECORD, caller_of
 from server.http.threads import run_slowly
-from server.middleware import BEGUN_S, IGNORED_FIELDS, RECORD, caller_of
-from server.openai.formatter import ChunkMeta, ResponseFormatter
-from server.openai.sampling import EngineBody, KVTransferParams, SamplingBody
+from server.protocol.documents import Usage
+from server.protocol.errors import REQUEST_ID, ApiError, to_api_error
 from server.telemetry.events import RequestOpened
 from server.telemetry.request_log import RequestRecord
 from server.telemetry.timeline import AnswerMetrics, server_timing, with_metrics

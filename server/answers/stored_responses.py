@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from engine.core.errors import shorten
-from server.errors import ApiError
+from server.protocol.errors import ApiError
 
 MAX_BYTES = 64 * 1024 * 1024
 TTL_S = 24 * 3600.0  # since last used

@@ -9,10 +9,10 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from engine.core.stats import SequenceView, Snapshot
-from server.errors import ApiError
+from server.protocol.errors import ApiError
 
 if TYPE_CHECKING:
-    from server.context import Context
+    from server.answers.context import Context
 
 log = logging.getLogger("quire.state")
 

@@ -17,9 +17,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.errors import ShuttingDownError, shorten
-from server.errors import ERROR, IS_ANTHROPIC, REQUEST_ID, is_disk_full, to_api_error
+from server.protocol.errors import ERROR, IS_ANTHROPIC, REQUEST_ID, is_disk_full, to_api_error
+from server.protocol.printable import printable
 from server.telemetry.events import Event, HttpAnswered, Listener, RequestEnded
-from server.telemetry.logs import LineBudget, printable
+from server.telemetry.logs import LineBudget
 from server.telemetry.request_log import Caller
 from server.tenancy.tenancy import TENANT, Account, leave
 

@@ -26,8 +26,8 @@ from engine.core.types import Request
 from engine.loop import Engine
 from engine.outbound.handover import Handover, HandoverConfig, Prefix
 from engine.settings.peer import Peer
-from server.errors import ApiError
-from server.openai.sampling import KVTransferParams
+from server.answers.body import KVTransferParams
+from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
 from server.telemetry.propagation import TRACE_HEADERS
 

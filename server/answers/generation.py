@@ -6,69 +6,21 @@ Event loop only. Stands between the mailbox (client.py) and the formatters.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.core.errors import QuireError
 from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent
 from engine.text.chat.choice import Choice, Delta, TextRules
 from engine.text.tokenizer import TextTokenizer
-from server.client import Answer
-from server.http.bodies import ResponseBody
+from server.answers.client import Answer
 from server.http.threads import run_slowly
+from server.protocol.documents import Usage
 from server.telemetry.timeline import Timeline
 
 TURN_EVENTS = 32  # about 2 ms; a step of an answer with a thousand choices has a thousand
 MAX_INLINE_ECHO = 256  # tokens of a prompt that are read on the event loop, about 5 ms
 _DRAWN = (None, FinishReason.STOP, FinishReason.LENGTH)
-
-
-class PromptTokensDetails(ResponseBody):
-    cached_tokens: int
-    cached_tokens_host: int | None = None  # of these, from other cache tiers
-    cached_tokens_disk: int | None = None
-    pinned_tokens: int | None = None  # retained by request
-
-
-class CompletionTokensDetails(ResponseBody):
-    reasoning_tokens: int
-
-
-class Usage(ResponseBody):
-    """OpenAI's usage object. A prompt counts once, for all of its choices."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = None
-
-    @classmethod
-    def of(
-        cls,
-        prompt_tokens: int,
-        completion_tokens: int,
-        prompts: Collection[PromptInfo] = (),
-        reasoning_tokens: int | None = None,
-        pinned_tokens: int | None = None,
-    ) -> Usage:
-        """Return the counts; `prompts` are the computed ones, None is not reported."""
-        details = PromptTokensDetails(cached_tokens=sum([prompt.num_cached_tokens for prompt in prompts]))
-        host = sum([prompt.num_host_tokens for prompt in prompts])
-        disk = sum([prompt.num_disk_tokens for prompt in prompts])
-        if host or disk:
-            details.cached_tokens_host, details.cached_tokens_disk = host, disk
-        if pinned_tokens is not None:
-            details.pinned_tokens = pinned_tokens
-        usage = cls(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=details,
-        )
-        if reasoning_tokens is not None:
-            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
-        return usage
 
 
 class ChoiceDelta(NamedTuple):

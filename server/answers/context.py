@@ -25,15 +25,15 @@ from engine.text.fields.chat import Conversation
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.tokenizer import TextTokenizer
+from server.answers.body import KVTransferParams
+from server.answers.client import EngineClient
+from server.answers.handoff import Receiver, Sender
+from server.answers.stored_responses import ResponseStore
 from server.batches.service import BatchService
-from server.client import EngineClient
-from server.errors import ApiError
 from server.http.bodies import BodyReader, is_large, limited
+from server.http.middleware import IGNORED_FIELDS
 from server.http.threads import run_slowly
-from server.middleware import IGNORED_FIELDS
-from server.openai.responses.store import ResponseStore
-from server.openai.sampling import KVTransferParams
-from server.operations.handoff import Receiver, Sender
+from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
 from server.telemetry.events import FieldIgnored, Telemetry
 from server.telemetry.live import LiveView

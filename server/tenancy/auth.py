@@ -13,7 +13,7 @@ from collections.abc import Collection
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.errors import ApiError
+from server.protocol.errors import ApiError
 from server.tenancy.tenancy import TENANT, Tenancy
 
 PROBE_PATHS = frozenset({"/health", "/ready"})

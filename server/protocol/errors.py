@@ -42,7 +42,7 @@ from engine.core.errors import (
     shorten,
 )
 from engine.text.fields.base import describe
-from server.telemetry.logs import printable
+from server.protocol.printable import printable
 
 # Keys of an ASGI request's state, which the outermost middleware writes.
 REQUEST_ID = "request_id"

@@ -1,0 +1,1 @@
+"""What every route says alike: errors and documents."""

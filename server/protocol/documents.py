@@ -1,0 +1,67 @@
+"""The base of every answer's documents, and the usage that many of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from pydantic import BaseModel, ConfigDict
+
+from engine.core.types import PromptInfo
+
+
+class ResponseBody(BaseModel):
+    """Base of every answer: only fields that were set are sent."""
+
+    model_config = ConfigDict(ser_json_inf_nan="null")
+
+    def json_bytes(self) -> bytes:
+        """Return this answer as UTF-8 JSON."""
+        return self.__pydantic_serializer__.to_json(self, exclude_unset=True)
+
+
+class PromptTokensDetails(ResponseBody):
+    cached_tokens: int
+    cached_tokens_host: int | None = None  # of these, from other cache tiers
+    cached_tokens_disk: int | None = None
+    pinned_tokens: int | None = None  # retained by request
+
+
+class CompletionTokensDetails(ResponseBody):
+    reasoning_tokens: int
+
+
+class Usage(ResponseBody):
+    """OpenAI's usage object. A prompt counts once, for all of its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+    @classmethod
+    def of(
+        cls,
+        prompt_tokens: int,
+        completion_tokens: int,
+        prompts: Collection[PromptInfo] = (),
+        reasoning_tokens: int | None = None,
+        pinned_tokens: int | None = None,
+    ) -> Usage:
+        """Return the counts; `prompts` are the computed ones, None is not reported."""
+        details = PromptTokensDetails(cached_tokens=sum([prompt.num_cached_tokens for prompt in prompts]))
+        host = sum([prompt.num_host_tokens for prompt in prompts])
+        disk = sum([prompt.num_disk_tokens for prompt in prompts])
+        if host or disk:
+            details.cached_tokens_host, details.cached_tokens_disk = host, disk
+        if pinned_tokens is not None:
+            details.pinned_tokens = pinned_tokens
+        usage = cls(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=details,
+        )
+        if reasoning_tokens is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
+        return usage
