@@ -1,4 +1,4 @@
-"""Counts the modules that a daemon imports before it is ready: `python -m tools.start_imports LOG` prints the table.
+"""Counts the modules that a daemon imports before it is ready: `python -m tools.start_imports LOG [--update]`.
 
 LOG is what the daemon wrote with PYTHONPROFILEIMPORTTIME=1. The table in docs/internals/start.md is a budget: a module
 that serves one kind of request is imported when it is used, so that the start does not grow with features.
@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 TABLE = Path(__file__).parents[1] / "docs" / "internals" / "start.md"
 OURS = ("engine", "server", "quire")
+MANY = 10  # modules of a package of others from which on the table has to name it
 _LINE = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)")
-_ROW = re.compile(r"^\| `([\w.]+)` +\| +(\d+) \|", re.MULTILINE)
+_ROW = re.compile(r"^\| `([\w.]+)` +\| +(\d+) \|.*\n", re.MULTILINE)
 
 
 class Loaded(NamedTuple):
@@ -42,27 +43,43 @@ def package_of(module: str) -> str:
     return module.rpartition(".")[0] if top in OURS and rest else top
 
 
-def read_budget(text: str) -> Mapping[str, int]:
-    """Return the most modules of each package that the table allows."""
-    return {name: int(num) for name, num in _ROW.findall(text)}
+def counted(loaded: Mapping[str, Loaded]) -> dict[str, Loaded]:
+    """Return the packages that the table names: ours, and those of others with many modules."""
+    others = sys.stdlib_module_names
+    return {
+        name: found
+        for name, found in loaded.items()
+        if name.partition(".")[0] in OURS or (found.num_modules >= MANY and name not in others and name[0] != "_")
+    }
 
 
-def over(loaded: Mapping[str, Loaded], budget: Mapping[str, int]) -> list[str]:
-    """Return a sentence for each package that is beyond the table; of others' packages only the names count."""
+def over(loaded: Mapping[str, Loaded], table: str) -> list[str]:
+    """Return a sentence for each package that is beyond the table. Of others' packages only the names count."""
+    budget = {name: int(num) for name, num in _ROW.findall(table)}
     faults = []
-    for name, (num, _) in loaded.items():
-        if name not in budget and name not in sys.stdlib_module_names and not name.startswith("_"):
-            faults.append(f"{name} is imported at the start, and is not in the table")
-        elif name.startswith(OURS) and num > budget[name]:
+    for name, (num, _) in counted(loaded).items():
+        if name not in budget:
+            faults.append(f"{name} is imported at the start ({num} modules), and the table does not name it")
+        elif name.partition(".")[0] in OURS and num > budget[name]:
             faults.append(f"{num} modules of {name} are imported at the start, and the table allows {budget[name]}")
     return faults
 
 
+def rows(loaded: Mapping[str, Loaded]) -> str:
+    """Return the table's rows: package, modules, their own milliseconds."""
+    return "".join(f"| `{name}` | {num} | {1000 * s:.1f} |\n" for name, (num, s) in counted(loaded).items())
+
+
 def main() -> None:
-    """Print the table of a log."""
-    for name, (num, seconds) in count(Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()).items():
-        if name not in sys.stdlib_module_names and not name.startswith("_"):
-            print(f"| `{name}` | {num} | {1000 * seconds:.1f} |")
+    """Print the rows of a log, or write them into the table."""
+    found = rows(count(Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()))
+    if "--update" not in sys.argv:
+        print(found, end="")
+        return
+    text = TABLE.read_text(encoding="utf-8")
+    at = _ROW.search(text)
+    assert at is not None, "the table has no row"
+    TABLE.write_text(text[: at.start()] + found + _ROW.sub("", text[at.start() :]), encoding="utf-8")
 
 
 if __name__ == "__main__":

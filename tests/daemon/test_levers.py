@@ -15,6 +15,7 @@ import yaml
 from real_daemon import ROOT, SMALL, Daemon, refusal, serve
 
 from engine.sources.model_source import find_model
+from tools import start_imports
 
 LONG = (
     "Once upon a time there was a small paper mill by a river, and its owner counted every sheet. " * 8
@@ -41,8 +42,8 @@ class Plain(NamedTuple):
 
 @pytest.fixture(scope="module")
 def default() -> Iterator[Daemon]:
-    """A daemon without levers."""
-    with serve(*SMALL) as daemon:
+    """A daemon without levers, which writes its imports into its log."""
+    with serve(*SMALL, PYTHONPROFILEIMPORTTIME="1") as daemon:
         yield daemon
 
 
@@ -50,6 +51,13 @@ def default() -> Iterator[Daemon]:
 def plain(default: Daemon) -> Plain:
     assert default.metric("quire_kv_blocks", state="free") > 0
     return Plain(default.text(), together(default, 6, max_tokens=112, ignore_eos=True))
+
+
+def test_a_start_imports_no_more_than_its_table_allows(default: Daemon) -> None:
+    ready = next(i for i, line in enumerate(default.log) if "ready in" in line)
+    loaded = start_imports.count(default.log[:ready])
+    assert "server.answers" in loaded, default.written
+    assert start_imports.over(loaded, start_imports.TABLE.read_text(encoding="utf-8")) == []
 
 
 def test_a_small_pool_preempts_and_loses_no_text(plain: Plain) -> None:
