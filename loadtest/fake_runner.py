@@ -2,8 +2,8 @@
 
 With memory, a step writes each token into the block and offset that its page table names and draws the next token from
 a hash of *everything it reads back through the page table*. A block that was freed too early, shared without a copy or
-mapped to the wrong place therefore changes the tokens. Each group of layers with a sliding window has a memory too, in
-which a position holds a hash of the tokens up to it; a step asserts that it finds these in the window of every position
+mapped to the wrong place therefore changes the tokens. In a block of a group of layers with a sliding window a position
+holds a hash of the tokens up to it and of the group; a step asserts that it finds these in the window of every position
 that it computes. Without memory a draw costs a few hundred nanoseconds.
 """
 
@@ -17,7 +17,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from engine.core.config import SchedulerConfig, WindowGroup
+from engine.core.config import SchedulerConfig
 from engine.core.kv.tiers import Transfer
 from engine.core.stats import TransferKind
 from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
@@ -62,28 +62,6 @@ class CostModel:
         return self.step_s + self.token_s * num_tokens + self.context_s * context
 
 
-class _WindowMemory:
-    """The K/V of layers with a sliding window: of each position, a hash of its tokens."""
-
-    def __init__(self, group: WindowGroup, block_size: int) -> None:
-        self._window, self._block_size = group.window, block_size
-        self._pages = [[-1] * block_size for _ in range(group.num_blocks)]
-
-    def copy(self, copies: abc.Iterable[tuple[int, int]]) -> None:
-        for source, destination in copies:
-            self._pages[destination] = list(self._pages[source])
-
-    def compute(self, states: list[int], start: int, table: abc.Sequence[int]) -> None:
-        """Store the states of positions `start` and after; all in their windows must be there, and right."""
-        size = self._block_size
-        for position in range(start, len(states)):
-            self._pages[table[position // size]][position % size] = states[position]
-        for position in range(max(start - self._window + 1, 0), len(states)):
-            block = table[position // size]
-            assert block >= 0, f"the block of position {position} was freed too early"
-            assert self._pages[block][position % size] == states[position], f"position {position} was overwritten"
-
-
 # (all tokens read back, up to and including the drawn position's predecessor; seed) -> next token
 Choose = Callable[[abc.Sequence[int], int], int]
 
@@ -123,7 +101,7 @@ class FakeRunner:
         self.num_steps = 0
         self._block_size = config.block_size
         self._pages = [[-1] * config.block_size for _ in range(config.num_blocks)] if memory else None
-        self._windows = [_WindowMemory(group, config.block_size) for group in config.window_groups if memory]
+        self._windows = config.windows
         self._host_pages = [[-1] * config.block_size for _ in range(config.num_host_blocks)]
         self._arriving: abc.Sequence[tuple[int, int]] = ()  # swapped in by the last step, not there yet
         self._last_ids = [-1] * config.max_num_seqs
@@ -207,11 +185,10 @@ class FakeRunner:
             self._host_pages[host] = list(pages[source])
         for source, destination in plan.copies:
             pages[destination] = list(pages[source])
-        for window, copies in zip(self._windows, plan.window_copies, strict=False):
-            window.copy(copies)
         self._arriving = plan.swap_in
         arriving = {destination for _, destination in plan.swap_in}
-        if not all(arriving.isdisjoint(piece.block_table) for piece in plan.slices):
+        tables = [table for piece in plan.slices for table in (piece.block_table, *piece.window_tables)]
+        if not all(arriving.isdisjoint(table) for table in tables):
             self._arrive(pages)
 
     def _arrive(self, pages: list[list[int]]) -> None:
@@ -232,9 +209,21 @@ class FakeRunner:
         history = [token for block in blocks for token in self._pages[block]][:stop]
         if self._windows:
             states = list(accumulate(history, mix))
-            for window, table in zip(self._windows, piece.window_tables, strict=True):
-                window.compute(states, piece.start, table)
+            for group, (window, table) in enumerate(zip(self._windows, piece.window_tables, strict=True)):
+                self._compute_window([mix(group, state) for state in states], piece.start, window, table, self._pages)
         return history
+
+    def _compute_window(
+        self, states: list[int], start: int, window: int, table: abc.Sequence[int], pages: list[list[int]]
+    ) -> None:
+        """Store the states of positions `start` and after; all in their windows must be there, and right."""
+        size = self._block_size
+        for position in range(start, len(states)):
+            pages[table[position // size]][position % size] = states[position]
+        for position in range(max(start - window + 1, 0), len(states)):
+            block = table[position // size]
+            assert block >= 0, f"the block of position {position} was freed too early"
+            assert pages[block][position % size] == states[position], f"position {position} was overwritten"
 
     def _draw_drafted(self, piece: SequenceSlice, history: list[int], num_drafts: int) -> Drafted:
         """Draft, write the drafts behind the slice, and sample from what is read back at every position."""

@@ -47,13 +47,6 @@ class StoreSize(NamedTuple):
     is_shared: bool = False  # others write to it, and it is only read here
 
 
-class WindowGroup(NamedTuple):
-    """A group of layers with sliding-window attention, see kv/groups.py."""
-
-    window: int  # positions that a token attends to, with its own
-    num_blocks: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """All that the scheduler needs to know of the machine, the model and the settings."""
@@ -75,39 +68,42 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0  # most that a runner drafts for a sequence in a step
     draft_costs: DraftCosts = FREE
     kv_events: bool = False  # note what every tier gains and loses, see kv/contents.py
-    window_groups: tuple[WindowGroup, ...] = ()  # beside the layers with full attention, whose blocks are `num_blocks`
+    # Groups of layers beside those with full attention, by the positions that a token attends to: see kv/groups.py.
+    windows: tuple[int, ...] = ()
 
     @property
     def max_num_rows(self) -> int:
         """Return the most rows of logits in a step, drafts included: what memory is measured for."""
         return max(self.max_num_seqs, min(self.max_num_seqs * (1 + self.num_speculative_tokens), _MAX_DRAFTED_ROWS))
 
-    def least_window_blocks(self, window: int) -> int:
-        """Return the blocks that a group with this window needs, with two steps in flight.
+    @property
+    def num_groups(self) -> int:
+        """Return how many groups of layers have a page table each."""
+        return 1 + len(self.windows)
 
-        A sequence holds its window, drafts that were not confirmed, and two blocks that are partly outside.
+    def window_blocks(self, num_positions: int) -> int:
+        """Return the most blocks in groups with windows that a sequence needs to go on from any of its positions.
+
+        A window may begin and end within a block, the step in flight may need another, and so may drafts.
         """
-        held = (
-            blocks_for(min(window, self.max_model_len), self.block_size)
-            + blocks_for(self.num_speculative_tokens, self.block_size)
-            + 2
-        )
-        return self.max_num_seqs * held + blocks_for(2 * self.max_num_batched_tokens, self.block_size)
+        if not self.windows:
+            return 0
+        total = blocks_for(num_positions, self.block_size)
+        others = blocks_for(self.num_speculative_tokens, self.block_size) + 2
+        return sum(min(blocks_for(window, self.block_size) + others, total) for window in self.windows)
+
+    def max_blocks(self, num_positions: int) -> int:
+        """Return the most blocks that a sequence with K/V of so many positions needs, in all groups."""
+        return blocks_for(num_positions, self.block_size) + self.window_blocks(num_positions)
 
     def _check_windows(self) -> None:
-        combines = not (self.num_host_blocks or self.pinned_share)
+        combines = not (self.host_caching or self.pinned_share)
         _require(
-            combines or not self.window_groups,
-            "Layers with sliding windows have K/V in the pool only; leave out host blocks and pins.",
+            combines or not self.windows,
+            "Layers with sliding windows are cached in the pool only; leave out pins and the cache in host memory.",
         )
-        for window, num_blocks in self.window_groups:
+        for window in self.windows:
             _require(window >= 1, f"A window is {window} tokens; it must be at least 1.")
-            least = self.least_window_blocks(window)
-            _require(
-                num_blocks >= least,
-                f"The layers with a window of {window} tokens have {num_blocks} KV blocks; {self.max_num_seqs} sequences "
-                f"need at least {least}.",
-            )
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

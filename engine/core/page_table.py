@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 NEVER = sys.maxsize
+NO_BLOCK = -1  # in a window table: the window has passed this block
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -35,10 +36,19 @@ class Layout(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """The K/V of a preempted sequence's first `num_tokens` positions, in these host blocks."""
+    """The K/V of a preempted sequence's first `num_tokens` positions, in these host blocks.
+
+    `windows` are the host blocks of its window tables, with their gaps. If one is lost, nothing of the ticket counts.
+    """
 
     blocks: list[int]
     num_tokens: int
+    windows: list[list[int]] = field(default_factory=list)
+
+    @property
+    def all_blocks(self) -> list[int]:
+        """Return the host blocks of all tables."""
+        return self.blocks + [host for table in self.windows for host in table if host != NO_BLOCK]
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +60,7 @@ class SequenceKV:
     is_cacheable: bool = True
     blocks: list[int] = field(default_factory=list)
     window_tables: Seq[list[int]] = ()  # one more table for each group of layers with sliding windows, see groups.py
+    num_owed: int = 0  # blocks that its window tables may still need before its known tokens are computed
     slots: list[int] = field(default_factory=list)  # runner rows: one, or one a choice until the prompt is computed
     num_published: int = 0  # blocks that the prefix cache was shown
     # Computed positions at which the next block is due: a prompt's as they are computed, an answer's at its end. With
@@ -72,14 +83,23 @@ class SequenceKV:
     def clear(self) -> None:
         """Forget the blocks; the caller frees them."""
         self.blocks, self.window_tables, self.slots = [], (), []
-        self.num_published = self.writable_until = 0
+        self.num_published = self.writable_until = self.num_owed = 0
         self.next_publish = self.block_size if self.is_cacheable else NEVER
         self.shares_tail = False
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """Return the tables of all groups."""
+        return [self.blocks, *self.window_tables]
 
     @property
     def capacity(self) -> int:
         """Return how many positions the table can address."""
         return len(self.blocks) * self.block_size
+
+    def useful_ticket(self, num_cached: int) -> Ticket | None:
+        """Return the ticket if it has more positions than are cached."""
+        return self.ticket if self.ticket is not None and self.ticket.num_tokens > num_cached else None
 
     def follow(self, other: SequenceKV) -> None:
         """Map the blocks of another answer to the same prompt. The caller counts the references."""

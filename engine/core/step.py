@@ -98,7 +98,6 @@ class StepPlan(NamedTuple):
     swap_out: abc.Sequence[tuple[int, int]] = ()  # (physical block, host block)
     swap_in: abc.Sequence[tuple[int, int]] = ()  # (host block, physical block)
     num_drafts: Mapping[int, int] = {}
-    window_copies: abc.Sequence[list[tuple[int, int]]] = ()  # as `copies`, for each group of layers with windows
 
 
 class Fault(NamedTuple):

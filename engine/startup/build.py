@@ -324,7 +324,7 @@ def _open_events(config: EngineConfig, settings: SchedulerConfig) -> EventPublis
         raise ConfigError(
             f"--kv-events-config needs {error.name}, which is not installed; run pip install 'quire-serve[kv-events]'."
         ) from None
-    return KVEvents(asked, settings.block_size, has_groups=bool(settings.window_groups))
+    return KVEvents(asked, settings.block_size, has_groups=bool(settings.windows))
 
 
 def _make_scheduler(config: EngineConfig, settings: SchedulerConfig) -> Scheduler:

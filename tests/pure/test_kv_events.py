@@ -18,7 +18,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from engine.core.config import WindowGroup
 from engine.core.errors import ConfigError
 from engine.core.kv.prefix_cache import BlockIndex, chain_next, chain_root
 from engine.core.scheduling.scheduler import Scheduler
@@ -128,8 +127,7 @@ class EventsMachine(SchedulerMachine):
             sizes |= {"num_host_blocks": 0, "host_caching": False}
         sizes["num_disk_blocks"] = sizes["num_disk_blocks"] if sizes["host_caching"] else 0
         if window:
-            groups = (WindowGroup(window, config(**sizes).least_window_blocks(window)),)
-            sizes["window_groups"] = groups
+            sizes["windows"] = (window,)
         self.driver = Driver(config(**sizes), depth)
         self.aborted: set[str] = set()
         asked = {"topic": "top", "max_queue_size": max_queue_size, "buffer_steps": buffer_steps}

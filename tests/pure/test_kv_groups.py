@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from engine.core.config import SchedulerConfig, WindowGroup
+from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
-from engine.core.kv.groups import NO_BLOCK, WindowPool
-from engine.core.page_table import blocks_for
+from engine.core.kv.groups import WindowGroup
+from engine.core.kv.prefix_cache import PrefixCache
+from engine.core.page_table import NO_BLOCK, blocks_for
 from engine.core.sequence import Sequence
 from engine.core.types import AbortCause, Request
 from tests.pure.driver import Driver, config, request
@@ -23,14 +24,12 @@ from tests.pure.test_scheduler_properties import SchedulerMachine
 WINDOWS = st.lists(st.sampled_from([1, 2, 4, 5, 9, 17]), min_size=1, max_size=2)
 
 
-def windowed(windows: list[int], num_spare: int = 0, **changes: bool | str | float | None) -> SchedulerConfig:
-    """A small engine with groups of these windows, with the fewest blocks that are allowed and some more."""
-    plain = config(**changes)
-    groups = tuple([WindowGroup(each, plain.least_window_blocks(each) + num_spare) for each in windows])
-    return config(window_groups=groups, **changes)
+def windowed(windows: list[int], **changes: bool | str | float | None) -> SchedulerConfig:
+    """A small engine with groups of these windows."""
+    return config(windows=tuple(windows), **changes)  # type: ignore[arg-type]
 
 
-def pools(driver: Driver) -> list[WindowPool]:
+def groups_of(driver: Driver) -> list[WindowGroup]:
     return driver.scheduler.kv._windows
 
 
@@ -42,8 +41,8 @@ def check_footprint(driver: Driver) -> None:
     """No sequence holds more than its window, what is in flight of it, drafts, and two partial blocks."""
     settings = driver.scheduler.config
     for seq in driver.scheduler._queue.holders(driver.scheduler._in_flight):
-        for group, table in zip(settings.window_groups, seq.kv.window_tables, strict=bool(seq.kv.blocks)):
-            most = group.window, seq.num_planned - seq.num_computed, settings.num_speculative_tokens
+        for window, table in zip(settings.windows, seq.kv.window_tables, strict=bool(seq.kv.blocks)):
+            most = window, seq.num_planned - seq.num_computed, settings.num_speculative_tokens
             assert num_held(table) <= sum(blocks_for(num, settings.block_size) for num in most) + 2
             assert len(table) <= len(seq.kv.blocks)
 
@@ -54,8 +53,8 @@ class WindowMachine(SchedulerMachine):
     @initialize(
         depth=st.integers(0, 1),
         windows=WINDOWS,
-        num_spare=st.sampled_from([0, 0, 3, 40]),
-        num_blocks=st.integers(10, 24),
+        num_blocks=st.integers(24, 60),
+        num_host_blocks=st.sampled_from([0, 0, 8, 40]),
         budget=st.integers(6, 30),
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "fair"]),
@@ -63,11 +62,11 @@ class WindowMachine(SchedulerMachine):
         num_speculative_tokens=st.sampled_from([0, 1, 4]),
     )
     def start(  # type: ignore[override]
-        self, depth: int, windows: list[int], num_spare: int, budget: int, caching: bool, **changes: str | float | None
+        self, depth: int, windows: list[int], budget: int, caching: bool, **changes: str | float | None
     ) -> None:
         changes["num_speculative_tokens"] = 0 if depth else changes["num_speculative_tokens"]
         sizes = {"max_num_batched_tokens": budget, "enable_prefix_caching": caching, "max_model_len": 40}
-        self.driver = Driver(windowed(windows, num_spare, **sizes, **changes), depth)
+        self.driver = Driver(windowed(windows, **sizes, **changes), depth)
         self.aborted: set[str] = set()
 
     @invariant()
@@ -78,28 +77,11 @@ class WindowMachine(SchedulerMachine):
     def teardown(self) -> None:
         super().teardown()
         if hasattr(self, "driver"):
-            assert [pool.pool.num_held for pool in pools(self.driver)] == [0] * len(pools(self.driver))
+            assert self.driver.scheduler.kv.pool.num_held == self.driver.scheduler.kv._num_owed == 0
 
 
 WindowMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestWindowMachine = WindowMachine.TestCase
-
-
-class PlanDriver(Driver):
-    """A driver that keeps what the plans say of group 0."""
-
-    def __init__(self, settings: SchedulerConfig, depth: int) -> None:
-        super().__init__(settings, depth)
-        self.plans: list[object] = []
-
-    def launch(self) -> bool:
-        if is_launched := super().launch():
-            plan = self.launched[-1][0]
-            slices = [
-                (each.seq_id, each.slot, each.start, each.num_tokens, [*each.block_table]) for each in plan.slices
-            ]
-            self.plans.append((slices, plan.copies, dict(plan.num_drafts)))
-        return is_launched
 
 
 turns = st.one_of(
@@ -134,36 +116,38 @@ def play(driver: Driver, history: list[tuple[str, list[int], int]]) -> set[str]:
     windows=WINDOWS,
     depth=st.integers(0, 1),
     caching=st.booleans(),
-    num_blocks=st.integers(10, 24),
+    num_blocks=st.integers(24, 60),
+    num_host_blocks=st.sampled_from([0, 12]),
 )
-def test_windows_change_no_stream_and_without_a_cache_no_plan(
-    history: list[tuple[str, list[int], int]], windows: list[int], depth: int, caching: bool, num_blocks: int
+def test_windows_change_no_stream(
+    history: list[tuple[str, list[int], int]], windows: list[int], depth: int, caching: bool, **sizes: int
 ) -> None:
-    sizes = {"num_blocks": num_blocks, "enable_prefix_caching": caching}
-    one, more = PlanDriver(config(**sizes), depth), PlanDriver(windowed(windows, **sizes), depth)
+    one, more = (
+        Driver(each(enable_prefix_caching=caching, max_model_len=40, **sizes), depth)
+        for each in (config, lambda **changes: windowed(windows, **changes))
+    )
     aborted = set[str]()  # in either run: the lengths of these streams depend on what was cached
     for driver in (one, more):
         aborted |= play(driver, history)
     for driver in (one, more):
         driver.check_streams(aborted)
     assert all(more.streams[key] == said for key, said in one.streams.items() if key[0] not in aborted)
-    if not caching:
-        assert (more.plans, more.streams) == (one.plans, one.streams)
 
 
 def held_at_most(driver: Driver) -> int:
-    """Run to the end; returns the most blocks of the first windowed group that were held meanwhile."""
+    """Run to the end; returns the most blocks of the first group with a window that were held meanwhile."""
     most = 0
     while driver.scheduler.has_work:
         driver.step()
         check_footprint(driver)
-        most = max(most, pools(driver)[0].pool.num_held)
+        tables = [seq.kv.window_tables[0] for seq in driver.scheduler.running]
+        most = max(most, sum(map(num_held, tables)))
     return most
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_long_prompt_holds_its_window_and_the_chunks_in_flight(depth: int) -> None:
-    driver = Driver(windowed([8], num_blocks=60, max_model_len=200), depth)
+    driver = Driver(windowed([8], num_blocks=80, max_model_len=200), depth)
     driver.add(request(prompt=tuple(range(150)), max_tokens=40, eos_token_ids=frozenset()))
     most = held_at_most(driver)
     driver.check_streams()
@@ -203,13 +187,13 @@ def prefill(driver: Driver, asked: Request) -> int:
 
 
 def test_a_prefix_is_resumed_where_every_group_can() -> None:
-    driver = Driver(windowed([8, 3], num_spare=20))
+    driver = Driver(windowed([8, 3], num_blocks=60))
     prompt = tuple(range(32))
     assert prefill(driver, request("first", prompt)) == 0
     assert prefill(driver, request("again", prompt)) == 28
     names = driver.scheduler.kv.first_names(request("names", prompt))
     driver.scheduler.kv._cache.match(names, prompt, 32)
-    wide, narrow = pools(driver)
+    wide, narrow = groups_of(driver)
     narrow.forget(narrow.find(names[7]))  # of positions 24 .. 27; position 28 reads 26
     wide.forget(wide.find(names[3]))  # of 8 .. 11; positions 12 and 16 read them
     assert prefill(driver, request("cut", prompt)) == 24
@@ -227,17 +211,17 @@ def test_a_prefix_is_resumed_where_every_group_can() -> None:
     window=st.integers(1, 20),
 )
 def test_the_boundary_is_the_longest_whose_window_is_cached(found: list[bool], window: int) -> None:
-    pool = WindowPool(WindowGroup(window, 20), 4, "lru")
+    group = WindowGroup(window, PrefixCache(20, 4))
     chain = [bytes([index]) for index in range(len(found) + 1)]
     for name, is_found in zip(chain[1:], found, strict=True):
         if is_found:
-            pool.put(name, pool.pool.alloc())
+            group.put(name, group.pool.alloc())
 
     def can_resume(num_blocks: int) -> bool:
         reads = range(max(4 * num_blocks - window + 1, 0), 4 * num_blocks)
         return all(found[position // 4] for position in reads)
 
-    assert pool.resumable(chain, len(found)) == max(num for num in range(len(found) + 1) if can_resume(num))
+    assert group.resumable(chain, len(found)) == max(num for num in range(len(found) + 1) if can_resume(num))
 
 
 def test_answers_share_a_window_until_they_write() -> None:
@@ -253,12 +237,13 @@ def test_answers_share_a_window_until_they_write() -> None:
     driver.check_streams()
 
 
-def off_by_a_block(pool: WindowPool, position: int) -> int:
-    return max(position - pool._window + 5, 0) // pool._block_size
+def off_by_a_block(group: WindowGroup, position: int) -> int:
+    return max(position - group._window + 5, 0) // group._block_size
 
 
-def share_and_write(pool: WindowPool, table: list[int]) -> None:
+def share_and_write(group: WindowGroup, table: list[int]) -> tuple[int, int]:
     """Leave a shared tail in place."""
+    return table[-1], table[-1]
 
 
 def answer_and_continue(driver: Driver) -> None:
@@ -270,13 +255,13 @@ def answer_and_continue(driver: Driver) -> None:
     ("name", "mistake"), [("_first_read", off_by_a_block), ("copy_tail", share_and_write)], ids=["early", "shared"]
 )
 def test_the_runner_notices_mistakes(monkeypatch: pytest.MonkeyPatch, name: str, mistake: object) -> None:
-    monkeypatch.setattr(WindowPool, name, mistake)
+    monkeypatch.setattr(WindowGroup, name, mistake)
     with pytest.raises(AssertionError, match=r"freed too early|overwritten"):
         answer_and_continue(Driver(windowed([6], num_blocks=60)))
 
 
 def test_a_preempted_sequence_is_recomputed_from_where_its_windows_are_cached() -> None:
-    driver = Driver(windowed([5], num_spare=30, num_blocks=12))
+    driver = Driver(windowed([5], num_blocks=24))
     for index in range(3):
         driver.add(request(str(index), tuple(range(index, index + 9)), max_tokens=20, eos_token_ids=frozenset()))
     resumed: list[Sequence] = []
@@ -292,12 +277,11 @@ def test_a_preempted_sequence_is_recomputed_from_where_its_windows_are_cached() 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"window_groups": (WindowGroup(0, 100),)}, "at least 1"),
-        ({"window_groups": (WindowGroup(8, 3),)}, "need at least"),
-        ({"window_groups": (WindowGroup(8, 100),), "num_host_blocks": 4}, "in the pool only"),
-        ({"window_groups": (WindowGroup(8, 100),), "pinned_share": 0.5}, "in the pool only"),
+        ({"windows": (0,)}, "at least 1"),
+        ({"windows": (8,), "num_host_blocks": 4, "host_caching": True}, "in the pool only"),
+        ({"windows": (8,), "pinned_share": 0.5}, "in the pool only"),
     ],
-    ids=["window", "blocks", "host", "pins"],
+    ids=["window", "host", "pins"],
 )
 def test_what_windows_do_not_combine_with_is_refused(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):

@@ -156,12 +156,12 @@ def test_of_sequences_that_begin_alike_one_at_most_has_no_names() -> None:
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (lambda cache, run: cache._run_of.pop(run.blocks[1]), "block 1 is findable in one place only"),
+        (lambda cache, run: cache._run_of.pop(run.blocks[1]), "0 indexes find block 1"),
         (lambda cache, run: run.blocks.append(7), "block 7 is in a run that it does not know"),
         (lambda cache, run: run.blocks.clear(), "a run of blocks is empty"),
         (lambda cache, run: cache._unnamed.clear(), "a block is in no run"),
         (lambda cache, run: cache._unnamed.update({b"x": cache._unnamed.pop(run.name)}), "not where its content is"),
-        (lambda cache, run: cache.pool._indexed.__setitem__(9, 1), "block 9 is findable in one place only"),
+        (lambda cache, run: cache.pool._indexed.__setitem__(9, 1), "0 indexes find block 9"),
         (lambda cache, run: cache._block_of.update({b"x": 9}), "a content is nowhere"),
     ],
 )

@@ -4,8 +4,8 @@
     cached    it has no holder, but the prefix cache can find its content; reused last, in the order of eviction.py
     held      one or more page tables hold it; its reference count is the number of holders
 
-Of the cached blocks the pinned ones are reused last, least recently released first. A pin does not keep a block from a
-sequence that needs one: it only orders eviction.
+Of the cached blocks those that a window has passed are reused first (`pass_by`), and the pinned ones last, least recently
+released first. A pin does not keep a block from a sequence that needs one: it only orders eviction.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class BlockPool:
         "_indexed",
         "_notes_finds",
         "_on_evict",
+        "_passed",
         "_pinned",
         "_refs",
         "_spared",
@@ -45,11 +46,16 @@ class BlockPool:
         # A dict used as an ordered set: O(1) to remove a block from the middle or the end.
         self._free = dict.fromkeys(range(num_blocks - 1, -1, -1))
         self._cached = make_order(eviction, num_blocks)
+        self._passed = Lru()
         self._notes_finds = eviction != "lru"
         self._pinned: dict[int, None] = {}  # cached or held, pinned longest ago first ...
         self._spared = Lru()  # ... and those of them that are cached
         self._indexed = bytearray(num_blocks)  # 1 for each findable block: copied in microseconds for the page
-        self._on_evict = on_evict
+        self._on_evict = [] if on_evict is None else [on_evict]
+
+    def on_evict(self, call: Callable[[int], None]) -> None:
+        """Call this too with each cached block that is about to be reused."""
+        self._on_evict.append(call)
 
     @property
     def num_free(self) -> int:
@@ -57,7 +63,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached) + len(self._spared)
+        return len(self._passed) + len(self._cached) + len(self._spared)
 
     @property
     def num_pinned(self) -> int:
@@ -66,23 +72,23 @@ class BlockPool:
     @property
     def counts(self) -> tuple[int, int, int]:
         """Return the numbers of free, cached and held blocks, together because steps read them often."""
-        free, cached = len(self._free), len(self._cached) + len(self._spared)
+        free, cached = len(self._free), self.num_cached
         return free, cached, self.num_blocks - free - cached
 
     @property
     def num_available(self) -> int:
         """Return how many blocks `alloc` can hand out: free ones, then cached ones by eviction."""
-        return len(self._free) + len(self._cached) + len(self._spared)
+        return len(self._free) + len(self._passed) + len(self._cached) + len(self._spared)
 
     @property
     def is_exhausted(self) -> bool:
         """Return whether `alloc` has nothing to hand out, without counting."""
-        return not (self._free or self._cached or self._spared)
+        return not (self._free or self._cached or self._passed or self._spared)
 
     @property
     def num_expendable(self) -> int:
         """Return how many available blocks are not pinned: the room for blocks that are only cached."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._passed) + len(self._cached)
 
     @property
     def num_held(self) -> int:
@@ -132,6 +138,14 @@ class BlockPool:
             else:
                 self._free[block] = None
 
+    def pass_by(self, *blocks: int) -> None:
+        """As `free`, for blocks whose content few prompts will find again: cached, they are evicted before all others."""
+        for block in blocks:
+            self.free(block)
+            if not self._refs[block] and self._indexed[block] and block not in self._pinned:
+                self._cached.remove(block)
+                self._passed.add(block)
+
     def found(self, blocks: Sequence[int]) -> None:
         """Report to the eviction order that an admitted prompt begins with these blocks."""
         if self._notes_finds:
@@ -177,24 +191,30 @@ class BlockPool:
         """Mark a block as not findable any more; without holders it becomes free."""
         self.unpin(block)
         self._indexed[block] = 0
-        if block in self._cached:
-            self._cached.remove(block)
+        order = self._order_of(block)
+        if block in order:
+            order.remove(block)
             self._free[block] = None
         self._cached.forget(block)
 
     def _order_of(self, block: int) -> EvictionOrder:
+        if self._passed and block in self._passed:
+            return self._passed
         return self._spared if block in self._pinned else self._cached
 
     def _evict(self) -> int:
-        if self._cached:
+        if self._passed:
+            block = self._passed.evict()
+            self._cached.forget(block)
+        elif self._cached:
             block = self._cached.evict()
         else:
             block = self._spared.evict()
             del self._pinned[block]
             self._cached.forget(block)
         self._indexed[block] = 0
-        if self._on_evict is not None:
-            self._on_evict(block)
+        for call in self._on_evict:
+            call(block)
         return block
 
     @property
@@ -215,7 +235,8 @@ class BlockPool:
         for block in blocks:
             refs, num_holders = self._refs[block], holders.get(block, 0)
             assert refs == num_holders, f"block {block} has {refs} references and {num_holders} holders"
-            is_cached, is_spared, is_pinned = block in self._cached, block in self._spared, block in self._pinned
+            is_spared, is_pinned = block in self._spared, block in self._pinned
+            is_cached = (block in self._cached) + (block in self._passed)
             places = (refs > 0) + (block in self._free) + is_cached + is_spared
             assert places == 1, f"block {block} is in {places} of the states free, cached and held"
             assert not (is_cached if is_pinned else is_spared), "a pin is in the wrong order"

@@ -1,17 +1,17 @@
 """Groups of layers with sliding-window attention, beside the group with full attention. Engine thread.
 
-The layers of a group read the same positions, so they share a pool and a page table. Each WindowPool is a group whose
-layers read the last `window` positions only; its table of a sequence is `seq.kv.window_tables[i]`.
+The layers of a group read the same positions, so they share a page table. All groups draw on one pool: the runner gives
+each as many layers as make a block the same bytes, so that a block of one serves any other, and no split of memory has to
+be guessed. Each WindowGroup is a group whose layers read the last `window` positions only; its table of a sequence is
+`seq.kv.window_tables[i]`.
 
     admission        a sequence resumes at the longest boundary that every group can resume from, see `resumable`
     each chunk       it takes the blocks that the chunk writes to, not those of its whole prompt
     each commit      blocks before the window of the next position are freed: no step in flight reads them
     rollback         blocks for what was not computed are freed; they are taken again with the next chunk
 
-SchedulerConfig demands a pool that has the windows and chunks of all runner rows. So no allocation here can fail, and the
-group with full attention alone decides who is admitted and preempted. Blocks have the same names in all groups; with
-windows every block is named when it is full. Host blocks, stores and pins are refused, and K/V of another engine is
-recomputed in these groups. The real runner reads the group with full attention only.
+Blocks have the same names in all groups; with windows every block is named when it is full. A block that slides out of a
+window is evicted before all others, unless a sequence has resumed from it: then other prompts may branch there too.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from engine.core.config import WindowGroup
-from engine.core.kv.prefix_cache import BlockIndex, name_block
-
-NO_BLOCK = -1  # in a table: the window has passed this block
+from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, name_block
+from engine.core.page_table import NO_BLOCK
 
 
-class WindowPool(BlockIndex):
-    """The blocks of one group: free, cached under their names, or held by tables."""
+class WindowGroup(BlockIndex):
+    """The blocks of one group: cached under their names, or held by tables."""
 
-    __slots__ = ("_block_size", "_copies", "_window")
+    __slots__ = ("_block_size", "_resumed", "_window")
 
-    def __init__(self, group: WindowGroup, block_size: int, eviction: str) -> None:
-        super().__init__(group.num_blocks, eviction)
-        self._window, self._block_size = group.window, block_size
-        self._copies: list[tuple[int, int]] = []  # for the plan that is being made
+    def __init__(self, window: int, cache: PrefixCache) -> None:
+        """The pool is that of the layers with full attention."""
+        super().__init__(cache.pool.num_blocks, pool=cache.pool)
+        self._window, self._block_size = window, cache.block_size
+        self._resumed = set[int]()  # blocks that a sequence has resumed from
 
     def _first_read(self, position: int) -> int:
         """Return the index of the first block that computing a position reads."""
@@ -48,29 +47,28 @@ class WindowPool(BlockIndex):
             index -= 1
         return num_blocks
 
-    def resume(self, chain: Seq[bytes], num_blocks: int) -> list[int]:
-        """Return the table of a sequence that resumes at a boundary; holds the cached blocks of its window."""
+    def window_at(self, chain: Seq[bytes], num_blocks: int) -> list[int]:
+        """Return the table of a sequence that could resume at a boundary; holds nothing."""
         first = self._first_read(num_blocks * self._block_size)
-        hits = [self.find(name) for name in chain[first + 1 : num_blocks + 1]]
+        return [NO_BLOCK] * first + [self.find(name) for name in chain[first + 1 : num_blocks + 1]]
+
+    def resume(self, table: Iterable[int]) -> None:
+        """Hold the blocks of a table that `window_at` has returned."""
+        hits = [block for block in table if block != NO_BLOCK]
         self.hold(hits)
         self.pool.found(hits)
-        return [NO_BLOCK] * first + hits
+        self._resumed.update(hits)
 
     def grow(self, table: list[int], num_blocks: int) -> None:
         """Extend a table to `num_blocks` blocks, if it has fewer."""
         if num_blocks > len(table):
             table += self.pool.alloc_many(num_blocks - len(table), after=table[-1] if table else NO_BLOCK)
 
-    def copy_tail(self, table: list[int]) -> None:
-        """Replace a table's last block, which others hold too, by a copy."""
+    def copy_tail(self, table: list[int]) -> tuple[int, int]:
+        """Replace a table's last block, which others hold too; returns the copy to make, (source, destination)."""
         source, table[-1] = table[-1], self.pool.alloc()
         self.pool.free(source)
-        self._copies.append((source, table[-1]))
-
-    def take_copies(self) -> list[tuple[int, int]]:
-        """Return the copies that the plan makes, (source, destination)."""
-        copies, self._copies = self._copies, []
-        return copies
+        return source, table[-1]
 
     def publish(self, chain: list[bytes], tokens: Seq[int], table: Seq[int], full: Iterable[int]) -> None:
         """Make those of a sequence's full, computed blocks findable that the table still has."""
@@ -83,13 +81,15 @@ class WindowPool(BlockIndex):
 
     def slide(self, table: list[int], num_computed: int) -> None:
         """Free the blocks that no position from `num_computed` on reads."""
-        passed: list[int] = []
         for index in range(self._first_read(num_computed) - 1, -1, -1):
-            if table[index] == NO_BLOCK:
+            block = table[index]
+            if block == NO_BLOCK:
                 break
-            passed.append(table[index])
             table[index] = NO_BLOCK
-        self.pool.free(*passed)
+            if block in self._resumed:
+                self.pool.free(block)
+            else:
+                self.pool.pass_by(block)
 
     def cut(self, table: list[int], num_blocks: int) -> None:
         """Free the blocks behind the first `num_blocks`."""
@@ -105,3 +105,12 @@ class WindowPool(BlockIndex):
     def free(self, table: Seq[int]) -> None:
         """Remove a holder of the blocks of a table."""
         self.pool.free(*[block for block in reversed(table) if block != NO_BLOCK])
+
+    def forget(self, block: int) -> None:
+        """Make a block's content unfindable."""
+        super().forget(block)
+        self._resumed.discard(block)
+
+    def _evicted(self, block: int) -> None:
+        super()._evicted(block)
+        self._resumed.discard(block)

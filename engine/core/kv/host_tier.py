@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
+from collections.abc import Sequence as Seq
 
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.prefix_cache import BlockIndex, name_block
-from engine.core.page_table import Ticket, blocks_for
+from engine.core.page_table import NO_BLOCK, Ticket, blocks_for
 from engine.core.sequence import Sequence
 
 
@@ -49,7 +50,9 @@ class HostTier(BlockIndex):
         computing on a CPU, and a quarter or less on a GPU.
         """
         kv, num_blocks = seq.kv, blocks_for(seq.num_computed, seq.kv.block_size)
-        has_room = self.pool.num_available >= num_blocks and not self.is_given_up
+        windows = [table[:num_blocks] for table in kv.window_tables]
+        num_needed = num_blocks + sum(len(table) - table.count(NO_BLOCK) for table in windows)
+        has_room = self.pool.num_available >= num_needed and not self.is_given_up
         if num_blocks < 2 or not has_room or seq.needs_every_position:
             return None
         num_named = min(seq.num_computed, len(seq.tokens)) // kv.block_size if kv.is_cacheable else 0
@@ -65,14 +68,22 @@ class HostTier(BlockIndex):
                 if digest is not None:
                     self._put_copy(digest, host)
             blocks.append(host)
-        ticket = Ticket(blocks, seq.num_computed)
+        ticket = Ticket(blocks, seq.num_computed, [[self._copy(block) for block in table] for table in windows])
         self._tickets[ticket] = None
         return ticket
+
+    def _copy(self, block: int) -> int:
+        """Schedule the copy of a block of a window, which has no name here; returns the host block."""
+        if block == NO_BLOCK:
+            return NO_BLOCK
+        host = self.pool.alloc()
+        self._due[host] = block
+        return host
 
     def discard(self, ticket: Ticket) -> None:
         """Release a ticket's blocks; those with names stay as cached blocks."""
         del self._tickets[ticket]
-        self.release(ticket.blocks)
+        self.release(ticket.all_blocks)
 
     def release(self, hosts: Iterable[int]) -> None:
         """Drop one holder of each of these host blocks."""
@@ -131,9 +142,7 @@ class HostTier(BlockIndex):
         """Stop copying blocks. Tickets, and copies that are still due, are lost."""
         self.is_given_up = True
         for ticket in self._tickets:
-            ticket.num_tokens = 0
-            self.release(ticket.blocks)
-            ticket.blocks.clear()
+            self._cut(ticket, 0)
         for host in self._due:
             self.forget(host)
         self._due.clear()
@@ -142,12 +151,16 @@ class HostTier(BlockIndex):
         """Forget a host block whose copy never happened; tickets end before it."""
         self.forget(host)
         for ticket in self._tickets:
-            if host in ticket.blocks:
-                at = ticket.blocks.index(host)
-                ticket.num_tokens = min(ticket.num_tokens, at * self._block_size)
-                lost = ticket.blocks[at:]
-                del ticket.blocks[at:]
-                self.release(lost)
+            if host in ticket.all_blocks:
+                self._cut(ticket, 0 if ticket.windows else ticket.blocks.index(host))
+
+    def _cut(self, ticket: Ticket, num_blocks: int) -> None:
+        """Release all but the first blocks of a ticket; of one with windows, all blocks."""
+        ticket.num_tokens = min(ticket.num_tokens, num_blocks * self._block_size)
+        lost = ticket.all_blocks[num_blocks:]
+        del ticket.blocks[num_blocks:]
+        ticket.windows.clear()
+        self.release(lost)
 
     def forget(self, block: int) -> None:
         """Make a block's content unfindable."""
@@ -159,8 +172,8 @@ class HostTier(BlockIndex):
         self._due.pop(block, None)
         self.origins.pop(block, None)
 
-    def checks(self, holders: Iterable[Iterable[int]]) -> Iterator[None]:
+    def checks(self, holders: Iterable[Iterable[int]], others: Seq[BlockIndex] = ()) -> Iterator[None]:
         """Raise AssertionError unless tickets and `holders` hold what is held, and no copy is due in vain."""
-        yield from super().checks([*holders, *(ticket.blocks for ticket in self._tickets)])
+        yield from super().checks([*holders, *(ticket.all_blocks for ticket in self._tickets)], others)
         wanted = (self.pool.is_held(host) or self.content(host) is not None for host in self._due)
         assert all(wanted), "a copy is due to a block that is free"

@@ -3,8 +3,9 @@
 A prompt's blocks are allocated together, so a prompt that has started never stalls for memory. A block with several
 holders is copied before it is written. Tails are freed before heads, so the prefix cache evicts them first.
 
-The pool and the cache here are those of the layers with full attention, and they decide: what is available, who has to
-wait. Layers with sliding windows are in groups of their own beside them, see groups.py; most models have none.
+The cache here is that of the layers with full attention. Layers with sliding windows are in groups of their own beside
+them, with tables of their own over the same pool, see groups.py; most models have none. A sequence needs blocks of all
+groups: those of its prompt in the first group are allocated when it is admitted, those of its windows chunk by chunk.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.contents import Contents
-from engine.core.kv.groups import NO_BLOCK, WindowPool
+from engine.core.kv.groups import WindowGroup
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names
 from engine.core.kv.tiers import Tiers, TransferEnd
-from engine.core.page_table import NEVER, PrefixImport, blocks_for
+from engine.core.page_table import NEVER, NO_BLOCK, PrefixImport, Ticket, blocks_for
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats
 from engine.core.types import Request
@@ -33,7 +34,6 @@ class KVCacheManager:
         """`times` estimates what computing takes, which bounds how long a request waits for a store."""
         self._max_num_seqs = config.max_num_seqs
         self._caching, self._has_host = config.enable_prefix_caching, config.num_host_blocks > 0
-        self._windows = [WindowPool(each, config.block_size, config.eviction) for each in config.window_groups]
         max_pinned = int(config.num_blocks * config.pinned_share)
         self._pins = Pins(stats, max_pinned)
         self.tiers = Tiers(config, stats, self._pins, times)
@@ -45,13 +45,16 @@ class KVCacheManager:
             config.num_blocks, config.block_size, config.eviction, self._listener, self._pins.until, max_pinned
         )
         self.pool = self._cache.pool
+        self._windows = [WindowGroup(window, self._cache) for window in config.windows]
+        self._config, self._num_groups = config, config.num_groups
+        self._num_owed = 0  # of all sequences, see SequenceKV
         self._pins.targets.append(self._cache)
         self.contents = self._watch(config) if config.kv_events else None
 
     def _watch(self, config: SchedulerConfig) -> Contents:
         """Let the pool and every tier note what they hold."""
-        windows, stores = [group.window for group in config.window_groups], [store.name for store in config.stores]
-        contents = Contents(windows, stores, has_host=config.num_host_blocks > 0)
+        stores = [store.name for store in config.stores]
+        contents = Contents(config.windows, stores, has_host=config.num_host_blocks > 0)
         self._cache.holdings, self.tiers.host.holdings = contents.pool, contents.host
         for group, holdings in zip(self._windows, contents.groups, strict=True):
             group.holdings = holdings
@@ -78,8 +81,9 @@ class KVCacheManager:
         return bool(self._slots)
 
     def allocate(self, seq: Sequence, *, reserve: int) -> list[tuple[int, int]] | None:
-        """Take runner rows and blocks for all known tokens; None unless `reserve` blocks stay available.
+        """Take runner rows, and the blocks that are allocated at the start; None if that leaves too few blocks.
 
+        `reserve` blocks of each group have to stay available, a search's headroom, and blocks that windows still need.
         Cached blocks come first. Returns the blocks that the step has to load, from the sequence's ticket or host memory,
         as (host block, block).
         """
@@ -90,25 +94,34 @@ class KVCacheManager:
         hits = self._match(seq) if is_reading else []
         for block in hits:
             pool.fork(block)
-        missing = blocks_for(len(tokens), size) - len(hits)
-        if pool.num_available < missing + reserve:
+        ticket = seq.kv.useful_ticket(len(hits) * size)
+        missing = blocks_for(len(tokens), size) - len(hits) + reserve * self._num_groups + seq.headroom
+        if self._windows:
+            missing += self._begin_windows(seq, len(hits), ticket)
+        if pool.num_available < missing:
             pool.free(*reversed(hits))
+            seq.kv.window_tables = ()
+            self._owe(seq, 0)
             return None
-        hosts, ticket = list[int](), seq.kv.ticket
+        hosts, loads = list[int](), list[tuple[int, int]]()
         num_loaded = len(hits) * size  # positions, with those before
-        if ticket is not None and ticket.num_tokens > num_loaded:
+        if ticket is not None:
             hosts, num_loaded = ticket.blocks[len(hits) :], ticket.num_tokens
-        elif is_reading and self._has_host:
+        elif is_reading and self._has_host and not self._windows:
             hosts = self.tiers.find(seq, len(hits))
             num_loaded += len(hosts) * size
         pool.found(hits)
         if hosts:
             self.tiers.take(seq, hosts)  # before the pool evicts blocks to host memory, which may evict these
-        seq.kv.blocks = hits + pool.alloc_many(missing, after=hits[-1] if hits else -1)
+        for group, table in self._window_tables(seq):
+            group.resume(table)
+        count = blocks_for(len(tokens), size) - len(hits)
+        seq.kv.blocks = hits + pool.alloc_many(count, after=hits[-1] if hits else -1)
+        if self._windows and ticket is not None:
+            loads = self._load_windows(seq, ticket)
         seq.num_computed = seq.num_planned = num_loaded
         seq.kv.num_published = len(hits)
         seq.kv.writable_until = seq.kv.capacity
-        seq.kv.window_tables = [group.resume(seq.kv.chain, len(hits)) for group in self._windows]
         if self._caching or self._windows:
             seq.kv.next_publish = (len(hits) + 1) * size
             if seq.request.pins:
@@ -116,7 +129,38 @@ class KVCacheManager:
         self.discard(seq)
         seq.kv.is_arriving = bool(hosts)
         seq.take_slots([self._slots.pop() for _ in range(seq.num_slots)])
-        return list(zip(hosts, seq.kv.blocks[len(hits) :], strict=False))
+        return list(zip(hosts, seq.kv.blocks[len(hits) :], strict=False)) + loads
+
+    def _begin_windows(self, seq: Sequence, num_hits: int, ticket: Ticket | None) -> int:
+        """Find the windows at a boundary; returns how many blocks have to be available for windows."""
+        if ticket is None:
+            seq.kv.window_tables = [group.window_at(seq.kv.chain, num_hits) for group in self._windows]
+        else:
+            seq.kv.window_tables = [list[int]() for _ in self._windows]
+        self._owe(seq, self._num_owed_by(seq))
+        hits = [block for table in seq.kv.window_tables for block in table if block != NO_BLOCK]
+        return self._num_owed + sum([not self.pool.is_held(block) for block in hits])
+
+    def _load_windows(self, seq: Sequence, ticket: Ticket) -> list[tuple[int, int]]:
+        """Allocate tables for the blocks of a ticket; returns the loads (host block, block)."""
+        loads: list[tuple[int, int]] = []
+        for table, hosts in zip(seq.kv.window_tables, ticket.windows, strict=True):
+            for host in hosts:
+                table.append(NO_BLOCK if host == NO_BLOCK else self.pool.alloc())
+                if host != NO_BLOCK:
+                    self.tiers.host.pool.fork(host)
+                    loads.append((host, table[-1]))
+        self._owe(seq, self._num_owed_by(seq))
+        return loads
+
+    def _num_owed_by(self, seq: Sequence) -> int:
+        """Return how many blocks the windows of a sequence may still need while its known tokens are computed."""
+        num_held = sum(len(table) - table.count(NO_BLOCK) for table in seq.kv.window_tables)
+        return max(self._config.window_blocks(len(seq.tokens)) - num_held, 0)
+
+    def _owe(self, seq: Sequence, num_blocks: int) -> None:
+        self._num_owed += num_blocks - seq.kv.num_owed
+        seq.kv.num_owed = num_blocks
 
     def prefetch(self, seq: Sequence, now: float) -> bool:
         """Start loading blocks that only a store has; returns whether to park the sequence."""
@@ -129,7 +173,8 @@ class KVCacheManager:
         if not self._caching or seq.needs_every_position:
             return 0
         num_hits = len(self._match(seq))
-        num_blocks = num_hits + len(self.tiers.find(seq, num_hits)) + seq.kv.num_awaited
+        num_hosts = 0 if self._windows else len(self.tiers.find(seq, num_hits))
+        num_blocks = num_hits + num_hosts + seq.kv.num_awaited
         return min(num_blocks * self.block_size, len(seq.tokens) - 1)
 
     def _match(self, seq: Sequence) -> list[int]:
@@ -149,46 +194,61 @@ class KVCacheManager:
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """Return the shortest prefix of victims that frees enough for a sequence; none if all do not."""
         num_slots, num_blocks, found = len(self._slots), self.pool.num_available, list[Sequence]()
-        needed = blocks_for(len(seq.tokens), self.block_size) + num_reserved
+        needed = self._config.max_blocks(len(seq.tokens)) + num_reserved * self._num_groups + seq.headroom + self._num_owed
         for victim in victims:
             found.append(victim)
             num_slots += len(victim.kv.slots)
-            num_blocks += sum([not self.pool.is_shared(block) for block in victim.kv.blocks])
+            needed -= victim.kv.num_owed
+            for table in victim.kv.tables:
+                num_blocks += sum([block != NO_BLOCK and not self.pool.is_shared(block) for block in table])
             if num_slots >= seq.num_slots and num_blocks >= needed:
                 return found
         return []
 
+    def reach(self, seq: Sequence) -> int:
+        """Return the position up to which the available blocks let a prompt be computed."""
+        if not self._windows:
+            return len(seq.tokens)
+        num_blocks = len(seq.kv.window_tables[0]) + self.pool.num_available // len(self._windows)
+        # From the prompt's end on, `extend` keeps all tables of a sequence equally long.
+        most = len(seq.tokens) - (num_blocks < len(seq.kv.blocks))
+        return min(num_blocks * self.block_size, most)
+
     def cover(self, seq: Sequence, stop: int) -> None:
-        """Take the blocks that a prompt's next chunk, up to `stop`, needs in the groups with windows."""
+        """Take the blocks that a prompt's next chunk, up to `stop` within its reach, needs in the groups with windows."""
         if self._windows:
-            # From the prompt's end on, `extend` keeps all tables of a sequence equally long.
-            num_blocks = len(seq.kv.blocks) if stop == len(seq.tokens) else blocks_for(stop, self.block_size)
+            is_end = stop == len(seq.tokens)
+            num_blocks = len(seq.kv.blocks) if is_end else blocks_for(stop, self.block_size)
             for group, table in self._window_tables(seq):
                 group.grow(table, num_blocks)
+            self._owe(seq, 0 if is_end else self._num_owed_by(seq))
 
-    def _window_tables(self, seq: Sequence) -> Iterable[tuple[WindowPool, list[int]]]:
+    def _window_tables(self, seq: Sequence) -> Iterable[tuple[WindowGroup, list[int]]]:
         """Return the groups with windows and a sequence's tables in them; nothing if it holds no blocks."""
         return zip(self._windows, seq.kv.window_tables, strict=False)
 
+    def has_blocks_for(self, num_sequences: int) -> bool:
+        """Return whether so many sequences can each be extended by a block."""
+        return self.pool.num_available >= num_sequences * self._num_groups
+
     def extend(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """Give a sequence a block for its next position; False if there is none."""
+        """Give a sequence a block of each group for its next position; False if there is none."""
         blocks, pool = seq.kv.blocks, self.pool
         if not seq.kv.shares_tail:
-            if pool.is_exhausted:
+            if pool.is_exhausted or (self._windows and not self.has_blocks_for(1)):
                 return False
             blocks.append(pool.alloc(after=blocks[-1]))
             if self._windows:
                 for group, table in self._window_tables(seq):
                     group.grow(table, len(blocks))
         elif pool.is_shared(blocks[-1]):
-            if pool.is_exhausted:
+            if pool.is_exhausted or (self._windows and not self.has_blocks_for(1)):
                 return False
             source, blocks[-1] = blocks[-1], pool.alloc()
             pool.free(source)
             copies.append((source, blocks[-1]))
-            if self._windows:
-                for group, table in self._window_tables(seq):
-                    group.copy_tail(table)  # the same sequences hold it there
+            if self._windows:  # the same sequences hold it there
+                copies += [group.copy_tail(table) for group, table in self._window_tables(seq)]
         seq.kv.shares_tail = False
         seq.kv.writable_until = seq.kv.capacity
         return True
@@ -317,6 +377,7 @@ class KVCacheManager:
         self.leave(seq)
         self._slots += reversed(seq.kv.slots)
         self._free_all(seq)
+        self._owe(seq, 0)
         seq.reset()
 
     # -- preempted sequences -----------------------------------------------------------------------------------------
@@ -347,10 +408,6 @@ class KVCacheManager:
         """Return the copies that a planned step makes first, as (block of the pool, host block)."""
         return self.tiers.host.take_due() if self._has_host else []
 
-    def take_window_copies(self) -> list[list[tuple[int, int]]]:
-        """Return the copies-on-write of the step that is planned, for each group with windows."""
-        return [group.take_copies() for group in self._windows]
-
     def committed(self, step: InFlightStep) -> None:
         """Note that a step is done: its copies and loads have arrived."""
         self._arrived(step)
@@ -365,11 +422,11 @@ class KVCacheManager:
             for piece, seq in zip(step.slices, step.sequences, strict=True):
                 for group, table in self._window_tables(seq):
                     group.cut(table, blocks_for(piece.start, self.block_size))
+                self._owe(seq, self._num_owed_by(seq) if seq.kv.window_tables else 0)
 
     def dropped(self, step: InFlightStep) -> None:
         """Note that a step was not launched, because it became empty."""
         self._arrived(step)
-        self.take_window_copies()
         self.tiers.host.release(step.loaded_hosts)
 
     def _arrived(self, step: InFlightStep) -> None:
@@ -388,9 +445,9 @@ class KVCacheManager:
         slots = sorted(self._slots + [slot for seq in living for slot in seq.kv.slots])
         assert slots == list(range(self._max_num_seqs)), "a runner slot is lost or taken twice"
         imported = [each.blocks for each in self._imports]
-        yield from self._cache.checks([*(seq.kv.blocks for seq in living), *imported])
-        for index, group in enumerate(self._windows):
-            tables = [seq.kv.window_tables[index] for seq in living if seq.kv.window_tables]
-            yield from group.checks([[block for block in table if block != NO_BLOCK] for table in tables])
+        tables = [table for seq in living for table in seq.kv.window_tables]
+        held = [[block for block in table if block != NO_BLOCK] for table in tables]
+        yield from self._cache.checks([*(seq.kv.blocks for seq in living), *held, *imported], self._windows)
+        assert self._num_owed == sum(seq.kv.num_owed for seq in living), "blocks that windows need are miscounted"
         yield from self.tiers.checks([step.loaded_hosts for step in in_flight])
         yield from self._pins.checks()

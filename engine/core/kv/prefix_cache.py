@@ -64,14 +64,21 @@ def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size
 
 
 class BlockIndex:
-    """A BlockPool whose blocks are found by name; contents in `pins` are evicted last."""
+    """Finds the blocks of a pool by name; contents in `pins` are evicted last. Indexes may share a pool."""
 
     __slots__ = ("_block_of", "_name_of", "_next_checked", "_pins", "holdings", "pool")
 
     def __init__(
-        self, num_blocks: int, eviction: str = "lru", pins: Container[bytes] = (), max_pinned: int = 0
+        self,
+        num_blocks: int,
+        eviction: str = "lru",
+        pins: Container[bytes] = (),
+        max_pinned: int = 0,
+        pool: BlockPool | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, self._evicted, eviction, max_pinned)
+        """With `pool` the blocks are those of another index; only a block's owner finds it."""
+        self.pool = BlockPool(num_blocks, None, eviction, max_pinned) if pool is None else pool
+        self.pool.on_evict(self._evicted)
         self._pins = pins
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
@@ -114,13 +121,17 @@ class BlockIndex:
             self.pool.unpin(self._block_of[name])
 
     def _evicted(self, block: int) -> None:
-        name = self._name_of.pop(block)
+        name = self._name_of.pop(block, None)
+        if name is None:
+            return  # it is another index's
         del self._block_of[name]
         if self.holdings is not None:
             self.holdings.lose(name)
 
-    def checks(self, holders: Iterable[Iterable[int]]) -> Iterator[None]:
+    def checks(self, holders: Iterable[Iterable[int]], others: Sequence[BlockIndex] = ()) -> Iterator[None]:
         """Raise AssertionError unless `holders` hold what is held, and both directions of the index agree.
+
+        `others` share the pool; a block has one owner at most.
 
         Stops after each MAX_CHECKED blocks, because a request may have arrived. Nothing may change between two parts: a
         check that was interrupted is dropped. The next one begins where it stopped, so that all blocks get their turn.
@@ -133,17 +144,15 @@ class BlockIndex:
             self._next_checked = blocks.stop if blocks.stop < num_blocks else 0
             self.pool.check_blocks(counts, blocks)
             for block in blocks:
-                self._check_name(block)
+                owners = [index for index in (self, *others) if index.is_owner(block)]
+                assert len(owners) == self.pool.is_findable(block), f"{len(owners)} indexes find block {block}"
             yield
 
-    def _check_name(self, block: int) -> None:
-        """Raise AssertionError unless a block is found by the name of its content, and by no other."""
+    def is_owner(self, block: int) -> bool:
+        """Return whether a block can be found here. Raises AssertionError unless its name leads to it."""
         name = self._name_of.get(block)
         assert name is None or self._block_of.get(name) == block, f"block {block} is not where its content is"
-        assert self.pool.is_findable(block) == self._is_findable(block), f"block {block} is findable in one place only"
-
-    def _is_findable(self, block: int) -> bool:
-        return block in self._name_of
+        return name is not None
 
 
 class Listener(Protocol):
@@ -269,16 +278,17 @@ class PrefixCache(BlockIndex):
         if block in self._run_of:
             self._cut(block)
             return
-        if self._listener is not None:
+        if self._listener is not None and block in self._name_of:
             self._listener.leaves(self._name_of[block], block)
         super()._evicted(block)
 
-    def _is_findable(self, block: int) -> bool:
-        return (block in self._name_of) != (block in self._run_of)
-
-    def checks(self, holders: Iterable[Iterable[int]]) -> Iterator[None]:
+    def is_owner(self, block: int) -> bool:
         """As an index's, and of the blocks without names."""
-        yield from super().checks(holders)
+        return super().is_owner(block) != (block in self._run_of)
+
+    def checks(self, holders: Iterable[Iterable[int]], others: Sequence[BlockIndex] = ()) -> Iterator[None]:
+        """As an index's, and of the blocks without names."""
+        yield from super().checks(holders, others)
         num_listed = num_since = 0
         for name, run in self._unnamed.items():
             assert run.blocks, "a run of blocks is empty"

@@ -18,7 +18,6 @@ from engine.core.errors import (
     NeverFitsError,
     OverloadedError,
 )
-from engine.core.page_table import blocks_for
 from engine.core.stats import Stats
 from engine.core.types import Request
 
@@ -73,7 +72,7 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
             f"(--max-num-seqs); lower {name}.",
             param=name,
         )
-    needed = blocks_for(peak_positions(num_prompt, max_tokens), config.block_size)
+    needed = config.max_blocks(peak_positions(num_prompt, max_tokens))
     if params.beam is not None:
         # No beam can wait for the others, so all have to fit; they share the prompt's full blocks.
         num_shared = num_prompt // config.block_size

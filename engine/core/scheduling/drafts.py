@@ -68,7 +68,7 @@ class DraftPlanner:
     def _make_room(self, seq: Sequence, num_drafts: int, step: InFlightStep, num_reserved: int) -> int:
         """Allocate blocks for a sequence's drafts; returns how many drafts fit."""
         while seq.kv.writable_until < seq.num_planned + num_drafts:
-            if self._kv.pool.num_available <= num_reserved:
+            if not self._kv.has_blocks_for(num_reserved + 1):
                 return seq.kv.writable_until - seq.num_planned
             self._kv.extend(seq, step.copies)
         return num_drafts

@@ -89,7 +89,8 @@ class PromptPlan:
     def _plan_chunk(self, seq: Sequence, least: int = 0) -> None:
         """Plan the next chunk of a prompt, of at least `least` positions."""
         start = seq.num_planned
-        count = self._allowance.prompt(start, len(seq.tokens) - start, least)
+        num_left = self._kv.reach(seq) - start
+        count = self._allowance.prompt(start, num_left, least) if num_left > 0 else 0
         if not count:
             return
         stop = seq.num_planned = start + count

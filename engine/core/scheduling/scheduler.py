@@ -116,7 +116,7 @@ class Scheduler:
         self.kv.expire(now)
         if self._queue.parked:
             self._queue.unpark([seq for seq in self._queue.parked if seq.kv.awaits_until_s <= now])
-        if self.kv.pool.num_available < len(self._queue.running):
+        if not self.kv.has_blocks_for(len(self._queue.running)):
             self._queue.foreground.arrange(self._queue.running)  # some may be preempted
         step = InFlightStep(planned_s=now)
         allowance = self._budget.begin(has_foreground=self._queue.has_foreground)
@@ -148,7 +148,7 @@ class Scheduler:
         self._in_flight.append(step)
         self._queue.update_gauges()
         moves = step.copies, num_tokens, step.num_samples, step.swap_out, step.swap_in
-        return StepPlan(step.step_id, step.slices, *moves, step.num_drafts, self.kv.take_window_copies())
+        return StepPlan(step.step_id, step.slices, *moves, step.num_drafts)
 
     def _plan_decodes(self, step: InFlightStep, due: list[Sequence]) -> list[Sequence]:
         """Give every running sequence in `due` its next position; returns the prompts not computed yet.
@@ -228,13 +228,13 @@ class Scheduler:
         Background work is preempted for it, and so are the policy's victims, if they free enough.
         """
         running = self._queue.running
-        while (loads := self.kv.allocate(seq, reserve=len(running) + seq.headroom)) is None:
+        while (loads := self.kv.allocate(seq, reserve=len(running))) is None:
             if self._output.num_leaving:
                 return False  # the next commit frees blocks
             # A sequence that started in this plan and loads blocks is no victim: the two could preempt each other forever.
             victims = [victim for victim in self._queue.takeable(seq) if victim not in step.arrivals]
             if victims and not victims[0].is_background:
-                victims = self.kv.enough(victims, seq, len(running) + seq.headroom)
+                victims = self.kv.enough(victims, seq, len(running))
                 self.stats.yielded += len(victims)
             else:
                 victims = victims[:1]
