@@ -81,26 +81,23 @@ class SchedulerConfig:
         """Return how many groups of layers have a page table each."""
         return 1 + len(self.windows)
 
-    def window_blocks(self, num_positions: int) -> int:
-        """Return the most blocks in groups with windows that a sequence needs to go on from any of its positions.
+    def window_blocks(self, num_positions: int) -> list[int]:
+        """Return the blocks that a sequence needs in each group with a window to go on from any of its positions.
 
         A window may begin and end within a block, the step in flight may need another, and so may drafts.
         """
-        if not self.windows:
-            return 0
         total = blocks_for(num_positions, self.block_size)
         others = blocks_for(self.num_speculative_tokens, self.block_size) + 2
-        return sum(min(blocks_for(window, self.block_size) + others, total) for window in self.windows)
+        return [min(blocks_for(window, self.block_size) + others, total) for window in self.windows]
 
     def max_blocks(self, num_positions: int) -> int:
         """Return the most blocks that a sequence with K/V of so many positions needs, in all groups."""
-        return blocks_for(num_positions, self.block_size) + self.window_blocks(num_positions)
+        return blocks_for(num_positions, self.block_size) + sum(self.window_blocks(num_positions))
 
     def _check_windows(self) -> None:
-        combines = not (self.host_caching or self.pinned_share)
         _require(
-            combines or not self.windows,
-            "Layers with sliding windows are cached in the pool only; leave out pins and the cache in host memory.",
+            not (self.host_caching and self.windows),
+            "Layers with sliding windows are cached in the pool only; leave out the cache in host memory.",
         )
         for window in self.windows:
             _require(window >= 1, f"A window is {window} tokens; it must be at least 1.")

@@ -59,7 +59,9 @@ class SequenceKV:
     chain: list[bytes]  # names, see prefix_cache.py; an empty root keeps the sequence out of the cache
     is_cacheable: bool = True
     blocks: list[int] = field(default_factory=list)
-    window_tables: Seq[list[int]] = ()  # one more table for each group of layers with sliding windows, see groups.py
+    window_tables: list[list[int]] = field(
+        default_factory=list
+    )  # one more table for each group of layers with sliding windows, see groups.py
     num_owed: int = 0  # blocks that its window tables may still need before its known tokens are computed
     slots: list[int] = field(default_factory=list)  # runner rows: one, or one a choice until the prompt is computed
     num_published: int = 0  # blocks that the prefix cache was shown
@@ -82,8 +84,8 @@ class SequenceKV:
 
     def clear(self) -> None:
         """Forget the blocks; the caller frees them."""
-        self.blocks, self.window_tables, self.slots = [], (), []
-        self.num_published = self.writable_until = self.num_owed = 0
+        self.blocks, self.window_tables, self.slots = [], [], []
+        self.num_published = self.writable_until = 0
         self.next_publish = self.block_size if self.is_cacheable else NEVER
         self.shares_tail = False
 

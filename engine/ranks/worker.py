@@ -32,6 +32,7 @@ from engine.runtime.parallel.exchange import least
 from engine.runtime.parallel.group import Group, open_group
 from engine.runtime.parallel.ring import RingReader
 from engine.runtime.pool.batch import DecodeRows, Packet, PacketBuffers, scored_portions
+from engine.runtime.pool.groups import regroup
 from engine.runtime.pool.kv_cache import KVCache, resolve_kv_dtype
 from engine.settings.engine_config import EngineConfig
 
@@ -123,6 +124,7 @@ class Worker:
             block_size=sizes.block_size,
             dtype=self._dtype,
             device=self._device,
+            groups=regroup(self._model.attention_specs, sizes.windows),
         )
         self._buffers = PacketBuffers(sizes, self._device)
         self._last_ids = torch.zeros(sizes.max_num_seqs + 1, dtype=torch.int64, device=self._device)
@@ -132,7 +134,7 @@ class Worker:
         from engine.runtime.execution.decode_graphs import DecodeGraphs
 
         assert self._cache is not None
-        self._graphs = DecodeGraphs(self._model, self._backend, self._cache, self._sizes, self._last_ids, self._group)
+        self._graphs = DecodeGraphs(self._model, self._cache, self._sizes, self._last_ids, self._group)
         self._graphs.capture(_ignore)
 
     def _compute(self, packet: Packet) -> None:
@@ -140,7 +142,7 @@ class Worker:
         model, cache = self._model, self._cache
         assert cache is not None
         batch = self._buffers.to_batch(self._buffers.fill(packet), self._last_ids)
-        self._backend.prepare(batch)
+        cache.prepare(batch)
         hidden = model.forward(batch.ids, batch.positions, cache, None if packet.keeps_all else batch.sample_rows)
         for rows in packet.scored:
             for portion in scored_portions(hidden, rows, model.vocab_size):

@@ -10,6 +10,7 @@ import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,7 @@ from engine.runtime.native.backed_memory import BackedMemory
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.parallel.group import SINGLE
 from engine.runtime.pool import kv_cache
+from engine.runtime.pool.groups import LayerGroups, group_layers, one_group
 from engine.runtime.pool.kv_cache import (
     KVCache,
     PoolBudget,
@@ -99,7 +101,7 @@ def check_foreign(config: EngineConfig) -> None:
     read_foreign_config(path, config.hf_overrides)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Parts:
     """The parts that the KV pool is sized for and shared by."""
 
@@ -127,10 +129,26 @@ class _Parts:
         """Return the number format of the pool."""
         return resolve_kv_dtype(self.config.kv_cache_dtype, self.model.dtype, self.attention_specs)
 
-    def bytes_per_block(self, block_size: int) -> int:
+    @cached_property
+    def groups(self) -> LayerGroups:
+        """Return the groups of layers; one where something reads K/V of all layers behind their windows."""
+        specs, config = self.attention_specs, self.config
+        is_read = config.kv_offload_gib > 0 or self.content is not None  # by blocks of a prompt, wherever they end
+        if is_read or self._drafts_bytes or load_backend(config.attention_backend, self.device).needs_whole_contexts:
+            return one_group(len(specs))
+        num_heads = 0 if self.head is None else len(self.head.attention_specs)
+        return group_layers(specs, config.max_model_len or self.model.max_model_len, num_heads)
+
+    @property
+    def _drafts_bytes(self) -> int:
+        """Return the bytes of a block in a draft model's own pool."""
+        return self.speculation.bytes_per_block(self.config.block_size) if self.speculation else 0
+
+    @property
+    def bytes_per_block(self) -> int:
         """Return the bytes of a block of the pool, with the draft model's."""
-        drafts = self.speculation.bytes_per_block(block_size) if self.speculation else 0
-        return block_bytes(self.attention_specs, block_size, self.kv_dtype) + drafts
+        specs = [self.attention_specs[layer] for layer in self.groups.layers_at]
+        return block_bytes(specs, self.config.block_size, self.kv_dtype) + self._drafts_bytes
 
     def make_runner(self, settings: SchedulerConfig) -> ModelRunner:
         """Return a runner with a new pool."""
@@ -142,6 +160,7 @@ class _Parts:
             block_size=settings.block_size,
             dtype=self.kv_dtype,
             device=self.device,
+            groups=self.groups,
         )
         self.ranks.configure(settings)
         return ModelRunner(self.model, backend, kv_cache, settings, self.device, self.head, self.ranks)
@@ -289,19 +308,25 @@ def _scheduler_config(parts: _Parts) -> SchedulerConfig:
         target_itl_s=_seconds(config.target_itl_ms),
         target_ttft_s=_seconds(config.target_ttft_ms),
         num_speculative_tokens=speculation.asked.num_speculative_tokens if speculation else 0,
+        windows=parts.groups.windows,
     )
 
 
 def _fit_pool(parts: _Parts, settings: SchedulerConfig, budget: PoolBudget) -> SchedulerConfig:
     """Return the settings with the blocks that the budget holds, and the context that they hold."""
     config, model, report = parts.config, parts.model, parts.report
-    bytes_per_block = parts.bytes_per_block(settings.block_size)
+    bytes_per_block, size = parts.bytes_per_block, settings.block_size
     if budget.account:
         report(Progress("memory", budget.account))
-    size = fit_pool(
-        budget, bytes_per_block, settings.block_size, model_len=model.max_model_len, asked_len=config.max_model_len
+    num_blocks, max_model_len = fit_pool(
+        budget,
+        bytes_per_block,
+        size,
+        settings.max_blocks,
+        model_len=model.max_model_len,
+        asked_len=config.max_model_len,
     )
-    settings = replace(settings, num_blocks=size.num_blocks, max_model_len=size.max_model_len)
+    settings = replace(settings, num_blocks=num_blocks, max_model_len=max_model_len)
     report(Progress("kv_pool", _describe(config.max_model_len, settings, bytes_per_block, model)))
     return settings
 
@@ -309,7 +334,8 @@ def _fit_pool(parts: _Parts, settings: SchedulerConfig, budget: PoolBudget) -> S
 def _queue_limits(config: EngineConfig, settings: SchedulerConfig) -> QueueLimits:
     return QueueLimits(
         config.max_num_queued_reqs or _MAX_QUEUED_REQUESTS,
-        config.max_num_queued_tokens or _MAX_QUEUED_POOLS * settings.num_blocks * settings.block_size,
+        config.max_num_queued_tokens
+        or _MAX_QUEUED_POOLS * settings.num_blocks * settings.block_size // settings.num_groups,
     )
 
 
@@ -396,11 +422,11 @@ def _pool_budget(parts: _Parts, settings: SchedulerConfig, adapter_bytes: int) -
     if config.kv_cache_memory_bytes is not None:
         return PoolBudget(config.kv_cache_memory_bytes)
     if config.num_gpu_blocks_override is not None:
-        return PoolBudget(config.num_gpu_blocks_override * parts.bytes_per_block(settings.block_size))
+        return PoolBudget(config.num_gpu_blocks_override * parts.bytes_per_block)
     if device.type == "cpu":
-        useful_blocks = settings.max_num_seqs * -(-settings.max_model_len // settings.block_size)
+        useful_blocks = settings.max_num_seqs * settings.max_blocks(settings.max_model_len)
         own_budget = default_cpu_budget() // config.tensor_parallel_size  # the ranks share one memory
-        return PoolBudget(min(own_budget, useful_blocks * parts.bytes_per_block(settings.block_size)))
+        return PoolBudget(min(own_budget, useful_blocks * parts.bytes_per_block))
     room = free_share(device, config.gpu_memory_utilization)
     shortfall = room - parts.ranks.least_room(room)
     memory = measure_memory(
@@ -408,7 +434,7 @@ def _pool_budget(parts: _Parts, settings: SchedulerConfig, adapter_bytes: int) -
         settings,
         device,
         share=config.gpu_memory_utilization,
-        num_tensors=2 * len(parts.attention_specs),
+        num_tensors=2 * len(parts.groups.layers_at),
         vocab_size=model.vocab_size,
         captures=parts.captures,
     )._replace(shortfall=shortfall)
@@ -485,7 +511,8 @@ def _describe(asked_len: int | None, config: SchedulerConfig, bytes_per_block: i
     if is_shorter:
         why.append(f"the model's own limit is {model.max_model_len}")
     reason = f" ({'; '.join(why)})" if why else ""
+    groups = f" in one of {config.num_groups} groups of layers" if config.windows else ""
     return (
-        f"{config.num_blocks} blocks of {config.block_size} tokens, {size}; "
+        f"{config.num_blocks} blocks of {config.block_size} tokens{groups}, {size}; "
         f"contexts up to {config.max_model_len} tokens{reason}"
     )

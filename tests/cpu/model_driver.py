@@ -15,6 +15,7 @@ from engine.runtime.attention.table import load_backend
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.base import CausalLM, LayerAttention
+from engine.runtime.pool.groups import group_layers
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.speculation.heads import Head
 from tests.cpu.dense_attention import DenseAttention
@@ -43,13 +44,16 @@ def make_runner(
     head: Head | None = None,
 ) -> ModelRunner:
     backend = load_backend(backend_name, device)
+    drafting = () if head is None else head.attention_specs
+    specs = [*model.attention_specs, *drafting]
     pool = KVCache(
-        [*model.attention_specs, *(() if head is None else head.attention_specs)],
+        specs,
         backend,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         dtype=kv_dtype or model.dtype,
         device=device,
+        groups=group_layers(specs, config.max_model_len, len(drafting)) if config.windows else None,
     )
     runner = ModelRunner(model, backend, pool, config, device, head)
     if runner.heads is not None:
@@ -115,9 +119,11 @@ class TinyModel:
 
     vocab_size, max_model_len, dtype = 61, 256, torch.float32
 
-    def __init__(self, poison: int | None = None, device: torch.device = CPU) -> None:
+    def __init__(
+        self, poison: int | None = None, device: torch.device = CPU, windows: Sequence[int | None] = (None, 24)
+    ) -> None:
         generator = torch.Generator().manual_seed(17)
-        self.attention_specs = [AttentionSpec(4, 2, 8, 0.35), AttentionSpec(4, 2, 8, 0.35, window=24)]
+        self.attention_specs = [AttentionSpec(4, 2, 8, 0.35, window=window) for window in windows]
         self._embedding = torch.randn(self.vocab_size, 32, generator=generator)
         self._weights = [torch.randn(32, 64, generator=generator) / 4 for _ in self.attention_specs]
         self._poison = poison  # an id whose embedding is NaN

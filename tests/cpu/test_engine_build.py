@@ -6,6 +6,7 @@ import json
 import queue
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from engine.core.config import DraftCosts, SchedulerConfig
 from engine.core.errors import AdapterConflictError, ConfigError, MemoryBudgetError, ModelLoadError
+from engine.core.page_table import blocks_for
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.types import FinishReason, Progress, Request, SamplingParams, StepEvents
 from engine.loop import Engine
@@ -28,6 +30,8 @@ from engine.startup.build import _Parts, _pool_budget, build_engine
 from tests.cpu import test_models_families
 from tests.cpu.lora_folders import save_adapter
 from tests.patience import PATIENCE_S
+
+in_blocks = partial(blocks_for, block_size=16)
 
 GIB = 1 << 30
 FREE_DRAFTS = DraftCosts(plain=((1, 1.0),), checking=((1, 1.0),), drafting=((1, 0.0),))
@@ -109,7 +113,7 @@ def test_what_was_asked_for_is_done(folder: str) -> None:
     )
     assert (engine._depth, engine._overload._limits) == (1, QueueLimits(5, 77))
     assert isinstance(engine._runner, ModelRunner)
-    assert isinstance(engine._runner._backend, ReferenceAttention)
+    assert isinstance(engine._runner._kv_cache._backends[0], ReferenceAttention)
 
 
 def test_one_batch_limit_yields_to_the_other(folder: str) -> None:
@@ -184,9 +188,9 @@ def test_on_a_gpu_the_pool_is_what_was_measured_and_a_refusal_says_where_the_res
     model, device = engine._runner._model, torch.device("cuda")
     budget = _pool_budget(_Parts(config, lambda _: None, device, model, captures=True), engine.config, 0)  # type: ignore[arg-type]
     assert budget.num_bytes == GIB // 16
-    assert fit_pool(budget, GIB // 64, 16, model_len=512, asked_len=None) == PoolSize(4, 64)
+    assert fit_pool(budget, GIB // 64, 16, in_blocks, model_len=512, asked_len=None) == PoolSize(4, 64)
     with pytest.raises(MemoryBudgetError) as refused:
-        fit_pool(budget, GIB // 64, 16, model_len=512, asked_len=100)
+        fit_pool(budget, GIB // 64, 16, in_blocks, model_len=512, asked_len=100)
     assert str(refused.value) == (
         "--max-model-len is 100, which needs 7 blocks of K/V (112.0 MiB), and the KV pool's 4 blocks hold 64 tokens (of 1.00 "
         "GiB, 0.50 may be used: weights 0.12, a full step 0.12, CUDA graphs 0.06, other processes and CUDA itself 0.12, which "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from engine.core.errors import ConfigError, MemoryBudgetError
+from engine.core.page_table import blocks_for
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.pool import kv_cache
@@ -20,6 +23,8 @@ from engine.runtime.pool.kv_cache import (
     resolve_kv_dtype,
 )
 from engine.runtime.transports import pinned
+
+in_blocks = partial(blocks_for, block_size=16)
 
 CPU = torch.device("cpu")
 
@@ -92,12 +97,12 @@ def test_the_kv_dtype_that_is_asked_for() -> None:
 
 
 def test_the_budget_is_used_up() -> None:
-    assert fit_pool(PoolBudget(1000), 90, 16, model_len=64, asked_len=None) == PoolSize(11, 64)
-    assert fit_pool(PoolBudget(1000), 90, 16, model_len=64, asked_len=50) == PoolSize(11, 50)
+    assert fit_pool(PoolBudget(1000), 90, 16, in_blocks, model_len=64, asked_len=None) == PoolSize(11, 64)
+    assert fit_pool(PoolBudget(1000), 90, 16, in_blocks, model_len=64, asked_len=50) == PoolSize(11, 50)
 
 
 def test_a_length_nobody_asked_for_is_lowered() -> None:
-    assert fit_pool(PoolBudget(1000), 90, 16, model_len=8192, asked_len=None) == PoolSize(11, 176)
+    assert fit_pool(PoolBudget(1000), 90, 16, in_blocks, model_len=8192, asked_len=None) == PoolSize(11, 176)
 
 
 def test_a_length_that_was_asked_for_is_refused_with_the_largest_that_fits() -> None:
@@ -107,7 +112,7 @@ def test_a_length_that_was_asked_for_is_refused_with_the_largest_that_fits() -> 
         match=r"--max-model-len is 177, which needs 12 blocks .*\(12\.0 MiB\), .* 11 blocks hold 176 tokens "
         r"\(weights take the rest\); set it to at most 176, or to auto .*, or pay more",
     ):
-        fit_pool(budget, 1 << 20, 16, model_len=8192, asked_len=177)
+        fit_pool(budget, 1 << 20, 16, in_blocks, model_len=8192, asked_len=177)
 
 
 @pytest.mark.parametrize("budget", [89 << 20, 0, -5])
@@ -115,7 +120,7 @@ def test_less_than_a_block_is_an_error(budget: int) -> None:
     with pytest.raises(
         MemoryBudgetError, match=r"one block of 16 tokens needs 90\.0 MiB; raise --kv-cache-memory-bytes"
     ):
-        fit_pool(PoolBudget(budget), 90 << 20, 16, model_len=64, asked_len=None)
+        fit_pool(PoolBudget(budget), 90 << 20, 16, in_blocks, model_len=64, asked_len=None)
 
 
 def test_more_than_there_is_is_an_error() -> None:

@@ -26,13 +26,37 @@ from engine.core.page_table import NO_BLOCK
 class WindowGroup(BlockIndex):
     """The blocks of one group: cached under their names, or held by tables."""
 
-    __slots__ = ("_block_size", "_resumed", "_window")
+    __slots__ = ("_block_size", "_kept", "_resumed", "_window")
 
     def __init__(self, window: int, cache: PrefixCache) -> None:
         """The pool is that of the layers with full attention."""
         super().__init__(cache.pool.num_blocks, pool=cache.pool)
         self._window, self._block_size = window, cache.block_size
         self._resumed = set[int]()  # blocks that a sequence has resumed from
+        self._kept = set[bytes]()  # contents that pinned prefixes are resumed from
+
+    def put(self, name: bytes, block: int) -> None:
+        """Make a held block findable; no other block has this content."""
+        super().put(name, block)
+        if name in self._kept:
+            self.pool.pin(block)
+
+    def keep(self, chain: Seq[bytes], index: int, num_tokens: int) -> None:
+        """Pin block `index` of a pinned prefix of so many tokens, if the prefix is resumed from it."""
+        num_blocks = num_tokens // self._block_size
+        if self._first_read(num_blocks * self._block_size) <= index < num_blocks:
+            self._kept.add(chain[index + 1])
+            self.pin(chain[index + 1])
+
+    def pin(self, name: bytes) -> None:
+        """Evict this content last, if it is here and a pinned prefix is resumed from it."""
+        if name in self._kept:
+            super().pin(name)
+
+    def unpin(self, name: bytes) -> None:
+        """Treat this content like any other."""
+        self._kept.discard(name)
+        super().unpin(name)
 
     def _first_read(self, position: int) -> int:
         """Return the index of the first block that computing a position reads."""
@@ -91,10 +115,10 @@ class WindowGroup(BlockIndex):
             else:
                 self.pool.pass_by(block)
 
-    def cut(self, table: list[int], num_blocks: int) -> None:
-        """Free the blocks behind the first `num_blocks`."""
+    def cut(self, table: list[int], num_blocks: int) -> list[int]:
+        """Return a new table of the first `num_blocks`, and free those behind; a runner compares tables by identity."""
         self.free(table[num_blocks:])
-        del table[num_blocks:]
+        return table[:num_blocks]
 
     def hold(self, table: Iterable[int]) -> None:
         """Add a holder to the blocks of a table."""

@@ -10,6 +10,7 @@ groups: those of its prompt in the first group are allocated when it is admitted
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
@@ -35,7 +36,7 @@ class KVCacheManager:
         self._max_num_seqs = config.max_num_seqs
         self._caching, self._has_host = config.enable_prefix_caching, config.num_host_blocks > 0
         max_pinned = int(config.num_blocks * config.pinned_share)
-        self._pins = Pins(stats, max_pinned)
+        self._pins = Pins(stats, max_pinned // config.num_groups)
         self.tiers = Tiers(config, stats, self._pins, times)
         self._listener = self.tiers if config.host_caching else None
         self._imports: dict[PrefixImport, None] = {}
@@ -48,7 +49,7 @@ class KVCacheManager:
         self._windows = [WindowGroup(window, self._cache) for window in config.windows]
         self._config, self._num_groups = config, config.num_groups
         self._num_owed = 0  # of all sequences, see SequenceKV
-        self._pins.targets.append(self._cache)
+        self._pins.targets += (self._cache, *self._windows)
         self.contents = self._watch(config) if config.kv_events else None
 
     def _watch(self, config: SchedulerConfig) -> Contents:
@@ -100,8 +101,8 @@ class KVCacheManager:
             missing += self._begin_windows(seq, len(hits), ticket)
         if pool.num_available < missing:
             pool.free(*reversed(hits))
-            seq.kv.window_tables = ()
-            self._owe(seq, 0)
+            seq.kv.window_tables = []
+            self._owe(seq)
             return None
         hosts, loads = list[int](), list[tuple[int, int]]()
         num_loaded = len(hits) * size  # positions, with those before
@@ -137,7 +138,7 @@ class KVCacheManager:
             seq.kv.window_tables = [group.window_at(seq.kv.chain, num_hits) for group in self._windows]
         else:
             seq.kv.window_tables = [list[int]() for _ in self._windows]
-        self._owe(seq, self._num_owed_by(seq))
+        self._owe(seq)
         hits = [block for table in seq.kv.window_tables for block in table if block != NO_BLOCK]
         return self._num_owed + sum([not self.pool.is_held(block) for block in hits])
 
@@ -150,17 +151,22 @@ class KVCacheManager:
                 if host != NO_BLOCK:
                     self.tiers.host.pool.fork(host)
                     loads.append((host, table[-1]))
-        self._owe(seq, self._num_owed_by(seq))
+        self._owe(seq)
         return loads
 
-    def _num_owed_by(self, seq: Sequence) -> int:
-        """Return how many blocks the windows of a sequence may still need while its known tokens are computed."""
-        num_held = sum(len(table) - table.count(NO_BLOCK) for table in seq.kv.window_tables)
-        return max(self._config.window_blocks(len(seq.tokens)) - num_held, 0)
+    def _owed_by(self, seq: Sequence) -> list[int]:
+        """Return how many blocks each window of a sequence may still need while its known tokens are computed."""
+        num_blocks = max(blocks_for(len(seq.tokens), self.block_size), len(seq.kv.blocks))
+        if len(seq.kv.window_tables[0]) >= num_blocks:
+            return [0] * len(self._windows)
+        held = [len(table) - table.count(NO_BLOCK) for table in seq.kv.window_tables]
+        return [max(a - b, 0) for a, b in zip(self._config.window_blocks(len(seq.tokens)), held, strict=True)]
 
-    def _owe(self, seq: Sequence, num_blocks: int) -> None:
-        self._num_owed += num_blocks - seq.kv.num_owed
-        seq.kv.num_owed = num_blocks
+    def _owe(self, seq: Sequence) -> None:
+        """Bring up to date how many blocks the windows of a sequence may still need."""
+        num_owed = sum(self._owed_by(seq)) if seq.kv.window_tables else 0
+        self._num_owed += num_owed - seq.kv.num_owed
+        seq.kv.num_owed = num_owed
 
     def prefetch(self, seq: Sequence, now: float) -> bool:
         """Start loading blocks that only a store has; returns whether to park the sequence."""
@@ -194,7 +200,9 @@ class KVCacheManager:
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """Return the shortest prefix of victims that frees enough for a sequence; none if all do not."""
         num_slots, num_blocks, found = len(self._slots), self.pool.num_available, list[Sequence]()
-        needed = self._config.max_blocks(len(seq.tokens)) + num_reserved * self._num_groups + seq.headroom + self._num_owed
+        needed = (
+            self._config.max_blocks(len(seq.tokens)) + num_reserved * self._num_groups + seq.headroom + self._num_owed
+        )
         for victim in victims:
             found.append(victim)
             num_slots += len(victim.kv.slots)
@@ -209,7 +217,12 @@ class KVCacheManager:
         """Return the position up to which the available blocks let a prompt be computed."""
         if not self._windows:
             return len(seq.tokens)
-        num_blocks = len(seq.kv.window_tables[0]) + self.pool.num_available // len(self._windows)
+        # What a chunk takes beyond what is kept for the sequence must not be kept for others, or for its later chunks.
+        num_available, owed = self.pool.num_available, self._owed_by(seq)
+        ahead = range(1, num_available // len(self._windows) + 1)
+        num_spare = max(num_available - self._num_owed, 0)
+        num_blocks = len(seq.kv.window_tables[0])
+        num_blocks += bisect_right(ahead, num_spare, key=lambda num: sum([max(num - each, 0) for each in owed]))
         # From the prompt's end on, `extend` keeps all tables of a sequence equally long.
         most = len(seq.tokens) - (num_blocks < len(seq.kv.blocks))
         return min(num_blocks * self.block_size, most)
@@ -221,15 +234,15 @@ class KVCacheManager:
             num_blocks = len(seq.kv.blocks) if is_end else blocks_for(stop, self.block_size)
             for group, table in self._window_tables(seq):
                 group.grow(table, num_blocks)
-            self._owe(seq, 0 if is_end else self._num_owed_by(seq))
+            self._owe(seq)
 
     def _window_tables(self, seq: Sequence) -> Iterable[tuple[WindowGroup, list[int]]]:
         """Return the groups with windows and a sequence's tables in them; nothing if it holds no blocks."""
         return zip(self._windows, seq.kv.window_tables, strict=False)
 
     def has_blocks_for(self, num_sequences: int) -> bool:
-        """Return whether so many sequences can each be extended by a block."""
-        return self.pool.num_available >= num_sequences * self._num_groups
+        """Return whether so many sequences can each be extended by a block of each group."""
+        return self.pool.num_available - self._num_owed >= num_sequences * self._num_groups
 
     def extend(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
         """Give a sequence a block of each group for its next position; False if there is none."""
@@ -341,6 +354,8 @@ class KVCacheManager:
             seq.kv.num_published = full
         for group, table in self._window_tables(seq):
             group.slide(table, seq.num_computed)
+        if self._windows:
+            self._owe(seq)
         due = (full + 1) * self.block_size
         # An answer is published at its end, but block by block if there are lower tiers, which need names, or windows.
         is_due = due <= seq.num_prompt or self._listener is not None or self._windows
@@ -359,6 +374,9 @@ class KVCacheManager:
             until = request.arrival_s + seconds
             if not self._pins.keep(seq.kv.chain, index, until):
                 return
+            for group in self._windows:
+                for pin in request.pins:
+                    group.keep(seq.kv.chain, index, pin.num_tokens)
             seq.kv.num_pinned = max(seq.kv.num_pinned, (index + 1) * size)
 
     def leave(self, seq: Sequence) -> None:
@@ -377,8 +395,8 @@ class KVCacheManager:
         self.leave(seq)
         self._slots += reversed(seq.kv.slots)
         self._free_all(seq)
-        self._owe(seq, 0)
         seq.reset()
+        self._owe(seq)
 
     # -- preempted sequences -----------------------------------------------------------------------------------------
 
@@ -420,9 +438,9 @@ class KVCacheManager:
         self.tiers.settle(step, is_done=False)
         if self._windows:
             for piece, seq in zip(step.slices, step.sequences, strict=True):
-                for group, table in self._window_tables(seq):
-                    group.cut(table, blocks_for(piece.start, self.block_size))
-                self._owe(seq, self._num_owed_by(seq) if seq.kv.window_tables else 0)
+                for index, (group, table) in enumerate(self._window_tables(seq)):
+                    seq.kv.window_tables[index] = group.cut(table, blocks_for(piece.start, self.block_size))
+                self._owe(seq)
 
     def dropped(self, step: InFlightStep) -> None:
         """Note that a step was not launched, because it became empty."""

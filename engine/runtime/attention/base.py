@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,13 +27,20 @@ class Batch:
     ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     kv_slots: Tensor  # [T] int64, block * block_size + offset: where each token's K and V go
-    block_tables: Tensor  # [S, widest] int32; entries after a context's blocks are undefined
+    block_tables: (
+        Tensor  # [S, widest] int32; entries after a context's blocks, and before a group's windows, are undefined
+    )
     query_starts: Tensor  # [S + 1] int32, slice s owns tokens query_starts[s] .. query_starts[s + 1] - 1
     context_lens: Tensor  # [S] int32, positions visible to the slice's last token, itself included
     sample_rows: Tensor  # [R] int64, the tokens whose hidden state goes through the LM head
     query_lens_host: Sequence[int]
     context_lens_host: Sequence[int]
     block_tables_host: Sequence[Sequence[int]]
+    others: Sequence[Batch] = ()  # the same tokens in each further group of layers, with other slots and tables
+
+    def of_group(self, kv_slots: Tensor, tables: Tensor, tables_host: Sequence[Sequence[int]]) -> Batch:
+        """Return the same tokens with the slots and tables of another group."""
+        return replace(self, kv_slots=kv_slots, block_tables=tables, block_tables_host=tables_host, others=())
 
 
 class Rotation(NamedTuple):
@@ -50,7 +57,7 @@ class BackendCapabilities:
 
     graphs: bool = False  # may be captured in a CUDA graph once prepared
     rotates: bool = False  # norms, rotates and stores in one pass: `rotate_and_attend`
-    native: bool = False  # the native library attends by itself: `paged_step`
+    native: bool = False  # the native library attends by itself: `paged_layer`
     interleaves: bool = False  # its tensors need not be contiguous, so a block of all layers can lie together
 
 
@@ -89,6 +96,15 @@ class AttentionBackend(ABC):
         """Attend from the projection: qkv [T, query, key and value heads, head_dim]."""
         raise NotImplementedError
 
-    def paged_step(self, specs: Sequence[AttentionSpec], keys: Sequence[Tensor], values: Sequence[Tensor]) -> Any:
-        """Return the PagedStep of the native library: the pool of all layers and the step."""
+    def paged_layer(self, spec: AttentionSpec, k_pool: Tensor, v_pool: Tensor) -> Any:
+        """Return the PagedLayer of the native library: a layer's pool and the step."""
         raise NotImplementedError
+
+    @property
+    def needs_whole_contexts(self) -> bool:
+        """Return whether blocks before a layer's window have to be there, beyond those that begin TILE_KEYS before it."""
+        return False
+
+    def another(self) -> AttentionBackend:
+        """Return a backend like this one, for the batch of another group of layers."""
+        return type(self)()

@@ -6,15 +6,13 @@ library reads or writes it. Engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
 from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
-from engine.runtime.native.decoder import PagedStep
+from engine.runtime.native.decoder import PagedLayer
 from engine.runtime.native.library import DTYPES, AttendArgs, Pool, StoreArgs, native
 
 
@@ -35,10 +33,9 @@ class CpuNativeAttention(AttentionBackend):
         if odd is not None:
             raise ConfigError(f"--attention-backend 'cpu_native' needs an even head_dim, not {odd}; use 'cpu'.")
 
-    def paged_step(self, specs: Sequence[AttentionSpec], keys: Sequence[Tensor], values: Sequence[Tensor]) -> PagedStep:
-        """Return all layers, for a forward pass that is one call."""
-        pools = [_pool_of(*layer) for layer in zip(specs, keys, values, strict=True)]
-        return PagedStep(pools, self._store, self._attend)
+    def paged_layer(self, spec: AttentionSpec, k_pool: Tensor, v_pool: Tensor) -> PagedLayer:
+        """Return a layer, for a forward pass that is one call."""
+        return PagedLayer(_pool_of(spec, k_pool, v_pool), self._store, self._attend)
 
     def prepare(self, batch: Batch) -> None:
         """Point the arguments that all layers share at the step's index tensors."""

@@ -53,12 +53,14 @@ class ReferenceAttention(AttentionBackend):
         for num_queries, context, table in zip(
             batch.query_lens_host, batch.context_lens_host, batch.block_tables_host, strict=True
         ):
-            num_blocks = -(-context // k_pool.shape[1])
-            blocks = torch.tensor(table[:num_blocks], device=q.device)
+            size, start = k_pool.shape[1], context - num_queries
+            first = 0 if spec.window is None else max(start - spec.window + 1, 0) // size  # block
+            num_keys, num_blocks = context - first * size, -(-context // size)
+            blocks = torch.tensor(table[first:num_blocks], device=q.device)
             pools = (k_pool, v_pool)[: spec.num_pools]
-            keys, *rest = (from_pool(pool[blocks].flatten(0, 1)[:context], q.dtype, spec.value_dim) for pool in pools)
+            keys, *rest = (from_pool(pool[blocks].flatten(0, 1)[:num_keys], q.dtype, spec.value_dim) for pool in pools)
             values = rest[0] if rest else keys[..., : spec.out_dim]
             queries = q[row : row + num_queries]
-            pieces.append(dense_attention(spec, queries, keys, values, context - num_queries))
+            pieces.append(dense_attention(spec, queries, keys, values, num_keys - num_queries))
             row += num_queries
         return torch.cat(pieces)

@@ -113,6 +113,16 @@ class TritonPagedAttention(AttentionBackend):
             check_library(self._library, spec, dtype, block_size, device)
             self._checked.add(kind)
 
+    @property
+    def needs_whole_contexts(self) -> bool:
+        """Return whether a library reads the pool: how far it reads is not documented."""
+        return self._library is not None
+
+    def another(self) -> TritonPagedAttention:
+        """Return a backend with the same tunings."""
+        assert self._library is None
+        return TritonPagedAttention(self._tuning, None, self._latent_tuning)
+
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Block-major."""
         return block_major_shape(spec, num_blocks, block_size)

@@ -23,7 +23,6 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.step import StepPlan
 from engine.core.types import Progress, ReportProgress
-from engine.runtime.attention.base import AttentionBackend
 from engine.runtime.cuda.sampling import sample
 from engine.runtime.execution.decode_inputs import DecodeInputs, longest_context
 from engine.runtime.models.base import CausalLM
@@ -75,7 +74,6 @@ class DecodeGraphs:
     def __init__(
         self,
         model: CausalLM,
-        backend: AttentionBackend,
         kv_cache: KVCache,
         config: SchedulerConfig,
         last_ids: Tensor,
@@ -83,7 +81,7 @@ class DecodeGraphs:
     ) -> None:
         """`last_ids` [max_num_seqs + 1] int64 is the runner's; its last slot is for padding."""
         self._group = group
-        self._model, self._backend, self._kv_cache, self._last_ids = model, backend, kv_cache, last_ids
+        self._model, self._kv_cache, self._last_ids = model, kv_cache, last_ids
         self._inputs = DecodeInputs(config, last_ids.device)
         self._sets = [_GraphSet(min(_PLANNED_CONTEXT, config.max_model_len), graph_sizes(config.max_num_seqs), {})]
         if config.max_model_len > _PLANNED_CONTEXT:
@@ -146,7 +144,7 @@ class DecodeGraphs:
 
     def _compute(self, num_rows: int, max_context: int) -> Outputs:
         batch, draws, slots = self._inputs.compute(num_rows, max_context, self._last_ids)
-        self._backend.prepare(batch)
+        self._kv_cache.prepare(batch)
         hidden = self._model.forward(batch.ids, batch.positions, self._kv_cache)
         logits = self._model.logits(hidden, self._logits[:num_rows])
         # The three launches for top_k and top_p are in every graph, also for rows without them: two graphs of each size

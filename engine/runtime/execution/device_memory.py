@@ -91,7 +91,7 @@ def other_steps(config: SchedulerConfig) -> list[StepPlan]:
     for num, temperature in ((8, 0.0), (128, 1.0)):
         length = min(num, context, config.max_num_batched_tokens)
         params = SamplingParams(max_tokens=1, temperature=temperature)
-        plans.append(StepPlan(0, [synthetic_slice(0, context, length, table, params)], [], length, 1))
+        plans.append(StepPlan(0, [synthetic_slice(config, 0, context, length, table, params)], [], length, 1))
     return plans
 
 

@@ -2,7 +2,7 @@
 
 a step              longs, scored rows and ints of its Packet
 a captured step     fields and grown tables of its DecodeRows
-copies, new sizes   pairs of blocks; sizes are in the head
+copies, new sizes   pairs of blocks; windows, and sizes in the head
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engine.core.config import SchedulerConfig
 from engine.runtime.pool.batch import DecodeRows, Packet
 
-_NUM_HEADS = 8
+_NUM_HEADS = 9
 # What a forward pass depends on; the rest is the scheduler's.
 _SIZES = ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
@@ -51,7 +51,10 @@ def encode(message: RankMessage) -> list[NDArray[Any]]:
     if isinstance(message, Kind):
         return [_head(message)]
     if isinstance(message, SchedulerConfig):
-        return [_head(Kind.CONFIGURE, *(getattr(message, name) for name in _SIZES))]
+        return [
+            _head(Kind.CONFIGURE, *(getattr(message, name) for name in _SIZES)),
+            np.array(message.windows, np.int64),
+        ]
     if not isinstance(message, Step):
         return [_head(Kind.COPY), np.array(message, np.int64)]
     work, is_shared = message
@@ -59,7 +62,8 @@ def encode(message: RankMessage) -> list[NDArray[Any]]:
         return [_head(Kind.REPLAY, is_shared, *work.fields.shape), work.fields, work.grown]
     counts = work.num_slices, work.num_tokens, work.num_samples, len(work.longs), len(work.scored)
     scored = np.array(work.scored, np.int64)
-    return [_head(Kind.STEP, is_shared, *counts, work.keeps_all), work.longs, scored, work.ints]
+    keeps_all, num_groups = work.keeps_all, len(work.tables)
+    return [_head(Kind.STEP, is_shared, *counts, keeps_all, num_groups), work.longs, scored, work.ints]
 
 
 def _head(*numbers: int) -> NDArray[np.int64]:
@@ -80,7 +84,8 @@ def decode(message: memoryview) -> RankMessage:
     if kind is Kind.COPY:
         return _pairs(np.frombuffer(rest, np.int64))
     if kind is Kind.CONFIGURE:
-        return SchedulerConfig(**dict(zip(_SIZES, (is_shared, *counts), strict=False)))
+        windows = tuple(np.frombuffer(rest, np.int64).tolist())
+        return SchedulerConfig(**dict(zip(_SIZES, (is_shared, *counts), strict=False)), windows=windows)
     return kind
 
 
@@ -92,6 +97,7 @@ def _packet(
     num_longs: int,
     num_scored: int,
     keeps_all: int,
+    num_groups: int,
 ) -> Packet:
     longs = np.frombuffer(rest, np.int64, num_longs + 2 * num_scored)
     ints = np.frombuffer(rest, np.int32, offset=longs.nbytes)
@@ -106,7 +112,7 @@ def _packet(
         keeps_all=bool(keeps_all),
         query_lens=np.diff(starts).tolist(),
         contexts=contexts.tolist(),
-        tables=cast("Sequence[Sequence[int]]", tables.reshape(num_slices, -1)),
+        tables=cast("Sequence[Sequence[Sequence[int]]]", tables.reshape(num_groups, num_slices, -1)),
     )
 
 

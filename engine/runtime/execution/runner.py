@@ -145,7 +145,7 @@ class ModelRunner:
         """With a head, whose layers are the last of the pool, `heads` is its drafter and runs in every step.
 
         `ranks` compute the other parts of the model; this runner is the first rank's."""
-        self._model, self._backend, self._kv_cache, self._device = model, backend, kv_cache, device
+        self._model, self._kv_cache, self._device = model, kv_cache, device
         self._ranks = ranks
         self._batches = BatchBuilder(config, device)
         self._sampler = Sampler(device)
@@ -171,7 +171,7 @@ class ModelRunner:
 
         self._ranks.capture()
         group = self._ranks.group
-        graphs = DecodeGraphs(self._model, self._backend, self._kv_cache, self._config, self._last_ids, group)
+        graphs = DecodeGraphs(self._model, self._kv_cache, self._config, self._last_ids, group)
         graphs.capture(report)
         self._graphs = graphs
 
@@ -237,8 +237,9 @@ class ModelRunner:
         self._ranks.send(packet, draws=plan.num_samples > 0)
         batch = self._batches.to_batch(packet, self._last_ids)
         if self._kv_cache.headroom is not None:
-            self._num_used_blocks = max(self._num_used_blocks, int(batch.kv_slots.max()) // self._config.block_size + 1)
-        self._backend.prepare(batch)
+            last = max(int(each.kv_slots.max()) for each in (batch, *batch.others))
+            self._num_used_blocks = max(self._num_used_blocks, last // self._config.block_size + 1)
+        self._kv_cache.prepare(batch)
         heads = self.heads
         returns_all = packet.keeps_all or (heads is not None and heads.needs_all)
         streams = None if heads is None else heads.new_streams(batch.ids)
@@ -297,7 +298,7 @@ class ModelRunner:
             self._drafter.close()
         elif self.heads is not None:
             self.heads.close()
-        del self._model, self._backend, self._kv_cache
+        del self._model, self._kv_cache
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -347,18 +348,20 @@ def warm_up_plan(config: SchedulerConfig, num_seqs: int, num_tokens: int) -> Ste
         num_blocks = -(-length // config.block_size)
         table = [(block + i) % config.num_blocks for i in range(num_blocks)]
         block += num_blocks
-        slices.append(synthetic_slice(slot, length, length, table, params))
+        slices.append(synthetic_slice(config, slot, length, length, table, params))
     return StepPlan(0, slices, [], num_tokens, num_seqs)
 
 
 def synthetic_slice(
-    slot: int, context: int, num_tokens: int, table: Sequence[int], params: SamplingParams
+    config: SchedulerConfig, slot: int, context: int, num_tokens: int, table: Sequence[int], params: SamplingParams
 ) -> SequenceSlice:
-    """Return the last tokens of a prompt of zeros, which draws; K/V before them was never computed."""
-    samples = (Sample(slot, 0),)
-    return SequenceSlice(
-        slot, [0] * context, context, context - num_tokens, num_tokens, table, samples, params, -1, -1 - slot
-    )
+    """Return the last tokens of a prompt of zeros, which draws; K/V before them was never computed.
+
+    All groups of layers have the same table: they overwrite each other's blocks.
+    """
+    rest = table, (Sample(slot, 0),), params, -1, -1 - slot
+    windows = (table,) * len(config.windows)
+    return SequenceSlice(slot, [0] * context, context, context - num_tokens, num_tokens, *rest, window_tables=windows)
 
 
 def _to_host(logprobs: Logprobs) -> Logprobs:

@@ -173,11 +173,11 @@ static void rotate(const struct forward_args *f, const struct layer *layer, stru
 static int32_t store_and_attend(const struct forward_args *f, const struct layer *layer, const void *k, const void *v,
                                 int64_t kv_stride, const void *q, int64_t q_stride, void *out, int64_t rows) {
     const struct decoder *d = f->decoder;
-    struct store_args store = *f->store;
+    struct store_args store = *layer->store;
     store.num_tokens = rows;
     store.pool = layer->pool, store.k = k, store.v = v, store.k_stride = store.v_stride = kv_stride;
     quire_store(&store);
-    struct attend_args attend = *f->attend;
+    struct attend_args attend = *layer->attend;
     attend.pool = layer->pool, attend.q = q, attend.q_stride = q_stride, attend.out = out;
     attend.num_heads = d->num_heads, attend.sinks = layer->sinks, attend.window = layer->window;
     attend.scale = d->attention_scale, attend.softcap = d->softcap;

@@ -30,6 +30,8 @@ struct layer {
     const float *sinks;    /* [num_heads], see struct attend_args, or NULL */
     struct norm before_attention, after_attention, before_mlp, after_mlp, q, k; /* q, k: of latents, if there are any */
     struct pool pool;
+    const struct store_args *store;   /* the step's slots in the layer's group; pool, k and v are set for each layer */
+    const struct attend_args *attend; /* its slices, contexts and tables; the rest is set for each layer */
     int64_t window; /* 0: none */
     int64_t rotary; /* which, -1: none */
 };
@@ -52,8 +54,6 @@ struct decoder {
 /* One step: a flat batch in, the normed hidden states of some of its rows out. */
 struct forward_args {
     const struct decoder *decoder;
-    const struct store_args *store;   /* slots of the tokens; pool, k and v are set for each layer */
-    const struct attend_args *attend; /* slices, contexts and tables; the rest is set for each layer */
     const int64_t *ids, *positions;   /* [num_tokens] */
     const int64_t *rows;              /* [num_rows]; NULL: all */
     void *hidden;                     /* [num_rows, hidden] */

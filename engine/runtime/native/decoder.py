@@ -34,12 +34,15 @@ from engine.runtime.native.moe import Mixture
 
 
 @dataclass(frozen=True, slots=True)
-class PagedStep:
-    """The parts of the pool and the step that the library needs for attention."""
+class PagedLayer:
+    """The part of the pool, and of the step, that the library needs for a layer's attention."""
 
-    pools: Sequence[Pool]  # one a layer
-    store: StoreArgs
+    pool: Pool
+    store: StoreArgs  # the same objects in every step, and for all layers of a group
     attend: AttendArgs
+
+
+PagedStep = Sequence[PagedLayer]
 
 
 class Streams(NamedTuple):
@@ -129,8 +132,8 @@ class NativeDecoder:
         num_rows = len(ids) if rows is None else len(rows)
         hidden = torch.empty(num_rows, self._decoder.hidden, dtype=self._dtype)
         args = ForwardArgs(
-            addressof(self._decoder), addressof(step.store), addressof(step.attend), ids.data_ptr(),
-            positions.data_ptr(), None if rows is None else rows.data_ptr(), hidden.data_ptr(), len(ids), num_rows,
+            addressof(self._decoder), ids.data_ptr(), positions.data_ptr(), None if rows is None else rows.data_ptr(),
+            hidden.data_ptr(), len(ids), num_rows,
         )  # fmt: skip
         if adapters is not None:
             args.adapters = adapters
@@ -142,8 +145,8 @@ class NativeDecoder:
         return hidden
 
     def _bind(self, step: PagedStep) -> None:
-        for layer, pool in zip(self._layers, step.pools, strict=False):  # a head's layers follow in the pool
-            layer.pool = pool
+        for layer, paged in zip(self._layers, step, strict=False):  # a head's layers follow in the pool
+            layer.pool, layer.store, layer.attend = paged.pool, addressof(paged.store), addressof(paged.attend)
             layer.pool.dtype = self._decoder.dtype  # the type of the pool does not matter
         self._bound = step
 

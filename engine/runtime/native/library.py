@@ -289,7 +289,7 @@ class LayerArgs(Structure):
         *_fields(latent__moe__sinks=c_void_p),
         *_fields(before_attention__after_attention__before_mlp__after_mlp__q__k=NormWeight),
         ("pool", Pool),
-        *_fields(window__rotary=c_int64),
+        *_fields(store__attend=c_void_p, window__rotary=c_int64),
     ]
 
 
@@ -332,7 +332,7 @@ class ForwardArgs(Structure):
 
     __slots__ = ()  # so that setting a name that is no field fails
     _fields_ = _fields(
-        decoder__store__attend__ids__positions__rows__hidden=c_void_p,
+        decoder__ids__positions__rows__hidden=c_void_p,
         num_tokens__num_rows=c_int64,
         adapters=AdaptersArgs,
         streams__stream_layers=c_void_p,

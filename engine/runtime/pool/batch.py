@@ -28,8 +28,8 @@ _SCORED_BYTES = 64 << 20  # logits at a time while a prompt's log probabilities 
 class Packet(NamedTuple):
     """A step's forward pass of T tokens in S slices: all that a rank needs, as arrays on the host."""
 
-    longs: NDArray[np.int64]  # ids, positions, kv_slots [T]; sample rows [R]; carry rows and their slots
-    ints: NDArray[np.int32]  # query_starts [S + 1], context_lens [S], block tables [S, widest]
+    longs: NDArray[np.int64]  # ids, positions [T], kv_slots [groups, T]; sample rows [R]; carry rows and their slots
+    ints: NDArray[np.int32]  # query_starts [S + 1], context_lens [S], block tables [groups, S, widest]
     num_slices: int
     num_tokens: int
     num_samples: int
@@ -37,7 +37,7 @@ class Packet(NamedTuple):
     keeps_all: bool  # the hidden states of all tokens are wanted, not only those of sample rows
     query_lens: Sequence[int]  # as in a Batch, from `ints`
     contexts: Sequence[int]
-    tables: Sequence[Sequence[int]]
+    tables: Sequence[Sequence[Sequence[int]]]  # by group
 
 
 class DecodeRows(NamedTuple):
@@ -64,7 +64,8 @@ class _BlockTables:
     """The running sequences' block tables as one array, a row a slot.
 
     A table grows at its end, and only its last block may be replaced, by a copy-on-write. A sequence that resumes after
-    a preemption has another list. So a row is updated from its last known block on.
+    a preemption has another list. So a row is updated from its last known block on. In place of blocks that a window has
+    passed there are any others, because kernels may read them.
     """
 
     def __init__(self, num_slots: int, widest: int) -> None:
@@ -79,6 +80,7 @@ class _BlockTables:
             self._rows[slot, begin] = table[begin]
         else:
             self._rows[slot, begin:num_blocks] = table[begin:num_blocks]
+            np.maximum(self._rows[slot, begin:num_blocks], 0, out=self._rows[slot, begin:num_blocks])
         self._known[slot], self._lengths[slot] = table, num_blocks
 
     def read(self, slots: Sequence[int], into: np.ndarray) -> None:
@@ -92,8 +94,9 @@ class PacketBuffers:
     def __init__(self, config: SchedulerConfig, device: torch.device) -> None:
         seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
         widest = -(-config.max_model_len // config.block_size)
-        self.num_longs = 4 * tokens + 3 * seqs  # with drafts, every token may draw
-        self.num_ints = 2 * seqs + 1 + seqs * widest
+        self._num_groups = config.num_groups
+        self.num_longs = (3 + config.num_groups) * tokens + 3 * seqs  # with drafts, every token may draw
+        self.num_ints = 2 * seqs + 1 + config.num_groups * seqs * widest
         pair = [
             (Staging((self.num_longs,), torch.int64, device), Staging((self.num_ints,), torch.int32, device))
             for _ in range(2)
@@ -116,23 +119,31 @@ class PacketBuffers:
         """Return the tensors of a packet in the memory of `begin`; `last_ids` [max_num_seqs] int64 are the slots'."""
         longs, ints = self._longs.send(len(packet.longs)), self._ints.send(len(packet.ints))
         num_slices, num_tokens = packet.num_slices, packet.num_tokens
-        num_heads = 2 * num_slices + 1
-        ids, first_carry = longs[:num_tokens], 3 * num_tokens + packet.num_samples
+        num_heads, num_groups = 2 * num_slices + 1, self._num_groups
+        ids, first_row = longs[:num_tokens], (2 + num_groups) * num_tokens
+        first_carry = first_row + packet.num_samples
         if len(longs) > first_carry:
             rows, slots = longs[first_carry:].view(2, -1).unbind(0)
             ids.index_copy_(0, rows, last_ids.index_select(0, slots))
-        return Batch(
+        kv_slots = longs[2 * num_tokens : first_row].view(num_groups, num_tokens)
+        tables = ints[num_heads:].view(num_groups, num_slices, -1)
+        batch = Batch(
             ids=ids,
             positions=longs[num_tokens : 2 * num_tokens],
-            kv_slots=longs[2 * num_tokens : 3 * num_tokens],
-            block_tables=ints[num_heads:].view(num_slices, -1),
+            kv_slots=kv_slots[0],
+            block_tables=tables[0],
             query_starts=ints[: num_slices + 1],
             context_lens=ints[num_slices + 1 : num_heads],
-            sample_rows=longs[3 * num_tokens : first_carry],
+            sample_rows=longs[first_row:first_carry],
             query_lens_host=packet.query_lens,
             context_lens_host=packet.contexts,
-            block_tables_host=packet.tables,
+            block_tables_host=packet.tables[0],
         )
+        if num_groups > 1:
+            batch.others = [
+                batch.of_group(*each) for each in zip(kv_slots[1:], tables[1:], packet.tables[1:], strict=True)
+            ]
+        return batch
 
 
 def scored_portions(hidden: Tensor, rows: tuple[int, int], vocab_size: int) -> Sequence[Tensor]:
@@ -151,7 +162,8 @@ class BatchBuilder:
 
     def __init__(self, config: SchedulerConfig, device: torch.device) -> None:
         self._block_size = config.block_size
-        self._tables = _BlockTables(config.max_num_seqs, -(-config.max_model_len // config.block_size))
+        widest = -(-config.max_model_len // config.block_size)
+        self._tables = [_BlockTables(config.max_num_seqs, widest) for _ in range(config.num_groups)]
         self._buffers = PacketBuffers(config, device)
 
     def build(self, plan: StepPlan, last_ids: Tensor) -> Batch:
@@ -166,6 +178,10 @@ class BatchBuilder:
         """Return what a step's forward pass needs, in memory that the packet after the next overwrites."""
         long_buffer, array = self._buffers.begin()
         lists = self._walk(plan.slices)
+        by_group = [[piece.block_table for piece in plan.slices]]
+        for index, rows in enumerate(self._tables[1:]):
+            by_group.append([piece.window_tables[index] for piece in plan.slices])
+            self._find_slots(plan.slices, by_group[-1], rows, lists.kv_slots)
         flat = lists.ids + lists.positions + lists.kv_slots + lists.sample_rows + lists.carry_rows + lists.carry_slots
         long_buffer[: len(flat)] = flat
 
@@ -173,9 +189,11 @@ class BatchBuilder:
         width = -(-max(lists.contexts) // self._block_size)
         num_heads = 2 * num_slices + 1
         array[:num_heads] = lists.starts + lists.contexts
-        num_ints = num_heads + num_slices * width
-        tables = array[num_heads:num_ints].reshape(num_slices, width)
-        self._tables.read([piece.slot for piece in plan.slices], tables)
+        num_ints = num_heads + len(by_group) * num_slices * width
+        tables = array[num_heads:num_ints].reshape(len(by_group), num_slices, width)
+        slots = [piece.slot for piece in plan.slices]
+        for held, into in zip(self._tables, tables, strict=True):
+            held.read(slots, into)
         return Packet(
             longs=long_buffer[: len(flat)],
             ints=array[:num_ints],
@@ -190,11 +208,11 @@ class BatchBuilder:
             keeps_all=any(piece.prompt_logprobs >= 0 or piece.params.pooling is not None for piece in plan.slices),
             query_lens=[piece.num_tokens for piece in plan.slices],
             contexts=lists.contexts,
-            tables=[piece.block_table for piece in plan.slices],
+            tables=by_group,
         )
 
     def _walk(self, slices: Sequence[SequenceSlice]) -> _Lists:
-        """Return the lists of a plan's slices; also updates the block tables."""
+        """Return the lists of a plan's slices, with the first group's slots; also updates its block tables."""
         lists = _Lists([], [], [], [], [], [], [0], [])
         ids, positions, kv_slots, sample_rows, carry_rows, carry_slots, starts, contexts = lists
         end, size = 0, self._block_size
@@ -210,14 +228,32 @@ class BatchBuilder:
                 carry_rows.append(end - 1)
                 carry_slots.append(slot)
             positions += range(start, stop)
-            while start < stop:  # a block at a time
-                block, offset = divmod(start, size)
-                num = min(size - offset, stop - start)
-                first = table[block] * size + offset
-                kv_slots += range(first, first + num)
-                start += num
+            _add_slots(kv_slots, table, start, stop, size)
             sample_rows += [end - 1] * len(piece.samples)
             starts.append(end)
             contexts.append(stop)
-            self._tables.update(slot, table, -(-stop // size))
+            self._tables[0].update(slot, table, -(-stop // size))
         return lists
+
+    def _find_slots(
+        self,
+        slices: Sequence[SequenceSlice],
+        tables: Sequence[Sequence[int]],
+        rows: _BlockTables,
+        kv_slots: list[int],
+    ) -> None:
+        """Append the slots of a plan's slices in a further group, and update its block tables."""
+        for piece, table in zip(slices, tables, strict=True):
+            stop = piece.start + piece.num_tokens
+            _add_slots(kv_slots, table, piece.start, stop, self._block_size)
+            rows.update(piece.slot, table, -(-stop // self._block_size))
+
+
+def _add_slots(kv_slots: list[int], table: Sequence[int], start: int, stop: int, size: int) -> None:
+    """Append the slots of positions start .. stop - 1, a block at a time."""
+    while start < stop:
+        block, offset = divmod(start, size)
+        num = min(size - offset, stop - start)
+        first = table[block] * size + offset
+        kv_slots += range(first, first + num)
+        start += num

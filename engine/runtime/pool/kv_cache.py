@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.runtime import huge_pages
-from engine.runtime.attention.base import AttentionBackend, Rotation
+from engine.runtime.attention.base import AttentionBackend, Batch, Rotation
 from engine.runtime.headroom import Headroom
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, movable
 from engine.runtime.models.base import FromProjected, LayerAttention
 from engine.runtime.models.config import narrow_latents
 from engine.runtime.native.decoder import PagedStep
+from engine.runtime.pool.groups import LayerGroups, one_group
 from engine.runtime.transfer import to_device
 from engine.runtime.transports import pinned
 from engine.runtime.transports.host import split_rows
@@ -46,21 +48,28 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        groups: LayerGroups | None = None,
     ) -> None:
         """Allocate the pool in `dtype`; a narrow type has a scale for every row.
 
-        Raises ConfigError if the device does not support the type, MemoryBudgetError if it lacks the memory."""
+        `groups` have a batch each; by default all layers are one. Raises ConfigError if the device does not support the
+        type, MemoryBudgetError if it lacks the memory.
+        """
         if dtype == torch.float8_e4m3fn:
             require_fp8(device)
         if dtype == torch.int8 and device.type != "cpu" and any(spec.is_latent for spec in specs):
             raise narrow_latents("int8")
-        self._specs, self._backend, self._dtype, self._device = specs, backend, dtype, device
+        groups = groups or one_group(len(specs))
+        self._specs, self._dtype, self._device = specs, dtype, device
+        self._backends = [backend, *(backend.another() for _ in groups.windows)]  # one a group
+        self._backend_of = [self._backends[group] for group in groups.group_of]  # by layer
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self.blocks: list[Tensor] = []  # views of the whole pool, block first, in a type that can be copied
         for spec in specs:
             backend.check(spec, dtype, block_size, device)
         self.headroom: Headroom | None = None
+        all_specs, specs = specs, [specs[layer] for layer in groups.layers_at]  # of a block's places
         shapes = [backend.kv_shape(spec, num_blocks, block_size) for spec in specs]
         shapes = [(*shape[:-1], spec.pool_dim(dtype)) for spec, shape in zip(specs, shapes, strict=True)]
         try:
@@ -90,23 +99,30 @@ class KVCache:
                 "lower --kv-cache-memory-bytes or --gpu-memory-utilization, --max-num-seqs or --max-model-len."
             ) from error
 
+        self._keys, self._values = ([held[place] for place in groups.place_of] for held in (self._keys, self._values))
         # The whole pool, for attention in the native library.
         self.paged_step: PagedStep | None = None
         if backend.capabilities.native:
-            self.paged_step = backend.paged_step(specs, self._keys, self._values)
+            layers = zip(self._backend_of, all_specs, self._keys, self._values, strict=True)
+            self.paged_step = [each.paged_layer(spec, keys, values) for each, spec, keys, values in layers]
+
+    def prepare(self, batch: Batch) -> None:
+        """Prepare the attention of all layers for a step."""
+        for backend, each in zip(self._backends, (batch, *batch.others), strict=True):
+            backend.prepare(each)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one layer over the prepared batch."""
-        return self._backend.attend(self._specs[layer], q, k, v, self._keys[layer], self._values[layer])
+        return self._backend_of[layer].attend(self._specs[layer], q, k, v, self._keys[layer], self._values[layer])
 
     @property
     def from_projected(self) -> FromProjected | None:
         """Compute one layer's attention from the projection, with rotation and store."""
-        return self._rotate_and_attend if self._backend.capabilities.rotates else None
+        return self._rotate_and_attend if self._backends[0].capabilities.rotates else None
 
     def _rotate_and_attend(self, layer: int, qkv: Tensor, rotation: Rotation) -> Tensor:
         keys, values = self._keys[layer], self._values[layer]
-        return self._backend.rotate_and_attend(self._specs[layer], qkv, rotation, keys, values)
+        return self._backend_of[layer].rotate_and_attend(self._specs[layer], qkv, rotation, keys, values)
 
     def last_layers(self, num: int) -> LayerAttention:
         """Return attention over the last layers of the pool alone, which then count from 0."""
@@ -247,23 +263,32 @@ class PoolBudget(NamedTuple):
 
 
 def fit_pool(
-    budget: PoolBudget, bytes_per_block: int, block_size: int, *, model_len: int, asked_len: int | None
+    budget: PoolBudget,
+    bytes_per_block: int,
+    block_size: int,
+    blocks_of: Callable[[int], int],
+    *,
+    model_len: int,
+    asked_len: int | None,
 ) -> PoolSize:
     """Return the blocks that the budget holds, and the longest sequence they serve.
+
+    `blocks_of` returns how many blocks a sequence of a length needs.
 
     If `asked_len` is None (--max-model-len auto) the length is lowered to the longest that fits. A requested length
     that does not fit is a MemoryBudgetError, and so is a budget below one block.
     """
-    num_blocks = budget.num_bytes // bytes_per_block
+    num_blocks = max(budget.num_bytes // bytes_per_block, 0)
+    lengths = range(0, (num_blocks + 1) * block_size, block_size)
+    capacity = lengths[bisect_right(lengths, num_blocks, key=blocks_of) - 1]
     account = f" ({budget.account})" if budget.account else ""
-    if num_blocks < 1:
+    if not capacity:
         raise MemoryBudgetError(
             f"The KV pool may use {_mib(max(budget.num_bytes, 0))} MiB{account}, and one block of {block_size} tokens "
-            f"needs {_mib(bytes_per_block)} MiB; {budget.remedy}, or choose a smaller model."
+            f"needs {_mib(blocks_of(block_size) * bytes_per_block)} MiB; {budget.remedy}, or choose a smaller model."
         )
-    capacity = num_blocks * block_size
     if asked_len is not None and asked_len > capacity:
-        asked_blocks = -(-asked_len // block_size)
+        asked_blocks = blocks_of(asked_len)
         raise MemoryBudgetError(
             f"--max-model-len is {asked_len}, which needs {asked_blocks} blocks of K/V ({_mib(asked_blocks * bytes_per_block)} "
             f"MiB), and the KV pool's {num_blocks} blocks hold {capacity} tokens{account}; set it to at most {capacity}, "

@@ -21,6 +21,7 @@ A new kind of head is a class with the members of `Head`, made in engine/startup
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -89,7 +90,7 @@ class HeadDrafter:
         """The pool ends with the head's layers; backend and pool are the target's."""
         self._head, self._backend, self._device = head, backend, device
         self._attention = kv_cache.last_layers(len(head.attention_specs))
-        self._batches = BatchBuilder(config, device)
+        self._batches = BatchBuilder(replace(config, windows=()), device)  # its layers keep every position
         self._num_rows = 1 + config.num_speculative_tokens  # that a slot draws from in a step
         shape = (config.max_num_seqs * self._num_rows, head.hidden_size)
         self._states = torch.zeros(shape, dtype=head.dtype, device=device)

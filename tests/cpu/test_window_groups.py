@@ -1,0 +1,143 @@
+"""Layers with sliding windows in groups of their own, in the real runner: the streams of one table for all layers.
+
+Blocks that nothing holds are filled with NaN before every step. So a kernel that reads what a window has passed, beyond
+the tile in which the window begins, makes the answer fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.core.config import SchedulerConfig
+from engine.core.page_table import NO_BLOCK
+from engine.core.scheduling.scheduler import Scheduler
+from engine.core.stats import PreemptionKind
+from engine.core.step import StepPlan
+from engine.core.types import Request
+from engine.runtime.execution.runner import ModelRunner, ModelStep
+from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.pool.groups import EVERY, TILE_KEYS, LayerGroups, group_layers, one_group, regroup
+from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings, solo_greedy
+
+LENGTH = 400
+WINDOWS = (None, 9, 9, 40, 9, None, 9)  # of the layers: 2, 4 and 1 of a kind
+
+
+def spec(window: int | None = None, head_dim: int = 8) -> AttentionSpec:
+    return AttentionSpec(4, 2, head_dim, 0.35, window=window)
+
+
+class Poisoner:
+    """A runner in whose pool blocks without a holder are NaN."""
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
+        self._runner, self._scheduler = runner, scheduler
+
+    def run(self, plan: StepPlan) -> ModelStep:
+        pool = self._scheduler.kv.pool
+        unused = [block for block in range(pool.num_blocks) if not pool.is_held(block) and not pool.is_findable(block)]
+        for view in self._runner.blocks:
+            view[unused] = torch.nan
+        return self._runner.run(plan)
+
+
+def windowed(**changes: int | bool | str) -> SchedulerConfig:
+    windows = group_layers([spec(window) for window in WINDOWS], LENGTH).windows
+    sizes = {"max_model_len": LENGTH, "num_blocks": 900} | changes
+    return settings(windows=windows, **sizes)  # type: ignore[arg-type]
+
+
+def run(config: SchedulerConfig, requests: Sequence[Request], backend: str = "auto", depth: int = 0) -> Scheduler:
+    """Serve requests with and without groups; their streams are equal, and those of a single dense forward pass."""
+    model, scheduler = TinyModel(windows=WINDOWS), Scheduler(config)
+    runner = make_runner(model, config, backend)
+    poisoner = Poisoner(runner, scheduler)
+    served = serve(model, config, requests, depth=depth, apart=3, scheduler=scheduler, runner=poisoner)  # type: ignore[arg-type]
+    plain = replace(config, windows=(), num_blocks=900)
+    alone = serve(model, plain, requests, depth=depth, apart=3, runner=make_runner(model, plain, backend))
+    assert served.ids == alone.ids
+    for each in requests:
+        if each.params.temperature == 0:
+            assert served.ids[each.request_id, 0] == solo_greedy(model, each.prompt, each.params.max_tokens)
+    assert scheduler.kv.pool.num_held == 0
+    return scheduler
+
+
+def prompts(*lengths: int, max_tokens: int = 20) -> list[Request]:
+    numbers = torch.randint(0, 61, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
+    return [request(f"r{i}", numbers[:length], max_tokens=max_tokens) for i, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu", "torch", "reference"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_streams_are_those_of_one_table(backend: str, depth: int) -> None:
+    asked = [*prompts(330, 150, 30), request("n", range(40), n=3, max_tokens=25, temperature=1.0, seed=2)]
+    run(windowed(max_num_batched_tokens=48), asked, backend, depth)
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 600])
+def test_preempted_sequences_resume(num_host_blocks: int) -> None:
+    config = windowed(num_blocks=330, num_host_blocks=num_host_blocks, max_num_batched_tokens=64)
+    scheduler = run(config, prompts(60, 50, 55, max_tokens=100), depth=1)
+    assert scheduler.stats.preemptions > 0
+    assert (scheduler.stats.preempted[PreemptionKind.SWAP] > 0) == (num_host_blocks > 0)
+
+
+def test_a_prefix_is_found_again() -> None:
+    scheduler = run(windowed(max_num_seqs=1), [*prompts(300, 300, 290, 200)])
+    assert scheduler.stats.prefix_hit_tokens >= 299 // 4 * 4, "the same prompt resumes at its end"
+
+
+def test_a_window_frees_what_it_has_passed() -> None:
+    config = windowed(max_num_batched_tokens=16)
+    model, scheduler = TinyModel(windows=WINDOWS), Scheduler(config)
+    held: list[int] = []
+
+    class Watched(Poisoner):
+        def run(self, plan: StepPlan) -> ModelStep:
+            held.append(max(len(t) - t.count(NO_BLOCK) for piece in plan.slices for t in piece.window_tables[-1:]))
+            return super().run(plan)
+
+    runner = Watched(make_runner(model, config), scheduler)
+    serve(model, config, prompts(360), scheduler=scheduler, runner=runner)  # type: ignore[arg-type]
+    assert max(held) <= (40 + TILE_KEYS + 16) // 4 + 2
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [
+        ((None, None), one_group(2)),
+        ((9, 9), one_group(2)),
+        ((None, 9), LayerGroups((0, 1), (0, 0), (9 + 127,))),
+        ((None, 300), one_group(2)),
+        ((9, None, 9, None), LayerGroups((1, 0, 1, 0), (0, 0, 1, 1), (136,))),
+        ((9, 9, 9, None), LayerGroups((1, 2, 3, 0), (0, 0, 0, 0), (136, 136, 136))),
+        ((None, None, 9), LayerGroups((0, 1, 2), (0, 0, 0), (EVERY, 136))),
+    ],
+)
+def test_layers_are_divided_into_groups_of_equal_size(windows: tuple[int | None, ...], expected: LayerGroups) -> None:
+    specs = [spec(window) for window in windows]
+    found = group_layers(specs, LENGTH)
+    assert found == expected
+    assert regroup(specs, found.windows) == found
+
+
+def test_gemma_and_gpt_oss_are_divided_with_little_waste() -> None:
+    for num_full, num_windowed, num_groups in ((5, 29, 7), (10, 52, 7), (12, 12, 2), (4, 22, 7), (8, 40, 6)):
+        found = group_layers([spec()] * num_full + [spec(512)] * num_windowed, 1 << 17)
+        assert 1 + len(found.windows) == num_groups
+        assert sorted(zip(found.group_of, found.place_of, strict=True)) == sorted(
+            set(zip(found.group_of, found.place_of, strict=True))
+        )
+
+
+def test_a_drafters_layers_and_layers_of_other_sizes_keep_every_position() -> None:
+    assert group_layers([spec(), spec(9), spec(9), spec(9)], LENGTH, num_heads=1).group_of == (0, 1, 1, 0)
+    assert group_layers([spec(), spec(9), spec(9)], LENGTH, num_heads=1) == one_group(3), (
+        "in two groups of full attention"
+    )
+    assert group_layers([spec(), spec(9, head_dim=16)], LENGTH) == one_group(2)
