@@ -83,7 +83,7 @@ def _sequence(view: SequenceView, names: dict[str, str], now: float) -> dict[str
         "computed_tokens": view.num_computed,
         "cached_tokens": view.num_cached,
         "preemptions": view.num_preemptions,
-        "blocks": len(view.blocks),
+        "blocks": len(view.all_blocks),
     }
 
 

@@ -280,6 +280,7 @@ class Sequence:
             first_scheduled_s=None if self.history.first_scheduled_s < 0 else self.history.first_scheduled_s,
             first_token_s=None if self.history.first_token_s < 0 else self.history.first_token_s,
             blocks=tuple(self.kv.blocks),
+            window_tables=tuple(map(tuple, self.kv.window_tables)),
         )
 
     def take_slots(self, slots: list[int]) -> None:

@@ -13,6 +13,7 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
+from engine.core.page_table import NO_BLOCK
 from engine.core.types import AbortCause, FinishReason
 
 # Bounds of buckets in seconds: from 0.1 ms, so that tokens of 1 ms spread over several, to ten minutes for requests.
@@ -216,6 +217,14 @@ class SequenceView(NamedTuple):
     first_scheduled_s: float | None  # None until it is known
     first_token_s: float | None
     blocks: tuple[int, ...]  # physical blocks in logical order
+    window_tables: tuple[
+        tuple[int, ...], ...
+    ] = ()  # the same in each further group; NO_BLOCK where a window has passed
+
+    @property
+    def all_blocks(self) -> list[int]:
+        """Return the blocks of all groups of layers."""
+        return [*self.blocks, *(block for table in self.window_tables for block in table if block != NO_BLOCK)]
 
 
 class Snapshot(NamedTuple):

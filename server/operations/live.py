@@ -52,6 +52,7 @@ async def live(
         "time_s": context.engine.clock(),
         "block_size": config.block_size,
         "num_blocks": config.num_blocks,
+        "num_groups": config.num_groups,
         "blocks": {
             "held": snapshot.num_held_blocks,
             "cached": snapshot.num_cached_blocks,
@@ -75,7 +76,7 @@ async def live(
         "itl": {"sum_s": stats.itl_s.sum, "count": stats.itl_s.count},
         "sequences": [_sequence(view) for view in views],
         "ended": [_ended(end) for end in context.live.ended(since) if owner in (DEFAULT, end.owner)],
-        "page_table": next((runs(view.blocks) for view in views if view.seq_id == sequence), None),
+        "page_table": next((runs(view.all_blocks) for view in views if view.seq_id == sequence), None),
     }
     return Response(to_json(document), media_type="application/json", headers={"cache-control": "no-store"})
 
@@ -108,7 +109,7 @@ def _sequence(view: SequenceView) -> dict[str, Any]:
         "num_computed": view.num_computed,
         "num_cached": view.num_cached,
         "num_preemptions": view.num_preemptions,
-        "num_blocks": len(view.blocks),
+        "num_blocks": len(view.all_blocks),
         "arrival_s": view.arrival_s,
         "first_scheduled_s": view.first_scheduled_s,
         "first_token_s": view.first_token_s,

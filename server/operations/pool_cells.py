@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engine.core.page_table import NO_BLOCK
 from engine.core.stats import SequenceView, Snapshot
 
 MAX_CELLS = 4096  # about the most that a screen shows side by side
@@ -52,10 +53,11 @@ def summarise(
     tokens = np.zeros(num_blocks, np.int64)
     owners = np.full(num_blocks, NO_OWNER, np.int64)
     for view in snapshot.sequences:
-        if view.blocks:
-            blocks = np.array(view.blocks, np.int64)
+        for table in (view.blocks, *view.window_tables):
+            places = np.array(table, np.int64)
+            computed = np.clip(view.num_computed - np.arange(len(places)) * block_size, 0, block_size)
+            blocks, computed = places[places != NO_BLOCK], computed[places != NO_BLOCK]
             holders[blocks] += 1  # a page table names a block once
-            computed = np.clip(view.num_computed - np.arange(len(blocks)) * block_size, 0, block_size)
             tokens[blocks] = np.maximum(tokens[blocks], computed)
             owners[blocks] = view.seq_id if is_visible(view) else OTHERS
     cached = (np.frombuffer(snapshot.findable, np.uint8) > 0) & (holders == 0)

@@ -122,7 +122,7 @@ def _sequence(record: RequestRecord, view: SequenceView) -> dict[str, Any]:
         "tokens": view.num_tokens,
         "computed_tokens": view.num_computed,
         "cached_tokens": view.num_cached,
-        "blocks": len(view.blocks),
+        "blocks": len(view.all_blocks),
         "preemptions": view.num_preemptions,
     }
 

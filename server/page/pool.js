@@ -141,10 +141,11 @@ export class Pool {
   }
 
   #describe() {
-    const { num_blocks: total, block_size: size, cells, blocks, sequences } = this.#snapshot;
+    const { num_blocks: total, num_groups: groups, block_size: size, cells, blocks, sequences } = this.#snapshot;
     const part = cells.num_blocks < total ? `first ${count(cells.num_blocks)} of ` : "";
     const each = cells.blocks_per_cell > 1 ? `, ${cells.blocks_per_cell} a square` : "";
-    this.note.textContent = `${part}${count(total)} blocks of ${size} tokens${each}`;
+    const parts = groups > 1 ? ` in one of ${groups} groups of layers` : "";
+    this.note.textContent = `${part}${count(total)} blocks of ${size} tokens${parts}${each}`;
     const holders = sequences.filter((sequence) => sequence.num_blocks).length;
     this.canvas.setAttribute("aria-label",
       `The pool: ${blocks.held} of ${total} blocks held by ${holders} sequences, ${blocks.cached} cached`);

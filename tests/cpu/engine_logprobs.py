@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.models.base import CausalLM
 from tests.cpu.model_driver import request, serve, settings
@@ -19,12 +20,16 @@ PROMPTS = [[*_SHARED, *(_random.randrange(3, 128) for _ in range(48))][:length] 
 NUM_NEW = 10
 
 
-def largest_difference(model: CausalLM, theirs: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> float:
+TIGHT = settings(num_blocks=15, max_model_len=60, max_num_batched_tokens=11)
+
+
+def largest_difference(
+    model: CausalLM, theirs: Any, prompts: Sequence[Sequence[int]] = PROMPTS, config: SchedulerConfig = TIGHT
+) -> float:
     """Return the largest difference in log probability over all tokens that `model` reports for some prompts.
 
     They run chunked, in batches, preempted, and once more over the K/V that the first run left in the prefix cache.
     """
-    config = settings(num_blocks=15, max_model_len=60, max_num_batched_tokens=11)
     scheduler, worst = Scheduler(config), 0.0
     runs = [{"prompt_logprobs": 1}, {}]  # a request for its prompt's log probabilities computes the whole prompt
     requests = [
@@ -46,8 +51,8 @@ def largest_difference(model: CausalLM, theirs: Any, prompts: Sequence[Sequence[
             about = next((event.prompt.logprobs for event in events if event.prompt and event.prompt.logprobs), None)
             assert len(found) == NUM_NEW
             assert (about is not None) == (run == 0)
-            pairs = list(zip(range(len(prompt) - 1, 100), answer, found, strict=False))
-            pairs += list(zip(range(100), prompt[1:], (about or ())[1:], strict=False))
+            pairs = list(zip(range(len(prompt) - 1, len(rows)), answer, found, strict=False))
+            pairs += list(zip(range(len(rows)), prompt[1:], (about or ())[1:], strict=False))
             for row, token, entry in pairs:
                 worst = max(worst, abs(float(rows[row, token]) - entry.logprob))
     return worst

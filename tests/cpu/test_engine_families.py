@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.core.scheduling.scheduler import Scheduler
+from engine.runtime.pool.groups import group_layers
 from tests.cpu import test_models_families as own
 from tests.cpu import test_models_transformers as adapted
 from tests.cpu.engine_logprobs import largest_difference
@@ -45,6 +46,29 @@ def test_a_tight_engine_says_what_transformers_says(kind: ModuleType, name: str,
         with torch.no_grad():  # each token is the best after all tokens before it
             logits = theirs(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == answer
+
+
+WINDOWED = ("gemma2", "gemma3", "gpt-oss", "olmo3", "qwen2-window")
+LONG = [_random.randrange(3, 128) for _ in range(205)]
+LONG_PROMPTS = [LONG, [*LONG[:150], *LONG[:50]], LONG[30:190], LONG[:31], LONG[:5]]
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("num_host_blocks", [0, 300])
+def test_groups_with_windows_say_what_transformers_says(name: str, num_host_blocks: int, tmp_path: Path) -> None:
+    case = own.CASES[name]
+    theirs = own.save_tiny(own.Case(case.config, case.settings | {"max_position_embeddings": 256}), tmp_path)
+    model = own.load(tmp_path)
+    groups = group_layers(model.attention_specs, 256)
+    assert groups.windows
+    config = settings(
+        num_blocks=76 * (1 + len(groups.windows)),
+        max_model_len=256,
+        max_num_batched_tokens=40,
+        windows=groups.windows,  # type: ignore[arg-type]
+        num_host_blocks=num_host_blocks,
+    )
+    assert largest_difference(model, theirs, LONG_PROMPTS, config) < 1e-4
 
 
 @pytest.mark.parametrize("name", [name for name in adapted.CASES if name.startswith(("gemma4", "phimoe"))])

@@ -31,14 +31,14 @@
     X(moe_args, moe, x, y, chosen, weights, rows) \
     X(latent, queries, keys, values, rank, nope_dim, rope_dim, is_interleaved, eps) \
     X(layer, qkv, o, gate_up, down, latent, moe, sinks, before_attention, after_attention, before_mlp, after_mlp, q, \
-          k, pool, window, rotary) \
+          k, pool, store, attend, window, rotary) \
     X(decoder, layers, rotaries, embedding, norm, num_layers, num_rotaries, hidden, intermediate, num_heads, \
           num_kv_heads, head_dim, dtype, qk_norm, embedding_format, eps, embedding_scale, residual_scale, \
           attention_scale, softcap, qkv_clip, group, first_id, num_ids) \
     X(low_rank, down, up) \
     X(adapter_layer, at[PLACE_QKV], at[PLACE_O], at[PLACE_GATE_UP], at[PLACE_DOWN], at[PLACE_Q_B]) \
     X(adapters, layers, of_rows, num) \
-    X(forward_args, decoder, store, attend, ids, positions, rows, hidden, num_tokens, num_rows, adapters, streams, \
+    X(forward_args, decoder, ids, positions, rows, hidden, num_tokens, num_rows, adapters, streams, \
           stream_layers, num_streams) \
     X(group, shared, timeout_ms, rank, size, spins, calls) \
     X(draw, top_p, temperature, lowest_score, top_k, seed, position) \
