@@ -133,8 +133,9 @@ class _Parts:
     def groups(self) -> LayerGroups:
         """Return the groups of layers; one where something reads K/V of all layers behind their windows."""
         specs, config = self.attention_specs, self.config
-        is_read = config.kv_offload_gib > 0 or self.content is not None  # by blocks of a prompt, wherever they end
-        if is_read or self._drafts_bytes or load_backend(config.attention_backend, self.device).needs_whole_contexts:
+        leaves_pool = config.kv_offload_gib > 0 or self.content is not None or config.kv_events is not None
+        backend = load_backend(config.attention_backend, self.device)
+        if leaves_pool or self._drafts_bytes or backend.needs_whole_contexts:
             return one_group(len(specs))
         num_heads = 0 if self.head is None else len(self.head.attention_specs)
         return group_layers(specs, config.max_model_len or self.model.max_model_len, num_heads)

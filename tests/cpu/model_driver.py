@@ -10,9 +10,10 @@ from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
+from engine.core.step import StepPlan
 from engine.core.types import Request, SamplingParams, TokenEvent
 from engine.runtime.attention.table import load_backend
-from engine.runtime.execution.runner import ModelRunner
+from engine.runtime.execution.runner import ModelRunner, ModelStep
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.base import CausalLM, LayerAttention
 from engine.runtime.pool.groups import group_layers
@@ -112,6 +113,20 @@ def serve(
         assert step < 5000, "requests did not end"
     scheduler.check_integrity()
     return served
+
+
+class Poisoner:
+    """A runner in whose pool blocks without a holder are NaN."""
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
+        self._runner, self._scheduler = runner, scheduler
+
+    def run(self, plan: StepPlan) -> ModelStep:
+        pool = self._scheduler.kv.pool
+        unused = [block for block in range(pool.num_blocks) if not pool.is_held(block) and not pool.is_findable(block)]
+        for view in self._runner.blocks:
+            view[unused] = torch.nan
+        return self._runner.run(plan)
 
 
 class TinyModel:

@@ -18,10 +18,11 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.core.step import StepPlan
 from engine.core.types import Request
-from engine.runtime.execution.runner import ModelRunner, ModelStep
+from engine.runtime.execution.runner import ModelStep
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.pool.groups import EVERY, TILE_KEYS, LayerGroups, group_layers, one_group, regroup
-from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings, solo_greedy
+from engine.runtime.pool.kv_cache import block_bytes
+from tests.cpu.model_driver import Poisoner, TinyModel, make_runner, request, serve, settings, solo_greedy
 
 LENGTH = 400
 WINDOWS = (None, 9, 9, 40, 9, None, 9)  # of the layers: 2, 4 and 1 of a kind
@@ -29,20 +30,6 @@ WINDOWS = (None, 9, 9, 40, 9, None, 9)  # of the layers: 2, 4 and 1 of a kind
 
 def spec(window: int | None = None, head_dim: int = 8) -> AttentionSpec:
     return AttentionSpec(4, 2, head_dim, 0.35, window=window)
-
-
-class Poisoner:
-    """A runner in whose pool blocks without a holder are NaN."""
-
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
-        self._runner, self._scheduler = runner, scheduler
-
-    def run(self, plan: StepPlan) -> ModelStep:
-        pool = self._scheduler.kv.pool
-        unused = [block for block in range(pool.num_blocks) if not pool.is_held(block) and not pool.is_findable(block)]
-        for view in self._runner.blocks:
-            view[unused] = torch.nan
-        return self._runner.run(plan)
 
 
 def windowed(**changes: int | bool | str) -> SchedulerConfig:
@@ -141,3 +128,24 @@ def test_a_drafters_layers_and_layers_of_other_sizes_keep_every_position() -> No
         "in two groups of full attention"
     )
     assert group_layers([spec(), spec(9, head_dim=16)], LENGTH) == one_group(2)
+
+
+@pytest.mark.parametrize(
+    ("num_full", "num_windowed", "window", "heads", "head_dim", "before", "now"),
+    [(5, 29, 1024, 4, 256, 1, 6), (12, 12, 128, 8, 64, 5, 10)],
+    ids=["gemma3-4b", "gpt-oss-20b"],
+)
+def test_a_pool_of_2_gib_holds_more_sequences(
+    num_full: int, num_windowed: int, window: int, heads: int, head_dim: int, before: int, now: int
+) -> None:
+    """Of 8k tokens, in bfloat16."""
+    specs = [
+        AttentionSpec(8, heads, head_dim, 1.0, window=each) for each in [None] * num_full + [window] * num_windowed
+    ]
+    found = group_layers(specs, 1 << 17)
+    held = []
+    for groups in (one_group(len(specs)), found):
+        num_bytes = block_bytes([specs[layer] for layer in groups.layers_at], 16, torch.bfloat16)
+        config = settings(block_size=16, max_model_len=1 << 17, windows=groups.windows)  # type: ignore[arg-type]
+        held.append((2 << 30) // num_bytes // config.max_blocks(8192))
+    assert held == [before, now]

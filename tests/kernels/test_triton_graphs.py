@@ -6,6 +6,7 @@ Without a device a graph is its computation, run as it is: what is checked then 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,10 +23,11 @@ from engine.runtime.execution import decode_graphs, decode_inputs
 from engine.runtime.execution.decode_graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
 from engine.runtime.execution.decode_inputs import DecodeInputs, longest_context
 from engine.runtime.execution.runner import ModelRunner
+from engine.runtime.pool import groups
 from engine.runtime.pool.batch import DecodeRows
 from engine.runtime.sampling import sampler
 from engine.runtime.sampling.sampler import Sampler, is_plain
-from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings
+from tests.cpu.model_driver import Poisoner, TinyModel, make_runner, request, serve, settings
 from tests.cpu.test_constraint import StepGrammar
 
 # Rows of nobody have no keys, and no result: 0 / 0, which NumPy would warn of.
@@ -96,6 +98,21 @@ def test_a_graph_says_what_the_steps_say(regime: dict, wishes: list[dict], depth
     for key, events in served.events.items():
         for ours, others in zip(logprobs(events), logprobs(expected.events[key]), strict=True):
             assert ours.logprob == pytest.approx(others.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_layers_with_windows_have_tables_of_their_own(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "TILE_KEYS", 64)  # as many as these kernels take
+    windows = groups.group_layers(MODEL.attention_specs, 256).windows
+    assert windows == (24 + 63,)
+    requests = [request(f"r{length}", [length % 61] * length, max_tokens=12) for length in (100, 88, 3)]
+    plain = settings(max_num_seqs=3, max_num_batched_tokens=60)
+    expected = serve(MODEL, plain, requests, depth=depth, runner=make_runner(MODEL, plain, device=DEVICE))
+    config = replace(plain, windows=windows)
+    scheduler = Scheduler(config)
+    runner = Poisoner(with_graphs(config), scheduler)
+    served = serve(MODEL, config, requests, depth=depth, scheduler=scheduler, runner=runner)  # type: ignore[arg-type]
+    assert served.ids == expected.ids
 
 
 def test_only_rows_that_ask_for_more_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
