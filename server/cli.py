@@ -83,7 +83,7 @@ def _unknown(name: str) -> str:
         return f"quire: {name!r} is a command of {server}; {instead}.\n"
     if name.startswith("-"):
         return f"quire: {name} needs a command before it, such as `quire serve {name}`; see `quire --help`.\n"
-    from engine.settings.setting import closest
+    from engine.system.similar import closest
 
     close = closest(name, COMMANDS)
     hint = f"did you mean `quire {close}`?" if close else f"choose one of {', '.join(COMMANDS)}, or see `quire --help`."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from engine.core.errors import ConfigError
 from engine.settings.engine_config import EngineConfig
 from engine.settings.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, known_value, refuse, split_file, translate
 from engine.settings.setting import declared, expand, features
+from engine.system.similar import closest
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,6 @@ def _unknown(name: str, known: list[str]) -> str:
         return f"{name} is a setting of `quire serve`, not of an engine without HTTP; leave it out."
     if name in _IN_CALLS:
         return f"{name} is an argument of {_IN_CALLS[name]}, not of LLM; give it there."
-    close = difflib.get_close_matches(name, known, 1, 0.75)
-    hint = f"did you mean {close[0]}?" if close else "docs/reference/settings.md lists them."
+    close = closest(name, known)
+    hint = f"did you mean {close}?" if close else "docs/reference/settings.md lists them."
     return f"{name} is not a setting of the engine; {hint}"

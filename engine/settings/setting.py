@@ -7,7 +7,6 @@ it was made. Standard library only. Any thread.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,6 +16,7 @@ from operator import ge, gt, le, lt
 from typing import Any, NamedTuple, get_type_hints
 
 from engine.core.errors import ConfigError
+from engine.system.similar import closest
 
 _METADATA = "setting"
 
@@ -162,31 +162,11 @@ def read_object(flag: str, given: object) -> Mapping[str, Any]:
     return values
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """Return the known word that a misspelt one was meant to be, or ""."""
-    limit = max(1, len(word) // 6)
-    near = min(((_distance(word, each), each) for each in known), default=(limit + 1, ""))
-    return near[1] if near[0] <= limit and len(word.strip("-")) > 2 else ""
-
-
-def _distance(a: str, b: str) -> int:
-    """Return how many letters to insert, delete, change or swap with a neighbour to make one word of the other."""
-    before, last = list[int](), list(range(len(b) + 1))
-    for i, letter in enumerate(a, 1):
-        row = [i]
-        for j, other in enumerate(b, 1):
-            row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != other)))
-            if i > 1 and j > 1 and (a[i - 2], letter) == (other, b[j - 2]):
-                row[j] = min(row[j], before[j - 2] + 1)
-        before, last = last, row
-    return last[-1]
-
-
 def unknown_key(flag: str, key: object, known: Iterable[str]) -> ConfigError:
     """Return the error for a key that a JSON setting does not have."""
     known = list(known)
-    close = difflib.get_close_matches(str(key), known, 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(known)}."
+    close = closest(str(key), known)
+    hint = f"did you mean {close!r}?" if close else f"the keys are {', '.join(known)}."
     return ConfigError(f"{flag} has no key {key!r}; {hint}")
 
 

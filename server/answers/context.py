@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -19,6 +18,7 @@ from fastapi import Depends, Request
 from engine.core.errors import shorten
 from engine.core.types import Adapter
 from engine.loop import Engine
+from engine.system.similar import closest
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import RequestBody
 from engine.text.fields.chat import Conversation
@@ -53,8 +53,6 @@ logger = logging.getLogger(__name__)
 MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread
 MAX_NAMED_FIELDS = 20
 _MAX_EXPLAINED = 3  # unknown fields for which a declared one is suggested
-_MAX_FIELD_CHARS = 40
-_LIKENESS = 0.85
 
 Body = TypeVar("Body", bound=RequestBody)
 Result = TypeVar("Result")
@@ -233,7 +231,7 @@ def _meant(model: type[Body], names: list[str]) -> str:
 @lru_cache(maxsize=256)  # clients send the same unknown fields with every request
 def _close_field(model: type[RequestBody], name: str) -> str:
     fields = [each for each in model.model_fields if each != name]
-    return next(iter(get_close_matches(name[:_MAX_FIELD_CHARS], fields, 1, _LIKENESS)), "")
+    return closest(name, fields)
 
 
 def _report_ignored(request: Request, context: Context, names: list[str], hint: str) -> None:

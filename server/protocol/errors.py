@@ -8,7 +8,6 @@ Runs on the event loop. Codes are strings that a program may rely on; messages a
 
 from __future__ import annotations
 
-import difflib
 import errno
 import math
 import sqlite3
@@ -41,6 +40,7 @@ from engine.core.errors import (
     UnsupportedError,
     shorten,
 )
+from engine.system.similar import closest
 from engine.text.fields.base import describe
 from server.protocol.printable import printable
 
@@ -183,7 +183,7 @@ def _close_path(given: str, paths: Sequence[str]) -> str:
     if len(given) > _MAX_SUGGESTED_CHARS or given.count("/") < 2:
         return ""  # one short word resembles many
     ends = [path for path in paths if path.endswith(given) or (given.endswith(path) and path.count("/") > 1)]
-    return max(ends, key=len, default="") or next(iter(difflib.get_close_matches(given, paths, 1, 0.8)), "")
+    return max(ends, key=len, default="") or closest(given, paths)
 
 
 async def _answer(paths: Sequence[str], request: Request, error: Exception) -> Response:

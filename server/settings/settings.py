@@ -27,7 +27,8 @@ from engine.settings.foreign import (
     split_file,
     translate,
 )
-from engine.settings.setting import Declared, check_conflicts, closest, declared, expand, features
+from engine.settings.setting import Declared, check_conflicts, declared, expand, features
+from engine.system.similar import closest
 from server.settings.app_config import AppConfig
 from server.settings.conflicts import CONFLICTS
 from server.settings.files import read_yaml

@@ -186,7 +186,7 @@ def test_the_account_names_every_number(card: Card) -> None:
 def test_the_pool_is_sized_by_the_rank_with_least_room(card: Card, fewer: int, captures: bool) -> None:
     """What another rank's GPU lacks is left free on this one, since all ranks have as many blocks."""
     ranks = SimpleNamespace(least_room=lambda room: room - fewer)
-    model = SimpleNamespace(vocab_size=96, attention_specs=[], dtype=torch.float32)
+    model = SimpleNamespace(vocab_size=96, attention_specs=[], dtype=torch.float32, max_model_len=512)
     config = EngineConfig(model="", gpu_memory_utilization=0.75)
     parts = _Parts(config, lambda _: None, CUDA, model, captures=captures, ranks=ranks)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
@@ -200,7 +200,7 @@ def test_the_pool_is_sized_by_the_rank_with_least_room(card: Card, fewer: int, c
 def test_ranks_of_a_cpu_share_one_memory(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.startup.build.default_cpu_budget", lambda: GIB)
     config = EngineConfig(model="", tensor_parallel_size=num_ranks)
-    parts = SimpleNamespace(config=config, device=torch.device("cpu"), model=None, bytes_per_block=lambda size: GIB)
+    parts = SimpleNamespace(config=config, device=torch.device("cpu"), model=None, bytes_per_block=GIB)
     assert _pool_budget(parts, CONFIG, 0).num_bytes == GIB // num_ranks  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,8 @@ def test_a_packet_arrives_as_it_was(
     num_tokens, num_slices, width = sum(lens), len(lens), data.draw(st.integers(1, 3))
     starts = np.cumsum([0, *lens])
     contexts = [each + 7 for each in lens]
-    tables = np.arange(num_slices * width)
+    num_groups = data.draw(st.integers(1, 3))
+    tables = np.arange(num_groups * num_slices * width)
     packet = Packet(
         longs=np.arange(3 * num_tokens + num_slices),
         ints=np.concatenate([starts, contexts, tables]).astype(np.int32),
@@ -129,7 +131,7 @@ def test_a_packet_arrives_as_it_was(
         keeps_all=keeps_all,
         query_lens=lens,
         contexts=contexts,
-        tables=tables.reshape(num_slices, width).tolist(),
+        tables=tables.reshape(num_groups, num_slices, width).tolist(),
     )
     found = passed(Step(packet, is_shared))
     assert found.is_shared is is_shared
@@ -148,7 +150,12 @@ def test_a_captured_step_arrives_as_it_was(num_rows: int, num_grown: int, is_sha
 
 def test_other_messages_arrive_as_they_were() -> None:
     sizes = SchedulerConfig(num_blocks=9, block_size=4, max_model_len=32, max_num_seqs=3, max_num_batched_tokens=8)
-    for message in (sizes, [(1, 2), (3, 4)], *(kind for kind in Kind if kind >= Kind.CAPTURE)):
+    for message in (
+        sizes,
+        replace(sizes, windows=(5, 1 << 30)),
+        [(1, 2), (3, 4)],
+        *(kind for kind in Kind if kind >= Kind.CAPTURE),
+    ):
         assert passed(message) == message
 
 
@@ -158,12 +165,16 @@ class RankedMachine(SchedulerMachine):
     @initialize(
         depth=st.integers(0, 1),
         num_blocks=st.integers(10, 24),
+        windows=st.sampled_from([(), (5,), (2, 9)]),
         budget=st.integers(6, 30),
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "fair"]),
     )
-    def start(self, depth: int, budget: int, caching: bool, **changes: Any) -> None:  # type: ignore[override]
+    def start(  # type: ignore[override]
+        self, depth: int, budget: int, caching: bool, windows: tuple[int, ...], num_blocks: int, **changes: Any
+    ) -> None:
         sizes = {"num_host_blocks": 0, "host_caching": False, "num_disk_blocks": 0, "num_speculative_tokens": 0}
+        sizes |= {"windows": windows, "num_blocks": num_blocks * (1 + len(windows))}
         times = {"eviction": "lru", "target_itl_s": None, "target_ttft_s": None}
         super().start(depth, budget, caching, cost=None, **sizes, **times, **changes)
         sizes_of = self.driver.scheduler.config
@@ -195,13 +206,16 @@ class RankedMachine(SchedulerMachine):
         packet = step.work
         batch = self.buffers.to_batch(self.buffers.fill(packet), last_ids)
         self.pages.reshape(-1)[batch.kv_slots.numpy()] = batch.ids.numpy()
-        size = self.pages.shape[1]
-        theirs = np.array(self.driver.runner._pages)
-        for table, context in zip(packet.tables, packet.contexts, strict=True):
-            blocks = list(table)[: -(-context // size)]
-            np.testing.assert_array_equal(
-                self.pages[blocks].reshape(-1)[:context], theirs[blocks].reshape(-1)[:context]
-            )
+        for other in batch.others:
+            self.pages.reshape(-1)[other.kv_slots.numpy()] = batch.ids.numpy()
+        theirs = self.driver.runner._pages
+        windows = (1 << 30, *self.driver.scheduler.config.windows)
+        for window, tables in zip(windows, packet.tables, strict=True):
+            for slice_, (table, context) in enumerate(zip(tables, packet.contexts, strict=True)):
+                first = max(context - packet.query_lens[slice_] - window + 1, 0)
+                at, place = np.divmod(np.arange(first, context), self.pages.shape[1])
+                expected = np.array(theirs, object)[np.array(packet.tables[0][slice_])[at], place]
+                np.testing.assert_array_equal(self.pages[np.array(table)[at], place], expected.astype(int))
 
     def teardown(self) -> None:
         super().teardown()

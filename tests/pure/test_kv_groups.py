@@ -279,9 +279,8 @@ def test_a_preempted_sequence_is_recomputed_from_where_its_windows_are_cached() 
     [
         ({"windows": (0,)}, "at least 1"),
         ({"windows": (8,), "num_host_blocks": 4, "host_caching": True}, "in the pool only"),
-        ({"windows": (8,), "pinned_share": 0.5}, "in the pool only"),
     ],
-    ids=["window", "host", "pins"],
+    ids=["window", "host"],
 )
 def test_what_windows_do_not_combine_with_is_refused(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):

@@ -8,7 +8,6 @@ fields with the same classes, so both validate by the same rules and report the 
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Validat
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from engine.core.errors import InvalidRequestError, shorten
+from engine.system.similar import closest
 from engine.text.chat.limits import ModelLimits
 
 # JSON has no largest number, but Python writes none of more than 4300 digits, and an error message should not hold one.
@@ -176,5 +176,5 @@ def _instead(name: str, given: Any) -> str:
     """Return a hint at the given field that the missing one was meant to be, or ""."""
     names = [each for each in given if isinstance(each, str)] if isinstance(given, dict) else []
     same_meaning = [each for each in _PROMPT_FIELDS if each in names and name in _PROMPT_FIELDS]
-    close = difflib.get_close_matches(name, names, 1) or same_meaning
-    return f"; {shorten(close[0])} was sent instead" if close else ""
+    close = closest(name, names) or next(iter(same_meaning), "")
+    return f"; {shorten(close)} was sent instead" if close else ""
