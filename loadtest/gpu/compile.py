@@ -1,8 +1,9 @@
 """Compiles every kernel for several GPUs without one, and prints its resources.
 
 The launches of each kernel's host function are compiled instead of run; Triton brings the assembler and the
-disassembler. A line shows registers a thread, bytes of spilled registers, shared memory a block and, for attention,
-instructions a warp for 64 keys. The exit status is 1 if a kernel spills too much or exceeds the shared memory.
+disassembler. A line shows registers a thread, bytes of spilled registers, shared memory a block, the kernel's
+instructions and, for attention, those that a warp runs for 64 keys. The exit status is 1 if a kernel spills too much or
+exceeds the shared memory. resources.txt is the output of one version of Triton, with which a test compares.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from struct import unpack_from
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +52,7 @@ INT8, FP8 = torch.int8, torch.float8_e4m3fn
 # Bytes of shared memory of a block, by compute capability.
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 _FIRST_WITH_FP8 = 89
+_INSTRUCTION_BYTES = 16
 _KEYS = 64  # for which instructions are counted
 _MOST_SPILLED = 80  # bytes of registers a thread; smaller tiles would cost more
 
@@ -62,6 +65,7 @@ class Kernel(NamedTuple):
     registers: int  # a thread
     spilled: int  # bytes a thread
     shared: int  # bytes a block
+    instructions: int
     per_keys: float | None  # instructions a warp for 64 keys, in an attention kernel's longest loop
 
 
@@ -75,7 +79,7 @@ class _Target:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability  # by which a kernel keeps what it has compiled
 
     def get_current_stream(self, _: int) -> int:
         return 0
@@ -120,8 +124,22 @@ class Compiler:
                 per_keys = longest_loop(_run_tool("nvdisasm", "-c", file.name)) * _KEYS / block_n
         found = dict(re.findall(r"(REG|STACK):(\d+)", usage))
         return Kernel(
-            built.metadata.name, self._shape, int(found["REG"]), int(found["STACK"]), built.metadata.shared, per_keys
+            built.metadata.name,
+            self._shape,
+            int(found["REG"]),
+            int(found["STACK"]),
+            built.metadata.shared,
+            code_bytes(built.asm["cubin"]) // _INSTRUCTION_BYTES,
+            per_keys,
         )
+
+
+def code_bytes(cubin: bytes) -> int:
+    """Return the size of the machine code in an ELF file."""
+    table, size, num, names = *unpack_from("<Q", cubin, 40), *unpack_from("<3H", cubin, 58)
+    sections = [unpack_from("<I20xQQ", cubin, table + index * size) for index in range(num)]  # name, offset, size
+    first_name = sections[names][1]
+    return sum(length for name, _, length in sections if cubin.startswith(b".text.", first_name + name))
 
 
 def _run_tool(name: str, *arguments: str) -> str:
@@ -407,15 +425,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--brief", action="store_true", help="each kernel in one shape")
     options = parser.parse_args(argv)
     num_faulty = 0
-    print(f"triton {triton.__version__}; instructions are a warp's, for {_KEYS} keys")
+    print(f"triton {triton.__version__}; a tile's instructions are a warp's, for {_KEYS} keys")
     for capability in options.sm:
         for kernel in sorted(compile_all(capability, is_brief=options.brief)):
             is_faulty = kernel.spilled > _MOST_SPILLED or kernel.shared > SHARED_BYTES[capability]
             num_faulty += is_faulty
-            loop = "" if kernel.per_keys is None else f", {kernel.per_keys:.0f} instructions"
+            loop = "" if kernel.per_keys is None else f", {kernel.per_keys:.0f} a tile"
             print(
                 f"sm_{capability} {kernel.name} ({kernel.shape}): {kernel.registers} registers, {kernel.spilled} bytes "
-                f"spilled, {kernel.shared} bytes shared{loop}{' <- too much' if is_faulty else ''}"
+                f"spilled, {kernel.shared} bytes shared, {kernel.instructions} instructions{loop}"
+                f"{' <- too much' if is_faulty else ''}"
             )
     return int(num_faulty > 0)
 

@@ -63,48 +63,53 @@ class KVCache:
         self._specs, self._dtype, self._device = specs, dtype, device
         self._backends = [backend, *(backend.another() for _ in groups.windows)]  # one a group
         self._backend_of = [self._backends[group] for group in groups.group_of]  # by layer
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
         self.blocks: list[Tensor] = []  # views of the whole pool, block first, in a type that can be copied
         for spec in specs:
             backend.check(spec, dtype, block_size, device)
         self.headroom: Headroom | None = None
-        all_specs, specs = specs, [specs[layer] for layer in groups.layers_at]  # of a block's places
-        shapes = [backend.kv_shape(spec, num_blocks, block_size) for spec in specs]
-        shapes = [(*shape[:-1], spec.pool_dim(dtype)) for spec, shape in zip(specs, shapes, strict=True)]
+        places = [specs[layer] for layer in groups.layers_at]  # of a block
         try:
-            if backend.capabilities.interleaves:
-                held = [shape for spec, shape in zip(specs, shapes, strict=True) for _ in range(spec.num_pools)]
-                blocks, pools = _interleaved(held, dtype)
-                rest = iter(pools)
-                for spec in specs:
-                    self._keys.append(next(rest))
-                    self._values.append(_values_in(spec, self._keys[-1]) if spec.is_latent else next(rest))
-                self.blocks = [movable(blocks)]
-                self.headroom = Headroom(blocks)
-            else:
-                # Zeros: a kernel that multiplies values after a context's end by a weight of 0 must not read NaN.
-                self._keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-                self._values = [
-                    _values_in(spec, keys) if spec.is_latent else torch.zeros_like(keys)
-                    for spec, keys in zip(specs, self._keys, strict=True)
-                ]
-                axis = _block_axis(backend, specs[0], block_size)
-                others = [values for spec, values in zip(specs, self._values, strict=True) if not spec.is_latent]
-                self.blocks = [movable(pool.movedim(axis, 0)) for pool in (*self._keys, *others)]
+            keys, values = self._allocate(places, backend, num_blocks, block_size)
         except (RuntimeError, MemoryError) as error:  # torch's is the former, on either device
-            needed = num_blocks * block_bytes(specs, block_size, dtype) // _MIB
+            needed = num_blocks * block_bytes(places, block_size, dtype) // _MIB
             raise MemoryBudgetError(
                 f"A KV pool of {num_blocks} blocks needs {needed} MiB, which {device.type} memory does not have; "
                 "lower --kv-cache-memory-bytes or --gpu-memory-utilization, --max-num-seqs or --max-model-len."
             ) from error
-
-        self._keys, self._values = ([held[place] for place in groups.place_of] for held in (self._keys, self._values))
+        self._keys, self._values = ([held[place] for place in groups.place_of] for held in (keys, values))
         # The whole pool, for attention in the native library.
         self.paged_step: PagedStep | None = None
         if backend.capabilities.native:
-            layers = zip(self._backend_of, all_specs, self._keys, self._values, strict=True)
-            self.paged_step = [each.paged_layer(spec, keys, values) for each, spec, keys, values in layers]
+            layers = zip(self._backend_of, specs, self._keys, self._values, strict=True)
+            self.paged_step = [each.paged_layer(spec, k, v) for each, spec, k, v in layers]
+
+    def _allocate(
+        self, specs: Sequence[AttentionSpec], backend: AttentionBackend, num_blocks: int, block_size: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return K and V of each place in a block; sets `blocks` and `headroom`."""
+        shapes = [backend.kv_shape(spec, num_blocks, block_size) for spec in specs]
+        shapes = [(*shape[:-1], spec.pool_dim(self._dtype)) for spec, shape in zip(specs, shapes, strict=True)]
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        if backend.capabilities.interleaves:
+            held = [shape for spec, shape in zip(specs, shapes, strict=True) for _ in range(spec.num_pools)]
+            blocks, pools = _interleaved(held, self._dtype)
+            rest = iter(pools)
+            for spec in specs:
+                keys.append(next(rest))
+                values.append(_values_in(spec, keys[-1]) if spec.is_latent else next(rest))
+            self.blocks, self.headroom = [movable(blocks)], Headroom(blocks)
+            return keys, values
+        # Zeros: a kernel that multiplies values after a context's end by a weight of 0 must not read NaN.
+        keys = [torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in shapes]
+        values = [
+            _values_in(spec, each) if spec.is_latent else torch.zeros_like(each)
+            for spec, each in zip(specs, keys, strict=True)
+        ]
+        axis = _block_axis(backend, specs[0], block_size)
+        others = [each for spec, each in zip(specs, values, strict=True) if not spec.is_latent]
+        self.blocks = [movable(pool.movedim(axis, 0)) for pool in (*keys, *others)]
+        return keys, values
 
     def prepare(self, batch: Batch) -> None:
         """Prepare the attention of all layers for a step."""
