@@ -41,6 +41,11 @@ LINE = re.compile(
 RESOURCES = Path(__file__).parents[2] / "loadtest" / "gpu" / "resources.txt"  # python -m loadtest.gpu.compile
 
 
+def without_shape(line: str) -> str:
+    """A kernel is listed with the first shape that it is compiled for."""
+    return re.sub(r" \(.+\):", ":", line)
+
+
 def test_every_kernel_compiles_for_every_generation(compiling: dict[str, subprocess.Popen[str]]) -> None:
     """What a kernel takes is what the table says, if Triton is the table's; a change of a kernel changes the table."""
     version, *table = RESOURCES.read_text().splitlines()
@@ -48,8 +53,8 @@ def test_every_kernel_compiles_for_every_generation(compiling: dict[str, subproc
         told, complaints = process.communicate()
         found, *lines = told.splitlines()
         if found == version:
-            assert set(lines) <= set(table), sorted(set(lines) - set(table))
-            assert name != "sm_90" or len(lines) == sum(line.startswith("sm_90 ") for line in table)
+            assert set(map(without_shape, lines)) <= set(map(without_shape, table))
+            assert name != "sm_90" or lines == [line for line in table if line.startswith("sm_90 ")]
         assert process.returncode == 0, f"{name}: {told}{complaints}"
         kernels = [match.groups() for match in map(LINE.fullmatch, told.splitlines()) if match]
         # e4m3 begins with 8.9.
