@@ -5,18 +5,11 @@ tests/conftest.py has chosen which. What a device does and the interpreter of Tr
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]  # Triton is made for Linux alone
@@ -77,27 +70,3 @@ def mend() -> None:
 
 if not torch.cuda.is_available() and find_spec("triton"):
     mend()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiling(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """`python -m loadtest.gpu.compile` in a process for each GPU, since kernels are either interpreted or compiled.
-
-    All shapes for a Hopper GPU, and each kernel once for its neighbours: a minute of a core. Other tests of this folder
-    need only one, and run meanwhile.
-    """
-    if not any("test_triton_compiles" in item.nodeid for item in request.session.items):
-        yield None
-        return
-    root, cache = Path(__file__).parents[2], tmp_path_factory.mktemp("triton")
-    env = os.environ | {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
-    with ExitStack() as stack:
-        processes = {}
-        for target, *options in (["90"], ["80", "--brief"], ["100", "--brief"]):
-            command = [sys.executable, "-m", "loadtest.gpu.compile", "--sm", target, *options]
-            processes[f"sm_{target}"] = stack.enter_context(
-                subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            )
-        yield processes
-        for process in processes.values():
-            process.kill()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+
+import pytest
 
 KERNELS = [
     "_act_mul_kernel",
@@ -44,6 +50,26 @@ RESOURCES = Path(__file__).parents[2] / "loadtest" / "gpu" / "resources.txt"  # 
 def without_shape(line: str) -> str:
     """A kernel is listed with the first shape that it is compiled for."""
     return re.sub(r" \(.+\):", ":", line)
+
+
+@pytest.fixture
+def compiling(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """`python -m loadtest.gpu.compile` in a process for each GPU, since kernels are either interpreted or compiled.
+
+    All shapes for a Hopper GPU, and each kernel once for its neighbours: a minute of a core.
+    """
+    root = Path(__file__).parents[2]
+    env = os.environ | {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    with ExitStack() as stack:
+        processes = {}
+        for target, *options in (["90"], ["80", "--brief"], ["100", "--brief"]):
+            command = [sys.executable, "-m", "loadtest.gpu.compile", "--sm", target, *options]
+            processes[f"sm_{target}"] = stack.enter_context(
+                subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
+        yield processes
+        for process in processes.values():
+            process.kill()
 
 
 def test_every_kernel_compiles_for_every_generation(compiling: dict[str, subprocess.Popen[str]]) -> None:
