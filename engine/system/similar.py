@@ -8,11 +8,13 @@ _MAX_CHARS = 64  # comparing takes the product of both lengths
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """Return the known word that a misspelt one was meant to be, or ""."""
-    word = word[:_MAX_CHARS]
+    """Return the known word that a misspelt or unfinished one was meant to be, or ""."""
+    word, known = word[:_MAX_CHARS], list(known)
     limit = max(1, len(word) // 6)
     near = min(((_distance(word, each), each) for each in known), default=(limit + 1, ""))
-    return near[1] if near[0] <= limit and len(word.strip("-")) > 2 else ""
+    if near[0] <= limit and len(word.strip("-")) > 2:
+        return near[1]
+    return next((each for each in known if each.startswith(f"{word}_")), "")
 
 
 def _distance(a: str, b: str) -> int:

@@ -455,7 +455,7 @@ def test_an_old_spelling_works_and_names_the_new_one(monkeypatch: pytest.MonkeyP
         ("3", "--kv-offload-config is '3'; it must be a JSON object."),
         (
             '{"host": 1}',
-            "--kv-offload-config has no key 'host'; the keys are host_gib, folder, disk_gib, listen, peer, key.",
+            "--kv-offload-config has no key 'host'; did you mean 'host_gib'?",
         ),
         ('{"x": 1}', "--kv-offload-config has no key 'x'; the keys are host_gib, folder, disk_gib, listen, peer, key."),
         ('{"host_gib": "much"}', "--kv-offload-config: host_gib is 'much'; it must be a number."),
