@@ -123,7 +123,9 @@ class Poisoner:
 
     def run(self, plan: StepPlan) -> ModelStep:
         pool = self._scheduler.kv.pool
-        unused = [block for block in range(pool.num_blocks) if not pool.is_held(block) and not pool.is_findable(block)]
+        read = {block for block, _ in (*plan.swap_out, *plan.copies)}
+        blocks = (block for block in range(pool.num_blocks) if block not in read)
+        unused = [block for block in blocks if not pool.is_held(block) and not pool.is_findable(block)]
         for view in self._runner.blocks:
             view[unused] = torch.nan
         return self._runner.run(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from engine.core.types import Progress, Request
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.load import load_eagle3, load_model
+from engine.runtime.pool import groups
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.startup.build import build_engine
 from engine.startup.model_check import check_model
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.eagle3_drafts import HIDDEN, LAYER, Oracle, bigram_draft, bigram_target, random_tensors, write_draft
-from tests.cpu.model_driver import CPU, Served, make_runner, request, serve, settings
+from tests.cpu.model_driver import CPU, Poisoner, Served, make_runner, request, serve, settings
 from tests.cpu.test_engine_build import FREE_DRAFTS, answer
 
 VOCAB, NUM_LAYERS = 48, 7
@@ -226,6 +228,28 @@ def test_a_right_draft_is_accepted_and_answers_stay(bigrams: Path, model: Decode
     assert served.ids == plain.ids
     if sampling != "penalised":
         assert stats.spec_accepted_tokens == stats.spec_draft_tokens > 20
+
+
+def test_a_target_with_windows_keeps_a_table_for_each_group(bigrams: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempted, swapped and forked; blocks that nothing holds are NaN."""
+    monkeypatch.setattr(groups, "TILE_KEYS", 4)  # the backend "cpu" reads no key before a window
+    monkeypatch.setattr(groups, "_MAX_UNUSED", 2.0)
+    target = load_model(EngineConfig(model=str(bigrams / "target")), CPU, torch.float32, lambda _: None)
+    target._native = None  # type: ignore[attr-defined]
+    first, *others = target.attention_specs
+    target.attention_specs = [first, *(replace(spec, window=12) for spec in others)]
+    head = load(str(bigrams / "right"), target)  # type: ignore[arg-type]
+    windows = groups.group_layers([*target.attention_specs, *head.attention_specs], 256, 1).windows
+    assert len(windows) == 3
+    asked, plain = requests(SAMPLING["several"]), settings()
+    expected = serve(target, plain, asked, apart=1, runner=make_runner(target, plain, "cpu"))
+    config = replace(plain, num_blocks=44, num_host_blocks=200, num_speculative_tokens=4, windows=windows)
+    scheduler, runner = Scheduler(config), make_runner(target, config, "cpu", head=head)
+    poisoner = Poisoner(runner, scheduler)
+    served = serve(target, config, asked, apart=1, scheduler=scheduler, runner=poisoner)  # type: ignore[arg-type]
+    assert served.ids == expected.ids
+    assert scheduler.stats.preemptions > 0
+    assert scheduler.stats.spec_accepted_tokens > 20
 
 
 def test_acceptance_is_that_of_the_published_formulas(bigrams: Path, model: Decoder) -> None:
