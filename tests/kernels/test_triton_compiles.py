@@ -56,14 +56,14 @@ def without_shape(line: str) -> str:
 def compiling(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """`python -m loadtest.gpu.compile` in a process for each GPU, since kernels are either interpreted or compiled.
 
-    All shapes for a Hopper GPU, and each kernel once for its neighbours: a minute of a core.
+    Each kernel in one shape; the command without --brief compiles all.
     """
     root = Path(__file__).parents[2]
     env = os.environ | {"PYTHONPATH": str(root), "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     with ExitStack() as stack:
         processes = {}
-        for target, *options in (["90"], ["80", "--brief"], ["100", "--brief"]):
-            command = [sys.executable, "-m", "loadtest.gpu.compile", "--sm", target, *options]
+        for target in ("80", "90", "100"):
+            command = [sys.executable, "-m", "loadtest.gpu.compile", "--brief", "--sm", target]
             processes[f"sm_{target}"] = stack.enter_context(
                 subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             )
@@ -80,7 +80,6 @@ def test_every_kernel_compiles_for_every_generation(compiling: dict[str, subproc
         found, *lines = told.splitlines()
         if found == version:
             assert set(map(without_shape, lines)) <= set(map(without_shape, table))
-            assert name != "sm_90" or lines == [line for line in table if line.startswith("sm_90 ")]
         assert process.returncode == 0, f"{name}: {told}{complaints}"
         kernels = [match.groups() for match in map(LINE.fullmatch, told.splitlines()) if match]
         # e4m3 begins with 8.9.

@@ -158,6 +158,7 @@ OPENERS = {
     "server.batches.folder",
     "server.batches.lines",
     "engine.system.child_process",  # pipes and /dev/null
+    "engine.settings.foreign",  # its table
     "engine.sources.model_source",  # the installed model, by its digest
     "server.operations.page",
     "engine.text.grammars.trial_process",  # /proc
