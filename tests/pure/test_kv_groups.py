@@ -285,3 +285,15 @@ def test_a_preempted_sequence_is_recomputed_from_where_its_windows_are_cached() 
 def test_what_windows_do_not_combine_with_is_refused(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         config(**changes)  # type: ignore[arg-type]
+
+
+def test_the_next_turn_finds_its_prompt_in_a_pool_full_of_others() -> None:
+    """The window of a prompt's end stays cached, though the answer has passed it."""
+    driver = Driver(windowed([8, 3], num_blocks=60, max_model_len=120))
+    for index in range(4):  # they fill the pool, and nobody asks for them again
+        prefill(driver, request(f"other{index}", tuple(range(100 * index, 100 * index + 60))))
+    assert not driver.scheduler.kv.pool.counts[0], "blocks are free"
+    prompt = tuple(range(1000, 1030))
+    prefill(driver, request("turn1", prompt, max_tokens=60, eos_token_ids=frozenset()))
+    assert prefill(driver, request("turn2", (*prompt[:28], 7, 8, 9, 10, 11))) == 28
+    driver.check_streams()

@@ -11,7 +11,8 @@ be guessed. Each WindowGroup is a group whose layers read the last `window` posi
     rollback         blocks for what was not computed are freed; they are taken again with the next chunk
 
 Blocks have the same names in all groups; with windows every block is named when it is full. A block that slides out of a
-window is evicted before all others, unless a sequence has resumed from it: then other prompts may branch there too.
+window is evicted before all others, unless prompts may branch there: it is in the window of a prompt's end, or a sequence
+has resumed from it.
 """
 
 from __future__ import annotations
@@ -103,14 +104,17 @@ class WindowGroup(BlockIndex):
                 if self.holdings is not None:
                     self.holdings.compute(chain, tokens, index, self._block_size)
 
-    def slide(self, table: list[int], num_computed: int) -> None:
+    def slide(self, table: list[int], num_computed: int, num_prompt: int) -> None:
         """Free the blocks that no position from `num_computed` on reads."""
+        # Another turn of a conversation, or the same prompt again, resumes at one of the prompt's last two boundaries.
+        last = num_prompt // self._block_size
+        first_kept = self._first_read((num_prompt - 1) // self._block_size * self._block_size)
         for index in range(self._first_read(num_computed) - 1, -1, -1):
             block = table[index]
             if block == NO_BLOCK:
                 break
             table[index] = NO_BLOCK
-            if block in self._resumed:
+            if first_kept <= index < last or block in self._resumed:
                 self.pool.free(block)
             else:
                 self.pool.pass_by(block)

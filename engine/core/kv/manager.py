@@ -353,7 +353,7 @@ class KVCacheManager:
                 self._pin(seq, seq.kv.num_published, full)
             seq.kv.num_published = full
         for group, table in self._window_tables(seq):
-            group.slide(table, seq.num_computed)
+            group.slide(table, seq.num_computed, seq.num_prompt)
         if self._windows:
             self._owe(seq)
         due = (full + 1) * self.block_size
