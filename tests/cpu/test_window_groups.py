@@ -21,7 +21,8 @@ from engine.core.types import Request
 from engine.runtime.execution.runner import ModelStep
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.pool.groups import EVERY, TILE_KEYS, LayerGroups, group_layers, one_group, regroup
-from engine.runtime.pool.kv_cache import block_bytes
+from loadtest.__main__ import main as loadtest
+from loadtest.groups import PHASES
 from tests.cpu.model_driver import Poisoner, TinyModel, make_runner, request, serve, settings, solo_greedy
 
 LENGTH = 400
@@ -130,22 +131,13 @@ def test_a_drafters_layers_and_layers_of_other_sizes_keep_every_position() -> No
     assert group_layers([spec(), spec(9, head_dim=16)], LENGTH) == one_group(2)
 
 
-@pytest.mark.parametrize(
-    ("num_full", "num_windowed", "window", "heads", "head_dim", "before", "now"),
-    [(5, 29, 1024, 4, 256, 1, 6), (12, 12, 128, 8, 64, 5, 10)],
-    ids=["gemma3-4b", "gpt-oss-20b"],
-)
-def test_a_pool_of_2_gib_holds_more_sequences(
-    num_full: int, num_windowed: int, window: int, heads: int, head_dim: int, before: int, now: int
-) -> None:
-    """Of 8k tokens, in bfloat16."""
-    specs = [
-        AttentionSpec(8, heads, head_dim, 1.0, window=each) for each in [None] * num_full + [window] * num_windowed
-    ]
-    found = group_layers(specs, 1 << 17)
-    held = []
-    for groups in (one_group(len(specs)), found):
-        num_bytes = block_bytes([specs[layer] for layer in groups.layers_at], 16, torch.bfloat16)
-        config = settings(block_size=16, max_model_len=1 << 17, windows=groups.windows)  # type: ignore[arg-type]
-        held.append((2 << 30) // num_bytes // config.max_blocks(8192))
-    assert held == [before, now]
+def test_a_pool_holds_more_sequences_and_no_phase_of_load_harms_the_next(capsys: pytest.CaptureFixture[str]) -> None:
+    assert loadtest(["groups"]) == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    told = {row[0]: row[1:] for row in rows if row}
+    assert float(told["Gemma-3-4B"][-1]) >= 3
+    assert float(told["gpt-oss-20b"][-1]) >= 1.8
+    for phase in PHASES:
+        running, running_alone, found, found_alone = map(int, told[phase])
+        assert running >= 0.9 * running_alone
+        assert found >= 0.9 * found_alone

@@ -83,6 +83,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (
             *ON_THE_DEVICE,
             "loadtest.engines",
+            "loadtest.groups",
             "loadtest.handover",
             "loadtest.peers.packed",
             "loadtest.ranks",
