@@ -2,7 +2,12 @@
 
 A recording is a text file of one JSON object a line: a header, then every request, plan, commit, abort and rollback in
 order, with the clock readings that the scheduler was given. It contains no text, no key and no name: ids of requests,
-tenants, salts and adapters are replaced by numbers, and token ids by steps in a TokenTree, unless they are asked for.
+tenants, salts and adapters are replaced by numbers, and token ids are hidden unless they are asked for.
+
+Plans depend on token ids in two ways: the prefix cache compares full blocks, and some ids end an answer. So a hidden id
+is 0, except the last one of a full block, which is a number that stands for all tokens up to there, and an ending one.
+The numbers are digests with a key that is not written: they say which prefixes of blocks are equal, and nothing else.
+
 The engine thread puts references into a bounded queue; a writer thread makes lines of them. If the writer falls behind
 or cannot write, the recording ends there and the daemon goes on.
 """
@@ -15,9 +20,10 @@ import os
 import threading
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
+from hashlib import blake2b
 from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import Any, NamedTuple
@@ -29,12 +35,11 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Stats
 from engine.core.step import Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.types import AbortCause, Request, SamplingParams, StepEvents, TokenEvent
-from engine.recording.hidden_ids import TokenTree, TreeFullError
 from engine.system.version import VERSION
 
 log = logging.getLogger("quire.engine")
 
-FORMAT = 2
+FORMAT = 3
 REQUEST_FIELDS = ("priority", "num_public", "deadline_s", "max_queue_s", "is_background", "weight")
 PARAM_FIELDS = ("max_tokens", "n", "min_tokens", "prompt_logprobs")
 MAX_BYTES = 1 << 28  # of a file
@@ -129,24 +134,25 @@ class Journal:
             "contents": contents,
             "scheduler": asdict(config),
         }
-        self._tree = None if contents == "ids" else TokenTree()
+        self._hidden = None if contents == "ids" else HiddenIds(config.block_size)
         self._numbers: dict[str, dict[Hashable, int]] = defaultdict(dict)  # by kind of name; "" and None are 0
         self._launched: deque[PlanNote] = deque()
 
     def line(self, entry: Entry) -> dict[str, Any]:
-        """Return what is written of an entry. Raises TreeFullError."""
+        """Return what is written of an entry."""
         kind, *details = entry
         written: dict[str, Any] = getattr(self, f"_{kind}")(*details)
         return {"op": kind, **written}
 
     def _add(self, request: Request) -> dict[str, Any]:
-        params, tree = request.params, self._tree
+        params, hidden = request.params, self._hidden
+        eos, stop = params.eos_token_ids, params.stop_token_ids - params.eos_token_ids
         line = {
             "id": self._number("request", request.request_id),
             "at": request.arrival_s,
-            "prompt": list(request.prompt) if tree is None else tree.hide_prompt(request.prompt),
-            "eos": self._ending(params.eos_token_ids),
-            "stop": self._ending(params.stop_token_ids - params.eos_token_ids),
+            "prompt": list(request.prompt) if hidden is None else hidden.prompt(request.prompt),
+            "eos": sorted(eos) if hidden is None else [*range(-len(eos), 0)],
+            "stop": sorted(stop) if hidden is None else [*range(-len(eos) - len(stop), -len(eos))],
             "salt": self._number("salt", request.cache_salt),
             "owner": self._number("owner", request.cache_owner),
             "tenant": self._number("tenant", request.tenant),
@@ -211,25 +217,70 @@ class Journal:
         numbers = self._numbers[kind]
         return numbers.setdefault(name, len(numbers) + 1) if name else 0
 
-    def _ending(self, ids: Collection[int]) -> list[int] | int:
-        """Return what is written of ids that end an answer: the ids, or how many there are."""
-        return sorted(ids) if self._tree is None else len(ids)
-
-    def _draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[Any]:
+    def _draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[int]:
         """Return what is written of tokens drawn one after the other, after the first `depth`."""
-        if self._tree is None:
-            return list(ids)
-        steps: list[Any] = [0] * len(ids)
-        if is_over(piece, depth):
-            return steps
+        return list(ids) if self._hidden is None else self._hidden.draws(piece, slot, depth, ids)
+
+
+class HiddenIds:
+    """Hides token ids of prompts and draws; the module says how."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._key = os.urandom(32)
+        self._ends: dict[int, tuple[int, int, bytes]] = {}  # of a slot's last full block: seq_id, depth, digest
+
+    def prompt(self, tokens: Sequence[int]) -> list[int]:
+        """Return a prompt's length and the numbers of its full blocks; `shown_prompt` reverses it."""
+        return [len(tokens), *(_number(digest) for digest in self._digests(tokens, b""))]
+
+    def draws(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> list[int]:
+        """Return the hidden ids of tokens drawn after a sequence's first `depth`.
+
+        `slot` is the sequence's own, where the digest of its last full block is kept; -1 for an alternative, or a child.
+        """
+        hidden = [0] * len(ids)
+        if _is_over(piece, depth):
+            return hidden
         eos, stop = piece.params.eos_token_ids, piece.params.stop_token_ids
-        known = piece.tokens if len(ids) == 1 else [*piece.tokens[:depth], *ids]
         for index, token in enumerate(ids):
             if token in eos or token in stop:  # what else it was is not recorded
-                steps[index] = "end" if token in eos else "stop"
+                hidden[index] = -1 if token in eos else -len(eos) - 1
                 break
-            steps[index] = self._tree.hide_draw(slot, piece.seq_id, known, depth + index, token)
-        return steps
+            if (depth + index + 1) % self._block_size == 0:
+                hidden[index] = _number(self._full_block(piece, slot, depth, ids[: index + 1]))
+        return hidden
+
+    def _full_block(self, piece: SequenceSlice, slot: int, depth: int, ids: Sequence[int]) -> bytes:
+        """Return the digest of a sequence up to the last of `ids`, which completes a block."""
+        seq_id, start, digest = self._ends.get(slot, (-1, 0, b""))
+        if seq_id != piece.seq_id or start > depth:
+            start, digest = 0, b""
+        tokens = [*piece.tokens[start:depth], *ids]
+        *_, digest = self._digests(tokens, digest)
+        if slot >= 0:
+            self._ends[slot] = piece.seq_id, start + len(tokens), digest
+        return digest
+
+    def _digests(self, tokens: Sequence[int], parent: bytes) -> Iterator[bytes]:
+        """Yield the digests of the full blocks that follow `parent`."""
+        for stop in range(self._block_size, len(tokens) + 1, self._block_size):
+            block = array("q", tokens[stop - self._block_size : stop])
+            parent = blake2b(parent + block.tobytes(), digest_size=16, key=self._key).digest()
+            yield parent
+
+
+def shown_prompt(hidden: Sequence[int], block_size: int) -> tuple[int, ...]:
+    """Return the ids that stand for a hidden prompt."""
+    length, *numbers = hidden
+    tokens = [0] * length
+    tokens[block_size - 1 :: block_size] = numbers
+    return tuple(tokens)
+
+
+def _number(digest: bytes) -> int:
+    """Return a positive number of 63 bits."""
+    return int.from_bytes(digest[:8], "big") >> 1 | 1
 
 
 def check_path(path: Path) -> None:
@@ -277,8 +328,6 @@ class RecordingFile:
         with suppress(OSError), self._file:  # the last lines may find no room
             try:
                 self._write_entries()
-            except TreeFullError:
-                self._end = "too many different tokens"
             except Exception as error:
                 self._end = f"{type(error).__name__}: {error}"
                 log.debug("The recording failed here:", exc_info=True)
@@ -314,7 +363,7 @@ def own_slot(piece: SequenceSlice, sample: Sample) -> int:
     return piece.slot if sample.slot == piece.slot else -1
 
 
-def is_over(piece: SequenceSlice, depth: int) -> bool:
+def _is_over(piece: SequenceSlice, depth: int) -> bool:
     """Return True if a sequence ended before it had `depth` tokens.
 
     Its step was in flight then, and the token drawn in it does not count.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import FailureCause, Stats
-from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan
+from engine.core.step import Drafted, Fault, StepPlan
 from engine.core.types import (
     AbortCause,
     BeamParams,
@@ -29,12 +29,10 @@ from engine.core.types import (
     TokenEvent,
     TokenLogprob,
 )
-from engine.recording.hidden_ids import TokenTree
-from engine.recording.recording import FORMAT, PARAM_FIELDS, REQUEST_FIELDS, PlanNote, is_over, own_slot
+from engine.recording.recording import FORMAT, PARAM_FIELDS, REQUEST_FIELDS, PlanNote, shown_prompt
 from loadtest.fake_runner import FakeRunner
 from loadtest.simulation.replica import Gaps, SimulationError
 
-_EOS, _STOP = "end", "stop"
 _OPS = ("add", "drop", "abort", "plan", "commit", "roll_back", "give_up_copies", "end")  # methods of a Replayer
 
 
@@ -110,49 +108,6 @@ class _Adapter(NamedTuple):
         return sha256(self.name.encode()).digest()
 
 
-class _Ids:
-    """Reads token ids that the recording has as they were; see engine/recording/recording.py."""
-
-    def prompt(self, written: Any) -> tuple[int, ...]:
-        """Return the ids of a prompt."""
-        return tuple(written)
-
-    def ending(self, eos: Any, stop: Any) -> tuple[frozenset[int], frozenset[int]]:
-        """Return the ids that end an answer."""
-        return frozenset(eos or ()), frozenset(stop or ())
-
-    def draws(self, piece: SequenceSlice, slot: int, depth: int, written: Sequence[Any]) -> list[int]:  # noqa: ARG002
-        """Return the ids drawn after the first `depth` tokens of a sequence."""
-        return list(written)
-
-
-class _ShownIds(_Ids):
-    """Reads token ids that the recording hides."""
-
-    def __init__(self) -> None:
-        self._tree = TokenTree()
-
-    def prompt(self, written: Any) -> tuple[int, ...]:
-        return tuple(self._tree.show_prompt(written))
-
-    def ending(self, eos: Any, stop: Any) -> tuple[frozenset[int], frozenset[int]]:
-        num_eos, num_stop = eos or 0, stop or 0
-        return frozenset(range(num_eos)), frozenset(range(num_eos, num_eos + num_stop))
-
-    def draws(self, piece: SequenceSlice, slot: int, depth: int, written: Sequence[Any]) -> list[int]:
-        if is_over(piece, depth):
-            return [0] * len(written)
-        known, ids = list(piece.tokens[:depth]) if len(written) > 1 else piece.tokens, list[int]()
-        for step in written:
-            if step in (_EOS, _STOP):
-                ending = piece.params.eos_token_ids if step == _EOS else piece.params.stop_token_ids
-                return [*ids, min(ending), *[0] * (len(written) - len(ids) - 1)]
-            ids.append(
-                self._tree.show_draw(slot, piece.seq_id, [*known, *ids] if ids else known, depth + len(ids), step)
-            )
-        return ids
-
-
 class Replayer:
     """Replays line after line; `done` is the outcome so far."""
 
@@ -169,7 +124,8 @@ class Replayer:
         self.done = Replayed(Stats(itl_s=gaps), gaps)
         self._scheduler = Scheduler(config, self.done.stats)
         self._runner = FakeRunner(config, memory=False)
-        self._ids = _Ids() if header["contents"] == "ids" else _ShownIds()
+        self._is_hidden = header["contents"] != "ids"
+        self._block_size = config.block_size
         self._launched: deque[StepPlan] = deque()
 
     def take(self, line: dict[str, Any]) -> None:
@@ -181,15 +137,14 @@ class Replayer:
 
     def add(self, line: dict[str, Any]) -> None:
         """Add a request."""
-        eos, stop = self._ids.ending(line.get("eos"), line.get("stop"))
-        beam = None
+        beam, prompt = None, line["prompt"]
         if "beam" in line:
             width, penalty, early = line["beam"]
             beam = BeamParams(width=width, length_penalty=penalty, early_stopping=EarlyStopping(early))
         adapter = _Adapter(str(line["adapter"])) if "adapter" in line else None
         params = SamplingParams(
-            eos_token_ids=eos,
-            stop_token_ids=stop,
+            eos_token_ids=frozenset(line.get("eos", ())),
+            stop_token_ids=frozenset(line.get("stop", ())),
             beam=beam,
             adapter=adapter,
             logprobs=line.get("logprobs"),
@@ -198,7 +153,7 @@ class Replayer:
         )
         request = Request(
             request_id=str(line["id"]),
-            prompt=self._ids.prompt(line["prompt"]),
+            prompt=shown_prompt(prompt, self._block_size) if self._is_hidden else tuple(prompt),
             params=params,
             arrival_s=line.get("at", 0.0),
             cache_salt=_name(line, "salt"),
@@ -240,17 +195,14 @@ class Replayer:
         }
         result.logprobs, result.drafted, result.ended = {}, {}, line.get("ended", ())
         for index, piece in enumerate(plan.slices):
-            depth, first, place = piece.start + piece.num_tokens, len(token_ids), str(index)
+            first, place = len(token_ids), str(index)
             if place in drafted:
-                steps, num_drafts, is_end = drafted[place]
-                ids = self._ids.draws(piece, piece.slot, depth, steps)
+                ids, num_drafts, is_end = drafted[place]
                 result.drafted[index] = Drafted(ids, num_drafts, is_end=is_end)
             if place in tops:
-                top = [(self._ids.draws(piece, -1, depth, [step])[0], logprob) for step, logprob in tops[place]]
-                result.logprobs[first] = TokenLogprob(*top[0], 1, tuple(top))
-            is_void = index in result.errors or place in drafted or piece.params.beam is not None
-            for sample, step in zip(piece.samples, draws[first:], strict=False):
-                token_ids += [0] if is_void else self._ids.draws(piece, own_slot(piece, sample), depth, [step])
+                top = tuple((token, logprob) for token, logprob in tops[place])
+                result.logprobs[first] = TokenLogprob(*top[0], 1, top)
+            token_ids += draws[first : first + len(piece.samples)]
         result.token_ids = token_ids
         self.done.num_committed += 1
         self._note(self._scheduler.commit(plan, result, line["at"]))

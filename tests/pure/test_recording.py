@@ -6,7 +6,6 @@ import json
 import stat
 import threading
 from collections.abc import Callable
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Request
-from engine.recording.hidden_ids import TokenTree
-from engine.recording.recording import Entry, Journal, RecordingFile, RecordingScheduler
+from engine.recording.recording import Entry, HiddenIds, Journal, RecordingFile, RecordingScheduler, shown_prompt
 from engine.settings.engine_config import RECORD_CONTENTS
 from loadtest.__main__ import main
 from loadtest.simulation.recording import Replayed, replay_lines, replay_recording
@@ -27,6 +25,7 @@ from tests.pure.driver import Driver, config, request
 from tests.pure.golden import GROUPS, History
 
 NUM_HISTORIES = 8
+PROMPT = (510031, 510032, 510033, 510034, 510035)
 RECORDABLE = [group for group in GROUPS if "num_disk_blocks" not in GROUPS[group]]  # --record refuses a disk
 
 MakeHistory = Callable[..., History]
@@ -96,7 +95,7 @@ def one_request(contents: str = "lengths", **changes: Any) -> list[str]:
 
     def run(recording: Callable[[SchedulerConfig], Scheduler]) -> None:
         driver = Driver(config(), scheduler=recording(config()))
-        driver.add(request("a", (31, 32, 33, 34, 35), max_tokens=5, eos_token_ids=frozenset(), **changes))
+        driver.add(request("a", PROMPT, max_tokens=5, eos_token_ids=frozenset(), **changes))
         driver.drain()
 
     return record(contents, run)
@@ -121,17 +120,17 @@ def test_other_blocks_differ_even_if_all_sizes_agree() -> None:
 
 def test_a_recording_of_lengths_holds_no_ids_and_no_names() -> None:
     text = "".join(one_request(cache_salt="secret salt", tenant="acme", cache_owner="sk-key")[1:])
-    for secret in ("secret salt", "acme", "sk-key", "31", "35"):
+    for secret in ("secret salt", "acme", "sk-key", *map(str, PROMPT)):
         assert secret not in text
     names = "".join(one_request("ids", cache_salt="secret salt", tenant="acme", cache_owner="sk-key")[1:])
-    assert "[31, 32, 33, 34, 35]" in names
+    assert str(list(PROMPT)) in names
     assert "secret" not in names
     assert "acme" not in names
     assert "sk-key" not in names
 
 
 @pytest.mark.parametrize(
-    "header", ['{"quire_recording": 0, "version": "0.0.1"}', '{"quire_recording": 1, "version": "9", "scheduler": {}}']
+    "header", ['{"quire_recording": 2, "version": "0.0.1"}', '{"quire_recording": 3, "version": "9", "scheduler": {}}']
 )
 def test_another_version_is_refused_in_one_sentence(header: str) -> None:
     with pytest.raises(SimulationError, match="replay it with the version that wrote it") as refused:
@@ -202,18 +201,31 @@ def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
         RecordingFile(tmp_path, config(), "lengths")
 
 
-def test_hidden_ids_are_equal_where_the_real_ones_are() -> None:
-    hidden, shown = TokenTree(), TokenTree()
-    prompts = [(5, 6, 7), (5, 6), (5, 6, 300, 1), (5, 6, 7, 8), (9,), (5, 6, 2), (4, 1, 1), (5, 256, 7), (9, 5, 6)]
-    invented = [shown.show_prompt(hidden.hide_prompt(prompt)) for prompt in prompts]
+def test_hidden_ids_are_equal_where_the_real_prefixes_of_blocks_are() -> None:
+    hidden = HiddenIds(block_size=2)
+    prompts = [(5, 6, 7), (5, 6), (5, 6, 300, 1), (5, 6, 7, 8), (9,), (5, 6, 2), (4, 1, 1), (5, 256, 7), (9, 5, 5, 6)]
+    invented = [shown_prompt(hidden.prompt(prompt), 2) for prompt in prompts]
 
     def num_common(one: Any, other: Any) -> int:
-        return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+        """Return how many of the first full blocks are equal."""
+        return next(
+            (at for at in range(0, 8, 2) if len(one[at : at + 2]) < 2 or one[at : at + 2] != other[at : at + 2]), 8
+        )
 
     for one, its in zip(prompts, invented, strict=True):
         assert len(one) == len(its)
         for other, others in zip(prompts, invented, strict=True):
             assert num_common(one, other) == num_common(its, others)
+
+
+def test_two_recordings_of_equal_prompts_hide_them_differently() -> None:
+    prompt = (31, 32, 33, 34)
+    assert HiddenIds(2).prompt(prompt) != HiddenIds(2).prompt(prompt)
+
+
+def test_equal_tokens_behind_others_are_hidden_differently() -> None:
+    _, first, second = HiddenIds(2).prompt((5, 6, 5, 6))
+    assert first != second
 
 
 def test_the_command_replays_recordings_and_nothing_beside_them(
