@@ -8,24 +8,16 @@ from collections.abc import Callable, Sequence
 
 from engine.core.errors import QuireError
 from loadtest import (
-    accuracy,
     bench,
     beside,
     compare,
     formats,
     front,
-    groups,
     handover,
     hostile,
-    house,
     levers,
-    loading,
-    perplexity,
-    ranks,
     ray_fleet,
-    scheduler,
     sharing,
-    steps,
     vllm_bench,
 )
 from loadtest.arguments import refuse_unwritable
@@ -34,7 +26,9 @@ from loadtest.fleet import command as fleet
 from loadtest.simulation import calibrate, command
 from loadtest.tuning import command as tuning
 
-COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+Commands = dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]]
+
+COMMANDS: Commands = {
     "bench": ("load an OpenAI-compatible server and measure it", bench.add_options, bench.run),
     "simulate": ("run the scheduler on a virtual clock", command.add_options, command.run),
     "calibrate": ("measure the time of steps here, for the simulator", calibrate.add_options, calibrate.run),
@@ -44,19 +38,11 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
     "formats": ("measure each format of weights on this machine", formats.add_options, formats.run),
-    "loading": ("measure a start: first token and memory", loading.add_options, loading.run),
-    "accuracy": ("measure what each format of weights costs", accuracy.add_options, accuracy.run),
     "levers": ("measure the effect of each setting", levers.add_options, levers.run),
-    "groups": ("count what a pool holds of models with sliding windows", groups.add_options, groups.run),
     "handover": ("time a hand-over of K/V between two processes", handover.add_options, handover.run),
     "hostile": ("send hostile and heavy bodies, and watch /health", hostile.add_options, hostile.run),
-    "house": ("measure the code itself", house.add_options, house.run),
     "beside": ("measure requests beside a long prompt", beside.add_options, beside.run),
-    "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
-    "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),
     "sharing": ("time prompts that another daemon has computed", sharing.add_options, sharing.run),
-    "ranks": ("measure a model divided among processes", ranks.add_options, ranks.run),
-    "scheduler": ("time the scheduler alone", scheduler.add_options, scheduler.run),
 }
 
 _QUIRES = ("bench", "simulate", "calibrate", "tune")  # the `quire` command has these too
@@ -64,17 +50,6 @@ _QUIRES = ("bench", "simulate", "calibrate", "tune")  # the `quire` command has 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; an error is one sentence on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (summary, add_options, run) in COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            prog=f"{'quire' if name in _QUIRES else 'python -m loadtest'} {name}",
-            help=summary,
-            description=summary[0].upper() + summary[1:] + ".",
-        )
-        add_options(command)
-        command.set_defaults(run=run, fail=command.error)
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         words, remarks = vllm_bench.translate(words)
@@ -83,6 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for remark in remarks:
         print(f"quire: {remark}", file=sys.stderr)
+    return run_command(COMMANDS, "python -m loadtest", words)
+
+
+def run_command(commands: Commands, program: str, words: Sequence[str]) -> int:
+    """Run one of the commands and return its exit status; an error is one sentence on stderr."""
+    parser = argparse.ArgumentParser(prog=program)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (summary, add_options, run) in commands.items():
+        command = subparsers.add_parser(
+            name,
+            prog=f"{'quire' if name in _QUIRES else program} {name}",
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+        )
+        add_options(command)
+        command.set_defaults(run=run, fail=command.error)
     options, unknown = parser.parse_known_args(words)
     if unknown:  # argparse would name the program around the command
         options.fail(f"unrecognized arguments: {' '.join(unknown)}")

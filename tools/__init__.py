@@ -1,1 +1,1 @@
-"""Measures the source tree itself; what measures a daemon is in loadtest."""
+"""Measures the sources, the build and parts of the engine; what drives a server is in loadtest."""

@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine.files.gguf_header import read_header
 from engine.runtime.weights.gguf import GGUFCheckpoint
 from engine.sources.model_source import find_model
-from loadtest.accuracy import TINY as TINY_512
-from loadtest.accuracy import kl_of
 from loadtest.peers.gguf_file import random_blocks
 from loadtest.peers.models import bfloat16_bits, prepare
 from loadtest.peers.packed import PACKINGS
@@ -26,6 +24,8 @@ from loadtest.shapes import COMPARED, Shape
 from quire import LLM, SamplingParams
 from tests.cpu import packers
 from tests.cpu.test_stored import unpacked
+from tools.accuracy import TINY as TINY_512
+from tools.accuracy import kl_of
 
 VOCAB = 49152 + 8  # the embedded tokenizer's, and some of the fillers that a larger shape needs
 TINY = {

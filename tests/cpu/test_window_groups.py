@@ -21,9 +21,9 @@ from engine.core.types import Request
 from engine.runtime.execution.runner import ModelStep
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.pool.groups import EVERY, TILE_KEYS, LayerGroups, group_layers, one_group, regroup
-from loadtest.__main__ import main as loadtest
-from loadtest.groups import PHASES
 from tests.cpu.model_driver import Poisoner, TinyModel, make_runner, request, serve, settings, solo_greedy
+from tools.__main__ import main as tools
+from tools.groups import PHASES
 
 LENGTH = 400
 WINDOWS = (None, 9, 9, 40, 9, None, 9)  # of the layers: 2, 4 and 1 of a kind
@@ -132,7 +132,7 @@ def test_a_drafters_layers_and_layers_of_other_sizes_keep_every_position() -> No
 
 
 def test_a_pool_holds_more_sequences_and_no_phase_of_load_harms_the_next(capsys: pytest.CaptureFixture[str]) -> None:
-    assert loadtest(["groups"]) == 0
+    assert tools(["groups"]) == 0
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     told = {row[0]: row[1:] for row in rows if row}
     assert float(told["Gemma-3-4B"][-1]) >= 3

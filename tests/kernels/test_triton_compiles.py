@@ -44,7 +44,7 @@ LINE = re.compile(
 )
 
 
-RESOURCES = Path(__file__).parents[2] / "loadtest" / "gpu" / "resources.txt"  # python -m loadtest.gpu.compile
+RESOURCES = Path(__file__).parents[2] / "tools" / "kernel_resources.txt"  # python -m tools.kernel_resources
 
 
 def without_shape(line: str) -> str:
@@ -54,7 +54,7 @@ def without_shape(line: str) -> str:
 
 @pytest.fixture
 def compiling(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """`python -m loadtest.gpu.compile` in a process for each GPU, since kernels are either interpreted or compiled.
+    """`python -m tools.kernel_resources` in a process for each GPU, since kernels are either interpreted or compiled.
 
     Each kernel in one shape; the command without --brief compiles all.
     """
@@ -63,7 +63,7 @@ def compiling(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
     with ExitStack() as stack:
         processes = {}
         for target in ("80", "90", "100"):
-            command = [sys.executable, "-m", "loadtest.gpu.compile", "--brief", "--sm", target]
+            command = [sys.executable, "-m", "tools.kernel_resources", "--brief", "--sm", target]
             processes[f"sm_{target}"] = stack.enter_context(
                 subprocess.Popen(command, env=env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             )

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(path for room in ("quire", "engine", "server", "loadtest") for path in (ROOT / room).rglob("*.py"))
+FILES = sorted(
+    path for room in ("quire", "engine", "server", "loadtest", "tools") for path in (ROOT / room).rglob("*.py")
+)
 THIRD_PARTY = {"torch", "numpy", "transformers", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"}
 
 
@@ -41,15 +43,15 @@ def within(name: str, *roots: str) -> bool:
 # What measures kernels calls them.
 ON_THE_DEVICE = tuple(
     f"loadtest.gpu.{name}"
-    for name in ("attention", "compile", "kernels", "machine", "mixtures", "offline", "profile_steps", "timing", "tune")
+    for name in ("attention", "kernels", "machine", "mixtures", "offline", "profile_steps", "timing", "tune")
 )
 # The fields of requests are declared once, for HTTP and for the offline API.
 FIELDS = tuple(f"engine.text.fields.{name}" for name in ("base", "chat", "sampling", "structured", "tools"))
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     # who, must never import, except in these modules
-    ("quire", ("server", "loadtest", "engine.core", "engine.runtime", "engine.text"), ("quire.__main__",)),
+    ("quire", ("server", "loadtest", "tools", "engine.core", "engine.runtime", "engine.text"), ("quire.__main__",)),
     ("engine", ("quire",), ()),
-    ("engine", ("server", "loadtest", "fastapi", "starlette"), ()),
+    ("engine", ("server", "loadtest", "tools", "fastapi", "starlette"), ()),
     ("engine", ("pydantic",), FIELDS),
     (
         "engine",
@@ -76,6 +78,8 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("server", ("torch", "engine.runtime", "engine.core.scheduling.scheduler", "engine.core.kv.block_pool"), ()),
     ("server", ("engine.core.kv.manager", "engine.core.sequence", "loadtest.fake_runner"), ()),
     ("server", ("loadtest",), ("server.cli",)),
+    ("server", ("tools",), ()),
+    ("loadtest", ("tools",), ()),
     ("server", ("engine.startup.build",), ("server.app", "server.serve")),
     (
         "loadtest",
@@ -83,17 +87,14 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (
             *ON_THE_DEVICE,
             "loadtest.engines",
-            "loadtest.groups",
             "loadtest.handover",
             "loadtest.peers.packed",
-            "loadtest.ranks",
-            "loadtest.sums",
         ),
     ),  # numpy has no FP8; the ring of packets is timed alone
     (
         "loadtest",
         ("engine.startup.build",),
-        ("loadtest.engines", "loadtest.gpu.drive", "loadtest.house"),
+        ("loadtest.engines", "loadtest.gpu.drive"),
     ),
 ]
 
@@ -181,7 +182,9 @@ def opens_a_file(node: ast.AST) -> bool:
     return reads or (node.func.attr == "open" and mode in ("r", "rb", "w", "wb", "xb", "r+b"))
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if not within(module_of(path), "loadtest")], ids=module_of)
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if not within(module_of(path), "loadtest", "tools")], ids=module_of
+)
 def test_files_that_users_name_are_read_through_one_module(path: Path) -> None:
     opened = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if opens_a_file(node)]
     assert not opened or module_of(path) in OPENERS, f"{path}: lines {opened}; use engine/system/regular_file.py"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.__main__ import COMMANDS, main
+from tools.__main__ import main as tools
 
 
 @pytest.mark.parametrize(
@@ -18,7 +19,7 @@ from loadtest.__main__ import COMMANDS, main
         (["simulate", "replay", "steady", "--json", "{}/none/a.json"], "--json is '{}/none/a.json', and there is no"),
         (["simulate", "replay", "steady", "--save-trace", "{}"], "--save-trace is '{}', which is a folder"),
         (["bench", "--plot", "{}/none/a.png"], "--plot is '{}/none/a.png', and there is no folder"),
-        (["steps", "--json", "/proc/version/a.json"], "there is no folder '/proc/version'"),
+        (["bench", "--json", "/proc/version/a.json"], "there is no folder '/proc/version'"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_told_before_anything_runs(
@@ -50,10 +51,10 @@ def test_a_number_that_cannot_be_is_told_as_it_was_written(
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "name"), [("tune", "quire tune"), ("steps", "python -m loadtest steps")])
+@pytest.mark.parametrize(("command", "name"), [("tune", "quire tune"), ("steps", "python -m tools steps")])
 def test_help_tells_how_a_command_is_called(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main([command, "--help"])
+        (main if command in COMMANDS else tools)([command, "--help"])
     assert capsys.readouterr().out.startswith(f"usage: {name} ")
 
 

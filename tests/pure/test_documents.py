@@ -49,7 +49,7 @@ def serve_help() -> str:
 @cache
 def sources() -> str:
     """All code that may declare a flag of a script, or a metric."""
-    files = [path for room in ("engine", "server", "loadtest") for path in (ROOT / room).rglob("*.py")]
+    files = [path for room in ("engine", "server", "loadtest", "tools") for path in (ROOT / room).rglob("*.py")]
     return "".join(path.read_text(encoding="utf-8") for path in files)
 
 
@@ -83,7 +83,7 @@ def test_the_chart_is_of_the_table() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_file_that_is_named_exists(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    for name in re.findall(r"`((?:engine|server|quire|loadtest|tests|docs|monitoring)/[\w./-]+)`", text):
+    for name in re.findall(r"`((?:engine|server|quire|loadtest|tools|tests|docs|monitoring)/[\w./-]+)`", text):
         if name.startswith("loadtest/results/gpu-"):
             continue
         assert (ROOT / name).exists(), name
@@ -165,9 +165,10 @@ def test_the_tour_names_what_is_there() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_module_that_is_run_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for name in set(re.findall(r"python -m ((?:server|loadtest|engine|tests)[\w.]*)", text)):
+    for name in set(re.findall(r"python -m ((?:server|loadtest|tools|engine|tests)[\w.]*)", text)):
         path = ROOT / name.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
-    loadtest = (ROOT / "loadtest/__main__.py").read_text(encoding="utf-8")
-    for command in set(re.findall(r"python -m loadtest ([a-z][a-z-]*)", text)):
-        assert f'"{command}"' in loadtest, command
+    for package in ("loadtest", "tools"):
+        commands = (ROOT / package / "__main__.py").read_text(encoding="utf-8")
+        for command in set(re.findall(rf"python -m {package} ([a-z][a-z-]*)", text)):
+            assert f'"{command}"' in commands, command

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's table of figures is about what the sources are now. `python -m loadtest house --update CONTRIBUTING.md`"""
+"""CONTRIBUTING.md's table of figures is about what the sources are now. `python -m tools house --update CONTRIBUTING.md`"""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import house
-from loadtest.house import BEGIN, END, ROOT, HouseError, Row, measure_sources, read_table, update
+from tools import house
+from tools.house import BEGIN, END, ROOT, HouseError, Row, measure_sources, read_table, update
 
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 TOLERANCE = 0.05  # of a figure, or 2
@@ -26,8 +26,8 @@ def measured() -> dict[str, str]:
 
 def test_the_table_has_a_row_for_every_figure(measured: dict[str, str]) -> None:
     shown = list(read_table(CONTRIBUTING))
-    assert [name.startswith("traced token") for name in shown[:2]] == [True, True]
-    assert shown[2:] == list(measured)
+    assert all(name.startswith("traced ") for name in shown[:3])
+    assert shown[3:] == list(measured)
 
 
 def test_every_figure_is_current(measured: dict[str, str]) -> None:
@@ -40,7 +40,7 @@ def check_figure(shown: list[int], measured: list[int]) -> None:
     """Compare the numbers of one row."""
     assert len(shown) == len(measured)
     for old, new in zip(shown, measured, strict=True):
-        told = f"CONTRIBUTING.md says {old} and it is {new}: python -m loadtest house --update CONTRIBUTING.md"
+        told = f"CONTRIBUTING.md says {old} and it is {new}: python -m tools house --update CONTRIBUTING.md"
         assert abs(old - new) <= max(2, TOLERANCE * new), told
 
 
@@ -55,6 +55,22 @@ def test_packages_that_contain_each_other_are_a_circle_too(tmp_path: Path, monke
     monkeypatch.setattr(house, "ROOT", tmp_path)
     circles = house.import_circles()
     assert circles == house.Circles([], [], [["engine", "engine/inner"]])
+
+
+def test_a_broad_except_hides_what_it_does_not_raise_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = {
+        "except Exception:\n    pass": False,
+        "except (OSError, BaseException) as error:  # a plugin\n    print(error)": True,
+        "except:\n    # a plugin\n    pass": True,
+        "except OSError:\n    pass": None,
+        "except BaseException:\n    undo()\n    raise": None,
+    }
+    monkeypatch.setattr(house, "ROOT", tmp_path)
+    path = tmp_path / "a.py"
+    for handler, has_reason in handlers.items():
+        path.write_text(f"try:\n    work()\n{handler}\n")
+        found = [each.has_reason for each in house.broad_excepts(path)]
+        assert found == ([] if has_reason is None else [has_reason]), handler
 
 
 def test_an_update_replaces_the_table_and_nothing_else(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""The figures of `loadtest loading`. No server is started."""
+"""The figures of `tools loading`. No server is started."""
 
 from __future__ import annotations
 
-from loadtest.loading import Start, cells, memory
+from tools.loading import Start, cells, memory
 
 
 def test_a_row_has_medians_and_the_median_of_ratios() -> None:

@@ -1,4 +1,4 @@
-"""The windows that `loadtest perplexity` cuts, and the sum over their tokens."""
+"""The windows that `tools perplexity` cuts, and the sum over their tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from loadtest.__main__ import main
-from loadtest.perplexity import cut_windows, read_text, sum_up
+from tools.__main__ import main
+from tools.perplexity import cut_windows, read_text, sum_up
 
 
 @pytest.mark.parametrize("num_tokens", [2, 7, 8, 9, 16, 17, 30])

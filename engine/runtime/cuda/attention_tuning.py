@@ -1,7 +1,7 @@
 """The table of the attention kernels' sizes: tiles, warps, load stages, and splits.
 
 A size changes a result only by the order of its sums. The sizes were chosen by reasoning, and to compile for
-capabilities 8.0, 9.0 and 10.0 with at most 72 bytes of spilled registers (`python -m loadtest.gpu.compile` prints it),
+capabilities 8.0, 9.0 and 10.0 with at most 72 bytes of spilled registers (`python -m tools.kernel_resources` prints it),
 except for prompts over a narrow pool with a head_dim of 256, which spill 136, and latents in float32. No GPU has
 measured them yet. `bash loadtest/gpu.sh --tune` tries neighbouring sizes on a GPU and prints the best, to be entered here. Host code without
 state: any thread.

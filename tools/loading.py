@@ -1,6 +1,6 @@
 """Measures a start: the time to the first token, and the peak of memory, against llama-server on the same file.
 
-    python -m loadtest loading --llama-server FILE MODEL.gguf...
+    python -m tools loading --llama-server FILE MODEL.gguf...
 
 Each round starts Quire and llama-server one after the other, with one slot each, in turns; figures are medians over
 rounds, and ratios medians of the rounds' ratios. Files are brought into the page cache before, or dropped from it with

@@ -1,6 +1,6 @@
 """Measures the accuracy that each format of weights costs.
 
-    python -m loadtest accuracy --models-dir DIR --llama-quantize FILE
+    python -m tools accuracy --models-dir DIR --llama-quantize FILE
 
 Two figures a format. The KL divergence of a random model of width 512, from the float32 forward on the same stored
 weights: the cost of Quire's products. The perplexity of SmolLM2, requantised from one set of float32 weights, over that
@@ -22,8 +22,8 @@ from loadtest.arguments import positive_int
 from loadtest.errors import LoadtestError
 from loadtest.output import markdown, save_json
 from loadtest.peers.table import FORMATS, file_of
-from loadtest.perplexity import PerplexityError, Score, measure, read_text
 from loadtest.shapes import COMPARED, Shape
+from tools.perplexity import PerplexityError, Score, measure, read_text
 
 if TYPE_CHECKING:
     import numpy as np

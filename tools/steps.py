@@ -1,6 +1,6 @@
 """Times the parts of a decode step: the real engine on this thread, without HTTP.
 
-    python -m loadtest steps --num-seqs 1 8 32 -- --dtype bfloat16
+    python -m tools steps --num-seqs 1 8 32 -- --dtype bfloat16
 
 The parts are methods of the engine, found by name and wrapped. `rest` is the remaining time of the step, `host` the sum
 of the parts that run on the CPU.

@@ -1,6 +1,6 @@
 """Measures the perplexity of a text under settings of the daemon.
 
-    python -m loadtest perplexity "--dtype bfloat16" "--dtype bfloat16 --kv-cache-dtype int8"
+    python -m tools perplexity "--dtype bfloat16" "--dtype bfloat16 --kv-cache-dtype int8"
 
 Each group of settings runs the same windows of the same text through the real engine. The default text is the language
 reference in Python's pydoc.

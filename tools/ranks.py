@@ -1,6 +1,6 @@
 """Measures what dividing a model among processes costs on this machine's CPUs.
 
-    python -m loadtest ranks -- --dtype bfloat16
+    python -m tools ranks -- --dtype bfloat16
 
 First one packet of a decode step: encoded, sent, received and decoded by another process, which spins or sleeps before.
 Then whole steps: one process with as many threads as there are ranks, and ranks of one thread each, in turns.
@@ -94,7 +94,7 @@ def _packets_us(num: int, pace_s: float, *, spins: bool) -> list[float]:
 
 def _decode_ms(engine: Engine, num_seqs: int, num_steps: int) -> float:
     from engine.core.types import SamplingParams
-    from loadtest.steps import Stopwatch, decode
+    from tools.steps import Stopwatch, decode
 
     params = SamplingParams(max_tokens=num_steps + 16, temperature=0.0)
     return decode(engine, Stopwatch(), num_seqs, num_steps, params)["step"] / 1000

@@ -1,6 +1,6 @@
 """Measures how long a message waits for an engine that is idle, with many cached blocks.
 
-    python -m loadtest.pauses 60000 270000
+    python -m tools.pauses 60000 270000
 
 Waits are from a call's submission to its run on the engine's thread, at random moments after the last message. The other
 rows are the engine thread's time for one task between two steps.

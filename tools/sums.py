@@ -1,6 +1,6 @@
 """Times the sum of numbers over two processes: through shared memory, and through gloo's sockets.
 
-    python -m loadtest.sums
+    python -m tools.sums
 
 All processes are started here, with one thread each. A figure is the median of many sums, in microseconds, the two kinds in
 turn.
@@ -59,7 +59,7 @@ def measure(rank: int, size: int, folder: Path) -> None:
 
 def main() -> None:
     """Start the ranks, and wait for them."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.sums", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.sums", description=__doc__)
     parser.add_argument("--ranks", type=positive_int, default=2, metavar="N", help="processes (default 2)")
     size, context = parser.parse_args().ranks, get_context("spawn")
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - memory, in a private folder

@@ -3,7 +3,7 @@
 The launches of each kernel's host function are compiled instead of run; Triton brings the assembler and the
 disassembler. A line shows registers a thread, bytes of spilled registers, shared memory a block, the kernel's
 instructions and, for attention, those that a warp runs for 64 keys. The exit status is 1 if a kernel spills too much or
-exceeds the shared memory. resources.txt is the output of one version of Triton, with which a test compares.
+exceeds the shared memory. kernel_resources.txt is the output of one version of Triton, with which a test compares.
 """
 
 from __future__ import annotations
@@ -420,7 +420,7 @@ def compile_all(capability: int, *, is_brief: bool) -> list[Kernel]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a line for each kernel."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.gpu.compile", description="Compile all kernels.")
+    parser = argparse.ArgumentParser(prog="python -m tools.kernel_resources", description="Compile all kernels.")
     parser.add_argument("--sm", type=int, nargs="+", choices=SHARED_BYTES, default=list(SHARED_BYTES), metavar="XY")
     parser.add_argument("--brief", action="store_true", help="each kernel in one shape")
     options = parser.parse_args(argv)

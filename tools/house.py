@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -23,8 +23,8 @@ from loadtest.output import print_table, save_json
 
 ROOT = Path(__file__).parents[1]
 MAX_FUNCTION_LINES = 60
-BEGIN, END = "<!-- figures: python -m loadtest house --update CONTRIBUTING.md -->", "<!-- end of figures -->"
-_LOADED = "import sys, engine.core.scheduling.scheduler; print(sum(name.startswith('engine.') for name in sys.modules))"
+OTHERS = ("quire", "loadtest", "tools", "tests", "monitoring", "docker", "deploy")
+BEGIN, END = "<!-- figures: python -m tools house --update CONTRIBUTING.md -->", "<!-- end of figures -->"
 _CHAT = {"messages": [{"role": "user", "content": "Count from 1 to 20."}], "max_tokens": 12, "stream": True}
 
 
@@ -41,17 +41,36 @@ class Row(NamedTuple):
     detail: str = ""
 
 
-def trace_token() -> dict[str, int]:
-    """Trace a warm streamed chat request; return how many lines of each file ran."""
+class Traced(NamedTuple):
+    """A warm streamed chat request."""
+
+    lines: dict[str, int]  # of the functions that ran, by file
+    num_calls: int  # until the request is submitted
+    num_switches: int  # of these, calls into another file than the one before
+
+
+def trace_chat() -> Traced:
+    """Trace a warm streamed chat request on all threads."""
     functions: dict[str, set[CodeType]] = {}
+    calls: list[str] = []  # the file of each, until the request is submitted
+    seen: set[FrameType] = set()  # a generator's frame is entered whenever it goes on
     roots = tuple(f"{ROOT / package}/" for package in ("engine", "server"))
+    is_tracing = is_submitted = False
 
     def note(frame: FrameType, _event: str, _argument: Any) -> None:
-        name = frame.f_code.co_filename
-        if is_tracing and name.startswith(roots):
-            functions.setdefault(str(Path(name).relative_to(ROOT)), set()).add(frame.f_code)
+        nonlocal is_submitted
+        code = frame.f_code
+        if not is_tracing or not code.co_filename.startswith(roots):
+            return
+        name = str(Path(code.co_filename).relative_to(ROOT))
+        functions.setdefault(name, set()).add(code)
+        if threading.current_thread() is not threading.main_thread() or is_submitted or code.co_name[0] == "<":
+            return
+        if frame not in seen:
+            seen.add(frame)
+            calls.append(name)
+            is_submitted = code.co_name == "submit" and name.startswith("engine/")
 
-    is_tracing = False
     threading.settrace(note)
     sys.settrace(note)
 
@@ -81,18 +100,24 @@ def trace_token() -> dict[str, int]:
     finally:
         sys.settrace(None)
         threading.settrace(None)
-    return {name: len(set().union(*map(_lines, codes))) for name, codes in functions.items()}
+    assert is_submitted, "the engine has no function `submit` that was called"
+    num_switches = sum(one != other for one, other in pairwise(calls))
+    return Traced(
+        {name: len(set().union(*map(_lines, codes))) for name, codes in functions.items()}, len(calls), num_switches
+    )
 
 
 def measure() -> list[Row]:
     """Return all figures."""
-    traced = trace_token()
+    traced = trace_chat()
+    num_lines, total = sum(traced.lines.values()), _total(ROOT / name for name in traced.lines)
     return [
-        Row("traced token: lines of the functions that run", f"{sum(traced.values()):,}", "2,700"),
+        Row("traced token: lines of the functions that run", f"{num_lines:,}", "3,000"),
+        Row("traced token: files / lines in them", f"{len(traced.lines)} / {total:,}", "52 / 10,000"),
         Row(
-            "traced token: files / lines in them",
-            f"{len(traced)} / {_total([ROOT / name for name in traced]):,}",
-            "50 / 8,500",
+            "traced chat: calls before submission / file switches",
+            f"{traced.num_calls} / {traced.num_switches}",
+            "110 / 40",
         ),
         *measure_sources(),
     ]
@@ -100,27 +125,54 @@ def measure() -> list[Row]:
 
 def measure_sources() -> list[Row]:
     """Return the figures that need no model: they are read from the sources."""
-    core, server = list(_sources("engine/core")), list(_sources("server"))
-    tops = [path for path in server if path.parent == ROOT / "server"]
-    loaded = subprocess.run([sys.executable, "-c", _LOADED], cwd=ROOT, capture_output=True, text=True, check=True)  # noqa: S603
-    from engine.core.sequence import Sequence
-
-    python = _total([*_sources("engine"), *server])
-    long = [name for package in ("engine", "server", "loadtest") for name in _long_functions(package)]
+    served = [*_sources("engine"), *_sources("server")]
+    everything = [*served, *(path for package in OTHERS for path in _sources(package))]
+    core = list(_sources("engine/core"))
+    native = [path for suffix in ("c", "h") for path in (ROOT / "engine").rglob(f"*.{suffix}")]
+    page = [path for path in (ROOT / "server" / "page").iterdir() if path.suffix in (".js", ".css", ".html")]
+    broad = [each for path in served for each in broad_excepts(path)]
+    long = [name for path in served for name in _long_functions(path)]
     circles = import_circles()
-    num_within = sum(map(len, circles.packages))
     return [
-        Row("engine/core: files / lines", f"{len(core)} / {_total(core):,}", "34 / 5,600"),
-        Row("engine modules that importing the scheduler loads", loaded.stdout.strip(), "32"),
-        Row("server: files at its top level / lines", f"{len(tops)} / {_total(server):,}", "12 / 10,000"),
-        Row("engine and server: lines of Python", f"{python:,}", "30,000"),
-        Row("loadtest: lines of Python", f"{_total(list(_sources('loadtest'))):,}", "9,000"),
-        Row("slots of a Sequence", f"{len(Sequence.__slots__)}", "38"),
-        Row("tuned constants of engine/core", f"{sum(map(_count_constants, core))}", "35"),
+        Row("engine and server: Python statements", f"{sum(map(_count_statements, served)):,}", "32,500"),
+        Row("repository: Python statements", f"{sum(map(_count_statements, everything)):,}", "76,300"),
+        Row("engine and server: lines of Python", f"{_total(served):,}", "51,000"),
+        Row("engine: lines of C", f"{_total(native):,}", "6,300"),
+        Row("page: lines without vendored files", f"{_total(page):,}", "3,500"),
+        Row("engine/core: files / lines", f"{len(core)} / {_total(core):,}", "34 / 6,200"),
+        Row("loadtest: lines of Python", f"{_total(_sources('loadtest')):,}", "9,000"),
         Row("import circles: files / top packages", f"{len(circles.files)} / {len(circles.tops)}", "0 / 0"),
-        Row("inner packages that are part of an import circle", f"{num_within}", "0"),
-        Row(f"functions of more than {MAX_FUNCTION_LINES} lines", f"{len(long)}", "0", " ".join(long)),
+        Row("packages that are part of an import circle", f"{sum(map(len, circles.packages))}", "0"),
+        Row(
+            "broad excepts / without a reason",
+            f"{len(broad)} / {sum(not each.has_reason for each in broad)}",
+            "25 / 0",
+            " ".join(each.place for each in broad if not each.has_reason),
+        ),
+        Row(f"functions of more than {MAX_FUNCTION_LINES} lines outside Triton", f"{len(long)}", "0", " ".join(long)),
     ]
+
+
+class BroadExcept(NamedTuple):
+    """A handler of any exception that does not raise it again."""
+
+    place: str
+    has_reason: bool  # in a comment on its first two lines
+
+
+def broad_excepts(path: Path) -> Iterator[BroadExcept]:
+    """Find the handlers of Exception, BaseException or everything; one that ends in `raise` hides nothing."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        is_broad = any(each is None or ast.unparse(each) in ("Exception", "BaseException") for each in caught)
+        if is_broad and not (isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None):
+            yield BroadExcept(
+                f"{path.relative_to(ROOT)}:{node.lineno}", "#" in "".join(lines[node.lineno - 1 : node.lineno + 1])
+            )
 
 
 class Circles(NamedTuple):
@@ -197,7 +249,7 @@ def _count(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def _total(paths: list[Path]) -> int:
+def _total(paths: Iterable[Path]) -> int:
     return sum(map(_count, paths))
 
 
@@ -206,23 +258,20 @@ def _lines(code: CodeType) -> range:
     return range(code.co_firstlineno, max(numbers, default=code.co_firstlineno) + 1)
 
 
-def _count_constants(path: Path) -> int:
-    """Return how many module constants are numbers other than 0 and 1."""
-    found = 0
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper():
-            numbers = [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
-            found += any(isinstance(each, int | float) and each not in (0, 1) for each in numbers)
-    return found
+def _count_statements(path: Path) -> int:
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
-def _long_functions(package: str) -> Iterator[str]:
-    for path in _sources(package):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if num_lines > MAX_FUNCTION_LINES:
-                    yield f"{path.relative_to(ROOT)}:{node.name} ({num_lines})"
+def _long_functions(path: Path) -> Iterator[str]:
+    """Find functions of many lines in files that have no kernel of Triton."""
+    text = path.read_text(encoding="utf-8")
+    if "import triton" in text:
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES:
+                yield f"{path.relative_to(ROOT)}:{node.name} ({num_lines})"
 
 
 def update(path: Path, rows: list[Row]) -> None:
@@ -253,7 +302,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
     if options.files:
-        for name, num_lines in sorted(trace_token().items()):
+        for name, num_lines in sorted(trace_chat().lines.items()):
             print(f"{num_lines:>5} of {_count(ROOT / name):>4}  {name}")
         return 0
     rows = measure()
