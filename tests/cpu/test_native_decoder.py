@@ -107,10 +107,11 @@ def test_one_call_copies_the_streams_of_its_parts(library: Library, name: str, t
     torch.testing.assert_close(out, torch.stack([states[0] for states in expected[1:3]], 1), atol=1e-4, rtol=1e-4)
 
 
-def test_bfloat16_keeps_the_stream_in_float32(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2"])  # norms before the parts, around them, behind them
+def test_bfloat16_keeps_the_stream_in_float32(name: str, tmp_path: Path) -> None:
     if native() is None:
         pytest.skip("no native library and no C compiler")
-    families.save_tiny(families.CASES["llama"], tmp_path).bfloat16().float().save_pretrained(tmp_path)
+    families.save_tiny(families.CASES[name], tmp_path).bfloat16().float().save_pretrained(tmp_path)
     truth = families.load(tmp_path)
     config = EngineConfig(model=str(tmp_path))
     rounded = load_model(config, CPU, torch.bfloat16, lambda progress: None)

@@ -1,8 +1,8 @@
 /* The small operations between matrix products. Sums and products in float32, one rounding at each result. */
 
-/* A tensor that goes with others of `dtype` and is of that type too, or float32. */
+/* A tensor that goes with others of `dtype`. If these are narrow, it is of that type or float32; if they are float32, of any. */
 INLINE struct view view_of(const void *base, int32_t own, enum dtype dtype, size_t at) {
-    return (struct view){(void *)base, at, own == DT_F32 ? DT_F32 : dtype};
+    return (struct view){(void *)base, at, own == DT_F32 || dtype == DT_F32 ? (enum dtype)own : dtype};
 }
 
 INLINE void norm_row(struct view in, struct view out, struct view weight, int64_t width, float eps) {
