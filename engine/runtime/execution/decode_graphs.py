@@ -130,9 +130,9 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             compute()
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as an adapter's loader, may make calls that are forbidden to this one while it records.
+        # It begins with a wait for the whole device. Other threads, such as an adapter's loader, may make calls that are
+        # forbidden to this one while it records.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             outputs = compute()
 

@@ -1,0 +1,94 @@
+"""Graphs of decode steps on a device that compares every access: what tests/cpu/test_cuda_order.py has without kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.core.scheduling.scheduler import Scheduler
+from engine.core.stats import PreemptionKind
+from engine.runtime.cuda import available
+from engine.runtime.models.base import LayerAttention
+from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings
+from tests.fake_device import CUDA, FakeDevice, fake_device
+from tests.fake_kernels import watched_kernels
+from tests.fake_order import OrderError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the device is made of Triton's interpreter"),
+]
+CONFIG = settings(max_num_seqs=2, max_model_len=20, num_blocks=5, num_host_blocks=12, max_num_batched_tokens=16)
+REQUESTS = [
+    request("plain", [3, 1, 4, 1, 5], max_tokens=6),
+    request("edited", [2, 7, 1, 8, 2, 8, 1], max_tokens=6, frequency_penalty=0.5, logprobs=1),
+    request("drawn", [9, 9, 7, 5, 3], max_tokens=4, temperature=1.0, seed=3, top_p=0.9),
+]
+Ids = dict[tuple[str, int], list[int]]
+
+
+def launched(model: type[TinyModel] = TinyModel, dropped: str | None = None) -> tuple[Ids, FakeDevice]:
+    """Serve with graphs on the device."""
+    with pytest.MonkeyPatch.context() as patch, fake_device(dropped) as device, watched_kernels():
+        patch.setattr(available, "has_triton", lambda device: device.type == "cuda")
+        scheduler, served_model = Scheduler(CONFIG), model(device=CUDA)
+        runner = make_runner(served_model, CONFIG, "triton", device=CUDA)
+        runner.capture(lambda progress: None)
+        served = serve(served_model, CONFIG, REQUESTS, depth=1, scheduler=scheduler, runner=runner)
+        assert scheduler.stats.preempted[PreemptionKind.SWAP] > 0
+        return served.ids, device
+
+
+def test_graphs_wait_for_what_they_read() -> None:
+    ids, device = launched()
+    assert ids == serve(TinyModel(), CONFIG, REQUESTS, runner=make_runner(TinyModel(), CONFIG)).ids
+    assert device.num_graphs == 2
+    sites = {site for site in device.sites if "decode_graphs" in site}
+    assert sites
+    for site in sites:
+        with pytest.raises(OrderError):
+            launched(dropped=site)
+
+
+class Asking(TinyModel):
+    """Asks what is in a tensor."""
+
+    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention, rows: Tensor | None = None) -> Tensor:
+        assert positions.min().item() >= 0
+        return super().forward(ids, positions, attention, rows)
+
+
+class Sending(TinyModel):
+    """Sends numbers of the host."""
+
+    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention, rows: Tensor | None = None) -> Tensor:
+        return super().forward(
+            ids + torch.tensor([0]).pin_memory().to(CUDA, non_blocking=True), positions, attention, rows
+        )
+
+
+class Keeping(TinyModel):
+    """Keeps for all graphs what the first has made."""
+
+    zeros: Tensor | None = None
+
+    def forward(self, ids: Tensor, positions: Tensor, attention: LayerAttention, rows: Tensor | None = None) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            if self.zeros is None:
+                self.zeros = torch.zeros(CONFIG.max_num_seqs, dtype=torch.int64, device=CUDA)
+            ids = ids + self.zeros[: len(ids)]
+        return super().forward(ids, positions, attention, rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (Asking, "(item|_local_scalar_dense) at .* while a graph is recorded"),
+        (Sending, "an allocation of pinned memory at .* while a graph is recorded"),
+        (Keeping, "uses the memory of zeros at .* which belongs to a graph that may not have run"),
+    ],
+)
+def test_what_a_graph_cannot_record_is_refused(model: type[TinyModel], why: str) -> None:
+    with pytest.raises(OrderError, match=why):
+        launched(model)
