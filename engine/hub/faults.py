@@ -1,12 +1,13 @@
 """Turns the errors of a hub, a network and a disk into sentences for the person who starts Quire.
 
-huggingface_hub and its HTTP library have no common base class of errors, so any exception of a request is passed here.
+huggingface_hub and its HTTP library have no common base class of errors; `request_errors` names them.
 """
 
 from __future__ import annotations
 
 import errno
 import re
+from importlib import import_module
 from pathlib import Path
 
 from engine.files.formats import LOCAL
@@ -14,6 +15,15 @@ from engine.system.regular_file import reason
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RETRIED = (408, 429)  # and those from 500 on
+
+
+def request_errors() -> tuple[type[Exception], ...]:
+    """Return the classes of errors that a request may raise, those of an answer that is no hub's among them."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    library = import_module(HTTPError.__module__.partition(".")[0])  # which HTTP library depends on the version
+    foreign = HfHubHTTPError, HTTPError, library.InvalidURL, library.StreamError
+    return (*foreign, OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 def is_offline(error: Exception) -> bool:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import TimeoutError as FutureTimeoutError  # before Python 3.11 another one
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from engine.core.errors import ModelLoadError
 from engine.files.formats import LOCAL
-from engine.hub.faults import is_offline, sentence
+from engine.hub.faults import is_offline, request_errors, sentence
+from engine.system.calls import on_thread
 from engine.system.regular_file import read_text
 from engine.system.version import VERSION
 
@@ -55,7 +55,7 @@ def list_files(repo: str, revision: str | None, store: Path) -> Listing:
         raise ModelLoadError(
             f"{repo!r:.200} is neither a local path nor a Hugging Face id such as Qwen/Qwen3-0.6B; name {LOCAL}, or an id."
         ) from None
-    except Exception as error:  # the libraries' errors have no common base
+    except request_errors() as error:
         cached = _list_cache(revision, store)
         why = sentence(error, repo, store, revision)
         if cached is None:
@@ -67,22 +67,10 @@ def list_files(repo: str, revision: str | None, store: Path) -> Listing:
 
 def _in_time(call: Callable[[], T]) -> T:
     """Return the call's result. Raises TimeoutError; the system's search for an address has no limit."""
-    results: SimpleQueue[T | Exception] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put(call())
-        except Exception as error:  # raised on the caller's thread
-            results.put(error)
-
-    threading.Thread(target=run, name="hub-listing", daemon=True).start()
     try:
-        result = results.get(timeout=ANSWER_S + GRACE_S)
-    except Empty:
+        return on_thread("hub-listing", call).result(ANSWER_S + GRACE_S)
+    except FutureTimeoutError:
         raise TimeoutError("no answer") from None
-    if isinstance(result, Exception):
-        raise result
-    return result
 
 
 def _read_listing(info: ModelInfo) -> Listing:

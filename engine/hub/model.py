@@ -12,7 +12,7 @@ from typing import NamedTuple
 from engine.core.errors import ModelLoadError
 from engine.core.types import ReportProgress
 from engine.files.quant_config import BESIDE
-from engine.hub.faults import sentence
+from engine.hub.faults import request_errors, sentence
 from engine.hub.files import (
     CONFIG,
     INDEX,
@@ -99,9 +99,7 @@ class HubModel:
                         wanted = 2 * len(content)
                     if len(content) >= _HEADER_BYTES or time.monotonic() - start_s > _HEADER_S:
                         break
-        except ModelLoadError:
-            raise
-        except Exception as error:  # the libraries' errors have no common base
+        except request_errors() as error:
             raise ModelLoadError(sentence(error, self.repo, self._store)) from None
         yield Beginning(f"{self.repo}/{first}", bytes(content))
 
@@ -162,9 +160,7 @@ class HubModel:
             return
         try:
             Transfer(self.repo, self._listing.commit, self._store, missing).run(report)
-        except ModelLoadError:
-            raise
-        except Exception as error:  # the libraries' errors have no common base
+        except request_errors() as error:
             raise ModelLoadError(sentence(error, self.repo, self._store)) from None
 
     def _note_commit(self) -> None:

@@ -10,14 +10,16 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress, ReportProgress
-from engine.hub.faults import is_transient, why
+from engine.hub.faults import is_transient, request_errors, why
 from engine.hub.listing import ANSWER_S, RemoteFile, safe_name
+from engine.system.calls import on_thread
 from engine.system.progress import human_bytes
 from engine.system.version import VERSION
 
@@ -66,7 +68,6 @@ class Transfer:
         self._have = {name: self._size_here(file) for name, file in self._files.items()}
         self._todo = deque(self._files)
         self._stop = threading.Event()
-        self._failure: Exception | None = None
 
     def run(self, report: ReportProgress | None) -> None:
         """Fetch all files; report the bytes of all of them. Raises the libraries' errors."""
@@ -74,19 +75,17 @@ class Transfer:
         self._check_space(total - sum(self._have.values()))
         if report:
             report(Progress("download", self._describe(total)))
-        threads = [threading.Thread(target=self._work, name="hub", daemon=True) for _ in range(_NUM_THREADS)]
-        for thread in threads:
-            thread.start()
+        workers = {on_thread("hub", self._work) for _ in range(_NUM_THREADS)}
         try:
-            while busy := [thread for thread in threads if thread.is_alive()]:
-                busy[0].join(_POLL_S)
+            while workers:
+                ended, workers = wait(workers, _POLL_S, FIRST_COMPLETED)
+                for worker in ended:
+                    worker.result()
                 done = sum(self._have.values())
                 if report and done < total:
                     report(Progress("download", "", done, total, "bytes"))
         finally:
             self._stop.set()
-        if self._failure is not None:
-            raise self._failure
         if report:
             report(Progress("download", "", total, total, "bytes"))
 
@@ -135,13 +134,8 @@ class Transfer:
                 name = self._todo.popleft()
             except IndexError:
                 return
-            try:
+            with suppress(_StoppedError):
                 self._fetch(name)
-            except _StoppedError:
-                return
-            except Exception as error:  # raised on the caller's thread
-                self._failure = self._failure or error
-                self._stop.set()
 
     def _fetch(self, name: str) -> None:
         """Fetch one file into the cache, unless another process has, and link it into the snapshot."""
@@ -188,7 +182,7 @@ class Transfer:
         """Append the rest of a file; return the error after which it can be resumed, if there was one."""
         try:
             self._append(name, file)
-        except Exception as error:  # the libraries' errors have no common base
+        except request_errors() as error:
             if not is_transient(error):
                 raise
             return error

@@ -328,9 +328,8 @@ class RecordingFile:
         with suppress(OSError), self._file:  # the last lines may find no room
             try:
                 self._write_entries()
-            except Exception as error:
+            except OSError as error:
                 self._end = f"{type(error).__name__}: {error}"
-                log.debug("The recording failed here:", exc_info=True)
             if self._end != _STOPPED:
                 log.warning("The recording in %s ends here: %s", self._path, self._end)
             self._write({"op": "end", "why": self._end})

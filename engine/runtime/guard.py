@@ -44,7 +44,7 @@ class GuardedRunner:
         """Return a call's result."""
         try:
             return call()
-        except Exception as error:
+        except Exception as error:  # any: `translate` decides which it knows, and others are raised
             fault = self._translate(error)
             self._is_lost |= isinstance(fault, DeviceLostError)
             if fault is error:

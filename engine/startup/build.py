@@ -186,7 +186,7 @@ def build_engine(
     report(Progress("ranks", f"{executor.size} processes hold the model, each with threads: {executor.num_threads}"))
     try:
         engine = _build(config, device, dtype, report, memory, executor)
-    except BaseException as error:
+    except BaseException as error:  # any: the ranks end, and may know the cause
         reason = executor.explain(error)
         executor.close()
         raise reason from None

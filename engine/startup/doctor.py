@@ -72,7 +72,7 @@ def _torch() -> Iterator[Finding]:
     """Import torch, and compare its build with the machine's GPU."""
     try:
         import torch
-    except Exception as error:  # a broken installation fails in many ways
+    except (ImportError, OSError, AttributeError, RuntimeError, ValueError) as error:  # of a broken installation
         yield Finding("torch", State.FAILED, f"cannot be imported: {error}", "install it: pip install 'torch>=2.11'")
         return
     cuda = torch.version.cuda

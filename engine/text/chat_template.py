@@ -18,6 +18,7 @@ from jinja2 import Template, meta, nodes, pass_context
 from jinja2.runtime import Context
 
 from engine.core.errors import ConfigError, InvalidRequestError, OverloadedError
+from engine.system.calls import foreign_code
 from engine.system.child_process import Ask, ChildError, ChildLostError, ChildProcess, Parts
 from engine.text.template_environment import make_environment, reason
 from engine.text.template_work import MAX_INPUT, is_simple
@@ -51,14 +52,12 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._child = ChildProcess("engine.text.template_process", limit_s=_LIMIT_S, set_up=self._set_up)
-        try:
+        with foreign_code(lambda error: _unreadable(reason(error))):  # errors of compiling jinja's Python among them
             environment = make_environment(special_tokens)
             tree = environment.parse(source)
             self.variables = _variables(tree)
             environment.compile(tree)  # here too, so that its errors are known at start
             self._template = _compiled(tree, special_tokens) if is_simple(tree, self._special_tokens) else None
-        except Exception as error:  # besides TemplateError, any error of compiling jinja's Python
-            raise _unreadable(reason(error)) from error
 
     def render(
         self,

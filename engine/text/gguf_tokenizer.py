@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
 from engine.core.errors import ModelLoadError
+from engine.system.calls import foreign_code
 from engine.text.gguf_words import DEFAULT, WORDS, Words
 
 log = logging.getLogger("quire.tokenizer")
@@ -141,10 +142,8 @@ def _sentence_piece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> T
 
 
 def _bpe(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> BPE:
-    try:
+    with foreign_code(lambda error: ModelLoadError(f"The GGUF file's tokenizer is inconsistent: {error}.")):
         return BPE(vocab=vocabulary, merges=merges, **options)
-    except Exception as error:  # the library raises bare Exception for a merge of unknown pieces
-        raise ModelLoadError(f"The GGUF file's tokenizer is inconsistent: {error}.") from error
 
 
 def _merges_of_scores(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.files.gguf_header import read_header
 from engine.settings.speculative_config import SpeculativeConfig
 from engine.sources.model_source import check_entries
+from engine.system.calls import foreign_code
 from engine.text.chat_template import ChatTemplate
 from engine.text.generation_config import FILE, read_json_beside
 from engine.text.gguf_tokenizer import TokenType, build_tokenizer, special_token
@@ -203,15 +204,16 @@ def _from_folder(folder: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
     check_entries(folder)
     from transformers import AutoTokenizer  # seconds to import; a GGUF file does without
 
-    try:
-        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises OSError, ValueError, KeyError and others
+    def refuse(error: Exception) -> Exception:
         reason = " ".join(str(error).split()).rstrip(".")
         if not any(folder.glob("*token*")):
             reason = "the folder has no tokenizer.json"  # for which the library's message is very long
-        raise ModelLoadError(
+        return ModelLoadError(
             f"The tokenizer of {str(folder)!r} cannot be loaded: {reason}; name another with --tokenizer."
-        ) from error
+        )
+
+    with foreign_code(refuse):
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ModelLoadError(f"The tokenizer of {str(folder)!r} has no fast version; name another with --tokenizer.")

@@ -239,7 +239,7 @@ async def _frames(
             assert spans is not None, "every choice has ended"
             metrics = AnswerMetrics.of(spans, generation.num_cached_tokens)
         last = formatter.closing(generation.usage, metrics)
-    except Exception as error:
+    except Exception as error:  # any: it ends this stream alone, with an event
         if not isinstance(error, QuireError):
             logger.exception("a stream failed")
         last = formatter.failure(to_api_error(error))

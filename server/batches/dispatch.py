@@ -63,7 +63,7 @@ class Dispatcher:
         started_s = time.monotonic()
         try:
             await self._app(_scope(path, document, state), receive, send)
-        except Exception as error:
+        except Exception as error:  # any: it ends this line alone
             logger.exception("a request of a batch failed")
             error_answer = to_api_error(error)
             status, parts = error_answer.status, [error_answer.body()]

@@ -38,7 +38,7 @@ def answer(parts: Parts) -> list[bytes]:
         return [b"{}", *_read(raw, **header)]
     except MemoryError:
         raise
-    except Exception as error:
+    except Exception as error:  # any: it ends this request alone
         error_answer = to_api_error(error)
         trace = traceback.format_exc() if error_answer.status >= 500 else ""  # a bug, which the daemon logs
         return [json.dumps({"error": asdict(error_answer), "traceback": trace}).encode()]

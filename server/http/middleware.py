@@ -88,7 +88,7 @@ class RequestScope:
                 message = "The server is shutting down and could not finish this request; send it again."
                 await to_api_error(ShuttingDownError(message)).response(scope)(scope, receive, send_with_headers)
             raise
-        except Exception as error:
+        except Exception as error:  # any: it ends this request alone
             if is_disk_full(error):
                 logger.error("request %s failed: %s", request_id, error)  # noqa: TRY400 - the traceback adds nothing
             else:

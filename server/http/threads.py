@@ -18,8 +18,10 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from engine.system.calls import on_thread, settle
 from server.http.turns import CALLER, Rotation
 
 SWITCH_S = 0.0005
@@ -53,12 +55,8 @@ class Worker:
             waiting = self._waiting.take()
         assert waiting is not None, "there is one for each call"
         outcome, function = waiting
-        if not outcome.set_running_or_notify_cancel():
-            return
-        try:
-            outcome.set_result(function())
-        except BaseException as error:  # raised where it is awaited
-            outcome.set_exception(error)
+        if outcome.set_running_or_notify_cancel():
+            settle(outcome, function)
 
 
 _SLOW = Worker("quire-slow")
@@ -84,14 +82,4 @@ def _work(function: Callable[[], Result]) -> Result:
 
 async def run_detached(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
     """Run a call on a new thread and return its result; it cannot be cancelled."""
-    outcome: Future[Result] = Future()
-    outcome.set_running_or_notify_cancel()  # so that the result can be set, even if the waiting task was cancelled
-
-    def work() -> None:
-        try:
-            outcome.set_result(call(*args, **kwargs))
-        except Exception as error:  # raised where it is awaited
-            outcome.set_exception(error)
-
-    threading.Thread(target=work, name="quire-detached", daemon=True).start()
-    return await asyncio.wrap_future(outcome)
+    return await asyncio.wrap_future(on_thread("quire-detached", partial(call, *args, **kwargs)))

@@ -51,7 +51,7 @@ NameBlocks = Callable[[str, bytes, str], list[bytes]]  # path, body, key
 
 async def respond(app: ASGIApp, request: Forwarded) -> AsyncIterator[Piece]:
     """Yield an application's answer; closing the generator tells the application that the client has left."""
-    pieces: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+    pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
     sent = asyncio.Event()
     left = asyncio.Event()
 
@@ -68,19 +68,12 @@ async def respond(app: ASGIApp, request: Forwarded) -> AsyncIterator[Piece]:
         elif message["type"] == "http.response.body" and message.get("body"):
             pieces.put_nowait(bytes(message["body"]))
 
-    async def run() -> None:
-        try:
-            await app(_scope(request), receive, send)
-        except Exception as error:
-            pieces.put_nowait(error)
-        pieces.put_nowait(None)
-
-    task = asyncio.create_task(run())
+    task = asyncio.ensure_future(app(_scope(request), receive, send))
+    task.add_done_callback(lambda _: pieces.put_nowait(None))
     try:
         while (piece := await pieces.get()) is not None:
-            if isinstance(piece, Exception):
-                raise piece
             yield piece
+        await task  # raises what the application raised
     finally:
         left.set()
         await asyncio.wait([task], timeout=5)  # it ends by itself
@@ -167,7 +160,7 @@ class Ingress:
                 head = Head(*piece)
                 kept = [(name, value) for name, value in head.headers if name not in (b"connection", b"keep-alive")]
                 await send({"type": "http.response.start", "status": head.status, "headers": kept})
-        except Exception as error:
+        except Exception as error:  # any of Ray's, and what the daemon's code raised there
             log.warning("%s %s: the daemon was lost (%s).", request.method, request.path, type(error).__name__)
             await self._end(request, head, scope, send)
             return

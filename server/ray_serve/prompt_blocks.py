@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
 
+from engine.core.errors import QuireError
 from engine.core.kv.prefix_cache import chain_next, chain_root
 from engine.text.chat.chat_format import ChatFormat
 from engine.text.chat.limits import ModelLimits
@@ -56,7 +57,7 @@ class PromptBlocks:
             fields = json.loads(body)
             tokens = reader(fields)
             root = chain_root(str(fields.get("cache_salt") or ""), owner=f"{key}\n{fields.get('model')}")
-        except Exception:
+        except (QuireError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return []
         names = [root]
         for begin in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):

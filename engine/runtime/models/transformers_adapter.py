@@ -9,6 +9,7 @@ tokens. A model whose state is not keys and values is refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from engine.runtime.models.servable import SERVABLE_LAYERS
 from engine.runtime.native.decoder import Streams
 from engine.runtime.weights.checkpoint import Checkpoint
 from engine.settings.engine_config import EngineConfig
+from engine.system.calls import foreign_code
 
 _IMPLEMENTATION = "quire_paged"
 
@@ -86,15 +88,14 @@ class TransformersModel:
     def _overhear(self, device: torch.device, source: str) -> tuple[int, Sequence[AttentionSpec]]:
         """Return the width of the logits and each layer's attention settings, from a forward pass."""
         ears, positions = _Overhear(source), torch.arange(2, device=device)
-        try:
-            with torch.inference_mode():
-                hidden = self.forward(torch.tensor([0, 2], device=device), positions, ears)
-                other = self.forward(torch.tensor([1, 2], device=device), positions, _Overhear(source))
-                vocab_size = self.logits(hidden).shape[-1]
-        except (torch.OutOfMemoryError, ModelLoadError):
-            raise
-        except Exception as error:
-            raise _refusal(source, f"a first forward pass over paged attention failed ({_line(error)})") from error
+
+        def refuse(error: Exception) -> Exception:
+            return _refusal(source, f"a first forward pass over paged attention failed ({_line(error)})")
+
+        with foreign_code(refuse, (torch.OutOfMemoryError, ModelLoadError)), torch.inference_mode():
+            hidden = self.forward(torch.tensor([0, 2], device=device), positions, ears)
+            other = self.forward(torch.tensor([1, 2], device=device), positions, _Overhear(source))
+            vocab_size = self.logits(hidden).shape[-1]
         # This attention mixes no tokens, so a second token that depends on the first got it another way.
         if not torch.allclose(hidden[1], other[1], rtol=1e-2, atol=1e-2, equal_nan=True):
             raise _refusal(source, "its tokens affect each other outside of attention")
@@ -254,13 +255,11 @@ def read_foreign_config(path: Path, overrides: Mapping[str, Any] | None = None) 
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING:
         raise _refusal(path, f"neither Quire nor transformers {transformers.__version__} knows the kind {kind!r}")
-    try:
+    with _transformers(path, "read its config"):
         if overrides:
             config = CONFIG_MAPPING[kind].from_dict(dict(values))
         else:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a library's code over values that may be anything
-        raise ModelLoadError(f"{path}: transformers cannot read its config ({_line(error)}).") from error
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise _refusal(path, "it is an encoder-decoder")
@@ -293,7 +292,7 @@ def _num_weights(hf_config: Any, path: Path) -> int:
 
 def _pretrained(_: EngineConfig, hf_config: Any, path: Path, dtype: torch.dtype) -> Any:
     transformers_logging.disable_progress_bar()
-    try:
+    with _transformers(path, "load it"):
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
             config=hf_config,
@@ -304,10 +303,6 @@ def _pretrained(_: EngineConfig, hf_config: Any, path: Path, dtype: torch.dtype)
             use_safetensors=True,
             output_loading_info=True,
         )
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a library's code over values that may be anything
-        raise ModelLoadError(f"{path}: transformers cannot load it ({_line(error)}).") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelLoadError(f"{path} lacks {len(missing)} of the model's tensors, {missing[0]!r} first.")
@@ -321,12 +316,15 @@ def _random(config: EngineConfig, hf_config: Any, path: Path, dtype: torch.dtype
 
 
 def _build(hf_config: Any, path: Path, **settings: Any) -> Any:
-    try:
+    with _transformers(path, "build it"):
         return AutoModelForCausalLM.from_config(hf_config, attn_implementation=_IMPLEMENTATION, **settings)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a library's code over values that may be anything
-        raise ModelLoadError(f"{path}: transformers cannot build it ({_line(error)}).") from error
+
+
+def _transformers(path: Path, task: str) -> AbstractContextManager[None]:
+    """Refuse a model over which transformers' code raises any error but that of memory."""
+    return foreign_code(
+        lambda error: ModelLoadError(f"{path}: transformers cannot {task} ({_line(error)})."), (torch.OutOfMemoryError,)
+    )
 
 
 def _name_of(body: nn.Module, model: nn.Module) -> str:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.core.errors import InvalidRequestError, OverloadedError, shorten
@@ -153,7 +154,7 @@ class GrammarCompiler:
         before = threading.stack_size(_STACK_BYTES)
         try:
             queued = worker.pool.submit(self._run, worker, spec, built)  # starts a thread, the first time
-            queued.add_done_callback(lambda done: built.set_exception(_closing()) if done.cancelled() else None)
+            queued.add_done_callback(partial(_pass_on, built))
         except RuntimeError:
             built.set_exception(_closing())
         finally:
@@ -166,10 +167,10 @@ class GrammarCompiler:
         """Build a grammar, or pass it to the slow worker."""
         try:
             built.set_result(self._build(worker, spec))
-        except BaseException as error:
-            if worker is self._slow or not isinstance(error, SlowError):
-                built.set_exception(error)
-            elif self._places.acquire(blocking=False):
+        except SlowError:
+            if worker is self._slow:
+                raise
+            if self._places.acquire(blocking=False):
                 self._start(self._slow, spec, built)
             else:
                 built.set_exception(
@@ -200,6 +201,13 @@ class GrammarCompiler:
 def _about(error: GrammarError, param: str) -> InvalidRequestError:
     """Return the error with the field that it is about."""
     return InvalidRequestError(f"{param} cannot be used: {shorten(str(error))}.", param=param)
+
+
+def _pass_on(built: Future[GuidanceGrammar], queued: Future[None]) -> None:
+    """Give those who wait for a grammar the error of its build."""
+    error = _closing() if queued.cancelled() else queued.exception()
+    if error is not None:
+        built.set_exception(error)
 
 
 def _closing() -> OverloadedError:

@@ -21,6 +21,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
+from engine.system.calls import on_thread
 from engine.system.child_process import Parts, serve
 
 MAX_BUILT_BYTES = 64 << 20  # of one grammar, with its first masks; a schema of 300 properties takes 42 MiB
@@ -130,23 +131,13 @@ def _draw(mask: bytes, chance: random.Random) -> int:
 
 def _on_thread(stack_bytes: int, work: Callable[[], None]) -> str | None:
     """Run `work` with that much stack; return its error message, or None."""
-    errors: list[str] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except RecursionError:
-            errors.append("it is nested too deeply")
-        except MemoryError:
-            os.abort()
-        except Exception as error:  # the library raises Exception itself, and its GBNF parser raises others
-            errors.append(str(error) or type(error).__name__)
-
     threading.stack_size(stack_bytes)
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
-    return errors[0] if errors else None
+    error = on_thread("grammar", work).exception()
+    if isinstance(error, MemoryError):
+        os.abort()
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return None if error is None else str(error) or type(error).__name__
 
 
 def _statm() -> bytes:
@@ -199,7 +190,8 @@ def _fork(task: dict[str, Any], tokens: LLTokenizer) -> bytes:
 
 
 def _child(task: dict[str, Any], tokens: LLTokenizer, pipe: int) -> None:
-    """Answer for one grammar, and end."""
+    """Answer for one grammar, and end; with status 1 after any error."""
+    status = 1
     try:
         _limit(task["cpu_s"])
         answer = json.dumps(attempt(task, tokens)).encode()
@@ -207,9 +199,9 @@ def _child(task: dict[str, Any], tokens: LLTokenizer, pipe: int) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         with os.fdopen(pipe, "wb") as file:
             file.write(answer)
-    except BaseException:
-        os._exit(1)
-    os._exit(0)
+        status = 0
+    finally:
+        os._exit(status)
 
 
 if __name__ == "__main__":
