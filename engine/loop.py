@@ -26,6 +26,7 @@ from engine.core.errors import (
     DeviceLostError,
     DeviceMemoryError,
     EngineDeadError,
+    ErrorValue,
     QuireError,
     ShuttingDownError,
 )
@@ -386,9 +387,10 @@ class Engine:
         for num_prompt in self._open.values():
             self.stats.end(FinishReason.ERROR, 1, num_prompt, 0)
         self.stats.failed[FailureCause.ENGINE_DEATH] += len(self._open)
+        error = ErrorValue.of(self._error)
         self._tell(
             StepEvents(
-                TokenEvent(request_id, choice, (), finish_reason=FinishReason.ERROR, error=self._error)
+                TokenEvent(request_id, choice, (), finish_reason=FinishReason.ERROR, error=error)
                 for request_id, choice in sorted(self._open)
             )
         )

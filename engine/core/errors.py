@@ -6,6 +6,8 @@ what, which value, what to do.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 MAX_SHOWN = 200  # characters of a value that a client sent, so that an error does not send megabytes back
 
 
@@ -140,5 +142,29 @@ class EngineDeadError(ServerError):
     """The engine thread has ended on an error; the process must be restarted."""
 
 
-class ParcelError(Exception):
+class ParcelError(QuireError):
     """K/V could not be handed over; the prompt is computed instead."""
+
+
+class ErrorValue(NamedTuple):
+    """An error as a value, which crosses between the engine and its clients: the name of a class above and a sentence."""
+
+    code: str
+    sentence: str
+    details: tuple[tuple[str, str | int | float | None], ...] = ()  # the other attributes of the exception
+
+    @classmethod
+    def of(cls, error: QuireError) -> ErrorValue:
+        """Return an error's value."""
+        kind = next(each for each in type(error).__mro__ if each.__module__ == __name__)
+        return cls(kind.__name__, str(error), tuple(vars(error).items()))
+
+    def exception(self) -> QuireError:
+        """Return an exception that is equal to the one this is the value of."""
+        kind: type[QuireError] = globals()[self.code]
+        error = kind.__new__(kind, self.sentence)
+        error.__dict__.update(self.details)
+        return error
+
+    def __str__(self) -> str:
+        return self.sentence

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from engine.core.errors import QuireError
+from engine.core.errors import ErrorValue
 
 
 class FinishReason(str, Enum):
@@ -237,7 +237,7 @@ class TokenEvent(NamedTuple):
     stop_reason: int | None = None  # the stop token id that was hit, None for end-of-sequence
     prompt: PromptInfo | None = None
     timings: RequestTimings | None = None
-    error: QuireError | None = None
+    error: ErrorValue | None = None
 
 
 _make = tuple.__new__

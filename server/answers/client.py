@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from engine.core.errors import QuireError
+from engine.core.errors import ErrorValue, QuireError
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
 from engine.loop import Engine
 
@@ -74,8 +74,9 @@ class Answer:
 
     def fail(self, error: QuireError) -> None:
         """End open requests on an error, in the engine's place."""
+        value = ErrorValue.of(error)
         for request_id, choice in sorted(self._alive):
-            self.put(TokenEvent(request_id, choice, (), finish_reason=FinishReason.ERROR, error=error))
+            self.put(TokenEvent(request_id, choice, (), finish_reason=FinishReason.ERROR, error=value))
 
     def stop(self, event: TokenEvent) -> None:
         """End this event's choice, in which a stop string was found."""

@@ -89,7 +89,8 @@ async def _compute(request: Request, context: Context) -> int:
             if event.finish_reason is FinishReason.LENGTH:
                 return num_pinned
             if event.finish_reason is not None:
-                raise event.error or ServerError(f"it ended as {event.finish_reason.value}.")
+                ended = ServerError(f"it ended as {event.finish_reason.value}.")
+                raise ended if event.error is None else event.error.exception()
 
 
 def _requests(line: str, context: Context) -> list[Request]:

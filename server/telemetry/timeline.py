@@ -83,7 +83,7 @@ class Timeline:
             choice.decode_s = now - choice.first_heard_s
         if event.finish_reason is None:
             return
-        choice.num_preemptions, choice.error = 0, event.error
+        choice.num_preemptions, choice.error = 0, None if event.error is None else event.error.exception()
         if timings is not None:
             choice.num_preemptions, choice.preempted_s = timings.num_preemptions, timings.preempted_s
             choice.num_drafted, choice.num_accepted = timings.num_drafted, timings.num_accepted

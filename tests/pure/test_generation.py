@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.errors import ComputeError, OverloadedError, ServerError, ShuttingDownError
+from engine.core.errors import ComputeError, ErrorValue, OverloadedError, ServerError, ShuttingDownError
 from engine.core.types import (
     AbortCause,
     BeamParams,
@@ -167,7 +167,7 @@ async def test_leaving_aborts_what_is_alive_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"finish_reason": FinishReason.ERROR, "error": ComputeError("broken")}, ComputeError),
+        ({"finish_reason": FinishReason.ERROR, "error": ErrorValue.of(ComputeError("broken"))}, ComputeError),
         ({"finish_reason": FinishReason.ABORT}, ShuttingDownError),
     ],
 )

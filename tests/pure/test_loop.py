@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from engine.core.errors import (
-    ComputeError,
     ContextLengthError,
     DeviceLostError,
     DeviceMemoryError,
@@ -228,7 +227,7 @@ def test_death_ends_every_request_with_an_error_and_refuses_the_next(rig: Rig) -
     rig.listener.wait_for(lambda: len(rig.listener.ends) == 3)
     for event in rig.listener.ends.values():
         assert event.finish_reason is FinishReason.ERROR
-        assert isinstance(event.error, EngineDeadError)
+        assert event.error.code == "EngineDeadError"
         assert "the device is gone" in str(event.error)
     with pytest.raises(EngineDeadError):
         rig.engine.submit(request("late"))
@@ -260,7 +259,7 @@ def test_a_step_that_does_not_fit_is_taken_back_and_nobody_notices(rig: Rig, lat
     for one in asked:
         for choice in range(one.params.n):
             end = rig.listener.ends[one.request_id, choice]
-            if not isinstance(end.error, ComputeError):
+            if end.error is None or end.error.code != "ComputeError":
                 assert (rig.listener.said(one.request_id, choice), end.finish_reason) == solo(one, choice)
     sizes = rig.runner.sizes
     failed = [i for i, (_, fitted) in enumerate(sizes) if not fitted]
@@ -292,7 +291,7 @@ def test_a_request_that_fits_no_step_ends_alone(rig: Rig) -> None:
     for choice in range(3):
         end = rig.listener.ends["too much", choice]
         assert end.finish_reason is FinishReason.ERROR
-        assert isinstance(end.error, ComputeError)
+        assert end.error.code == "ComputeError"
         assert "no memory left" in str(end.error)
         assert "the device is full" in str(end.error)
     assert (rig.listener.said("good"), rig.listener.ends["good", 0].finish_reason) == solo(good, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import abc
 
-from engine.core.errors import ComputeError, InvalidRequestError, QuireError
+from engine.core.errors import ComputeError, ErrorValue, InvalidRequestError, QuireError
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.manager import KVCacheManager
 from engine.core.scheduling.beams import BeamSearches
@@ -232,9 +232,10 @@ class OutputProcessor:
         choices = (seq.choice,) if seq.is_forked else range(seq.params.n)
         num_generated = seq.num_generated if seq.beam_group is None else 0  # an aborted search has no answer
         timings = self._recorder.finished(seq, reason, now, len(choices), num_generated)
+        value = None if error is None else ErrorValue.of(error)
         self._queue.completed(seq, reason, num_generated)
         return [
-            TokenEvent(seq.request_id, choice, token_ids, logprobs, reason, stop_reason, prompt, timings, error)
+            TokenEvent(seq.request_id, choice, token_ids, logprobs, reason, stop_reason, prompt, timings, value)
             for choice in choices
         ]
 

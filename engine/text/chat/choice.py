@@ -241,4 +241,6 @@ def _failure(event: TokenEvent) -> Exception:
     """Return the error of an event that ends an answer without success."""
     if event.finish_reason is FinishReason.ABORT:
         return ShuttingDownError("The server is shutting down and cut this answer short; send the request again.")
-    return event.error or ServerError("This request failed in the engine; the server's log says why.")
+    if event.error is None:
+        return ServerError("This request failed in the engine; the server's log says why.")
+    return event.error.exception()
