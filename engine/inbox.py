@@ -9,12 +9,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from engine.core.config import SchedulerConfig
 from engine.core.errors import QuireError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner
 from engine.core.types import AbortCause, Request
+from engine.handle import EngineFacts
+
+T = TypeVar("T")
 
 
 class Abort(NamedTuple):
@@ -46,13 +50,34 @@ class EngineCall(NamedTuple):
                 self.outcome.set_exception(error)
 
 
+class EngineThread(Protocol):
+    """The part of an engine that commands and what they open use."""
+
+    @property
+    def config(self) -> SchedulerConfig: ...
+
+    @property
+    def facts(self) -> EngineFacts: ...
+
+    def between_steps(self, task: Callable[[Scheduler, Runner], T]) -> Future[T]:
+        """Run a quick task on the engine's thread."""
+        ...
+
+
 class Fail(NamedTuple):
     """End the engine with an error that another thread has noticed."""
 
     error: QuireError
 
 
-InboxMessage = Request | Abort | EngineCall | Stop | Fail
+class Submission(NamedTuple):
+    """Add a request, which names what `held` keeps alive."""
+
+    request: Request
+    held: tuple[object, ...]
+
+
+InboxMessage = Submission | Abort | EngineCall | Stop | Fail
 
 
 class Inbox:
@@ -66,14 +91,14 @@ class Inbox:
         self.num_requests = 0
         self.num_tokens = 0
 
-    def put_requests(self, requests: Sequence[Request]) -> None:
+    def put_requests(self, submissions: Sequence[Submission]) -> None:
         """Queue all of these requests, or raise the reason for refusing them."""
         with self._changed:
             if self._refusal is not None:
                 raise self._refusal()
-            self.num_requests += len(requests)
-            self.num_tokens += sum(len(request.prompt) for request in requests)
-            self._messages.extend(requests)
+            self.num_requests += len(submissions)
+            self.num_tokens += sum(len(request.prompt) for request, _ in submissions)
+            self._messages.extend(submissions)
             self._changed.notify()
 
     def put(self, message: Abort | EngineCall | Stop | Fail) -> None:

@@ -2,9 +2,9 @@
 
     inbox -> scheduler.add / abort -> plan -> runner.run -> commit -> deliver, once a step
 
-The thread owns the scheduler and the runner. Other threads use `submit`, `abort`, `between_steps`, `stop` and the numbers
-in `stats`. It knows no HTTP, no text and no tensors: the runner is an argument. `depth` 1 plans and launches the next
-step before it waits for the last one (overlap); 0 takes them one at a time.
+The thread owns the scheduler and the runner. Other threads hold the engine as an EngineHandle (handle.py). It knows no
+HTTP and no tensors: the runner is an argument. `depth` 1 plans and launches the next step before it waits for the last
+one (overlap); 0 takes them one at a time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
-from engine.adapters import Adapters
+from engine.control import Control
 from engine.core.errors import (
     CopyError,
     DeviceLostError,
@@ -32,19 +33,20 @@ from engine.core.errors import (
 )
 from engine.core.kv.contents import Changes
 from engine.core.kv.tiers import Transport
-from engine.core.page_table import Layout, waste
+from engine.core.page_table import waste
 from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits, check_headless, check_request
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.stats import FailureCause, Snapshot
+from engine.core.stats import FailureCause
 from engine.core.step import PendingStep, Runner, StepPlan
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
-from engine.inbox import Abort, EngineCall, Fail, Inbox, InboxMessage, Stop
+from engine.handle import Command, Deliver, EngineFacts, EngineHealth, EventsSource, LoadedAdapter
+from engine.inbox import Abort, EngineCall, Fail, Inbox, InboxMessage, Stop, Submission
 from engine.outbound.offload import Offload
+from engine.resources import EngineResources
 from engine.settings.kv_events_config import KVEventsConfig
 
 log = logging.getLogger("quire.engine")
 
-Deliver = Callable[[StepEvents], None]
 T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
@@ -68,56 +70,62 @@ class EventPublisher(Protocol):
     def close(self) -> None: ...
 
 
-class EngineHealth(NamedTuple):
-    """Whether the engine lives and moves; a busy one that has not stepped for long hangs."""
+class Outbound(NamedTuple):
+    """What takes K/V, or news of it, out of the process."""
 
-    alive: bool
-    busy: bool
-    seconds_since_step: float  # 0 when idle
-    error: str | None
+    transports: Mapping[str, Transport] = MappingProxyType({})
+    kv_events: EventPublisher | None = None
+
+
+class _Open(NamedTuple):
+    """A choice without a terminal event."""
+
+    num_prompt: int
+    held: tuple[object, ...]  # keeps what its request names
 
 
 class Engine:
-    """Start it once, submit from any thread, stop it once."""
+    """The EngineHandle of an engine in this process."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
+        facts: EngineFacts,
         *,
-        vocab_size: int,
-        generates: bool = True,
         depth: int = 0,
         limits: QueueLimits = NO_LIMITS,
-        adapters: Adapters | None = None,
-        layout: Layout | None = None,
-        transports: Mapping[str, Transport] = MappingProxyType({}),
-        kv_events: EventPublisher | None = None,
-        num_ranks: int = 1,
+        resources: EngineResources | None = None,
+        outbound: Outbound = Outbound(),  # noqa: B008 - immutable
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = scheduler.config
         self.stats = scheduler.stats
-        self.vocab_size = vocab_size
-        self.generates = generates  # the model has an LM head
-        self.num_ranks = num_ranks  # processes that hold the model
-        self.adapters = adapters or Adapters()
         self.clock = clock
+        self._resources = resources or EngineResources()
+        self._resources.grammars.observe = self.stats.grammar_s.observe
+        transports, kv_events = outbound
+        self.facts = replace(
+            facts,
+            max_loras=self._resources.adapters.max_loras,
+            kv_events=None
+            if kv_events is None
+            else EventsSource(kv_events.config, kv_events.endpoint, kv_events.replay_endpoint),
+        )
         self._scheduler = scheduler
         self._runner = runner
         self._offload = Offload(scheduler, runner, transports) if transports else None
         self._depth = depth
-        self.kv_events = kv_events
+        self._kv_events = kv_events
         self._contents = scheduler.kv.contents
         if kv_events is not None and self._contents is not None:
             self._contents.sink = kv_events.put
             kv_events.ask_snapshot = partial(self.between_steps, lambda scheduler, _: _send_contents(scheduler))
         self._overload = OverloadControl(scheduler.config, scheduler.stats, limits)
-        self.layout = layout  # None: its K/V is not handed over
         self._inbox = Inbox()
         self._launched: deque[tuple[StepPlan, PendingStep, float]] = deque()
-        # (request id, choice) without a terminal event, and the prompt's length; engine thread only.
-        self._open: dict[tuple[str, int], int] = {}
+        self._control = Control(self, self._resources)
+        self._open: dict[tuple[str, int], _Open] = {}  # by (request id, choice); engine thread only
         self._deliver: Deliver | None = None
         self._on_end: Callable[[], None] = lambda: None
         self._is_second_try = False  # the last step was rolled back, out of memory; engine thread only
@@ -129,22 +137,23 @@ class Engine:
 
     # -- any thread --------------------------------------------------------------------------------------------------
 
+    @property
+    def adapters(self) -> Mapping[str, LoadedAdapter]:
+        """Return the adapters that requests may name."""
+        return self._resources.adapters.loaded
+
     def start(self, deliver: Deliver, on_end: Callable[[], None] = lambda: None) -> None:
-        """Start the thread, which calls `deliver` with events, at most once a step, and last `on_end`."""
+        """Start the thread."""
         self._deliver = deliver
         self._on_end = on_end
-        if self.kv_events is not None:
-            self.kv_events.start()
+        if self._kv_events is not None:
+            self._kv_events.start()
         self._thread.start()
 
     def submit(self, *requests: Request) -> None:
-        """Queue requests, all or none; events follow through `deliver`, exactly one terminal event a choice.
-
-        Never blocks. Raises ClientError if one can never be served, OverloadedError if too much waits already,
-        ShuttingDownError or EngineDeadError if nothing is accepted any more.
-        """
+        """Queue requests, all or none; see EngineHandle."""
         for request in requests:
-            if not self.generates:
+            if not self.facts.generates:
                 check_headless(request)
             check_request(request, self.config)
         self._overload.check(
@@ -153,30 +162,22 @@ class Engine:
             num_unseen=self._inbox.num_requests,
             num_unseen_tokens=self._inbox.num_tokens,
         )
-        self._inbox.put_requests(requests)
+        self._inbox.put_requests([Submission(request, self._resources.hold(request.params)) for request in requests])
 
     def abort(self, request_id: str, cause: AbortCause, choice: int | None = None) -> None:
-        """End a request (or one of its choices) early. Idempotent; unknown ids are ignored."""
+        """End a request (or one of its choices) early."""
         self._inbox.put(Abort(request_id, cause, choice))
 
     def fail(self, error: QuireError) -> None:
         """End the engine, because of something that its thread cannot notice."""
         self._inbox.put(Fail(error))
 
-    def look(self) -> Future[Snapshot]:
-        """Take a snapshot before the next step; cancelled if the engine ends first."""
-        return self.between_steps(lambda scheduler, _: scheduler.snapshot())
-
-    def first_names(self, request: Request) -> list[bytes]:
-        """Return how the names of a request's K/V blocks begin; see KVCacheManager."""
-        return self._scheduler.kv.first_names(request)
-
-    def adapters_in_use(self) -> tuple[list[str], list[str]]:
-        """Return the names of the adapters of running sequences, and of waiting ones."""
-        return self._scheduler.adapters_in_use()
+    def control(self, command: Command[T]) -> Future[T]:
+        """Carry out a command."""
+        return self._control(command)
 
     def between_steps(self, task: Callable[[Scheduler, Runner], T]) -> Future[T]:
-        """Run a quick task on the engine's thread; its result is cancelled if the engine ends first."""
+        """Run a quick task on the engine's thread, for a part of the engine; cancelled if the engine ends first."""
         outcome: Future[T] = Future()
         self._inbox.put(EngineCall(task, outcome))
         return outcome
@@ -191,7 +192,7 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Return whether the thread was started and has not ended, even if it hangs in a step."""
+        """Return whether the thread was started and has not ended."""
         return self._thread.is_alive()
 
     def order_stop(self, drain_s: float) -> None:
@@ -235,7 +236,7 @@ class Engine:
         """Close everything that the engine has been given; an error of one keeps none of the others open."""
         self._is_released = True
         self._inbox.close()
-        for part in (self._offload, self.kv_events, self._runner):
+        for part in (self._offload, self._kv_events, self._runner, self._control):
             if part is not None:
                 _close(part)
 
@@ -325,8 +326,8 @@ class Engine:
         self._note_open(messages)
         events: list[TokenEvent] = []
         for message in messages:
-            if isinstance(message, Request):
-                self._scheduler.add(message)
+            if isinstance(message, Submission):
+                self._scheduler.add(message.request)
             elif isinstance(message, Abort):
                 events += self._scheduler.abort(message.request_id, message.cause, self.clock(), message.choice)
             elif isinstance(message, EngineCall):
@@ -374,9 +375,10 @@ class Engine:
     def _note_open(self, messages: list[InboxMessage]) -> None:
         """Note the choices that must get a terminal event, whatever happens."""
         for message in messages:
-            if isinstance(message, Request):
-                keys = [(message.request_id, choice) for choice in range(message.params.n)]
-                self._open.update(dict.fromkeys(keys, len(message.prompt)))
+            if isinstance(message, Submission):
+                request, held = message
+                keys = [(request.request_id, choice) for choice in range(request.params.n)]
+                self._open.update(dict.fromkeys(keys, _Open(len(request.prompt), held)))
 
     def _die(self, cause: Exception) -> None:
         """Fail every open request and refuse new ones, without the scheduler, which may have failed."""
@@ -384,8 +386,8 @@ class Engine:
         self._error = EngineDeadError(f"The engine stopped on an internal error ({reason}).")
         self._inbox.refuse(lambda: EngineDeadError(str(self._error)))
         self._note_open(self._inbox.close())
-        for num_prompt in self._open.values():
-            self.stats.end(FinishReason.ERROR, 1, num_prompt, 0)
+        for each in self._open.values():
+            self.stats.end(FinishReason.ERROR, 1, each.num_prompt, 0)
         self.stats.failed[FailureCause.ENGINE_DEATH] += len(self._open)
         error = ErrorValue.of(self._error)
         self._tell(
@@ -396,7 +398,7 @@ class Engine:
         )
 
 
-def _close(part: Offload | EventPublisher | Runner) -> None:
+def _close(part: Offload | EventPublisher | Runner | Control) -> None:
     try:
         part.close()
     except Exception as error:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
+from engine.handle import EngineFacts
 from engine.loop import Engine
 from engine.sources.model_source import find_model
 from engine.text.tokenizer import load_tokenizer
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     cost = CostModel(step_s=options.step_ms / 1e3, token_s=0.0)
     runner = FakeRunner(config, vocab_size=tokenizer.vocab_size, memory=False, cost=cost, sleep=time.sleep)
-    engine = Engine(Scheduler(config), runner, vocab_size=tokenizer.vocab_size)
+    engine = Engine(Scheduler(config), runner, EngineFacts(tokenizer.vocab_size))
     app = create_app(engine, tokenizer, AppConfig(model="fake", served_model_names=("fake",)))
     with bind("127.0.0.1", options.port) as listener:
         hide_from_collector()

@@ -6,7 +6,6 @@ through `app.state.context.client.stop`; the lifespan's stop is then immediate.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -19,16 +18,15 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from engine.core.types import Request
-from engine.loop import Engine
-from engine.outbound.handover import open_handover
+from engine.handle import EngineHandle
 from engine.system.version import VERSION
 from engine.text.chat.limits import ModelLimits
-from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.tokenizer import TextTokenizer
 from server.answers.client import EngineClient
 from server.answers.context import Context
-from server.answers.handoff import Receiver, Sender, handover_config
+from server.answers.grammars import Grammars
+from server.answers.handoff import Receiver, Sender
 from server.answers.stored_responses import ResponseStore
 from server.batches.dispatch import Dispatcher
 from server.batches.service import BatchService
@@ -42,7 +40,7 @@ from server.operations.page import load_files, page_router
 from server.operations.pinned_prefixes import compute_prefixes, read_prefixes
 from server.protocol import errors
 from server.settings.app_config import AppConfig
-from server.telemetry.events import GrammarCompiled, Listener, PrefillDelegated, Telemetry, TenantRefused
+from server.telemetry.events import Listener, PrefillDelegated, Telemetry, TenantRefused
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.otlp_endpoints import find_endpoints
@@ -85,7 +83,7 @@ def routers() -> list[APIRouter]:
     return [import_module(name).router for name in ENDPOINTS]
 
 
-def create_app(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> FastAPI:
+def create_app(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> FastAPI:
     """Return an application that serves one engine.
 
     Its lifespan starts the engine's thread and drains it.
@@ -116,9 +114,8 @@ def create_app(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> F
     return app
 
 
-def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Context:
+def _context(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> Context:
     """Return the application's parts."""
-    handover = None if config.role == "both" else open_handover(engine, handover_config(config))
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     request_log = RequestLog()
     export = _open_export(config, engine)
@@ -134,10 +131,10 @@ def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Con
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     limits = ModelLimits.of(
         engine.config,
-        engine.vocab_size,
+        engine.facts.vocab_size,
         tokenizer,
         max_logprobs=config.max_logprobs,
-        generates=engine.generates,
+        generates=engine.facts.generates,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
     )
@@ -161,14 +158,14 @@ def _context(engine: Engine, tokenizer: TextTokenizer, config: AppConfig) -> Con
         recent=recent,
         responses=ResponseStore(config.max_stored_responses),
         started_s=int(time.time()),
-        grammars=GrammarCompiler(tokenizer, engine.vocab_size, lambda seconds: emit(GrammarCompiled(seconds))),
+        grammars=Grammars(engine, tokenizer),
         bodies=bodies,
         batches=BatchService(config, engine, bodies, tenancy) if config.data_dir is not None else None,
         otlp=None if export is None else export.otlp,
         tracing=None if export is None else export.tracing,
-        sender=Sender(engine, handover, config) if handover and config.role == "prefill" else None,
-        receiver=Receiver(engine, handover, config, lambda outcome: emit(PrefillDelegated(outcome.value)))
-        if handover and config.role == "decode"
+        sender=Sender(engine, config) if config.role == "prefill" else None,
+        receiver=Receiver(engine, config, lambda outcome: emit(PrefillDelegated(outcome.value)))
+        if config.role == "decode"
         else None,
     )
 
@@ -181,7 +178,7 @@ class _Export(NamedTuple):
     listeners: list[Listener]
 
 
-def _open_export(config: AppConfig, engine: Engine) -> _Export | None:
+def _open_export(config: AppConfig, engine: EngineHandle) -> _Export | None:
     """Return what exports over OTLP; None, without importing OpenTelemetry, if no address is given."""
     endpoints = find_endpoints(config)
     if endpoints is None:
@@ -213,11 +210,8 @@ async def _stop(context: Context) -> None:
     await context.client.stop(context.config.shutdown_timeout_s)
     if context.receiver is not None:
         await context.receiver.close()
-    if context.sender is not None:
-        await asyncio.to_thread(context.sender.close)
     if context.batches is not None:
         context.batches.close()
-    context.grammars.close()
     context.tokenizer.close()
     context.bodies.close()
     if context.otlp is not None:

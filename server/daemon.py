@@ -201,7 +201,7 @@ class Daemon(uvicorn.Server):
         await asyncio.sleep(IDLE_S)
         while self._context.engine.health().busy:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(IDLE_S)
-        await self._context.grammars.warm_up()
+        await self._context.grammars.prepare(warms_up=True)
 
     async def _watch(self) -> None:
         """Exit when the engine has died. Connections close once their streams, which the engine ended, are sent."""

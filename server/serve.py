@@ -47,7 +47,7 @@ from server.tenancy.tenant_file import read_tenants
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from engine.loop import Engine
+    from engine.handle import EngineHandle
     from engine.system.progress import StartupProgress
     from engine.text.tokenizer import TextTokenizer
 
@@ -231,7 +231,7 @@ def open_tokenizer(argv: Sequence[str]) -> TextTokenizer:
 def _make_app(plan: _Plan, undo: ExitStack) -> FastAPI:
     """Return the application with its engine loaded, which `undo` stops."""
     engine, tokenizer = _load(plan, undo)
-    tokenizer.hold_to(engine.vocab_size)
+    tokenizer.hold_to(engine.facts.vocab_size)
     if (num_tokens := engine.config.num_blocks * engine.config.block_size) < _SMALL_POOL:
         log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
     from server.app import create_app
@@ -239,7 +239,7 @@ def _make_app(plan: _Plan, undo: ExitStack) -> FastAPI:
     return create_app(engine, tokenizer, plan.app)
 
 
-def _load(plan: _Plan, undo: ExitStack) -> tuple[Engine, TextTokenizer]:
+def _load(plan: _Plan, undo: ExitStack) -> tuple[EngineHandle, TextTokenizer]:
     """Return the engine and the tokenizer.
 
     Python imports, which hold the GIL, take most of a start, so C code works beside them (engine/startup/ahead.py):
@@ -268,7 +268,7 @@ def _load(plan: _Plan, undo: ExitStack) -> tuple[Engine, TextTokenizer]:
         return engine, tokenizer
 
 
-def _load_beside(plan: _Plan, startup: StartupProgress, undo: ExitStack) -> tuple[Engine, TextTokenizer]:
+def _load_beside(plan: _Plan, startup: StartupProgress, undo: ExitStack) -> tuple[EngineHandle, TextTokenizer]:
     """Return the engine of a model that needs no transformers, and the tokenizer, which is loaded on a thread."""
     memory = begin_weights(plan.engine)
     from engine.startup.build import build_engine  # torch

@@ -17,6 +17,7 @@ from typing import Any
 from engine.core.config import SchedulerConfig
 from engine.core.kv.prefix_cache import chain_root
 from engine.core.scheduling.scheduler import Scheduler
+from engine.handle import EngineFacts
 from engine.loop import Engine
 from loadtest.fake_runner import FakeRunner
 
@@ -31,7 +32,7 @@ def measure(num_blocks: int) -> dict[str, float]:
     )
     scheduler = Scheduler(config)
     prompt = _fill(scheduler, num_blocks)
-    engine = Engine(scheduler, FakeRunner(config, vocab_size=1000), vocab_size=1000)
+    engine = Engine(scheduler, FakeRunner(config, vocab_size=1000), EngineFacts(1000))
     engine.start(lambda _: None)
     draw = random.Random(1)
     waits = []

@@ -105,7 +105,7 @@ def _prefill_ms(engine: Engine, number: int) -> float:
     from engine.core.types import Request, SamplingParams
 
     rng = random.Random(number)
-    prompt = tuple(rng.randrange(engine.vocab_size) for _ in range(_PROMPT))
+    prompt = tuple(rng.randrange(engine.facts.vocab_size) for _ in range(_PROMPT))
     params = SamplingParams(max_tokens=1, temperature=0.0)
     engine.submit(Request(request_id=f"p{number}", prompt=prompt, params=params, arrival_s=engine.clock()))
     begun, before = time.perf_counter(), engine.stats.generation_tokens

@@ -82,7 +82,7 @@ def decode(
     """Return medians of pure decode steps; the sequences use the adapters in turn."""
     rng = random.Random(num_seqs)  # prompts differ between levels, so that the prefix cache finds nothing
     for index in range(num_seqs):
-        prompt = tuple(rng.randrange(engine.vocab_size) for _ in range(64))
+        prompt = tuple(rng.randrange(engine.facts.vocab_size) for _ in range(64))
         request_id = f"{num_seqs}-{index}"
         own = replace(params, adapter=adapters[index % len(adapters)])
         engine.submit(Request(request_id=request_id, prompt=prompt, params=own, arrival_s=engine.clock()))
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
             owner = getattr(owner, attribute)
         watch.wrap(owner, method, name)
     params = SamplingParams(max_tokens=options.num_steps + 16, temperature=options.temperature)
-    loaded = {each.adapter.name: each.adapter for each in engine.adapters.all()}
+    loaded = {name: each.adapter for name, each in engine.adapters.items()}
     unknown = [name for name in options.lora if name != "none" and name not in loaded]
     if unknown:
         raise SystemExit(f"--lora names {unknown[0]!r}; of --lora-modules there are: {', '.join(loaded) or 'none'}.")

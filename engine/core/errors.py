@@ -146,6 +146,10 @@ class ParcelError(QuireError):
     """K/V could not be handed over; the prompt is computed instead."""
 
 
+class UnreachableError(QuireError):
+    """Another daemon could not be reached, or left in the middle."""
+
+
 class ErrorValue(NamedTuple):
     """An error as a value, which crosses between the engine and its clients: the name of a class above and a sentence."""
 

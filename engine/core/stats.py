@@ -126,6 +126,8 @@ class Stats:
     last_step_s: float = 0.0  # clock reading at the last commit
     answer_s: float = 0.0  # moving average of the seconds from an answer's start to its completion
     tokens_per_s: float = 0.0  # recent rate of computed tokens, prompt and generation, while busy
+    adapters_running: dict[str, int] = field(default_factory=dict)  # sequences by the name of their LoRA adapter
+    adapters_waiting: dict[str, int] = field(default_factory=dict)  # the same of waiting and preempted ones
     # counters
     steps: int = 0
     background_steps: int = 0  # of these
@@ -171,6 +173,7 @@ class Stats:
     step_sequences: Histogram = field(default_factory=_counts)
     request_prompt_tokens: Histogram = field(default_factory=_counts)
     request_generation_tokens: Histogram = field(default_factory=_counts)
+    grammar_s: Histogram = field(default_factory=_request_seconds)  # compilations of grammars that were not cached
     length_error_tokens: Histogram = field(default_factory=_counts)  # by how much answers were mispredicted, for sjf
 
     def end(self, reason: FinishReason, num_sequences: int, num_prompt: int, num_generated: int) -> None:

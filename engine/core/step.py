@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from engine.core.stats import FailureCause
-from engine.core.types import Pooling, SamplingParams, TokenLogprob
+from engine.core.types import Adapter, Grammar, GrammarKey, Pooling, SamplingParams, TokenLogprob
 
 POOLED_UNIT = 2.0**-24  # as fine as float32 is for numbers near 1, about which normed hidden states are
 
@@ -159,6 +159,18 @@ class PendingStep(Protocol):
 
     def wait(self) -> StepResult:
         """Block until the step is done. Called once, in launch order."""
+        ...
+
+
+class Resources(Protocol):
+    """Finds what the parameters of a plan's requests name."""
+
+    def adapter(self, adapter: Adapter) -> Any:
+        """Return the weights of an adapter."""
+        ...
+
+    def grammar(self, key: GrammarKey) -> Grammar:
+        """Return a grammar."""
         ...
 
 

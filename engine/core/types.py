@@ -1,4 +1,4 @@
-"""The types that cross the threads: requests in, token events out; immutable.
+"""The types that cross the threads: requests in, token events out; frozen values.
 
 The engine sees token ids only, never text; times are seconds of one monotonic clock.
 """
@@ -39,18 +39,11 @@ class Pooling(str, Enum):
     MEAN = "mean"
 
 
-class Adapter(Protocol):
-    """A LoRA adapter, opaque here; its weights live until the last request that has it ends."""
+class Adapter(NamedTuple):
+    """A LoRA adapter by name and content; its weights live until the last request that has it ends."""
 
-    @property
-    def name(self) -> str:
-        """Return the name that requests use."""
-        ...
-
-    @property
-    def digest(self) -> bytes:
-        """Return 32 bytes that depend on all of its content: K/V of one adapter is never shared with another."""
-        ...
+    name: str
+    digest: bytes  # 32 bytes that depend on all of its content: K/V of one adapter is never shared with another
 
 
 class Matcher(Protocol):
@@ -95,6 +88,29 @@ class Grammar(Protocol):
         Row i at `address` has `num_words` 32-bit words; token t is bit t % 32 of word t // 32, set where it is allowed.
         """
         ...
+
+
+class TagIds(NamedTuple):
+    """The ids of the tags around thoughts, each of which is one token."""
+
+    opening: int
+    closing: int
+
+
+class Thinking(NamedTuple):
+    """How thoughts come before an answer."""
+
+    tags: TagIds
+    begins_within: bool  # the prompt has opened them
+    budget: int | None  # tokens; None for as many as the model likes
+
+
+class GrammarKey(NamedTuple):
+    """What an answer must match, by name: a compiled grammar, and the thoughts before it."""
+
+    digest: bytes = b""  # of its specification; empty where only thoughts are bounded
+    thinking: Thinking | None = None
+    end_ids: frozenset[int] = frozenset()  # with `thinking`: the tokens that end an answer
 
 
 class EarlyStopping(Enum):
@@ -145,7 +161,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     pooling: Pooling | None = None
-    grammar: Grammar | None = None
+    grammar: GrammarKey | None = None
     adapter: Adapter | None = None
     beam: BeamParams | None = None
 

@@ -26,8 +26,9 @@ from typing_extensions import Self
 
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.scheduling.admission import check_request
-from engine.core.types import AbortCause, Adapter, Grammar, Pooling, PromptInfo, Request, StepEvents, TokenEvent
+from engine.core.types import AbortCause, Adapter, GrammarKey, Pooling, PromptInfo, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
+from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.llm.arguments import engine_config
 from engine.llm.job import Job, RequestOutput
 from engine.llm.params import BeamSearchParams, SamplingParams
@@ -42,7 +43,6 @@ from engine.llm.prompt_outputs import (
 )
 from engine.llm.prompts import Prompt, listed, read_prompt
 from engine.llm.unserved import missing, refuse_arguments
-from engine.loop import Engine
 from engine.settings.engine_config import LoraModule
 from engine.sources.draft_source import fetch_models
 from engine.sources.model_source import find_model
@@ -52,7 +52,6 @@ from engine.text.channels import CHANNEL_NAMES
 from engine.text.chat.choice import TextRules
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.sampling import Constraint, QueueFields
-from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.prompt_results import Reduction, check_reduction, cosine, first_scored, likelihood, unit_vector
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.requests.chat_preprocessor import ChatPreprocessor
@@ -109,26 +108,26 @@ class LLM:
             undo.callback(built.stop, 0.0)  # it may have processes and threads before it is started
             sampling = default_sampling(generation_config, override_generation_config, Path(config.model), logger)
             text = load_tokenizer(tokenizer or config.model, chat_template=chat_template, sampling=sampling)
-            text.hold_to(built.vocab_size)
+            text.hold_to(built.facts.vocab_size)
             check_draft_tokenizer(text, config.speculative_config)
             self._limits = ModelLimits.of(
                 built.config,
-                built.vocab_size,
+                built.facts.vocab_size,
                 text,
                 max_logprobs=max_logprobs,
-                generates=built.generates,
+                generates=built.facts.generates,
                 tool_call_parser=tool_call_parser,
                 reasoning_parser=reasoning_parser,
             )
             undo.pop_all()
         self._engine = built
         self._tokenizer = text
-        self._grammars = GrammarCompiler(text, built.vocab_size)
+        self._has_vocabulary = False  # the engine, for grammars
         self._preprocessor = ChatPreprocessor(self._limits)
         self._events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._turn = threading.Lock()  # one call at a time
-        self._end = weakref.finalize(self, _end, built, self._grammars, text)
+        self._end = weakref.finalize(self, _end, built, text)
         built.start(self._events.put)  # not a bound method: the thread would keep a forgotten LLM alive
 
     def __enter__(self) -> Self:
@@ -320,9 +319,9 @@ class LLM:
         return jobs
 
     def _adapter(self, name: str | None) -> Adapter | None:
-        loaded = None if name is None else self._engine.adapters.find(name)
+        loaded = None if name is None else self._engine.adapters.get(name)
         if name is not None and loaded is None:
-            known = ", ".join(other.adapter.name for other in self._engine.adapters.all()) or "none"
+            known = ", ".join(self._engine.adapters) or "none"
             raise InvalidRequestError(
                 f"lora is {name!r}; of lora_modules there are: {known}. Load adapters with LLM(lora_modules={{name: folder}}).",
                 param="lora",
@@ -380,12 +379,19 @@ class LLM:
         body = params.to_chat(conversation)
         self._limits.check_logprobs(params.logprobs, "logprobs")
         chat = self._preprocessor.prepare(body)
-        chat = chat.constrained(self._compile(chat.constraint))
+        self._compile(chat.constraint)
         return self._job(chat.text, chat.prompt, replace(chat.params, adapter=adapter), chat.rules, body)
 
-    def _compile(self, constraint: Constraint | None) -> Grammar | None:
-        """Return the grammar that a field asks for. Raises InvalidRequestError."""
-        return None if constraint is None else self._grammars.compile_now(*constraint)
+    def _compile(self, constraint: Constraint | None) -> GrammarKey | None:
+        """Return what names the grammar that a field asks for. Raises InvalidRequestError."""
+        if constraint is None:
+            return None
+        if not self._has_vocabulary:
+            source = self._tokenizer.vocabulary(self._engine.facts.vocab_size)
+            self._engine.control(UseVocabulary(source, warms_up=False)).result()
+            self._has_vocabulary = True
+        self._engine.control(CompileGrammar(*constraint)).result()
+        return GrammarKey(constraint.spec.digest)
 
     def _job(
         self,
@@ -453,9 +459,8 @@ class LLM:
             del started[event.request_id]
 
 
-def _end(engine: Engine, grammars: GrammarCompiler, tokenizer: TextTokenizer) -> None:
+def _end(engine: EngineHandle, tokenizer: TextTokenizer) -> None:
     engine.stop(0.0)
-    grammars.close()
     tokenizer.close()
 
 

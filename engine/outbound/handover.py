@@ -10,22 +10,22 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from contextlib import closing
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TypeVar
 
-from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ParcelError
 from engine.core.kv.prefix_cache import name_block
 from engine.core.page_table import Layout
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner
+from engine.handle import HandoverConfig, Missing, Offer, Prefix
+from engine.inbox import EngineThread
 from engine.runtime.transports.connection import derive_key
-from engine.runtime.transports.shared_memory import EXPIRY_S, Incoming, Rows, SharedMemory
+from engine.runtime.transports.shared_memory import Incoming, Rows, SharedMemory
 from engine.runtime.transports.tcp import ParcelServer, pull
 from engine.settings.peer import Peer
 
@@ -35,58 +35,9 @@ _PIECE_BYTES = 16 << 20  # a copy of milliseconds
 _PATIENCE_S = 60.0  # for the engine to reach the end of a step
 
 
-class EngineThread(Protocol):
-    """The part of an engine that a handover uses."""
-
-    @property
-    def config(self) -> SchedulerConfig: ...
-
-    @property
-    def layout(self) -> Layout | None: ...
-
-    def between_steps(self, task: Callable[[Scheduler, Runner], T]) -> futures.Future[T]:
-        """Run a quick task on the engine's thread."""
-        ...
-
-
-class Prefix(NamedTuple):
-    """What blocks are of: how their chain of names begins (Engine.first_names), and the prompt's tokens."""
-
-    names: Sequence[bytes]
-    tokens: Sequence[int]
-    root: bytes = b""  # of salt, adapter and owner (chain_root) as the daemon that packs a parcel knows them
-
-
-class Missing(NamedTuple):
-    """What an engine would have to compute of a prompt."""
-
-    num_blocks: int
-    seconds: float  # that it would take; infinite while that is not known
-
-
-class Offer(NamedTuple):
-    """A parcel that another daemon may take."""
-
-    name: str
-    num_blocks: int
-    expires_s: float  # Unix time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandoverConfig:
-    """Where parcels are put, and what takes them to other machines."""
-
-    folder: Path | None = None
-    max_bytes: int = 4 << 30
-    expiry_s: float = EXPIRY_S
-    listen: Peer | None = None
-    peers: frozenset[Peer] = frozenset()  # whose parcels may be pulled
-    key: str = ""
-
-
 def open_handover(engine: EngineThread, config: HandoverConfig) -> Handover:
     """Open the folder in shared memory through which K/V is handed over, and the port. Raises ConfigError."""
-    layout = engine.layout
+    layout = engine.facts.layout
     if layout is None or not engine.config.enable_prefix_caching:
         raise ConfigError(
             "--kv-transfer-config hands blocks over through the prefix cache; leave --enable-prefix-caching on."
@@ -122,10 +73,6 @@ class Handover:
     def port(self) -> int | None:
         """Return the port at which other machines pull parcels; None without one."""
         return None if self._server is None else self._server.port
-
-    def may_pull(self, peer: Peer) -> bool:
-        """Return whether the settings name this peer."""
-        return peer in self._config.peers
 
     def close(self) -> None:
         """Stop to listen."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,8 +24,10 @@ from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner, StepResult
 from engine.core.types import Progress, ReportProgress
-from engine.loop import Engine, EventPublisher
+from engine.handle import EngineFacts
+from engine.loop import Engine, EventPublisher, Outbound
 from engine.recording.recording import RecordingFile, RecordingScheduler, check_path
+from engine.resources import EngineResources
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.cuda.device import check_device
@@ -113,6 +115,7 @@ class _Parts:
     captures: bool = False  # decode steps are captured as CUDA graphs; their memory is measured with the rest
     ranks: Ranks = ALONE
     content: ModelContent | None = None  # where K/V outlives or leaves the process
+    resources: EngineResources = field(default_factory=EngineResources)
 
     @property
     def head(self) -> Head | None:
@@ -164,7 +167,7 @@ class _Parts:
             groups=self.groups,
         )
         self.ranks.configure(settings)
-        return ModelRunner(self.model, backend, kv_cache, settings, self.device, self.head, self.ranks)
+        return ModelRunner(self.model, backend, kv_cache, settings, self.device, self.head, self.ranks, self.resources)
 
 
 def build_engine(
@@ -215,6 +218,7 @@ def _build(
     parts = _Parts(config, report, device, model, speculation, captures, executor or ALONE, content)
     settings = _scheduler_config(parts)
     adapters, adapter_bytes = _load_adapters(parts, settings.max_num_batched_tokens)
+    parts = replace(parts, resources=EngineResources(adapters))
     settings = _fit_pool(parts, settings, _pool_budget(parts, settings, adapter_bytes))
     runner = parts.make_runner(settings)
     report(Progress("warm_up", f"on {device.type}"))
@@ -233,15 +237,16 @@ def _build(
     return Engine(
         scheduler,
         _guarded(runner, device, executor),
-        vocab_size=model.vocab_size,
-        generates=model.capabilities.generates,
+        EngineFacts(
+            model.vocab_size,
+            model.capabilities.generates,
+            config.tensor_parallel_size,
+            None if content is None else _layout(config, settings, runner, model.dtype, content),
+        ),
         depth=depth,
         limits=_queue_limits(config, settings),
-        adapters=adapters,
-        transports=transports,
-        kv_events=kv_events,
-        num_ranks=config.tensor_parallel_size,
-        layout=None if content is None else _layout(config, settings, runner, model.dtype, content),
+        resources=parts.resources,
+        outbound=Outbound(transports, kv_events),
     )
 
 

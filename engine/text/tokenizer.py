@@ -17,6 +17,7 @@ from engine.system.calls import foreign_code
 from engine.text.chat_template import ChatTemplate
 from engine.text.generation_config import FILE, read_json_beside
 from engine.text.gguf_tokenizer import TokenType, build_tokenizer, special_token
+from engine.text.grammars.spec import VocabularySource
 from engine.text.types import SamplingDefaults
 
 # Tokens with which models end a turn. A GGUF file names one or two of them; a model may sample any.
@@ -117,9 +118,10 @@ class TextTokenizer:
         if self.chat_template is not None:
             self.chat_template.close()
 
-    def to_json(self) -> str:
-        """Return the content of a tokenizer.json."""
-        return self._backend.to_str()
+    def vocabulary(self, vocab_size: int) -> VocabularySource:
+        """Return what grammars need to know of the tokens; the model may have more. Takes 30 ms for 49,152 tokens."""
+        size = max(vocab_size, self.vocab_size)
+        return VocabularySource(self._backend.to_str(), size, self.eos_token_ids, tuple(self.special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of an id; empty for an id without a token."""

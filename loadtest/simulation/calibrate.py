@@ -97,8 +97,8 @@ class _Steps:
         shapes = [*self._fitted, *self._held_out]
         task = progress.add_task("steps of the engine", total=len(shapes) * (rounds + 1))
         self._on_step = partial(progress.advance, task)
-        fill_pool(self._runner, self._config, shapes, engine.vocab_size)
-        self.times = Times(self._runner, self._config, shapes, engine.vocab_size)
+        fill_pool(self._runner, self._config, shapes, engine.facts.vocab_size)
+        self.times = Times(self._runner, self._config, shapes, engine.facts.vocab_size)
         self.times.measure(1, self._on_step)  # memory is touched
         self.times.forget()
 

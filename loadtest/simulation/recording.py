@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
@@ -20,6 +20,7 @@ from engine.core.stats import FailureCause, Stats
 from engine.core.step import Drafted, Fault, StepPlan
 from engine.core.types import (
     AbortCause,
+    Adapter,
     BeamParams,
     EarlyStopping,
     Pin,
@@ -98,16 +99,6 @@ def _parse(name: str, number: int, text: str) -> dict[str, Any]:
     return line
 
 
-class _Adapter(NamedTuple):
-    """An adapter, by its number in the recording."""
-
-    name: str
-
-    @property
-    def digest(self) -> bytes:
-        return sha256(self.name.encode()).digest()
-
-
 class Replayer:
     """Replays line after line; `done` is the outcome so far."""
 
@@ -141,7 +132,7 @@ class Replayer:
         if "beam" in line:
             width, penalty, early = line["beam"]
             beam = BeamParams(width=width, length_penalty=penalty, early_stopping=EarlyStopping(early))
-        adapter = _Adapter(str(line["adapter"])) if "adapter" in line else None
+        adapter = _adapter(str(line["adapter"])) if "adapter" in line else None
         params = SamplingParams(
             eos_token_ids=frozenset(line.get("eos", ())),
             stop_token_ids=frozenset(line.get("stop", ())),
@@ -258,3 +249,8 @@ def _in_words(plan: dict[str, Any]) -> str:
     others = [f"{plan[name]} {name}" for name in ("drafts", "copies", "swap_out", "swap_in") if name in plan]
     parts = [f"{plan.get('decodes', 0)} decodes", f"chunks ({chunks})" if chunks else "", *others, plan["digest"]]
     return f"step {plan['step']}: {', '.join(part for part in parts if part)}"
+
+
+def _adapter(name: str) -> Adapter:
+    """Return an adapter, by its number in the recording."""
+    return Adapter(name, sha256(name.encode()).digest())

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from engine.core.errors import ErrorValue, QuireError
 from engine.core.types import AbortCause, FinishReason, Request, TokenEvent
-from engine.loop import Engine
+from engine.handle import EngineHandle
 
 TURN_READERS = 64  # that are woken in a turn of the loop, which then takes 4 ms
 
@@ -86,7 +86,7 @@ class Answer:
 class EngineClient:
     """Submits requests and hands every event to its answer."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineHandle) -> None:
         self.engine = engine
         self.is_draining = False
         self.is_abandoned = False  # the engine did not stop in time; its events are ignored

@@ -17,16 +17,16 @@ from fastapi import Depends, Request
 
 from engine.core.errors import shorten
 from engine.core.types import Adapter
-from engine.loop import Engine
+from engine.handle import EngineHandle
 from engine.system.similar import closest
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.base import RequestBody
 from engine.text.fields.chat import Conversation
-from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.tokenizer import TextTokenizer
 from server.answers.body import KVTransferParams
 from server.answers.client import EngineClient
+from server.answers.grammars import Grammars
 from server.answers.handoff import Receiver, Sender
 from server.answers.stored_responses import ResponseStore
 from server.batches.service import BatchService
@@ -65,7 +65,7 @@ _IS_LARGE: ContextVar[bool] = ContextVar("is_large", default=False)  # the body 
 class Context:
     """The application's parts, made once by create_app. Event loop."""
 
-    engine: Engine
+    engine: EngineHandle
     client: EngineClient
     tokenizer: TextTokenizer
     config: AppConfig
@@ -74,7 +74,7 @@ class Context:
     telemetry: Telemetry
     tenancy: Tenancy
     live: LiveView
-    grammars: GrammarCompiler
+    grammars: Grammars
     request_log: RequestLog
     recent: RecentRequests
     responses: ResponseStore
@@ -105,12 +105,12 @@ class Context:
         names = self.config.served_model_names
         if name is None or name in names:
             return None
-        loaded = self.engine.adapters.find(name)
+        loaded = self.engine.adapters.get(name)
         if loaded is not None:
             return loaded.adapter
         if any(fnmatchcase(name, pattern) for pattern in self.config.model_aliases):
             return None
-        names += self.config.model_aliases + tuple(other.adapter.name for other in self.engine.adapters.all())
+        names += self.config.model_aliases + tuple(self.engine.adapters)
         message = f"The model {shorten(name)!r} is not served here; use {' or '.join(names)}."
         raise ApiError(404, "model_not_found", message, "model")
 

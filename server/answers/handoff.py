@@ -4,7 +4,7 @@ A request with `do_remote_decode` has the prefill daemon compute its prompt, kee
 is. A request with `do_remote_prefill` has the decode daemon (--kv-transfer-config) take it from there, and continue as if
 its prefix cache had held the K/V before, so the answer is the same as without a hand-over. Between the two stands a
 router, or the decode daemon asks the prefill daemon itself. If anything fails, the prompt is computed here: a stream may
-be late, it is never lost. Event loop; the copies run on threads (engine/outbound/handover.py).
+be late, it is never lost. Event loop; the engine copies (engine/outbound/handover.py).
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ import logging
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from functools import partial
 from math import inf
 from typing import Any
 
-from engine.core.errors import ParcelError
-from engine.core.kv.prefix_cache import chain_root
+from engine.core.errors import ParcelError, QuireError
+from engine.core.kv.prefix_cache import chain_root, request_names
 from engine.core.types import Request
-from engine.loop import Engine
-from engine.outbound.handover import Handover, HandoverConfig, Prefix
+from engine.handle import (
+    CountMissing,
+    EngineHandle,
+    HandoverConfig,
+    OpenHandover,
+    Prefix,
+    ReceivePrefix,
+    SendPrefix,
+)
 from engine.settings.peer import Peer
 from server.answers.body import KVTransferParams
 from server.protocol.errors import ApiError
@@ -35,7 +40,6 @@ log = logging.getLogger("quire.handoff")
 
 MIN_BLOCKS = 4  # of a prompt that are neither cached here nor computed here as fast as they are asked for
 LEAST_PATIENCE_S = 1.0  # with a daemon that has much to do; computing short prompts here may be faster
-_MAX_PULLS = 8  # at a time; each holds a piece of a parcel
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 64.0  # in which a daemon that failed is not asked; it doubles with each failure
 _REFUSALS = (401, 403, 429)  # as from 500 on, the daemon and not the request is the reason
 
@@ -101,9 +105,10 @@ class _UnavailableError(Exception):
 class Sender:
     """A prefill daemon's end."""
 
-    def __init__(self, engine: Engine, handover: Handover, config: AppConfig) -> None:
-        self._engine, self._handover = engine, handover
-        self.port = handover.port
+    def __init__(self, engine: EngineHandle, config: AppConfig) -> None:
+        """Raises ConfigError."""
+        self._engine = engine
+        self.port = engine.control(OpenHandover(handover_config(config))).result()
         self._engine_id = uuid.uuid4().hex
         self._host: str | None = None
         if config.kv_connector_listen is not None:
@@ -113,8 +118,8 @@ class Sender:
     async def offer(self, request: Request) -> Mapping[str, Any] | None:
         """Return where a decode daemon finds the K/V of a computed prompt; None without a full block."""
         try:
-            offer = await asyncio.to_thread(self._handover.send, prefix_of(self._engine, request))
-        except (ParcelError, OSError) as error:
+            offer = await asyncio.wrap_future(self._engine.control(SendPrefix(prefix_of(self._engine, request))))
+        except QuireError as error:
             log.warning("K/V is not offered: %s", error)
             return None
         if offer is None:
@@ -132,22 +137,17 @@ class Sender:
             "remote_blocks_expiry_time": offer.expires_s,
         }
 
-    def close(self) -> None:
-        """Stop to listen. Blocks."""
-        self._handover.close()
-
 
 class Receiver:
     """A decode daemon's end."""
 
-    def __init__(
-        self, engine: Engine, handover: Handover, config: AppConfig, count: Callable[[HandoffOutcome], None]
-    ) -> None:
+    def __init__(self, engine: EngineHandle, config: AppConfig, count: Callable[[HandoffOutcome], None]) -> None:
+        """Raises ConfigError."""
         import httpx  # 45 ms, and few daemons receive
 
-        self._engine, self._handover, self._count = engine, handover, count
+        self._engine, self._count, self._handover = engine, count, handover_config(config)
+        engine.control(OpenHandover(self._handover)).result()
         self._timeout_s = config.prefill_timeout_s
-        self._threads = ThreadPoolExecutor(_MAX_PULLS, "quire-kv-pull")
         self._client = None
         if config.prefill_url is not None:
             key = config.api_keys[0] if config.api_keys else ""
@@ -171,7 +171,6 @@ class Receiver:
 
     async def close(self) -> None:
         """Close the connections."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._client is not None:
             await self._client.aclose()
 
@@ -215,7 +214,7 @@ class Receiver:
     ) -> None:
         """Take a prompt's K/V from `where`, if at least so many blocks are missing; count and log what became of it."""
         try:
-            missing = await asyncio.to_thread(self._handover.count_missing, prefix)
+            missing = await asyncio.wrap_future(self._engine.control(CountMissing(prefix)))
         except Exception as error:
             self._note(HandoffOutcome.FAILED, where, f"{type(error).__name__}: {error}")
             return
@@ -249,7 +248,7 @@ class Receiver:
         if not transfer.remote_host and not transfer.remote_port:
             return None
         peer = Peer(transfer.remote_host, transfer.remote_port)
-        if not self._handover.may_pull(peer):
+        if peer not in self._handover.peers:
             message = (
                 f"kv_transfer_params names {peer}, which is not among peers of --kv-transfer-config; add it there."
             )
@@ -257,8 +256,7 @@ class Receiver:
         return peer
 
     async def _take(self, name: str, prefix: Prefix, peer: Peer | None, patience_s: float) -> None:
-        take = partial(self._handover.receive, name, prefix, peer, patience_s)
-        await asyncio.get_running_loop().run_in_executor(self._threads, take)
+        await asyncio.wrap_future(self._engine.control(ReceivePrefix(name, prefix, peer, patience_s)))
 
     def _limit_s(self, request: Request) -> float:
         """Return how long a request itself lets the prefill daemon take; infinite without a deadline."""
@@ -314,7 +312,7 @@ def _remote_salt(request: Request) -> str:
     return chain_root(request.cache_salt, owner=request.cache_owner).hex()
 
 
-def prefix_of(engine: Engine, request: Request) -> Prefix:
+def prefix_of(engine: EngineHandle, request: Request) -> Prefix:
     """Return what names the K/V of a request's prompt."""
     root = chain_root(request.cache_salt, _adapter(request), request.cache_owner)
-    return Prefix(engine.first_names(request), request.prompt, root)
+    return Prefix(request_names(request, engine.config), request.prompt, root)

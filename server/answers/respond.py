@@ -192,7 +192,7 @@ def transferred(
         raise ApiError(400, "invalid_value", message, "stream")
     params = replace(requests[0].params, max_tokens=min(requests[0].params.max_tokens, 1), min_tokens=0)
     if transfer.adapter:
-        loaded = (each.adapter for each in context.engine.adapters.all())
+        loaded = (each.adapter for each in context.engine.adapters.values())
         adapter = next((each for each in loaded if each.digest.hex() == transfer.adapter), None)
         if adapter is None:
             message = "The adapter of kv_transfer_params is not loaded here; load it on both daemons."

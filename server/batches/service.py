@@ -6,7 +6,7 @@ Files and batches belong to an owner (server/tenancy/tenancy.py); for other owne
 from __future__ import annotations
 
 from engine.core.errors import shorten
-from engine.loop import Engine
+from engine.handle import EngineHandle
 from server.batches.dispatch import Dispatcher
 from server.batches.folder import DataFolder
 from server.batches.objects import Batch, FileObject
@@ -21,7 +21,7 @@ from server.tenancy.tenancy import Tenancy
 class BatchService:
     """Opens the data folder; runs batches from `start` to `stop`."""
 
-    def __init__(self, config: AppConfig, engine: Engine, bodies: BodyReader, tenancy: Tenancy) -> None:
+    def __init__(self, config: AppConfig, engine: EngineHandle, bodies: BodyReader, tenancy: Tenancy) -> None:
         """Raises ConfigError for a --data-dir that cannot be used."""
         assert config.data_dir is not None
         self.folder = DataFolder(config.data_dir)

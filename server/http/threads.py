@@ -1,13 +1,10 @@
-"""Runs work beside the event loop: slow Python code on one thread, calls that may hang on threads of their own.
+"""Runs work beside the event loop: slow Python code on one thread.
 
 A thread serves its callers in rotation, so that one with much work does not hold up another.
 
 There is one slow thread because each of several would take a turn of the GIL before the event loop's next. While it works,
 the GIL changes hands within SWITCH_S instead of Python's 5 ms, as an answer needs the event loop several times. The garbage
 collector is paused: it would scan the new objects repeatedly, for 50 ms each time, without releasing the GIL.
-
-asyncio.to_thread keeps the process alive until its call returns: reading a file of a dead network filesystem would keep it
-for ever, in spite of signals. A detached thread does not.
 """
 
 from __future__ import annotations
@@ -18,15 +15,13 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-from engine.system.calls import on_thread, settle
+from engine.system.calls import settle
 from server.http.turns import CALLER, Rotation
 
 SWITCH_S = 0.0005
 
-P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
@@ -78,8 +73,3 @@ def _work(function: Callable[[], Result]) -> Result:
         sys.setswitchinterval(usual_s)
         if is_collecting:
             gc.enable()
-
-
-async def run_detached(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-    """Run a call on a new thread and return its result; it cannot be cancelled."""
-    return await asyncio.wrap_future(on_thread("quire-detached", partial(call, *args, **kwargs)))

@@ -197,8 +197,8 @@ async def prepare(context: Context, body: ChatBody) -> tuple[PreparedChat, list[
     """Return a prepared conversation and its engine requests."""
     text = await context.render(body)
     chat = await aside(lambda: context.preprocessor.prepare(body, text), len(text))
-    grammar = None if chat.constraint is None else await context.grammars.compile(*chat.constraint)
-    chat = chat.constrained(grammar)
+    if chat.constraint is not None:
+        await context.grammars.compile(chat.constraint)
     return chat, engine_requests(context, body, [chat.prompt], [chat.params])
 
 

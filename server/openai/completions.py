@@ -180,7 +180,7 @@ async def create_completion(
     model = context.check_model(body.model)
     params, constraints = await aside(lambda: (completion_params(body, context.limits), body.constraints()))
     if constraints and params.max_tokens:
-        params = replace(params, grammar=await context.grammars.compile(*constraints[0]))
+        params = replace(params, grammar=await context.grammars.compile(constraints[0]))
     ids = await prompt_ids(context, body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
     prompts = [truncated(body, prompt, context.limits) for prompt in ids]
     requests = engine_requests(context, body, prompts, [params] * len(prompts))

@@ -94,7 +94,7 @@ router = APIRouter()
 
 def _card(context: Context, owner: str, name: str) -> ModelCard:
     """Return the description of a served name, the model's or an adapter's; only the operator sees its path."""
-    loaded = context.engine.adapters.find(name)
+    loaded = context.engine.adapters.get(name)
     path = context.config.model if loaded is None else loaded.path
     return ModelCard(
         id=name,
@@ -114,7 +114,7 @@ def _json(answer: ResponseBody) -> Response:
 @router.get("/v1/models", responses=answers(ModelList))
 async def list_models(http: Request, context: InContext, owner: InOwner) -> Response:
     """List the names that requests may use."""
-    names = [*context.config.served_model_names, *(loaded.adapter.name for loaded in context.engine.adapters.all())]
+    names = [*context.config.served_model_names, *context.engine.adapters]
     cards = [_card(context, owner, name) for name in names]
     if getattr(http.state, IS_ANTHROPIC):
         return _json(ModelPageQuery.model_validate(dict(http.query_params)).page(cards))

@@ -5,6 +5,7 @@ Off by default, as they read paths of this machine.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
@@ -14,9 +15,9 @@ from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import AdapterConflictError
+from engine.handle import LoadAdapter, UnloadAdapter
 from engine.text.fields.base import Refused, RequestBody
 from server.answers.context import Context, InContext, InOwner, check_operator, json_body
-from server.http.threads import run_detached
 from server.protocol.errors import ApiError
 
 MAX_NAME = 256  # characters
@@ -65,7 +66,7 @@ async def load_lora_adapter(
             f"{body.lora_name!r} is what the model itself is called; choose another name.", param="lora_name"
         )
     async with context.adapter_turn:
-        await run_detached(context.engine.adapters.load, body.lora_name, body.lora_path)
+        await asyncio.wrap_future(context.engine.control(LoadAdapter(body.lora_name, body.lora_path)))
     log.info("loaded the adapter %r from %r", body.lora_name, body.lora_path)
     return PlainTextResponse(f"The adapter {body.lora_name!r} is loaded.\n")
 
@@ -77,6 +78,6 @@ async def unload_lora_adapter(
     """Unload an adapter; its memory is freed when the last request that uses it ends."""
     _check_allowed(context, owner)
     async with context.adapter_turn:
-        await run_detached(context.engine.adapters.unload, body.lora_name)
+        await asyncio.wrap_future(context.engine.control(UnloadAdapter(body.lora_name)))
     log.info("unloaded the adapter %r", body.lora_name)
     return PlainTextResponse(f"The adapter {body.lora_name!r} is unloaded.\n")

@@ -101,7 +101,7 @@ async def server_info(context: InContext) -> Response:
         max_total_num_tokens=config.num_blocks * config.block_size,
         max_running_requests=config.max_num_seqs,
         max_prefill_tokens=config.max_num_batched_tokens,
-        tp_size=context.engine.num_ranks,
+        tp_size=context.engine.facts.num_ranks,
         dp_size=1,
     )
     return Response(info.json_bytes(), media_type="application/json")
@@ -110,7 +110,7 @@ async def server_info(context: InContext) -> Response:
 @router.get("/kv_event_sources")
 async def kv_event_sources(context: InContext) -> dict[str, EventSource]:
     """Return where KV events are published, by data-parallel rank; nothing without --kv-events-config."""
-    events = context.engine.kv_events
+    events = context.engine.facts.kv_events
     if events is None:
         return {}
     config = events.config

@@ -15,7 +15,6 @@ from engine.core.stats import REQUEST_BUCKETS_S
 from server.telemetry.events import (
     Event,
     FieldIgnored,
-    GrammarCompiled,
     HttpAnswered,
     PrefillDelegated,
     RequestEnded,
@@ -44,10 +43,6 @@ class EventMetrics:
         self._answered = counter("quire_http_requests_total", "HTTP requests answered.", "route", "method", "status")
         self._answer_s = histogram(
             "quire_http_request_duration_seconds", "HTTP request until its last byte.", "route", "method"
-        )
-        self._compile_s = histogram(
-            "quire_grammar_compile_seconds",
-            "Compilation of a grammar for structured outputs; cached grammars are not compiled.",
         )
         self._ignored = counter(
             "quire_ignored_fields_total", "Unknown request fields and hints that could not be followed.", "field"
@@ -85,8 +80,6 @@ class EventMetrics:
                 self._open.labels(record.account.tenant.name).inc()
         elif isinstance(event, RequestEnded):
             self._observe_end(event)
-        elif isinstance(event, GrammarCompiled):
-            self._compile_s.observe(event.seconds)
         elif isinstance(event, FieldIgnored):
             self._ignored.labels(self._fields.known(event.name)).inc()
         elif isinstance(event, PrefillDelegated):

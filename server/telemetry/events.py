@@ -64,19 +64,13 @@ class FieldIgnored(NamedTuple):
     name: str
 
 
-class GrammarCompiled(NamedTuple):
-    """A grammar was compiled, or refused. Any thread."""
-
-    seconds: float
-
-
 class PrefillDelegated(NamedTuple):
     """The decode daemon asked the prefill daemon for a prompt."""
 
     outcome: str
 
 
-Event = RequestOpened | RequestEnded | HttpAnswered | TenantRefused | FieldIgnored | GrammarCompiled | PrefillDelegated
+Event = RequestOpened | RequestEnded | HttpAnswered | TenantRefused | FieldIgnored | PrefillDelegated
 Listener = Callable[[Event], None]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.core.stats import SequenceView, Snapshot
-from engine.loop import Engine
+from engine.handle import EngineHandle, TakeSnapshot
 from server.protocol.errors import ApiError
 from server.telemetry.events import Event, RequestEnded
 
@@ -46,7 +46,7 @@ class EndedSequence(NamedTuple):
 class LiveView:
     """Answers all callers from one snapshot; raises a 503 if the engine hangs."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineHandle) -> None:
         self._engine = engine
         self._taken_s = 0.0
         self._taking: asyncio.Task[Snapshot] | None = None
@@ -116,7 +116,7 @@ class LiveView:
         return f"prefill, {done} of {total} tokens" if views else ""
 
     async def _take(self) -> Snapshot:
-        taken = asyncio.wrap_future(self._engine.look())
+        taken = asyncio.wrap_future(self._engine.control(TakeSnapshot()))
         await asyncio.wait((taken,), timeout=PATIENCE_S)
         if not taken.done() or taken.cancelled():
             message = f"The engine did not answer within {PATIENCE_S:.0f} s: a step takes that long, or it has stopped."

@@ -266,4 +266,13 @@ def _vllm() -> Iterator[Metric]:
     )
 
 
+GRAMMAR_METRICS = (
+    Metric(
+        Kind.HISTOGRAM,
+        "quire_grammar_compile_seconds",
+        "Compilation of a grammar for structured outputs; cached grammars are not compiled.",
+        "grammar_s",
+    ),
+)  # without the labels of the others
+
 VLLM_METRICS = tuple(_vllm())

@@ -24,12 +24,12 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from engine.loop import Engine
+from engine.handle import EngineHandle
 from engine.system.version import VERSION
 from server.telemetry.event_metrics import EventMetrics, VllmEventMetrics
 from server.telemetry.events import Listener
 from server.telemetry.loop_lag import LoopLag
-from server.telemetry.metric_rows import METRICS, VLLM_METRICS, Family, Metric
+from server.telemetry.metric_rows import GRAMMAR_METRICS, METRICS, VLLM_METRICS, Family, Metric
 
 if TYPE_CHECKING:
     from server.telemetry.otlp import SpanCounts
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class EngineCollector(Collector):
     """Reads rows from the engine's statistics at each scrape."""
 
-    def __init__(self, engine: Engine, rows: tuple[Metric, ...], labels: Mapping[str, str]) -> None:
+    def __init__(self, engine: EngineHandle, rows: tuple[Metric, ...], labels: Mapping[str, str]) -> None:
         self._engine, self.rows, self._labels = engine, rows, labels
 
     def collect(self) -> Iterator[Family]:
@@ -49,18 +49,18 @@ class EngineCollector(Collector):
 class LoraCollector(Collector):
     """The metric that vLLM's routers read: its labels are lists, its value the time."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineHandle) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Family]:
-        running, waiting = self._engine.adapters_in_use()
+        stats = self._engine.stats
+        waiting, running = (",".join(sorted(each)) for each in (stats.adapters_waiting, stats.adapters_running))
         family = GaugeMetricFamily(
             "vllm:lora_requests_info",
             "LoRA adapters that running and waiting requests use; the value is when they were read.",
             labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
         )
-        lists = (str(self._engine.adapters.max_loras), ",".join(waiting), ",".join(running))
-        family.add_metric(lists, time.time())
+        family.add_metric((str(self._engine.facts.max_loras), waiting, running), time.time())
         yield family
 
 
@@ -85,11 +85,12 @@ class SpanCollector(Collector):
 class Metrics:
     """Everything that /metrics shows; `listeners` count events. Event loop."""
 
-    def __init__(self, engine: Engine, model_name: str, compat_vllm: bool) -> None:
+    def __init__(self, engine: EngineHandle, model_name: str, compat_vllm: bool) -> None:
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self.loop_lag = LoopLag()
         self._registry.register(EngineCollector(engine, METRICS, {"model_name": model_name}))
+        self._registry.register(EngineCollector(engine, GRAMMAR_METRICS, {}))
         self._add_engine(engine)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
@@ -114,7 +115,7 @@ class Metrics:
         """Export what became of spans; without traces these metrics do not exist."""
         self._registry.register(SpanCollector(counts))
 
-    def _add_engine(self, engine: Engine) -> None:
+    def _add_engine(self, engine: EngineHandle) -> None:
         """Add the engine's health, adapters and settings."""
         self._gauge(
             "quire_engine_alive", "1 while the engine thread lives, 0 once it has died.", lambda: engine.health().alive
@@ -125,7 +126,7 @@ class Metrics:
             "Seconds since the last step ended; 0 while idle.",
             lambda: engine.health().seconds_since_step,
         )
-        self._gauge("quire_lora_adapters", "LoRA adapters that requests may name.", lambda: len(engine.adapters.all()))
+        self._gauge("quire_lora_adapters", "LoRA adapters that requests may name.", lambda: len(engine.adapters))
         config = engine.config
         self._info("quire_build", "What is running.", version=VERSION, python=platform.python_version())
         self._info(
@@ -141,11 +142,11 @@ class Metrics:
             scheduling_policy=config.policy,
         )
 
-    def _add_vllm(self, engine: Engine) -> None:
+    def _add_vllm(self, engine: EngineHandle) -> None:
         """Add the metrics of --metrics-compat vllm."""
         config, registry = engine.config, self._registry
         registry.register(EngineCollector(engine, VLLM_METRICS, {"model_name": self._model_name, "engine": "0"}))
-        if engine.adapters.max_loras:
+        if engine.facts.max_loras:
             registry.register(LoraCollector(engine))
         Info("vllm:cache_config", "KV cache settings.", registry=registry).info(
             {

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Progress
+from engine.handle import EngineFacts
 from engine.loop import Engine
 from engine.settings.engine_config import EngineConfig
 from engine.text.tokenizer import load_tokenizer
@@ -66,7 +67,7 @@ def build_engine(
     )
     report(Progress("kv_pool", "scripted"))
     runner = FakeRunner(scheduler, vocab_size=tokenizer.vocab_size, choose=choose)
-    return Engine(Scheduler(scheduler), runner, vocab_size=tokenizer.vocab_size)
+    return Engine(Scheduler(scheduler), runner, EngineFacts(tokenizer.vocab_size))
 
 
 if __name__ == "__main__":

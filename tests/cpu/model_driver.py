@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan
-from engine.core.types import Request, SamplingParams, TokenEvent
+from engine.core.types import Adapter, Grammar, GrammarKey, Request, SamplingParams, TokenEvent
 from engine.runtime.attention.table import load_backend
 from engine.runtime.execution.runner import ModelRunner, ModelStep
 from engine.runtime.kv_layout import AttentionSpec
@@ -56,7 +57,7 @@ def make_runner(
         device=device,
         groups=group_layers(specs, config.max_model_len, len(drafting)) if config.windows else None,
     )
-    runner = ModelRunner(model, backend, pool, config, device, head)
+    runner = ModelRunner(model, backend, pool, config, device, head, resources=NAMED)
     if runner.heads is not None:
         runner.speculate(runner.heads)
     if config.num_host_blocks:
@@ -64,7 +65,36 @@ def make_runner(
     return runner
 
 
+class Named:
+    """The grammars and adapters of all requests of a test, by what requests name."""
+
+    def __init__(self) -> None:
+        self.found: dict[object, Any] = {}
+
+    def names(self, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Sampling with names in the place of what is alive."""
+        grammar, adapter = sampling.get("grammar"), sampling.get("adapter")
+        keys: dict[str, Any] = {}
+        if grammar is not None:
+            keys["grammar"] = GrammarKey(str(id(grammar)).encode())
+            self.found[keys["grammar"]] = grammar
+        if adapter is not None:
+            keys["adapter"] = Adapter(adapter.name, adapter.digest)
+            self.found[keys["adapter"]] = adapter
+        return sampling | keys
+
+    def adapter(self, adapter: Adapter) -> Any:
+        return self.found[adapter]
+
+    def grammar(self, key: GrammarKey) -> Grammar:
+        return self.found[key]
+
+
+NAMED = Named()
+
+
 def request(request_id: str, prompt: Sequence[int], **sampling: object) -> Request:
+    sampling = NAMED.names(sampling)
     params = SamplingParams(**({"max_tokens": 12, "temperature": 0.0} | sampling))  # type: ignore[arg-type]
     return Request(request_id=request_id, prompt=tuple(prompt), params=params, arrival_s=0.0)
 

@@ -71,7 +71,7 @@ def test_what_was_left_open_is_decided(folder: str) -> None:
     config = engine.config
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (128, 512, 512)
     assert config.num_blocks == 128 * 512 // 16  # no more than all sequences could ever need
-    assert engine.vocab_size == 96
+    assert engine.facts.vocab_size == 96
     stages = list(dict.fromkeys(progress.stage for progress in report))
     assert stages[-2:] == ["kv_pool", "warm_up"]
     (pool,) = [progress.detail for progress in report if progress.stage == "kv_pool"]
@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(folder: str) -> None:
 
 def test_the_steps_that_memory_is_measured_on_can_be_computed(folder: str) -> None:
     engine = build(folder, max_num_seqs=5, max_num_batched_tokens=64)
-    crowd, scored = [engine._runner.run(plan).wait() for plan in full_steps(engine.config, engine.vocab_size)]
+    crowd, scored = [engine._runner.run(plan).wait() for plan in full_steps(engine.config, engine.facts.vocab_size)]
     assert (len(crowd.token_ids), len(crowd.logprobs), crowd.errors) == (5, 5, {})
     assert {len(entry.top) for entry in crowd.logprobs.values()} == {20}
     assert [len(entries) for entries in scored.prompt_logprobs.values()] == [63]
@@ -331,17 +331,17 @@ def lora_folder(engine: Engine, folder: Path) -> LoraModule:
 def test_adapters_are_there_from_the_start_and_others_may_come(folder: str, tmp_path: Path) -> None:
     plain = build(folder)
     modules = [lora_folder(plain, tmp_path / name) for name in ("first", "second", "third")]
-    assert plain.adapters.all() == []
+    assert not plain.adapters
     report: list[Progress] = []
     engine = build(
         folder, report, lora_modules=tuple(modules[:2]), allow_runtime_lora_updating=True, max_loras=3, max_lora_rank=4
     )
     (told,) = [progress.detail for progress in report if progress.stage == "adapters"]
     assert told == "first, second; at most 3 at a time, of ranks up to 4"
-    assert [loaded.path for loaded in engine.adapters.all()] == [module.path for module in modules[:2]]
-    engine.adapters.load(*modules[2])
+    assert [loaded.path for loaded in engine.adapters.values()] == [module.path for module in modules[:2]]
+    engine._resources.adapters.load(*modules[2])
     with pytest.raises(AdapterConflictError, match="3 adapters are held"):
-        engine.adapters.load("fourth", modules[2].path)
+        engine._resources.adapters.load("fourth", modules[2].path)
 
 
 def test_what_an_adapter_cannot_be_is_told_before_anything_is_loaded(folder: str, tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import httpx
 import jsonschema
 import pytest
 
+from engine.core.types import TagIds
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.startup.build import build_engine
 from engine.text.chat.chat_format import ChatFormat
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.chat import ChatFields
-from engine.text.grammars.thinking import TagIds
 from engine.text.reasoning import ReasoningTags
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
 from engine.text.tokenizer import load_tokenizer

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.kv.prefix_cache import request_names
 from engine.core.types import Request, StepEvents, TokenEvent
 from engine.loop import Engine
 from engine.outbound.handover import Handover, HandoverConfig, Prefix, open_handover
@@ -46,7 +47,7 @@ class Daemon:
         self.engine.start(self._heard.put)
 
     def prefix(self, asked: Request) -> Prefix:
-        names = self.engine.first_names(asked)
+        names = request_names(asked, self.engine.config)
         return Prefix(names, asked.prompt, names[0])
 
     def say(self, requests: list[Request]) -> tuple[Said, int]:

@@ -269,7 +269,7 @@ def test_a_start_without_tiers_reads_nothing_for_names(
     model, _ = pair
     monkeypatch.setattr(build, "ModelContent", lambda _: pytest.fail("it is not needed"))
     engine = engine_on(model, Path("unused"), kv_offload_dir=None)
-    assert engine.layout is None
+    assert engine.facts.layout is None
     engine.stop(0.0)
 
 

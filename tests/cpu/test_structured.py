@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from typing import Any
@@ -70,12 +69,12 @@ class Real:
         config = EngineConfig(model=path)
         self.model: CausalLM = load_model(config, torch.device("cpu"), torch.bfloat16, lambda progress: None)
         self.prompt = self.tokenizer.encode("Answer as you were asked.\nAnswer: ", add_special_tokens=False)
-        self.grammars = asyncio.run(self._compile())
+        self.grammars = self._compile()
 
-    async def _compile(self) -> dict[str, Grammar]:
-        compiler = GrammarCompiler(self.tokenizer, self.model.vocab_size, lambda seconds: None)
+    def _compile(self) -> dict[str, Grammar]:
+        compiler = GrammarCompiler(self.tokenizer.vocabulary(self.model.vocab_size))
         try:
-            return {kind: await compiler.compile(spec, "response_format") for kind, spec in SPECS.items()}
+            return {kind: compiler.compile(spec, "response_format").result() for kind, spec in SPECS.items()}
         finally:
             compiler.close()
 
@@ -145,17 +144,19 @@ def test_nothing_is_left_to_be_made_for_the_first_grammar(real: Real, monkeypatc
     def made_anew(*_: object) -> None:
         raise AssertionError("it was there already")
 
-    async def ask() -> None:
-        compiler = GrammarCompiler(real.tokenizer, real.model.vocab_size, observe=times.append)
+    def ask() -> None:
+        compiler = GrammarCompiler()
+        compiler.observe = times.append
         try:
-            await compiler.warm_up()
+            compiler.use(real.tokenizer.vocabulary(real.model.vocab_size), warms_up=True)
+            compiler._quick.pool.submit(lambda: None).result()  # behind it
             monkeypatch.setattr("engine.text.grammars.guidance.GuidanceVocabulary", made_anew)
-            await compiler.compile(SPECS["regex"], "structured_outputs")
+            compiler.compile(SPECS["regex"], "structured_outputs").result()
         finally:
             compiler.close()
 
     times: list[float] = []
-    asyncio.run(ask())
+    ask()
     assert len(times) == 1  # the warming up is nobody's request
 
 
@@ -166,14 +167,14 @@ def test_a_special_token_cannot_be_spelled(real: Real) -> None:
         GrammarSpec(GrammarKind.REGEX, r"<\|im_end\|>"),
     ):
         with pytest.raises(InvalidRequestError, match="special token"):
-            asyncio.run(compile_one(real, spec))
+            compile_one(real, spec)
 
 
 def test_what_fails_on_the_way_fails_alone(real: Real) -> None:
     """Behind more digits than a trial draws; the client's fault, as it would have been before."""
-    special = asyncio.run(compile_one(real, GrammarSpec(GrammarKind.REGEX, r"\d{30}<\|im_end\|>")))
-    explodes = asyncio.run(compile_one(real, GrammarSpec(GrammarKind.REGEX, r"\d{30}(x|((a{1000}){1000}){1000})")))
-    called_for = asyncio.run(compile_one(real, GrammarSpec.of_lark('start: "a" <|im_start|> "b"')))
+    special = compile_one(real, GrammarSpec(GrammarKind.REGEX, r"\d{30}<\|im_end\|>"))
+    explodes = compile_one(real, GrammarSpec(GrammarKind.REGEX, r"\d{30}(x|((a{1000}){1000}){1000})"))
+    called_for = compile_one(real, GrammarSpec.of_lark('start: "a" <|im_start|> "b"'))
     requests = [
         real.ask("choice", 0, grammar=special),
         real.ask("choice", 1, grammar=called_for),
@@ -191,9 +192,9 @@ def test_what_fails_on_the_way_fails_alone(real: Real) -> None:
     assert real.tokenizer.decode(served.ids["choice 1", 0], skip_special_tokens=False) == "a<|im_start|>b"
 
 
-async def compile_one(real: Real, spec: GrammarSpec) -> Grammar:
-    compiler = GrammarCompiler(real.tokenizer, real.model.vocab_size, lambda seconds: None)
+def compile_one(real: Real, spec: GrammarSpec) -> Grammar:
+    compiler = GrammarCompiler(real.tokenizer.vocabulary(real.model.vocab_size))
     try:
-        return await compiler.compile(spec, "structured_outputs")
+        return compiler.compile(spec, "structured_outputs").result()
     finally:
         compiler.close()

@@ -54,7 +54,7 @@ def _lora(folder: Path) -> Feature:
     module = LoraModule("adapter", str(save_adapter(model, folder / "adapter")))
 
     def take(engine: Engine) -> dict[str, Any]:
-        found = engine.adapters.find("adapter")
+        found = engine.adapters.get("adapter")
         assert isinstance(found, LoadedAdapter)
         return {"adapter": found.adapter}
 

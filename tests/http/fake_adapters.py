@@ -10,7 +10,6 @@ from harness import END
 
 from engine.core.errors import AdapterLoadError, AdapterNotFoundError
 from engine.core.step import SequenceSlice
-from engine.core.types import Adapter
 from loadtest.fake_runner import FakeRunner
 
 
@@ -26,7 +25,10 @@ class Shift:
         return sha256(str(self.distance).encode()).digest()
 
 
-def read_adapter(name: str, path: str) -> Adapter:
+DISTANCES = {Shift("", distance).digest: distance for distance in range(30)}
+
+
+def read_adapter(name: str, path: str) -> Shift:
     """A file that holds a number."""
     try:
         return Shift(name, int(Path(path).read_text()))
@@ -42,4 +44,4 @@ class AdaptableParrot(FakeRunner):
     def _draw(self, piece: SequenceSlice, history: list[int], seed: int) -> int:
         token = super()._draw(piece, history, seed)
         adapter = piece.params.adapter
-        return token + adapter.distance if isinstance(adapter, Shift) and token != END else token
+        return token if adapter is None or token == END else token + DISTANCES[adapter.digest]

@@ -18,6 +18,7 @@ from engine.core.errors import DeviceLostError, MemoryBudgetError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import PendingStep, StepPlan
 from engine.core.types import Progress
+from engine.handle import EngineFacts
 from engine.loop import Engine
 from engine.settings.engine_config import EngineConfig
 from loadtest.fake_runner import CostModel, FakeRunner
@@ -55,7 +56,7 @@ def build_engine(
     )
     cost = CostModel(step_s=float(os.environ.get("FAKE_STEP_S", "0.001")), token_s=0.0)
     runner = MortalRunner(scheduler, vocab_size=VOCAB_SIZE, cost=cost, sleep=time.sleep)
-    return Engine(Scheduler(scheduler), runner, vocab_size=VOCAB_SIZE)
+    return Engine(Scheduler(scheduler), runner, EngineFacts(VOCAB_SIZE))
 
 
 if __name__ == "__main__":

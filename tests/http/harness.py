@@ -23,7 +23,9 @@ from engine.core.page_table import Layout
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import SequenceSlice
-from engine.loop import Engine, EventPublisher
+from engine.handle import EngineFacts
+from engine.loop import Engine, EventPublisher, Outbound
+from engine.resources import EngineResources
 from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 from engine.text.types import SamplingDefaults
 from loadtest.fake_runner import CostModel, FakeRunner
@@ -118,12 +120,11 @@ class Live:
         self.engine = Engine(
             self.scheduler,
             self.runner,
-            vocab_size=VOCAB_SIZE,
+            EngineFacts(VOCAB_SIZE, layout=Layout("parrot", config.block_size, 4 * config.block_size)),
             depth=depth,
             limits=limits,
-            adapters=adapters,
-            kv_events=kv_events,
-            layout=Layout("parrot", config.block_size, 4 * config.block_size),
+            resources=EngineResources(adapters),
+            outbound=Outbound(kv_events=kv_events),
         )
         self.app = create_app(self.engine, byte_tokenizer(template), replace(APP, **app))
         self.context = self.app.state.context

@@ -147,14 +147,16 @@ def test_adapters_take_part_in_preemption(serve: Serve, adapters: Adapters) -> N
     assert live.engine.stats.preemptions > 0
 
 
-def test_one_is_loaded_and_unloaded_while_others_stream(parrot: Live, client: httpx.Client, folder: Path) -> None:
+def test_one_is_loaded_and_unloaded_while_others_stream(
+    parrot: Live, client: httpx.Client, folder: Path, adapters: Adapters
+) -> None:
     body = {"prompt": "hal" * 20 + "|", "max_tokens": 60, "stream": True}
     parrot.gate.close()
     with (
         client.stream("POST", "/v1/completions", json=body | {"model": "next"}) as adapted,
         client.stream("POST", "/v1/completions", json=body) as plain,
     ):
-        memory = weakref.ref(parrot.engine.adapters.find("next").adapter)  # type: ignore[union-attr]
+        memory = weakref.ref(adapters.weights(parrot.engine.adapters["next"].adapter))
         assert load(client, "third", folder / "by3").status_code == 200
         assert unload(client, "next").status_code == 200
         assert client.post("/v1/completions", json=body | {"model": "next"}).status_code == 404

@@ -36,8 +36,8 @@ FINE = regex("[a-f]{3}")
 
 @pytest.fixture
 def compiler() -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(byte_tokenizer(), 257)
-    made.compile_now(regex("warm"), "x")
+    made = GrammarCompiler(byte_tokenizer().vocabulary(257))
+    made.compile(regex("warm"), "x").result()
     yield made
     made.close()
 
@@ -46,7 +46,7 @@ def compiling(work: Callable[[GrammarCompiler], Awaitable[None]]) -> None:
     """Do something with a compiler, on an event loop."""
 
     async def run() -> None:
-        compiler = GrammarCompiler(byte_tokenizer(), 257, lambda _: None)
+        compiler = GrammarCompiler(byte_tokenizer().vocabulary(257))
         try:
             await asyncio.wait_for(work(compiler), WAIT_S)
         finally:
@@ -58,7 +58,7 @@ def compiling(work: Callable[[GrammarCompiler], Awaitable[None]]) -> None:
 def test_slow_grammars_hold_up_no_other(compiler: GrammarCompiler) -> None:
     """All that is slow waits for one worker; the other one is there for the rest."""
     slow = [compiler._find(spec, "x") for spec in SLOW[:4]]
-    assert compiler.compile_now(FINE, "x").start().count_allowed(b"abc") == 3
+    assert compiler.compile(FINE, "x").result().start().count_allowed(b"abc") == 3
     assert not all(future.done() for future in slow)
     for future in slow:
         outcome(future)
@@ -66,7 +66,7 @@ def test_slow_grammars_hold_up_no_other(compiler: GrammarCompiler) -> None:
 
 def test_only_so_many_slow_grammars_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_SLOW", 2)
-    compiler = GrammarCompiler(byte_tokenizer(), 257)
+    compiler = GrammarCompiler(byte_tokenizer().vocabulary(257))
     try:
         outcomes = [outcome(future) for future in [compiler._find(spec, "x") for spec in SLOW]]
         refused = [error for error in outcomes if isinstance(error, OverloadedError)]
@@ -86,12 +86,12 @@ def outcome(future: Future[GuidanceGrammar]) -> object:
 
 
 def test_those_that_wait_when_it_closes_are_refused() -> None:
-    compiler = GrammarCompiler(byte_tokenizer(), 257)
+    compiler = GrammarCompiler(byte_tokenizer().vocabulary(257))
     futures = [compiler._find(spec, "x") for spec in SLOW]
     compiler.close()
     assert any(isinstance(outcome(future), OverloadedError) for future in futures)
     with pytest.raises(OverloadedError, match="shutting down"):
-        compiler.compile_now(FINE, "x")
+        compiler.compile(FINE, "x").result()
 
 
 def test_hostile_grammars_take_no_memory_here(compiler: GrammarCompiler) -> None:
@@ -112,7 +112,7 @@ def test_a_refusal_names_the_field_and_is_remembered() -> None:
             with pytest.raises(
                 InvalidRequestError, match=r"structured_outputs cannot be used: .*make it smaller"
             ) as caught:
-                await compiler.compile(HOSTILE["nested counts"], "structured_outputs")
+                await asyncio.wrap_future(compiler.compile(HOSTILE["nested counts"], "structured_outputs"))
             assert caught.value.param == "structured_outputs"
             compiler._start = None  # type: ignore[method-assign, assignment]  # it is not made again
 
@@ -121,22 +121,22 @@ def test_a_refusal_names_the_field_and_is_remembered() -> None:
 
 def test_the_same_grammar_is_made_once_for_all_who_wait() -> None:
     async def work(compiler: GrammarCompiler) -> None:
-        made = await asyncio.gather(*(compiler.compile(FINE, "x") for _ in range(5)))
+        made = await asyncio.gather(*(asyncio.wrap_future(compiler.compile(FINE, "x")) for _ in range(5)))
         assert len(set(map(id, made))) == 1
-        assert await compiler.compile(FINE, "x") is made[0]
+        assert await asyncio.wrap_future(compiler.compile(FINE, "x")) is made[0]
 
     compiling(work)
 
 
 def test_a_thread_may_wait_for_a_grammar() -> None:
     """As the offline API does; the refusals are those of an event loop."""
-    compiler = GrammarCompiler(byte_tokenizer(), 257)
+    compiler = GrammarCompiler(byte_tokenizer().vocabulary(257))
     try:
-        made = compiler.compile_now(FINE, "x")
-        assert compiler.compile_now(FINE, "x") is made
+        made = compiler.compile(FINE, "x").result()
+        assert compiler.compile(FINE, "x").result() is made
         for _ in range(2):
             with pytest.raises(InvalidRequestError, match=r"x cannot be used: .*unclosed group"):
-                compiler.compile_now(regex("("), "x")
+                compiler.compile(regex("("), "x").result()
     finally:
         compiler.close()
 
@@ -145,11 +145,11 @@ def test_a_grammar_that_broke_is_made_again() -> None:
     """Its matchers share a lexer, which stays broken once it ran into a limit."""
 
     async def work(compiler: GrammarCompiler) -> None:
-        first = await compiler.compile(FINE, "x")
+        first = await asyncio.wrap_future(compiler.compile(FINE, "x"))
         matcher = first.start()
         matcher.accept(ord("z"))
         assert matcher.error() is not None
-        assert await compiler.compile(FINE, "x") is not first
+        assert await asyncio.wrap_future(compiler.compile(FINE, "x")) is not first
 
     compiling(work)
 
@@ -161,7 +161,7 @@ class Built(GuidanceGrammar):
         super().__init__(VOCABULARY, to_guidance({"kind": "regex", "text": "a+"}), num_bytes)
 
 
-VOCABULARY = GuidanceVocabulary(byte_tokenizer().to_json(), 257, frozenset({256}))
+VOCABULARY = GuidanceVocabulary(byte_tokenizer().vocabulary(257).tokenizer_json, 257, frozenset({256}))
 
 
 def test_grammars_are_kept_by_bytes() -> None:

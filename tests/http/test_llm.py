@@ -22,6 +22,7 @@ from engine.core.errors import (
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import PendingStep, SequenceSlice, StepPlan
+from engine.handle import EngineFacts
 from engine.loop import Engine
 from engine.settings.engine_config import EngineConfig
 from loadtest.fake_runner import CostModel, FakeRunner
@@ -56,7 +57,7 @@ class Workshop:
         cost = CostModel(step_s=0.0, token_s=0.0)
         runner = Runner(CONFIG, vocab_size=VOCAB_SIZE, choose=parrot, cost=cost, sleep=self.gate, fail=fail)
         self.config = config
-        self.engine = Engine(Scheduler(CONFIG), runner, vocab_size=VOCAB_SIZE, limits=QueueLimits(8, 10_000))
+        self.engine = Engine(Scheduler(CONFIG), runner, EngineFacts(VOCAB_SIZE), limits=QueueLimits(8, 10_000))
         return self.engine
 
     def check_idle(self) -> None:

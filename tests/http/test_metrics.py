@@ -23,6 +23,7 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Histogram, PreemptionKind, Stats, SwapDirection, TransferKind
 from engine.core.step import Runner
 from engine.core.types import AbortCause, FinishReason, Request, SamplingParams, TokenEvent
+from engine.handle import EngineFacts
 from engine.loop import Engine
 from loadtest.fake_runner import FakeRunner
 from server.telemetry.event_metrics import MAX_NAMES
@@ -38,7 +39,7 @@ CONFIG = SchedulerConfig(num_blocks=64, block_size=4, max_model_len=128, max_num
 
 
 def started_engine() -> Engine:
-    return Engine(Scheduler(CONFIG), FakeRunner(CONFIG), vocab_size=512)
+    return Engine(Scheduler(CONFIG), FakeRunner(CONFIG), EngineFacts(512))
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,12 @@ LABELLED |= {"prefix_hits", "transferred", "failed_transfers"}
 BACKGROUND = {"num_background_running", "num_background_waiting"}
 BLOCKS = {"blocks_free", "blocks_cached", "blocks_held", "host_blocks_free", "host_blocks_cached", "host_blocks_held"}
 BLOCKS |= {"blocks_pinned", "host_blocks_pinned", "store_blocks", "store_blocks_pinned"}
-ELSEWHERE = LABELLED | BACKGROUND | BLOCKS | {"last_step_s", "answer_s", "spec_accepted_at"}
+ELSEWHERE = (
+    LABELLED
+    | BACKGROUND
+    | BLOCKS
+    | {"last_step_s", "answer_s", "spec_accepted_at", "grammar_s", "adapters_running", "adapters_waiting"}
+)
 
 
 def test_every_number_of_the_engines_is_shown_under_its_own_name() -> None:
@@ -291,7 +297,7 @@ def test_http_requests_are_counted_by_route_method_and_status(engine: Engine) ->
 
 def test_drafts_are_counted_by_their_place() -> None:
     config = replace(CONFIG, num_speculative_tokens=3)
-    engine = Engine(Scheduler(config), FakeRunner(config, acceptance=1.0), vocab_size=512)
+    engine = Engine(Scheduler(config), FakeRunner(config, acceptance=1.0), EngineFacts(512))
     ended = threading.Event()
     engine.start(lambda events: ended.set() if any(events.ends) else None)
     params = SamplingParams(max_tokens=9, temperature=0.0)  # one behind the prompt, and twice four

@@ -16,6 +16,7 @@ from harness import Live, eventually
 
 import server
 from engine.core.config import SchedulerConfig
+from engine.handle import TakeSnapshot
 from server.telemetry.live import MIN_AGE_S
 
 Serve = Callable[..., Live]
@@ -156,10 +157,10 @@ def test_many_who_look_at_once_cost_one_look(serve: Serve, monkeypatch: pytest.M
     monkeypatch.setattr(server.telemetry.live, "MIN_AGE_S", 60.0)
     live = serve()
     looks = []
-    ask = live.engine.look
-    monkeypatch.setattr(live.engine, "look", lambda: (looks.append(1), ask())[1])
+    ask = live.engine.control
+    monkeypatch.setattr(live.engine, "control", lambda command: (looks.append(command), ask(command))[1])
     assert [look(live)["object"] for _ in range(5)] == ["engine.live"] * 5
-    assert len(looks) == 1
+    assert looks == [TakeSnapshot()]
 
 
 def test_an_engine_that_does_not_come_round_to_it_is_a_503(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ class Named:
     digest: bytes
 
 
-def read(name: str, path: str) -> Adapter:
+def read(name: str, path: str) -> Named:
     if path == "damaged":
         raise AdapterLoadError("It is damaged.")
     return Named(name, path.encode().ljust(32))
@@ -33,13 +33,13 @@ def read(name: str, path: str) -> Adapter:
 
 def test_what_is_loaded_is_found_until_it_is_unloaded() -> None:
     adapters = Adapters(read, 2)
-    assert adapters.find("a") is None
+    assert "a" not in adapters.loaded
     loaded = adapters.load("a", "1")
     adapters.load("b", "2")
-    assert adapters.find("a") is loaded
-    assert [(each.adapter.name, each.path) for each in adapters.all()] == [("a", "1"), ("b", "2")]
+    assert adapters.loaded["a"] is loaded
+    assert [(each.adapter.name, each.path) for each in adapters.loaded.values()] == [("a", "1"), ("b", "2")]
     adapters.unload("a")
-    assert adapters.find("a") is None
+    assert "a" not in adapters.loaded
     with pytest.raises(AdapterNotFoundError, match="No adapter 'a' is loaded"):
         adapters.unload("a")
 
@@ -53,12 +53,15 @@ def test_names_are_taken_once() -> None:
 
 def test_what_requests_still_use_takes_room() -> None:
     adapters = Adapters(read, 1)
-    used = adapters.load("a", "1").adapter
+    used = adapters.hold(adapters.load("a", "1").adapter)
     with pytest.raises(AdapterConflictError, match="1 adapters are held, and --max-loras is 1; unload one first"):
         adapters.load("b", "2")
     adapters.unload("a")
     with pytest.raises(AdapterConflictError, match="1 of them unloaded but still used by requests"):
         adapters.load("b", "2")
+    assert adapters.weights(Adapter("a", used.digest)) is used
+    with pytest.raises(AdapterNotFoundError):
+        adapters.hold(Adapter("a", used.digest))
     del used
     gc.collect()
     adapters.load("b", "2")
@@ -75,7 +78,7 @@ def test_one_that_cannot_be_read_takes_no_room() -> None:
 def test_reading_stops_nobody_who_looks() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(name: str, path: str) -> Adapter:
+    def slow(name: str, path: str) -> Named:
         begun.set()
         assert go_on.wait(PATIENCE_S)
         return read(name, path)
@@ -84,10 +87,10 @@ def test_reading_stops_nobody_who_looks() -> None:
     with ThreadPoolExecutor() as pool:
         coming = pool.submit(adapters.load, "a", "1")
         assert begun.wait(PATIENCE_S)
-        assert adapters.find("a") is None
-        assert adapters.all() == []
+        assert "a" not in adapters.loaded
+        assert not adapters.loaded
         go_on.set()
-        assert coming.result(PATIENCE_S) is adapters.find("a")
+        assert coming.result(PATIENCE_S) is adapters.loaded["a"]
 
 
 def test_a_chain_begins_with_salt_and_adapter() -> None:
@@ -103,7 +106,7 @@ def test_cached_blocks_are_found_by_requests_of_the_same_adapter_alone() -> None
     params = SamplingParams(max_tokens=1, temperature=0.0)
     found = []
     for number, name in enumerate(("", "a", "b", "a", "", "b")):
-        adapter = read(str(number), name) if name else None
+        adapter = Adapter(str(number), read("", name).digest) if name else None
         request = Request(
             request_id=str(number), prompt=(7,) * 13, params=replace(params, adapter=adapter), arrival_s=0.0
         )

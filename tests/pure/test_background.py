@@ -8,6 +8,7 @@ from engine.core.errors import OverloadedError
 from engine.core.queues import POLICIES
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
+from engine.handle import EngineFacts
 from engine.loop import Engine
 from loadtest.fake_runner import FakeRunner
 from tests.pure.driver import VOCAB, Driver, config, request
@@ -121,7 +122,7 @@ def test_its_waits_are_in_no_latency_but_its_tokens_are_counted() -> None:
 def test_what_waits_of_it_fills_no_queue() -> None:
     """The door counts those who are really ahead; the background is behind."""
     settings = config(max_num_seqs=2)
-    engine = Engine(Scheduler(settings), FakeRunner(settings), vocab_size=VOCAB, limits=QueueLimits(max_requests=1))
+    engine = Engine(Scheduler(settings), FakeRunner(settings), EngineFacts(VOCAB), limits=QueueLimits(max_requests=1))
     engine.stats.num_running = engine.stats.num_background_running = 2
     engine.stats.num_background_waiting = 50
     engine.submit(request("a"))

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from engine.core.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from engine.core.types import GrammarKey
 from engine.text.chat.chat_format import ChatFormat
 from engine.text.chat.limits import ModelLimits
 from engine.text.chat_template import ChatTemplate
 from engine.text.fields.base import checked
 from engine.text.fields.chat import ChatFields
+from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.grammars.thinking import ThinkingGrammar
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
 from engine.text.tokenizer import TextTokenizer
@@ -57,8 +59,7 @@ def test_a_plain_conversation_gets_a_prompt_and_parameters_alone() -> None:
     assert chat.text == "[user]hi"
     assert chat.prompt == list(map(ord, chat.text))
     assert (chat.params.temperature, chat.params.max_tokens) == (0.5, 900 - len(chat.prompt))
-    assert (chat.constraint, chat.thinking, chat.rules.make_parser) == (None, None, None)
-    assert chat.constrained(None) is chat
+    assert (chat.constraint, chat.params.grammar, chat.rules.make_parser) == (None, None, None)
 
 
 def test_a_length_holds_where_a_request_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +113,11 @@ def test_calls_in_an_unknown_format_are_refused() -> None:
 
 def test_thoughts_are_bounded_and_come_before_a_grammar() -> None:
     chat = prepared(THINKS)
-    assert chat.thinking is not None
     assert chat.rules.make_parser is not None
-    assert chat.constrained(None).params.grammar is None  # neither a budget nor a grammar
-    bounded = prepared(THINKS, thinking_token_budget=3).constrained(None)
-    assert isinstance(bounded.params.grammar, ThinkingGrammar)
-    assert bounded.params.grammar.end_ids == {END}
+    assert chat.params.grammar is None  # neither a budget nor a grammar
+    bounded = prepared(THINKS, thinking_token_budget=3)
+    key = bounded.params.grammar
+    assert isinstance(key, GrammarKey)
+    assert key.thinking is not None
+    assert isinstance(GrammarCompiler().hold(key), ThinkingGrammar)
+    assert key.end_ids == {END}

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from server.http.threads import run_detached
+from engine.system.calls import on_thread
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
 
 async def test_results_and_errors_arrive() -> None:
-    assert await run_detached(divmod, 7, 2) == (3, 1)
+    assert await asyncio.wrap_future(on_thread("call", lambda: divmod(7, 2))) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        await run_detached(divmod, 7, 0)
+        await asyncio.wrap_future(on_thread("call", lambda: divmod(7, 0)))
 
 
 async def test_the_result_of_a_cancelled_call_is_dropped() -> None:
@@ -29,7 +29,7 @@ async def test_the_result_of_a_cancelled_call_is_dropped() -> None:
         go.wait()
         gone.set()
 
-    task = asyncio.ensure_future(run_detached(call))
+    task = asyncio.ensure_future(asyncio.wrap_future(on_thread("call", call)))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -41,9 +41,9 @@ async def test_the_result_of_a_cancelled_call_is_dropped() -> None:
 def test_the_process_ends_while_a_call_hangs() -> None:
     code = """
 import asyncio, threading
-from server.http.threads import run_detached
+from engine.system.calls import on_thread
 async def main():
-    task = asyncio.ensure_future(run_detached(threading.Event().wait))
+    task = asyncio.ensure_future(asyncio.wrap_future(on_thread("call", threading.Event().wait)))
     await asyncio.sleep(0)
     task.cancel()
 asyncio.run(main())

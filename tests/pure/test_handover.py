@@ -22,9 +22,11 @@ import numpy as np
 import pytest
 
 from engine.core.errors import ParcelError
+from engine.core.kv.prefix_cache import request_names
 from engine.core.page_table import Layout
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Request
+from engine.handle import EngineFacts
 from engine.loop import Engine
 from engine.outbound.handover import Handover, HandoverConfig, Offer, Prefix
 from engine.runtime.transports import connection, tcp
@@ -45,7 +47,7 @@ class Daemon:
     def __init__(self, folder: Path, transport: HandoverConfig | None = None, **settings: int | bool) -> None:
         self.config = config(num_blocks=48, max_num_batched_tokens=16, **settings)
         self.runner = FakeRunner(self.config, vocab_size=VOCAB)
-        self.engine = Engine(Scheduler(self.config), self.runner, vocab_size=VOCAB)
+        self.engine = Engine(Scheduler(self.config), self.runner, EngineFacts(VOCAB))
         self.handover = Handover(self.engine, SharedMemory(folder, MAX_BYTES), LAYOUT, transport)
         self.peer: Peer | None = None
         self.listener = Listener()
@@ -59,7 +61,7 @@ class Daemon:
         return [self.listener.said(asked.request_id, choice) for choice in range(asked.params.n)]
 
     def prefix(self, asked: Request) -> Prefix:
-        names = self.engine.first_names(asked)
+        names = request_names(asked, self.config)
         return Prefix(names, asked.prompt, names[0])
 
     def take(self, sent: Offer | None, asked: Request) -> int:

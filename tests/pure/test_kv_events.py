@@ -22,7 +22,8 @@ from engine.core.errors import ConfigError
 from engine.core.kv.prefix_cache import BlockIndex, chain_next, chain_root
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import AbortCause, StepEvents
-from engine.loop import Engine
+from engine.handle import EngineFacts
+from engine.loop import Engine, Outbound
 from engine.outbound.kv_events import END, KVEvents, block_hash
 from engine.settings.engine_config import EngineConfig
 from engine.settings.kv_events_config import KVEventsConfig
@@ -304,7 +305,9 @@ def test_a_router_that_starts_late_learns_what_is_cached(connect: Connect) -> No
     sizes = config(kv_events=True)
     events = opened(topic="kv@me@m")
     scheduler = Scheduler(sizes)
-    engine = Engine(scheduler, FakeRunner(sizes, vocab_size=VOCAB), vocab_size=VOCAB, kv_events=events)
+    engine = Engine(
+        scheduler, FakeRunner(sizes, vocab_size=VOCAB), EngineFacts(VOCAB), outbound=Outbound(kv_events=events)
+    )
     told: list[StepEvents] = []
     engine.start(told.append)
     try:
@@ -427,7 +430,9 @@ def test_the_consumer_of_the_page_follows_the_events() -> None:
     assert f"```python\n{example.read_text()}```" in (root / "docs/observe/kv-events.md").read_text()
     sizes = config(kv_events=True)
     events = opened()
-    engine = Engine(Scheduler(sizes), FakeRunner(sizes, vocab_size=VOCAB), vocab_size=VOCAB, kv_events=events)
+    engine = Engine(
+        Scheduler(sizes), FakeRunner(sizes, vocab_size=VOCAB), EngineFacts(VOCAB), outbound=Outbound(kv_events=events)
+    )
     engine.start(lambda _: None)
     with subprocess.Popen([sys.executable, example, events.endpoint], stdout=subprocess.PIPE, text=True) as consumer:
         try:

@@ -24,6 +24,7 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import FailureCause
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import AbortCause, FinishReason, StepEvents, TokenEvent
+from engine.handle import EngineFacts, TakeSnapshot
 from engine.loop import Engine
 from loadtest.fake_runner import FakeRunner, FakeStep
 from tests.patience import PATIENCE_S, eventually
@@ -118,7 +119,7 @@ class Rig:
         self.runner = GatedRunner()
         self.listener = Listener()
         self.engine = Engine(
-            Scheduler(config()), self.runner, vocab_size=VOCAB, depth=depth, limits=limits or QueueLimits()
+            Scheduler(config()), self.runner, EngineFacts(VOCAB), depth=depth, limits=limits or QueueLimits()
         )
         self.engine.start(self.listener)
 
@@ -371,8 +372,8 @@ def test_an_engine_that_was_never_started_is_released_once() -> None:
         def close(self) -> None:
             closed.append("runner")
 
-    engine = Engine(Scheduler(config()), Runner(config(), vocab_size=VOCAB), vocab_size=VOCAB)
-    outcome = engine.look()
+    engine = Engine(Scheduler(config()), Runner(config(), vocab_size=VOCAB), EngineFacts(VOCAB))
+    outcome = engine.control(TakeSnapshot())
     engine.stop(0)
     engine.stop(0)
     assert closed == ["runner"]
@@ -384,7 +385,7 @@ def test_an_engine_that_was_never_started_is_released_once() -> None:
 def test_an_engine_that_has_yet_to_wake_up_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour without work, then a request: health must not count the hour."""
     now, awake = 0.0, threading.Event()
-    engine = Engine(Scheduler(config()), GatedRunner(), vocab_size=VOCAB, clock=lambda: now)
+    engine = Engine(Scheduler(config()), GatedRunner(), EngineFacts(VOCAB), clock=lambda: now)
     take = engine._inbox.take
     monkeypatch.setattr(engine._inbox, "take", lambda **how: awake.wait(PATIENCE_S) and take(**how))
     engine.start(lambda events: None)
@@ -449,7 +450,7 @@ def test_a_leak_in_the_last_block_is_found_in_parts_and_when_the_engine_stops(
         check(pool, holders, blocks)
 
     monkeypatch.setattr(BlockPool, "check_blocks", note)
-    engine = Engine(Scheduler(config()), GatedRunner(), vocab_size=VOCAB)
+    engine = Engine(Scheduler(config()), GatedRunner(), EngineFacts(VOCAB))
     (lost,) = [block for block in engine._scheduler.kv.pool.alloc_many(24) if block == 23]
     engine._scheduler.kv.pool.free(*range(23))
     if not is_idle:
@@ -469,7 +470,7 @@ def test_the_owner_learns_of_the_end_even_if_something_cannot_be_closed(caplog: 
             raise OSError("the disk is gone")
 
     ended = threading.Event()
-    engine = Engine(Scheduler(config()), Broken(), vocab_size=VOCAB)
+    engine = Engine(Scheduler(config()), Broken(), EngineFacts(VOCAB))
     engine.start(lambda events: None, ended.set)
     engine.stop(0.0)
     assert ended.is_set()
@@ -518,7 +519,7 @@ def test_overlapping_steps_share_the_time_they_overlap() -> None:
     """On a clock that ticks at every reading: added up, steps last no longer than the clock says has passed."""
     ticks = itertools.count()
     runner, listener = FakeRunner(config(), vocab_size=VOCAB), Listener()
-    engine = Engine(Scheduler(config()), runner, vocab_size=VOCAB, depth=1, clock=lambda: float(next(ticks)))
+    engine = Engine(Scheduler(config()), runner, EngineFacts(VOCAB), depth=1, clock=lambda: float(next(ticks)))
     engine.start(listener)
     engine.submit(request(max_tokens=60, eos_token_ids=frozenset()))
     listener.wait_for(lambda: len(listener.ends) == 1)

@@ -18,6 +18,7 @@ import yaml
 
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
+from engine.handle import EngineFacts
 from engine.loop import Engine
 from loadtest.fake_runner import FakeRunner
 from server.telemetry.metrics import Metrics
@@ -52,7 +53,7 @@ class Counts:
 def families() -> dict[str, tuple[str, set[str]]]:
     """Every family that /metrics can have: its type and its labels."""
     config = SchedulerConfig(num_blocks=8, block_size=4, max_model_len=16, max_num_seqs=2, max_num_batched_tokens=8)
-    metrics = Metrics(Engine(Scheduler(config), FakeRunner(config), vocab_size=16), "m", compat_vllm=False)
+    metrics = Metrics(Engine(Scheduler(config), FakeRunner(config), EngineFacts(16)), "m", compat_vllm=False)
     metrics.add_span_counts(Counts())
     found: dict[str, tuple[str, set[str]]] = {}
     for line in metrics.render()[0].decode().splitlines():

@@ -7,6 +7,7 @@ import pytest
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Snapshot
 from engine.core.types import AbortCause
+from engine.handle import EngineFacts, TakeSnapshot
 from engine.loop import Engine
 from loadtest.fake_runner import FakeRunner
 from tests.patience import PATIENCE_S
@@ -76,12 +77,12 @@ def test_of_many_that_wait_only_some_are_shown_and_all_are_counted() -> None:
 
 def test_a_look_is_answered_while_idle() -> None:
     settings = config()
-    engine = Engine(Scheduler(settings), FakeRunner(settings, vocab_size=VOCAB), vocab_size=VOCAB)
+    engine = Engine(Scheduler(settings), FakeRunner(settings, vocab_size=VOCAB), EngineFacts(VOCAB))
     engine.start(lambda events: None)
-    snapshot = engine.look().result(PATIENCE_S)
+    snapshot = engine.control(TakeSnapshot()).result(PATIENCE_S)
     engine.stop(drain_s=0)
     assert (snapshot.num_free_blocks, snapshot.sequences) == (24, ())
-    assert engine.look().cancelled(), "the engine has ended"
+    assert engine.control(TakeSnapshot()).cancelled(), "the engine has ended"
 
 
 def test_the_queue_is_shown_in_its_order() -> None:

@@ -16,6 +16,7 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, TokenEvent
+from engine.handle import EngineFacts
 from engine.loop import Engine
 from loadtest.fake_runner import FakeRunner
 from tests.pure.driver import Driver, config, request, solo
@@ -124,7 +125,7 @@ class Broken(FakeRunner):
 def test_the_engine_goes_on_without_copies(depth: int, caplog: pytest.LogCaptureFixture) -> None:
     sizes = config(num_blocks=9, num_host_blocks=40, host_caching=True)
     runner = Broken(sizes, vocab_size=50)
-    engine = Engine(Scheduler(sizes), runner, vocab_size=50, depth=depth)
+    engine = Engine(Scheduler(sizes), runner, EngineFacts(50), depth=depth)
     said: dict[str, list[int]] = {}
     reasons: list[FinishReason] = []
 

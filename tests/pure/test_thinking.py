@@ -8,8 +8,8 @@ from itertools import takewhile
 
 import pytest
 
-from engine.core.types import Matcher
-from engine.text.grammars.thinking import TagIds, Thinking, ThinkingGrammar
+from engine.core.types import Matcher, TagIds, Thinking
+from engine.text.grammars.thinking import ThinkingGrammar
 
 OPEN, CLOSE, END, VOCAB = 7, 40, 2, 70
 TAGS = TagIds(OPEN, CLOSE)

@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import Metric as Family
 
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
+from engine.handle import EngineFacts
 from engine.loop import Engine
 from loadtest.fake_runner import FakeRunner
 from server.telemetry.metrics import EngineCollector, Metrics
@@ -30,7 +31,7 @@ Row = tuple[str, str, str, str]
 def metrics_page() -> str:
     """Return the page."""
     config = SchedulerConfig(num_blocks=8, block_size=4, max_model_len=16, max_num_seqs=1, max_num_batched_tokens=16)
-    engine = Engine(Scheduler(config), FakeRunner(config), vocab_size=16)
+    engine = Engine(Scheduler(config), FakeRunner(config), EngineFacts(16))
     metrics = Metrics(engine, "MODEL", compat_vllm=True)
     metrics.add_span_counts(SpanCounts())
     rows = list(dict.fromkeys(_rows(metrics, engine)))

@@ -83,7 +83,7 @@ class Contents:
         self._owners: OrderedDict[bytes, str] = OrderedDict()
 
     def note_request(self, request: Request, names: Sequence[bytes]) -> None:
-        """Remember the salt, owner and adapter of a request's chain, which begins with `names`. Any thread."""
+        """Remember the salt, owner and adapter of a request's chain, which begins with `names`."""
         adapter, owner = request.params.adapter, request.cache_owner
         name, number = ("", None) if adapter is None else (adapter.name, int.from_bytes(adapter.digest[:4], "big") >> 1)
         is_public = len(names) > 1

@@ -20,7 +20,7 @@ from engine.core.in_flight import InFlightStep
 from engine.core.kv.contents import Contents
 from engine.core.kv.groups import WindowGroup
 from engine.core.kv.pins import Pins
-from engine.core.kv.prefix_cache import PrefixCache, chain_root, first_names
+from engine.core.kv.prefix_cache import PrefixCache, request_names
 from engine.core.kv.tiers import Tiers, TransferEnd
 from engine.core.page_table import NEVER, NO_BLOCK, PrefixImport, Ticket, blocks_for
 from engine.core.sequence import Sequence
@@ -64,15 +64,9 @@ class KVCacheManager:
         return contents
 
     def first_names(self, request: Request) -> list[bytes]:
-        """Return how a request's chain of names begins; the root is empty if it is not cached."""
-        if not self._caching:
-            return [b""]
-        digest = b"" if request.params.adapter is None else request.params.adapter.digest
-        root = chain_root(request.cache_salt, digest, request.cache_owner)
-        num_public = request.num_public // self.block_size
-        public_root = chain_root(request.cache_salt, digest) if num_public else b""
-        names = first_names(root, public_root, request.prompt, num_public, self.block_size)
-        if self.contents is not None:
+        """Return how a request's chain of names begins, and remember for KV events what of it they are."""
+        names = request_names(request, self._config)
+        if self.contents is not None and self._caching:
             self.contents.note_request(request, names)
         return names
 

@@ -15,8 +15,10 @@ from hashlib import blake2b
 from struct import Struct
 from typing import NamedTuple, Protocol
 
+from engine.core.config import SchedulerConfig
 from engine.core.kv.block_pool import BlockPool, count_holders
 from engine.core.kv.contents import Holdings
+from engine.core.types import Request
 
 MAX_CHECKED = 512  # blocks in one part of `checks`: three quarters of a millisecond
 
@@ -43,6 +45,17 @@ def first_names(
         name_block(chain, tokens, index, block_size)
     chain[-1] = blake2b(chain[-1], digest_size=32, key=root).digest()
     return chain
+
+
+def request_names(request: Request, config: SchedulerConfig) -> list[bytes]:
+    """Return how a request's chain of names begins; the root is empty if nothing is cached."""
+    if not config.enable_prefix_caching:
+        return [b""]
+    digest = b"" if request.params.adapter is None else request.params.adapter.digest
+    root = chain_root(request.cache_salt, digest, request.cache_owner)
+    num_public = request.num_public // config.block_size
+    public_root = chain_root(request.cache_salt, digest) if num_public else b""
+    return first_names(root, public_root, request.prompt, num_public, config.block_size)
 
 
 def chain_next(parent: bytes, tokens: Sequence[int]) -> bytes:

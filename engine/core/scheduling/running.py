@@ -80,11 +80,13 @@ class RunningQueue:
     def start(self, seq: Sequence) -> None:
         """Add a sequence to the running ones."""
         self.queue_of(seq.request).started(seq)
+        self._recorder.ran(seq, 1)
         insort(self.running, seq, key=_place)
 
     def stop(self, seq: Sequence) -> None:
         """Remove a running sequence."""
         self.queue_of(seq.request).stopped(seq)
+        self._recorder.ran(seq, -1)
         position = bisect_left(self.running, seq.place, key=_place)
         assert self.running[position] is seq
         del self.running[position]

@@ -54,16 +54,6 @@ class Scheduler:
         """Return whether any sequence lives or any step is in flight."""
         return bool(self._queue.requests or self._in_flight)
 
-    def adapters_in_use(self) -> tuple[list[str], list[str]]:
-        """Return the names of the adapters of running sequences, and of waiting ones. Any thread may ask."""
-        running, waiting = set[str](), set[str]()
-        for siblings in list(self._queue.requests.values()):
-            for seq in list(siblings):
-                if seq.params.adapter is not None:
-                    is_running = seq.status in (Status.PREFILL, Status.RUNNING)
-                    (running if is_running else waiting).add(seq.params.adapter.name)
-        return sorted(running), sorted(waiting)
-
     # -- add and abort -----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:

@@ -34,6 +34,7 @@ class StatsRecorder:
     def queued(self, seq: Sequence, change: int) -> None:
         """Count a sequence that joins (1) or leaves (-1) the waiting queue."""
         stats = self._stats
+        _count_adapter(stats.adapters_waiting, seq, change)
         if seq.is_background:
             stats.num_background_waiting += change
             return
@@ -42,6 +43,10 @@ class StatsRecorder:
             stats.num_preempted += change
         else:
             stats.num_waiting += change
+
+    def ran(self, seq: Sequence, change: int) -> None:
+        """Count a sequence that joins (1) or leaves (-1) the running ones."""
+        _count_adapter(self._stats.adapters_running, seq, change)
 
     def admitted(self, seq: Sequence, now: float) -> None:
         """Count a sequence that is admitted for the first time."""
@@ -182,3 +187,11 @@ class StatsRecorder:
             stats.host_blocks_pinned = host.num_pinned
             for name, store in self._store_pools.items():
                 stats.store_blocks[name], stats.store_blocks_pinned[name] = store.num_cached, store.num_pinned
+
+
+def _count_adapter(counts: dict[str, int], seq: Sequence, change: int) -> None:
+    adapter = seq.params.adapter
+    if adapter is not None:
+        counts[adapter.name] = counts.get(adapter.name, 0) + change
+        if not counts[adapter.name]:
+            del counts[adapter.name]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.stats import FailureCause
-from engine.core.step import Fault, Sample, SequenceSlice, StepPlan, StepResult
+from engine.core.step import Fault, Resources, Sample, SequenceSlice, StepPlan, StepResult
 from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.base import AttentionBackend, Batch
 from engine.runtime.drawn import Drawn
@@ -141,14 +141,17 @@ class ModelRunner:
         device: torch.device,
         head: Head | None = None,
         ranks: Ranks = ALONE,
+        resources: Resources | None = None,
     ) -> None:
         """With a head, whose layers are the last of the pool, `heads` is its drafter and runs in every step.
 
-        `ranks` compute the other parts of the model; this runner is the first rank's."""
+        `ranks` compute the other parts of the model; this runner is the first rank's. `resources` has the grammars and
+        adapters that plans name.
+        """
         self._model, self._kv_cache, self._device = model, kv_cache, device
-        self._ranks = ranks
+        self._ranks, self._resources = ranks, resources
         self._batches = BatchBuilder(config, device)
-        self._sampler = Sampler(device)
+        self._sampler = Sampler(device, resources)
         self._last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
         self._config = config
         self._host_pool: HostPool | None = None
@@ -269,7 +272,8 @@ class ModelRunner:
     def _forward(self, plan: StepPlan, batch: Batch, rows: Tensor | None, streams: Streams | None) -> Tensor:
         if streams is None and all(piece.params.adapter is None for piece in plan.slices):
             return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows)
-        groups = group_rows(plan.slices, self._device)
+        assert self._resources is not None, "only what has resources names an adapter"
+        groups = group_rows(plan.slices, self._device, self._resources.adapter)
         return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows, groups, streams)
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> Sampled:

@@ -5,7 +5,7 @@ Made by loader.py on the loading thread, read by the engine thread. Immutable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Array, addressof, c_void_p
 from enum import IntEnum
 from typing import NamedTuple
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.core.step import SequenceSlice
+from engine.core.types import Adapter
 from engine.runtime.activation import Activation
 from engine.runtime.layers.linear import Addend, Linear
 from engine.runtime.native.library import AdapterLayerArgs, AdaptersArgs, LowRankArgs
@@ -49,7 +50,7 @@ class LowRank(NamedTuple):
 
 
 class LoraAdapter:
-    """The engine's handle of an adapter, and its matrices."""
+    """The matrices of an adapter, and what requests name it by."""
 
     __slots__ = ("__weakref__", "digest", "layers", "name", "native")
 
@@ -66,17 +67,18 @@ class AdapterRows(NamedTuple):
     rows: Tensor  # [R] int64, on the model's device
 
 
-def group_rows(slices: Sequence[SequenceSlice], device: torch.device) -> list[AdapterRows]:
+def group_rows(
+    slices: Sequence[SequenceSlice], device: torch.device, find: Callable[[Adapter], LoraAdapter]
+) -> list[AdapterRows]:
     """Group the step's tokens by adapter; tokens without one are in no group."""
-    found: dict[LoraAdapter, list[int]] = {}
+    found: dict[Adapter, list[int]] = {}
     end = 0
     for piece in slices:
         begin, end = end, end + piece.num_tokens
         adapter = piece.params.adapter
         if adapter is not None:
-            assert isinstance(adapter, LoraAdapter)
             found.setdefault(adapter, []).extend(range(begin, end))
-    return [AdapterRows(adapter, to_device(rows, torch.int64, device)) for adapter, rows in found.items()]
+    return [AdapterRows(find(adapter), to_device(rows, torch.int64, device)) for adapter, rows in found.items()]
 
 
 def addends(groups: Sequence[AdapterRows], layer: int, place: AdaptedMatrix, x: Tensor) -> list[Addend]:

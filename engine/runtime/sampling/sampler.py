@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.core.step import Sample, SequenceSlice, StepPlan
-from engine.core.types import SamplingParams
+from engine.core.step import Resources, Sample, SequenceSlice, StepPlan
+from engine.core.types import Grammar, SamplingParams
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.drawn import Drawn
 from engine.runtime.sampling.bans import Ban, bad_endings
@@ -56,8 +56,9 @@ class _Row(NamedTuple):
 class Sampler:
     """Draws a plan's samples; keeps penalty histories, token masks and matchers."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, resources: Resources | None = None) -> None:
+        """`resources` has the grammars that plans name."""
+        self._device, self._resources = device, resources
         self._history = History()
         self._constraints: Constraints | None = None  # from the first row with a grammar on
         # By slot: the sequence, and the mask of its allowed_token_ids.
@@ -102,18 +103,23 @@ class Sampler:
 
     def count_allowed(self, piece: SequenceSlice, drafts: Sequence[int]) -> int:
         """Return how many of a slice's drafts its grammar accepts; all without one."""
-        grammar = piece.params.grammar
-        if grammar is None:
+        if piece.params.grammar is None:
             return len(drafts)
-        constraints = self._constraints = self._constraints or Constraints()
+        constraints, grammar = self._constraints or Constraints(), self._grammar(piece.params)
+        self._constraints = constraints
         return constraints.count_allowed(Constrained(0, 0, piece.samples[0].slot, piece, grammar), drafts)
+
+    def _grammar(self, params: SamplingParams) -> Grammar:
+        assert self._resources is not None, "only what has resources names a grammar"
+        assert params.grammar is not None
+        return self._resources.grammar(params.grammar)
 
     def _constrain(self, logits: Tensor, rows: Sequence[_Row]) -> ConstrainedStep | None:
         """Mask the tokens that grammars forbid, in place."""
         if not rows and self._constraints is None:
             return None
         self._constraints = self._constraints or Constraints()
-        return self._constraints.apply(logits, [_constrained(row) for row in rows])
+        return self._constraints.apply(logits, [_constrained(row, self._grammar(row.params)) for row in rows])
 
     def _keep_allowed(self, logits: Tensor, rows: Iterable[_Row]) -> None:
         """Mask all but a row's allowed tokens, in place."""
@@ -206,16 +212,15 @@ def _is_edited(piece: SequenceSlice) -> bool:
     return params.is_penalized or bool(_too_early(piece))
 
 
-def _constrained(row: _Row) -> Constrained:
+def _constrained(row: _Row, grammar: Grammar) -> Constrained:
     """Return the constrained row; below min_tokens, ending is the last resort."""
     params = row.params
-    assert params.grammar is not None
     unwanted: frozenset[int] = frozenset()
     if _is_too_short(row.piece):
-        unwanted = params.grammar.end_ids | params.stop_token_ids
+        unwanted = grammar.end_ids | params.stop_token_ids
     elif not params.eos_token_ids:
-        unwanted = params.grammar.end_ids
-    return Constrained(row.place, row.at, row.sample.slot, row.piece, params.grammar, unwanted)
+        unwanted = grammar.end_ids
+    return Constrained(row.place, row.at, row.sample.slot, row.piece, grammar, unwanted)
 
 
 def _wish(row: _Row) -> Wish:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core.errors import ConfigError
+from engine.core.types import TagIds
 from engine.text.channels import CHANNEL_NAMES, MARKS, ChannelParser
-from engine.text.grammars.thinking import TagIds
 from engine.text.message_fallbacks import (
     ALL_CALLS,
     ALL_ROLES,

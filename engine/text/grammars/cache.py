@@ -29,6 +29,7 @@ class GrammarCache:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[GrammarSpec, GuidanceGrammar | str] = OrderedDict()
         self._alive: weakref.WeakSet[GuidanceGrammar] = weakref.WeakSet()
+        self._latest: weakref.WeakValueDictionary[bytes, GuidanceGrammar] = weakref.WeakValueDictionary()
 
     def get(self, spec: GrammarSpec) -> GuidanceGrammar | None:
         """Return a usable grammar, or None. Raises GrammarError for a known refusal."""
@@ -42,6 +43,10 @@ class GrammarCache:
         if isinstance(found, str):
             raise GrammarError(found)
         return found
+
+    def find(self, digest: bytes) -> GuidanceGrammar | None:
+        """Return the latest grammar of a digest, while it is cached or in use. Any thread."""
+        return self._latest.get(digest)
 
     def check_room(self) -> None:
         """Drop old entries. Raises OverloadedError if grammars in use exceed the bound."""
@@ -59,6 +64,7 @@ class GrammarCache:
         else:
             self._entries[spec] = result
             self._alive.add(result)
+            self._latest[spec.digest] = result
         self._trim()
 
     @property

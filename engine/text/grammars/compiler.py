@@ -1,6 +1,7 @@
 """Compiles grammars on worker threads, after a trial in a process, and caches them.
 
     compile(spec) -> cached? -> being built? -> quick worker -> (slow worker) -> Grammar
+    hold(key)     -> cached, or in use? -> Grammar, and thoughts before it
 
 A grammar first gets the quick worker's short time. One that needs longer goes to the slow worker, so a queue of grammars
 made to be slow delays no other by more than these short times. Only a grammar that passed its trial, within the limits of
@@ -10,22 +11,22 @@ nothing. Any thread.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.core.errors import InvalidRequestError, OverloadedError, shorten
-from engine.core.types import Grammar
+from engine.core.errors import InvalidRequestError, OverloadedError, QuireError, shorten
+from engine.core.types import Grammar, GrammarKey
 from engine.text.grammars.cache import GrammarCache
-from engine.text.grammars.spec import ANY_OBJECT, MAX_TEXT, GrammarKind, GrammarSpec
-from engine.text.grammars.trial import GrammarError, GrammarTrial, SlowError, VocabularySource
-from engine.text.tokenizer import TextTokenizer
+from engine.text.grammars.spec import ANY_OBJECT, MAX_TEXT, GrammarKind, GrammarSpec, VocabularySource
+from engine.text.grammars.thinking import ThinkingGrammar
+from engine.text.grammars.trial import GrammarError, GrammarTrial, SlowError
 
 if TYPE_CHECKING:
     from engine.text.grammars.guidance import GuidanceGrammar, GuidanceVocabulary
@@ -50,17 +51,12 @@ class _Worker:
 
 
 class GrammarCompiler:
-    """`compile` specs on an event loop, or `compile_now` on another thread."""
+    """`compile` specs, then `hold` what requests name by their digests."""
 
-    def __init__(
-        self, tokenizer: TextTokenizer, vocab_size: int, observe: Callable[[float], None] = lambda _: None
-    ) -> None:
-        """`observe` gets the seconds that each grammar took which was not cached."""
-        self._tokenizer = tokenizer
-        self._vocab_size = max(vocab_size, tokenizer.vocab_size)
-        self._observe = observe
-        # llguidance reads forced text that spells a special token as that token, and then finds that it does not fit.
-        self._special = [name for name in tokenizer.special_tokens if len(name) > 1]
+    def __init__(self, source: VocabularySource | None = None) -> None:
+        """Without a source, `use` names it before the first grammar."""
+        self.observe: Callable[[float], None] = lambda _: None  # gets the seconds of each grammar that was not cached
+        self._vocabulary_source = source
         self._quick = _Worker(self._source, QUICK_S)
         self._slow = _Worker(self._source, MAX_TRIAL_S, idle_s=_SLOW_IDLE_S)
         self._places = threading.Semaphore(MAX_SLOW)  # in the slow worker's queue
@@ -68,31 +64,51 @@ class GrammarCompiler:
         self._loading = threading.Lock()  # guards the vocabulary
         self._lock = threading.Lock()  # guards the two below
         self._cache = GrammarCache()
+        self._held: weakref.WeakValueDictionary[GrammarKey, Grammar] = weakref.WeakValueDictionary()
         self._waiting: dict[GrammarSpec, Future[GuidanceGrammar]] = {}
 
-    async def compile(self, spec: GrammarSpec, param: str) -> Grammar:
-        """Return the grammar. Raises InvalidRequestError or OverloadedError."""
-        try:
-            # Shielded, because other requests may wait for the same grammar.
-            return await asyncio.shield(asyncio.wrap_future(self._find(spec, param)))
-        except GrammarError as error:
-            raise _about(error, param) from error
+    def use(self, source: VocabularySource, warms_up: bool = False) -> None:
+        """Name the vocabulary of all grammars; `warms_up` begins to prepare for the first one.
 
-    def compile_now(self, spec: GrammarSpec, param: str) -> Grammar:
-        """Return the grammar, blocking the calling thread. Raises as `compile` does."""
-        try:
-            return self._find(spec, param).result()
-        except GrammarError as error:
-            raise _about(error, param) from error
+        That holds the GIL for 0.2 s with 49,152 tokens.
+        """
+        self._vocabulary_source = source
+        if warms_up:
+            self._start(self._quick, ANY_OBJECT, Future()).add_done_callback(_warmed)
 
-    async def warm_up(self) -> None:
-        """Prepare for the first grammar. Holds the GIL for 0.2 s with 49,152 tokens."""
+    def compile(self, spec: GrammarSpec, param: str) -> Future[Grammar]:
+        """Return the grammar to come, or InvalidRequestError or OverloadedError. It cannot be cancelled."""
+        outcome: Future[Grammar] = Future()
+        outcome.set_running_or_notify_cancel()  # other requests may wait for the same grammar
+
+        def settle(done: Future[GuidanceGrammar]) -> None:
+            error = done.exception()
+            if error is None:
+                outcome.set_result(done.result())
+            else:
+                outcome.set_exception(_about(error, param) if isinstance(error, GrammarError) else error)
+
         try:
-            await asyncio.wrap_future(self._start(self._quick, ANY_OBJECT, Future()))
-        except OverloadedError:
-            return  # the machine is busy, or the daemon is shutting down; the first grammar tries again
-        except GrammarError as error:
-            logger.warning("structured outputs cannot be served: %s", error)
+            self._find(spec, param).add_done_callback(settle)
+        except QuireError as error:
+            outcome.set_exception(_about(error, param) if isinstance(error, GrammarError) else error)
+        return outcome
+
+    def hold(self, key: GrammarKey) -> Grammar:
+        """Return what a key names, which `grammar` finds while any holder keeps it. Raises OverloadedError."""
+        inner = self._cache.find(key.digest) if key.digest else None
+        if key.digest and inner is None:
+            message = "The request's grammar was dropped before the request came; send it again."
+            raise OverloadedError(message, retry_after_s=MAX_TRIAL_S)
+        thinking = key.thinking
+        grammar = inner if thinking is None else ThinkingGrammar(thinking, inner=inner, end_ids=key.end_ids)
+        assert grammar is not None, "a key names a grammar or thoughts"
+        self._held[key] = grammar
+        return grammar
+
+    def grammar(self, key: GrammarKey) -> Grammar:
+        """Return what a request holds."""
+        return self._held[key]
 
     def close(self) -> None:
         """End the workers and their processes. Idempotent."""
@@ -128,7 +144,9 @@ class GrammarCompiler:
             raise InvalidRequestError(
                 f"{param} has {len(spec.text)} characters; a grammar may have at most {MAX_TEXT}.", param=param
             )
-        named = None if spec.kind is GrammarKind.LARK else next(filter(spec.text.__contains__, self._special), None)
+        # llguidance reads forced text that spells a special token as that token, and then finds that it does not fit.
+        special = () if spec.kind is GrammarKind.LARK else self._source().special_tokens
+        named = next((name for name in special if len(name) > 1 and name in spec.text), None)
         if named is not None:
             raise InvalidRequestError(
                 f"{param} has the text {named!r}, which is a special token of this model; a constrained answer cannot "
@@ -145,7 +163,7 @@ class GrammarCompiler:
                 self._cache.put(spec, error)
             elif error is None:
                 self._cache.put(spec, done.result())
-        self._observe(time.perf_counter() - begun_s)
+            self.observe(time.perf_counter() - begun_s)
 
     def _start(self, worker: _Worker, spec: GrammarSpec, built: Future[GuidanceGrammar]) -> Future[GuidanceGrammar]:
         """Queue a grammar for a worker, and return the future that gets it."""
@@ -190,12 +208,20 @@ class GrammarCompiler:
 
         with self._loading:
             if self._vocabulary is None:
-                self._vocabulary = GuidanceVocabulary(*self._source())
+                self._vocabulary = GuidanceVocabulary(*self._source()[:3])
         return GuidanceGrammar(self._vocabulary, tried.grammar, tried.num_bytes)
 
     def _source(self) -> VocabularySource:
-        tokenizer = self._tokenizer
-        return VocabularySource(tokenizer.to_json(), self._vocab_size, tokenizer.eos_token_ids)
+        assert self._vocabulary_source is not None, "a vocabulary is named before the first grammar"
+        return self._vocabulary_source
+
+
+def _warmed(done: Future[GuidanceGrammar]) -> None:
+    error = done.exception()
+    if isinstance(
+        error, GrammarError
+    ):  # else the machine is busy, or the daemon shuts down; the first grammar tries again
+        logger.warning("structured outputs cannot be served: %s", error)
 
 
 def _about(error: GrammarError, param: str) -> InvalidRequestError:

@@ -1,10 +1,11 @@
-"""The source of a grammar: the key under which it is cached. Pure data."""
+"""The source of a grammar, by whose digest requests name it, and of the vocabulary. Pure data."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from enum import Enum
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 
@@ -26,6 +27,12 @@ class GrammarSpec(NamedTuple):
     whitespace: str | None = None
     is_lenient: bool = False
 
+    @property
+    def digest(self) -> bytes:
+        """Return what requests name it by."""
+        text = "\0".join((self.kind.value, self.whitespace or "", str(self.whitespace is None), str(self.is_lenient)))
+        return blake2b(f"{text}\0{self.text}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
     @classmethod
     def of_json_schema(
         cls, schema: Mapping[str, Any] | bool, *, whitespace: str | None = None, is_lenient: bool = False
@@ -42,6 +49,15 @@ class GrammarSpec(NamedTuple):
     def of_lark(cls, text: str) -> GrammarSpec:
         """Return a grammar in Lark, with `%json {...}` for schemas and `<|name|>`."""
         return cls(GrammarKind.LARK, text)
+
+
+class VocabularySource(NamedTuple):
+    """What grammars need to know of the tokens."""
+
+    tokenizer_json: str
+    vocab_size: int
+    end_ids: frozenset[int]
+    special_tokens: tuple[str, ...]  # their names
 
 
 MAX_TEXT = 64 << 10  # characters of a grammar; masks of a constant this long still take 20 ms

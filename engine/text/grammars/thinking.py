@@ -2,7 +2,7 @@
 
 A Grammar of engine/core/types.py. A matcher counts tokens and looks for two of them, the tags; once the budget is spent,
 the closing tag is the only token allowed. An inner grammar begins where the thoughts end, or immediately if there are
-none. Made on the event loop, then used by the engine thread alone.
+none. Made where a request is accepted, then used by the engine thread alone.
 """
 
 from __future__ import annotations
@@ -10,28 +10,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import NamedTuple
 
-from engine.core.types import Grammar, Matcher
+from engine.core.types import Grammar, Matcher, TagIds, Thinking
 
 _WORD_BYTES = 4
 # Tokens of thoughts by effort, for models whose template has no switch for it. Other efforts are unbounded.
 EFFORT_BUDGETS = {"none": 0, "minimal": 128, "low": 512, "medium": 2048}
-
-
-class TagIds(NamedTuple):
-    """The ids of the tags around thoughts, each of which is one token."""
-
-    opening: int
-    closing: int
-
-
-class Thinking(NamedTuple):
-    """How thoughts come before an answer."""
-
-    tags: TagIds
-    begins_within: bool  # the prompt has opened them
-    budget: int | None  # tokens; None for as many as the model likes
 
 
 class _State(Enum):

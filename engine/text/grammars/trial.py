@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from engine.core.errors import InvalidRequestError, OverloadedError
 from engine.system.child_process import Ask, ChildError, ChildProcess, Parts
-from engine.text.grammars.spec import GrammarKind, GrammarSpec
+from engine.text.grammars.spec import GrammarKind, GrammarSpec, VocabularySource
 
 _MAX_ANSWER_S = 60.0  # the process enforces far lower limits itself
 _RETRY_S = 5.0
@@ -37,14 +37,6 @@ class Tried(NamedTuple):
 
     grammar: str  # in llguidance's form
     num_bytes: int  # of memory
-
-
-class VocabularySource(NamedTuple):
-    """What the process needs of the model."""
-
-    tokenizer_json: str
-    vocab_size: int
-    end_ids: frozenset[int]
 
 
 class GrammarTrial:

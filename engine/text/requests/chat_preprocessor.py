@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.core.errors import HeadlessModelError, InvalidRequestError, UnsupportedError
-from engine.core.types import Grammar, SamplingParams
+from engine.core.types import GrammarKey, SamplingParams, Thinking
 from engine.text.chat.choice import TextRules
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.chat import ChatFields, Conversation
 from engine.text.fields.sampling import Constraint
 from engine.text.fields.tools import ToolChoice
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
-from engine.text.grammars.thinking import EFFORT_BUDGETS, Thinking, ThinkingGrammar
+from engine.text.grammars.thinking import EFFORT_BUDGETS
 from engine.text.requests.sampling import sampling_params, text_rules, truncated
 from engine.text.tools.base import ToolFormat
 from engine.text.tools.forced import forced_grammar
@@ -25,21 +25,13 @@ from engine.text.tools.forced import forced_grammar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedChat:
-    """A conversation as the engine takes it, before its grammar is compiled."""
+    """A conversation as the engine takes it, once it has compiled the constraint."""
 
     text: str  # the rendered prompt
     prompt: list[int]
     params: SamplingParams
     rules: TextRules  # of the answer's text, with a factory of its parsers
     constraint: Constraint | None
-    thinking: Thinking | None  # where thoughts may come before the answer
-    end_ids: frozenset[int]
-
-    def constrained(self, grammar: Grammar | None) -> PreparedChat:
-        """Return the chat with the compiled grammar, and thoughts before it."""
-        if self.thinking is not None and (grammar is not None or self.thinking.budget is not None):
-            grammar = ThinkingGrammar(self.thinking, inner=grammar, end_ids=self.end_ids)
-        return self if grammar is None else replace(self, params=replace(self.params, grammar=grammar))
 
 
 class ChatPreprocessor:
@@ -109,15 +101,12 @@ class ChatPreprocessor:
         rules = text_rules(chat, params)
         if tool_format is not None or self._format.tags is not None or self._format.has_channels:
             rules = self._with_parser(rules, chat, tool_format, begins_within=begins_within)
-        return PreparedChat(
-            text=text,
-            prompt=prompt,
-            params=params,
-            rules=rules,
-            constraint=constraint if params.max_tokens else None,
-            thinking=thinking,
-            end_ids=self._tokenizer.eos_token_ids,
-        )
+        constraint = constraint if params.max_tokens else None
+        key = None if constraint is None else GrammarKey(constraint.spec.digest)
+        if thinking is not None and (key is not None or thinking.budget is not None):
+            key = GrammarKey(b"" if key is None else key.digest, thinking, self._tokenizer.eos_token_ids)
+        params = params if key is None else replace(params, grammar=key)
+        return PreparedChat(text=text, prompt=prompt, params=params, rules=rules, constraint=constraint)
 
     def _params(self, chat: ChatFields, num_prompt: int) -> SamplingParams:
         limits, asked = self.limits, chat.asked_max_tokens
