@@ -25,7 +25,7 @@ from engine.runtime.attention.table import load_backend
 from engine.runtime.execution.device import resolve_device, share_threads
 from engine.runtime.execution.device_memory import free_share, hold_to_share
 from engine.runtime.execution.packet import Kind, RankMessage, Step, decode
-from engine.runtime.models.base import CausalLM
+from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.library import GroupError, choose_kernels, native
 from engine.runtime.parallel.exchange import least

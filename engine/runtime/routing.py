@@ -22,7 +22,7 @@ class GroupScoring(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """The choice of a token's experts, and their weights. models/moe.py defines the arithmetic.
+    """The choice of a token's experts, and their weights. layers/mixture.py defines the arithmetic.
 
     A softmax over the chosen experts alone equals one over all experts that is normalised.
     """

@@ -48,7 +48,7 @@ from engine.runtime.execution.runner import ModelRunner, warm_up_plan
 from engine.runtime.guard import GuardedRunner
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.lora.loader import LoraLoader
-from engine.runtime.models.base import CausalLM
+from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.backed_memory import BackedMemory

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from engine.core.errors import ConfigError
 from engine.files.gguf_header import read_beginning
 from engine.files.hf_config import HFConfig
+from engine.runtime.layers.model_config import ModelConfig, narrow_latents
 from engine.runtime.models.complete import check_complete
-from engine.runtime.models.config import ModelConfig, narrow_latents
 from engine.runtime.models.config_file import is_native, read_own, require_readable, servable
 from engine.runtime.models.families import read_config
 from engine.runtime.models.overrides import override

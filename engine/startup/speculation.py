@@ -16,7 +16,7 @@ from engine.core.types import Progress, ReportProgress
 from engine.runtime.attention.table import load_backend
 from engine.runtime.execution.draft_costs import measure_draft_costs
 from engine.runtime.execution.runner import ModelRunner
-from engine.runtime.models.base import CausalLM
+from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_eagle3, load_model, load_mtp, resolve_dtype
 from engine.runtime.pool.kv_cache import KVCache, block_bytes, resolve_kv_dtype
 from engine.runtime.speculation.base import Drafter, UpToLength

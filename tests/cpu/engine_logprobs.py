@@ -10,7 +10,7 @@ import torch
 
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
-from engine.runtime.models.base import CausalLM
+from engine.runtime.models.causal_lm import CausalLM
 from tests.cpu.model_driver import request, serve, settings
 
 _random = random.Random(3)

@@ -16,7 +16,8 @@ from engine.core.types import Adapter, Grammar, GrammarKey, Request, SamplingPar
 from engine.runtime.attention.table import load_backend
 from engine.runtime.execution.runner import ModelRunner, ModelStep
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.models.base import CausalLM, LayerAttention
+from engine.runtime.layers.parts import LayerAttention
+from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.pool.groups import group_layers
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.speculation.heads import Head

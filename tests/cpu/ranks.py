@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.runtime.attention.base import AttentionBackend, Batch
 from engine.runtime.attention.table import load_backend
-from engine.runtime.models.base import CausalLM
+from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import GroupError, native
 from engine.runtime.parallel.exchange import least

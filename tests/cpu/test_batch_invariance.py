@@ -17,7 +17,7 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.runtime.attention.cpu_native import CpuNativeAttention
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.models.base import CausalLM
+from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
 from engine.runtime.native.ops import PackedLinear

@@ -21,7 +21,7 @@ from engine.core.types import BeamParams, Request
 from engine.runtime.attention.table import load_backend
 from engine.runtime.cuda import available
 from engine.runtime.execution.runner import warm_up_plan
-from engine.runtime.models.base import LayerAttention
+from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.speculation.base import Drafter
 from engine.runtime.speculation.draft_model import DraftModel

@@ -11,7 +11,7 @@ import torch
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Request
-from engine.runtime.models.base import CausalLM
+from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model

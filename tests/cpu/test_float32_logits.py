@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.runtime.layers import linear
-from engine.runtime.layers.linear import Dense, Linear
+from engine.runtime.schemes import linear
+from engine.runtime.schemes.linear import Dense, Linear
 from tests.cpu.test_models_families import CASES, load, save_tiny
 
 

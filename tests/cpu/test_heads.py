@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.models.base import LayerAttention
+from engine.runtime.layers.parts import LayerAttention
 from tests.cpu.model_driver import Served, make_runner, request, serve, settings
 from tests.cpu.test_constraint import END, StepGrammar
 

@@ -173,8 +173,8 @@ def test_without_the_library_torch_says_the_same(tmp_path: Path, monkeypatch: py
         return forward(model, prompts_of([first, None, second, first]))
 
     ours = answers()
-    monkeypatch.setattr("engine.runtime.layers.linear.native", lambda: None)
-    monkeypatch.setattr("engine.runtime.schemes.base.native", lambda: None)
+    monkeypatch.setattr("engine.runtime.schemes.linear.native", lambda: None)
+    monkeypatch.setattr("engine.runtime.schemes.scheme.native", lambda: None)
     monkeypatch.setattr("engine.runtime.models.decoder.native", lambda: None)
     for found, expected in zip(answers(), ours, strict=True):
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)

@@ -24,14 +24,14 @@ from engine.core.stats import PreemptionKind
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.layers.latent import LatentAttention
+from engine.runtime.layers.maker import Maker
+from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
-from engine.runtime.models.maker import Maker
-from engine.runtime.models.mla import LatentAttention
 from engine.runtime.native.library import Library, native
 from engine.runtime.pool.kv_cache import KVCache, block_bytes, resolve_kv_dtype
-from engine.runtime.schemes.base import Scheme
+from engine.runtime.schemes.scheme import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.settings.engine_config import EngineConfig
 from engine.startup.model_check import check_model
@@ -90,22 +90,22 @@ class Weights:
         assert latent is not None
         self.config, self.latent = config, latent
         make = Maker(torch.float64, CPU, Scheme(), loads=[], targets={})
-        LatentAttention(0, config, latent, make)
+        LatentAttention(config, 0, make, 0)
         torch.manual_seed(4)
         self.tensors: dict[str, Tensor] = {}
         for name, shape in (item for part in make.loads for item in part.shapes.items()):
             noise = torch.randn(shape, dtype=torch.float64)
-            self.tensors[name] = 1 + noise / 5 if "norm" in name else noise / shape[1] ** 0.5
+            self.tensors[name.removeprefix("self_attn.")] = 1 + noise / 5 if "norm" in name else noise / shape[1] ** 0.5
 
     def layer(self, dtype: torch.dtype) -> LatentAttention:
         make = Maker(dtype, CPU, Scheme(), loads=[], targets={})
-        layer = LatentAttention(0, self.config, self.latent, make)
+        layer = LatentAttention(self.config, 0, make, 0)
         stored = {
             name: StoredTensor(name, tuple(x.shape), x.nbytes, "", lambda to, x=x: to.copy_(x))
             for name, x in self.tensors.items()
         }
         for part in make.loads:
-            part.take({name: stored[name] for name in part.shapes})
+            part.take({name: stored[name.removeprefix("self_attn.")] for name in part.shapes})
         return layer
 
     def naive(self, x: Tensor, angles: Tensor) -> Tensor:

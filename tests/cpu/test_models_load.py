@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.layers import linear
 from engine.runtime.models import load as load_module
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.models.transformers_adapter import TransformersModel, read_foreign_config
+from engine.runtime.schemes import linear
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import fetch
 from tests.cpu.test_models_families import CASES, SIZES, load, logits_of, save_tiny

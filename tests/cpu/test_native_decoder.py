@@ -11,8 +11,8 @@ import torch
 from test_attention import NUM_BLOCKS, make_batch, make_tables
 
 from engine.runtime.attention.table import load_backend
-from engine.runtime.models import moe
-from engine.runtime.models.base import LayerAttention
+from engine.runtime.layers import mixture
+from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.decoder import Streams
@@ -47,7 +47,7 @@ class Piecewise:
 def by_definition() -> Iterator[None]:
     """Compute mixtures of experts in torch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moe.MoE, "__call__", lambda self, x, _: self.in_torch(x))
+        patch.setattr(mixture.MoE, "__call__", lambda self, x, _: self.in_torch(x))
         yield
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import FinishReason, Pooling
-from engine.runtime.models.base import CausalLM
+from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
 from engine.settings.engine_config import EngineConfig

@@ -226,8 +226,8 @@ def quantise(tensors: dict[str, tuple[np.ndarray, Kind]], **kinds: Kind) -> dict
 
 
 def formats_of(model: Any) -> list[int]:
-    attention, mlp = model._layers[0]._attention, model._layers[0]._mlp
-    return [linear.args.format for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down, model._head)]
+    attention, mlp = model._layers[0]._mixer, model._layers[0]._feed_forward
+    return [linear.args.format for linear in (attention._qkv, attention._o, mlp._gate_up, mlp._down, model._head)]
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -269,7 +269,7 @@ def test_experts_are_served_as_they_are(kind: Kind, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", "gpt-oss", theirs.config, tensors, **extra)
     expected = logits_of(load(path, quantization="none"), IDS, [30])
     model = load(path, dtype="auto")
-    experts = model._layers[1]._mlp
+    experts = model._layers[1]._feed_forward
     wanted, _ = FORMATS[kind]
     assert {linear.product.args.format for linear in (*experts.gate_up, *experts.down)} == {wanted}
     found = logits_of(model, IDS, [7, 23])

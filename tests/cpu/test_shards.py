@@ -11,10 +11,10 @@ from gguf import GGMLQuantizationType as Kind
 
 from engine.core.errors import ConfigError
 from engine.core.types import Progress
+from engine.runtime.layers.shards import Shards
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_eagle3, load_model, load_mtp
-from engine.runtime.models.shards import Shards
 from engine.runtime.parallel.group import SINGLE, Group, Single
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.settings.engine_config import EngineConfig
@@ -63,16 +63,16 @@ def parts_are_the_whole(path: Path, size: int = 2, **settings: Any) -> None:
     for model, layer in zip(ranks, layers, strict=True):
         config = model.config
         sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-        parts.append(layer._attention.qkv(x).split(sizes, 1))
+        parts.append(layer._mixer._qkv(x).split(sizes, 1))
     found = torch.cat([torch.cat(each, 1) for each in zip(*parts, strict=True)], 1)
     assert found.shape[1] == sum(heads) * whole.config.head_dim
-    assert torch.equal(found, first._attention.qkv(x))
-    inner = first._mlp.gate_up(x)
-    assert torch.equal(torch.cat([layer._mlp.gate_up(x) for layer in layers], 1), inner)
+    assert torch.equal(found, first._mixer._qkv(x))
+    inner = first._feed_forward._gate_up(x)
+    assert torch.equal(torch.cat([layer._feed_forward._gate_up(x) for layer in layers], 1), inner)
     attended = torch.randn(5, heads[0] * whole.config.head_dim, generator=generator)
     for y, matrix, theirs in (
-        (attended, first._attention.o, [layer._attention.o for layer in layers]),
-        (inner, first._mlp.down, [layer._mlp.down for layer in layers]),
+        (attended, first._mixer._o, [layer._mixer._o for layer in layers]),
+        (inner, first._feed_forward._down, [layer._feed_forward._down for layer in layers]),
     ):
         widths = [linear.args.k for linear in theirs]
         total = sum(linear(part.contiguous()) for linear, part in zip(theirs, y.split(widths, 1), strict=True))
@@ -126,7 +126,7 @@ def test_packed_experts(name: str, tmp_path: Path) -> None:
     for quantization in ("none", "stored"):
         whole, *ranks = (load(tmp_path, group, quantization=quantization) for group in (SINGLE, Rank(0, 2), Rank(1, 2)))
         x = torch.randn(5, whole.config.hidden_size, generator=torch.Generator().manual_seed(2))
-        expected, *parts = (model._layers[0]._mlp._total(x) for model in (whole, *ranks))
+        expected, *parts = (model._layers[0]._feed_forward._total(x) for model in (whole, *ranks))
         torch.testing.assert_close(sum(parts), expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
         widths = [model.config.layers[0].moe.width for model in ranks]
         assert widths == ([64, 32] if name == "gpt-oss" else [128, 64])

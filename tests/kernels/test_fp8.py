@@ -16,12 +16,12 @@ from engine.core.errors import ConfigError
 from engine.core.types import Progress
 from engine.runtime.activation import Activation
 from engine.runtime.cuda.fp8_linear import Fp8Linear, quantise_rows
-from engine.runtime.layers.linear import Linear
 from engine.runtime.models import load
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.schemes import fp8 as fp8_scheme
-from engine.runtime.schemes.base import Bundle, Circumstances, Matrix, Scheme
 from engine.runtime.schemes.fp8 import FIRST_CAPABILITY, MULTIPLE, Fp8Scheme
+from engine.runtime.schemes.linear import Linear
+from engine.runtime.schemes.scheme import Bundle, Circumstances, Matrix, Scheme
 from engine.runtime.schemes.stored import StoredScheme
 from engine.runtime.weights.checkpoint import StoredTensor, open_checkpoint
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
@@ -173,7 +173,7 @@ def matrices(model: Decoder) -> list[Linear]:
     return [
         linear
         for layer in model._layers
-        for linear in (layer._attention.qkv, layer._attention.o, layer._mlp.gate_up, layer._mlp.down)
+        for linear in (layer._mixer._qkv, layer._mixer._o, layer._feed_forward._gate_up, layer._feed_forward._down)
     ]
 
 

@@ -18,12 +18,12 @@ from engine.runtime.cuda.fp8_linear import Fp8Linear
 from engine.runtime.cuda.packed import Rows
 from engine.runtime.cuda.routing import route, sort_by_expert
 from engine.runtime.execution.decode_graphs import DecodeGraphs
-from engine.runtime.layers.linear import Dense, Product
-from engine.runtime.models.config import MoEConfig
-from engine.runtime.models.maker import Maker
-from engine.runtime.models.moe import MoE, Router
+from engine.runtime.layers.maker import Maker
+from engine.runtime.layers.mixture import MoE, Router
+from engine.runtime.layers.model_config import MoEConfig
 from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
-from engine.runtime.schemes.base import Scheme
+from engine.runtime.schemes.linear import Dense, Product
+from engine.runtime.schemes.scheme import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from tests.cpu.model_driver import make_runner, request, serve, settings
 from tests.cpu.test_models_families import CASES, load, save_tiny
@@ -36,7 +36,7 @@ HIDDEN = 68
 @pytest.fixture(autouse=True)
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Routers take their kernel under the interpreter, too."""
-    monkeypatch.setattr("engine.runtime.models.moe.uses_triton", lambda _: True)
+    monkeypatch.setattr("engine.runtime.layers.mixture.uses_triton", lambda _: True)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -78,7 +78,7 @@ def router_of(config: RouterConfig) -> tuple[Router, Tensor | None]:
 
 @pytest.mark.parametrize("config", ROUTERS, ids=lambda config: f"{config.num_experts}-{config.num_chosen}")
 def test_a_token_gets_the_definitions_experts(config: RouterConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.runtime.models.moe.uses_triton", lambda _: False)
+    monkeypatch.setattr("engine.runtime.layers.mixture.uses_triton", lambda _: False)
     router, correction = router_of(config)
     logits = torch.randn(9, config.num_experts, generator=generator(1)) * 3
     logits[1] = 0.0  # all are equal
@@ -130,7 +130,7 @@ def mixture_of(config: MoEConfig, dtype: torch.dtype, rounded_to: torch.dtype | 
     """A mixture with random weights and its experts in stacks, as it is loaded on CUDA."""
     make = Maker(dtype, DEVICE, Scheme(), loads=[], targets={})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.runtime.schemes.base.pack", lambda weight, bias, _: Dense(weight, bias))
+        patch.setattr("engine.runtime.schemes.scheme.pack", lambda weight, bias, _: Dense(weight, bias))
         moe = MoE(config, HIDDEN, make)
         numbers = generator(2)
         for each in make.loads:
@@ -305,10 +305,10 @@ def test_graphs_of_mixtures_over_latents_say_what_the_steps_say(
     requests = [request(f"r{i}", list(range(3, 9 + 4 * i)), max_tokens=4) for i in range(3)]
     config = settings(max_num_seqs=4, max_num_batched_tokens=16)
     expected = serve(load(tmp_path), config, requests, apart=0)
-    monkeypatch.setattr("engine.runtime.schemes.base.pack", lambda weight, bias, _: Dense(weight, bias))
-    monkeypatch.setattr("engine.runtime.schemes.base.native", lambda: None)  # as on CUDA
+    monkeypatch.setattr("engine.runtime.schemes.scheme.pack", lambda weight, bias, _: Dense(weight, bias))
+    monkeypatch.setattr("engine.runtime.schemes.scheme.native", lambda: None)  # as on CUDA
     model, launched = load(tmp_path), []
-    layers = [layer._mlp for layer in model._layers if isinstance(layer._mlp, MoE)]
+    layers = [layer._feed_forward for layer in model._layers if isinstance(layer._feed_forward, MoE)]
     assert not model.capabilities.graphs
     for layer in layers:
         layer.mixture = None

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.runtime.cuda import available
-from engine.runtime.models.base import LayerAttention
+from engine.runtime.layers.parts import LayerAttention
 from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings
 from tests.fake_device import CUDA, FakeDevice, fake_device
 from tests.fake_kernels import watched_kernels

@@ -17,7 +17,7 @@ from engine.runtime.cuda.packed import Rows, pack_rows
 from engine.runtime.cuda.packed_linear import MOST_ROWS, PackedProduct, decode
 from engine.runtime.layers.mixture_cuda import CudaExperts
 from engine.runtime.schemes import stored as stored_scheme
-from engine.runtime.schemes.base import Bundle, Matrix
+from engine.runtime.schemes.scheme import Bundle, Matrix
 from engine.runtime.schemes.stored import StoredScheme
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.runtime.weights.stored.packed import Microscaled

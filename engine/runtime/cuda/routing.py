@@ -1,7 +1,7 @@
 """Chooses experts for tokens, and sorts the choices by expert.
 
 Each is one launch, whatever the number of tokens, and nothing is read back to the host, so a CUDA graph can hold both.
-models/moe.py defines the arithmetic. Engine thread.
+layers/mixture.py defines the arithmetic. Engine thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 
 _MOST_PAIRS = 4096  # that a program of the sort reads at a time
-_SMALLEST_SUM = tl.constexpr(1e-20)  # as in models/moe.py
+_SMALLEST_SUM = tl.constexpr(1e-20)  # as in layers/mixture.py
 
 
 class Order(NamedTuple):

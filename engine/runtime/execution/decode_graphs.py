@@ -25,7 +25,7 @@ from engine.core.step import StepPlan
 from engine.core.types import Progress, ReportProgress
 from engine.runtime.cuda.sampling import sample
 from engine.runtime.execution.decode_inputs import DecodeInputs, longest_context
-from engine.runtime.models.base import CausalLM
+from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.pool.batch import DecodeRows
 from engine.runtime.pool.kv_cache import KVCache

@@ -12,7 +12,7 @@ import torch
 from engine.core.errors import ConfigError
 from engine.core.types import Progress, ReportProgress
 from engine.runtime.cuda.device import explain_absence
-from engine.runtime.models.base import CausalLM
+from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.native.build import find_library, must_compile
 from engine.runtime.native.library import choose_kernels, native
 from engine.system.host_cpus import usable_cpus

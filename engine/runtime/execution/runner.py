@@ -29,7 +29,7 @@ from engine.runtime.drawn import Drawn
 from engine.runtime.execution.pooling import Pooled, pool
 from engine.runtime.execution.ranks import ALONE, Ranks
 from engine.runtime.lora.adapter import group_rows
-from engine.runtime.models.base import CausalLM
+from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.native.decoder import Streams
 from engine.runtime.pool.batch import BatchBuilder, Packet, scored_portions
 from engine.runtime.pool.kv_cache import KVCache

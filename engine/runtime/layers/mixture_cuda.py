@@ -20,8 +20,8 @@ from engine.runtime.cuda.packed import Rows
 from engine.runtime.cuda.packed_linear import PackedProduct
 from engine.runtime.cuda.routing import Order, sort_by_expert
 from engine.runtime.kv_layout import movable
-from engine.runtime.layers.linear import Dense, Linear, Product
-from engine.runtime.layers.ops import act_mul, clamped_mul
+from engine.runtime.schemes.activations import act_mul, clamped_mul
+from engine.runtime.schemes.linear import Dense, Linear, Product
 
 _ALIGNMENT = 16  # bytes, of the sides of a grouped product
 _GROUPED_GENERATIONS = (9, 10)  # of compute capability

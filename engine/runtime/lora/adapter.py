@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import Array, addressof, c_void_p
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -15,31 +14,10 @@ from torch import Tensor
 
 from engine.core.step import SequenceSlice
 from engine.core.types import Adapter
-from engine.runtime.activation import Activation
-from engine.runtime.layers.linear import Addend, Linear
+from engine.runtime.layers.adapters import AdaptedMatrix
 from engine.runtime.native.library import AdapterLayerArgs, AdaptersArgs, LowRankArgs
+from engine.runtime.schemes.linear import Addend, Linear
 from engine.runtime.transfer import to_device
-
-
-class AdaptedMatrix(IntEnum):
-    """The matrices of a layer, as in lora.h."""
-
-    QKV = 0
-    O = 1  # noqa: E741 - its name in every checkpoint
-    GATE_UP = 2
-    DOWN = 3
-    Q_B = 4  # of a latent of queries
-
-
-class Target(NamedTuple):
-    """The rows of a checkpoint's matrix in the model's matrix, which may be merged."""
-
-    layer: int
-    place: AdaptedMatrix
-    first_row: int
-    num_rows: int
-    shape: tuple[int, int]  # of the merged matrix: outputs, inputs
-    activation: Activation | None  # of its product
 
 
 class LowRank(NamedTuple):

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from engine.core.errors import AdapterLoadError
 from engine.hub.files import LORA_WEIGHTS
-from engine.runtime.layers.linear import Linear, pack
-from engine.runtime.lora.adapter import AdaptedMatrix, LoraAdapter, LowRank, Target
+from engine.runtime.layers.adapters import AdaptedMatrix, Target
+from engine.runtime.lora.adapter import LoraAdapter, LowRank
 from engine.runtime.native.arena import Arena
+from engine.runtime.schemes.linear import Linear, pack
 from engine.sources.adapter_config import LoraConfig, check_folder
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")

@@ -1,6 +1,6 @@
 """Finds tensors that a checkpoint of Quire's decoder lacks, from the headers of its files, without torch.
 
-A layer must have the modules of the other layers of its kind. weights/fill.py compares every tensor, once the model is
+A layer must have the modules of the other layers of its kind. fill.py compares every tensor, once the model is
 there.
 """
 
@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.weights.checkpoint import Checkpoint
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

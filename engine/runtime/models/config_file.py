@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.files.hf_config import HFConfig
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.models.families import FAMILIES, read_config
 from engine.runtime.models.overrides import override
 from engine.runtime.models.servable import refuse_unservable

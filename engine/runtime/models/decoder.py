@@ -5,7 +5,7 @@ It is created empty, loaded by `loads`, and completed by `finish`. Then the engi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,137 +13,24 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.layers.linear import Embedding, Linear, ShardedEmbedding
-from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, Target, addends
-from engine.runtime.models.base import LayerAttention, ModelCapabilities
-from engine.runtime.models.config import ModelConfig, NormPlacement, QKNorm
-from engine.runtime.models.layers import MLP, Angles, Attention, LayerAdapters, NoNorm, RMSNorm
-from engine.runtime.models.maker import Maker
-from engine.runtime.models.mla import LatentAttention
-from engine.runtime.models.moe import MoE
-from engine.runtime.models.rope import Rotary
-from engine.runtime.models.shards import Shards
-from engine.runtime.native.decoder import NativeDecoder, Streams, describe_layer
-from engine.runtime.native.library import DTYPES, DecoderArgs, LayerArgs, native
+from engine.runtime.layers.adapters import Target
+from engine.runtime.layers.layer import DecoderLayer
+from engine.runtime.layers.maker import Maker
+from engine.runtime.layers.model_config import ModelConfig, QKNorm
+from engine.runtime.layers.norms import RMSNorm
+from engine.runtime.layers.parts import Angles, LayerAttention
+from engine.runtime.layers.rope import Rotary
+from engine.runtime.layers.shards import Shards
+from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, addends
+from engine.runtime.models.causal_lm import ModelCapabilities
+from engine.runtime.native.decoder import NativeDecoder, Streams
+from engine.runtime.native.library import DTYPES, DecoderArgs, native
 from engine.runtime.parallel.group import Group
-from engine.runtime.schemes.base import Scheme
-
-# Checkpoint names of the norms before attention, after it, before the MLP and after it.
-_NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
-    NormPlacement.PRE: ("input_layernorm", None, "post_attention_layernorm", None),
-    NormPlacement.POST: (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
-    NormPlacement.SANDWICH: (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
-}
+from engine.runtime.schemes.linear import Embedding, Linear, ShardedEmbedding
+from engine.runtime.schemes.scheme import Scheme
 
 # As decoder.h has them.
 _QK_NORM_CODES = {QKNorm.NONE: 0, QKNorm.HEAD: 1, QKNorm.FULL: 2}
-
-
-class DecoderLayer:
-    """Attention and MLP, each added to the residual stream."""
-
-    __slots__ = (
-        "_after_attention",
-        "_after_mlp",
-        "_attention",
-        "_before_attention",
-        "_before_mlp",
-        "_mlp",
-        "_scale",
-        "_window",
-        "spec",
-    )
-
-    def __init__(self, index: int, config: ModelConfig, make: Maker) -> None:
-        make_attention = make.within("self_attn")
-        self._attention = (
-            Attention(index, config, make_attention)
-            if config.latent is None
-            else LatentAttention(index, config, config.latent, make_attention)
-        )
-        moe = config.layers[index].moe
-        self._mlp = MLP(config, make.within("mlp")) if moe is None else MoE(moe, config.hidden_size, make.within("mlp"))
-        self._scale = config.residual_multiplier
-        names = _NORM_NAMES[config.norm_placement]
-        places = [RMSNorm(make, name, config.hidden_size, config) if name else NoNorm() for name in names]
-        self._window = config.layers[index].window
-        self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = places
-        self.spec = AttentionSpec(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.attention_scale,
-            window=self._window,
-            softcap=config.attention_softcap,
-            sinks=self.sinks,
-            value_dim=None if config.latent is None else config.latent.rank,
-        )
-
-    def __call__(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        angles: Angles | None,
-        attention: LayerAttention,
-        adapters: LayerAdapters | None,
-    ) -> Tensor:
-        """Add the previous layer's output `delta` to x [T, hidden]; return this layer's output.
-
-        The sum and its norm are one pass over memory where possible."""
-        normed = self._before_attention.add(x, delta, self._scale)
-        attended = self._after_attention(self._attention(normed, angles, attention, adapters))
-        return self._after_mlp(self._mlp(self._before_mlp.add(x, attended, self._scale), adapters))
-
-    @property
-    def sinks(self) -> Tensor | None:
-        """Return the heads' sinks [num_heads], float32, to be loaded."""
-        return self._attention.sinks
-
-    @property
-    def is_capturable(self) -> bool:
-        """Return whether a CUDA graph can hold the loaded layer."""
-        # The definition of a mixture counts tokens on the host.
-        return not isinstance(self._mlp, MoE) or self._mlp.experts is not None
-
-    def describe(self, rotary: int | None) -> LayerArgs | None:
-        """Describe the layer to the native library, or return None if that cannot compute it."""
-        attention, mlp, mixture, latent = self._attention, self._mlp, None, None
-        if isinstance(attention, LatentAttention):
-            latent, matrices = attention.args, [attention.down, attention.o]
-            if latent is None:
-                return None
-        else:
-            matrices = [attention.qkv, attention.o]
-        if isinstance(mlp, MoE):
-            mixture = mlp.mixture
-        else:
-            matrices += [mlp.gate_up, mlp.down]
-        linears = [linear.args for linear in matrices if linear.args is not None]
-        if len(linears) < len(matrices) or (isinstance(mlp, MoE) and mixture is None):
-            return None
-        places = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
-        norms = [norm.weight if isinstance(norm, RMSNorm) else None for norm in places]
-        heads = attention.head_norms
-        return describe_layer(
-            linears, norms, heads, self._window, rotary, mixture=mixture, latent=latent, sinks=self.sinks
-        )
-
-    def finish(self) -> None:
-        """Complete a loaded layer."""
-        if isinstance(self._attention, LatentAttention):
-            self._attention.finish()
-        if isinstance(self._mlp, MoE):
-            self._mlp.finish()
-
-    @property
-    def lacking(self) -> str:
-        """Return a matrix without which the native library cannot compute the mixture; "" for none."""
-        return self._mlp.lacking if isinstance(self._mlp, MoE) else ""
 
 
 class Decoder:
@@ -177,11 +64,12 @@ class Decoder:
             make.embedding("model.embed_tokens", num_ids, config.hidden_size, self.embed)
         # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
-        self._layers = [
-            DecoderLayer(index, config, make.within(f"model.layers.{index}", index))
-            for index in range(len(config.layers))
-        ]
-        self.attention_specs: Sequence[AttentionSpec] = [layer.spec for layer in self._layers]
+        self._layers, specs = list[DecoderLayer](), list[AttentionSpec]()
+        for index in range(len(config.layers)):
+            layer = DecoderLayer(config, index, make.within(f"model.layers.{index}", index), state=len(specs))
+            self._layers.append(layer)
+            specs += layer.states
+        self.attention_specs: Sequence[AttentionSpec] = specs
         self._norm = RMSNorm(make, "model.norm", config.hidden_size, config)
         head, tied = ("model.embed_tokens", self.embed) if config.tied_head else ("lm_head", None)
         self._head = (
@@ -298,8 +186,6 @@ class Decoder:
     def finish(self) -> None:
         """Complete a loaded model."""
         self.loads.clear()
-        for layer in self._layers:
-            layer.finish()
         self._native = self._describe()
 
     def _describe(self) -> NativeDecoder | None:

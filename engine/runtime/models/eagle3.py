@@ -18,14 +18,15 @@ from torch import Tensor
 
 from engine.core.errors import ModelLoadError
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.models.base import LayerAttention
-from engine.runtime.models.decoder import DecoderLayer
+from engine.runtime.layers.attention import Attention
+from engine.runtime.layers.layer import DecoderLayer
+from engine.runtime.layers.maker import Load, Maker
+from engine.runtime.layers.mlp import MLP
+from engine.runtime.layers.norms import RMSNorm
+from engine.runtime.layers.parts import Angles, LayerAttention
+from engine.runtime.layers.rope import Rotary
 from engine.runtime.models.eagle3_config import Eagle3Config
-from engine.runtime.models.fill import Load
-from engine.runtime.models.layers import MLP, Angles, Attention, RMSNorm
-from engine.runtime.models.maker import Maker
-from engine.runtime.models.rope import Rotary
-from engine.runtime.schemes.base import Scheme
+from engine.runtime.schemes.scheme import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 
 _EMBEDDING, _OFFSETS, _MEMBERS = "model.embed_tokens.weight", "d2t", "t2d"
@@ -41,9 +42,14 @@ class _FirstLayer:
         self._norm_before_residual = config.norm_before_residual
         self._token_norm = RMSNorm(make, "input_layernorm", hidden, model)
         self._state_norm = RMSNorm(make, "hidden_norm", hidden, model)
-        self._attention = Attention(0, model, make.within("self_attn"), num_inputs=2 * hidden)
+        self._attention = Attention(model, 0, make, 0, num_inputs=2 * hidden)
         self._before_mlp = RMSNorm(make, "post_attention_layernorm", hidden, model)
-        self._mlp = MLP(model, make.within("mlp"))
+        self._mlp = MLP(model, 0, make)
+
+    @property
+    def states(self) -> tuple[AttentionSpec, ...]:
+        """Return what its attention keeps."""
+        return self._attention.states
 
     def __call__(
         self, tokens: Tensor, states: Tensor, angles: Angles | None, attention: LayerAttention
@@ -92,16 +98,14 @@ class Eagle3:
         )
         self._first = _FirstLayer(config, make.within(first, 0))
         self._layers = [
-            DecoderLayer(index, model, make.within(f"model.layers.{index}", index))
+            DecoderLayer(model, index, make.within(f"model.layers.{index}", index), state=index)
             for index in range(1, len(model.layers))
         ]
         self._norm = RMSNorm(make, "model.norm", hidden, model)
         self._head = make.linear({"lm_head": config.draft_vocab_size}, hidden, is_head=True)
         self._ids = self._target_ids(make, stored)
-        self.attention_specs: Sequence[AttentionSpec] = [
-            AttentionSpec(model.num_heads, model.num_kv_heads, model.head_dim, model.attention_scale, layer.window)
-            for layer in model.layers
-        ]
+        further = (state for layer in self._layers for state in layer.states)
+        self.attention_specs: Sequence[AttentionSpec] = [*self._first.states, *further]
         ropes = [layer.rope for layer in model.layers]
         self._rotaries = {
             rope: Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes if rope is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.core.errors import ConfigError
 from engine.files.hf_config import HFConfig
-from engine.runtime.models.config import ModelConfig
+from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.models.config_file import servable
 from engine.runtime.models.families import read_config
 

@@ -14,7 +14,8 @@ from typing import Any
 from engine.core.errors import ModelLoadError
 from engine.files.hf_config import HFConfig
 from engine.runtime.activation import Activation
-from engine.runtime.models.config import LatentConfig, LayerConfig, ModelConfig, NormPlacement, QKNorm
+from engine.runtime.layers.model_config import LatentConfig, LayerConfig, ModelConfig, NormPlacement, QKNorm
+from engine.runtime.layers.rope_config import RopeConfig, read_rope
 from engine.runtime.models.expert_settings import (
     Mixtures,
     deepseek_v2_experts,
@@ -27,7 +28,6 @@ from engine.runtime.models.expert_settings import (
     olmoe_experts,
     qwen_experts,
 )
-from engine.runtime.models.rope_config import RopeConfig, read_rope
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -353,7 +353,7 @@ def _latent_common(hf: HFConfig, moes: Mixtures, *, is_interleaved: bool) -> Mod
     rotated = HFConfig({**hf.values, "head_dim": latent.rope_dim, "num_key_value_heads": 1}, hf.source)
     return replace(
         _common(rotated),
-        layers=_layers(rotated, moes=moes),
+        layers=tuple(replace(layer, mixer="latent") for layer in _layers(rotated, moes=moes)),
         head_dim=latent.rank + latent.rope_dim,
         attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * _yarn_growth(hf) ** 2,
         latent=latent,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from engine.core.errors import MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress, ReportProgress
+from engine.runtime.layers.maker import Load
 from engine.runtime.models.complete import COMPUTED, EMBEDDING, HEAD, listed
 from engine.runtime.native.library import native
 from engine.runtime.native.packer import Packer
@@ -18,14 +18,6 @@ from engine.system.host_memory import available_memory
 
 _GIB = 1 << 30
 _MARGIN = 1 << 24  # elements of difference up to which tensors are compared one by one
-
-
-class Load(NamedTuple):
-    """A part of a model that is loaded at one time."""
-
-    shapes: Mapping[str, tuple[int, ...]]  # of the tensors that it needs, by their names
-    take: Callable[[Mapping[str, StoredTensor]], object]
-    share: float = 1.0  # of its bytes that it reads; ranks read their slices
 
 
 def fill(

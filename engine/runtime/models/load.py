@@ -13,7 +13,9 @@ from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress, ReportProgress
 from engine.files.formats import FORMATS, choose_format
 from engine.files.hf_config import HFConfig
-from engine.runtime.models.base import CausalLM
+from engine.runtime.layers.maker import Maker
+from engine.runtime.layers.shards import Shards, blocks_of
+from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.config_file import (
     check_mtp,
     is_native,
@@ -26,13 +28,11 @@ from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.eagle3_config import foreign_target, read_eagle3
 from engine.runtime.models.fill import check_size, fill
-from engine.runtime.models.maker import Maker
 from engine.runtime.models.mtp import MTPHead
-from engine.runtime.models.shards import Shards, blocks_of
 from engine.runtime.native.library import native
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes import SCHEMES
-from engine.runtime.schemes.base import Circumstances, Scheme
+from engine.runtime.schemes.scheme import Circumstances, Scheme
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.stored.storage import Storage
 from engine.settings.engine_config import EngineConfig
@@ -76,7 +76,6 @@ def load_mtp(config: EngineConfig, target: CausalLM, device: torch.device, repor
     make = Maker(target.dtype, device, choose_scheme(config.quantization, here), loads=[], targets={})
     head = MTPHead(target, config.max_model_len or target.max_model_len, make)
     fill(make.loads, checkpoint, report, is_part=True)
-    head.finish()
     return head
 
 

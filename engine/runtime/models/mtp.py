@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.models.base import LayerAttention
-from engine.runtime.models.decoder import Decoder, DecoderLayer
-from engine.runtime.models.layers import RMSNorm
-from engine.runtime.models.maker import Maker
-from engine.runtime.models.rope import Rotary
+from engine.runtime.layers.layer import DecoderLayer
+from engine.runtime.layers.maker import Maker
+from engine.runtime.layers.norms import RMSNorm
+from engine.runtime.layers.parts import LayerAttention
+from engine.runtime.layers.rope import Rotary
+from engine.runtime.models.decoder import Decoder
 
 
 class MTPHead:
-    """A Head (speculation/heads.py); it is created empty, loaded by `make.loads`, and completed by `finish`."""
+    """A Head (speculation/heads.py); it is created empty, and loaded by `make.loads`."""
 
     streams: Sequence[int] = ()
     needs_all = True
@@ -37,18 +38,14 @@ class MTPHead:
         self._embedding_norm = RMSNorm(make, "enorm", hidden, config)
         self._state_norm = RMSNorm(make, "hnorm", hidden, config)
         self._join = make.linear({"eh_proj": hidden}, 2 * hidden)
-        self._layer = DecoderLayer(0, replace(config, layers=(settings,)), make)
+        self._layer = DecoderLayer(replace(config, layers=(settings,)), 0, make, state=0)
         self._norm = RMSNorm(make, "shared_head.norm", hidden, config)
         self._rotary = None
         if settings.rope is not None:
             self._rotary = Rotary(settings.rope, served_len, dtype=make.dtype, device=make.device)
-        self.attention_specs: Sequence[AttentionSpec] = [self._layer.spec]
+        self.attention_specs: Sequence[AttentionSpec] = self._layer.states
         self.hidden_size = self.target_hidden_size = hidden
         self.dtype = make.dtype
-
-    def finish(self) -> None:
-        """Complete a loaded head."""
-        self._layer.finish()
 
     def project(self, states: Tensor) -> Tensor:
         """Return the target's states, which are read as they are."""

@@ -21,7 +21,6 @@ from engine.runtime.native.library import (
     AttendArgs,
     DecoderArgs,
     ForwardArgs,
-    LatentArgs,
     LayerArgs,
     Library,
     LinearArgs,
@@ -30,7 +29,6 @@ from engine.runtime.native.library import (
     RotaryArgs,
     StoreArgs,
 )
-from engine.runtime.native.moe import Mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,33 +54,9 @@ class Streams(NamedTuple):
     out: Tensor  # [T, len(layers), hidden] in the model's type, contiguous
 
 
-def describe_layer(
-    linears: Sequence[LinearArgs],
-    norms: Sequence[Tensor | None],
-    qk_norms: Sequence[Tensor | None],
-    window: int | None,
-    rotary: int | None,
-    *,
-    mixture: Mixture | None = None,
-    latent: LatentArgs | None = None,
-    sinks: Tensor | None = None,
-) -> LayerArgs:
-    """Describe a layer: qkv, o, gate_up, down; the norms around attention and MLP, None where the family has none.
-
-    With a mixture, `linears` ends with o. C keeps the address of `latent`. `sinks` [num_heads] are float32.
-    """
-    layer = LayerArgs(*linears, window=window or 0, rotary=-1 if rotary is None else rotary)
-    places = ("before_attention", "after_attention", "before_mlp", "after_mlp", "q", "k")
-    for name, norm in zip(places, (*norms, *qk_norms), strict=True):
-        setattr(layer, name, _norm(norm))
-    if mixture is not None:
-        layer.moe = mixture.address
-    if latent is not None:
-        layer.latent = addressof(latent)
-    if sinks is not None:
-        assert sinks.dtype is torch.float32
-        layer.sinks = sinks.data_ptr()
-    return layer
+def norm_args(weight: Tensor | None) -> NormWeight:
+    """Describe a norm, or that there is none."""
+    return NormWeight() if weight is None else NormWeight(weight.data_ptr(), DTYPES[weight.dtype])
 
 
 class NativeDecoder:
@@ -115,7 +89,7 @@ class NativeDecoder:
         description.rotaries, description.num_rotaries = addressof(self._rotaries), len(rotaries)
         description.embedding = embedding.packed if isinstance(embedding, LinearArgs) else embedding.data_ptr()
         description.embedding_format = embedding.format if isinstance(embedding, LinearArgs) else PLAIN
-        description.norm = _norm(norm)
+        description.norm = norm_args(norm)
 
     def forward(
         self,
@@ -149,7 +123,3 @@ class NativeDecoder:
             layer.pool, layer.store, layer.attend = paged.pool, addressof(paged.store), addressof(paged.attend)
             layer.pool.dtype = self._decoder.dtype  # the type of the pool does not matter
         self._bound = step
-
-
-def _norm(weight: Tensor | None) -> NormWeight:
-    return NormWeight() if weight is None else NormWeight(weight.data_ptr(), DTYPES[weight.dtype])

@@ -1,4 +1,4 @@
-/* Multi-head latent attention in a forward pass: models/mla.py in C. A token's row in the pool is a latent, then numbers
+/* Multi-head latent attention in a forward pass: layers/latent.py in C. A token's row in the pool is a latent, then numbers
  * with a position, which all heads share. */
 #ifndef QUIRE_LATENT_H
 #define QUIRE_LATENT_H

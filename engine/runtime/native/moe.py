@@ -1,6 +1,6 @@
 """A mixture of experts in the C library: routing and all experts' products in one call.
 
-models/moe.py is the definition. Here only descriptions are built: addresses of matrices that the model holds. Engine
+layers/mixture.py is the definition. Here only descriptions are built: addresses of matrices that the model holds. Engine
 thread.
 """
 

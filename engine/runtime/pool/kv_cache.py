@@ -22,8 +22,8 @@ from engine.runtime import huge_pages
 from engine.runtime.attention.base import AttentionBackend, Batch, Rotation
 from engine.runtime.headroom import Headroom
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, movable
-from engine.runtime.models.base import FromProjected, LayerAttention
-from engine.runtime.models.config import narrow_latents
+from engine.runtime.layers.model_config import narrow_latents
+from engine.runtime.layers.parts import FromProjected, LayerAttention
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.pool.groups import LayerGroups, one_group
 from engine.runtime.transfer import to_device

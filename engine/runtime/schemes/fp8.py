@@ -7,8 +7,8 @@ from functools import partial
 import torch
 
 from engine.runtime.cuda.available import has_triton
-from engine.runtime.layers.linear import Product
-from engine.runtime.schemes.base import FOREIGN, Circumstances, Matrix, Scheme
+from engine.runtime.schemes.linear import Product
+from engine.runtime.schemes.scheme import FOREIGN, Circumstances, Matrix, Scheme
 from engine.runtime.weights.stored.storage import Storage
 
 MULTIPLE = 16  # multiple required of both dimensions of a weight

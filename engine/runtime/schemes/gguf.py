@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.runtime.layers.linear import CODES, Product
 from engine.runtime.native.library import Isa, native
 from engine.runtime.native.ops import NativeLinear
 from engine.runtime.native.quantised import QuantisedLinear, is_served_quantised
-from engine.runtime.schemes.base import Circumstances, Matrix, Scheme, native_refusal, stored_rows
+from engine.runtime.schemes.linear import CODES, Product
+from engine.runtime.schemes.scheme import Circumstances, Matrix, Scheme, native_refusal, stored_rows
 
 
 class GGUFScheme(Scheme):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.runtime.layers.linear import CODES, Product
 from engine.runtime.native.library import native
 from engine.runtime.native.ops import FLOAT_KINDS
 from engine.runtime.native.quantised import QuantisedLinear
-from engine.runtime.schemes.base import Circumstances, Matrix, Scheme, native_refusal, stored_rows
+from engine.runtime.schemes.linear import CODES, Product
+from engine.runtime.schemes.scheme import Circumstances, Matrix, Scheme, native_refusal, stored_rows
 
 
 class Int8Scheme(Scheme):

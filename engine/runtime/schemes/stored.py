@@ -13,12 +13,12 @@ from contextlib import contextmanager
 import torch
 
 from engine.runtime.cuda.available import has_fp8, has_triton
-from engine.runtime.layers.linear import CODES, Product
 from engine.runtime.native.library import Isa, native
 from engine.runtime.native.quantised import QuantisedLinear, is_served_quantised
 from engine.runtime.native.rows import RepackedRows, StoredRows
-from engine.runtime.schemes.base import FOREIGN, Circumstances, Matrix, Scheme, native_refusal
 from engine.runtime.schemes.fp8 import MULTIPLE, Fp8Scheme
+from engine.runtime.schemes.linear import CODES, Product
+from engine.runtime.schemes.scheme import FOREIGN, Circumstances, Matrix, Scheme, native_refusal
 from engine.runtime.weights.stored.packed import Blocks
 from engine.runtime.weights.stored.rows import repacked, rows_of
 from engine.runtime.weights.stored.storage import Storage

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.step import SequenceSlice, StepPlan
 from engine.runtime.attention.base import AttentionBackend
-from engine.runtime.models.base import CausalLM
+from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.pool.batch import BatchBuilder
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.sampling.draw import draw

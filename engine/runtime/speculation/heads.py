@@ -31,7 +31,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.step import SequenceSlice, StepPlan
 from engine.runtime.attention.base import AttentionBackend, Batch
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.models.base import LayerAttention
+from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.native.decoder import Streams
 from engine.runtime.pool.batch import BatchBuilder
 from engine.runtime.pool.kv_cache import KVCache

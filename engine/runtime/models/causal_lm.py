@@ -1,18 +1,19 @@
-"""The interface of models: what the runner needs, what a model can do, its attention."""
+"""The interface of models: what the runner needs, and what a model can do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import Rotation
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.lora.adapter import AdapterRows, Target
-from engine.runtime.native.decoder import PagedStep, Streams
+from engine.runtime.layers.adapters import Target
+from engine.runtime.layers.parts import LayerAttention
+from engine.runtime.lora.adapter import AdapterRows
+from engine.runtime.native.decoder import Streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,32 +27,10 @@ class ModelCapabilities:
     heads: bool = False  # `forward` copies out streams and `embed` looks tokens up, for heads that draft
 
 
-# Layer, qkv [T, all heads, head_dim] as projected, and its rotation -> [T, num_heads, head_dim].
-FromProjected = Callable[[int, Tensor, Rotation], Tensor]
-
-
-class LayerAttention(Protocol):
-    """Attention of one layer over the step's batch; kv_cache.py binds it to the pool."""
-
-    @property
-    def from_projected(self) -> FromProjected | None:
-        """Return attention that rotates in the backend; None if the backend cannot."""
-        ...
-
-    @property
-    def paged_step(self) -> PagedStep | None:
-        """Return the pool and step for the native library; None with another backend."""
-        ...
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim], rotated; returns [T, num_heads, head_dim]."""
-        ...
-
-
 class CausalLM(Protocol):
     """A model, Quire's own or transformers'."""
 
-    attention_specs: Sequence[AttentionSpec]  # one a layer
+    attention_specs: Sequence[AttentionSpec]  # the states of its layers, in order
     vocab_size: int  # of the logits
     max_model_len: int  # positions the weights were made for
     dtype: torch.dtype

@@ -1,7 +1,7 @@
 """Makes the tensors and matrices of a model, and lists how a checkpoint is loaded into them.
 
 A model is made empty. Its parts name their tensors by the checkpoint's keys, and `loads` has them in the order in which
-a step reads them; weights/fill.py loads them in that order. Matrices get their memory only then.
+a step reads them; models/fill.py loads them in that order. Matrices get their memory only then.
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ import torch
 from torch import Tensor
 
 from engine.runtime.activation import Activation
-from engine.runtime.layers.linear import Embedding, Linear
-from engine.runtime.lora.adapter import AdaptedMatrix, Target
-from engine.runtime.models.fill import Load
-from engine.runtime.models.shards import Shards
+from engine.runtime.layers.adapters import AdaptedMatrix, Target
+from engine.runtime.layers.shards import Shards
 from engine.runtime.parallel.group import SINGLE, Group
-from engine.runtime.schemes.base import Bundle, Matrix, Scheme
+from engine.runtime.schemes.linear import Embedding, Linear
+from engine.runtime.schemes.scheme import Bundle, Matrix, Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.cut import Span, cut
+
+
+class Load(NamedTuple):
+    """A part of a model that is loaded at one time."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # of the tensors that it needs, by their names
+    take: Callable[[Mapping[str, StoredTensor]], object]
+    share: float = 1.0  # of its bytes that it reads; ranks read their slices
 
 
 class Maker(NamedTuple):

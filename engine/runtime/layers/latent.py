@@ -11,22 +11,25 @@ steps go this way. Engine thread.
 
 from __future__ import annotations
 
+from ctypes import addressof
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from engine.runtime.layers.linear import HeadProducts
-from engine.runtime.lora.adapter import AdaptedMatrix
-from engine.runtime.models.base import LayerAttention
-from engine.runtime.models.config import LatentConfig, ModelConfig
-from engine.runtime.models.layers import Angles, LayerAdapters, RMSNorm, addends
-from engine.runtime.models.maker import Maker
-from engine.runtime.models.rope import rotate
-from engine.runtime.native.library import LatentArgs
+from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
+from engine.runtime.layers.maker import Maker
+from engine.runtime.layers.model_config import ModelConfig
+from engine.runtime.layers.norms import RMSNorm
+from engine.runtime.layers.parts import Angles, LayerAttention
+from engine.runtime.layers.rope import rotate
+from engine.runtime.native.decoder import norm_args
+from engine.runtime.native.library import LatentArgs, LayerArgs, LinearArgs
 from engine.runtime.native.ops import NativeHeads
-from engine.runtime.schemes.base import Matrix, Scheme
+from engine.runtime.schemes.linear import HeadProducts
+from engine.runtime.schemes.scheme import Matrix, Scheme
 
 _NORM_EPS = 1e-6  # of the norms of latents, whatever the config's rms_norm_eps
 
@@ -35,32 +38,34 @@ class LatentAttention:
     """Queries, and a latent for each token; attended, expanded, projected."""
 
     __slots__ = (
+        "_args",
+        "_down",
         "_group",
-        "_index",
         "_is_interleaved",
         "_key_norm",
         "_keys",
         "_nope_dim",
         "_num_heads",
+        "_o",
+        "_queries",
         "_query_norm",
         "_rank",
         "_rope_dim",
+        "_state",
         "_value_dim",
         "_values",
         "_widths",
-        "args",
-        "down",
-        "o",
-        "queries",
+        "states",
     )
 
-    sinks = None
-    args: LatentArgs | None  # the native library's description, if that holds every matrix
+    _args: LatentArgs  # C keeps its address
     _keys: HeadProducts  # of queries without positions, to the width of a latent
     _values: HeadProducts  # of mixed latents, to values
 
-    def __init__(self, index: int, config: ModelConfig, latent: LatentConfig, make: Maker) -> None:
-        self._index, self._num_heads, self._group = index, config.num_heads, make.group
+    def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
+        latent, make = config.latent, make.within("self_attn")
+        assert latent is not None, "the family has sizes of latents"
+        self._state, self._num_heads, self._group = state, config.num_heads, make.group
         self._rank, self._rope_dim, self._nope_dim = latent.rank, latent.rope_dim, latent.nope_dim
         self._value_dim, self._is_interleaved = latent.value_dim, latent.is_interleaved
         hidden, width = config.hidden_size, config.num_heads * (latent.nope_dim + latent.rope_dim)
@@ -69,9 +74,9 @@ class LatentAttention:
         self._widths = (width if rank is None else rank, row)
         first = {"q_proj": width} if rank is None else {"q_a_proj": rank}
         rows = {**first, "kv_a_proj_with_mqa": row}
-        self.down = make.linear(rows, hidden, bias=config.qkv_bias, place=AdaptedMatrix.QKV)
+        self._down = make.linear(rows, hidden, bias=config.qkv_bias, place=AdaptedMatrix.QKV)
         self._query_norm = None if rank is None else RMSNorm(make, "q_a_layernorm", rank, norms)
-        self.queries = None if rank is None else make.linear({"q_b_proj": width}, rank, place=AdaptedMatrix.Q_B)
+        self._queries = None if rank is None else make.linear({"q_b_proj": width}, rank, place=AdaptedMatrix.Q_B)
         self._key_norm = RMSNorm(make, "kv_a_layernorm", latent.rank, norms)
         heads = config.num_heads
         if latent.has_split_kv:
@@ -80,8 +85,19 @@ class LatentAttention:
         else:
             expanded = heads * (latent.nope_dim + latent.value_dim)
             make.matrix("kv_b_proj", expanded, latent.rank, partial(self._take_both, make.scheme))
-        self.o = make.linear(
+        self._o = make.linear(
             {"o_proj": hidden}, config.num_heads * latent.value_dim, bias=config.o_bias, place=AdaptedMatrix.O
+        )
+        self.states = (
+            AttentionSpec(
+                num_heads=config.num_heads,
+                num_kv_heads=1,
+                head_dim=row,
+                scale=config.attention_scale,
+                window=config.layers[layer].window,
+                softcap=config.attention_softcap,
+                value_dim=latent.rank,
+            ),
         )
 
     def _take_both(self, scheme: Scheme, matrix: Matrix) -> None:
@@ -102,33 +118,14 @@ class LatentAttention:
     def _take_values(self, scheme: Scheme, matrix: Matrix) -> None:
         self._values = scheme.heads(matrix, self._num_heads)
 
-    def finish(self) -> None:
-        """Describe the loaded layer to the native library, if that holds every matrix."""
-        queries = None if self.queries is None else self.queries.args
-        has_queries = queries is not None or self.queries is None
-        self.args = None
-        if has_queries and isinstance(self._keys, NativeHeads) and isinstance(self._values, NativeHeads):
-            args = LatentArgs(keys=self._keys.address, values=self._values.address, eps=_NORM_EPS)
-            args.rank, args.nope_dim, args.rope_dim = self._rank, self._nope_dim, self._rope_dim
-            args.is_interleaved = self._is_interleaved
-            if queries is not None:
-                args.queries = queries
-            self.args = args
-
-    @property
-    def head_norms(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the weights of the norms of both latents, of queries and of keys."""
-        return (None if self._query_norm is None else self._query_norm.weight), self._key_norm.weight
-
     def __call__(
         self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None
     ) -> Tensor:
         """Compute attention for x [T, hidden]; `angles` from Rotary."""
         assert angles is not None, "a family with latents has positions in every layer"
-        first, row = self.down(x, addends(adapters, AdaptedMatrix.QKV, x)).split(self._widths, 1)
-        if self.queries is not None and self._query_norm is not None:
-            normed = self._query_norm(first.contiguous())
-            first = self.queries(normed, addends(adapters, AdaptedMatrix.Q_B, normed))
+        first, row = adapted(self._down, AdaptedMatrix.QKV, x, adapters).split(self._widths, 1)
+        if self._queries is not None and self._query_norm is not None:
+            first = adapted(self._queries, AdaptedMatrix.Q_B, self._query_norm(first.contiguous()), adapters)
         q = first.unflatten(1, (self._num_heads, -1))
         turned = self._rotate(q[..., self._nope_dim :], row[:, self._rank :], angles)
 
@@ -140,13 +137,30 @@ class LatentAttention:
         keys[:, 0, : self._rank] = self._key_norm(row[:, : self._rank].contiguous())
         keys[..., self._rank :] = turned[:, -1:]
 
-        mixed = attention(self._index, queries, keys, keys[..., : self._rank])
+        mixed = attention(self._state, queries, keys, keys[..., : self._rank])
         values = x.new_empty(num_tokens, self._num_heads, self._value_dim)
         self._values(mixed, values)
-        out = values.flatten(1)
-        y = self.o(out, addends(adapters, AdaptedMatrix.O, out))
+        y = adapted(self._o, AdaptedMatrix.O, values.flatten(1), adapters)
         self._group.all_reduce(y)
         return y
+
+    def describe(self, layer: LayerArgs) -> bool:
+        """Describe the matrices and norms, if the library holds them."""
+        queries = LinearArgs() if self._queries is None else self._queries.args
+        if self._down.args is None or self._o.args is None or queries is None:
+            return False
+        if not (isinstance(self._keys, NativeHeads) and isinstance(self._values, NativeHeads)):
+            return False
+        layer.qkv, layer.o = self._down.args, self._o.args
+        layer.k = norm_args(self._key_norm.weight)
+        if self._query_norm is not None:
+            layer.q = norm_args(self._query_norm.weight)
+        self._args = LatentArgs(queries=queries, keys=self._keys.address, values=self._values.address, eps=_NORM_EPS)
+        self._args.rank, self._args.nope_dim, self._args.rope_dim = self._rank, self._nope_dim, self._rope_dim
+        self._args.is_interleaved = self._is_interleaved
+        layer.latent = addressof(self._args)
+        layer.window = self.states[0].window or 0
+        return True
 
     def _rotate(self, q: Tensor, k: Tensor, angles: Angles) -> Tensor:
         """Return q [T, heads, rope_dim] and, as one more head, k [T, rope_dim], rotated.

@@ -21,11 +21,11 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.activation import Activation
-from engine.runtime.layers.ops import act_mul
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import LinearArgs, native
 from engine.runtime.native.ops import NativeLinear, PackedAddend, PackedLinear
 from engine.runtime.parallel.group import Group
+from engine.runtime.schemes.activations import act_mul
 
 Product = Callable[[Tensor], Tensor]  # [T, inputs] -> [T, outputs], without the activation if it is not native
 HeadProducts = Callable[[Tensor, Tensor], None]  # x [T, heads, inputs], out [T, heads, outputs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.runtime.models.rope_config import RopeConfig
+from engine.runtime.layers.rope_config import RopeConfig
 from engine.runtime.native.ops import rotate_heads
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from engine.core.errors import ConfigError
-from engine.runtime.models.config import LayerConfig, ModelConfig, QKNorm
+from engine.runtime.layers.model_config import LayerConfig, ModelConfig, QKNorm
 from engine.runtime.parallel.group import Group
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.cut import Cut, Span, cut

@@ -1,4 +1,4 @@
-"""The operations of layers: Triton kernels on CUDA, else native/ops.py. Engine thread."""
+"""Activations of gates and ups: Triton kernels on CUDA, else torch. Engine thread."""
 
 from __future__ import annotations
 
@@ -10,22 +10,12 @@ from torch import Tensor
 
 from engine.runtime.activation import Activation
 from engine.runtime.cuda.available import uses_triton
-from engine.runtime.native import ops as native
 
 _TORCH_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: F.silu,
     Activation.GELU: F.gelu,
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
 }
-
-
-def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, alpha: float = 1.0) -> Tensor:
-    """Add alpha * delta to residual [T, width] in place; return its RMSNorm times weight."""
-    if uses_triton(residual):
-        from engine.runtime.cuda import norm
-
-        return norm.add_rms_norm(residual, delta, weight, eps, alpha)
-    return native.add_rms_norm(residual, delta, weight, eps, alpha)
 
 
 def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -1,6 +1,6 @@
 """The numbers and choices that define a decoder of the Llama lineage.
 
-layers.py and decoder.py read nothing else. models/families.py fills in a ModelConfig from a checkpoint's config.json;
+The layers and decoder.py read nothing else. models/families.py fills in a ModelConfig from a checkpoint's config.json;
 no later code reads that file.
 """
 
@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 from engine.core.errors import ConfigError
 from engine.runtime.activation import Activation, Clamp
-from engine.runtime.models.rope_config import RopeConfig
+from engine.runtime.layers.rope_config import RopeConfig
 from engine.runtime.routing import RouterConfig
 
 
@@ -56,6 +56,12 @@ class LayerConfig:
     window: int | None
     rope: RopeConfig | None
     moe: MoEConfig | None = None  # None: a dense MLP
+    mixer: str = "attention"  # a name in MIXERS (layer.py)
+
+    @property
+    def feed_forward(self) -> str:
+        """Return a name in FEED_FORWARDS (layer.py)."""
+        return "mlp" if self.moe is None else "mixture"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A mixture of experts: a router, experts, and the shared expert of some families.
 
 The torch operations here define the arithmetic on every device; the native library computes the same in one call, and
-Triton kernels in a few launches (cuda/mixture.py). The router and the sum over experts are float32. Each expert is an
+Triton kernels in a few launches (mixture_cuda.py). The router and the sum over experts are float32. Each expert is an
 MLP of 2-D matrices, so any scheme can store it.
 """
 
@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from engine.runtime.cuda.available import has_triton, uses_triton
-from engine.runtime.layers.linear import Linear
-from engine.runtime.layers.ops import clamped_mul
-from engine.runtime.models.config import MoEConfig
-from engine.runtime.models.fill import Load
-from engine.runtime.models.layers import LayerAdapters
-from engine.runtime.models.maker import Maker
-from engine.runtime.native.library import LinearArgs, RouterArgs, native
+from engine.runtime.layers.adapters import LayerAdapters
+from engine.runtime.layers.maker import Load, Maker
+from engine.runtime.layers.model_config import ModelConfig, MoEConfig
+from engine.runtime.native.library import LayerArgs, LinearArgs, RouterArgs, native
 from engine.runtime.native.moe import Experts, Mixture
 from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
-from engine.runtime.schemes.base import Scheme
+from engine.runtime.schemes.activations import clamped_mul
+from engine.runtime.schemes.linear import Linear
+from engine.runtime.schemes.scheme import Scheme
 
 if TYPE_CHECKING:
     from engine.runtime.layers.mixture_cuda import CudaExperts
@@ -126,8 +125,14 @@ class MoE:
         if config.has_shared_gate:
             plain = make._replace(dtype=torch.float32, scheme=Scheme(make.scheme.storage))
             self.shared_gate = plain.linear({"shared_expert_gate": 1}, hidden_size)
+        make.loads.append(Load({}, lambda _: self._complete()))
 
-    def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:  # noqa: ARG002 - MLP's call
+    @property
+    def is_capturable(self) -> bool:
+        """Return whether kernels compute it: the definition counts tokens on the host."""
+        return self.experts is not None
+
+    def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:  # noqa: ARG002 - a FeedForward's
         """Return [T, hidden] of x [T, hidden]. Adapters never change experts."""
         if self.experts is not None:
             y = self._in_kernels(self.experts, x)
@@ -154,8 +159,14 @@ class MoE:
 
         self.experts = stack_experts(self.gate_up, self.down, self._clamp or self._activation)
 
-    def finish(self) -> None:
-        """Describe the loaded mixture to the native library, if that holds every matrix."""
+    def describe(self, layer: LayerArgs) -> bool:
+        """Describe the mixture, if the library holds every matrix."""
+        if self.mixture is not None:
+            layer.moe = self.mixture.address
+        return self.mixture is not None
+
+    def _complete(self) -> None:
+        """Make the native library's mixture of the loaded one, if that holds every matrix."""
         library, router = native(), self.router.describe()
         gate_up, down = _args_of(self.gate_up), _args_of(self.down)
         self.lacking = next((name for name, linear in self._matrices() if linear.args is None), "")
@@ -224,6 +235,13 @@ class MoE:
         """Return activation(gate x) * up x in x's type."""
         inner, clamp = gate_up(x), self._clamp
         return inner if clamp is None else clamped_mul(inner, clamp.alpha, clamp.limit)
+
+
+def make_mixture(config: ModelConfig, layer: int, make: Maker) -> MoE:
+    """Return the mixture of a layer."""
+    moe = config.layers[layer].moe
+    assert moe is not None, "the layer has the settings of a mixture"
+    return MoE(moe, config.hidden_size, make.within("mlp"))
 
 
 def _expert(config: MoEConfig, width: int, hidden_size: int, make: Maker) -> tuple[Linear, Linear]:

@@ -16,10 +16,10 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.activation import Activation
-from engine.runtime.layers.linear import CODES, DenseHeads, HeadProducts, Product, pack
 from engine.runtime.native.library import Library, native
 from engine.runtime.native.ops import PANEL, NativeHeads, NativeLinear, PackedLinear
 from engine.runtime.native.rows import StoredRows
+from engine.runtime.schemes.linear import CODES, DenseHeads, HeadProducts, Product, pack
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.cut import Span
 from engine.runtime.weights.stored.storage import Storage

@@ -1,0 +1,109 @@
+"""Attention over keys and values of each token: the mixer of most models."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.runtime.attention.base import Rotation
+from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
+from engine.runtime.layers.maker import Maker
+from engine.runtime.layers.model_config import ModelConfig, QKNorm
+from engine.runtime.layers.norms import FullNorm, HeadNorm
+from engine.runtime.layers.parts import Angles, LayerAttention
+from engine.runtime.layers.rope import rotate
+from engine.runtime.native.decoder import norm_args
+from engine.runtime.native.library import LayerArgs
+
+
+class Attention:
+    """Queries, keys and values from one matrix, rotated, attended, projected."""
+
+    __slots__ = (
+        "_clip",
+        "_full_norm",
+        "_group",
+        "_head_norm",
+        "_heads",
+        "_num_heads",
+        "_o",
+        "_qkv",
+        "_shape",
+        "_sinks",
+        "_state",
+        "states",
+    )
+
+    def __init__(
+        self, config: ModelConfig, layer: int, make: Maker, state: int, *, num_inputs: int | None = None
+    ) -> None:
+        """`num_inputs` is the width of x, if it is not the hidden size."""
+        make = make.within("self_attn")
+        self._state = state
+        self._num_heads = config.num_heads
+        self._heads = config.num_heads + config.num_kv_heads  # the heads that are normalised and rotated
+        self._shape = (-1, self._heads + config.num_kv_heads, config.head_dim)
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        rows = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
+        if config.merged_checkpoint:
+            rows = {"qkv_proj": sum(rows.values())}
+        self._qkv = make.linear(rows, num_inputs or config.hidden_size, bias=config.qkv_bias, place=AdaptedMatrix.QKV)
+        self._o = make.linear({"o_proj": config.hidden_size}, width, bias=config.o_bias, place=AdaptedMatrix.O)
+        self._head_norm = HeadNorm(config, make) if config.qk_norm is QKNorm.HEAD else None
+        self._full_norm = FullNorm(config, make) if config.qk_norm is QKNorm.FULL else None
+        self._clip, self._group = config.qkv_clip, make.group
+        self._sinks = make.tensor("sinks", config.num_heads, dtype=torch.float32) if config.has_sinks else None
+        self.states = (
+            AttentionSpec(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                scale=config.attention_scale,
+                window=config.layers[layer].window,
+                softcap=config.attention_softcap,
+                sinks=self._sinks,
+            ),
+        )
+
+    def __call__(
+        self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None
+    ) -> Tensor:
+        """Compute attention for x [T, inputs]; `angles` from Rotary, None without positions.
+
+        The tensors that `attention` gets are views into wider rows: a token's heads are contiguous, tokens are not.
+        """
+        qkv = adapted(self._qkv, AdaptedMatrix.QKV, x, adapters).view(self._shape)
+        qk = qkv[:, : self._heads]
+        if self._full_norm is not None:
+            qk.copy_(self._full_norm(qk))
+        if self._clip is not None:
+            qkv.clamp_(-self._clip, self._clip)
+        if attention.from_projected is not None:
+            out = attention.from_projected(self._state, qkv, self._rotation(angles))
+        else:
+            if self._head_norm is not None:
+                qk = self._head_norm(qk)
+            if angles is not None:
+                qk = rotate(qk, *angles)
+            out = attention(self._state, qk[:, : self._num_heads], qk[:, self._num_heads :], qkv[:, self._heads :])
+        y = adapted(self._o, AdaptedMatrix.O, out.flatten(1), adapters)
+        self._group.all_reduce(y)
+        return y
+
+    def _rotation(self, angles: Angles | None) -> Rotation:
+        if self._head_norm is not None:
+            return Rotation((self._head_norm.q.weight, self._head_norm.k.weight), self._head_norm.eps, angles)
+        return Rotation(None, 0.0, angles)
+
+    def describe(self, layer: LayerArgs) -> bool:
+        """Describe the matrices and norms, if the library holds them."""
+        if self._qkv.args is None or self._o.args is None:
+            return False
+        layer.qkv, layer.o = self._qkv.args, self._o.args
+        norm = self._head_norm or self._full_norm
+        if norm is not None:
+            layer.q, layer.k = norm_args(norm.q.weight), norm_args(norm.k.weight)
+        layer.sinks = None if self._sinks is None else self._sinks.data_ptr()
+        layer.window = self.states[0].window or 0
+        return True

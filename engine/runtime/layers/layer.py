@@ -1,0 +1,111 @@
+"""A decoder layer: a mixer and a feed-forward, each behind a norm and added to the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.layers.adapters import LayerAdapters
+from engine.runtime.layers.attention import Attention
+from engine.runtime.layers.latent import LatentAttention
+from engine.runtime.layers.maker import Maker
+from engine.runtime.layers.mixture import make_mixture
+from engine.runtime.layers.mlp import MLP
+from engine.runtime.layers.model_config import ModelConfig, NormPlacement
+from engine.runtime.layers.norms import NoNorm, RMSNorm
+from engine.runtime.layers.parts import Angles, FeedForward, LayerAttention, Mixer
+from engine.runtime.native.decoder import norm_args
+from engine.runtime.native.library import LayerArgs
+
+# By the names in LayerConfig. A part is made of the model's settings, the index of its layer and a maker of the layer's
+# tensors; a mixer also of the number of states before its own.
+MIXERS: dict[str, Callable[[ModelConfig, int, Maker, int], Mixer]] = {
+    "attention": Attention,
+    "latent": LatentAttention,
+}
+FEED_FORWARDS: dict[str, Callable[[ModelConfig, int, Maker], FeedForward]] = {
+    "mlp": MLP,
+    "mixture": make_mixture,
+}
+
+# Checkpoint names of the norms before the mixer, after it, before the feed-forward and after it.
+_NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
+    NormPlacement.PRE: ("input_layernorm", None, "post_attention_layernorm", None),
+    NormPlacement.POST: (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    NormPlacement.SANDWICH: (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+
+
+class DecoderLayer:
+    """A mixer and a feed-forward, each added to the residual stream."""
+
+    __slots__ = (
+        "_after_feed_forward",
+        "_after_mixer",
+        "_before_feed_forward",
+        "_before_mixer",
+        "_feed_forward",
+        "_mixer",
+        "_scale",
+    )
+
+    def __init__(self, config: ModelConfig, layer: int, make: Maker, *, state: int) -> None:
+        """`state` is the number of states of all layers before."""
+        settings = config.layers[layer]
+        self._mixer = MIXERS[settings.mixer](config, layer, make, state)
+        self._feed_forward = FEED_FORWARDS[settings.feed_forward](config, layer, make)
+        self._scale = config.residual_multiplier
+        names = _NORM_NAMES[config.norm_placement]
+        places = [RMSNorm(make, name, config.hidden_size, config) if name else NoNorm() for name in names]
+        self._before_mixer, self._after_mixer, self._before_feed_forward, self._after_feed_forward = places
+
+    def __call__(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        angles: Angles | None,
+        attention: LayerAttention,
+        adapters: LayerAdapters | None,
+    ) -> Tensor:
+        """Add the previous layer's output `delta` to x [T, hidden]; return this layer's output.
+
+        The sum and its norm are one pass over memory where possible."""
+        normed = self._before_mixer.add(x, delta, self._scale)
+        mixed = self._after_mixer(self._mixer(normed, angles, attention, adapters))
+        normed = self._before_feed_forward.add(x, mixed, self._scale)
+        return self._after_feed_forward(self._feed_forward(normed, adapters))
+
+    @property
+    def states(self) -> tuple[AttentionSpec, ...]:
+        """Return what the mixer keeps of each token."""
+        return self._mixer.states
+
+    @property
+    def is_capturable(self) -> bool:
+        """Return whether a CUDA graph can hold the loaded layer."""
+        return self._feed_forward.is_capturable
+
+    @property
+    def lacking(self) -> str:
+        """Return a matrix without which the native library cannot compute the feed-forward; "" for none."""
+        return self._feed_forward.lacking
+
+    def describe(self, rotary: int | None) -> LayerArgs | None:
+        """Describe the loaded layer to the native library, or return None if that cannot compute it."""
+        args = LayerArgs(rotary=-1 if rotary is None else rotary)
+        if not (self._mixer.describe(args) and self._feed_forward.describe(args)):
+            return None
+        args.before_attention, args.after_attention = map(
+            norm_args, (self._before_mixer.weight, self._after_mixer.weight)
+        )
+        args.before_mlp, args.after_mlp = map(
+            norm_args, (self._before_feed_forward.weight, self._after_feed_forward.weight)
+        )
+        return args

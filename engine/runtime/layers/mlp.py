@@ -1,0 +1,40 @@
+"""The dense feed-forward: gates, ups, and a product back."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
+from engine.runtime.layers.maker import Maker
+from engine.runtime.layers.model_config import ModelConfig
+from engine.runtime.native.library import LayerArgs
+
+
+class MLP:
+    """down(act(gate x) * up x), gate and up from one matrix."""
+
+    __slots__ = ("_down", "_gate_up", "_group")
+
+    is_capturable = True
+    lacking = ""
+
+    def __init__(self, config: ModelConfig, _: int, make: Maker) -> None:
+        make = make.within("mlp")
+        hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        rows = {"gate_up_proj": 2 * width} if config.merged_checkpoint else {"gate_proj": width, "up_proj": width}
+        self._gate_up = make.linear(rows, hidden, bias=bias, activation=config.activation, place=AdaptedMatrix.GATE_UP)
+        self._down = make.linear({"down_proj": hidden}, width, bias=bias, place=AdaptedMatrix.DOWN)
+        self._group = make.group
+
+    def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
+        inner = adapted(self._gate_up, AdaptedMatrix.GATE_UP, x, adapters)
+        y = adapted(self._down, AdaptedMatrix.DOWN, inner, adapters)
+        self._group.all_reduce(y)
+        return y
+
+    def describe(self, layer: LayerArgs) -> bool:
+        """Describe the matrices, if the library holds them."""
+        if self._gate_up.args is None or self._down.args is None:
+            return False
+        layer.gate_up, layer.down = self._gate_up.args, self._down.args
+        return True
