@@ -1,44 +1,33 @@
-// A block of code: its language, a button that copies it, and text that grows at its end.
+// A block of code: its language, a button that copies it, and colours by highlight.js (highlight/), which is loaded when
+// the first block appears.
 
 import { button, copyText, el } from "./dom.js";
-import { highlight } from "./highlight.js";
+import { sanitised } from "./sanitised.js";
 
-export class CodeBlock {
-  #text = document.createTextNode("");
-  #new = []; // lines and parts of lines that are not drawn yet
-  #isEmpty = true;
+const MAX_CHARS = 50_000; // longer code stays plain
+let highlighter = null; // once it is loaded
+let loading = null; // a promise
 
-  /** `fence` closes it; its lines lose up to `indent` spaces. */
-  constructor(language, { fence = "", indent = 0 } = {}) {
-    Object.assign(this, { language, fence, indent });
-    const name = language || "code";
-    this.code = el("code", {}, this.#text);
-    const pre = el("pre", { tabIndex: 0, attrs: { "aria-label": `Code: ${name}` } }, this.code);
-    const copy = button("Copy code", { icon: "copy", className: "icon-button" });
-    copy.onclick = () => copyText(this.code.textContent, copy, this.code);
-    const head = el("div", { className: "code-head" }, el("span", { textContent: name }), copy);
-    this.element = el("div", { className: "code", dir: "ltr" }, head, pre);
+function colour(code, language) {
+  const text = code.textContent;
+  if (highlighter.getLanguage(language) && text.length <= MAX_CHARS) {
+    code.replaceChildren(sanitised(highlighter.highlight(text, { language, ignoreIllegals: true }).value));
   }
+}
 
-  /** Begin a line. */
-  addLine(text) {
-    this.add(this.#isEmpty ? text : `\n${text}`);
-    this.#isEmpty = false;
+/** Return an element. `isOpen`: the code goes on, and gets its colours when it is complete. */
+export function codeBlock(language, text, isOpen = false) {
+  const name = language || "code";
+  const code = el("code", { textContent: text });
+  const pre = el("pre", { tabIndex: 0, attrs: { "aria-label": `Code: ${name}` } }, code);
+  const copy = button("Copy code", { icon: "copy", className: "icon-button" });
+  copy.onclick = () => copyText(code.textContent, copy, code);
+  if (language && !isOpen && highlighter) {
+    colour(code, language);
+  } else if (language && !isOpen) {
+    loading ??= import("./highlight/highlight.min.js").then((module) => { highlighter = module.default; });
+    loading.then(() => colour(code, language), () => { loading = null; });
   }
-
-  /** Add to the last line. */
-  add(text) {
-    this.#new.push(text);
-  }
-
-  render() {
-    this.#text.appendData(this.#new.join(""));
-    this.#new = [];
-  }
-
-  /** Colour the complete code. */
-  close() {
-    this.render();
-    this.code.replaceChildren(...highlight(this.#text.data, this.language));
-  }
+  const head = el("div", { className: "code-head" }, el("span", { textContent: name }), copy);
+  return el("div", { className: "code", dir: "ltr" }, head, pre);
 }

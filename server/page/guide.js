@@ -1,15 +1,8 @@
 // The dialog that says how programs use this server: its address, a first request, its endpoints.
 
 import { getJson, savedKey } from "./api.js";
-import { CodeBlock } from "./code.js";
+import { codeBlock } from "./code.js";
 import { byId, el } from "./dom.js";
-
-function block(language, code) {
-  const made = new CodeBlock(language);
-  made.addLine(code);
-  made.close();
-  return made.element;
-}
 
 function python(base, model) {
   const key = savedKey() ? 'os.environ["QUIRE_API_KEY"]' : '"none"';
@@ -30,7 +23,7 @@ function python(base, model) {
 export async function showApi(model) {
   const base = new URL("v1", document.baseURI).href;
   byId("api-address").textContent = base;
-  byId("api-example").replaceChildren(block("python", python(base, model || "MODEL")));
+  byId("api-example").replaceChildren(codeBlock("python", python(base, model || "MODEL")));
   byId("api-dialog").showModal();
   try {
     const { paths } = await getJson("openapi.json");

@@ -1,32 +1,25 @@
-// Markdown as it streams: each line opens or continues blocks, as CommonMark's algorithm does, and DOM nodes are made
-// once. Only the open block is drawn again, so an answer costs time linear in its length. There are headings, paragraphs,
-// lists, quotes, fenced code, formulas, tables and rules. HTML is shown as text, and newlines are kept.
+// Markdown as it streams. A block or an item that another one follows is final; only the rest is read again, and of it
+// only nodes that differ are replaced. So an answer costs time linear in its length, and what is selected or pressed stays.
 
-import { CodeBlock } from "./code.js";
+import { codeBlock } from "./code.js";
+import { parse, render } from "./dialect.js";
 import { el } from "./dom.js";
-import { FormulaBlock } from "./formula.js";
-import { Paragraph, Table, columnsOf } from "./leaves.js";
+import { drawFormula } from "./formula.js";
+import { sanitised } from "./sanitised.js";
 
-const MAX_DEPTH = 12; // containers deeper than this are shown as text
-const MAX_WAIT = 200; // characters after which a line is what it looks like so far
-const MARKS = /^(?:[-*+_=#:|\s>]|\d{1,9}[.)](?=\s))*(?:\d{1,9}[.)]?)?$/; // a line's start that may become several things
-const FENCE_START = /^(?:[\s>]|[-*+]\s|\d{1,9}[.)]\s)*(?:`{1,2}$|~{1,2}$|`{3,}[^`]*$|~{3})/;
-const FORMULA_START = /^(?:[\s>]|[-*+]\s|\d{1,9}[.)]\s)*(?:\$$|\\$|\$\$|\\\[)/; // a formula's block may begin
-const CLOSING_START = /^[\s>]*[`~]*\s*$/;
-const FENCE = /^(`{3,}|~{3,})\s*([^`\n]*)$/;
-const MARKER = /^(?:([-*+])|(\d{1,9})([.)]))(?:\s{1,4}(?=\S)|\s|$)/;
-const RULE = /^(?:(?:-\s*){3,}|(?:\*\s*){3,}|(?:_\s*){3,})$/;
-const HEADING = /^(#{1,6})(?:\s+|$)/;
+const SMALL = 3000; // characters and nodes that are made again whenever text is added
+const NODE = 10; // characters that cost as much as a node
 const CONTROLS = /[\u202a-\u202e\u2066-\u2069]/g; // they reorder the text around them
-
-const indentOf = (line) => line.search(/\S|$/);
+const UNDECIDED = /^[\s>]{0,99}(?:[-*+_=#|:~`$\\\s]{0,99}|\d{1,9}[.)]?\s?)$/; // a line's start that may become several things
 
 export class Markdown {
-  #open = []; // open containers, outermost first: { element, kind, indent }; kind is ">" or a list's mark
-  #leaf = null; // the open block of text, if any
-  #leafDepth = 0; // how many containers it is in
-  #pending = ""; // the start of a line that is not decided yet
-  #isInLine = false; // the line is decided, and the rest of it belongs to the leaf
+  #text = ""; // from the first block or item on that is not final
+  #final = null; // the last block before it
+  #item = null; // the last item before it, where it is an item
+  #numDrawn = 0; // characters of the text that were read as Markdown
+  #cost = 0; // of reading them
+  #tail = null; // a text node at their end, for what was added since
+  #ending = null; // matches text that ends the last block
 
   constructor(element) {
     this.element = element;
@@ -35,212 +28,123 @@ export class Markdown {
 
   /** Take more text. */
   write(text) {
-    const lines = text.replace(CONTROLS, "\ufffd").replaceAll("\r", "").split("\n");
-    lines.forEach((part, index) => this.#part(part, index < lines.length - 1));
+    this.#text += text.replace(CONTROLS, "\ufffd").replaceAll("\r", "");
   }
 
-  /** Draw the open block's new text. */
+  /** Draw new text. A long block is read again when it ends or has grown by an eighth. */
   render() {
-    this.#leaf?.render();
+    const start = this.#text.lastIndexOf("\n") + 1;
+    const text = UNDECIDED.test(this.#text.slice(start)) ? this.#text.slice(0, start) : this.#text;
+    const isLong = this.#cost > SMALL && text.length < this.#numDrawn * 1.125;
+    if (isLong && !this.#ending?.test(text.slice(this.#numDrawn - 4))) {
+      const newline = text[this.#numDrawn - 1] === "\n" ? 1 : 0; // which a block's end does not show
+      this.#tail?.replaceData(0, Infinity, text.slice(this.#numDrawn - newline));
+    } else if (text.length !== this.#numDrawn) {
+      this.#draw(text, true);
+    }
   }
 
   /** The text is complete. */
   end() {
-    if (this.#pending) {
-      this.#part("", true);
-    }
-    this.#closeLeaf();
+    this.#draw(this.#text, false);
   }
 
-  #part(part, isComplete) {
-    if (this.#isInLine) {
-      this.#leaf?.add(part);
-    } else {
-      this.#pending += part;
-      if (!isComplete && this.#mustWait()) {
-        return;
-      }
-      const line = this.#pending;
-      this.#pending = "";
-      const isCode = this.#leaf instanceof CodeBlock && !this.#open.length; // whose tabs are its own
-      this.#line(isCode ? line : line.replace(/^\s+/, (start) => start.replaceAll("\t", "    ")), isComplete);
+  #draw(text, isOpen) {
+    const tokens = parse(text, isOpen);
+    const leaf = tokens.findLast(({ nesting }) => nesting >= 0);
+    const isInCode = isOpen && leaf?.type === "fence" && !isClosed(leaf);
+    const made = finished(sanitised(render(tokens)), isInCode);
+    this.#numDrawn = text.length;
+    this.#cost = text.length + NODE * made.querySelectorAll("*").length;
+    if (this.#item) {
+      replace(this.#item.parentElement, made.firstChild, this.#item.nextSibling);
+      made.firstChild.remove();
     }
-    this.#isInLine = !isComplete;
+    replace(this.element, made, this.#item ? this.#item.parentElement.nextSibling : this.#open);
+    this.#follow(tokens.at(-1), isInCode ? leaf.markup : "");
+    this.#settle(text.split("\n"), tokens);
   }
 
-  /** Return whether the rest of the line may still decide what it is. */
-  #mustWait() {
-    const line = this.#pending;
-    if (line.length <= FormulaBlock.MAX_LINE && (this.#leaf instanceof FormulaBlock || FORMULA_START.test(line))) {
-      return !(this.#leaf instanceof CodeBlock) || this.#open.length > 0;
-    }
-    if (this.#leaf instanceof Table) {
-      return line.length < MAX_WAIT || line.includes("|");
-    }
-    if (line.length > MAX_WAIT) {
-      return false;
-    }
-    const isCode = this.#leaf instanceof CodeBlock;
-    if (isCode && CLOSING_START.test(line)) {
-      return true;
-    }
-    return !(isCode && !this.#open.length) && (MARKS.test(line) || FENCE_START.test(line)); // an item's code may end
+  /** The first block that is not final. */
+  get #open() {
+    return this.#final ? this.#final.nextSibling : this.element.firstChild;
   }
 
-  /** Take a line's start, or all of it. */
-  #line(line, isComplete) {
-    const { matched, rest } = this.#match(line);
-    const isInside = matched >= this.#leafDepth;
-    if (this.#leaf instanceof CodeBlock && isInside) {
-      this.#codeLine(rest);
-      return;
-    }
-    if (this.#leaf instanceof FormulaBlock && isInside && rest.trim()) {
-      this.#leaf.add(`\n${rest}`);
-      if (this.#leaf.isComplete) {
-        this.#closeLeaf();
-      }
-      return;
-    }
-    const text = rest.trimStart();
-    if (!text) {
-      this.#closeLeaf();
-      this.#open.length = matched;
-    } else if (this.#leaf instanceof Table && isInside && text.includes("|")) {
-      this.#leaf.add(text);
-    } else if (!this.#startsBlock(text) && this.#leaf instanceof Paragraph && this.#leaf.isLazy) {
-      this.#continueParagraph(text, isComplete && isInside);
-    } else {
-      this.#blocks(rest, matched);
+  /** Prepare for more text of the last block, if that is a paragraph or code. */
+  #follow(last, fence) {
+    const isParagraph = last?.type === "paragraph_close";
+    const isCode = last?.type === "fence" && fence !== "";
+    this.#ending = isParagraph ? /\n\s*\n/ : isCode ? new RegExp(`\\n {0,3}${fence}${fence[0]}*\\s*(?:\\n|$)`) : null;
+    this.#tail = isParagraph || isCode ? document.createTextNode("") : null;
+    if (this.#tail) {
+      (isCode ? this.element.lastChild.querySelector("code") : this.element.lastChild).append(this.#tail);
     }
   }
 
-  /** Strip the marks of the containers that the line continues. */
-  #match(line) {
-    let rest = line;
-    let matched = 0;
-    for (const { indent, kind } of this.#open) {
-      if (kind === ">") {
-        const quote = /^ {0,3}> ?/.exec(rest);
-        if (!quote) {
-          break;
-        }
-        rest = rest.slice(quote[0].length);
-      } else if (rest.trim()) {
-        // Bullets two spaces under "1." are meant to be its own, though CommonMark wants three.
-        const isMeant = /^ {2,}[-*+] /.test(rest) && !"-*+".includes(kind);
-        const found = Math.min(indentOf(rest), indent);
-        if (found < indent && !isMeant) {
-          break;
-        }
-        rest = rest.slice(found);
-      }
-      matched += 1;
+  /** Keep the blocks and the items that no further text changes. */
+  #settle(lines, tokens) {
+    const blocks = tokens.filter(({ level, nesting }) => level === 0 && nesting >= 0);
+    // Where no blank line precedes a block, its second line decides whether it is a table, or part of a paragraph.
+    const isDecided = ({ map: [start] }) => lines[start - 1]?.trim() === "" || start + 2 < lines.length;
+    const open = Math.max(blocks.findLastIndex(isDecided), 0);
+    let start = blocks[open]?.map[0] ?? 0;
+    for (const _ of blocks.slice(0, open)) {
+      this.#final = this.#open;
+      this.#item = null;
     }
-    return { matched, rest };
-  }
-
-  #startsBlock(text) {
-    const marker = MARKER.exec(text);
-    const isItem = marker && (marker[1] || marker[2] === "1" || this.#open.length > 0);
-    return isItem || FormulaBlock.isOpening(text) || text.startsWith(">") || HEADING.test(text) || FENCE.test(text) || RULE.test(text);
-  }
-
-  #continueParagraph(text, isComplete) {
-    const columns = isComplete ? columnsOf(text) : 0;
-    const header = columns && this.#leaf.takeHeader(columns);
-    if (!header) {
-      this.#leaf.add(`\n${text}`);
-      return;
+    const items = open === blocks.length - 1 ? tokens.slice(tokens.indexOf(blocks[open])).filter(isItem) : [];
+    if (items.length > 1 && items.every(({ map: [at] }) => /^\S/.test(lines[at]))) { // others are indented by the first
+      this.#item = this.#open.lastElementChild.previousElementSibling;
+      start = items.at(-1).map[0];
     }
-    const paragraph = this.#leaf;
-    this.#closeLeaf();
-    if (!paragraph.text) {
-      paragraph.element.remove();
-    }
-    this.#setLeaf(new Table(header, text));
+    const length = lines.slice(0, start).reduce((sum, line) => sum + line.length + 1, 0);
+    this.#text = this.#text.slice(length);
+    this.#numDrawn -= length;
   }
+}
 
-  #codeLine(rest) {
-    const closing = /^\s*(`{3,}|~{3,})\s*$/.exec(rest);
-    if (closing && closing[1].startsWith(this.#leaf.fence)) {
-      this.#closeLeaf();
-      return;
-    }
-    const strip = Math.min(indentOf(rest), this.#leaf.indent);
-    this.#leaf.addLine(rest.slice(strip));
+const isItem = ({ type, level }) => type === "list_item_open" && level === 1;
+
+/** Return whether a block of code has its closing mark. */
+const isClosed = ({ map: [start, end], content }) =>
+  end - start === 2 + (content ? content.replace(/\n$/, "").split("\n").length : 0);
+
+/** Return a fragment of blocks with what HTML does not say: heads of code, formulas, boxes in which tables scroll. */
+function finished(fragment, isInCode) {
+  const blanks = [...fragment.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE);
+  blanks.forEach((node) => node.remove());
+  const codes = [...fragment.querySelectorAll("pre")];
+  for (const pre of codes) {
+    pre.replaceWith(codeBlock(pre.title, pre.textContent, isInCode && pre === codes.at(-1)));
   }
-
-  /** Open the containers that a line starts, then its leaf. */
-  #blocks(line, matched) {
-    this.#closeLeaf();
-    let rest = line;
-    let siblings = this.#open[matched]; // an item beside which another may begin
-    this.#open.length = matched;
-    for (;;) {
-      const text = rest.trimStart();
-      const marker = this.#open.length < MAX_DEPTH && !RULE.test(text) ? MARKER.exec(text) : null;
-      if (this.#open.length < MAX_DEPTH && text.startsWith(">")) {
-        this.#push(this.#top, { element: el("blockquote"), kind: ">" });
-        rest = text.replace(/^> ?/, "");
-      } else if (marker) {
-        this.#item(marker, siblings, rest.length - text.length + marker[0].length);
-        rest = text.slice(marker[0].length);
-      } else {
-        this.#openLeaf(text, rest.length - text.length);
-        return;
-      }
-      siblings = undefined;
-    }
+  for (const table of fragment.querySelectorAll("table")) {
+    const box = el("div", { className: "table", tabIndex: 0, attrs: { role: "group", "aria-label": "Table" } });
+    table.replaceWith(box);
+    box.append(table);
   }
+  fragment.querySelectorAll(".formula").forEach(drawFormula);
+  return fragment;
+}
 
-  #push(parent, container) {
-    parent.append(container.element);
-    this.#open.push(container);
+/** Replace the children of an element from `old` on by those of another node; equal ones stay. */
+function replace(element, made, old = element.firstChild) {
+  let [before, next] = [old, made.firstChild];
+  while (before && next && before.isEqualNode(next)) {
+    before = before.nextSibling;
+    next.remove();
+    next = made.firstChild;
   }
-
-  get #top() {
-    return this.#open.at(-1)?.element ?? this.element;
+  if (before?.firstChild && next?.firstChild && before.cloneNode().isEqualNode(next.cloneNode())) {
+    replace(before, next); // an element that has grown
+    before = before.nextSibling;
+    next.remove();
   }
-
-  #item([, bullet, number, dot], siblings, indent) {
-    const kind = bullet ?? dot;
-    let list = siblings?.kind === kind ? siblings.element.parentElement : null;
-    if (!list) {
-      list = bullet ? el("ul") : el("ol", { start: Number(number) });
-      this.#top.append(list);
-    }
-    this.#push(list, { element: el("li"), kind, indent });
+  while (before) {
+    const { nextSibling } = before;
+    before.remove();
+    before = nextSibling;
   }
-
-  #openLeaf(text, indent) {
-    const fence = FENCE.exec(text);
-    const heading = HEADING.exec(text);
-    if (fence) {
-      const language = fence[2].trim().split(/[\s{]/)[0].slice(0, 30);
-      this.#setLeaf(new CodeBlock(language, { fence: fence[1], indent }));
-    } else if (FormulaBlock.isOpening(text)) {
-      this.#setLeaf(new FormulaBlock(text));
-    } else if (RULE.test(text)) {
-      this.#top.append(el("hr"));
-    } else if (heading) {
-      // The page itself uses headings down to the third level.
-      this.#setLeaf(new Paragraph(`h${Math.min(heading[1].length + 3, 6)}`, `level-${heading[1].length}`));
-      this.#leaf.add(text.slice(heading[0].length));
-    } else if (text) {
-      this.#setLeaf(new Paragraph("p"));
-      this.#leaf.add(text);
-    }
-  }
-
-  #setLeaf(leaf) {
-    this.#top.append(leaf.element);
-    this.#leaf = leaf;
-    this.#leafDepth = this.#open.length;
-  }
-
-  #closeLeaf() {
-    this.#leaf?.close();
-    this.#leaf = null;
+  while (made.firstChild) {
+    element.append(made.firstChild);
   }
 }

@@ -82,7 +82,8 @@ def test_both_archives_are_valid_and_complete(dist: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl") == (not libraries)
     tracked = [name for name in run("git", "ls-files", *PARTS[:4], folder=ROOT).split() if name.endswith(SUFFIXES)]
     assert set(tracked) <= set(names), "a file of the packages is missing"
-    assert any(name.endswith("licenses/server/page/katex/LICENSE") for name in names)
+    vendored = {name.rpartition("licenses/server/page/")[2] for name in names if "licenses/server/page/" in name}
+    assert vendored == {f"{folder}/LICENSE" for folder in ("dompurify", "highlight", "katex", "markdown-it")}
     with tarfile.open(archive) as opened:
         inside = {name.partition("/")[2] for name in opened.getnames()}
     assert {*tracked, "engine/commit.txt", "setup.py", "pyproject.toml"} <= inside
