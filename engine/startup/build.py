@@ -26,7 +26,6 @@ from engine.core.step import Runner, StepResult
 from engine.core.types import Progress, ReportProgress
 from engine.handle import EngineFacts
 from engine.loop import Engine, EventPublisher, Outbound
-from engine.recording.recording import RecordingFile, RecordingScheduler, check_path
 from engine.resources import EngineResources
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.cuda.available import has_triton
@@ -363,6 +362,8 @@ def _make_scheduler(config: EngineConfig, settings: SchedulerConfig) -> Schedule
     """Return a scheduler, one that records if that is asked for. Raises ConfigError."""
     if config.record is None:
         return Scheduler(settings)
+    from engine.recording.recording import RecordingFile, RecordingScheduler
+
     file = RecordingFile(Path(config.record), settings, config.record_contents)
     atexit.register(file.close)  # the engine's death is what a recording is for
     return RecordingScheduler(settings, file.note)
@@ -377,6 +378,8 @@ def _check_early(config: EngineConfig, device: torch.device) -> None:
         with naming(module):
             check_folder(Path(module.path))
     if config.record is not None:
+        from engine.recording.recording import check_path
+
         check_path(Path(config.record))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from loadtest.simulation.fleet_figures import Figures
 from loadtest.simulation.measure import Shape
 from loadtest.simulation.recording import Replayer
 from loadtest.simulation.replica import SimulationError
+from loadtest.simulation.variants import plain_settings
 
 _EVENTS_S = 0.005  # from a step's end until the router has its events
 
@@ -88,10 +89,7 @@ def what_is_known(recorded: Mapping[str, tuple[Sequence[Path], Figures]]) -> dic
     daemons = [daemon for each in read.values() for daemon in each]
     shapes = [shape for daemon in daemons for shape in daemon.shapes]
     costs = fit(shapes, [seconds for daemon in daemons for seconds in daemon.seconds])
-    settings = {
-        name: value for name, value in asdict(daemons[0].config).items() if isinstance(value, int | float | str)
-    }
-    costs = replace(costs, settings=settings)
+    costs = replace(costs, settings=plain_settings(daemons[0].config))
     known = {}
     for policy, (_, seen) in recorded.items():
         # The last requests are the load; those before made sure that the daemons are ready.

@@ -11,15 +11,13 @@ import argparse
 import asyncio
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rich.progress import Progress
 
-from engine.core.config import SchedulerConfig
 from loadtest.arguments import positive_int
 from loadtest.daemon import daemon
 from loadtest.engines import build, device_of
@@ -30,7 +28,7 @@ from loadtest.simulation.measure import Times, fill_pool, grid, held_out
 from loadtest.simulation.observe import Observed, observe, warm_up
 from loadtest.simulation.replay import replay
 from loadtest.simulation.trace import TraceRequest
-from loadtest.simulation.variants import measured_config
+from loadtest.simulation.variants import measured_config, plain_settings
 
 _NUM_HELD_OUT = 32
 _WAVES = (1, 2, 4, 8, 16, 32, 48)  # concurrent requests, of 64 words and 64 tokens each
@@ -125,12 +123,7 @@ class _Steps:
             "held_out_median_error": median(unseen),
             "held_out_p90_error": percentile(unseen, 0.9),
         }
-        return replace(costs, settings=_plain(config), about=about)
-
-
-def _plain(config: SchedulerConfig) -> dict[str, Any]:
-    """Return the settings that are numbers and words."""
-    return {name: value for name, value in asdict(config).items() if isinstance(value, (int, float, str))}
+        return replace(costs, settings=plain_settings(config), about=about)
 
 
 class _Waves:

@@ -27,7 +27,7 @@ from loadtest.simulation.replica import SimulationError
 from loadtest.simulation.report import Row, show, show_fleets, show_recordings
 from loadtest.simulation.routers import ROUTERS
 from loadtest.simulation.trace import to_request, write_trace
-from loadtest.simulation.variants import make_variants
+from loadtest.simulation.variants import groups_of, make_variants
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +106,11 @@ def _replay(options: argparse.Namespace) -> int:
                 rows.append(Row(name, variant.name, summarize(history, targets)))
                 progress.advance(task)
     show(rows, targets)
+    for variant in variants:
+        if variant.config.windows:
+            print(
+                f"{variant.name}: blocks of {variant.config.num_groups} groups of layers: {groups_of(variant.config)}."
+            )
     _print_refusals(rows, histories)
     figures = [{"workload": row.workload, "variant": row.variant, **asdict(row.figures)} for row in rows]
     settings = {variant.name: asdict(variant.config) for variant in variants}

@@ -41,6 +41,7 @@ _OPS = ("add", "drop", "abort", "plan", "commit", "roll_back", "give_up_copies",
 class Replayed:
     """The outcome of a replay."""
 
+    config: SchedulerConfig
     stats: Stats
     gaps: Gaps
     num_requests: int = 0
@@ -112,7 +113,7 @@ class Replayer:
             )
         config = _config(header["scheduler"])
         gaps = Gaps()
-        self.done = Replayed(Stats(itl_s=gaps), gaps)
+        self.done = Replayed(config, Stats(itl_s=gaps), gaps)
         self._scheduler = Scheduler(config, self.done.stats)
         self._runner = FakeRunner(config, memory=False)
         self._is_hidden = header["contents"] != "ids"

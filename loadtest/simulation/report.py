@@ -10,6 +10,7 @@ from loadtest.output import in_ms, print_table
 from loadtest.report import Spread
 from loadtest.simulation.figures import Figures, Targets, recording_figures
 from loadtest.simulation.recording import Replayed
+from loadtest.simulation.variants import groups_of
 
 
 class Row(NamedTuple):
@@ -87,6 +88,8 @@ def show_recordings(replayed: Mapping[str, Replayed]) -> None:
     print("Recordings, ms")
     print_table(("recording", "requests", "steps", "preempted", "TTFT p50", "p99", "ITL p50", "p99"), lines)
     for name, done in replayed.items():
+        if done.config.windows:
+            print(f"{name}: blocks of {done.config.num_groups} groups of layers: {groups_of(done.config)}.")
         verdict = (
             f"differs at {done.difference}" if done.difference else f"all {done.num_plans:,} plans are as recorded"
         )

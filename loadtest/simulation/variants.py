@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from itertools import product
 from typing import Any, NamedTuple, get_type_hints
 
 from engine.core.config import SchedulerConfig
 from loadtest.simulation.replica import SimulationError
 
+_WINDOWS = re.compile(r"\d+(\+\d+)*")
 _NOT_SIMULATED = ("stores", "num_host_blocks", "num_speculative_tokens")
 _FIELDS = {field.name: field for field in fields(SchedulerConfig) if field.name not in _NOT_SIMULATED}
 _TYPES = get_type_hints(SchedulerConfig)
@@ -43,7 +45,9 @@ def make_variants(
             known = ", ".join(_FIELDS)
             raise SimulationError(f"--set is {assignment!r}; write it as FIELD=VALUE[,VALUE...], of {known}.")
         axes[name] = [_value(name, value.strip()) for value in values.split(",")]
-    base = {name: value for name, value in measured.items() if name in _FIELDS}
+    base = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in measured.items() if name in _FIELDS
+    }
     missing = [name for name, field in _FIELDS.items() if name not in base and field.default is MISSING]
     for name in missing:
         if name not in axes:
@@ -52,10 +56,25 @@ def make_variants(
     variants = []
     for combination in product(*axes.values()):
         chosen = dict(zip(axes, combination, strict=True))
-        names = [str(chosen[name]) if name == "policy" else f"{name} {chosen[name]}" for name in differing]
+        names = [str(chosen[name]) if name == "policy" else f"{name} {_as_text(chosen[name])}" for name in differing]
         config = _config({**base, **chosen})
         variants.append(Variant(", ".join(names) or config.policy, config))
     return variants
+
+
+def _as_text(value: Any) -> str:
+    return ("+".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
+
+
+def plain_settings(config: SchedulerConfig) -> dict[str, Any]:
+    """Return the settings that `measured_config` reads: numbers, words and windows."""
+    kept = {name: value for name, value in asdict(config).items() if isinstance(value, int | float | str)}
+    return kept | {"windows": config.windows}
+
+
+def groups_of(config: SchedulerConfig) -> str:
+    """Return the groups of layers in words, for reports."""
+    return ", ".join(["full attention", *(f"windows of {window:,} tokens" for window in config.windows)])
 
 
 def _config(settings: dict[str, Any]) -> SchedulerConfig:
@@ -69,6 +88,8 @@ def _config(settings: dict[str, Any]) -> SchedulerConfig:
 def _value(name: str, text: str) -> Any:
     """Return a value of the field's type."""
     kind = str(_TYPES[name])
+    if name == "windows" and (text.lower() == "none" or _WINDOWS.fullmatch(text)):  # of groups of layers: 128+1024
+        return tuple(map(int, text.split("+"))) if text[0].isdigit() else ()
     word = _WORDS.get(text.lower(), text)
     if (word is None and "None" in kind) or (isinstance(word, bool) and "bool" in kind):
         return word

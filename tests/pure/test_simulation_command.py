@@ -21,7 +21,7 @@ from loadtest.simulation.observe import Observed
 from loadtest.simulation.replay import replay
 from loadtest.simulation.replica import SimulationError
 from loadtest.simulation.trace import TraceRequest
-from loadtest.simulation.variants import make_variants
+from loadtest.simulation.variants import make_variants, plain_settings
 
 SETTINGS = {
     "num_blocks": 3000,
@@ -142,6 +142,17 @@ def test_replay_compares_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     first, second = document["replays"][0], json.loads(again.read_text())["replays"][0]
     assert first["ttft_s"] == second["ttft_s"]
     assert first["tenants"] == second["tenants"]
+
+
+def test_replay_shows_the_groups_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", "replay", "steady", "--num", "10", "--costs", str(tmp_path / "costs.json")]
+    replace(COSTS, settings=plain_settings(replace(CONFIG, windows=(64,)))).save(tmp_path / "costs.json")
+    assert main(arguments) == 0
+    assert "fcfs: blocks of 2 groups of layers: full attention, windows of 64 tokens." in capsys.readouterr().out
+    assert main([*arguments, "--set", "windows=none,64+512"]) == 0
+    assert capsys.readouterr().out.endswith(
+        "windows 64+512: blocks of 3 groups of layers: full attention, windows of 64 tokens, windows of 512 tokens.\n"
+    )
 
 
 def test_replay_applies_the_limits_of_queues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
