@@ -25,14 +25,15 @@ from statistics import median
 
 import numpy as np
 
-from engine.core.page_table import Layout
-from engine.runtime.transports.shared_memory import SharedMemory
-from engine.runtime.transports.tcp import ParcelServer, pull
+from engine.runtime.stores import listener
+from engine.runtime.stores.folder import KnownPart, Parcels
+from engine.runtime.stores.peer import PeerFolder
+from engine.runtime.stores.wire import Deadline
 from engine.settings.peer import Peer
 from loadtest.arguments import positive_int
 from loadtest.output import print_table, save_json
 
-_KEY = b"loadtest"
+_KEY = _FINGERPRINT = "feed"
 _PIECE_BYTES = 16 << 20  # as engine/outbound/handover.py
 _CHILD = "import sys; from loadtest.handover import serve; serve(sys.argv[1], *map(int, sys.argv[2:]))"
 
@@ -52,7 +53,6 @@ def run(args: argparse.Namespace) -> int:
     block_bytes = args.block_kib << 10
     num_blocks = max((args.mib << 20) // block_bytes, 1)
     num_bytes = num_blocks * block_bytes
-    layout = _layout(block_bytes)
     python = [*shlex.split(args.through), sys.executable, "-c", _CHILD]
     command = [*python, args.address, str(num_blocks), str(block_bytes), str(args.rounds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:  # noqa: S603 - this file
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         rates: list[tuple[float, float]] = []
         for name in names:
             plain_s = _copy(Peer(args.address, int(plain_port)), num_bytes)
-            handed_s = _hand_over(Peer(args.address, parcel_port), name, layout)
+            handed_s = _hand_over(Peer(args.address, parcel_port), name, num_blocks, block_bytes)
             rates.append((num_bytes / plain_s / 1e9, num_bytes / handed_s / 1e9))
     rows = {
         "plain copy, GB/s": median(plain for plain, _ in rates),
@@ -79,31 +79,34 @@ def run(args: argparse.Namespace) -> int:
 
 def serve(address: str, num_blocks: int, block_bytes: int, rounds: int) -> None:
     """The other process: offers as many parcels and plain copies as there are rounds, then ends."""
-    layout = _layout(block_bytes)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        memory = SharedMemory(Path(folder), (rounds + 1) * num_blocks * (block_bytes + 4096), 3600.0)
-        names = []
+        most = (rounds + 1) * num_blocks * (block_bytes + 4096)
+        parcels, names = Parcels(Path(folder), _FINGERPRINT, block_bytes, most, 3600.0), []
+        row = memoryview((np.arange(block_bytes) % 256).astype(np.uint8).data)
         for _ in range(rounds):
-            parcel = memory.pack(layout, num_blocks)
-            parcel.rows[:] = np.arange(block_bytes, dtype=np.uint8)
-            names.append(parcel.send(num_blocks, bytes(32)))
+            parcel = parcels.pack(num_blocks)
+            for slot in range(num_blocks):
+                parcel.put(_name(slot), row, slot)
+            parcel.close()
+            names.append(parcel.name)
         content = np.zeros(num_blocks * block_bytes, np.uint8)
         content[:] = 7
-        server = ParcelServer(memory, Peer(address, 0), _KEY)
+        offered = listener.offer(parcels, Peer(address, 0), _KEY)
         with socket.create_server((address, 0)) as plain:
             print(plain.getsockname()[1], *names)
-            print(server.port, flush=True)
+            print(offered.port, flush=True)
             for _ in names:
                 connection, _ = plain.accept()
                 with connection:
                     connection.sendall(content.data)
         while any(Path(folder).iterdir()):
             time.sleep(0.01)
-        server.close()
+        offered.close()
 
 
-def _layout(block_bytes: int) -> Layout:
-    return Layout("loadtest", 16, block_bytes)
+def _name(slot: int) -> bytes:
+    """Return a name for a block."""
+    return slot.to_bytes(32, "big")
 
 
 def _copy(peer: Peer, num_bytes: int) -> float:
@@ -119,11 +122,15 @@ def _copy(peer: Peer, num_bytes: int) -> float:
     return time.perf_counter() - begun
 
 
-def _hand_over(peer: Peer, name: str, layout: Layout) -> float:
+def _hand_over(peer: Peer, name: str, num_blocks: int, block_bytes: int) -> float:
     begun = time.perf_counter()
-    parcel = pull(peer, name, layout, _KEY, 300.0)
-    piece = max(_PIECE_BYTES // layout.block_bytes, 1)
-    for first in range(0, parcel.header.num_blocks, piece):
-        parcel.read(first, min(first + piece, parcel.header.num_blocks))
-    parcel.close()
+    parcel = KnownPart(PeerFolder(peer, _FINGERPRINT, _KEY, Deadline(300.0)), name)
+    parcel.look()
+    piece = max(_PIECE_BYTES // block_bytes, 1)
+    rows = [memoryview(row.data) for row in np.empty((piece, block_bytes), np.uint8)]
+    for first in range(0, num_blocks, piece):
+        names = [_name(slot) for slot in range(first, min(first + piece, num_blocks))]
+        assert parcel.get(names, rows[: len(names)]) == len(names), "it is damaged"
+    parcel.drop()
+    parcel.source.close()
     return time.perf_counter() - begun

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from contextlib import closing
-from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.core.errors import ConfigError, ParcelError
 from engine.core.kv.prefix_cache import name_block
@@ -24,11 +24,13 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner
 from engine.handle import HandoverConfig, Missing, Offer, Prefix
 from engine.inbox import EngineThread
-from engine.runtime.transports.connection import derive_key
-from engine.runtime.transports.shared_memory import Incoming, Rows, SharedMemory
-from engine.runtime.transports.tcp import ParcelServer, pull
+from engine.runtime.stores import listener
+from engine.runtime.stores.folder import KnownPart, Parcels
+from engine.runtime.stores.peer import PeerFolder
+from engine.runtime.stores.wire import Deadline
 from engine.settings.peer import Peer
 
+Rows = NDArray[np.uint8]  # [blocks, bytes of a block]
 T = TypeVar("T")
 
 _PIECE_BYTES = 16 << 20  # a copy of milliseconds
@@ -44,40 +46,39 @@ def open_handover(engine: EngineThread, config: HandoverConfig) -> Handover:
         )
     try:
         where = config.folder or Path(f"/dev/shm/quire-kv-{os.getuid()}")  # noqa: S108 - for this user alone
-        memory = SharedMemory(where, config.max_bytes, config.expiry_s)
+        parcels = Parcels(where, layout.fingerprint, layout.block_bytes, config.max_bytes, config.expiry_s)
     except ParcelError as error:
         raise ConfigError(f"--kv-transfer-config: folder cannot be used: {error}.") from error
-    return Handover(engine, memory, layout, config)
+    return Handover(engine, parcels, layout, config)
 
 
 class Handover:
     """Sends and receives the K/V of prompts, for one engine."""
 
     def __init__(
-        self, engine: EngineThread, memory: SharedMemory, layout: Layout, config: HandoverConfig | None = None
+        self, engine: EngineThread, parcels: Parcels, layout: Layout, config: HandoverConfig | None = None
     ) -> None:
         """Listen, if that is asked for. Raises ConfigError."""
-        self._engine, self._memory, self._layout = engine, memory, layout
+        self._engine, self._parcels, self._layout = engine, parcels, layout
         self._config = config or HandoverConfig()
         self._piece = max(_PIECE_BYTES // layout.block_bytes, 1)
-        self._key = derive_key(self._config.key)
-        self._server = None
+        self._listener = None
         listen = self._config.listen
         if listen is not None:
             try:
-                self._server = ParcelServer(memory, listen, self._key)
+                self._listener = listener.offer(parcels, listen, self._config.key)
             except OSError as error:
                 raise ConfigError(f"--kv-transfer-config: listen is {listen}: {error.strerror or error}.") from error
 
     @property
     def port(self) -> int | None:
-        """Return the port at which other machines pull parcels; None without one."""
-        return None if self._server is None else self._server.port
+        """Return the port at which other machines take parcels; None without one."""
+        return None if self._listener is None else self._listener.port
 
     def close(self) -> None:
-        """Stop to listen."""
-        if self._server is not None:
-            self._server.close()
+        """Offer nothing more."""
+        if self._listener is not None:
+            self._listener.withdraw(self._parcels)
 
     def count_blocks(self, num_tokens: int) -> int:
         """Return the full blocks of a prompt's parcel; the last token is always computed where the answer is drawn."""
@@ -103,54 +104,73 @@ class Handover:
         return prefix._replace(names=names)
 
     def send(self, prefix: Prefix) -> Offer | None:
-        """Pack the cached blocks of a prompt's beginning; returns what to ask for. Raises ParcelError."""
+        """Pack the cached blocks of a prompt's beginning; returns what to ask for. Raises ParcelError and OSError."""
         num_blocks = self.count_blocks(len(prefix.tokens))
         if not num_blocks:
             return None
-        prefix = self._named(prefix)
-        parcel = self._memory.pack(self._layout, num_blocks)
+        prefix, names, done = self._named(prefix), self._names(prefix), 0
+        parcel = self._parcels.pack(num_blocks)
         try:
-            done = 0
             while done < num_blocks:
-                stop = min(done + self._piece, num_blocks)
-                found = self._read(prefix, parcel.rows, done, stop)
-                done += found
-                if not found:
+                rows = self._rows(min(num_blocks - done, self._piece))
+                found = self._read(prefix, rows, done, done + len(rows))
+                for row in rows[:found]:
+                    parcel.put(names[done], row.data, done)
+                    done += 1
+                if found < len(rows):
                     break
-            if not done:
-                return None
-            name = parcel.send(done, self._content(prefix, done))
-            return Offer(name, done, time.time() + self._memory.expiry_s)
+            parcel.resize(done)
+        except BaseException:
+            done = 0
+            raise
         finally:
-            parcel.drop()
+            parcel.close()
+            if not done:
+                self._parcels.remove(parcel.name)
+        return Offer(parcel.name.rpartition(".")[2], done, time.time() + self._parcels.expiry_s) if done else None
 
     def receive(self, name: str, prefix: Prefix, peer: Peer | None = None, timeout_s: float = _PATIENCE_S) -> int:
         """Have the cache hold the blocks of a parcel; returns how many of the prompt's it has.
 
         Without a peer the parcel is in shared memory. Raises ParcelError and OSError.
         """
-        with closing(self._open(name, peer, timeout_s)) as parcel:
-            num_blocks = parcel.header.num_blocks
-            if num_blocks > self.count_blocks(len(prefix.tokens)) or (
-                parcel.header.content != self._content(prefix, num_blocks)
-            ):
+        part, fingerprint = self._parcels.part_of(name), self._layout.fingerprint
+        far = None if peer is None else PeerFolder(peer, fingerprint, self._config.key, Deadline(timeout_s))
+        parcel = KnownPart(far or self._parcels, part)
+        try:
+            parcel.look()
+            num_blocks = len(parcel.index.entries)
+            if not num_blocks:
+                raise ParcelError(f"{peer or 'shared memory'} has no such parcel; it has expired or was taken")
+            names = self._names(prefix)
+            if parcel.has(names) < num_blocks:
                 raise ParcelError("the parcel is of another prompt, or of another tenant's")
-            prefix = self._named(prefix)
-            for first in range(0, num_blocks, self._piece):
-                stop = min(first + self._piece, num_blocks)
-                if not self._write(prefix, parcel.read(first, stop), first, stop):
-                    return first
-            return num_blocks
+            num_taken = self._take(parcel, names[:num_blocks], self._named(prefix))
+            parcel.drop()
+            return num_taken
+        finally:
+            parcel.source.close()
 
-    def _open(self, name: str, peer: Peer | None, timeout_s: float) -> Incoming:
-        if peer is None:
-            return self._memory.open(name, self._layout)
-        return pull(peer, name, self._layout, self._key, timeout_s)
+    def _take(self, parcel: KnownPart, names: Sequence[bytes], prefix: Prefix) -> int:
+        """Write a parcel's blocks; returns how many of the prompt's the cache has."""
+        for first in range(0, len(names), self._piece):
+            asked = names[first : first + self._piece]
+            rows = self._rows(len(asked))
+            if parcel.get(asked, [row.data for row in rows]) < len(asked):
+                raise ParcelError(f"the parcel of {parcel.source} is damaged")
+            if not self._write(prefix, rows, first, first + len(asked)):
+                return first
+        return len(names)
 
-    def _content(self, prefix: Prefix, num_blocks: int) -> bytes:
-        """Return the digest of a prompt's first blocks: their tokens, and whose they are."""
-        tokens = array("q", prefix.tokens[: num_blocks * self._layout.block_size])
-        return blake2b(tokens.tobytes(), digest_size=32, key=prefix.root, person=b"quire.parcel").digest()
+    def _rows(self, num_blocks: int) -> Rows:
+        return np.empty((num_blocks, self._layout.block_bytes), np.uint8)
+
+    def _names(self, prefix: Prefix) -> list[bytes]:
+        """Return the names that a prompt's full blocks have in a parcel, without the parts of them that are public."""
+        chain = [prefix.root]
+        for index in range(self.count_blocks(len(prefix.tokens))):
+            name_block(chain, prefix.tokens, index, self._layout.block_size)
+        return chain[1:]
 
     def _read(self, prefix: Prefix, rows: Rows, first: int, stop: int) -> int:
         """Copy blocks first .. stop - 1 of a prompt out; return how many there are."""

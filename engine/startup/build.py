@@ -64,7 +64,7 @@ from engine.runtime.pool.kv_cache import (
     resolve_kv_dtype,
 )
 from engine.runtime.speculation.heads import Head
-from engine.runtime.transports.pinned import STAGING_BYTES
+from engine.runtime.stores.pinned import STAGING_BYTES
 from engine.settings.engine_config import EngineConfig
 from engine.sources.adapter_config import check_folder, naming
 from engine.sources.draft_source import fetch_models
@@ -222,7 +222,7 @@ def _build(
     runner = parts.make_runner(settings)
     report(Progress("warm_up", f"on {device.type}"))
     (_warm_up_cuda if device.type == "cuda" else _warm_up_cpu)(parts, runner, settings)
-    settings, transports = open_tiers(runner, config, settings, model.dtype, report, content)
+    settings, tiers = open_tiers(runner, config, settings, model.dtype, report, content)
     if speculation is not None:
         settings = speculation.start(runner, settings, parts.captures, report)
     kv_events = _open_events(config, settings)
@@ -231,8 +231,8 @@ def _build(
     if executor is not None:
         executor.shares_ids = depth > 0
     scheduler = _make_scheduler(config, settings)
-    for name, transport in transports.items():
-        scheduler.tiers.restore(name, transport.kept)
+    for name, tier in tiers.items():
+        scheduler.tiers.restore(name, tier.store.kept)
     return Engine(
         scheduler,
         _guarded(runner, device, executor),
@@ -245,7 +245,7 @@ def _build(
         depth=depth,
         limits=_queue_limits(config, settings),
         resources=parts.resources,
-        outbound=Outbound(transports, kv_events),
+        outbound=Outbound(tiers, kv_events),
     )
 
 

@@ -87,7 +87,7 @@ def fingerprint(config: EngineConfig, dtype: str, blocks: Sequence[Tensor], cont
         "layout": [[str(view.dtype), *view.shape[1:]] for view in blocks],
     }
     text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, person=b"quire.kv").hexdigest()
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, person=b"quire.kv2").hexdigest()
 
 
 def _open(config: EngineConfig) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""The stores behind host memory, and what opens them. A new store is a file in this folder and a line of STORES.
+"""The tiers of cached blocks behind host memory, and what opens them: a new one is a file and a line of STORES.
 
 Opened by the thread that starts the daemon.
 """
@@ -14,16 +14,16 @@ import torch
 from engine.core.config import SchedulerConfig, StoreSize
 from engine.core.types import Progress
 from engine.runtime.execution.runner import ModelRunner
-from engine.runtime.transports import disk, shared_folder
-from engine.runtime.transports.base import Opening, Store
-from engine.runtime.transports.host import count_host_blocks
+from engine.runtime.stores import disk, shared
+from engine.runtime.stores.host import count_host_blocks
+from engine.runtime.stores.tier import Opening, Tier
 from engine.settings.engine_config import EngineConfig
 from engine.startup.fingerprint import ModelContent, fingerprint
 from engine.system.host_memory import available_memory
 
-STORES: dict[str, Callable[[Opening], Store | None]] = {
-    "disk": disk.open_store,
-    "shared": shared_folder.open_store,
+STORES: dict[str, Callable[[Opening], Tier | None]] = {
+    "disk": disk.open_tier,
+    "shared": shared.open_tier,
 }
 
 
@@ -34,10 +34,10 @@ def open_tiers(
     dtype: torch.dtype,
     report: Callable[[Progress], None],
     content: ModelContent | None = None,
-) -> tuple[SchedulerConfig, dict[str, Store]]:
+) -> tuple[SchedulerConfig, dict[str, Tier]]:
     """Open host memory and the configured stores. Raises ConfigError and others.
 
-    Returns the settings with their sizes, and the stores.
+    Returns the settings with their sizes, and the tiers.
     """
     asked = {"--swap-space": config.swap_space, "--kv-offload-config": config.kv_offload_gib}
     flags = [flag for flag, num_gib in asked.items() if num_gib]
@@ -50,19 +50,19 @@ def open_tiers(
     folder = None if config.kv_offload_dir is None else Path(config.kv_offload_dir).expanduser()
     pool = runner.open_host_pool(num_blocks, folder)
     report(Progress("swap_space", f"{num_blocks} blocks in host memory"))
-    stores: dict[str, Store] = {}
+    tiers: dict[str, Tier] = {}
     # Host memory ends with this process, and needs no name.
-    name = "" if content is None else fingerprint(config, str(dtype), runner.blocks, content)
-    opening = Opening(config, pool, block_bytes, name, report, stores)
+    kv_name = "" if content is None else fingerprint(config, str(dtype), runner.blocks, content)
+    opening = Opening(config, pool, block_bytes, kv_name, report, tiers)
     try:
-        for tier, open_store in STORES.items():
-            store = open_store(opening)
-            if store is not None:
-                stores[tier] = store
+        for name, open_tier in STORES.items():
+            tier = open_tier(opening)
+            if tier is not None:
+                tiers[name] = tier
     except BaseException:
-        for store in stores.values():
-            store.close()
+        for tier in tiers.values():
+            tier.close()
         raise
-    sizes = tuple(StoreSize(name, store.num_slots, store.is_shared) for name, store in stores.items())
+    sizes = tuple(StoreSize(name, tier.store.num_slots, tier.is_shared) for name, tier in tiers.items())
     caches = config.kv_offload_gib > 0
-    return replace(settings, num_host_blocks=num_blocks, host_caching=caches, stores=sizes), stores
+    return replace(settings, num_host_blocks=num_blocks, host_caching=caches, stores=sizes), tiers

@@ -23,8 +23,9 @@ from engine.core.kv.tiers import Transfer
 from engine.core.stats import TransferKind
 from engine.core.types import StepEvents
 from engine.loop import Engine
-from engine.runtime.transports import disk
-from engine.runtime.transports.disk import DiskStore
+from engine.runtime.stores import parts
+from engine.runtime.stores.disk import DiskStore
+from engine.runtime.stores.tier import Tier
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from tests.cpu.model_driver import request
@@ -52,7 +53,8 @@ class Host:
 
     def __init__(self, folder: Path, num_slots: int = NUM_SLOTS, name: str = "model") -> None:
         self.rows = [bytearray(BLOCK_BYTES) for _ in range(NUM_SLOTS)]
-        self.store = DiskStore(folder, name, num_slots, BLOCK_BYTES, self)  # type: ignore[arg-type]  # the part that it uses
+        self.store = DiskStore(folder, name, num_slots, BLOCK_BYTES)
+        self.tier = Tier(self.store, self)
 
     def row(self, host_block: int) -> memoryview:
         return memoryview(self.rows[host_block])
@@ -61,8 +63,8 @@ class Host:
         """Nothing is under way."""
 
     def move(self, kind: TransferKind, name: int, slot: int) -> bool:
-        self.store.start([Transfer(1, "disk", kind, digest(name), slot, slot)])
-        ((transfer, is_good),) = self.store.finished(PATIENCE_S)
+        self.tier.start([Transfer(1, "disk", kind, digest(name), slot, slot)])
+        ((transfer, is_good),) = self.tier.finished(PATIENCE_S)
         assert (transfer.name, transfer.slot) == (digest(name), slot)
         return is_good
 
@@ -79,7 +81,7 @@ class Host:
 def opened(folder: Path, num_slots: int = NUM_SLOTS, name: str = "model") -> Iterator[Host]:
     host = Host(folder, num_slots, name)
     yield host
-    host.store.close()
+    host.tier.close()
 
 
 def test_what_was_written_is_there_after_a_restart_oldest_first(tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_a_disk_that_says_no_is_told_and_survived(
 
     with opened(tmp_path) as host:
         with monkeypatch.context() as patched:
-            patched.setattr(disk.os, "pwrite", full)
+            patched.setattr(parts.os, "pwrite", full)
             assert [host.write(1, 0) for _ in range(9)] == [False] * 9
         assert "No space left on device" in caplog.text
         assert len(caplog.records) == 5, "the log is not filled too"
@@ -177,18 +179,18 @@ def test_fetches_go_before_stores(tmp_path: Path) -> None:
     host.write(1, 1)
     transfers = [Transfer(1, "disk", TransferKind.SAVE, digest(9), 0, 0)] * 200
     transfers.append(Transfer(2, "disk", TransferKind.LOAD, digest(1), 1, 1))
-    host.store.start(transfers)
+    host.tier.start(transfers)
     order = []
     while len(order) < len(transfers):
-        order += [transfer.kind for transfer, _ in host.store.finished(PATIENCE_S)]
+        order += [transfer.kind for transfer, _ in host.tier.finished(PATIENCE_S)]
     assert order.index(TransferKind.LOAD) < 199
-    host.store.close()
+    host.tier.close()
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("a file")
     with pytest.raises(ConfigError, match="cannot be used: File exists"):
-        DiskStore(tmp_path / "kv", "model", NUM_SLOTS, BLOCK_BYTES, None)  # type: ignore[arg-type]
+        DiskStore(tmp_path / "kv", "model", NUM_SLOTS, BLOCK_BYTES)
 
 
 def test_other_files_make_way_the_oldest_first(tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ def test_other_files_make_way_the_oldest_first(tmp_path: Path) -> None:
 
 def test_a_bound_beyond_the_disk_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--kv-offload-config: disk_gib asks for .* set it to at most"):
-        DiskStore(tmp_path, "model", 1 << 50, BLOCK_BYTES, None)  # type: ignore[arg-type]
+        DiskStore(tmp_path, "model", 1 << 50, BLOCK_BYTES)
 
 
 PROMPTS = [[(3 * i + j * j) % 90 + 1 for j in range(45)] for i in range(4)]

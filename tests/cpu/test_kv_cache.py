@@ -22,7 +22,7 @@ from engine.runtime.pool.kv_cache import (
     fit_pool,
     resolve_kv_dtype,
 )
-from engine.runtime.transports import pinned
+from engine.runtime.stores import pinned
 
 in_blocks = partial(blocks_for, block_size=16)
 

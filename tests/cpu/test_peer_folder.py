@@ -14,9 +14,11 @@ import pytest
 from engine.core.budget import StepTime
 from engine.core.errors import ConfigError, ParcelError
 from engine.core.kv import tiers
-from engine.runtime.transports import connection, parts, peer_folder, shared_folder
-from engine.runtime.transports.peer_folder import FolderServer, PeerFolder
-from engine.runtime.transports.shared_folder import Others, SharedFolder
+from engine.runtime.stores import listener, parts, tier, wire
+from engine.runtime.stores.disk import DiskStore
+from engine.runtime.stores.folder import Folder, SharedStore
+from engine.runtime.stores.listener import Listener
+from engine.runtime.stores.peer import PeerFolder
 from engine.settings.peer import Peer
 from tests.cpu.test_disk_store import BLOCK_BYTES, NUM_SLOTS, Host, content, engine_on, opened, tiny
 from tests.cpu.test_shared_folder import Reader as FolderReader
@@ -29,24 +31,28 @@ FINGERPRINT = "ab" * 16
 class Reader(FolderReader):
     """A daemon of another machine."""
 
-    def __init__(self, server: FolderServer, key: str = "k", fingerprint: str = FINGERPRINT) -> None:
+    def __init__(self, server: Listener, key: str = "k", fingerprint: str = FINGERPRINT) -> None:
         self.peer = PeerFolder(Peer("127.0.0.1", server.port), fingerprint, key)
-        self._others, self.names = Others([self.peer]), set[bytes]()
+        self._others, self.names = SharedStore([self.peer]), set[bytes]()
+
+
+def offer(folder: Path, port: int = 0) -> Listener:
+    return listener.offer(Folder(folder, FINGERPRINT, BLOCK_BYTES), Peer("127.0.0.1", port), "k")
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[FolderServer]:
-    opened = FolderServer(tmp_path, FINGERPRINT, BLOCK_BYTES, Peer("127.0.0.1", 0), "k")
+def server(tmp_path: Path) -> Iterator[Listener]:
+    opened = offer(tmp_path)
     yield opened
     opened.close()
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_peer_has_what_the_folder_has_or_nothing(
-    tmp_path: Path, server: FolderServer, monkeypatch: pytest.MonkeyPatch, seed: int
+    tmp_path: Path, server: Listener, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Blocks are written, replaced and damaged, and connections end, in any order."""
-    monkeypatch.setattr(peer_folder, "_PIECE_BYTES", 2 * parts.ENTRY_BYTES)  # an index of several pieces
+    monkeypatch.setattr(wire, "_PIECE_BYTES", 2 * parts.ENTRY_BYTES)  # an index of several pieces
     draw, reader = random.Random(seed), Reader(server)
     is_damaged = False
     with opened(tmp_path, name=FINGERPRINT) as first, opened(tmp_path, name=FINGERPRINT) as second:
@@ -58,7 +64,7 @@ def test_a_peer_has_what_the_folder_has_or_nothing(
             elif action == "look":
                 found = reader.look()
                 names = parts.names(tmp_path, FINGERPRINT)
-                there = {entry.digest[0] for name in names for entry in entries(tmp_path, name)}
+                there = {entry.name[0] for name in names for entry in entries(tmp_path, name)}
                 assert found == there
                 if not is_damaged:
                     assert all(reader.read(name) == content(name) for name in found)
@@ -67,7 +73,7 @@ def test_a_peer_has_what_the_folder_has_or_nothing(
                 assert reader.read(draw.randrange(1, 12)) is None
             else:
                 is_damaged = True
-                path = tmp_path / f"{host.store.part}{draw.choice(parts.KINDS)}"
+                path = tmp_path / f"{host.store.name}{draw.choice(parts.KINDS)}"
                 with path.open("r+b") as file:
                     file.seek(draw.randrange(max(path.stat().st_size, 1)))
                     file.write(draw.randbytes(60))
@@ -76,7 +82,7 @@ def test_a_peer_has_what_the_folder_has_or_nothing(
     reader.peer.close()
 
 
-def test_a_daemon_that_is_gone_is_found_again(tmp_path: Path, server: FolderServer) -> None:
+def test_a_daemon_that_is_gone_is_found_again(tmp_path: Path, server: Listener) -> None:
     reader = Reader(server)
     with opened(tmp_path, name=FINGERPRINT) as host:
         host.write(1, 0)
@@ -84,14 +90,14 @@ def test_a_daemon_that_is_gone_is_found_again(tmp_path: Path, server: FolderServ
         server.close()
         assert reader.read(1) is None
         assert reader.look() == set()
-        again = FolderServer(tmp_path, FINGERPRINT, BLOCK_BYTES, Peer("127.0.0.1", server.port), "k")
+        again = offer(tmp_path, server.port)
         assert reader.look() == {1}
         assert reader.read(1) == content(1)
         reader.peer.close()
         again.close()
 
 
-def test_only_the_same_key_and_model_are_served(tmp_path: Path, server: FolderServer) -> None:
+def test_only_the_same_key_and_model_are_served(tmp_path: Path, server: Listener) -> None:
     with opened(tmp_path, name=FINGERPRINT) as host:
         host.write(1, 0)
         assert Reader(server, key="other").look() == set()
@@ -99,7 +105,7 @@ def test_only_the_same_key_and_model_are_served(tmp_path: Path, server: FolderSe
         reader = Reader(server)
         assert reader.look() == {1}
         row = memoryview(bytearray(BLOCK_BYTES))
-        assert not reader.peer.read(FINGERPRINT, NUM_SLOTS, row), "beyond the end"
+        assert list(reader.peer.read(FINGERPRINT, [NUM_SLOTS], [row])) == [False], "beyond the end"
         assert reader.read(1) == content(1)
         reader.peer.close()
 
@@ -119,32 +125,33 @@ def test_only_parts_with_the_fingerprint_are_read(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes((folder / f"{FINGERPRINT}.kv").read_bytes())
             assert path.stat().st_size >= BLOCK_BYTES
-        server = FolderServer(folder, FINGERPRINT, BLOCK_BYTES, Peer("127.0.0.1", 0), "k")
+        server = offer(folder)
         reader = Reader(server)
         assert reader.look() == {1}
         row = memoryview(bytearray(BLOCK_BYTES))
-        assert reader.peer.read(FINGERPRINT, 0, row)
-        assert [name for name in others if reader.peer.read(name, 0, row)] == []
+        assert list(reader.peer.read(FINGERPRINT, [0], [row])) == [True]
+        assert [name for name in others if list(reader.peer.read(name, [0], [row])) != [False]] == []
         assert reader.read(1) == content(1), "the connection is good"
         reader.peer.close()
         server.close()
 
 
-def test_a_request_without_sense_ends_the_connection(server: FolderServer) -> None:
-    peer, key = Peer("127.0.0.1", server.port), connection.derive_key("k")
+def test_a_request_without_sense_ends_the_connection(server: Listener) -> None:
+    peer, key = Peer("127.0.0.1", server.port), wire.derive_key("k")
     for request in (
         struct.pack("<BI", 0, 1 << 30),
         struct.pack("<BI", 0, 3) + b"abc",
-        struct.pack("<BI", 0, 56) + bytes(48) + struct.pack("<II", 0, 1 << 31),
-        struct.pack("<BI", 1, 56) + bytes(48) + struct.pack("<Q", 1 << 63),
-        struct.pack("<BI", 9, 0),
+        struct.pack("<BI", 0, 168) + bytes(160) + struct.pack("<II", 0, 1 << 31),
+        struct.pack("<BI", 1, 88) + bytes(80) + struct.pack("<Q", 1 << 63),
+        struct.pack("<BI", 1, 83) + bytes(83),
+        struct.pack("<BI", 9, 80) + bytes(80),
     ):
-        caller, deadline = connection.call(peer, FINGERPRINT, key, PATIENCE_S, "")
-        with caller:
-            connection.send(caller, request, deadline)
+        deadline = wire.Deadline(PATIENCE_S)
+        with wire.call(peer, FINGERPRINT, key, deadline) as caller:
+            wire.send(caller, request, deadline)
             caller.shutdown(socket.SHUT_WR)
             with suppress(ConnectionError, ParcelError):
-                while connection.receive(caller, 1, deadline):
+                while wire.receive(caller, 1, deadline):
                     pass
 
 
@@ -167,17 +174,17 @@ def test_an_engine_loads_what_its_peer_computed_and_says_the_same_bits(
 ) -> None:
     monkeypatch.setattr(tiers, "MAX_PARKED_S", PATIENCE_S)
     monkeypatch.setattr(StepTime, "is_known", False)
-    monkeypatch.setattr(shared_folder, "LOOK_S", POLL_S)
+    monkeypatch.setattr(tier, "LOOK_S", POLL_S)
     model, folder = tiny(tmp_path), tmp_path / "kv"
     expected = say(engine_on(model, folder, kv_offload_listen="127.0.0.1:0"))
     offering = engine_on(
         model, folder, kv_offload_listen="127.0.0.1:0"
     )  # all that the first has written before it ended
     assert offering._offload is not None
-    shared = offering._offload._transports["shared"]
-    assert isinstance(shared, SharedFolder)
-    assert shared.server is not None
-    second = engine_on(model, folder, kv_offload_dir=None, kv_offload_peer=f"127.0.0.1:{shared.server.port}")
+    own = offering._offload._transports["disk"].store  # type: ignore[attr-defined]
+    assert isinstance(own, DiskStore)
+    assert own.listener is not None
+    second = engine_on(model, folder, kv_offload_dir=None, kv_offload_peer=f"127.0.0.1:{own.listener.port}")
     learn(second, folder)
     assert say(second) == expected
     assert second.stats.prefix_hits["shared"] == 4 * 44

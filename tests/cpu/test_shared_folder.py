@@ -22,8 +22,9 @@ from engine.core.kv.tiers import Transfer
 from engine.core.stats import TransferKind
 from engine.core.types import StepEvents, TokenEvent
 from engine.loop import Engine
-from engine.runtime.transports import disk, parts, shared_folder, worker
-from engine.runtime.transports.shared_folder import Folder, Others
+from engine.runtime.stores import parts, tier
+from engine.runtime.stores.folder import Folder, SharedStore
+from engine.runtime.stores.tier import Tier
 from tests.cpu.model_driver import request
 from tests.cpu.test_disk_store import (
     BLOCK_BYTES,
@@ -43,17 +44,17 @@ class Reader:
     """A daemon's view of the others' parts."""
 
     def __init__(self, folder: Path, own: str) -> None:
-        self._others, self.names = Others([Folder(folder, "model", own)]), set[bytes]()
+        self._others, self.names = SharedStore([Folder(folder, "model", BLOCK_BYTES, own)]), set[bytes]()
 
     def look(self) -> set[int]:
-        news = self._others.look()
+        news = self._others.news()
         if news is not None:
             self.names = (self.names | set(news.gained)) - set(news.lost)
         return {name[0] for name in self.names}
 
     def read(self, name: int) -> bytes | None:
         row = bytearray(BLOCK_BYTES)
-        return bytes(row) if self._others.read(digest(name), memoryview(row)) else None
+        return bytes(row) if self._others.get(digest(name), memoryview(row)) else None
 
 
 def num_bytes(folder: Path) -> int:
@@ -65,16 +66,16 @@ def test_each_daemon_has_a_part_and_takes_it_again(tmp_path: Path) -> None:
         with opened(tmp_path) as second:
             first.write(1, 0)
             second.write(2, 0)
-            assert (first.store.part, second.store.part) == ("model", "model.2")
+            assert (first.store.name, second.store.name) == ("model", "model.2")
             assert parts.names(tmp_path, "model") == ["model", "model.2"]
         with opened(tmp_path) as third:
-            assert third.store.part == "model.2"
+            assert third.store.name == "model.2"
             assert third.store.kept == [(digest(2), 0)]
 
 
 def test_what_others_write_is_found_and_read(tmp_path: Path) -> None:
     with opened(tmp_path) as first, opened(tmp_path) as second:
-        reader = Reader(tmp_path, first.store.part)
+        reader = Reader(tmp_path, first.store.name)
         assert reader.look() == set()
         first.write(1, 0)
         second.write(2, 3)
@@ -97,7 +98,7 @@ def test_the_part_of_a_daemon_that_runs_does_not_make_way(tmp_path: Path) -> Non
         with opened(tmp_path) as running:
             running.write(9, 0)
     with opened(tmp_path), opened(tmp_path) as second, opened(tmp_path) as third:
-        assert (second.store.part, third.store.part) == ("model.2", "model.3")
+        assert (second.store.name, third.store.name) == ("model.2", "model.3")
         for slot in range(NUM_SLOTS):
             third.write(slot + 20, slot)
         assert parts.names(tmp_path, "model") == ["model", "model.2", "model.3"]
@@ -126,7 +127,7 @@ def test_an_odd_file_ends_neither_sharing_nor_a_start(tmp_path: Path, name: str,
         first.write(1, 0)
     for path in (tmp_path / "other").iterdir():
         path.rename(tmp_path / path.name.replace("model", "model.2"))
-    store = shared_folder.SharedFolder(Others([Folder(tmp_path, "model", "own")]), NUM_SLOTS, NoRows())
+    store = Tier(SharedStore([Folder(tmp_path, "model", BLOCK_BYTES, "own")]), NoRows(), is_shared=True)
     found: set[bytes] = set()
     eventually(lambda: bool(found.update(*(news.gained for news in store.news()))) or digest(1) in found)
     rows = store._pool.row(0)
@@ -138,7 +139,7 @@ def test_an_odd_file_ends_neither_sharing_nor_a_start(tmp_path: Path, name: str,
     assert not store._thread.is_alive()
     if kind == ".index" and "1 TB" not in name and "permission" not in name:
         with opened(tmp_path) as started:
-            assert started.store.part == "model.2", "the odd one is no part"
+            assert started.store.name == "model.2", "the odd one is no part"
 
 
 class NoRows:
@@ -157,8 +158,8 @@ class NoRows:
 def test_an_error_of_a_look_is_logged_once_and_the_next_look_follows(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shared_folder, "LOOK_S", POLL_S)
-    others, looks = Others([]), count()
+    monkeypatch.setattr(tier, "LOOK_S", POLL_S)
+    others, looks = SharedStore([]), count()
 
     def look() -> tiers.News | None:
         number = next(looks)
@@ -166,8 +167,8 @@ def test_an_error_of_a_look_is_logged_once_and_the_next_look_follows(
             raise MemoryError("no room")
         return tiers.News([digest(number)], [])
 
-    monkeypatch.setattr(others, "look", look)
-    store = shared_folder.SharedFolder(others, NUM_SLOTS, NoRows())
+    monkeypatch.setattr(others, "news", look)
+    store = Tier(others, NoRows(), is_shared=True)
     eventually(lambda: bool(store.news()))
     store.close()
     assert [record.getMessage() for record in caplog.records] == [
@@ -178,17 +179,17 @@ def test_an_error_of_a_look_is_logged_once_and_the_next_look_follows(
 def test_a_file_system_that_hangs_does_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker, "_CLOSE_S", POLL_S)
+    monkeypatch.setattr(tier, "_CLOSE_S", POLL_S)
     hangs = threading.Event()
-    monkeypatch.setattr(disk, "_write_all", lambda *_: hangs.wait(PATIENCE_S))
+    monkeypatch.setattr(parts, "_write_all", lambda *_: hangs.wait(PATIENCE_S))
     with opened(tmp_path) as host:
-        host.store.start([Transfer(1, "disk", TransferKind.SAVE, digest(1), 0, 0)])
-        blocks = host.store._blocks
+        host.tier.start([Transfer(1, "disk", TransferKind.SAVE, digest(1), 0, 0)])
+        blocks = host.store.blocks
     assert "is left behind" in caplog.text
     os.fstat(blocks)  # the thread may still write to it
     hangs.set()
-    host.store._thread.join(PATIENCE_S)
-    host.store.close()
+    host.tier._thread.join(PATIENCE_S)
+    host.tier.close()
 
 
 @given(data=st.data())
@@ -206,13 +207,13 @@ def test_readers_find_what_is_there_and_nothing_else(
         host = hosts[at]
         if host is None:
             host = hosts[at] = Host(folder)
-            readers[host.store.part] = Reader(folder, host.store.part)
+            readers[host.store.name] = Reader(folder, host.store.name)
         action = data.draw(st.sampled_from(["write"] * 6 + ["look"] * 3 + ["end", "damage"]))
-        part = host.store.part
+        part = host.store.name
         if action == "write":
             host.write(data.draw(st.integers(1, 12)), data.draw(st.integers(0, NUM_SLOTS - 1)))
         elif action == "end":
-            host.store.close()
+            host.tier.close()
             hosts[at] = None
         elif action == "damage":
             path = folder / f"{part}{data.draw(st.sampled_from(parts.KINDS))}"
@@ -224,13 +225,13 @@ def test_readers_find_what_is_there_and_nothing_else(
             found = readers[part].look()
             if not is_damaged:
                 others = [path for path in parts.names(folder, "model") if path != part]
-                assert found == {entry.digest[0] for name in others for entry in entries(folder, name)}
+                assert found == {entry.name[0] for name in others for entry in entries(folder, name)}
         for name in {each[0] for each in readers[part].names}:
             assert readers[part].read(name) in (content(name), None)
         assert num_bytes(folder) <= 3 * NUM_SLOTS * parts.stride(BLOCK_BYTES)
     for host in hosts:
         if host is not None:
-            host.store.close()
+            host.tier.close()
 
 
 def entries(folder: Path, name: str) -> list[parts.Entry]:
@@ -265,7 +266,7 @@ def learn(engine: Engine, folder: Path) -> None:
     assert engine._offload is not None
     while not (written := [path.stem for path in folder.glob("*.index") if entries(folder, path.stem)]):
         time.sleep(POLL_S)
-    names = {entry.digest for name in written for entry in entries(folder, name)}
+    names = {entry.name for name in written for entry in entries(folder, name)}
     while not all(engine._scheduler.tiers.stores["shared"].find(name) >= 0 for name in names):
         engine._offload.learn()
         time.sleep(POLL_S)
@@ -276,7 +277,7 @@ def test_a_second_engine_loads_what_the_first_computes_and_says_the_same_bits(
 ) -> None:
     monkeypatch.setattr(tiers, "MAX_PARKED_S", PATIENCE_S)
     monkeypatch.setattr(StepTime, "is_known", False)
-    monkeypatch.setattr(shared_folder, "LOOK_S", POLL_S)
+    monkeypatch.setattr(tier, "LOOK_S", POLL_S)
     model, folder = tiny(tmp_path), tmp_path / "kv"
     second = engine_on(model, folder)  # it runs before the first has computed anything
     first = engine_on(model, folder)

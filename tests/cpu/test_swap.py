@@ -19,9 +19,9 @@ from engine.runtime import mapped_file
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.pool.kv_cache import KVCache
-from engine.runtime.transports import pinned
-from engine.runtime.transports.host import MainMemoryPool, count_host_blocks
-from engine.runtime.transports.pinned import gather, runs, scatter
+from engine.runtime.stores import pinned
+from engine.runtime.stores.host import MainMemoryPool, count_host_blocks
+from engine.runtime.stores.pinned import gather, runs, scatter
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from tests.cpu.model_driver import CPU, TinyModel, make_runner, request, serve, settings, solo_greedy

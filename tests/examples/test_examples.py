@@ -19,7 +19,7 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.outbound.offload import Offload
 from engine.settings.engine_config import EngineConfig
 from engine.text.tools.formats import TOOL_FORMATS
-from tests.examples.cache_tier import CompressedStore, open_store
+from tests.examples.cache_tier import CompressedStore, open_tier
 from tests.examples.queue_key import short_prompts
 from tests.examples.queue_turns import TurnsQueue
 from tests.examples.tool_format import CALL_TAGS
@@ -103,7 +103,7 @@ def test_a_cache_tier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from engine.startup import stores as table
 
-    monkeypatch.setattr(table, "STORES", {"compressed": open_store})
+    monkeypatch.setattr(table, "STORES", {"compressed": open_tier})
     settings, pages = config(num_blocks=12, host_caching=True), HostPages()
 
     def open_host_pool(num_blocks: int, folder: Path | None) -> HostPages:
@@ -112,11 +112,11 @@ def test_a_cache_tier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     device = SimpleNamespace(blocks=[torch.zeros(settings.num_blocks, 1 << 16)], open_host_pool=open_host_pool)
     asked = EngineConfig(model=str(tmp_path), kv_offload_gib=2 / (1 << 10))  # 8 blocks
-    settings, stores = table.open_tiers(device, asked, settings, torch.float32, lambda _: None)  # type: ignore[arg-type]
-    assert isinstance(stores["compressed"], CompressedStore)
+    settings, tiers = table.open_tiers(device, asked, settings, torch.float32, lambda _: None)  # type: ignore[arg-type]
+    assert isinstance(tiers["compressed"].store, CompressedStore)
     driver = Driver(settings, scheduler=Scheduler(settings))
     driver.runner._host_pages = pages  # type: ignore[assignment]
-    offload = Offload(driver.scheduler, driver.runner, stores)
+    offload = Offload(driver.scheduler, driver.runner, tiers)
 
     def exchange(num_left: int = 0, *, is_good: bool = True) -> None:
         offload.exchange()

@@ -29,7 +29,7 @@ def test_blocks_come_back_as_they_went(
     backend: str, dtype: torch.dtype, is_staged_in_parts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every plan overwrites what it swapped out, at once and on the step's own stream, as a step would."""
-    from engine.runtime.transports import pinned
+    from engine.runtime.stores import pinned
 
     device = torch.device("cuda")
     specs = [AttentionSpec(8, 4, 64, 1.0)] * 6

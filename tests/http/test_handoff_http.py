@@ -19,7 +19,7 @@ from test_lifecycle import asked
 from engine.adapters import Adapters
 from engine.core.kv.tiers import Tiers
 from engine.core.types import Request, SamplingParams
-from engine.runtime.transports.shared_memory import SharedMemory
+from engine.runtime.stores.folder import KnownPart
 from server.answers import handoff
 from server.answers.body import KVTransferParams
 from server.answers.handoff import _remote_salt
@@ -290,16 +290,16 @@ def test_a_damaged_parcel_is_computed_anew(
     pair: tuple[Live, Live], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     _, decode = pair
-    whole = SharedMemory.open
+    look = KnownPart.look
 
-    def damage(self: SharedMemory, name: str, layout: Any) -> Any:
-        path = folder / name
+    def damage(self: KnownPart) -> None:
+        path = folder / f"{self.name}.kv"
         data = bytearray(path.read_bytes())
-        data[-1] ^= 1
+        data[0] ^= 1
         path.write_bytes(data)
-        return whole(self, name, layout)
+        look(self)
 
-    monkeypatch.setattr(SharedMemory, "open", damage)
+    monkeypatch.setattr(KnownPart, "look", damage)
     assert ask(decode)["choices"][0]["text"] == TEXT[:20]
     assert handoffs(decode) == {"failed": 1}
 
@@ -308,7 +308,7 @@ def test_a_folder_that_has_become_unusable_costs_no_answer(
     pair: tuple[Live, Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, decode = pair
-    monkeypatch.setattr(SharedMemory, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(KnownPart, "look", Mock(side_effect=PermissionError(13, "Permission denied")))
     assert ask(decode)["choices"][0]["text"] == TEXT[:20]
     assert handoffs(decode) == {"failed": 1}
 
@@ -365,7 +365,7 @@ def test_what_cannot_be_taken_is_computed(apart: tuple[Live, Live]) -> None:
     cases: list[dict[str, Any]] = [
         {"prompt": "An" + TEXT[2:] + "|"},
         {"cache_salt": "mine"},
-        {"kv_transfer_params": transfer | {"remote_request_id": "0" * 32 + ".parcel"}},
+        {"kv_transfer_params": transfer | {"remote_request_id": "0" * 32}},
         {"kv_transfer_params": transfer | {"remote_host": None, "remote_port": None}},
         {"kv_transfer_params": {"do_remote_prefill": True}},
     ]

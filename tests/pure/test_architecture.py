@@ -152,7 +152,6 @@ def test_every_module_says_what_it_is() -> None:
 OPENERS = {
     "engine.system.regular_file",
     "engine.files.gguf_header",  # checked, then mapped
-    "engine.runtime.transports.shared_memory",
     "engine.system.control_groups",  # /proc and /sys
     "engine.runtime.mapped_file",
     "engine.runtime.models.load",  # /proc/cpuinfo

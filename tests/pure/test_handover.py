@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 from engine.core.errors import ParcelError
@@ -29,8 +28,9 @@ from engine.core.types import Request
 from engine.handle import EngineFacts
 from engine.loop import Engine
 from engine.outbound.handover import Handover, HandoverConfig, Offer, Prefix
-from engine.runtime.transports import connection, tcp
-from engine.runtime.transports.shared_memory import SharedMemory
+from engine.runtime.stores import listener, parts, wire
+from engine.runtime.stores.folder import KnownPart, Parcels
+from engine.runtime.stores.peer import PeerFolder
 from engine.settings.peer import Peer
 from loadtest.fake_runner import FakeRunner, FakeStep
 from tests.patience import PATIENCE_S, eventually
@@ -41,6 +41,10 @@ LAYOUT = Layout("f" * 32, block_size=4, block_bytes=16)
 MAX_BYTES = 1 << 20
 
 
+def parcels(folder: Path, fingerprint: str = LAYOUT.fingerprint, max_bytes: int = MAX_BYTES) -> Parcels:
+    return Parcels(folder, fingerprint, LAYOUT.block_bytes, max_bytes, 100.0)
+
+
 class Daemon:
     """An engine with one end of the hand-over."""
 
@@ -48,7 +52,7 @@ class Daemon:
         self.config = config(num_blocks=48, max_num_batched_tokens=16, **settings)
         self.runner = FakeRunner(self.config, vocab_size=VOCAB)
         self.engine = Engine(Scheduler(self.config), self.runner, EngineFacts(VOCAB))
-        self.handover = Handover(self.engine, SharedMemory(folder, MAX_BYTES), LAYOUT, transport)
+        self.handover = Handover(self.engine, parcels(folder), LAYOUT, transport)
         self.peer: Peer | None = None
         self.listener = Listener()
         self.engine.start(self.listener)
@@ -246,82 +250,104 @@ def broken(*_: object) -> FakeStep:
 # -- the files ---------------------------------------------------------------------------------------------------------
 
 
-def _send(connector: SharedMemory, num_blocks: int = 3) -> str:
-    parcel = connector.pack(LAYOUT, 5)
-    parcel.rows[:] = np.arange(80, dtype=np.uint8).reshape(5, 16)
-    return parcel.send(num_blocks)
+BLOCKS = {bytes([index]) * 32: bytes(range(16 * index, 16 * index + 16)) for index in range(1, 6)}
+
+
+def _send(memory: Parcels, num_blocks: int = 3) -> str:
+    parcel = memory.pack(5)
+    for slot, (name, content) in enumerate(list(BLOCKS.items())[:num_blocks]):
+        parcel.put(name, memoryview(content), slot)
+    parcel.resize(num_blocks)
+    parcel.close()
+    return parcel.name
+
+
+def _read(parcel: KnownPart, num_blocks: int = 3) -> list[bytes]:
+    """Return the checked blocks of a parcel."""
+    names, rows = list(BLOCKS)[:num_blocks], [bytearray(16) for _ in range(num_blocks)]
+    return [bytes(row) for row in rows[: parcel.get(names, list(map(memoryview, rows)))]]
+
+
+def _opened(memory: Parcels | PeerFolder, name: str) -> KnownPart:
+    parcel = KnownPart(memory, name)
+    parcel.look()
+    return parcel
 
 
 def test_a_parcel_arrives_as_it_was_and_once(folder: Path) -> None:
-    connector = SharedMemory(folder, MAX_BYTES)
-    name = _send(connector)
-    parcel = connector.open(name, LAYOUT)
-    assert parcel.read(0, 3).tolist() == np.arange(48).reshape(3, 16).tolist()
-    with pytest.raises(ParcelError, match="No such file"):
-        connector.open(name, LAYOUT)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda data: data[:-1] + b"x", "cut off|damaged"),
-        (lambda data: data[:4096] + b"x" + data[4097:], "damaged"),
-        (lambda data: data[:130] + b"xxxx" + data[134:], "damaged"),
-        (lambda data: data[:4100], "cut off"),
-        (lambda data: data[:10], "cut off"),
-        (lambda data: b"", "cut off"),
-        (lambda data: b"somethin" + data[8:], "not a parcel"),
-    ],
-)
-def test_a_damaged_parcel_is_not_opened(folder: Path, change: object, message: str) -> None:
-    connector = SharedMemory(folder, MAX_BYTES)
-    name = _send(connector, 5)
-    path = folder / name
-    assert callable(change)
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ParcelError, match=message):
-        connector.open(name, LAYOUT).read(0, 5)
+    memory = parcels(folder)
+    parcel = _opened(memory, _send(memory))
+    assert parcel.has(BLOCKS) == 3
+    assert _read(parcel, 5) == list(BLOCKS.values())[:3]
+    parcel.drop()
+    assert not _opened(memory, parcel.name).has(BLOCKS)
     assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("name", ["../secret.parcel", "/etc/passwd", "a.packing", "", ".parcel/x"])
-def test_nothing_but_a_parcel_of_the_folder_is_opened(folder: Path, name: str) -> None:
+def test_a_damaged_parcel_is_read_as_far_as_it_is_good(folder: Path) -> None:
+    memory = parcels(folder)
+    for kind in parts.KINDS:
+        name = _send(memory)
+        path = folder / f"{name}{kind}"
+        whole = path.read_bytes()
+        for change in (whole[:10] + b"x" + whole[11:], whole[:9], b""):
+            path.write_bytes(change)
+            assert _read(_opened(memory, name)) == []
+        path.write_bytes(whole[: len(whole) // 3])
+        assert _read(_opened(memory, name)) == list(BLOCKS.values())[:1]
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.parcel", "/etc/passwd", "a.packing", "", "0" * 33, "0" * 31 + "/", "\u00e4"]
+)
+def test_nothing_but_a_parcel_is_asked_for(folder: Path, name: str) -> None:
     with pytest.raises(ParcelError, match="not the name of a parcel"):
-        SharedMemory(folder, MAX_BYTES).open(name, LAYOUT)
+        parcels(folder).part_of(name)
 
 
-def test_another_models_parcel_is_not_opened(folder: Path) -> None:
-    connector = SharedMemory(folder, MAX_BYTES)
-    for other in (LAYOUT._replace(fingerprint="e" * 32), LAYOUT._replace(block_size=8)):
-        name = _send(connector)
-        with pytest.raises(ParcelError, match="another model"):
-            connector.open(name, other)
+def test_another_models_parcel_is_not_found(folder: Path) -> None:
+    name = _send(parcels(folder))
+    assert not _opened(parcels(folder, "e" * 32), name).has(BLOCKS)
+    assert not _opened(parcels(folder, "e" * 32), name.replace("f", "e")).has(BLOCKS)
+    assert _opened(parcels(folder), name).has(BLOCKS) == 3
 
 
 def test_what_nobody_fetches_is_swept_and_the_memory_is_bounded(folder: Path) -> None:
-    connector = SharedMemory(folder, 10_000)
-    old = folder / _send(connector)
-    _send(connector)
+    memory = parcels(folder, max_bytes=8 * 4096)
+    old = _send(memory)
     with pytest.raises(ParcelError, match="beyond"):
-        connector.pack(LAYOUT, 5)
-    os.utime(old, (time.time() - 1000,) * 2)
-    dropped = connector.pack(LAYOUT, 5)
-    assert not old.exists()
-    dropped.drop()
-    assert len(list(folder.iterdir())) == 1
+        memory.pack(6)
+    _send(memory)
+    with pytest.raises(ParcelError, match="beyond"):
+        memory.pack(5)
+    for kind in parts.KINDS:
+        os.utime(folder / f"{old}{kind}", (time.time() - 1000,) * 2)
+    memory.pack(5).close()
+    assert len(list(folder.iterdir())) == 4
+    assert not _opened(memory, old).has(BLOCKS)
 
 
 def test_a_parcel_that_is_gone_when_it_is_looked_at_takes_no_memory(folder: Path) -> None:
     """Another daemon opens it at that moment; a link to nowhere is listed and cannot be looked at either."""
-    connector = SharedMemory(folder, MAX_BYTES)
-    (folder / "gone.parcel").symlink_to(folder / "nowhere")
-    connector.pack(LAYOUT, 5).drop()
+    memory = parcels(folder)
+    (folder / f"{LAYOUT.fingerprint}.{'0' * 32}.kv").symlink_to(folder / "nowhere")
+    memory.pack(5).close()
+
+
+def test_a_parcel_that_is_being_filled_is_not_removed(folder: Path) -> None:
+    memory = parcels(folder)
+    parcel = memory.pack(5)
+    memory.remove(parcel.name)
+    assert len(list(folder.iterdir())) == 2
+    parcel.close()
+    memory.remove(parcel.name)
+    assert not list(folder.iterdir())
 
 
 def test_a_folder_that_others_may_read_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o755)
     with pytest.raises(ParcelError, match="chmod 700"):
-        SharedMemory(folder, MAX_BYTES)
+        parcels(folder)
 
 
 # -- over a wire that fails --------------------------------------------------------------------------------------------
@@ -394,12 +420,12 @@ class FaultyWire:
 
 def test_a_thousand_failures_lose_no_stream_and_leak_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections cut, silent, slow or closed by half anywhere, bits flipped, parcels and keys that are not right."""
-    monkeypatch.setattr(connection, "IDLE_S", 0.005)
-    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.02)
+    monkeypatch.setattr(wire, "IDLE_S", 0.005)
+    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.02)
     rng, others = random.Random(18), set(threading.enumerate())
     prefill, decode = remote_pair(folder)
     assert decode.peer is not None
-    direct, wire = decode.peer, FaultyWire(decode.peer.port)
+    direct, line = decode.peer, FaultyWire(decode.peer.port)
     with socket.socket() as bound:  # and does not listen
         bound.bind(("127.0.0.1", 0))
         dead = Peer("127.0.0.1", bound.getsockname()[1])
@@ -412,21 +438,22 @@ def test_a_thousand_failures_lose_no_stream_and_leak_nothing(folder: Path, monke
             sent = prefill.handover.send(prefill.prefix(asked))
             assert sent is not None
             is_reply = rng.random() < 0.8
-            wire.fault = Fault(kind, is_reply, rng.randrange(380 if is_reply else 138))
-            decode.peer = wire.peer if kind in ("cut", "flip", "slow", "stall", "half") else direct
-            with break_something(kind, decode, folder / sent.name, dead) as broken_offer:
+            line.fault = Fault(kind, is_reply, rng.randrange(1000 if is_reply else 400))
+            decode.peer = line.peer if kind in ("cut", "flip", "slow", "stall", "half") else direct
+            part = folder / f"{LAYOUT.fingerprint}.{sent.name}.index"
+            with break_something(kind, decode, part, dead) as broken_offer:
                 try:
                     decode.take(broken_offer or sent, asked)
                 except (ParcelError, OSError):
                     failed[kind] += 1
-            assert decode.answer(asked) == [solo(asked, 0)[0]], (kind, wire.fault)
-            wire.release()
+            assert decode.answer(asked) == [solo(asked, 0)[0]], (kind, line.fault)
+            line.release()
             for daemon in (prefill, decode):
                 daemon.listener.batches.clear()  # they are searched for every answer
-            (folder / sent.name).unlink(missing_ok=True)
+            prefill.handover._parcels.remove(part.stem)
     assert all(failed[kind] > 10 for kind in ("cut", "flip", "stall", *OTHER_FAULTS)), failed
     assert not failed["slow"] or failed["slow"] < 60
-    wire.close()
+    line.close()
     eventually(lambda: num_sockets() <= before - 1)  # the wire's own is closed, too
     prefill.close()
     decode.close()
@@ -447,15 +474,16 @@ def break_something(kind: str, decode: Daemon, parcel: Path, dead: Peer) -> Iter
         if kind == "fingerprint":
             patch.setattr(handover, "_layout", LAYOUT._replace(fingerprint="e" * 32))
         elif kind == "key":
-            patch.setattr(handover, "_key", b"another")
+            patch.setattr(handover, "_config", HandoverConfig(key="another"))
         elif kind == "expired":
-            os.utime(parcel, (time.time() - 1000,) * 2)
+            for path in parcel.parent.glob(f"{parcel.stem}.*"):
+                os.utime(path, (time.time() - 1000,) * 2)
         elif kind == "gone":
-            offer = Offer("0" * 32 + ".parcel", 7, 0.0)
+            offer = Offer("0" * 32, 7, 0.0)
         elif kind == "dead":
             patch.setattr(decode, "peer", dead)
         elif kind == "other prompt":
-            patch.setattr(handover, "_content", lambda *_: bytes(32))
+            patch.setattr(handover, "_names", lambda *_: [bytes(32)] * 7)
         yield offer
 
 
@@ -465,117 +493,144 @@ def num_sockets() -> int:
     return sum("socket:" in link for link in links)
 
 
-def test_strangers_are_sent_away_and_a_crowd_waits_for_nobody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def memory(folder: Path) -> Parcels:
+    return parcels(folder)
+
+
+@pytest.fixture
+def server(memory: Parcels) -> Iterator[listener.Listener]:
+    opened = listener.offer(memory, Peer("127.0.0.1", 0), "k")
+    yield opened
+    opened.close()
+
+
+def _pull(server: listener.Listener, name: str, port: int = 0) -> KnownPart:
+    """Return a parcel that a daemon elsewhere offers."""
+    far = PeerFolder(Peer("127.0.0.1", port or server.port), LAYOUT.fingerprint, "k", wire.Deadline(PATIENCE_S))
+    return _opened(far, name)
+
+
+def test_strangers_are_sent_away_and_a_crowd_waits_for_nobody(
+    memory: Parcels, server: listener.Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Connections that say nothing take no more than their places, and lose them."""
-    memory = SharedMemory(folder, MAX_BYTES)
-    server = tcp.ParcelServer(memory, Peer("127.0.0.1", 0), b"k")
-    peer = Peer("127.0.0.1", server.port)
     with ExitStack() as crowd:
         with monkeypatch.context() as patch:
-            patch.setattr(connection, "HANDSHAKE_S", 0.2)
-            sockets = [crowd.enter_context(socket.create_connection(peer)) for _ in range(connection.MAX_STRANGERS + 3)]
+            patch.setattr(wire, "HANDSHAKE_S", 0.2)
+            peer = Peer("127.0.0.1", server.port)
+            sockets = [crowd.enter_context(socket.create_connection(peer)) for _ in range(listener.MAX_STRANGERS + 3)]
             for each in sockets:
                 each.settimeout(PATIENCE_S)
                 while each.recv(1 << 10):
                     pass
         name = _send(memory)
-        pulled = tcp.pull(peer, name, LAYOUT, b"k", PATIENCE_S)
-        assert pulled.read(0, 3).tolist() == np.arange(48).reshape(3, 16).tolist()
-        pulled.close()
-    for bad in ("../secret.parcel", "x" * 65, "\u00e4", ""):
-        with pytest.raises(ParcelError, match=r"no such parcel|not that of a parcel"):
-            tcp.pull(peer, bad, LAYOUT, b"k", PATIENCE_S)
+        with closing((pulled := _pull(server, name)).source):
+            assert _read(pulled) == list(BLOCKS.values())[:3]
     impostor = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=_pretend, args=(impostor,))
     thread.start()
     with pytest.raises(ParcelError, match="does not have the key"):
-        tcp.pull(Peer("127.0.0.1", impostor.getsockname()[1]), name, LAYOUT, b"k", PATIENCE_S)
+        _pull(server, name, impostor.getsockname()[1])
     thread.join()
     impostor.close()
-    server.close()
 
 
-def test_daemons_with_the_key_get_in_while_strangers_hold_all_they_can(folder: Path) -> None:
+def test_daemons_with_the_key_get_in_while_strangers_hold_all_they_can(
+    memory: Parcels, server: listener.Listener
+) -> None:
     """They take no place; a further one pushes the oldest out. Places are bounded all the same, and come back."""
-    memory = SharedMemory(folder, MAX_BYTES)
-    server = tcp.ParcelServer(memory, Peer("127.0.0.1", 0), b"k")
     peer = Peer("127.0.0.1", server.port)
-
-    def take(name: str) -> tcp.Pulled:
-        return tcp.pull(peer, name, LAYOUT, b"k", PATIENCE_S)
-
     with ExitStack() as crowd:
-        strangers = [crowd.enter_context(socket.create_connection(peer)) for _ in range(connection.MAX_STRANGERS + 3)]
-        pulled = [crowd.enter_context(closing(take(_send(memory)))) for _ in range(connection.MAX_CONNECTIONS)]
-        assert server.num_open == connection.MAX_CONNECTIONS
-        assert len(server._strangers) <= connection.MAX_STRANGERS
+        strangers = [crowd.enter_context(socket.create_connection(peer)) for _ in range(listener.MAX_STRANGERS + 3)]
+        name = _send(memory)
+        pulled = [crowd.enter_context(closing(_pull(server, name).source)) for _ in range(listener.MAX_CONNECTIONS)]
+        assert server.num_open == listener.MAX_CONNECTIONS
+        assert len(server._strangers) <= listener.MAX_STRANGERS
         strangers[0].settimeout(PATIENCE_S)
         strangers[0].recv(1 << 10)
         assert strangers[0].recv(1) == b"", "it was the oldest"
-        name = _send(memory)
         with pytest.raises((ParcelError, OSError)):
-            take(name)
+            _pull(server, name)
         pulled[0].close()
-        eventually(lambda: server.num_open < connection.MAX_CONNECTIONS)
-        crowd.enter_context(closing(take(name)))
-    server.close()
+        eventually(lambda: server.num_open < listener.MAX_CONNECTIONS)
+        crowd.enter_context(closing(_pull(server, name).source))
 
 
-def test_a_stranger_pushes_out_one_of_the_address_that_has_the_most(folder: Path) -> None:
-    server = tcp.ParcelServer(SharedMemory(folder, MAX_BYTES), Peer("127.0.0.1", 0), b"k")
+def test_a_stranger_pushes_out_one_of_the_address_that_has_the_most(server: listener.Listener) -> None:
     ours = {name: socket.socket() for name in ("first", "second", "third")}
     server._strangers = dict(zip(ours.values(), ("10.0.0.1", "10.0.0.2", "10.0.0.2"), strict=True))
     server._push_out()
     assert list(server._strangers) == [ours["first"], ours["third"]]
     for each in ours.values():
         each.close()
-    server.close()
 
 
-def test_a_thread_that_cannot_start_ends_no_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = SharedMemory(folder, MAX_BYTES)
-    server = tcp.ParcelServer(memory, Peer("127.0.0.1", 0), b"k")
-    peer = Peer("127.0.0.1", server.port)
+def test_a_thread_that_cannot_start_ends_no_server(
+    memory: Parcels, server: listener.Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread is left")))
         with pytest.raises((ParcelError, OSError)):
-            tcp.pull(peer, "0" * 32 + ".parcel", LAYOUT, b"k", PATIENCE_S)
-    with closing(tcp.pull(peer, _send(memory), LAYOUT, b"k", PATIENCE_S)):
-        pass
+            _pull(server, "0" * 32)
+    with closing((pulled := _pull(server, _send(memory))).source):
+        assert pulled.has(BLOCKS) == 3
     assert not server._strangers
-    server.close()
 
 
-@pytest.mark.parametrize("name", ["0" * 31 + "\0.parcel", "a\0b", "..", "\x7f" * 64, "0" * 33 + ".parcel"])
+@pytest.mark.parametrize("name", ["0" * 31 + "\0", "a\0b", "..", "\x7f" * 64, "0" * 33, "", "../secret"])
 def test_an_odd_name_is_declined_without_a_word_in_the_log(
-    folder: Path, caplog: pytest.LogCaptureFixture, name: str
+    memory: Parcels, server: listener.Listener, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    server = tcp.ParcelServer(SharedMemory(folder, MAX_BYTES), Peer("127.0.0.1", 0), b"k")
-    with pytest.raises(ParcelError, match="no such parcel"):
-        tcp.pull(Peer("127.0.0.1", server.port), name, LAYOUT, b"k", PATIENCE_S)
-    server.close()
+    _send(memory)
+    for asked in (name, f"{LAYOUT.fingerprint}.{name}"):
+        with closing((pulled := _pull(server, asked[:80])).source):
+            assert not pulled.index.entries
+            pulled.drop()
     assert not caplog.records
+    assert len(list(memory.path.iterdir())) == 2
 
 
-def test_a_parcel_stays_until_it_has_arrived(folder: Path) -> None:
-    """A daemon that reads all but the last byte, and goes, may come again."""
-    memory = SharedMemory(folder, MAX_BYTES)
-    server = tcp.ParcelServer(memory, Peer("127.0.0.1", 0), b"k")
-    peer, name = Peer("127.0.0.1", server.port), _send(memory)
-    with closing(tcp.pull(peer, name, LAYOUT, b"k", PATIENCE_S)) as pulled:
-        pulled.read(0, 2)
+def test_a_parcel_stays_until_it_has_arrived(memory: Parcels, server: listener.Listener) -> None:
+    """A daemon that reads all but the last block, and goes, may come again."""
+    name = _send(memory)
+    with closing((pulled := _pull(server, name)).source):
+        assert len(_read(pulled, 2)) == 2
     eventually(lambda: server.num_open == 0)
-    with closing(tcp.pull(peer, name, LAYOUT, b"k", PATIENCE_S)) as pulled:
-        assert pulled.read(0, 3).tolist() == np.arange(48).reshape(3, 16).tolist()
-    eventually(lambda: not (folder / name).exists())
-    server.close()
+    with closing((pulled := _pull(server, name)).source):
+        assert _read(pulled) == list(BLOCKS.values())[:3]
+        pulled.drop()
+        eventually(lambda: not list(memory.path.iterdir()))
+
+
+def test_one_port_offers_all_that_have_the_same_key(folder: Path) -> None:
+    """Of a daemon that offers its folder and its parcels; it listens until the last of them is withdrawn."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        address = Peer(*bound.getsockname())
+    some, others = parcels(folder), parcels(folder.with_name("other"), "e" * 32)
+    server = listener.offer(some, address, "k")
+    assert listener.offer(others, address, "k") is server
+    with pytest.raises(OSError, match="another key"):
+        listener.offer(others, address, "another")
+    name = _send(others)
+    server.withdraw(some)
+    with pytest.raises(ParcelError, match="runs another model"):
+        _pull(server, name)
+    far = PeerFolder(address, "e" * 32, "k")
+    assert _read(_opened(far, name)) == list(BLOCKS.values())[:3]
+    far.close()
+    server.withdraw(others)
+    assert server.is_closed
+    again = listener.offer(some, address, "another")
+    again.close()
 
 
 def _pretend(listener: socket.socket) -> None:
     """Answer as a daemon does that knows the protocol, and not the key."""
     connection, _ = listener.accept()
     with connection:
-        connection.sendall(b"quiretcp1" + bytes(32))
+        connection.sendall(b"quiretcp2" + bytes(32))
         connection.recv(1 << 16, socket.MSG_PEEK)
         connection.sendall(bytes(33))
         connection.recv(1 << 16)

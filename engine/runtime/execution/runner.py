@@ -37,8 +37,8 @@ from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
 from engine.runtime.speculation.base import Drafter, fold, with_drafts
 from engine.runtime.speculation.heads import Head, HeadDrafter
+from engine.runtime.stores.host import HostPool, MainMemoryPool
 from engine.runtime.transfer import to_device
-from engine.runtime.transports.host import HostPool, MainMemoryPool
 
 if TYPE_CHECKING:
     from engine.runtime.execution.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
@@ -202,7 +202,7 @@ class ModelRunner:
         The file is in `folder`, or in the system's temporary folder. Raises MemoryBudgetError or ConfigError.
         """
         if self._device.type == "cuda":
-            from engine.runtime.transports.pinned import PinnedPool
+            from engine.runtime.stores.pinned import PinnedPool
 
             self._host_pool = PinnedPool(self._kv_cache.blocks, num_blocks, self._device)
         else:

@@ -26,9 +26,9 @@ from engine.runtime.layers.model_config import narrow_latents
 from engine.runtime.layers.parts import FromProjected, LayerAttention
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.pool.groups import LayerGroups, one_group
+from engine.runtime.stores import pinned
+from engine.runtime.stores.host import split_rows
 from engine.runtime.transfer import to_device
-from engine.runtime.transports import pinned
-from engine.runtime.transports.host import split_rows
 from engine.system.host_memory import available_memory
 
 _MIB = 1 << 20

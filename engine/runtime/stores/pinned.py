@@ -16,14 +16,14 @@ from torch import Tensor
 
 from engine.core.errors import MemoryBudgetError
 from engine.core.step import StepPlan
+from engine.runtime.stores.host import host_rows, rows_as_bytes, split_rows
 from engine.runtime.transfer import to_device
-from engine.runtime.transports.host import host_rows, rows_as_bytes, split_rows
 
 STAGING_BYTES = 64 << 20  # of device memory, for each direction
 
 
 class PinnedPool:
-    """See engine/runtime/transports/host.py."""
+    """See engine/runtime/stores/host.py."""
 
     def __init__(self, pool: Sequence[Tensor], num_blocks: int, device: torch.device) -> None:
         self._pool, self._device = list(pool), device

@@ -1,0 +1,259 @@
+"""Reads the parts of a folder that other daemons write to, here or through a peer, as they stand.
+
+Nothing is locked or written: a block that its daemon has replaced meanwhile fails its checksum and is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from engine.core.errors import ParcelError
+from engine.core.kv.tiers import News
+from engine.runtime.stores import parts
+
+log = logging.getLogger("quire.kv_store")
+
+Rows = Sequence[memoryview]
+FAULTS = (OSError, ParcelError)
+_ID = re.compile(r"[0-9a-f]{32}")  # of a parcel, as `pack` gives it
+
+
+class Source(Protocol):
+    """Parts that other daemons write to."""
+
+    def indexes(self, known: Mapping[str, bytes], only: str = "") -> dict[str, bytes]:
+        """Return the index of each part, or of one; `known` has them as they were at the last call."""
+
+    def read(self, part: str, slots: Sequence[int], rows: Rows) -> Generator[bool]:
+        """Read blocks of a part, unchecked; yields after each whether it was there."""
+
+    def remove(self, part: str) -> None:
+        """Remove a parcel that was taken."""
+
+    def close(self) -> None: ...
+
+
+class Folder:
+    """The parts of a folder, without this daemon's own."""
+
+    def __init__(self, path: Path, fingerprint: str, block_bytes: int, own: str = "") -> None:
+        self.path, self.fingerprint, self.block_bytes, self._own = path, fingerprint, block_bytes, own
+        self._name = re.compile(rf"{fingerprint}(\.[0-9a-f]+)?")
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def indexes(self, known: Mapping[str, bytes], only: str = "") -> dict[str, bytes]:  # noqa: ARG002 - reading is cheap
+        """Return the index of each part, or of one. Raises OSError."""
+        names = [only] if only else parts.names(self.path, self.fingerprint)
+        return {name: parts.read_index(self.path, name) for name in names if self.has(name)}
+
+    def has(self, part: str) -> bool:
+        """Return whether a name may be that of a part here."""
+        return part != self._own and self._name.fullmatch(part) is not None
+
+    def read(self, part: str, slots: Sequence[int], rows: Rows) -> Generator[bool]:
+        """Read blocks of a part, unchecked. Raises OSError."""
+        with self.opened(part) as file:
+            for slot, row in zip(slots, rows, strict=True):
+                yield file is not None and os.preadv(file, [row], slot * parts.stride(len(row))) == len(row)
+
+    @contextmanager
+    def opened(self, part: str) -> Iterator[int | None]:
+        """Open the blocks of a part; None if they are not here. Raises OSError."""
+        if not self.has(part):
+            yield None
+            return
+        with parts.opened(self.path / f"{part}.kv") as file:
+            yield file
+
+    def remove(self, part: str) -> None:
+        """Do nothing: the daemon that writes to it removes it."""
+
+    def sweep(self) -> int:
+        """Do nothing: each daemon bounds its part."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Parcels(Folder):
+    """A folder of parts that are written once and read once: the blocks of a prompt, on their way to another daemon.
+
+    A parcel is found by its name only. One that was taken is removed, and so are expired ones, whoever made them. What
+    parcels take is bounded. Any thread.
+    """
+
+    def __init__(self, path: Path, fingerprint: str, block_bytes: int, max_bytes: int, expiry_s: float) -> None:
+        """Make the folder, for this user alone. Raises ParcelError."""
+        super().__init__(path, fingerprint, block_bytes)
+        self._max_bytes, self.expiry_s = max_bytes, expiry_s
+        self._name = re.compile(rf"{fingerprint}\.[0-9a-f]{{32}}")
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            mode = path.stat().st_mode
+        except OSError as error:
+            raise ParcelError(f"{path} cannot be used: {error.strerror}") from error
+        if mode & 0o077:
+            raise ParcelError(f"{path} may be read by others; chmod 700 it")
+
+    def part_of(self, parcel: str) -> str:
+        """Return the part that a parcel is. Raises ParcelError for what is no parcel's name."""
+        if not _ID.fullmatch(parcel):
+            raise ParcelError(f"{parcel!r} is not the name of a parcel")
+        return f"{self.fingerprint}.{parcel}"
+
+    def pack(self, num_blocks: int) -> parts.OwnPart:
+        """Return a new parcel, to be filled. Raises ParcelError."""
+        size = num_blocks * parts.stride(self.block_bytes)
+        if self.sweep() + size > self._max_bytes:
+            raise ParcelError(
+                f"{size >> 20} MiB more would be beyond the {self._max_bytes >> 20} MiB that parcels may take"
+            )
+        name = self.part_of(uuid.uuid4().hex)
+        try:
+            index = parts.lock(self.path, name)
+            assert index is not None, "a name that is random is no other daemon's"
+            return parts.OwnPart(self.path, name, index, num_blocks, self.block_bytes)
+        except OSError as error:
+            self.remove(name)
+            raise ParcelError(f"{self.path / name} cannot be written: {error.strerror}") from error
+
+    def indexes(self, known: Mapping[str, bytes], only: str = "") -> dict[str, bytes]:
+        """Return the index of a parcel that has not expired; nothing without its name."""
+        self.sweep()
+        return super().indexes(known, only) if only else {}
+
+    def remove(self, part: str) -> None:
+        """Remove a parcel, unless a daemon still fills it."""
+        if self.has(part):
+            with suppress(OSError):
+                parts.remove(self.path, part)
+
+    def sweep(self) -> int:
+        """Remove expired parcels, as other daemons do; return the bytes of the rest."""
+        taken, now = 0, time.time()
+        with suppress(OSError):
+            for part in parts.listed(self.path):
+                if _ID.fullmatch(part.name.rpartition(".")[2]):
+                    if now - part.written_s > self.expiry_s:
+                        with suppress(OSError):
+                            parts.remove(self.path, part.name)
+                    else:
+                        taken += part.length
+        return taken
+
+
+class KnownPart:
+    """A part that another daemon writes to, as it was at the last look."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        self.source, self.name, self.index = source, name, parts.Index()
+
+    def look(self) -> None:
+        """Read the index. Raises OSError and ParcelError."""
+        self.index.update(self.source.indexes({}, self.name).get(self.name, b""))
+
+    def has(self, names: Iterable[bytes]) -> int:
+        """Return how many of the first names are here."""
+        found = 0
+        for found, name in enumerate(names, start=1):
+            if self.index.find(name) < 0:
+                return found - 1
+        return found
+
+    def get(self, names: Sequence[bytes], rows: Rows) -> int:
+        """Read blocks; returns how many of the first are as they were written. Raises OSError and ParcelError."""
+        names = names[: self.has(names)]
+        slots = [self.index.find(name) for name in names]
+        found = 0
+        with closing(self.source.read(self.name, slots, rows[: len(slots)])) as blocks:
+            for is_there, name, row in zip(blocks, names, rows, strict=False):  # to the end of `blocks`
+                if not (is_there and self.index.is_good(name, row)):
+                    break
+                found += 1
+        return found
+
+    def drop(self) -> None:
+        """Remove the part. Raises OSError and ParcelError."""
+        self.source.remove(self.name)
+
+
+class SharedStore:
+    """A Store that others write to: the parts of several sources."""
+
+    kept: Sequence[tuple[bytes, int]] = ()  # they come as news
+
+    def __init__(self, sources: Iterable[Source], num_slots: int = 0) -> None:
+        """`num_slots` bounds the names that are remembered of others."""
+        self.num_slots = num_slots
+        self._sources: list[tuple[Source, dict[str, KnownPart]]] = [(source, {}) for source in sources]
+        self._holders: Counter[bytes] = Counter()  # of each name, among the parts
+        self._unwell = set[Source]()  # failed when they were asked last
+
+    def news(self) -> News | None:
+        """Read the indexes; returns what has changed."""
+        changed: dict[bytes, None] = {}  # a set in the order of the indexes
+        for source, known in self._sources:
+            indexes = self._indexes(source, known)
+            for name in {*indexes, *known}:
+                part = known.setdefault(name, KnownPart(source, name))
+                came, went = part.index.update(indexes.get(name, b""))
+                self._holders.update(came)
+                self._holders.subtract(went)
+                changed.update(dict.fromkeys((*went, *came)))
+                if name not in indexes:
+                    del known[name]
+        gained = [each for each in changed if self._holders[each]]
+        lost = [each for each in changed if not self._holders[each]]
+        for each in lost:
+            del self._holders[each]
+        return News(gained, lost) if changed else None
+
+    def _indexes(self, source: Source, known: Mapping[str, KnownPart]) -> dict[str, bytes]:
+        """Return a source's indexes; none if it cannot be reached."""
+        try:
+            indexes = source.indexes({name: part.index.content for name, part in known.items()})
+        except FAULTS as error:
+            self._fail(source, error)
+            return {}
+        if source in self._unwell:
+            log.info("K/V comes from %s again.", source)
+            self._unwell.remove(source)
+        return indexes
+
+    def _fail(self, source: Source, error: Exception) -> None:
+        """Log only the first failure since a source answered."""
+        if source not in self._unwell:
+            log.warning("K/V of %s is not used (%s); prompts are computed here.", source, error)
+        self._unwell.add(source)
+
+    def get(self, name: bytes, row: memoryview) -> bool:
+        """Read a block from the first part that has it."""
+        for source, known in self._sources:
+            for part in known.values():
+                try:
+                    if part.get([name], [row]):
+                        return True
+                except FAULTS as error:  # noqa: PERF203 - another part may have it
+                    self._fail(source, error)
+        return False
+
+    def put(self, name: bytes, row: memoryview, slot: int) -> None:
+        """Never called: others write here."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the connections; nothing is read after it."""
+        for source, _ in self._sources:
+            source.close()

@@ -1,0 +1,203 @@
+"""Offers the parts of folders to daemons of other machines that have the key. One port serves all that a process offers.
+
+wire.py has what is said. Threads of this module.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+
+from engine.core.errors import ParcelError
+from engine.runtime.stores import parts, wire
+from engine.runtime.stores.folder import Folder
+from engine.settings.peer import Peer
+
+log = logging.getLogger("quire.kv_store")
+
+MAX_CONNECTIONS = 32  # that have proven the key; a further one is closed, and its daemon computes the prompt
+MAX_STRANGERS = 64  # that have not yet; for a further one the oldest is closed, of the address that has the most
+_SWEEP_S = 5.0
+_REPLY_S = 60.0
+_MAX_REQUEST = 1 << 20
+_SLOT = struct.Struct("<Q")
+
+
+class Listener:
+    """Accepts connections, and gives to those that have the key, on threads of its own."""
+
+    def __init__(self, address: Peer, key: str) -> None:
+        """Listen. Raises OSError."""
+        self._key = wire.derive_key(key)
+        self._folders: list[Folder] = []
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        self._listener = socket.create_server(address, family=family, backlog=MAX_STRANGERS + MAX_CONNECTIONS)
+        self._listener.settimeout(_SWEEP_S)
+        self.port: int = self._listener.getsockname()[1]
+        self._strangers: dict[socket.socket, str] = {}  # and their addresses, oldest first
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self.is_closed = False
+        self._thread = threading.Thread(target=self._accept, name="quire-kv-accept", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End every connection and stop to listen."""
+        with self._lock:
+            self.is_closed = True
+            for connection in (*self._strangers, *self._open):
+                wire.shut(connection)
+        wire.shut(self._listener)  # wakes the thread
+        self._thread.join()
+        self._listener.close()
+
+    def has_key(self, key: str) -> bool:
+        """Return whether daemons prove to have this key."""
+        return self._key == wire.derive_key(key)
+
+    @property
+    def num_open(self) -> int:
+        """Return the number of connections that have proven the key."""
+        return len(self._open)
+
+    def _accept(self) -> None:
+        while not self.is_closed:
+            self._accept_next()
+
+    def _accept_next(self) -> None:
+        """Serve the next connection; no error ends the server."""
+        try:
+            self._welcome(*self._listener.accept())
+        except TimeoutError:
+            for folder in self._folders:
+                folder.sweep()  # raises nothing
+        except OSError:  # closed, or out of file descriptors
+            time.sleep(0 if self.is_closed else 0.05)
+        except Exception as error:  # as when the system has no thread left
+            log.warning("A connection for K/V was not served: %s: %s", type(error).__name__, error)
+            time.sleep(0.05)
+
+    def _welcome(self, connection: socket.socket, address: tuple[str, int]) -> None:
+        with self._lock:
+            if self.is_closed:
+                connection.close()
+                return
+            if len(self._strangers) >= MAX_STRANGERS:
+                self._push_out()
+            self._strangers[connection] = address[0]
+        try:
+            threading.Thread(target=self._serve, args=(connection,), name="quire-kv-give", daemon=True).start()
+        except BaseException:
+            self._forget(connection)
+            connection.close()
+            raise
+
+    def _push_out(self) -> None:
+        """End the oldest connection without a proof; a daemon needs milliseconds for it."""
+        [(crowded, _)] = Counter(self._strangers.values()).most_common(1)
+        oldest = next(each for each, address in self._strangers.items() if address == crowded)
+        del self._strangers[oldest]
+        wire.shut(oldest)
+
+    def _admit(self, connection: socket.socket) -> bool:
+        """Give a place to a connection that has proven the key; False if there is none."""
+        with self._lock:
+            if self._strangers.pop(connection, None) is None or len(self._open) >= MAX_CONNECTIONS:
+                return False
+            self._open.add(connection)
+            return True
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+            self._open.discard(connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                caller = wire.meet(connection, self._key)
+                if caller is not None and self._admit(connection):
+                    folders = [each for each in self._folders if each.fingerprint == caller.fingerprint]
+                    caller.reply(is_here=bool(folders))
+                    while folders:
+                        _answer(connection, folders)
+        except (OSError, ParcelError) as error:  # the other daemon computes the prompt
+            log.debug("K/V was not given: %s", error)
+        except Exception as error:
+            log.warning("K/V was not given: %s: %s", type(error).__name__, error)
+            log.debug("K/V was not given, here:", exc_info=True)
+        finally:
+            self._forget(connection)
+
+    # -- what it offers ------------------------------------------------------------------------------------------------
+
+    def offer(self, folder: Folder) -> None:
+        """Offer the parts of a folder."""
+        self._folders.append(folder)
+
+    def withdraw(self, folder: Folder) -> None:
+        """Stop to offer a folder; without one, stop to listen."""
+        self._folders.remove(folder)
+        if not self._folders:
+            self.close()
+
+
+def _answer(connection: socket.socket, folders: list[Folder]) -> None:
+    """Answer a request. Raises OSError and ParcelError."""
+    deadline = wire.Deadline(wire.IDLE_S)
+    kind, length = wire.REQUEST.unpack(wire.receive(connection, wire.REQUEST.size, deadline))
+    if length > _MAX_REQUEST:
+        raise ParcelError("a request is too long")
+    request = memoryview(wire.receive(connection, length, deadline))
+    deadline = wire.Deadline(_REPLY_S)
+    try:
+        name, rest = wire.unpad(wire.NAME.unpack_from(request)[0]), request[wire.NAME.size :]
+        if kind == wire.LOOK:
+            known = wire.read_digests(rest)
+            indexes = {part: index for folder in folders for part, index in folder.indexes({}, name).items()}
+            answer = wire.changes_of(indexes, known)
+            wire.send(connection, wire.LENGTH.pack(len(answer)) + answer, deadline)
+        elif kind == wire.READ:
+            _give(connection, folders, name, [slot for (slot,) in _SLOT.iter_unpack(rest)])
+        elif kind == wire.DROP:
+            wire.send(connection, wire.LENGTH.pack(0), deadline)  # first, because freeing much memory takes a while
+            for folder in folders:
+                folder.remove(name)
+        else:
+            raise ParcelError("a request is of no kind")
+    except (struct.error, OverflowError):
+        raise ParcelError("a request is malformed") from None
+
+
+def _give(connection: socket.socket, folders: list[Folder], name: str, slots: list[int]) -> None:
+    """Send which blocks of a part are there, and these, straight from the file. Raises OSError."""
+    size, stride = folders[0].block_bytes, parts.stride(folders[0].block_bytes)
+    with ExitStack() as files:
+        found = [files.enter_context(folder.opened(name)) for folder in folders]
+        file = next((each for each in found if each is not None), -1)
+        length = os.fstat(file).st_size if file >= 0 else 0
+        are_there = [slot * stride + size <= length for slot in slots]
+        wire.send(connection, bytes(are_there), wire.Deadline(_REPLY_S))
+        for slot in itertools.compress(slots, are_there):
+            wire.send_file(connection, file, slot * stride, size, wire.Deadline(_REPLY_S))
+
+
+_listeners: dict[Peer, Listener] = {}  # of this process
+
+
+def offer(folder: Folder, address: Peer, key: str) -> Listener:
+    """Offer a folder at an address, where this process may offer others already. Raises OSError."""
+    found = _listeners.get(address) if address.port else None
+    if found is None or found.is_closed:
+        found = _listeners[address] = Listener(address, key)
+    elif not found.has_key(key):
+        raise OSError("this daemon offers K/V there with another key")
+    found.offer(folder)
+    return found

@@ -1,4 +1,0 @@
-"""Stores of K/V blocks behind the pool, and what moves the bytes.
-
-table.py lists the stores.
-"""
