@@ -156,7 +156,8 @@ def test_a_packed_weight_multiplies_alike(kernel: str, monkeypatch: pytest.Monke
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((48, 32), (48,), (5, 32)))
     for dtype in (torch.float32, torch.bfloat16):
         product = linear.Linear(linear.pack(weight.to(dtype), bias.to(dtype)))
-        assert isinstance(product.product, linear.Dense) == (kernel == "plain")
+        is_plain = kernel == "plain" or (kernel == "prepacked" and not linear._prepacking_works(dtype))
+        assert isinstance(product.product, linear.Dense) == is_plain
         expected = F.linear(x.to(dtype), weight.to(dtype), bias.to(dtype))
         torch.testing.assert_close(product(x.to(dtype)), expected)
         assert product(x[:0].to(dtype)).shape == (0, 48)

@@ -37,7 +37,7 @@ class Plain(NamedTuple):
     """What the default settings answer."""
 
     short: str
-    crowd: list[str]  # more tokens at a time than a pool of 12 MiB holds
+    crowd: list[str]  # more tokens at a time than a pool of 34 blocks holds
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +61,15 @@ def test_a_start_imports_no_more_than_its_table_allows(default: Daemon) -> None:
 
 
 def test_a_small_pool_preempts_and_loses_no_text(plain: Plain) -> None:
-    # --kv-cache-memory-bytes, --max-num-seqs, --max-num-batched-tokens, --block-size: less of each, the same text.
-    flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "12MiB", "--max-num-seqs", "4")
+    # --num-gpu-blocks-override, --max-num-seqs, --max-num-batched-tokens, --block-size: less of each, the same text.
+    flags = ("--max-model-len", "512", "--num-gpu-blocks-override", "68", "--max-num-seqs", "4")
     with serve(*flags, "--max-num-batched-tokens", "64", "--block-size", "8") as daemon:
         assert together(daemon, 6, max_tokens=112, ignore_eos=True) == plain.crowd
         assert daemon.metric("quire_preemptions_total") > 0
 
 
 def test_swapped_sequences_go_on_with_the_same_text(plain: Plain) -> None:
-    flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "12MiB", "--swap-space", "0.1")
+    flags = ("--max-model-len", "512", "--num-gpu-blocks-override", "34", "--swap-space", "0.1")
     with serve(*flags, "--no-enable-prefix-caching") as daemon:
         assert together(daemon, 6, max_tokens=112, ignore_eos=True) == plain.crowd
         assert daemon.metric("quire_preemptions_total", kind="swap") > 0
@@ -111,7 +111,7 @@ def test_cached_blocks_are_found_on_the_disk_after_a_restart(tmp_path: Path) -> 
 def test_a_pinned_prefix_outlives_a_scan(tmp_path: Path) -> None:
     pinned = tmp_path / "pinned.jsonl"
     pinned.write_text(json.dumps({"prompt": LONG}) + "\n")
-    flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "16MiB", "--pinned-prefix-share", "0.5")
+    flags = ("--max-model-len", "512", "--num-gpu-blocks-override", "45", "--pinned-prefix-share", "0.5")
     with serve(*flags, "--pinned-prefixes", pinned) as daemon:
         for number in range(8):
             daemon.complete(f"{number} {OTHER}", max_tokens=1)
@@ -200,7 +200,7 @@ def test_overlap_changes_no_text_and_a_target_for_gaps_is_counted(plain: Plain) 
 
 
 def test_a_request_that_cannot_be_in_time_is_a_408() -> None:
-    with serve("--max-num-seqs", "1", "--kv-cache-memory-bytes", "256MiB") as daemon:
+    with serve("--max-num-seqs", "1", "--num-gpu-blocks-override", "600") as daemon:
         endless = {"prompt": LONG, "max_tokens": 8000, "ignore_eos": True, "stream": True}
         with daemon.http.stream("POST", "/v1/completions", json=endless) as stream:
             lines = stream.iter_lines()
@@ -218,7 +218,8 @@ def test_beam_search_answers_best_first(default: Daemon) -> None:
 def test_a_tuned_file_is_served(tmp_path: Path) -> None:
     file = tmp_path / "quire.yaml"
     tuning = [sys.executable, "-m", "server", "tune", "--context", "64", "--block-sizes", "16", "-o", str(file), "--"]
-    ended = subprocess.run([*tuning, *SMALL], cwd=ROOT, check=False, capture_output=True, text=True)
+    flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "32MiB")
+    ended = subprocess.run([*tuning, *flags], cwd=ROOT, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     found = yaml.safe_load(file.read_text())
     assert found["kv-cache-memory-bytes"] == 32 << 20

@@ -12,7 +12,7 @@ from real_daemon import SMALL, refusal, serve
 
 from loadtest.simulation.recording import replay_recording
 
-FLAGS = ("--max-model-len", "512", "--kv-cache-memory-bytes", "12MiB", "--max-num-batched-tokens", "128")
+FLAGS = ("--max-model-len", "512", "--num-gpu-blocks-override", "34", "--max-num-batched-tokens", "128")
 
 
 @pytest.mark.parametrize("contents", ["lengths", "ids"])
