@@ -93,7 +93,7 @@ def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
             for each in (seq, *children):
                 each.num_in_flight -= 1
         for seq, num_found in step.arrivals.items():  # they keep their blocks, whose contents are lost
-            stand.setdefault(seq, not seq.kv.window_tables)  # nothing can resume without its windows
+            stand.setdefault(seq, len(seq.kv.tables) == 1)  # nothing can resume without its windows
             seq.num_planned = seq.num_computed = num_found
             seq.num_in_flight -= 1
     return stand

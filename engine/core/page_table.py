@@ -53,15 +53,12 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class SequenceKV:
-    """`blocks[i]` is the physical block of positions i * block_size .. (i + 1) * block_size - 1."""
+    """`tables[g][i]` is the block of positions i * block_size .. (i + 1) * block_size - 1 in group g of the layers."""
 
     block_size: int
     chain: list[bytes]  # names, see prefix_cache.py; an empty root keeps the sequence out of the cache
     is_cacheable: bool = True
-    blocks: list[int] = field(default_factory=list)
-    window_tables: list[list[int]] = field(
-        default_factory=list
-    )  # one more table for each group of layers with sliding windows, see groups.py
+    tables: tuple[list[int], ...] = ()  # none while it holds no blocks
     num_owed: int = 0  # blocks that its window tables may still need before its known tokens are computed
     slots: list[int] = field(default_factory=list)  # runner rows: one, or one a choice until the prompt is computed
     num_published: int = 0  # blocks that the prefix cache was shown
@@ -84,15 +81,15 @@ class SequenceKV:
 
     def clear(self) -> None:
         """Forget the blocks; the caller frees them."""
-        self.blocks, self.window_tables, self.slots = [], [], []
+        self.tables, self.slots = (), []
         self.num_published = self.writable_until = 0
         self.next_publish = self.block_size if self.is_cacheable else NEVER
         self.shares_tail = False
 
     @property
-    def tables(self) -> list[list[int]]:
-        """Return the tables of all groups."""
-        return [self.blocks, *self.window_tables]
+    def blocks(self) -> list[int]:
+        """Return the table of the first group, which keeps every position."""
+        return self.tables[0] if self.tables else []
 
     @property
     def capacity(self) -> int:
@@ -105,8 +102,7 @@ class SequenceKV:
 
     def follow(self, other: SequenceKV) -> None:
         """Map the blocks of another answer to the same prompt. The caller counts the references."""
-        self.blocks = list(other.blocks)
-        self.window_tables = [list(table) for table in other.window_tables]
+        self.tables = tuple(map(list, other.tables))
         self.chain = list(other.chain)
         self.num_published = other.num_published
         self.next_publish = other.next_publish

@@ -197,8 +197,9 @@ class Sequence:
     ) -> SequenceSlice:
         """Return the part of this sequence that a step computes."""
         kv = self.kv
-        fields = (self.slot, self.tokens, self.num_prompt, start, num_tokens, kv.blocks, samples, self.params)
-        return SequenceSlice(*fields, prompt_logprobs, self.seq_id, window_tables=kv.window_tables)
+        blocks, windows = (kv.tables[0], kv.tables[1:]) if kv.tables else ((), ())
+        fields = (self.slot, self.tokens, self.num_prompt, start, num_tokens, blocks, samples, self.params)
+        return SequenceSlice(*fields, prompt_logprobs, self.seq_id, window_tables=windows)
 
     @property
     def is_waiting(self) -> bool:
@@ -279,8 +280,7 @@ class Sequence:
             arrival_s=self.request.arrival_s,
             first_scheduled_s=None if self.history.first_scheduled_s < 0 else self.history.first_scheduled_s,
             first_token_s=None if self.history.first_token_s < 0 else self.history.first_token_s,
-            blocks=tuple(self.kv.blocks),
-            window_tables=tuple(map(tuple, self.kv.window_tables)),
+            tables=tuple(map(tuple, self.kv.tables)),
         )
 
     def take_slots(self, slots: list[int]) -> None:

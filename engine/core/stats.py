@@ -219,15 +219,12 @@ class SequenceView(NamedTuple):
     arrival_s: float
     first_scheduled_s: float | None  # None until it is known
     first_token_s: float | None
-    blocks: tuple[int, ...]  # physical blocks in logical order
-    window_tables: tuple[
-        tuple[int, ...], ...
-    ] = ()  # the same in each further group; NO_BLOCK where a window has passed
+    tables: tuple[tuple[int, ...], ...]  # by group, blocks in logical order; NO_BLOCK where a window has passed
 
     @property
     def all_blocks(self) -> list[int]:
         """Return the blocks of all groups of layers."""
-        return [*self.blocks, *(block for table in self.window_tables for block in table if block != NO_BLOCK)]
+        return [block for table in self.tables for block in table if block != NO_BLOCK]
 
 
 class Snapshot(NamedTuple):

@@ -53,7 +53,7 @@ def summarise(
     tokens = np.zeros(num_blocks, np.int64)
     owners = np.full(num_blocks, NO_OWNER, np.int64)
     for view in snapshot.sequences:
-        for table in (view.blocks, *view.window_tables):
+        for table in view.tables:
             places = np.array(table, np.int64)
             computed = np.clip(view.num_computed - np.arange(len(places)) * block_size, 0, block_size)
             blocks, computed = places[places != NO_BLOCK], computed[places != NO_BLOCK]

@@ -273,7 +273,7 @@ class Driver:
         queue = self.scheduler._queue
         if first is None or first.is_background or self.scheduler._budget.is_reduced or queue.may_yield:
             return  # the background waits for others, steps that were taken back are small, places of the fair change
-        is_short = first.kv.window_tables and self.scheduler.kv.reach(first) <= first.num_planned
+        is_short = first.kv.tables[1:] and self.scheduler.kv.reach(first) <= first.num_planned
         if is_short or (self.scheduler.config.windows and not first.kv.blocks):
             return  # it waits for a block of each window, or was preempted for one
         num_tokens = sum(piece.num_tokens for piece in plan.slices if piece.seq_id == first.seq_id)

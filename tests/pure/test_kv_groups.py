@@ -41,7 +41,7 @@ def check_footprint(driver: Driver) -> None:
     """No sequence holds more than its window, what is in flight of it, drafts, and two partial blocks."""
     settings = driver.scheduler.config
     for seq in driver.scheduler._queue.holders(driver.scheduler._in_flight):
-        for window, table in zip(settings.windows, seq.kv.window_tables, strict=bool(seq.kv.blocks)):
+        for window, table in zip(settings.windows, seq.kv.tables[1:], strict=bool(seq.kv.tables)):
             most = window, seq.num_planned - seq.num_computed, settings.num_speculative_tokens
             assert num_held(table) <= sum(blocks_for(num, settings.block_size) for num in most) + 2
             assert len(table) <= len(seq.kv.blocks)
@@ -140,7 +140,7 @@ def held_at_most(driver: Driver) -> int:
     while driver.scheduler.has_work:
         driver.step()
         check_footprint(driver)
-        tables = [seq.kv.window_tables[0] for seq in driver.scheduler.running]
+        tables = [seq.kv.tables[1] for seq in driver.scheduler.running]
         most = max(most, sum(map(num_held, tables)))
     return most
 
@@ -174,7 +174,7 @@ def test_drafts_that_are_rolled_back_leave_tables_of_one_length(num_steps: int) 
         driver.step()
     driver.run_out_of_memory()
     driver.step()
-    assert all(len(seq.kv.window_tables[0]) == len(seq.kv.blocks) for seq in driver.scheduler.running)
+    assert all(len(seq.kv.tables[1]) == len(seq.kv.blocks) for seq in driver.scheduler.running)
     driver.drain()
     driver.check_streams()
 
@@ -232,7 +232,7 @@ def test_answers_share_a_window_until_they_write() -> None:
     while driver.scheduler.has_work:
         driver.step()
         living = driver.scheduler.running
-        copies = max(copies, len({seq.kv.window_tables[0][-1] for seq in living}))
+        copies = max(copies, len({seq.kv.tables[1][-1] for seq in living}))
     assert copies == 4
     driver.check_streams()
 

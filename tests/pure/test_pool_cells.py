@@ -18,7 +18,7 @@ def view(seq_id: int, blocks: list[int], num_computed: int) -> SequenceView:
     return SequenceView(
         seq_id=seq_id, request_id="r", tenant="t", choice=0, status="running", num_prompt=1, num_tokens=num_computed,
         num_computed=num_computed, num_cached=0, num_preemptions=0, arrival_s=0.0, first_scheduled_s=None,
-        first_token_s=None, blocks=tuple(blocks),
+        first_token_s=None, tables=(tuple(blocks),),
     )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def test_each_cell_counts_its_blocks(pool: tuple[int, Snapshot, int, int]) -> No
     holders: dict[int, list[int]] = {block: [] for block in range(num_blocks)}
     tokens = dict.fromkeys(range(num_blocks), 0)
     for each in snapshot.sequences:
-        for index, block in enumerate(each.blocks):
+        for index, block in enumerate(each.tables[0]):
             holders[block].append(each.seq_id)
             tokens[block] = max(tokens[block], min(max(each.num_computed - index * SIZE, 0), SIZE))
     cells = summarise(

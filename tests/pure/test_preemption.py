@@ -159,7 +159,7 @@ def test_waiting_tokens_are_those_still_to_compute() -> None:
         driver.step()
     assert driver.scheduler.stats.num_waiting_tokens == 1
     (swapped,) = [view for view in driver.scheduler.snapshot().sequences if view.status == "preempted"]
-    assert swapped.blocks == ()
+    assert swapped.tables == ()
     driver.drain()
     driver.check_streams()
 

@@ -16,7 +16,7 @@ from tests.pure.driver import VOCAB, Driver, config, request
 
 def check_adds_up(snapshot: Snapshot, num_blocks: int) -> None:
     """Held, cached and free are the whole pool, and what is held is what the page tables name."""
-    named = {block for view in snapshot.sequences for block in view.blocks}
+    named = {block for view in snapshot.sequences for block in view.all_blocks}
     cached = {block for block, is_findable in enumerate(snapshot.findable) if is_findable} - named
     assert len(named) == snapshot.num_held_blocks
     assert len(cached) == snapshot.num_cached_blocks
@@ -64,7 +64,7 @@ def test_a_sequence_is_shown_as_far_as_it_is() -> None:
     assert (first.request_id, first.status, first.num_prompt) == ("first", "running", 5)
     assert (first.num_tokens, first.num_computed, first.num_cached) == (9, 8, 0)
     assert (second.num_tokens, second.num_computed, second.num_cached) == (6, 5, 4)
-    assert second.blocks[0] == first.blocks[0], "the shared prompt is one block"
+    assert second.tables[0][0] == first.tables[0][0], "the shared prompt is one block"
 
 
 def test_of_many_that_wait_only_some_are_shown_and_all_are_counted() -> None:

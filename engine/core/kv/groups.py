@@ -3,7 +3,7 @@
 The layers of a group read the same positions, so they share a page table. All groups draw on one pool: the runner gives
 each as many layers as make a block the same bytes, so that a block of one serves any other, and no split of memory has to
 be guessed. Each WindowGroup is a group whose layers read the last `window` positions only; its table of a sequence is
-`seq.kv.window_tables[i]`.
+`seq.kv.tables[1 + i]`.
 
     admission        a sequence resumes at the longest boundary that every group can resume from, see `resumable`
     each chunk       it takes the blocks that the chunk writes to, not those of its whole prompt

@@ -50,7 +50,7 @@ class HostTier(BlockIndex):
         computing on a CPU, and a quarter or less on a GPU.
         """
         kv, num_blocks = seq.kv, blocks_for(seq.num_computed, seq.kv.block_size)
-        windows = [table[:num_blocks] for table in kv.window_tables]
+        windows = [table[:num_blocks] for table in kv.tables[1:]]
         num_needed = num_blocks + sum(len(table) - table.count(NO_BLOCK) for table in windows)
         has_room = self.pool.num_available >= num_needed and not self.is_given_up
         if num_blocks < 2 or not has_room or seq.needs_every_position:

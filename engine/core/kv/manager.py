@@ -91,11 +91,12 @@ class KVCacheManager:
             pool.fork(block)
         ticket = seq.kv.useful_ticket(len(hits) * size)
         missing = blocks_for(len(tokens), size) - len(hits) + reserve * self._num_groups + seq.headroom
+        seq.kv.tables = (hits, *self._windows_at(seq, len(hits), ticket))
         if self._windows:
-            missing += self._begin_windows(seq, len(hits), ticket)
+            missing += self._begin_windows(seq)
         if pool.num_available < missing:
             pool.free(*reversed(hits))
-            seq.kv.window_tables = []
+            seq.kv.tables = ()
             self._owe(seq)
             return None
         hosts, loads = list[int](), list[tuple[int, int]]()
@@ -110,36 +111,36 @@ class KVCacheManager:
             self.tiers.take(seq, hosts)  # before the pool evicts blocks to host memory, which may evict these
         for group, table in self._window_tables(seq):
             group.resume(table)
-        count = blocks_for(len(tokens), size) - len(hits)
-        seq.kv.blocks = hits + pool.alloc_many(count, after=hits[-1] if hits else -1)
+        num_hits, blocks = len(hits), seq.kv.blocks
+        blocks += pool.alloc_many(blocks_for(len(tokens), size) - num_hits, after=hits[-1] if hits else -1)
         if self._windows and ticket is not None:
             loads = self._load_windows(seq, ticket)
         seq.num_computed = seq.num_planned = num_loaded
-        seq.kv.num_published = len(hits)
+        seq.kv.num_published = num_hits
         seq.kv.writable_until = seq.kv.capacity
         if self._caching or self._windows:
-            seq.kv.next_publish = (len(hits) + 1) * size
+            seq.kv.next_publish = (num_hits + 1) * size
             if seq.request.pins:
-                self._pin(seq, 0, len(hits))
+                self._pin(seq, 0, num_hits)
         self.discard(seq)
         seq.kv.is_arriving = bool(hosts)
         seq.take_slots([self._slots.pop() for _ in range(seq.num_slots)])
-        return list(zip(hosts, seq.kv.blocks[len(hits) :], strict=False)) + loads
+        return list(zip(hosts, blocks[num_hits:], strict=False)) + loads
 
-    def _begin_windows(self, seq: Sequence, num_hits: int, ticket: Ticket | None) -> int:
-        """Find the windows at a boundary; returns how many blocks have to be available for windows."""
-        if ticket is None:
-            seq.kv.window_tables = [group.window_at(seq.kv.chain, num_hits) for group in self._windows]
-        else:
-            seq.kv.window_tables = [list[int]() for _ in self._windows]
+    def _windows_at(self, seq: Sequence, num_hits: int, ticket: Ticket | None) -> list[list[int]]:
+        """Return tables of the windows at a boundary, which hold nothing yet; a ticket's are empty."""
+        return [[] if ticket is not None else group.window_at(seq.kv.chain, num_hits) for group in self._windows]
+
+    def _begin_windows(self, seq: Sequence) -> int:
+        """Return how many blocks have to be available for windows."""
         self._owe(seq)
-        hits = [block for table in seq.kv.window_tables for block in table if block != NO_BLOCK]
+        hits = [block for table in seq.kv.tables[1:] for block in table if block != NO_BLOCK]
         return self._num_owed + sum([not self.pool.is_held(block) for block in hits])
 
     def _load_windows(self, seq: Sequence, ticket: Ticket) -> list[tuple[int, int]]:
         """Allocate tables for the blocks of a ticket; returns the loads (host block, block)."""
         loads: list[tuple[int, int]] = []
-        for table, hosts in zip(seq.kv.window_tables, ticket.windows, strict=True):
+        for table, hosts in zip(seq.kv.tables[1:], ticket.windows, strict=True):
             for host in hosts:
                 table.append(NO_BLOCK if host == NO_BLOCK else self.pool.alloc())
                 if host != NO_BLOCK:
@@ -151,14 +152,14 @@ class KVCacheManager:
     def _owed_by(self, seq: Sequence) -> list[int]:
         """Return how many blocks each window of a sequence may still need while its known tokens are computed."""
         num_blocks = max(blocks_for(len(seq.tokens), self.block_size), len(seq.kv.blocks))
-        if len(seq.kv.window_tables[0]) >= num_blocks:
+        if len(seq.kv.tables[1]) >= num_blocks:
             return [0] * len(self._windows)
-        held = [len(table) - table.count(NO_BLOCK) for table in seq.kv.window_tables]
+        held = [len(table) - table.count(NO_BLOCK) for table in seq.kv.tables[1:]]
         return [max(a - b, 0) for a, b in zip(self._config.window_blocks(len(seq.tokens)), held, strict=True)]
 
     def _owe(self, seq: Sequence) -> None:
         """Bring up to date how many blocks the windows of a sequence may still need."""
-        num_owed = sum(self._owed_by(seq)) if seq.kv.window_tables else 0
+        num_owed = sum(self._owed_by(seq)) if len(seq.kv.tables) > 1 else 0
         self._num_owed += num_owed - seq.kv.num_owed
         seq.kv.num_owed = num_owed
 
@@ -215,7 +216,7 @@ class KVCacheManager:
         num_available, owed = self.pool.num_available, self._owed_by(seq)
         ahead = range(1, num_available // len(self._windows) + 1)
         num_spare = max(num_available - self._num_owed, 0)
-        num_blocks = len(seq.kv.window_tables[0])
+        num_blocks = len(seq.kv.tables[1])
         num_blocks += bisect_right(ahead, num_spare, key=lambda num: sum([max(num - each, 0) for each in owed]))
         # From the prompt's end on, `extend` keeps all tables of a sequence equally long.
         most = len(seq.tokens) - (num_blocks < len(seq.kv.blocks))
@@ -232,7 +233,7 @@ class KVCacheManager:
 
     def _window_tables(self, seq: Sequence) -> Iterable[tuple[WindowGroup, list[int]]]:
         """Return the groups with windows and a sequence's tables in them; nothing if it holds no blocks."""
-        return zip(self._windows, seq.kv.window_tables, strict=False)
+        return zip(self._windows, seq.kv.tables[1:], strict=False)
 
     def has_blocks_for(self, num_sequences: int) -> bool:
         """Return whether so many sequences can each be extended by a block of each group."""
@@ -432,8 +433,9 @@ class KVCacheManager:
         self.tiers.settle(step, is_done=False)
         if self._windows:
             for piece, seq in zip(step.slices, step.sequences, strict=True):
-                for index, (group, table) in enumerate(self._window_tables(seq)):
-                    seq.kv.window_tables[index] = group.cut(table, blocks_for(piece.start, self.block_size))
+                num_blocks = blocks_for(piece.start, self.block_size)
+                windows = [group.cut(table, num_blocks) for group, table in self._window_tables(seq)]
+                seq.kv.tables = (*seq.kv.tables[:1], *windows)
                 self._owe(seq)
 
     def dropped(self, step: InFlightStep) -> None:
@@ -457,9 +459,8 @@ class KVCacheManager:
         slots = sorted(self._slots + [slot for seq in living for slot in seq.kv.slots])
         assert slots == list(range(self._max_num_seqs)), "a runner slot is lost or taken twice"
         imported = [each.blocks for each in self._imports]
-        tables = [table for seq in living for table in seq.kv.window_tables]
-        held = [[block for block in table if block != NO_BLOCK] for table in tables]
-        yield from self._cache.checks([*(seq.kv.blocks for seq in living), *held, *imported], self._windows)
+        held = [[block for block in table if block != NO_BLOCK] for seq in living for table in seq.kv.tables]
+        yield from self._cache.checks([*held, *imported], self._windows)
         assert self._num_owed == sum(seq.kv.num_owed for seq in living), "blocks that windows need are miscounted"
         yield from self.tiers.checks([step.loaded_hosts for step in in_flight])
         yield from self._pins.checks()

@@ -272,7 +272,7 @@ class OutputProcessor:
 
     def settle(self, seq: Sequence) -> None:
         """After a commit, publish full blocks, and free those of a sequence that has left its last step."""
-        if seq.kv.blocks:
+        if seq.kv.tables:
             self._publish(seq)
         if seq.is_leaving and not seq.num_in_flight:
             seq.is_leaving = False

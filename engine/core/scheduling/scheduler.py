@@ -315,8 +315,8 @@ class Scheduler:
         """Return the pool and all sequences; of those without blocks, no more than may run."""
         listed, num_empty = [], 0
         for seq in self._queue.holders(self._in_flight):
-            num_empty += not seq.kv.blocks
-            if seq.kv.blocks or num_empty <= self.config.max_num_seqs:
+            num_empty += not seq.kv.tables
+            if seq.kv.tables or num_empty <= self.config.max_num_seqs:
                 listed.append(seq.view())
         queue = [seq.request_id for seq in self._queue.waiting]
         num_free, num_cached, num_held = self.kv.pool.counts
