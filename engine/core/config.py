@@ -81,18 +81,18 @@ class SchedulerConfig:
         """Return how many groups of layers have a page table each."""
         return 1 + len(self.windows)
 
-    def window_blocks(self, num_positions: int) -> list[int]:
-        """Return the blocks that a sequence needs in each group with a window to go on from any of its positions.
+    def window_blocks(self, window: int, num_positions: int) -> int:
+        """Return the blocks that a sequence needs in a group with this window to go on from any of its positions.
 
         A window may begin and end within a block, the step in flight may need another, and so may drafts.
         """
-        total = blocks_for(num_positions, self.block_size)
         others = blocks_for(self.num_speculative_tokens, self.block_size) + 2
-        return [min(blocks_for(window, self.block_size) + others, total) for window in self.windows]
+        return min(blocks_for(window, self.block_size) + others, blocks_for(num_positions, self.block_size))
 
     def max_blocks(self, num_positions: int) -> int:
         """Return the most blocks that a sequence with K/V of so many positions needs, in all groups."""
-        return blocks_for(num_positions, self.block_size) + sum(self.window_blocks(num_positions))
+        windows = sum([self.window_blocks(window, num_positions) for window in self.windows])
+        return blocks_for(num_positions, self.block_size) + windows
 
     def _check_windows(self) -> None:
         _require(

@@ -38,17 +38,18 @@ class Layout(NamedTuple):
 class Ticket:
     """The K/V of a preempted sequence's first `num_tokens` positions, in these host blocks.
 
-    `windows` are the host blocks of its window tables, with their gaps. If one is lost, nothing of the ticket counts.
+    `others` are the host blocks of its window tables, with their gaps.
+    If one is lost, nothing of the ticket counts.
     """
 
     blocks: list[int]
     num_tokens: int
-    windows: list[list[int]] = field(default_factory=list)
+    others: list[list[int]] = field(default_factory=list)
 
     @property
     def all_blocks(self) -> list[int]:
         """Return the host blocks of all tables."""
-        return self.blocks + [host for table in self.windows for host in table if host != NO_BLOCK]
+        return self.blocks + [host for table in self.others for host in table if host != NO_BLOCK]
 
 
 @dataclass(slots=True, eq=False)
@@ -59,11 +60,13 @@ class SequenceKV:
     chain: list[bytes]  # names, see prefix_cache.py; an empty root keeps the sequence out of the cache
     is_cacheable: bool = True
     tables: tuple[list[int], ...] = ()  # none while it holds no blocks
-    num_owed: int = 0  # blocks that its window tables may still need before its known tokens are computed
+    num_owed: int = 0  # blocks that its other groups may still need before its known tokens are computed
+    matched: list[int] = field(default_factory=list)  # the cached blocks that it can begin with ...
+    matched_at: tuple[int, int] = (-1, 0)  # ... as they were at this version of the pool, for so many tokens
     slots: list[int] = field(default_factory=list)  # runner rows: one, or one a choice until the prompt is computed
     num_published: int = 0  # blocks that the prefix cache was shown
     # Computed positions at which the next block is due: a prompt's as they are computed, an answer's at its end. With
-    # windows each block is, because those before the window are freed with it.
+    # other groups each block is, because what they have left is freed with it.
     next_publish: int = NEVER
     writable_until: int = 0  # positions below have a block that is this sequence's alone
     shares_tail: bool = False  # the last block may have other holders: it is copied before the first write
@@ -85,6 +88,7 @@ class SequenceKV:
         self.num_published = self.writable_until = 0
         self.next_publish = self.block_size if self.is_cacheable else NEVER
         self.shares_tail = False
+        self.matched_at = (-1, 0)
 
     @property
     def blocks(self) -> list[int]:

@@ -185,7 +185,7 @@ class Sequence:
             self.fast_path_until = min(last, kv.writable_until)
             self.fast_commit_until = min(last, kv.next_publish)
 
-    def _make_slices(self) -> None:
+    def make_slices(self) -> None:
         """Make two slices for decode steps to use in turns: one may be in flight while the next is planned.
 
         Writing `start`, all that differs between steps, takes a tenth of the time of a new slice.
@@ -288,7 +288,7 @@ class Sequence:
         self.kv.slots = slots
         self.slot = slots[0]
         self.samples = (Sample(slots[0], choice_seed(self.params.seed, self.choice)),)
-        self._make_slices()
+        self.make_slices()
 
     def follow(self, other: Sequence, seq_id: int) -> None:
         """Copy another answer's state, sharing its blocks. The caller counts the references."""
@@ -297,7 +297,7 @@ class Sequence:
         self.num_computed = other.num_computed
         self.num_planned = other.num_planned
         self.kv.follow(other.kv)
-        self._make_slices()
+        self.make_slices()
 
     def sibling(self, choice: int, seq_id: int) -> Sequence:
         """Return another answer to the same prompt, running and forked, with nothing computed."""

@@ -172,7 +172,7 @@ def test_a_flood_of_refused_requests_is_a_bounded_number_of_lines(caplog: pytest
 def test_waiting_sequences_that_are_not_listed_are_counted() -> None:
     """A snapshot has no more waiting sequences than may run."""
     running = SequenceView(1, "a", "", 0, "running", 4, 5, 4, 0, 0, 0.0, 0.1, 0.2, ((7,),))
-    waiting = running._replace(seq_id=2, request_id="b", status="waiting", blocks=())
+    waiting = running._replace(seq_id=2, request_id="b", status="waiting", tables=())
     snapshot = Snapshot(9, 1, 0, bytes(10), (running, waiting), ("b", "c", "d"))
     state = _of_snapshot(snapshot, {}, 1.0)
     assert (len(state["sequences"]), state["sequences_not_listed"]) == (2, 2)

@@ -211,7 +211,7 @@ def test_a_prefix_is_resumed_where_every_group_can() -> None:
     window=st.integers(1, 20),
 )
 def test_the_boundary_is_the_longest_whose_window_is_cached(found: list[bool], window: int) -> None:
-    group = WindowGroup(window, PrefixCache(20, 4))
+    group = WindowGroup(0, windowed([window], num_blocks=20), PrefixCache(20, 4))
     chain = [bytes([index]) for index in range(len(found) + 1)]
     for name, is_found in zip(chain[1:], found, strict=True):
         if is_found:
@@ -241,9 +241,9 @@ def off_by_a_block(group: WindowGroup, position: int) -> int:
     return max(position - group._window + 5, 0) // group._block_size
 
 
-def share_and_write(group: WindowGroup, table: list[int]) -> tuple[int, int]:
+def share_and_write(group: WindowGroup, seq: Sequence, *_: object) -> None:
     """Leave a shared tail in place."""
-    return table[-1], table[-1]
+    group._grow(group._table(seq), len(seq.kv.blocks))
 
 
 def answer_and_continue(driver: Driver) -> None:
@@ -252,7 +252,7 @@ def answer_and_continue(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mistake"), [("_first_read", off_by_a_block), ("copy_tail", share_and_write)], ids=["early", "shared"]
+    ("name", "mistake"), [("_first_read", off_by_a_block), ("extend", share_and_write)], ids=["early", "shared"]
 )
 def test_the_runner_notices_mistakes(monkeypatch: pytest.MonkeyPatch, name: str, mistake: object) -> None:
     monkeypatch.setattr(WindowGroup, name, mistake)
@@ -297,3 +297,35 @@ def test_the_next_turn_finds_its_prompt_in_a_pool_full_of_others() -> None:
     prefill(driver, request("turn1", prompt, max_tokens=60, eos_token_ids=frozenset()))
     assert prefill(driver, request("turn2", (*prompt[:28], 7, 8, 9, 10, 11))) == 28
     driver.check_streams()
+
+
+def test_the_first_in_line_is_looked_up_again_once_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(windowed([8], max_num_seqs=2, max_num_batched_tokens=40))
+    match, lookups = PrefixCache.match, list[int]()
+    monkeypatch.setattr(PrefixCache, "match", lambda *args: (lookups.append(len(args[2])), match(*args))[1])
+    for index in range(2):
+        driver.add(request(str(index), (index, 2, 3), max_tokens=9, eos_token_ids=frozenset()))
+    driver.step()
+    driver.add(request("blocked", tuple(range(17)), max_tokens=1))
+    driver.step()
+    num_asked = 0
+    while waiting := driver.scheduler._queue.waiting:
+        driver.scheduler.kv.lookup(waiting[0])
+        driver.step()
+        num_asked += 1
+    assert 0 < lookups.count(17) < num_asked, "once, and after each block that became full"
+    driver.drain()
+    driver.check_streams()
+
+
+def test_a_window_goes_with_the_block_of_the_first_group() -> None:
+    driver = Driver(windowed([8], num_blocks=40))
+    prompt = tuple(range(20))
+    prefill(driver, request("first", prompt))
+    kv, group = driver.scheduler.kv, groups_of(driver)[0]
+    names = kv.first_names(request("names", prompt))
+    full = kv._cache.match(names, prompt, 20)
+    assert group.find(names[5]) >= 0
+    while kv._cache.content(full[4]) is not None:
+        kv.pool.alloc()
+    assert group.find(names[5]) < 0, "no prompt reaches it any more"

@@ -31,6 +31,7 @@ class BlockPool:
         "_spared",
         "max_pinned",
         "num_blocks",
+        "version",
     )
 
     def __init__(
@@ -42,6 +43,7 @@ class BlockPool:
     ) -> None:
         self.num_blocks = num_blocks
         self.max_pinned = max_pinned
+        self.version = 0  # changes with what can be found
         self._refs = [0] * num_blocks
         # A dict used as an ordered set: O(1) to remove a block from the middle or the end.
         self._free = dict.fromkeys(range(num_blocks - 1, -1, -1))
@@ -186,11 +188,13 @@ class BlockPool:
         """Mark a held block as findable: its content stays cached after the last holder leaves."""
         assert self._refs[block] > 0 or self._indexed[block]
         self._indexed[block] = 1
+        self.version += 1
 
     def forget(self, block: int) -> None:
         """Mark a block as not findable any more; without holders it becomes free."""
         self.unpin(block)
         self._indexed[block] = 0
+        self.version += 1
         order = self._order_of(block)
         if block in order:
             order.remove(block)
@@ -213,6 +217,7 @@ class BlockPool:
             del self._pinned[block]
             self._cached.forget(block)
         self._indexed[block] = 0
+        self.version += 1
         for call in self._on_evict:
             call(block)
         return block

@@ -3,16 +3,19 @@
 The layers of a group read the same positions, so they share a page table. All groups draw on one pool: the runner gives
 each as many layers as make a block the same bytes, so that a block of one serves any other, and no split of memory has to
 be guessed. Each WindowGroup is a group whose layers read the last `window` positions only; its table of a sequence is
-`seq.kv.tables[1 + i]`.
+`seq.kv.tables[1 + index]`. KVCacheManager calls its methods for each group in turn:
 
-    admission        a sequence resumes at the longest boundary that every group can resume from, see `resumable`
-    each chunk       it takes the blocks that the chunk writes to, not those of its whole prompt
-    each commit      blocks before the window of the next position are freed: no step in flight reads them
-    rollback         blocks for what was not computed are freed; they are taken again with the next chunk
+    admission        a sequence resumes at the longest boundary that every group can resume from: `resumable`, `begin`,
+                     `resume`, or `load` for what host memory has of it; `owed` says what it may still need
+    each chunk       `cover`: it takes the blocks that the chunk writes to, not those of its whole prompt
+    each block       `extend`
+    each commit      `publish`, then `slide`: blocks before the window of the next position are freed, as no step in
+                     flight reads them
+    rollback         `roll_back`: blocks for what was not computed are freed; they are taken again with the next chunk
 
-Blocks have the same names in all groups; with windows every block is named when it is full. A block that slides out of a
-window is evicted before all others, unless prompts may branch there: it is in the window of a prompt's end, or a sequence
-has resumed from it.
+Blocks have the same names in all groups; with several groups every block is named when it is full. A block that slides
+out of a window is evicted before all others, unless prompts may branch there: it is in the window of a prompt's end, or a
+sequence has resumed from it. A content that the first group loses is forgotten by all others (`drop`): no prompt reaches it.
 """
 
 from __future__ import annotations
@@ -20,21 +23,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from engine.core.config import SchedulerConfig
 from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, name_block
-from engine.core.page_table import NO_BLOCK
+from engine.core.page_table import NO_BLOCK, blocks_for
+from engine.core.sequence import Sequence
 
 
 class WindowGroup(BlockIndex):
     """The blocks of one group: cached under their names, or held by tables."""
 
-    __slots__ = ("_block_size", "_kept", "_resumed", "_window")
+    __slots__ = ("_block_size", "_config", "_index", "_kept", "_resumed", "_window")
 
-    def __init__(self, window: int, cache: PrefixCache) -> None:
+    def __init__(self, index: int, config: SchedulerConfig, cache: PrefixCache) -> None:
         """The pool is that of the layers with full attention."""
-        super().__init__(cache.pool.num_blocks, pool=cache.pool)
-        self._window, self._block_size = window, cache.block_size
+        super().__init__(config.num_blocks, pool=cache.pool)
+        self._index, self._config = index, config
+        self._window, self._block_size = config.windows[index], config.block_size
         self._resumed = set[int]()  # blocks that a sequence has resumed from
         self._kept = set[bytes]()  # contents that pinned prefixes are resumed from
+
+    # -- the index -----------------------------------------------------------------------------------------------------
 
     def put(self, name: bytes, block: int) -> None:
         """Make a held block findable; no other block has this content."""
@@ -59,6 +67,15 @@ class WindowGroup(BlockIndex):
         self._kept.discard(name)
         super().unpin(name)
 
+    def forget(self, block: int) -> None:
+        """Make a block's content unfindable."""
+        super().forget(block)
+        self._resumed.discard(block)
+
+    def _evicted(self, block: int) -> None:
+        super()._evicted(block)
+        self._resumed.discard(block)
+
     def _first_read(self, position: int) -> int:
         """Return the index of the first block that computing a position reads."""
         return max(position - self._window + 1, 0) // self._block_size
@@ -72,44 +89,70 @@ class WindowGroup(BlockIndex):
             index -= 1
         return num_blocks
 
-    def window_at(self, chain: Seq[bytes], num_blocks: int) -> list[int]:
-        """Return the table of a sequence that could resume at a boundary; holds nothing."""
-        first = self._first_read(num_blocks * self._block_size)
-        return [NO_BLOCK] * first + [self.find(name) for name in chain[first + 1 : num_blocks + 1]]
+    # -- a sequence's table --------------------------------------------------------------------------------------------
 
-    def resume(self, table: Iterable[int]) -> None:
-        """Hold the blocks of a table that `window_at` has returned."""
-        hits = [block for block in table if block != NO_BLOCK]
-        self.hold(hits)
+    def begin(self, seq: Sequence, num_blocks: int, *, loads: bool) -> int:
+        """Give a sequence the window at a boundary, without holding it; returns the blocks that nothing holds yet.
+
+        The table is empty if the sequence `loads` it instead.
+        """
+        first = self._first_read(num_blocks * self._block_size)
+        hits = [] if loads else [self.find(name) for name in seq.kv.chain[first + 1 : num_blocks + 1]]
+        seq.kv.tables = (*seq.kv.tables, [NO_BLOCK] * first + hits if hits else [])
+        return sum([not self.pool.is_held(block) for block in hits])
+
+    def resume(self, seq: Sequence) -> None:
+        """Hold the blocks that `begin` has found."""
+        hits = [block for block in self._table(seq) if block != NO_BLOCK]
+        self.hold(seq)
         self.pool.found(hits)
         self._resumed.update(hits)
 
-    def grow(self, table: list[int], num_blocks: int) -> None:
-        """Extend a table to `num_blocks` blocks, if it has fewer."""
+    def load(self, seq: Sequence, hosts: Iterable[int]) -> None:
+        """Allocate blocks for those of a ticket."""
+        self._table(seq).extend([host if host == NO_BLOCK else self.pool.alloc() for host in hosts])
+
+    def owed(self, seq: Sequence) -> int:
+        """Return how many blocks a sequence may still need here while its known tokens are computed."""
+        num_tokens, table = len(seq.tokens), self._table(seq)
+        if len(table) >= max(blocks_for(num_tokens, self._block_size), len(seq.kv.blocks)):
+            return 0
+        return max(self._config.window_blocks(self._window, num_tokens) - len(table) + table.count(NO_BLOCK), 0)
+
+    def cover(self, seq: Sequence, stop: int) -> None:
+        """Take the blocks that the next chunk of a prompt needs."""
+        is_end = stop == len(seq.tokens)
+        self._grow(self._table(seq), len(seq.kv.blocks) if is_end else blocks_for(stop, self._block_size))
+
+    def extend(self, seq: Sequence, copied: int, copies: list[tuple[int, int]]) -> None:
+        """Make the next position writable; `copied` is the shared block that the first group copied, or NO_BLOCK."""
+        table = self._table(seq)
+        if copied != NO_BLOCK:  # the same sequences hold it here
+            source, table[-1] = table[-1], self.pool.alloc()
+            self.pool.free(source)
+            copies.append((source, table[-1]))
+        self._grow(table, len(seq.kv.blocks))
+
+    def _grow(self, table: list[int], num_blocks: int) -> None:
         if num_blocks > len(table):
             table += self.pool.alloc_many(num_blocks - len(table), after=table[-1] if table else NO_BLOCK)
 
-    def copy_tail(self, table: list[int]) -> tuple[int, int]:
-        """Replace a table's last block, which others hold too; returns the copy to make, (source, destination)."""
-        source, table[-1] = table[-1], self.pool.alloc()
-        self.pool.free(source)
-        return source, table[-1]
-
-    def publish(self, chain: list[bytes], tokens: Seq[int], table: Seq[int], full: Iterable[int]) -> None:
+    def publish(self, seq: Sequence, full: int) -> None:
         """Make those of a sequence's full, computed blocks findable that the table still has."""
-        for index in full:
+        chain, tokens, table = seq.kv.chain, seq.tokens, self._table(seq)
+        for index in range(seq.kv.num_published, full):
             name, block = name_block(chain, tokens, index, self._block_size), table[index]
             if block != NO_BLOCK and self.find(name) < 0 and self.content(block) is None:
                 self.put(name, block)
                 if self.holdings is not None:
                     self.holdings.compute(chain, tokens, index, self._block_size)
 
-    def slide(self, table: list[int], num_computed: int, num_prompt: int) -> None:
-        """Free the blocks that no position from `num_computed` on reads."""
+    def slide(self, seq: Sequence) -> None:
+        """Free the blocks that no position to compute reads."""
         # Another turn of a conversation, or the same prompt again, resumes at one of the prompt's last two boundaries.
-        last = num_prompt // self._block_size
-        first_kept = self._first_read((num_prompt - 1) // self._block_size * self._block_size)
-        for index in range(self._first_read(num_computed) - 1, -1, -1):
+        table, last = self._table(seq), seq.num_prompt // self._block_size
+        first_kept = self._first_read((seq.num_prompt - 1) // self._block_size * self._block_size)
+        for index in range(self._first_read(seq.num_computed) - 1, -1, -1):
             block = table[index]
             if block == NO_BLOCK:
                 break
@@ -119,26 +162,22 @@ class WindowGroup(BlockIndex):
             else:
                 self.pool.pass_by(block)
 
-    def cut(self, table: list[int], num_blocks: int) -> list[int]:
-        """Return a new table of the first `num_blocks`, and free those behind; a runner compares tables by identity."""
-        self.free(table[num_blocks:])
-        return table[:num_blocks]
+    def roll_back(self, seq: Sequence, start: int) -> None:
+        """Free the blocks behind those of `start` positions; a runner compares tables by identity."""
+        table, num_blocks = self._table(seq), blocks_for(start, self._block_size)
+        before, after = seq.kv.tables[: self._index + 1], seq.kv.tables[self._index + 2 :]
+        seq.kv.tables = (*before, table[:num_blocks], *after)
+        self.pool.free(*[block for block in reversed(table[num_blocks:]) if block != NO_BLOCK])
 
-    def hold(self, table: Iterable[int]) -> None:
-        """Add a holder to the blocks of a table."""
-        for block in table:
+    def hold(self, seq: Sequence) -> None:
+        """Add a holder to the blocks of a sequence."""
+        for block in self._table(seq):
             if block != NO_BLOCK:
                 self.pool.fork(block)
 
-    def free(self, table: Seq[int]) -> None:
-        """Remove a holder of the blocks of a table."""
-        self.pool.free(*[block for block in reversed(table) if block != NO_BLOCK])
+    def free(self, seq: Sequence) -> None:
+        """Remove a holder of the blocks of a sequence."""
+        self.pool.free(*[block for block in reversed(self._table(seq)) if block != NO_BLOCK])
 
-    def forget(self, block: int) -> None:
-        """Make a block's content unfindable."""
-        super().forget(block)
-        self._resumed.discard(block)
-
-    def _evicted(self, block: int) -> None:
-        super()._evicted(block)
-        self._resumed.discard(block)
+    def _table(self, seq: Sequence) -> list[int]:
+        return seq.kv.tables[self._index + 1]

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from engine.core.in_flight import InFlightStep
-from engine.core.kv.prefix_cache import BlockIndex, name_block
+from engine.core.kv.prefix_cache import BlockIndex, Dependent, name_block
 from engine.core.page_table import NO_BLOCK, Ticket, blocks_for
 from engine.core.sequence import Sequence
 
@@ -50,10 +50,11 @@ class HostTier(BlockIndex):
         computing on a CPU, and a quarter or less on a GPU.
         """
         kv, num_blocks = seq.kv, blocks_for(seq.num_computed, seq.kv.block_size)
-        windows = [table[:num_blocks] for table in kv.tables[1:]]
-        num_needed = num_blocks + sum(len(table) - table.count(NO_BLOCK) for table in windows)
+        others = [table[:num_blocks] for table in kv.tables[1:]]
+        has_others = all(len(table) == num_blocks for table in others)  # else a step that computed them was rolled back
+        num_needed = num_blocks + sum(len(table) - table.count(NO_BLOCK) for table in others)
         has_room = self.pool.num_available >= num_needed and not self.is_given_up
-        if num_blocks < 2 or not has_room or seq.needs_every_position:
+        if num_blocks < 2 or not (has_room and has_others) or seq.needs_every_position:
             return None
         num_named = min(seq.num_computed, len(seq.tokens)) // kv.block_size if kv.is_cacheable else 0
         blocks: list[int] = []
@@ -68,12 +69,12 @@ class HostTier(BlockIndex):
                 if digest is not None:
                     self._put_copy(digest, host)
             blocks.append(host)
-        ticket = Ticket(blocks, seq.num_computed, [[self._copy(block) for block in table] for table in windows])
+        ticket = Ticket(blocks, seq.num_computed, [[self._copy(block) for block in table] for table in others])
         self._tickets[ticket] = None
         return ticket
 
     def _copy(self, block: int) -> int:
-        """Schedule the copy of a block of a window, which has no name here; returns the host block."""
+        """Schedule the copy of a block of another group, which has no name here; returns the host block."""
         if block == NO_BLOCK:
             return NO_BLOCK
         host = self.pool.alloc()
@@ -152,14 +153,14 @@ class HostTier(BlockIndex):
         self.forget(host)
         for ticket in self._tickets:
             if host in ticket.all_blocks:
-                self._cut(ticket, 0 if ticket.windows else ticket.blocks.index(host))
+                self._cut(ticket, 0 if ticket.others else ticket.blocks.index(host))
 
     def _cut(self, ticket: Ticket, num_blocks: int) -> None:
-        """Release all but the first blocks of a ticket; of one with windows, all blocks."""
+        """Release all but the first blocks of a ticket; of one with other groups, all blocks."""
         ticket.num_tokens = min(ticket.num_tokens, num_blocks * self._block_size)
         lost = ticket.all_blocks[num_blocks:]
         del ticket.blocks[num_blocks:]
-        ticket.windows.clear()
+        ticket.others.clear()
         self.release(lost)
 
     def forget(self, block: int) -> None:
@@ -172,7 +173,7 @@ class HostTier(BlockIndex):
         self._due.pop(block, None)
         self.origins.pop(block, None)
 
-    def checks(self, holders: Iterable[Iterable[int]], others: Seq[BlockIndex] = ()) -> Iterator[None]:
+    def checks(self, holders: Iterable[Iterable[int]], others: Seq[Dependent] = ()) -> Iterator[None]:
         """Raise AssertionError unless tickets and `holders` hold what is held, and no copy is due in vain."""
         yield from super().checks([*holders, *(ticket.all_blocks for ticket in self._tickets)], others)
         wanted = (self.pool.is_held(host) or self.content(host) is not None for host in self._due)

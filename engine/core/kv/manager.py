@@ -4,8 +4,9 @@ A prompt's blocks are allocated together, so a prompt that has started never sta
 holders is copied before it is written. Tails are freed before heads, so the prefix cache evicts them first.
 
 The cache here is that of the layers with full attention. Layers with sliding windows are in groups of their own beside
-them, with tables of their own over the same pool, see groups.py; most models have none. A sequence needs blocks of all
-groups: those of its prompt in the first group are allocated when it is admitted, those of its windows chunk by chunk.
+them, over the same pool, see groups.py; most models have none. A sequence needs blocks of all groups: those of its prompt
+in the first group are allocated when it is admitted, those of the others chunk by chunk; until then they are owed to it,
+and nothing else gets them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
@@ -46,10 +48,12 @@ class KVCacheManager:
             config.num_blocks, config.block_size, config.eviction, self._listener, self._pins.until, max_pinned
         )
         self.pool = self._cache.pool
-        self._windows = [WindowGroup(window, self._cache) for window in config.windows]
+        self._windows = [WindowGroup(index, config, self._cache) for index in range(len(config.windows))]
+        self._others = tuple(self._windows)  # all groups but the first, in the order in which a ticket has them
         self._config, self._num_groups = config, config.num_groups
         self._num_owed = 0  # of all sequences, see SequenceKV
-        self._pins.targets += (self._cache, *self._windows)
+        self._pins.targets += (self._cache, *self._others)
+        self._cache.dependents = self._others
         self.contents = self._watch(config) if config.kv_events else None
 
     def _watch(self, config: SchedulerConfig) -> Contents:
@@ -78,9 +82,9 @@ class KVCacheManager:
     def allocate(self, seq: Sequence, *, reserve: int) -> list[tuple[int, int]] | None:
         """Take runner rows, and the blocks that are allocated at the start; None if that leaves too few blocks.
 
-        `reserve` blocks of each group have to stay available, a search's headroom, and blocks that windows still need.
-        Cached blocks come first. Returns the blocks that the step has to load, from the sequence's ticket or host memory,
-        as (host block, block).
+        `reserve` blocks of each group have to stay available, a search's headroom, and what is owed. Cached blocks come
+        first. Returns the blocks that the step has to load, from the sequence's ticket or host memory, as (host block,
+        block).
         """
         if len(self._slots) < seq.num_slots:
             return None
@@ -91,34 +95,34 @@ class KVCacheManager:
             pool.fork(block)
         ticket = seq.kv.useful_ticket(len(hits) * size)
         missing = blocks_for(len(tokens), size) - len(hits) + reserve * self._num_groups + seq.headroom
-        seq.kv.tables = (hits, *self._windows_at(seq, len(hits), ticket))
-        if self._windows:
-            missing += self._begin_windows(seq)
-        if pool.num_available < missing:
+        seq.kv.tables = (hits,)
+        missing += sum([group.begin(seq, len(hits), loads=ticket is not None) for group in self._others])
+        self._owe(seq)
+        if pool.num_available < missing + self._num_owed:
             pool.free(*reversed(hits))
             seq.kv.tables = ()
-            self._owe(seq)
+            self._owe(seq, 0)
             return None
         hosts, loads = list[int](), list[tuple[int, int]]()
         num_loaded = len(hits) * size  # positions, with those before
         if ticket is not None:
             hosts, num_loaded = ticket.blocks[len(hits) :], ticket.num_tokens
-        elif is_reading and self._has_host and not self._windows:
+        elif is_reading and self._has_host and not self._others:
             hosts = self.tiers.find(seq, len(hits))
             num_loaded += len(hosts) * size
         pool.found(hits)
         if hosts:
             self.tiers.take(seq, hosts)  # before the pool evicts blocks to host memory, which may evict these
-        for group, table in self._window_tables(seq):
-            group.resume(table)
+        for group in self._others:
+            group.resume(seq)
         num_hits, blocks = len(hits), seq.kv.blocks
         blocks += pool.alloc_many(blocks_for(len(tokens), size) - num_hits, after=hits[-1] if hits else -1)
-        if self._windows and ticket is not None:
-            loads = self._load_windows(seq, ticket)
+        if self._others and ticket is not None:
+            loads = self._load_others(seq, ticket)
         seq.num_computed = seq.num_planned = num_loaded
         seq.kv.num_published = num_hits
         seq.kv.writable_until = seq.kv.capacity
-        if self._caching or self._windows:
+        if self._caching or self._others:
             seq.kv.next_publish = (num_hits + 1) * size
             if seq.request.pins:
                 self._pin(seq, 0, num_hits)
@@ -127,39 +131,21 @@ class KVCacheManager:
         seq.take_slots([self._slots.pop() for _ in range(seq.num_slots)])
         return list(zip(hosts, blocks[num_hits:], strict=False)) + loads
 
-    def _windows_at(self, seq: Sequence, num_hits: int, ticket: Ticket | None) -> list[list[int]]:
-        """Return tables of the windows at a boundary, which hold nothing yet; a ticket's are empty."""
-        return [[] if ticket is not None else group.window_at(seq.kv.chain, num_hits) for group in self._windows]
-
-    def _begin_windows(self, seq: Sequence) -> int:
-        """Return how many blocks have to be available for windows."""
+    def _load_others(self, seq: Sequence, ticket: Ticket) -> list[tuple[int, int]]:
+        """Allocate blocks of the other groups for those of a ticket; returns the loads (host block, block)."""
+        for group, hosts in zip(self._others, ticket.others, strict=True):
+            group.load(seq, hosts)
         self._owe(seq)
-        hits = [block for table in seq.kv.tables[1:] for block in table if block != NO_BLOCK]
-        return self._num_owed + sum([not self.pool.is_held(block) for block in hits])
-
-    def _load_windows(self, seq: Sequence, ticket: Ticket) -> list[tuple[int, int]]:
-        """Allocate tables for the blocks of a ticket; returns the loads (host block, block)."""
-        loads: list[tuple[int, int]] = []
-        for table, hosts in zip(seq.kv.tables[1:], ticket.windows, strict=True):
-            for host in hosts:
-                table.append(NO_BLOCK if host == NO_BLOCK else self.pool.alloc())
-                if host != NO_BLOCK:
-                    self.tiers.host.pool.fork(host)
-                    loads.append((host, table[-1]))
-        self._owe(seq)
+        pairs = zip(chain(*ticket.others), chain(*seq.kv.tables[1:]), strict=True)
+        loads = [(host, block) for host, block in pairs if host != NO_BLOCK]
+        for host, _ in loads:
+            self.tiers.host.pool.fork(host)
         return loads
 
-    def _owed_by(self, seq: Sequence) -> list[int]:
-        """Return how many blocks each window of a sequence may still need while its known tokens are computed."""
-        num_blocks = max(blocks_for(len(seq.tokens), self.block_size), len(seq.kv.blocks))
-        if len(seq.kv.tables[1]) >= num_blocks:
-            return [0] * len(self._windows)
-        held = [len(table) - table.count(NO_BLOCK) for table in seq.kv.tables[1:]]
-        return [max(a - b, 0) for a, b in zip(self._config.window_blocks(len(seq.tokens)), held, strict=True)]
-
-    def _owe(self, seq: Sequence) -> None:
-        """Bring up to date how many blocks the windows of a sequence may still need."""
-        num_owed = sum(self._owed_by(seq)) if len(seq.kv.tables) > 1 else 0
+    def _owe(self, seq: Sequence, num_owed: int | None = None) -> None:
+        """Bring up to date how many blocks of the other groups a sequence may still need."""
+        if num_owed is None:
+            num_owed = sum([group.owed(seq) for group in self._others])
         self._num_owed += num_owed - seq.kv.num_owed
         seq.kv.num_owed = num_owed
 
@@ -174,7 +160,7 @@ class KVCacheManager:
         if not self._caching or seq.needs_every_position:
             return 0
         num_hits = len(self._match(seq))
-        num_hosts = 0 if self._windows else len(self.tiers.find(seq, num_hits))
+        num_hosts = 0 if self._others else len(self.tiers.find(seq, num_hits))
         num_blocks = num_hits + num_hosts + seq.kv.num_awaited
         return min(num_blocks * self.block_size, len(seq.tokens) - 1)
 
@@ -183,14 +169,16 @@ class KVCacheManager:
 
         The last token is always computed: its hidden state is what the first draw comes from.
         """
-        hits = self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1)
-        if self._windows:
+        kv, version = seq.kv, (self.pool.version, len(seq.tokens))
+        if kv.matched_at != version:
+            hits = self._cache.match(kv.chain, seq.tokens, len(seq.tokens) - 1)
             num_hits = -1
             while num_hits != len(hits):  # a boundary that one group lowers may be none for the others
                 num_hits = len(hits)
-                for group in self._windows:
-                    del hits[group.resumable(seq.kv.chain, len(hits)) :]
-        return hits
+                for group in self._others:
+                    del hits[group.resumable(kv.chain, len(hits)) :]
+            kv.matched, kv.matched_at = hits, (self.pool.version, len(seq.tokens))
+        return list(kv.matched)
 
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """Return the shortest prefix of victims that frees enough for a sequence; none if all do not."""
@@ -213,7 +201,7 @@ class KVCacheManager:
         if not self._windows:
             return len(seq.tokens)
         # What a chunk takes beyond what is kept for the sequence must not be kept for others, or for its later chunks.
-        num_available, owed = self.pool.num_available, self._owed_by(seq)
+        num_available, owed = self.pool.num_available, [group.owed(seq) for group in self._windows]
         ahead = range(1, num_available // len(self._windows) + 1)
         num_spare = max(num_available - self._num_owed, 0)
         num_blocks = len(seq.kv.tables[1])
@@ -223,42 +211,33 @@ class KVCacheManager:
         return min(num_blocks * self.block_size, most)
 
     def cover(self, seq: Sequence, stop: int) -> None:
-        """Take the blocks that a prompt's next chunk, up to `stop` within its reach, needs in the groups with windows."""
-        if self._windows:
-            is_end = stop == len(seq.tokens)
-            num_blocks = len(seq.kv.blocks) if is_end else blocks_for(stop, self.block_size)
-            for group, table in self._window_tables(seq):
-                group.grow(table, num_blocks)
+        """Take what a prompt's next chunk, up to `stop` within its reach, needs in the other groups."""
+        for group in self._others:
+            group.cover(seq, stop)
+        if self._others:
             self._owe(seq)
-
-    def _window_tables(self, seq: Sequence) -> Iterable[tuple[WindowGroup, list[int]]]:
-        """Return the groups with windows and a sequence's tables in them; nothing if it holds no blocks."""
-        return zip(self._windows, seq.kv.tables[1:], strict=False)
 
     def has_blocks_for(self, num_sequences: int) -> bool:
         """Return whether so many sequences can each be extended by a block of each group."""
         return self.pool.num_available - self._num_owed >= num_sequences * self._num_groups
 
     def extend(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """Give a sequence a block of each group for its next position; False if there is none."""
-        blocks, pool = seq.kv.blocks, self.pool
-        if not seq.kv.shares_tail:
-            if pool.is_exhausted or (self._windows and not self.has_blocks_for(1)):
-                return False
+        """Give a sequence a block of each group for its next position; False if there are too few."""
+        kv, blocks, pool, copied = seq.kv, seq.kv.blocks, self.pool, NO_BLOCK
+        copies_tail = kv.shares_tail and pool.is_shared(blocks[-1])
+        if (copies_tail or not kv.shares_tail) and pool.num_available - self._num_owed < self._num_groups:
+            return False
+        if not kv.shares_tail:
             blocks.append(pool.alloc(after=blocks[-1]))
-            if self._windows:
-                for group, table in self._window_tables(seq):
-                    group.grow(table, len(blocks))
-        elif pool.is_shared(blocks[-1]):
-            if pool.is_exhausted or (self._windows and not self.has_blocks_for(1)):
-                return False
-            source, blocks[-1] = blocks[-1], pool.alloc()
-            pool.free(source)
-            copies.append((source, blocks[-1]))
-            if self._windows:  # the same sequences hold it there
-                copies += [group.copy_tail(table) for group, table in self._window_tables(seq)]
-        seq.kv.shares_tail = False
-        seq.kv.writable_until = seq.kv.capacity
+        elif copies_tail:
+            copied, blocks[-1] = blocks[-1], pool.alloc()
+            pool.free(copied)
+            copies.append((copied, blocks[-1]))
+        kv.shares_tail, kv.writable_until = False, kv.capacity
+        for group in self._others:
+            group.extend(seq, copied, copies)
+        if self._others:
+            self._owe(seq)
         return True
 
     def fork(self, parent: Sequence, children: Collection[Sequence]) -> None:
@@ -286,14 +265,14 @@ class KVCacheManager:
         """Add a holder to every block of a sequence."""
         for block in seq.kv.blocks:
             self.pool.fork(block)
-        for group, table in self._window_tables(seq):
-            group.hold(table)
+        for group in self._others:
+            group.hold(seq)
 
     def _free_all(self, seq: Sequence) -> None:
         """Remove a holder of every block of a sequence; its tables are replaced or cleared next."""
         self.pool.free(*reversed(seq.kv.blocks))
-        for group, table in self._window_tables(seq):
-            group.free(table)
+        for group in self._others if seq.kv.tables else ():
+            group.free(seq)
 
     def _share_tail(self, sharer: Sequence) -> None:
         sharer.kv.shares_tail = sharer.num_planned % self.block_size != 0
@@ -338,28 +317,24 @@ class KVCacheManager:
             self.pool.free(*reversed(imported.blocks))
 
     def publish(self, seq: Sequence) -> None:
-        """Publish all full, computed blocks, and free those before its windows."""
+        """Publish all full, computed blocks, and free what its other groups have left."""
         # With overlap, the K/V of a token may be there that an abort discarded: the token is unknown.
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
         if seq.kv.is_cacheable:
             self._cache.register(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
-            self._publish_windows(seq, full)
+            for group in self._others:
+                group.publish(seq, full)
             if seq.request.pins:
                 self._pin(seq, seq.kv.num_published, full)
             seq.kv.num_published = full
-        for group, table in self._window_tables(seq):
-            group.slide(table, seq.num_computed, seq.num_prompt)
-        if self._windows:
+        for group in self._others:
+            group.slide(seq)
+        if self._others:
             self._owe(seq)
         due = (full + 1) * self.block_size
-        # An answer is published at its end, but block by block if there are lower tiers, which need names, or windows.
-        is_due = due <= seq.num_prompt or self._listener is not None or self._windows
+        # An answer is published at its end, but block by block if there are lower tiers, which need names, or other groups.
+        is_due = due <= seq.num_prompt or self._listener is not None or self._others
         seq.kv.next_publish = due if is_due else NEVER
-
-    def _publish_windows(self, seq: Sequence, full: int) -> None:
-        """Make a sequence's full blocks in the groups with windows findable that have not been yet."""
-        for group, table in self._window_tables(seq):
-            group.publish(seq.kv.chain, seq.tokens, table, range(seq.kv.num_published, full))
 
     def _pin(self, seq: Sequence, first: int, stop: int) -> None:
         """Pin those of a sequence's published blocks first .. stop - 1 that its request wants to be retained."""
@@ -369,7 +344,7 @@ class KVCacheManager:
             until = request.arrival_s + seconds
             if not self._pins.keep(seq.kv.chain, index, until):
                 return
-            for group in self._windows:
+            for group in self._others:
                 for pin in request.pins:
                     group.keep(seq.kv.chain, index, pin.num_tokens)
             seq.kv.num_pinned = max(seq.kv.num_pinned, (index + 1) * size)
@@ -377,9 +352,11 @@ class KVCacheManager:
     def leave(self, seq: Sequence) -> None:
         """Make all computed blocks of a sequence findable, before it frees them."""
         full = min(seq.num_computed, len(seq.tokens)) // self.block_size
-        if seq.kv.is_cacheable and not seq.kv.is_arriving and full > seq.kv.num_published:
-            self._publish_windows(seq, full)
-            self._cache.leave(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
+        if seq.kv.is_cacheable and not seq.kv.is_arriving:
+            for group in self._others:
+                group.publish(seq, full)
+            if full > seq.kv.num_published:
+                self._cache.leave(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
 
     def exclude_from_cache(self, seq: Sequence) -> None:
         """Publish nothing more of a sequence: its last blocks may be incomplete or wrong."""
@@ -391,7 +368,7 @@ class KVCacheManager:
         self._slots += reversed(seq.kv.slots)
         self._free_all(seq)
         seq.reset()
-        self._owe(seq)
+        self._owe(seq, 0)
 
     # -- preempted sequences -----------------------------------------------------------------------------------------
 
@@ -431,12 +408,17 @@ class KVCacheManager:
         """Note that nothing of a step was done: its copies never arrived."""
         self._arrived(step)
         self.tiers.settle(step, is_done=False)
-        if self._windows:
-            for piece, seq in zip(step.slices, step.sequences, strict=True):
-                num_blocks = blocks_for(piece.start, self.block_size)
-                windows = [group.cut(table, num_blocks) for group, table in self._window_tables(seq)]
-                seq.kv.tables = (*seq.kv.tables[:1], *windows)
-                self._owe(seq)
+        for index, seq in enumerate(step.sequences if self._others else ()):
+            for each in (seq, *step.children.get(index, ())):
+                self._roll_back_others(each, step.slices[index].start)
+        for seq in step.arrivals if self._others else ():
+            self._roll_back_others(seq, 0)
+
+    def _roll_back_others(self, seq: Sequence, start: int) -> None:
+        for group in self._others:
+            group.roll_back(seq, start)
+        self._owe(seq)
+        seq.make_slices()
 
     def dropped(self, step: InFlightStep) -> None:
         """Note that a step was not launched, because it became empty."""
@@ -459,8 +441,9 @@ class KVCacheManager:
         slots = sorted(self._slots + [slot for seq in living for slot in seq.kv.slots])
         assert slots == list(range(self._max_num_seqs)), "a runner slot is lost or taken twice"
         imported = [each.blocks for each in self._imports]
-        held = [[block for block in table if block != NO_BLOCK] for seq in living for table in seq.kv.tables]
-        yield from self._cache.checks([*held, *imported], self._windows)
-        assert self._num_owed == sum(seq.kv.num_owed for seq in living), "blocks that windows need are miscounted"
+        tables = [table for seq in living for table in seq.kv.tables]
+        held = [[block for block in table if block != NO_BLOCK] for table in tables]
+        yield from self._cache.checks([*held, *imported], self._others)
+        assert self._num_owed == sum(seq.kv.num_owed for seq in living), "what sequences are owed is miscounted"
         yield from self.tiers.checks([step.loaded_hosts for step in in_flight])
         yield from self._pins.checks()

@@ -76,6 +76,18 @@ def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size
     return chain[index + 1]
 
 
+class Dependent(Protocol):
+    """Another index over the same pool, of contents that are worth nothing without this one's."""
+
+    def drop(self, name: bytes) -> None:
+        """Forget a content that no prompt reaches any more."""
+        ...
+
+    def is_owner(self, block: int) -> bool:
+        """Return whether a block can be found there."""
+        ...
+
+
 class BlockIndex:
     """Finds the blocks of a pool by name; contents in `pins` are evicted last. Indexes may share a pool."""
 
@@ -114,6 +126,10 @@ class BlockIndex:
         if self.pool.max_pinned and name in self._pins:
             self.pool.pin(block)
 
+    def drop(self, name: bytes) -> None:
+        """Forget a content, if it is here."""
+        self.forget(self.find(name))
+
     def forget(self, block: int) -> None:
         """Make a block's content unfindable."""
         name = self._name_of.pop(block, None)
@@ -141,7 +157,7 @@ class BlockIndex:
         if self.holdings is not None:
             self.holdings.lose(name)
 
-    def checks(self, holders: Iterable[Iterable[int]], others: Sequence[BlockIndex] = ()) -> Iterator[None]:
+    def checks(self, holders: Iterable[Iterable[int]], others: Sequence[Dependent] = ()) -> Iterator[None]:
         """Raise AssertionError unless `holders` hold what is held, and both directions of the index agree.
 
         `others` share the pool; a block has one owner at most.
@@ -151,13 +167,14 @@ class BlockIndex:
         """
         assert len(self._block_of) == len(self._name_of), "a content is nowhere"
         counts, num_blocks = count_holders(holders), self.pool.num_blocks
+        indexes: list[Dependent] = [self, *others]
         for _ in range(0, num_blocks, MAX_CHECKED):
             first = self._next_checked
             blocks = range(first, min(first + MAX_CHECKED, num_blocks))
             self._next_checked = blocks.stop if blocks.stop < num_blocks else 0
             self.pool.check_blocks(counts, blocks)
             for block in blocks:
-                owners = [index for index in (self, *others) if index.is_owner(block)]
+                owners = [index for index in indexes if index.is_owner(block)]
                 assert len(owners) == self.pool.is_findable(block), f"{len(owners)} indexes find block {block}"
             yield
 
@@ -188,7 +205,7 @@ class _Run(NamedTuple):
 class PrefixCache(BlockIndex):
     """An index over the pool's blocks, which names those of ended sequences on demand."""
 
-    __slots__ = ("_listener", "_run_of", "_unnamed", "block_size")
+    __slots__ = ("_listener", "_run_of", "_unnamed", "block_size", "dependents")
 
     def __init__(
         self,
@@ -202,6 +219,7 @@ class PrefixCache(BlockIndex):
         super().__init__(num_blocks, eviction, pins, max_pinned)
         self._listener = listener
         self.block_size = block_size
+        self.dependents: Sequence[Dependent] = ()
         self._unnamed: dict[bytes, _Run] = {}  # by the name of their first block
         self._run_of: dict[int, _Run] = {}  # by block
 
@@ -291,15 +309,19 @@ class PrefixCache(BlockIndex):
         if block in self._run_of:
             self._cut(block)
             return
-        if self._listener is not None and block in self._name_of:
-            self._listener.leaves(self._name_of[block], block)
+        name = self._name_of.get(block)
+        if name is not None:
+            if self._listener is not None:
+                self._listener.leaves(name, block)
+            for dependent in self.dependents:
+                dependent.drop(name)
         super()._evicted(block)
 
     def is_owner(self, block: int) -> bool:
         """As an index's, and of the blocks without names."""
         return super().is_owner(block) != (block in self._run_of)
 
-    def checks(self, holders: Iterable[Iterable[int]], others: Sequence[BlockIndex] = ()) -> Iterator[None]:
+    def checks(self, holders: Iterable[Iterable[int]], others: Sequence[Dependent] = ()) -> Iterator[None]:
         """As an index's, and of the blocks without names."""
         yield from super().checks(holders, others)
         num_listed = num_since = 0
