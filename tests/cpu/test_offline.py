@@ -26,7 +26,9 @@ CLOSED = {**SCHEMA, "additionalProperties": False}
 def test_grammars_and_calls_hold() -> None:
     with LLM(max_model_len=512, kv_cache_memory_bytes=64 << 20) as llm:
         asked = [{"regex": "[A-Z][a-z]{2,8}"}, {"choice": ["yes", "no"]}, {"json": CLOSED}]
-        each = [SamplingParams(structured_outputs=one, seed=seed, temperature=1.0) for one in asked for seed in range(4)]
+        each = [
+            SamplingParams(structured_outputs=one, seed=seed, temperature=1.0) for one in asked for seed in range(4)
+        ]
         said = [output.outputs[0].text for output in llm.generate(["Say it: "] * len(each), each)]
         assert all(re.fullmatch("[A-Z][a-z]{2,8}", text) for text in said[:4])
         assert all(text in ("yes", "no") for text in said[4:8])
