@@ -51,8 +51,10 @@ NO_OPS = frozenset({"metadata", "prompt_cache_key", "service_tier", "store", "re
 class PromptCacheOptions(RequestBody):
     """For how long to retain the prompt; `explicit` retains marked places only."""
 
-    mode: Literal["implicit", "explicit"] = "implicit"
-    ttl: Literal["30m"] | None = None
+    mode: Literal["implicit", "explicit"] = Field(
+        "implicit", description="Whether the cache is used by itself or on request."
+    )
+    ttl: Literal["30m"] | None = Field(None, description="How long to keep it.")
 
 
 class StreamOptions(RequestBody):
@@ -60,8 +62,8 @@ class StreamOptions(RequestBody):
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool = Field(False, description="End the stream with a chunk that has the usage.")
+    continuous_usage_stats: bool = Field(False, description="Put the usage so far into every chunk.")
 
 
 class KVTransferParams(RequestBody):
@@ -82,14 +84,26 @@ class KVTransferParams(RequestBody):
         | {"tp_size", "transfer_mode"}
     )
 
-    do_remote_decode: bool = False
-    do_remote_prefill: bool = False
-    remote_request_id: str = Field("", max_length=64, pattern=r"^[0-9A-Za-z._-]*$")
-    remote_host: str = Field("", max_length=255, pattern=r"^[0-9A-Za-z.:%_-]*$")
-    remote_port: int = Field(0, ge=0, le=65535)
+    do_remote_decode: bool = Field(
+        False, description="Compute the prompt, keep its K/V for a decode daemon, and answer where it is."
+    )
+    do_remote_prefill: bool = Field(False, description="Take the prompt's K/V from the daemon that computed it.")
+    remote_request_id: str = Field(
+        "", max_length=64, pattern=r"^[0-9A-Za-z._-]*$", description="The name of the K/V on that daemon."
+    )
+    remote_host: str = Field(
+        "",
+        max_length=255,
+        pattern=r"^[0-9A-Za-z.:%_-]*$",
+        description="That daemon's host, one of peers in --kv-transfer-config; absent for shared memory.",
+    )
+    remote_port: int = Field(0, ge=0, le=65535, description="That daemon's port for K/V.")
     adapter: str = Field(
-        "", max_length=64, pattern=r"^[0-9a-f]*$"
-    )  # the digest of its content: its names differ between daemons
+        "",
+        max_length=64,
+        pattern=r"^[0-9a-f]*$",
+        description="The digest of an adapter of the prefill daemon, in hexadecimal, in place of its name.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> KVTransferParams:
@@ -105,10 +119,14 @@ class KVTransferParams(RequestBody):
 class EngineBody(QueueFields):
     """Fields of every request that runs on the engine."""
 
-    model: str | None = None
-    include_metrics: bool = False  # report in the answer, or in a stream's last chunk, where its time went
-    cache_salt: str = Field("", max_length=MAX_CACHE_SALT)
-    user: str = Field("", max_length=MAX_USER)  # the tenant that `fair` accounts to, where no API keys name one
+    model: str | None = Field(None, description="The served model or adapter; absent means the model of the daemon.")
+    include_metrics: bool = Field(False, description="Add queue, prefill and decode times to the answer.")
+    cache_salt: str = Field(
+        "", max_length=MAX_CACHE_SALT, description="Requests with different salts share no cached K/V."
+    )
+    user: str = Field(
+        "", max_length=MAX_USER, description="Names the tenant where there is no --tenants file; else no effect."
+    )
 
     @property
     def tenant(self) -> str:
@@ -128,14 +146,21 @@ class SamplingBody(EngineBody, SamplingFields):
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = HINTS
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = UNSUPPORTED
 
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False  # how logprobs spell tokens
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None  # both spellings have been in use
-    prompt_cache_options: PromptCacheOptions | None = None
-    kv_transfer_params: KVTransferParams | None = None
-    safety_identifier: str = Field("", max_length=MAX_USER)  # OpenAI's later name for `user`
+    return_token_ids: bool = Field(False, description="Return the ids of prompt and answer.")
+    return_tokens_as_token_ids: bool = Field(False, description="Write tokens in log probabilities as token_id:N.")
+    stream: bool = Field(False, description="Send the answer as server-sent events while it is generated.")
+    stream_options: StreamOptions | None = Field(None, description="What else a stream contains.")
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
+        None, description="24h keeps the prompt's K/V pinned in the cache."
+    )  # both spellings have been in use
+    prompt_cache_options: PromptCacheOptions | None = Field(
+        None, description="For how long the prompt's K/V stays pinned."
+    )
+    kv_transfer_params: KVTransferParams | None = Field(
+        None,
+        description="Who computes the prompt and where its K/V is, as a router sends it to daemons that divide the work.",
+    )
+    safety_identifier: str = Field("", max_length=MAX_USER, description="Names the tenant, as user does.")
 
     @property
     def tenant(self) -> str:

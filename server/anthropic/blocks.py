@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
 from engine.text.fields.base import RequestBody
@@ -28,8 +28,8 @@ def _as_blocks(content: Any) -> Any:
 class CacheControl(RequestBody):
     """A mark on a block: the prompt up to its end is retained."""
 
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] = "5m"
+    type: Literal["ephemeral"] = Field(description="Which kind of object this is.")
+    ttl: Literal["5m", "1h"] = Field("5m", description="How long to keep it.")
 
     @property
     def seconds(self) -> float:
@@ -47,16 +47,18 @@ class MarkPosition(NamedTuple):
 class Block(RequestBody):
     """A content block. The fields that it needs depend on its type."""
 
-    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
-    text: str | None = None
-    thinking: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: Blocks | None = None
-    is_error: bool = False
-    cache_control: CacheControl | None = None
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"] = Field(
+        description="Which kind of object this is."
+    )
+    text: str | None = Field(None, description="The text.")
+    thinking: str | None = Field(None, description="The reasoning's text, sent back.")
+    id: str | None = Field(None, description="The identifier of the call or item.")
+    name: str | None = Field(None, description="Its name.")
+    input: dict[str, Any] | None = Field(None, description="The arguments of the call.")
+    tool_use_id: str | None = Field(None, description="The call that this result belongs to.")
+    content: Blocks | None = Field(None, description="The text, or a list of parts.")
+    is_error: bool = Field(False, description="Whether the tool failed.")
+    cache_control: CacheControl | None = Field(None, description="Pin the prompt's K/V up to this block.")
 
     @model_validator(mode="before")
     @classmethod
@@ -80,8 +82,10 @@ Blocks = Annotated[list[Block], BeforeValidator(_as_blocks, json_schema_input_ty
 class Turn(RequestBody):
     """A message."""
 
-    role: Literal["user", "assistant", "system"]
-    content: Blocks
+    role: Literal["user", "assistant", "system"] = Field(
+        description="Who speaks: system, developer, user, assistant or tool."
+    )
+    content: Blocks = Field(description="The text, or a list of parts.")
 
     @model_validator(mode="after")
     def _check(self) -> Turn:

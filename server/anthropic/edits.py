@@ -21,16 +21,16 @@ _CLEARS = {
 class Amount(RequestBody):
     """How much to keep, or from where on an edit applies."""
 
-    type: Literal["thinking_turns", "tool_uses", "input_tokens"]
-    value: Integer = Field(ge=0)
+    type: Literal["thinking_turns", "tool_uses", "input_tokens"] = Field(description="Which kind of object this is.")
+    value: Integer = Field(ge=0, description="How many.")
 
 
 class ContextEdit(RequestBody):
     """One edit."""
 
-    type: str
-    keep: Literal["all"] | Amount | None = None
-    trigger: Amount | None = None
+    type: str = Field(description="Which kind of object this is.")
+    keep: Literal["all"] | Amount | None = Field(None, description="What an edit keeps.")
+    trigger: Amount | None = Field(None, description="When an edit begins.")
 
     def is_idle(self, turns: Sequence[Turn], max_model_len: int) -> bool:
         """Return whether the edit certainly removes nothing of these turns."""
@@ -53,7 +53,7 @@ class ContextEdit(RequestBody):
 class ContextManagement(RequestBody):
     """The edits, in order."""
 
-    edits: list[ContextEdit] = Field(default_factory=list)
+    edits: list[ContextEdit] = Field(default_factory=list, description="The edits, each of one type.")
 
     def check_idle(self, turns: Sequence[Turn], max_model_len: int) -> None:
         """Raise ApiError for an edit that might remove a part of these turns."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pydantic import Field
 from pydantic_core import from_json
 
 from engine.core.types import FinishReason
@@ -28,10 +29,10 @@ _DELTAS = {
 class MessageUsage(ResponseBody):
     """The token counts; cached and newly retained prompt tokens are apart."""
 
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
+    input_tokens: int = Field(description="Tokens of the prompt that were not cached.")
+    cache_creation_input_tokens: int = Field(description="Tokens whose K/V was pinned by this request.")
+    cache_read_input_tokens: int = Field(description="Tokens of the prompt whose K/V was found.")
+    output_tokens: int = Field(description="Tokens generated, reasoning included.")
 
     @classmethod
     def of(cls, usage: Usage) -> MessageUsage:
@@ -48,39 +49,39 @@ class MessageUsage(ResponseBody):
 class ContentBlock(ResponseBody):
     """Text, thinking or a tool's use; its fields depend on its type."""
 
-    type: str
-    text: str | None = None
-    thinking: str | None = None
-    signature: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
+    type: str = Field(description="Which kind of object this is.")
+    text: str | None = Field(None, description="The text.")
+    thinking: str | None = Field(None, description="The reasoning's text.")
+    signature: str | None = Field(None, description="Empty; it may be sent back.")
+    id: str | None = Field(None, description="The object's name; stored objects are found by it.")
+    name: str | None = Field(None, description="Its name.")
+    input: dict[str, Any] | None = Field(None, description="The arguments of the call.")
 
 
 class AnthropicMessage(ResponseBody):
     """The answer; a stream begins with an empty one."""
 
-    id: str
-    type: str
-    role: str
-    model: str
-    content: list[ContentBlock]
-    stop_reason: str | None
-    stop_sequence: str | None
-    usage: MessageUsage
+    id: str = Field(description="The object's name; stored objects are found by it.")
+    type: str = Field(description="Which kind of object this is.")
+    role: str = Field(description="Who speaks.")
+    model: str = Field(description="The model or adapter that answered.")
+    content: list[ContentBlock] = Field(description="The text, or the parts.")
+    stop_reason: str | None = Field(description="end_turn, max_tokens, stop_sequence or tool_use.")
+    stop_sequence: str | None = Field(description="The stop string that ended the answer.")
+    usage: MessageUsage = Field(description="How many tokens were read and generated.")
 
 
 class AnthropicErrorDetails(ResponseBody):
-    type: str
-    message: str
+    type: str = Field(description="Which kind of object this is.")
+    message: str = Field(description="A sentence for people.")
 
 
 class AnthropicError(ResponseBody):
     """Anthropic's envelope of an error, as server/protocol/errors.py writes it."""
 
-    type: str
-    error: AnthropicErrorDetails
-    request_id: str
+    type: str = Field(description="Which kind of object this is.")
+    error: AnthropicErrorDetails = Field(description="Why it failed, or null.")
+    request_id: str = Field(description="The request's name.")
 
 
 class MessageEvent(ResponseBody):

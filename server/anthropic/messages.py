@@ -70,12 +70,12 @@ def _overflow(error: ContextLengthError) -> str:
 class MessageTool(RequestBody):
     """One entry of `tools`."""
 
-    type: Literal["custom"] = "custom"
-    name: ToolName
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool = False
-    cache_control: CacheControl | None = None
+    type: Literal["custom"] = Field("custom", description="Which kind of object this is.")
+    name: ToolName = Field(description="Its name.")
+    description: str | None = Field(None, description="What it is for; the model reads it.")
+    input_schema: dict[str, Any] = Field(description="A JSON schema of the arguments.")
+    strict: bool = Field(False, description="Enforce the schema while the model generates.")
+    cache_control: CacheControl | None = Field(None, description="Pin the prompt's K/V up to this block.")
 
     @model_validator(mode="after")
     def _check_schema(self) -> MessageTool:
@@ -91,9 +91,9 @@ class MessageTool(RequestBody):
 class MessageToolChoice(RequestBody):
     """Whether a tool may or must be used, and whether several may."""
 
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool = False
+    type: Literal["auto", "any", "tool", "none"] = Field(description="Which kind of object this is.")
+    name: str | None = Field(None, description="Its name.")
+    disable_parallel_tool_use: bool = Field(False, description="At most one call in an answer.")
 
     @model_validator(mode="after")
     def _check_name(self) -> MessageToolChoice:
@@ -112,8 +112,8 @@ class ThinkingConfig(RequestBody):
 
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"display": ("summarized",)}
 
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Integer | None = Field(None, ge=1)
+    type: Literal["enabled", "disabled", "adaptive"] = Field(description="Which kind of object this is.")
+    budget_tokens: Integer | None = Field(None, ge=1, description="Reasoning ends after this many tokens.")
 
     @model_validator(mode="after")
     def _check_budget(self) -> ThinkingConfig:
@@ -123,20 +123,22 @@ class ThinkingConfig(RequestBody):
 
 
 class OutputFormat(RequestBody):
-    type: Literal["json_schema"]
-    schema_: Schema = Field(alias="schema")
+    type: Literal["json_schema"] = Field(description="Which kind of object this is.")
+    schema_: Schema = Field(alias="schema", description="A JSON schema.")
 
     def for_chat(self) -> dict[str, Any]:
         return {"type": self.type, "json_schema": {"name": "answer", "schema": self.schema_, "strict": True}}
 
 
 class OutputConfig(RequestBody):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="How much the model reasons: none, minimal, low, medium, high."
+    )
+    format: OutputFormat | None = Field(None, description="The form of the answer's text.")
 
 
 class Metadata(RequestBody):
-    user_id: str | None = None
+    user_id: str | None = Field(None, description="Names the tenant, as user does.")
 
 
 class CountBody(TranslatedBody):
@@ -165,16 +167,21 @@ class CountBody(TranslatedBody):
         "response_format": "output_config.format",
     }
 
-    messages: list[Turn] = Field(min_length=1)
-    system: Blocks | None = None
-    tools: list[MessageTool] = Field(default_factory=list)
-    tool_choice: MessageToolChoice | None = None
-    thinking: ThinkingConfig = Field(default_factory=lambda: ThinkingConfig(type="adaptive"))
-    output_config: OutputConfig = Field(default_factory=OutputConfig)
-    output_format: OutputFormat | None = None  # an older name of output_config.format
-    context_management: ContextManagement | None = None
-    metadata: Metadata | None = None
-    cache_control: CacheControl | None = None  # a mark on the last block
+    messages: list[Turn] = Field(min_length=1, description="The conversation, oldest turn first.")
+    system: Blocks | None = Field(None, description="The system message.")
+    tools: list[MessageTool] = Field(default_factory=list, description="The tools that the model may call.")
+    tool_choice: MessageToolChoice | None = Field(None, description="none, auto, required, or one tool.")
+    thinking: ThinkingConfig = Field(
+        default_factory=lambda: ThinkingConfig(type="adaptive"),
+        description="Whether the model reasons, and its budget of tokens.",
+    )
+    output_config: OutputConfig = Field(default_factory=OutputConfig, description="Effort and form of the answer.")
+    output_format: OutputFormat | None = Field(None, description="JSON of a schema.")
+    context_management: ContextManagement | None = Field(
+        None, description="Edits of the conversation; only those that change nothing are taken."
+    )
+    metadata: Metadata | None = Field(None, description="No effect.")
+    cache_control: CacheControl | None = Field(None, description="Pin the prompt's K/V up to this block.")
 
     @classmethod
     @contextmanager
@@ -286,8 +293,11 @@ class CountBody(TranslatedBody):
 class MessagesBody(CountBody):
     """The request."""
 
-    max_tokens: Integer = Field(ge=1)
-    stop_sequences: list[str] = Field(default_factory=list)
+    metadata: Metadata | None = Field(None, description="user_id names the tenant, as user does.")
+    max_tokens: Integer = Field(ge=1, description="The most tokens to generate; absent, up to the context's end.")
+    stop_sequences: list[str] = Field(
+        default_factory=list, description="Texts that end the answer; they are not part of it."
+    )
 
     def _answer_fields(self) -> dict[str, Any]:
         return {"max_tokens": self.max_tokens, "stop": self.stop_sequences}

@@ -28,13 +28,13 @@ class Purpose(str, Enum):
 class FileObject(BaseModel):
     """A file, without its content."""
 
-    id: str
-    object: Literal["file"] = "file"
-    bytes: int
-    created_at: int
-    filename: str  # the client's name for it, under which nothing is opened
-    purpose: Purpose
-    status: Literal["processed"] = "processed"
+    id: str = Field(description="The object's name; stored objects are found by it.")
+    object: Literal["file"] = Field("file", description="Which kind of object this is.")
+    bytes: int = Field(description="The file's size.")
+    created_at: int = Field(description="When it was made, in seconds since 1970.")
+    filename: str = Field(description="As it was uploaded.")  # the client's name for it, under which nothing is opened
+    purpose: Purpose = Field(description="As it was uploaded.")
+    status: Literal["processed"] = Field("processed", description="How far it is.")
 
 
 class BatchStatus(str, Enum):
@@ -56,41 +56,43 @@ OPEN = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING,
 class LineError(BaseModel):
     """A fault in a batch's input."""
 
-    code: str
-    message: str
-    param: str | None = None
-    line: int | None = None  # of the file, from 1
+    code: str = Field(description="For programs; see the page of errors.")
+    message: str = Field(description="A sentence for people.")
+    param: str | None = Field(None, description="The field that is wrong.")
+    line: int | None = Field(None, description="The line that is wrong.")  # of the file, from 1
 
 
 class LineErrors(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[LineError]
+    object: Literal["list"] = Field("list", description="Which kind of object this is.")
+    data: list[LineError] = Field(description="The items.")
 
 
 class RequestCounts(BaseModel):
     """Lines of a cancelled or expired batch that never ran are in neither count."""
 
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
+    total: int = Field(0, description="All lines.")
+    completed: int = Field(0, description="Lines with an answer.")
+    failed: int = Field(0, description="Lines without one.")
 
 
 class InputTokensDetails(BaseModel):
-    cached_tokens: int = 0
+    cached_tokens: int = Field(0, description="Tokens of the prompt whose K/V was found.")
 
 
 class OutputTokensDetails(BaseModel):
-    reasoning_tokens: int = 0
+    reasoning_tokens: int = Field(0, description="Generated tokens that are reasoning.")
 
 
 class BatchUsage(BaseModel):
     """The usage of all completed lines."""
 
-    input_tokens: int = 0
-    input_tokens_details: InputTokensDetails = Field(default_factory=InputTokensDetails)
-    output_tokens: int = 0
-    output_tokens_details: OutputTokensDetails = Field(default_factory=OutputTokensDetails)
-    total_tokens: int = 0
+    input_tokens: int = Field(0, description="Tokens of the prompt.")
+    input_tokens_details: InputTokensDetails = Field(default_factory=InputTokensDetails, description="What was cached.")
+    output_tokens: int = Field(0, description="Tokens generated, reasoning included.")
+    output_tokens_details: OutputTokensDetails = Field(
+        default_factory=OutputTokensDetails, description="What was reasoning."
+    )
+    total_tokens: int = Field(0, description="Both together.")
 
     def add(self, usage: dict[str, Any]) -> None:
         """Add an answer's usage, under any endpoint's names."""
@@ -108,28 +110,30 @@ class BatchUsage(BaseModel):
 class Batch(BaseModel):
     """A batch as it is stored and shown. Times are Unix seconds."""
 
-    id: str
-    object: Literal["batch"] = "batch"
-    endpoint: str
-    model: str
-    input_file_id: str
-    completion_window: str
-    status: BatchStatus
-    created_at: int
-    expires_at: int
-    in_progress_at: int | None = None
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    expired_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    errors: LineErrors | None = None
-    request_counts: RequestCounts = Field(default_factory=RequestCounts)
-    usage: BatchUsage = Field(default_factory=BatchUsage)
-    metadata: dict[str, str] | None = None
+    id: str = Field(description="The object's name; stored objects are found by it.")
+    object: Literal["batch"] = Field("batch", description="Which kind of object this is.")
+    endpoint: str = Field(description="As in the request.")
+    model: str = Field(description="The model or adapter that answered.")
+    input_file_id: str = Field(description="As in the request.")
+    completion_window: str = Field(description="As in the request.")
+    status: BatchStatus = Field(description="How far it is.")
+    created_at: int = Field(description="When it was made, in seconds since 1970.")
+    expires_at: int = Field(description="When lines that have not run expire.")
+    in_progress_at: int | None = Field(None, description="When its first line could run.")
+    finalizing_at: int | None = Field(None, description="When its last line had ended.")
+    completed_at: int | None = Field(None, description="When it was complete.")
+    failed_at: int | None = Field(None, description="When it was refused.")
+    expired_at: int | None = Field(None, description="When it expired.")
+    cancelling_at: int | None = Field(None, description="When it was asked to stop.")
+    cancelled_at: int | None = Field(None, description="When it had stopped.")
+    output_file_id: str | None = Field(None, description="The file of answers.")
+    error_file_id: str | None = Field(None, description="The file of lines that did not run.")
+    errors: LineErrors | None = Field(None, description="Why the batch was refused.")
+    request_counts: RequestCounts = Field(
+        default_factory=RequestCounts, description="How many lines there are, and have ended."
+    )
+    usage: BatchUsage = Field(default_factory=BatchUsage, description="How many tokens were read and generated.")
+    metadata: dict[str, str] | None = Field(None, description="As in the request.")
 
     def move(self, status: BatchStatus, now: float) -> None:
         """Change the status and its time."""
@@ -146,10 +150,14 @@ class BatchBody(RequestBody):
         )
     }
 
-    input_file_id: str
-    endpoint: str
-    completion_window: str
-    metadata: dict[Key, Value] | None = Field(None, max_length=16)
+    input_file_id: str = Field(description="The uploaded file with one request a line.")
+    endpoint: str = Field(description="The path that all requests of the batch have.")
+    completion_window: str = Field(
+        description="Lines that have not run by then expire: 24h, or a number of s, m, h or d up to 30d."
+    )
+    metadata: dict[Key, Value] | None = Field(
+        None, max_length=16, description="Kept with the object; no effect on the answer."
+    )
 
     @field_validator("completion_window")
     @classmethod

@@ -12,13 +12,13 @@ from typing import Any, get_type_hints
 from fastapi import APIRouter
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from pydantic import Field
 from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.responses import Response
 
 from engine.system.version import VERSION
 from engine.text.fields.base import RequestBody
-from server.http.field_meanings import ANSWERS, MEANINGS, add_meanings
 from server.protocol.documents import ResponseBody
 
 _SCHEMAS = "#/components/schemas/"
@@ -32,19 +32,16 @@ _EVENT = {  # OpenAPI before 3.2 cannot describe the items of a stream
 
 
 class ErrorDetails(ResponseBody):
-    message: str
-    type: str
-    param: str | None
-    code: str
+    message: str = Field(description="A sentence for people.")
+    type: str = Field(description="Which kind of object this is.")
+    param: str | None = Field(description="The field that is wrong.")
+    code: str = Field(description="For programs; see the page of errors.")
 
 
 class ErrorAnswer(ResponseBody):
     """OpenAI's envelope, as server/protocol/errors.py writes it."""
 
-    error: ErrorDetails
-
-
-_ERRORS = (ErrorAnswer.__name__, ErrorDetails.__name__)
+    error: ErrorDetails = Field(description="Why it failed, or null.")
 
 
 def answers(model: type[ResponseBody], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
@@ -108,11 +105,8 @@ def _add_schemas(document: dict[str, Any], bodies: Sequence[type[RequestBody]]) 
     added = definitions["$defs"]
     twice = known.keys() & added.keys()
     assert not twice, f"in requests and answers alike, rename one: {twice}"
-    for name, schema in known.items():
-        add_meanings(name, schema, ANSWERS)
-    for name, schema in added.items():
+    for schema in added.values():
         _let_fields_be_null(schema)
-        add_meanings(name, schema, ANSWERS if name in _ERRORS else MEANINGS)
     known.update(added)
     return {body: references[body, "validation"] for body in bodies}
 
@@ -136,4 +130,5 @@ def _let_fields_be_null(schema: dict[str, Any]) -> None:
     fields = schema.get("properties", {})
     for name in fields.keys() - set(schema.get("required", ())):
         if _NULL not in fields[name].get("anyOf", ()):
-            fields[name] = {"anyOf": [fields[name], _NULL]}
+            about = {key: fields[name].pop(key) for key in ("description",) if key in fields[name]}
+            fields[name] = {"anyOf": [fields[name], _NULL]} | about

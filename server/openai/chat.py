@@ -46,9 +46,13 @@ class ChatBody(SamplingBody, ChatFields):
         "modalities": Refused((["text"],)),
     }
 
-    max_completion_tokens: Integer | None = Field(None, ge=1)
-    max_tokens: Integer | None = Field(None, ge=1)
-    include_reasoning: bool = True
+    max_completion_tokens: Integer | None = Field(
+        None, ge=1, description="Another name of max_tokens; send one of the two."
+    )
+    max_tokens: Integer | None = Field(
+        None, ge=1, description="The most tokens to generate; absent, up to the context's end."
+    )
+    include_reasoning: bool = Field(True, description="Return the reasoning beside the answer.")
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> ChatBody:
@@ -67,54 +71,56 @@ class ChatBody(SamplingBody, ChatFields):
 
 
 class ChatFunction(ResponseBody):
-    name: str | None = None
-    arguments: str
+    name: str | None = Field(None, description="Its name.")
+    arguments: str = Field(description="The arguments as JSON.")
 
 
 class ChatToolCall(ResponseBody):
     """A tool call, or its part in a chunk: the first has id, type and name."""
 
-    index: int | None = None
-    id: str | None = None
-    type: str | None = None
-    function: ChatFunction
+    index: int | None = Field(None, description="Its place in the list.")
+    id: str | None = Field(None, description="The object's name; stored objects are found by it.")
+    type: str | None = Field(None, description="Which kind of object this is.")
+    function: ChatFunction = Field(description="The function's name and arguments.")
 
 
 class ChatMessage(ResponseBody):
     """An answer, or its part in a chunk. Reasoning has both names in use."""
 
-    role: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    content: str | None = None
-    refusal: None = None
-    tool_calls: list[ChatToolCall] | None = None
+    role: str | None = Field(None, description="Who speaks.")
+    reasoning_content: str | None = Field(None, description="The reasoning, apart from the answer.")
+    reasoning: str | None = Field(None, description="The same under the name of newer clients.")
+    content: str | None = Field(None, description="The text, or the parts.")
+    refusal: None = Field(None, description="Always null.")
+    tool_calls: list[ChatToolCall] | None = Field(None, description="The calls that the model makes.")
 
 
 class ChatChoice(ResponseBody):
     """A choice of an answer (with `message`) or of a chunk (with `delta`)."""
 
-    index: int
-    message: ChatMessage | None = None
-    delta: ChatMessage | None = None
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
+    index: int = Field(description="Its place in the list.")
+    message: ChatMessage | None = Field(None, description="The answer, where it is not streamed.")
+    delta: ChatMessage | None = Field(None, description="What a chunk of a stream adds to the message.")
+    logprobs: ChatLogprobs | None = Field(None, description="Log probabilities of the tokens.")
+    finish_reason: str | None = Field(None, description="stop, length, tool_calls, or error.")
+    stop_reason: int | str | None = Field(None, description="The stop string or token id that ended the answer.")
+    token_ids: list[int] | None = Field(None, description="The answer's token ids, if return_token_ids asks for them.")
 
 
 class ChatCompletion(ResponseBody):
     """The answer, and a chunk of it."""
 
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    id: str = Field(description="The object's name; stored objects are found by it.")
+    object: str = Field(description="Which kind of object this is.")
+    created: int = Field(description="When it was made, in seconds since 1970.")
+    model: str = Field(description="The model or adapter that answered.")
+    system_fingerprint: str = Field(description="The daemon's version.")
+    choices: list[ChatChoice] = Field(description="The answers, n of them.")
+    usage: Usage | None = Field(None, description="How many tokens were read and generated.")
+    prompt_token_ids: list[int] | None = Field(
+        None, description="The prompt's token ids, if return_token_ids asks for them."
+    )
+    prompt_logprobs: PromptLogprobs | None = Field(None, description="Log probabilities of the prompt's tokens.")
 
 
 class ChatFormatter(ChunkFormatter):

@@ -40,12 +40,14 @@ class CompletionBody(SamplingBody):
 
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HINTS, "thinking_token_budget": ()}
 
-    prompt: Prompts
-    best_of: int | None = Field(None, ge=1, le=MAX_N)
-    max_tokens: Integer = Field(DEFAULT_MAX_TOKENS, ge=0)
-    echo: bool = False
-    logprobs: Integer | None = Field(None, ge=0)
-    add_special_tokens: bool = True
+    prompt: Prompts = Field(description="A text, a list of texts, a list of token ids, or a list of such lists.")
+    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Generate so many answers and return the n best.")
+    max_tokens: Integer = Field(DEFAULT_MAX_TOKENS, ge=0, description="The most tokens to generate.")
+    echo: bool = Field(False, description="Return the prompt before the completion.")
+    logprobs: Integer | None = Field(
+        None, ge=0, description="Return log probabilities of the drawn and of so many most probable tokens."
+    )
+    add_special_tokens: bool = Field(True, description="Whether the tokenizer adds its special tokens, such as BOS.")
 
     @model_validator(mode="after")
     def _check(self) -> CompletionBody:
@@ -85,26 +87,28 @@ class CompletionBody(SamplingBody):
 
 
 class CompletionChoice(ResponseBody):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    index: int = Field(description="Its place in the list.")
+    text: str = Field(description="The text.")
+    logprobs: CompletionLogprobs | None = Field(description="Log probabilities of the tokens.")
+    finish_reason: str | None = Field(description="stop, length, tool_calls, or error.")
+    stop_reason: int | str | None = Field(description="The stop string or token id that ended the answer.")
+    token_ids: list[int] | None = Field(None, description="The answer's token ids, if return_token_ids asks for them.")
+    prompt_token_ids: list[int] | None = Field(
+        None, description="The prompt's token ids, if return_token_ids asks for them."
+    )
+    prompt_logprobs: PromptLogprobs | None = Field(None, description="Log probabilities of the prompt's tokens.")
 
 
 class Completion(ResponseBody):
     """The answer, and a chunk of it, which has the same shape."""
 
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
+    id: str = Field(description="The object's name; stored objects are found by it.")
+    object: str = Field(description="Which kind of object this is.")
+    created: int = Field(description="When it was made, in seconds since 1970.")
+    model: str = Field(description="The model or adapter that answered.")
+    system_fingerprint: str = Field(description="The daemon's version.")
+    choices: list[CompletionChoice] = Field(description="The answers, n of them.")
+    usage: Usage | None = Field(None, description="How many tokens were read and generated.")
 
 
 class CompletionFormatter(ChunkFormatter):

@@ -39,9 +39,13 @@ class EmbeddingBody(PromptOnlyBody):
         "use_activation": Refused((True,)),
     }
 
-    input: Prompts
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Integer | None = Field(None, ge=1)
+    input: Prompts = Field(description="A text, token ids, or a list of either; each gets one vector.")
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="Vectors as numbers, or as base64 of float32."
+    )
+    dimensions: Integer | None = Field(
+        None, ge=1, description="Cut each vector to so many numbers and scale it to length one."
+    )
 
     @model_validator(mode="after")
     def _check_size(self) -> EmbeddingBody:
@@ -63,18 +67,18 @@ class EmbeddingBody(PromptOnlyBody):
 
 
 class Embedding(ResponseBody):
-    object: str
-    index: int
-    embedding: list[float] | str
+    object: str = Field(description="Which kind of object this is.")
+    index: int = Field(description="Its place in the list.")
+    embedding: list[float] | str = Field(description="The vector, as numbers or as base64.")
 
 
 class Embeddings(ResponseBody):
     """The answer, one entry an input, in order."""
 
-    object: str
-    model: str
-    data: list[Embedding]
-    usage: Usage
+    object: str = Field(description="Which kind of object this is.")
+    model: str = Field(description="The model or adapter that answered.")
+    data: list[Embedding] = Field(description="The items.")
+    usage: Usage = Field(description="How many tokens were read and generated.")
 
 
 @router.post("/v1/embeddings", responses=answers(Embeddings))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from engine.text.chat.choice import Delta
 from engine.text.logprobs import finite, token_text
 from engine.text.tokenizer import TextTokenizer
@@ -11,27 +13,27 @@ from server.protocol.documents import ResponseBody
 class CompletionLogprobs(ResponseBody):
     """Parallel lists, as in the completions API."""
 
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int] = Field(description="Where each token begins in the text.")
+    token_logprobs: list[float | None] = Field(description="The log probability of each token.")
+    tokens: list[str] = Field(description="The tokens' texts.")
+    top_logprobs: list[dict[str, float] | None] = Field(description="The most probable tokens there.")
 
 
 class TopLogprob(ResponseBody):
-    token: str
-    logprob: float
-    bytes: list[int]
+    token: str = Field(description="The token's text.")
+    logprob: float = Field(description="The natural logarithm of the probability.")
+    bytes: list[int] = Field(description="The token's bytes.")
 
 
 class ChatLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
+    top_logprobs: list[TopLogprob] = Field(description="The most probable tokens there.")
 
 
 class ChatLogprobs(ResponseBody):
     """One object a token, as in the chat API."""
 
-    content: list[ChatLogprob]
-    refusal: None = None
+    content: list[ChatLogprob] = Field(description="The text, or the parts.")
+    refusal: None = Field(None, description="Always null.")
 
 
 def completion_logprobs(

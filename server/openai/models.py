@@ -19,13 +19,13 @@ from server.tenancy.tenant_file import DEFAULT
 class ModelCard(ResponseBody):
     """A model: OpenAI's four fields, and vLLM's."""
 
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    root: str
-    parent: str | None  # of an adapter: its base model
-    max_model_len: int
+    id: str = Field(description="The object's name; stored objects are found by it.")
+    object: str = Field(description="Which kind of object this is.")
+    created: int = Field(description="When it was made, in seconds since 1970.")
+    owned_by: str = Field(description="Always quire.")
+    root: str = Field(description="What is served under this name.")
+    parent: str | None = Field(description="An adapter's model.")  # of an adapter: its base model
+    max_model_len: int = Field(description="The longest prompt and answer together.")
 
     def for_anthropic(self) -> ModelInfo:
         """Return the model in Anthropic's shape."""
@@ -42,8 +42,8 @@ class ModelCard(ResponseBody):
 
 
 class ModelList(ResponseBody):
-    object: str
-    data: list[ModelCard]
+    object: str = Field(description="Which kind of object this is.")
+    data: list[ModelCard] = Field(description="The items.")
 
 
 class ModelInfo(ResponseBody):

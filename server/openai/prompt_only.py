@@ -7,6 +7,7 @@ from functools import partial
 from typing import ClassVar, TypeVar
 
 from fastapi import Request
+from pydantic import Field
 
 from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import PromptInfo
@@ -33,7 +34,7 @@ class PromptOnlyBody(EngineBody):
         "truncation_side": Refused(("left", "right")),
     }
 
-    add_special_tokens: bool = True
+    add_special_tokens: bool = Field(True, description="Whether the tokenizer adds its special tokens, such as BOS.")
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], param: str, limits: ModelLimits) -> None:
         """Raise ContextLengthError for a prompt that does not fit."""

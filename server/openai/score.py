@@ -40,9 +40,9 @@ Texts = Annotated[list[str], BeforeValidator(_listed, json_schema_input_type=str
 class ScoreBody(PromptOnlyBody):
     """The request. Texts are paired in order, or one text_1 with every text_2."""
 
-    text_1: Texts
-    text_2: Texts
-    reduction: Reduction = "mean"
+    text_1: Texts = Field(description="The given text; one for all items of text_2, or one for each.")
+    text_2: Texts = Field(description="The continuation whose likelihood is computed.")
+    reduction: Reduction = Field("mean", description="mean: log likelihood per token; sum: in total.")
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ScoreBody:
@@ -73,20 +73,20 @@ class ScoreBody(PromptOnlyBody):
 
 
 class Score(ResponseBody):
-    object: str
-    index: int
-    score: float
+    object: str = Field(description="Which kind of object this is.")
+    index: int = Field(description="Its place in the list.")
+    score: float = Field(description="The log likelihood.")
 
 
 class Scores(ResponseBody):
     """The answer, one entry a pair, in order; vLLM's shape."""
 
-    id: str
-    object: str
-    created: int
-    model: str
-    data: list[Score]
-    usage: Usage
+    id: str = Field(description="The object's name; stored objects are found by it.")
+    object: str = Field(description="Which kind of object this is.")
+    created: int = Field(description="When it was made, in seconds since 1970.")
+    model: str = Field(description="The model or adapter that answered.")
+    data: list[Score] = Field(description="The items.")
+    usage: Usage = Field(description="How many tokens were read and generated.")
 
 
 @router.post("/v1/score", responses=answers(Scores))

@@ -57,10 +57,14 @@ class TranslatedBody(RequestBody):
     # chat's field -> this API's field that it is made of, which errors name
     OWN_NAMES: ClassVar[Mapping[str, str]] = {}
 
-    model: str | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    stream: bool = False
+    model: str | None = Field(None, description="The served model or adapter; absent means the model of the daemon.")
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="Divides the logits; 0 takes the most probable token."
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Draw from the smallest set of tokens with this total probability."
+    )
+    stream: bool = Field(False, description="Send the answer as server-sent events while it is generated.")
 
     def ignored_fields(self) -> list[str]:
         """Return the ignored fields that chat does not have either."""

@@ -30,8 +30,10 @@ class LoadAdapterBody(RequestBody):
         "load_inplace": Refused((False,), "unload the adapter first, then load it again"),
     }
 
-    lora_name: str = Field(min_length=1, max_length=MAX_NAME)
-    lora_path: str = Field(min_length=1, max_length=4096)
+    lora_name: str = Field(
+        min_length=1, max_length=MAX_NAME, description="The name that requests will use as their model."
+    )
+    lora_path: str = Field(min_length=1, max_length=4096, description="The adapter's folder on the daemon's machine.")
 
 
 class UnloadAdapterBody(RequestBody):
@@ -39,7 +41,9 @@ class UnloadAdapterBody(RequestBody):
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"lora_int_id"})
 
-    lora_name: str = Field(min_length=1, max_length=MAX_NAME)
+    lora_name: str = Field(
+        min_length=1, max_length=MAX_NAME, description="The name that requests will use as their model."
+    )
 
 
 router = APIRouter()

@@ -7,6 +7,7 @@ key where the server has one.
 from __future__ import annotations
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.responses import Response
 
 from engine.system.version import VERSION
@@ -18,27 +19,27 @@ from server.protocol.documents import ResponseBody
 class ModelInfo(ResponseBody):
     """The served model."""
 
-    model_path: str
-    served_model_name: str
-    tokenizer_path: str
-    is_generation: bool
-    max_context_length: int
-    vocab_size: int
+    model_path: str = Field(description="The served model's name; routers group replicas by it.")
+    served_model_name: str = Field(description="The same.")
+    tokenizer_path: str = Field(description="The same.")
+    is_generation: bool = Field(description="False for a checkpoint without an LM head, which serves vectors alone.")
+    max_context_length: int = Field(description="The longest prompt and answer, in tokens.")
+    vocab_size: int = Field(description="Token ids are below it.")
 
 
 class ServerInfo(ModelInfo):
     """The replica."""
 
-    model_id: str
-    instance_id: str
-    version: str
-    kv_block_size: int
-    num_kv_blocks: int
-    max_total_num_tokens: int
-    max_running_requests: int
-    max_prefill_tokens: int
-    tp_size: int
-    dp_size: int
+    model_id: str = Field(description="The same.")
+    instance_id: str = Field(description="A name of this process, made at its start.")
+    version: str = Field(description="The daemon's version.")
+    kv_block_size: int = Field(description="Tokens in a K/V block, as in KV events.")
+    num_kv_blocks: int = Field(description="Blocks in the KV pool.")
+    max_total_num_tokens: int = Field(description="Tokens in the KV pool.")
+    max_running_requests: int = Field(description="As --max-num-seqs.")
+    max_prefill_tokens: int = Field(description="As --max-num-batched-tokens.")
+    tp_size: int = Field(description="Devices that share each layer.")
+    dp_size: int = Field(description="Always 1.")
 
 
 class EventSource(ResponseBody):

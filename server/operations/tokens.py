@@ -24,11 +24,15 @@ class TokenizeBody(Conversation):
 
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {"chat_template": Refused()}
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] = Field(default_factory=list)
-    add_special_tokens: bool | None = None
-    return_token_strs: bool = False
+    model: str | None = Field(None, description="The served model or adapter; absent means the model of the daemon.")
+    prompt: str | None = Field(
+        None, description="A text, a list of texts, a list of token ids, or a list of such lists."
+    )
+    messages: list[Message] = Field(default_factory=list, description="The conversation, oldest turn first.")
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the tokenizer adds its special tokens, such as BOS."
+    )
+    return_token_strs: bool = Field(False, description="Return each token's text too.")
 
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeBody:
@@ -38,19 +42,19 @@ class TokenizeBody(Conversation):
 
 
 class Tokenized(ResponseBody):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
+    count: int = Field(description="The number of tokens.")
+    max_model_len: int = Field(description="The longest prompt and answer together.")
+    tokens: list[int] = Field(description="The token ids.")
+    token_strs: list[str] | None = Field(None, description="Each token's text.")
 
 
 class DetokenizeBody(RequestBody):
-    model: str | None = None
-    tokens: list[int]
+    model: str | None = Field(None, description="The served model or adapter; absent means the model of the daemon.")
+    tokens: list[int] = Field(description="The token ids to turn into text.")
 
 
 class Detokenized(ResponseBody):
-    prompt: str
+    prompt: str = Field(description="The text.")
 
 
 router = APIRouter()

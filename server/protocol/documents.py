@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from engine.core.types import PromptInfo
 
@@ -20,24 +20,24 @@ class ResponseBody(BaseModel):
 
 
 class PromptTokensDetails(ResponseBody):
-    cached_tokens: int
-    cached_tokens_host: int | None = None  # of these, from other cache tiers
-    cached_tokens_disk: int | None = None
-    pinned_tokens: int | None = None  # retained by request
+    cached_tokens: int = Field(description="Tokens of the prompt whose K/V was found.")
+    cached_tokens_host: int | None = Field(None, description="Those of them found in host memory.")
+    cached_tokens_disk: int | None = Field(None, description="Those of them found on disk.")
+    pinned_tokens: int | None = Field(None, description="Tokens of the prompt whose K/V is now pinned.")
 
 
 class CompletionTokensDetails(ResponseBody):
-    reasoning_tokens: int
+    reasoning_tokens: int = Field(description="Generated tokens that are reasoning.")
 
 
 class Usage(ResponseBody):
     """OpenAI's usage object. A prompt counts once, for all of its choices."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = None
+    prompt_tokens: int = Field(description="Tokens of the prompt.")
+    completion_tokens: int = Field(description="Tokens generated, reasoning included.")
+    total_tokens: int = Field(description="Both together.")
+    prompt_tokens_details: PromptTokensDetails = Field(description="What was cached.")
+    completion_tokens_details: CompletionTokensDetails | None = Field(None, description="What was reasoning.")
 
     @classmethod
     def of(

@@ -43,9 +43,13 @@ _as_text = partial(join_parts, kinds={"text": "text"}, param="messages")
 class Message(RequestBody):
     """One turn of a conversation; other fields are for the chat template to read."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | list[dict[str, Any]])] = ""
-    tool_calls: list[ToolCall] = Field(default_factory=list)
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
+        description="Who speaks: system, developer, user, assistant or tool."
+    )
+    content: Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | list[dict[str, Any]])] = Field(
+        "", description="The text, or a list of parts."
+    )
+    tool_calls: list[ToolCall] = Field(default_factory=list, description="The calls that an earlier answer made.")
 
     def for_template(self, *, arguments_as_text: bool = False) -> dict[str, Any]:
         """Return the message as chat templates expect it."""
@@ -60,11 +64,13 @@ class Message(RequestBody):
 class Conversation(RequestBody):
     """A conversation, and how to make a prompt of it."""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    messages: list[Message] = Field(min_length=1, description="The conversation, oldest turn first.")
+    tools: list[Tool] | None = Field(None, description="The tools that the model may call.")
+    add_generation_prompt: bool | None = Field(None, description="Whether the template opens the assistant's turn.")
+    continue_final_message: bool = Field(False, description="Continue the last message instead of opening a new turn.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further variables for the chat template, such as enable_thinking."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -126,13 +132,17 @@ class Conversation(RequestBody):
 class ChatFields(SamplingFields, Conversation):
     """A conversation to answer; `top_logprobs` counts alternatives."""
 
-    logprobs: bool = False
-    top_logprobs: Integer | None = Field(None, ge=0)
-    add_special_tokens: bool = False
-    tool_choice: ToolChoiceField = None
-    parallel_tool_calls: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    thinking_token_budget: Integer | None = Field(None, ge=0)
+    logprobs: bool = Field(False, description="Return log probabilities of the answer's tokens.")
+    top_logprobs: Integer | None = Field(
+        None, ge=0, description="How many of the most probable tokens to list at each position."
+    )
+    add_special_tokens: bool = Field(False, description="Whether the tokenizer adds its special tokens, such as BOS.")
+    tool_choice: ToolChoiceField = Field(None, description="none, auto, required, or one tool.")
+    parallel_tool_calls: bool = Field(True, description="Whether one answer may contain several calls.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="none, minimal, low, medium, high: for the chat template, or as a budget of reasoning tokens."
+    )
+    thinking_token_budget: Integer | None = Field(None, ge=0, description="Reasoning ends after this many tokens.")
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatFields:

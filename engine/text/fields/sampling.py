@@ -55,9 +55,18 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 class QueueFields(RequestBody):
     """How a request waits for the engine."""
 
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
-    deadline_ms: int | None = Field(None, ge=1, le=MAX_DEADLINE_MS)  # for the whole answer, from its arrival
-    max_queue_ms: int | None = Field(None, ge=1, le=MAX_DEADLINE_MS)  # until it is started
+    priority: int = Field(
+        0, ge=-(2**31), lt=2**31, description="Lower goes first, under the policies priority and fair."
+    )
+    deadline_ms: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_DEADLINE_MS,
+        description="Drop the request if the whole answer cannot be ready this long after its arrival.",
+    )
+    max_queue_ms: int | None = Field(
+        None, ge=1, le=MAX_DEADLINE_MS, description="Drop the request if it cannot start this long after its arrival."
+    )
 
     def dropped_hints(self, limits: ModelLimits) -> list[str]:
         """Return also the priority, where the scheduling policy ignores it."""
@@ -75,13 +84,17 @@ class Constraint(NamedTuple):
 class ConstraintFields(RequestBody):
     """The fields that constrain the answer; `guided_*` is of older vLLMs."""
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | None = None
-    guided_regex: str | None = Field(None, min_length=1)
-    guided_choice: Choices | None = None
-    guided_grammar: str | None = Field(None, min_length=1)
-    guided_whitespace_pattern: WhitespacePattern | None = None
+    response_format: ResponseFormat | None = Field(None, description="text, any JSON, or JSON of a schema.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="A schema, regular expression, choice or grammar that the answer matches."
+    )
+    guided_json: Schema | None = Field(None, description="The older name of structured_outputs.json.")
+    guided_regex: str | None = Field(None, min_length=1, description="The older name of structured_outputs.regex.")
+    guided_choice: Choices | None = Field(None, description="The older name of structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, min_length=1, description="The older name of structured_outputs.grammar.")
+    guided_whitespace_pattern: WhitespacePattern | None = Field(
+        None, description="The older name of structured_outputs.whitespace_pattern."
+    )
 
     def constraints(self) -> list[Constraint]:
         """Return every constraint; a valid request has one, perhaps in several fields."""
@@ -111,33 +124,67 @@ class SamplingFields(QueueFields, ConstraintFields):
     """
 
     max_tokens: Integer | None = Field(None, ge=0)
-    min_tokens: Integer = Field(0, ge=0)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Integer | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=1 / MAX_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
-    allowed_token_ids: list[int] | None = Field(None, min_length=1)
-    bad_words: list[BadWord] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    n: int = Field(1, ge=1, le=MAX_N)
-    use_beam_search: bool = False
-    length_penalty: float = Field(1.0, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
-    early_stopping: Literal[False, True, "never"] = False
+    min_tokens: Integer = Field(
+        0, ge=0, description="No stop token or stop string ends the answer before this many tokens."
+    )
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="Divides the logits; 0 takes the most probable token."
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Draw from the smallest set of tokens with this total probability."
+    )
+    top_k: Integer | None = Field(None, ge=-1, description="Draw from the k most probable tokens; 0 or -1 means all.")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Drop tokens less probable than this share of the most probable one."
+    )
+    repetition_penalty: float | None = Field(
+        None,
+        ge=1 / MAX_REPETITION_PENALTY,
+        le=MAX_REPETITION_PENALTY,
+        description="Divides positive logits of tokens in prompt and answer, and multiplies negative ones.",
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, description="Subtracted from the logit of each token that was generated."
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="Subtracted from a token's logit once for each time that it was generated."
+    )
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict, description="Added to the logits of the named token ids."
+    )
+    allowed_token_ids: list[int] | None = Field(None, min_length=1, description="The only token ids that may be drawn.")
+    bad_words: list[BadWord] = Field(
+        default_factory=list, max_length=MAX_BAD_WORDS, description="Texts that the answer must not contain."
+    )
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="The same seed and request give the same answer.")
+    n: int = Field(1, ge=1, le=MAX_N, description="The number of answers.")
+    use_beam_search: bool = Field(False, description="Search with n beams instead of drawing tokens.")
+    length_penalty: float = Field(
+        1.0,
+        ge=-MAX_LENGTH_PENALTY,
+        le=MAX_LENGTH_PENALTY,
+        description="The power of the length by which a beam's score is divided.",
+    )
+    early_stopping: Literal[False, True, "never"] = Field(
+        False, description="When a beam search ends, as in transformers."
+    )
     stop: Annotated[
         list[StopString],
         BeforeValidator(_listed, json_schema_input_type=StopString | list[StopString]),
         Field(max_length=MAX_STOPS),
-    ] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    prompt_logprobs: Integer | None = Field(None, ge=0)
-    truncate_prompt_tokens: Integer | None = Field(None, ge=-1)
+    ] = Field(default_factory=list, description="Texts that end the answer; they are not part of it.")
+    stop_token_ids: list[int] = Field(
+        default_factory=list, max_length=MAX_STOP_TOKEN_IDS, description="Token ids that end the answer."
+    )
+    include_stop_str_in_output: bool = Field(False, description="Keep the stop string at the end of the answer.")
+    ignore_eos: bool = Field(False, description="Do not end at the model's end tokens.")
+    skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
+    prompt_logprobs: Integer | None = Field(
+        None, ge=0, description="Return log probabilities of the prompt's tokens, with so many alternatives."
+    )
+    truncate_prompt_tokens: Integer | None = Field(
+        None, ge=-1, description="Keep only the last so many tokens of the prompt."
+    )
 
     @model_validator(mode="after")
     def _check_combinations(self) -> SamplingFields:

@@ -52,26 +52,30 @@ class JsonSchemaFormat(RequestBody):
 
     NO_OPS: ClassVar[frozenset[str]] = frozenset({"description"})
 
-    name: str = Field("", max_length=64, pattern=r"^[a-zA-Z0-9_.-]*$")
-    schema_: Schema = Field(alias="schema")
-    strict: bool = False
+    name: str = Field("", max_length=64, pattern=r"^[a-zA-Z0-9_.-]*$", description="Its name.")
+    schema_: Schema = Field(alias="schema", description="A JSON schema.")
+    strict: bool = Field(False, description="Enforce the schema while the model generates.")
 
 
 class Structure(RequestBody):
     """A tag that may begin anywhere in free text, and what follows it."""
 
-    begin: str = Field(min_length=1)
-    schema_: Schema = Field(alias="schema")
-    end: str
+    begin: str = Field(min_length=1, description="The text that opens the part.")
+    schema_: Schema = Field(alias="schema", description="A JSON schema.")
+    end: str = Field(description="The text that closes the part.")
 
 
 class ResponseFormat(RequestBody):
     """OpenAI's field of that name, with vLLM's type `structural_tag`."""
 
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchemaFormat | None = None
-    structures: list[Structure] = Field(default_factory=list, max_length=_MAX_TAGS)
-    triggers: list[str] = Field(default_factory=list, max_length=_MAX_TAGS)
+    type: Literal["text", "json_object", "json_schema", "structural_tag"] = Field(
+        description="Which kind of object this is."
+    )
+    json_schema: JsonSchemaFormat | None = Field(None, description="The schema, with its name.")
+    structures: list[Structure] = Field(default_factory=list, max_length=_MAX_TAGS, description="The tagged parts.")
+    triggers: list[str] = Field(
+        default_factory=list, max_length=_MAX_TAGS, description="Texts after which a tagged part must follow."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
@@ -114,14 +118,18 @@ class ResponseFormat(RequestBody):
 class StructuredOutputs(RequestBody):
     """vLLM's field of that name: exactly one constraint, and its whitespace."""
 
-    json_: Schema | None = Field(None, alias="json")
-    json_object: bool = False
-    regex: str | None = Field(None, min_length=1)
-    choice: Choices | None = None
-    grammar: str | None = Field(None, min_length=1)
-    structural_tag: Annotated[ResponseFormat | None, Field()] = None
-    whitespace_pattern: WhitespacePattern | None = None
-    disable_any_whitespace: bool = False
+    json_: Schema | None = Field(None, alias="json", description="A JSON schema, as an object or a text.")
+    json_object: bool = Field(False, description="Any JSON object.")
+    regex: str | None = Field(None, min_length=1, description="A regular expression.")
+    choice: Choices | None = Field(None, description="A list of texts, of which the answer is one.")
+    grammar: str | None = Field(None, min_length=1, description="A grammar, in Lark or GBNF.")
+    structural_tag: Annotated[ResponseFormat | None, Field()] = Field(
+        None, description="Free text with tagged parts of a given form."
+    )
+    whitespace_pattern: WhitespacePattern | None = Field(
+        None, description="A regular expression of the white space in JSON."
+    )
+    disable_any_whitespace: bool = Field(False, description="JSON without white space.")
 
     @model_validator(mode="before")
     @classmethod

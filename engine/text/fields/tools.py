@@ -23,10 +23,10 @@ class Function(RequestBody):
     `strict` makes every call of it valid; otherwise a call that the model may leave out has the arguments it writes.
     """
 
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    strict: bool = False
+    name: ToolName = Field(description="Its name.")
+    description: str | None = Field(None, description="What it is for; the model reads it.")
+    parameters: dict[str, Any] = Field(default_factory=dict, description="A JSON schema of the arguments.")
+    strict: bool = Field(False, description="Enforce the schema while the model generates.")
 
     @model_validator(mode="after")
     def _check_parameters(self) -> Function:
@@ -43,8 +43,8 @@ class Function(RequestBody):
 class Tool(RequestBody):
     """One entry of `tools`."""
 
-    type: Literal["function"]
-    function: Function
+    type: Literal["function"] = Field(description="Which kind of object this is.")
+    function: Function = Field(description="The function.")
 
 
 def without_hosted(data: Any, own: Collection[str | None]) -> Any:
@@ -102,8 +102,8 @@ ToolChoiceField = Annotated[
 
 
 class CalledFunction(RequestBody):
-    name: str
-    arguments: str | dict[str, Any] = ""
+    name: str = Field(description="Its name.")
+    arguments: str | dict[str, Any] = Field("", description="The arguments as JSON.")
 
     def arguments_text(self) -> str:
         """Return them as JSON, as the model wrote it."""
@@ -126,9 +126,9 @@ class CalledFunction(RequestBody):
 class ToolCall(RequestBody):
     """A call in an assistant's message of an earlier turn."""
 
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    id: str | None = Field(None, description="The identifier of the call or item.")
+    type: Literal["function"] = Field("function", description="Which kind of object this is.")
+    function: CalledFunction = Field(description="The function.")
 
     def for_template(self, *, as_text: bool = False) -> dict[str, Any]:
         """Return the call as chat templates expect it: most want an object of arguments, some its JSON."""

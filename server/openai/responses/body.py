@@ -35,7 +35,7 @@ MAX_PAIRS = 16  # of metadata
 class FunctionTool(Function):
     """One entry of `tools`; unknown fields are passed on to the chat template."""
 
-    type: Literal["function"]
+    type: Literal["function"] = Field(description="Which kind of object this is.")
 
     def for_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": self.model_dump(exclude_unset=True, exclude={"type"})}
@@ -81,11 +81,11 @@ def _as_choice(value: Any) -> Any:
 class TextFormat(RequestBody):
     """OpenAI's response_format, with the schema's fields beside the type."""
 
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    description: str | None = None
-    schema_: Schema | None = Field(None, alias="schema")
-    strict: bool | None = None
+    type: Literal["text", "json_object", "json_schema"] = Field("text", description="Which kind of object this is.")
+    name: str | None = Field(None, description="Its name.")
+    description: str | None = Field(None, description="What it is for; the model reads it.")
+    schema_: Schema | None = Field(None, alias="schema", description="A JSON schema.")
+    strict: bool | None = Field(None, description="Enforce the schema while the model generates.")
 
     def for_chat(self) -> dict[str, Any]:
         if self.type != "json_schema":
@@ -97,7 +97,7 @@ class TextFormat(RequestBody):
 class TextConfig(RequestBody):
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
 
-    format: TextFormat = Field(default_factory=TextFormat)
+    format: TextFormat = Field(default_factory=TextFormat, description="The form of the answer's text.")
 
 
 class ReasoningConfig(RequestBody):
@@ -110,7 +110,9 @@ class ReasoningConfig(RequestBody):
         "mode": ("standard",),
     }
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="How much the model reasons: none, minimal, low, medium, high."
+    )
 
 
 class ResponseStreamOptions(RequestBody):
@@ -149,16 +151,22 @@ class InputBody(TranslatedBody):
         "reasoning_effort": "reasoning.effort",
     }
 
-    input: Items
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    tools: list[FunctionTool] = Field(default_factory=list)
-    tool_choice: Annotated[AllowedTools, BeforeValidator(_as_choice, json_schema_input_type=str | dict[str, Any])] = (
-        Field(default_factory=lambda: AllowedTools(mode="auto"))
+    input: Items = Field(description="The user's turn as text, or a list of items of a conversation.")
+    instructions: str | None = Field(
+        None, description="The system message; it is not carried over from an earlier response."
     )
-    parallel_tool_calls: bool = True
-    text: TextConfig = Field(default_factory=TextConfig)
-    reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
+    previous_response_id: str | None = Field(
+        None, description="A stored response whose conversation this one continues."
+    )
+    tools: list[FunctionTool] = Field(default_factory=list, description="The tools that the model may call.")
+    tool_choice: Annotated[AllowedTools, BeforeValidator(_as_choice, json_schema_input_type=str | dict[str, Any])] = (
+        Field(default_factory=lambda: AllowedTools(mode="auto"), description="none, auto, required, or one tool.")
+    )
+    parallel_tool_calls: bool = Field(True, description="Whether one answer may contain several calls.")
+    text: TextConfig = Field(default_factory=TextConfig, description="The form of the answer's text.")
+    reasoning: ReasoningConfig = Field(
+        default_factory=ReasoningConfig, description="How much the model reasons before it answers."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -207,14 +215,20 @@ class InputBody(TranslatedBody):
 class ResponsesBody(InputBody):
     """The request."""
 
-    max_output_tokens: Integer | None = Field(None, ge=1)
-    include: list[str] = Field(default_factory=list)  # only LOGPROBS has an effect
-    top_logprobs: Integer | None = Field(None, ge=0)
-    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
-        default_factory=dict, max_length=MAX_PAIRS
+    max_output_tokens: Integer | None = Field(
+        None, ge=1, description="The most tokens to generate, reasoning included."
     )
-    store: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
+    include: list[str] = Field(
+        default_factory=list, description="Further parts of the answer, such as message.output_text.logprobs."
+    )  # only LOGPROBS has an effect
+    top_logprobs: Integer | None = Field(
+        None, ge=0, description="How many of the most probable tokens to list at each position."
+    )
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
+        default_factory=dict, max_length=MAX_PAIRS, description="Kept with the object; no effect on the answer."
+    )
+    store: bool | None = Field(None, description="Whether the response can be read and continued later.")
+    stream_options: ResponseStreamOptions | None = Field(None, description="What else a stream contains.")
 
     @model_validator(mode="after")
     def _check(self) -> ResponsesBody:

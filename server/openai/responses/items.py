@@ -27,16 +27,20 @@ Thoughts = Annotated[str, BeforeValidator(_thoughts, json_schema_input_type=list
 class Item(RequestBody):
     """One item of `input`. The fields that it needs depend on its type; a reference stands for a stored item."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
-    id: str | None = None
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: Words | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: Words | None = None
-    summary: Thoughts = ""
-    thoughts: Thoughts = ""  # the content of a reasoning item
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = Field(
+        "message", description="Which kind of object this is."
+    )
+    id: str | None = Field(None, description="The identifier of the call or item.")
+    role: Literal["system", "developer", "user", "assistant"] | None = Field(
+        None, description="Who speaks: system, developer, user, assistant or tool."
+    )
+    content: Words | None = Field(None, description="The text, or a list of parts.")
+    call_id: str | None = Field(None, description="The call that this belongs to.")
+    name: str | None = Field(None, description="Its name.")
+    arguments: str | None = Field(None, description="The arguments as JSON.")
+    output: Words | None = Field(None, description="The tool's result.")
+    summary: Thoughts = Field("", description="The summary of the reasoning.")
+    thoughts: Thoughts = Field("", description="The reasoning's text.")  # the content of a reasoning item
 
     @model_validator(mode="before")
     @classmethod
