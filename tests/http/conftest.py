@@ -8,12 +8,25 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import Live
+from harness import PLACE, Live
+
+# Their tests run twice: with the engine here, and in another process. QUIRE_TEST_ENGINE=process is for all tests.
+TWICE = ("test_lifecycle", "test_deadlines_http", "test_adapters_http", "test_structured_http")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "place" in metafunc.fixturenames and metafunc.module.__name__ in TWICE and PLACE == "thread":
+        metafunc.parametrize("place", ["thread", "process"], scope="session")
 
 
 @pytest.fixture(scope="session")
-def shared_server() -> Iterator[Live]:
-    with Live().serving() as live:
+def place() -> str:
+    return PLACE
+
+
+@pytest.fixture(scope="session")
+def shared_server(place: str) -> Iterator[Live]:
+    with Live(place=place).serving() as live:
         yield live
 
 
@@ -25,10 +38,10 @@ def live(shared_server: Live) -> Iterator[Live]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Live]]:
+def serve(place: str) -> Iterator[Callable[..., Live]]:
     """Serve another application for this test: `serve(api_keys=("k",))`."""
     with ExitStack() as stack:
-        yield lambda **options: stack.enter_context(Live(**options).serving())
+        yield lambda **options: stack.enter_context(Live(**{"place": place, **options}).serving())
 
 
 @pytest.fixture(scope="session")

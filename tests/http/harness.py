@@ -6,6 +6,8 @@ other prompt is answered with letters for ever. So every expected text can be re
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import socket
 import threading
 import time
@@ -14,7 +16,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import uvicorn
+from engine_process import EngineProcess
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.adapters import Adapters
@@ -34,6 +38,7 @@ from server.http.connection import Connection
 from server.settings.app_config import AppConfig
 from tests.patience import PATIENCE_S, eventually
 
+PLACE = os.environ.get("QUIRE_TEST_ENGINE", "thread")  # where engines are; "process" for all of them elsewhere
 END = 256
 VOCAB_SIZE = 258  # 256 bytes, the end token, and one id that the tokenizer does not have
 TEMPLATE = (
@@ -79,10 +84,10 @@ def parrot(history: Sequence[int], seed: int) -> int:
 
 
 class Gate:
-    """Lets the engine step only while it is open."""
+    """Lets the engine step only while it is open; of this process or of a fork."""
 
     def __init__(self) -> None:
-        self._opened = threading.Event()
+        self._opened = multiprocessing.get_context("fork").Event()
         self.open()
 
     def open(self) -> None:
@@ -94,6 +99,12 @@ class Gate:
     def __call__(self, seconds: float) -> None:
         assert self._opened.wait(PATIENCE_S), "a test left the gate closed"
         time.sleep(seconds)
+
+
+def check_ended(scheduler: Scheduler) -> None:
+    """Nothing is open, held or out of balance."""
+    assert not scheduler.has_work
+    scheduler.check_integrity()
 
 
 class Live:
@@ -111,24 +122,48 @@ class Live:
         runner: type[FakeRunner] = FakeRunner,
         adapters: Adapters | None = None,
         kv_events: EventPublisher | None = None,
+        place: str = PLACE,
         **app: Any,
     ) -> None:
+        """`place` of the engine is "thread" or "process"; KV events have sockets, which no other process can share."""
         self.gate = Gate()
-        self.scheduler = Scheduler(config)
-        cost = CostModel(step_s=step_s, token_s=0.0)
-        self.runner = runner(config, vocab_size=VOCAB_SIZE, choose=parrot, cost=cost, sleep=self.gate, fail=fail)
-        self.engine = Engine(
-            self.scheduler,
-            self.runner,
-            EngineFacts(VOCAB_SIZE, layout=Layout("parrot", config.block_size, 4 * config.block_size)),
-            depth=depth,
-            limits=limits,
-            resources=EngineResources(adapters),
-            outbound=Outbound(kv_events=kv_events),
-        )
+
+        def make() -> tuple[Scheduler, FakeRunner, Engine]:
+            scheduler, cost = Scheduler(config), CostModel(step_s=step_s, token_s=0.0)
+            made = runner(config, vocab_size=VOCAB_SIZE, choose=parrot, cost=cost, sleep=self.gate, fail=fail)
+            facts = EngineFacts(VOCAB_SIZE, layout=Layout("parrot", config.block_size, 4 * config.block_size))
+            resources, outbound = EngineResources(adapters), Outbound(kv_events=kv_events)
+            engine = Engine(scheduler, made, facts, depth=depth, limits=limits, resources=resources, outbound=outbound)
+            return scheduler, made, engine
+
+        def make_there() -> tuple[Engine, Callable[[], None]]:
+            scheduler, _, engine = make()
+            return engine, lambda: check_ended(scheduler)
+
+        self._parts: tuple[Scheduler, FakeRunner] | None = None
+        self.engine: Any
+        if place == "process" and kv_events is None:
+            self.engine = EngineProcess(make_there)
+        else:
+            *self._parts, self.engine = make()
         self.app = create_app(self.engine, byte_tokenizer(template), replace(APP, **app))
         self.context = self.app.state.context
         self.url = ""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler, for a test that looks at it or breaks it."""
+        return self._here()[0]
+
+    @property
+    def runner(self) -> FakeRunner:
+        """The runner, likewise."""
+        return self._here()[1]
+
+    def _here(self) -> tuple[Scheduler, FakeRunner]:
+        if self._parts is None:
+            pytest.skip("the engine is in another process")
+        return self._parts
 
     @contextmanager
     def serving(self) -> Iterator[Live]:
@@ -154,8 +189,9 @@ class Live:
             listener.close()
         assert not thread.is_alive()
         if self.engine.health().error is None:
-            assert not self.scheduler.has_work
-            self.scheduler.check_integrity()
+            self.engine.check() if self._parts is None else check_ended(self.scheduler)
+        if self._parts is None:
+            self.engine.close()
 
     def check_idle(self) -> None:
         """Every request ends, is forgotten, and gives back what it held, without waiting for a shutdown."""
