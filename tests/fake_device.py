@@ -99,7 +99,7 @@ class Graph:
         with device.lock, away(), torch.inference_mode():
             self.is_launched = True
             for what, work in self.works:
-                device.note(f"{what}, in a graph launched at {where}", work())
+                device.note(f"{what}, in a graph launched at {where}", work(), self)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -380,13 +380,14 @@ class FakeDevice:
             accesses += [Access(self._held[each.untyped_storage()._cdata], _region(each), True) for each in made]
         return accesses
 
-    def note(self, what: str, accesses: Sequence[Access]) -> Ticket:
-        """Note a launch on the current stream; one that is recorded accesses nothing."""
+    def note(self, what: str, accesses: Sequence[Access], graph: Graph | None = None) -> Ticket:
+        """Note a launch on the current stream, by a graph if given; one that is recorded accesses nothing."""
+        graph = graph or recorded()
         ticket = self.order.launch(current_stream().actor, what)
         self.num_launches += 1
         for memory, region, is_write in accesses:
             if memory.graph is not None:
-                self._refuse_unlaunched(memory.graph, memory, what)
+                self._refuse_others(memory.graph, graph, memory, what)
             if recorded() is not None:
                 continue
             self.order.access(ticket, memory, region, is_write=is_write)
@@ -394,8 +395,8 @@ class FakeDevice:
                 self._shared.add(memory)
         return ticket
 
-    def _refuse_unlaunched(self, graph: Graph, memory: Held, what: str) -> None:
-        if recorded() is not graph and (recorded() is not None or not graph.is_launched):
+    def _refuse_others(self, owner: Graph, graph: Graph | None, memory: Held, what: str) -> None:
+        if graph is not owner and (graph is not None or not owner.is_launched):
             raise OrderError(
                 f"{what} uses the memory of {memory.place}, which belongs to a graph that may not have run"
             )
@@ -510,14 +511,14 @@ class FakeDevice:
             if not held.storage.expired():
                 held.raw[:] = _UNWRITTEN
 
-    def launch_kernel(self, name: str, compute: Callable[[], list[Access]], written: Sequence[Tensor]) -> None:
-        """Run a kernel that finds out what it accesses."""
+    def launch_kernel(self, name: str, compute: Callable[[], list[Access]]) -> None:
+        """Run a kernel that finds out what it accesses, unless it is recorded."""
         what, graph = place(name), recorded()
         with self.lock:
-            if graph is not None:
-                self._save(graph, written)
+            if graph is None:
+                self.note(what, compute())
+            else:
                 graph.works.append((what, compute))
-            self.note(what, compute())
 
 
 # -- what torch calls ------------------------------------------------------------------------------------------------

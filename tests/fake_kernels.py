@@ -84,7 +84,7 @@ def _launch(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
             raise OrderError(f"{place(name)} goes beyond its tensors, to {touched.stray}")
         return touched.accesses()
 
-    device.launch_kernel(name, compute, tensors)
+    device.launch_kernel(name, compute)
 
 
 def _noting(access: Callable[..., Any], mask_at: int | None, *, is_write: bool) -> Callable[..., Any]:

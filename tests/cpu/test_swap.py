@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -27,17 +26,21 @@ from engine.startup.build import build_engine
 from tests.cpu.model_driver import CPU, TinyModel, make_runner, request, serve, settings, solo_greedy
 from tests.cpu.test_engine_faults import answers
 from tests.cpu.test_models_families import CASES, save_tiny
+from tests.fake_device import CUDA, fake_device
+from tests.fake_order import OrderError
 
 SPECS = [AttentionSpec(4, 2, 8, 1.0), AttentionSpec(4, 1, 16, 1.0)]
 NUM_BLOCKS = 7
 OUT, BACK = [(6, 0), (2, 3), (0, 1)], [(1, 2), (0, 5)]  # pool to host, host to pool: 0 comes to 2, 6 to 5
 
 
-def filled(backend: str, dtype: torch.dtype) -> KVCache:
+def filled(backend: str, dtype: torch.dtype, device: torch.device = CPU) -> KVCache:
     """A pool of which every byte is drawn."""
-    pool = KVCache(SPECS, load_backend(backend, CPU), num_blocks=NUM_BLOCKS, block_size=4, dtype=dtype, device=CPU)
+    pool = KVCache(
+        SPECS, load_backend(backend, device), num_blocks=NUM_BLOCKS, block_size=4, dtype=dtype, device=device
+    )
     for tensor in (*pool._keys, *pool._values):
-        tensor.copy_(torch.randint(-100, 100, tensor.shape))
+        tensor.copy_(torch.randint(-100, 100, tensor.shape, device=device))
     return pool
 
 
@@ -83,48 +86,30 @@ def test_what_is_gathered_for_the_journey_is_scattered_after_it(backend: str) ->
         assert torch.equal(view[[0, 2, 3, 4, 5]], old[[0, 2, 3, 4, 5]])
 
 
-class AtOnce:
-    """A stream, and an event: all that is asked of it is done when it is asked for."""
-
-    def __init__(self, *_: object) -> None: ...
-    def record(self, *_: object) -> None: ...
-    def synchronize(self) -> None: ...
-
-    def wait_event(self, event: AtOnce) -> None:
-        assert isinstance(event, AtOnce)
-
-    def record_event(self) -> AtOnce:
-        return AtOnce()
-
-
 @pytest.mark.parametrize("num_staged", [1, 3, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_the_cuda_pool_moves_what_it_is_told(
     backend: str, dtype: torch.dtype, num_staged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it but the overlap, which takes a card (tests/gpu)."""
-    cache = filled(backend, dtype)
-    monkeypatch.setattr(pinned, "STAGING_BYTES", num_staged * sum(view[0].nbytes for view in cache.blocks))
-    monkeypatch.setattr(pinned, "_pin", lambda rows: None)
-    monkeypatch.setattr(pinned.PinnedPool, "_to_device", lambda self, blocks: torch.tensor(blocks))
-    for name in ("Stream", "Event"):
-        monkeypatch.setattr(torch.cuda, name, AtOnce)
-    monkeypatch.setattr(torch.cuda, "current_stream", AtOnce)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    before = [view.clone() for view in cache.blocks]
-    host = pinned.PinnedPool(cache.blocks, NUM_BLOCKS, CPU)
-    order = [5, 6, 0, 1, 2, 4, 3]
-    host.begin(StepPlan(0, [], [], 0, 0, swap_out=[(block, 6 - block) for block in order]))
-    for view in cache.blocks:
-        view[:] = 0
-    for pairs in ([(6 - block, block) for block in order[:4]], [(6 - block, block) for block in order[4:]]):
-        host.begin(plan := StepPlan(1, [], [], 0, 0, swap_in=pairs))
-        host.bring_in(plan)
-    assert all(torch.equal(view, old) for view, old in zip(cache.blocks, before, strict=True))
-    assert host._arrived is not None
-    host.settle()
-    assert host._arrived is None, "whoever reads the pool between two plans has waited for it"
+    """On a device that compares the order of all that it does."""
+    with fake_device():
+        cache = filled(backend, dtype, CUDA)
+        monkeypatch.setattr(pinned, "STAGING_BYTES", num_staged * sum(view[0].nbytes for view in cache.blocks))
+        before = [view.clone() for view in cache.blocks]
+        host = pinned.PinnedPool(cache.blocks, NUM_BLOCKS, CUDA)
+        order = [5, 6, 0, 1, 2, 4, 3]
+        host.begin(StepPlan(0, [], [], 0, 0, swap_out=[(block, 6 - block) for block in order]))
+        for view in cache.blocks:
+            view[:] = 0
+        for pairs in ([(6 - block, block) for block in order[:4]], [(6 - block, block) for block in order[4:]]):
+            host.begin(plan := StepPlan(1, [], [], 0, 0, swap_in=pairs))
+            host.bring_in(plan)
+        with pytest.raises(OrderError):
+            cache.blocks[0].clone()
+        host.settle()
+        assert all(torch.equal(view, old) for view, old in zip(cache.blocks, before, strict=True))
+        host.close()
 
 
 def test_adjacent_blocks_are_one_copy() -> None:
