@@ -7,19 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from engine.core.errors import QuireError
-from loadtest import (
-    bench,
-    beside,
-    compare,
-    formats,
-    front,
-    handover,
-    hostile,
-    levers,
-    ray_fleet,
-    sharing,
-    vllm_bench,
-)
+from loadtest import bench, beside, compare, formats, front, handover, hostile, levers, ray_fleet, sharing, vllm_bench
 from loadtest.arguments import refuse_unwritable
 from loadtest.errors import LoadtestError
 from loadtest.fleet import command as fleet

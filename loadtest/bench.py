@@ -106,16 +106,22 @@ class Sweep:
 
 
 async def closed_loop(
-    client: Client, asking: Asking, jobs: Sequence[Job], concurrency: int, record: Callable[[Outcome], None]
-) -> None:
-    """Keep `concurrency` requests in flight until every job is answered."""
-    remaining = iter(jobs)
+    client: Client,
+    asking: Asking,
+    jobs: Sequence[Job],
+    concurrency: int,
+    record: Callable[[Outcome], None] = lambda _: None,
+) -> list[Outcome]:
+    """Keep `concurrency` requests in flight until every job is answered; return the outcomes in order."""
+    remaining, outcomes = iter(enumerate(jobs)), dict[int, Outcome]()
 
     async def worker() -> None:
-        for job in remaining:
-            record(await client.stream(asking.path, asking.body(job)))
+        for place, job in remaining:
+            outcomes[place] = await client.stream(asking.path, asking.body(job))
+            record(outcomes[place])
 
     await asyncio.gather(*(worker() for _ in range(min(concurrency, len(jobs)))))
+    return [outcomes[place] for place in range(len(jobs))]
 
 
 async def open_loop(

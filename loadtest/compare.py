@@ -111,13 +111,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--models", nargs="+", choices=_MODELS, default=[_MODELS[0]], help="default %(default)s")
     what.add_argument("--workloads", nargs="+", choices=[load.name for load in WORKLOADS], help="default: all")
     what.add_argument("--concurrency", nargs="+", type=positive_int, metavar="N", help="default 1 2 8 32 128")
-    what.add_argument(
-        "--precision",
-        choices=(*PRECISIONS, *FORMATS),
-        metavar="NAME",
-        default="bf16",
-        help=precisions,
-    )
+    what.add_argument("--precision", choices=(*PRECISIONS, *FORMATS), metavar="NAME", default="bf16", help=precisions)
     what.add_argument("--rounds", type=positive_int, metavar="N", help="times that each server is driven; default 2")
     what.add_argument("--quick", action="store_true", help="distinct prompts, concurrency 1 8 32, one round")
     what.add_argument(

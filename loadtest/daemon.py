@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from loadtest.peers.process import Command, free_port, running
 
 _START_LIMIT_S = 180.0
+_ANSWER_LIMIT_S = 120.0
+_SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? ([-+.\deE]+)$", re.MULTILINE)
 
 
 class Daemon(NamedTuple):
@@ -49,7 +53,23 @@ def _daemon(*module: str) -> Iterator[Daemon]:
         yield Daemon(port, server.pid)
 
 
-def get(port: int, path: str) -> str:
-    """Return the body of a GET."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+def get_json(port: int, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    """Return the JSON of a GET, or of a POST with a body."""
+    return json.loads(_get(port, path, None if body is None else json.dumps(body).encode()))
+
+
+def samples(port: int, name: str) -> list[tuple[str, float]]:
+    """Return the labels and values of a metric's samples."""
+    found = _SAMPLE.findall(_get(port, "/metrics"))
+    return [(labels, float(value)) for metric, labels, value in found if metric == name]
+
+
+def total(port: int, name: str) -> int:
+    """Return the sum of a metric's samples."""
+    return int(sum(value for _, value in samples(port, name)))
+
+
+def _get(port: int, path: str, body: bytes | None = None) -> str:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=_ANSWER_LIMIT_S) as answer:  # noqa: S310
         return str(answer.read().decode())

@@ -19,16 +19,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from loadtest.arguments import positive_int
+from loadtest.bench import closed_loop
 from loadtest.client import Client, ClientError, Outcome, Target
+from loadtest.compare import PeerAsking
 from loadtest.comparison import QUIRE, describe_host
 from loadtest.output import markdown, save_json
-from loadtest.peers.process import PeerError, ServerProcess, free_port, running
+from loadtest.peers.process import PeerError, ServerProcess, free_port, read_through, running
 from loadtest.peers.table import DEFAULT_EXECUTABLES, FORMATS, PEERS, Setup, file_of
 from loadtest.shapes import COMPARED
-from loadtest.workload import Length, synthetic
+from loadtest.workload import Job, Length, synthetic
 
 _PEER = "llama-server"
 _PROMPT, _CONTEXT = 16, 512
@@ -90,7 +92,7 @@ def _measure(options: argparse.Namespace, name: str, files: dict[str, str], exec
     folder = (options.models_dir / options.model).absolute()
     row = Row(
         name,
-        _size(folder / files[QUIRE]),
+        _weights(folder / files[QUIRE]).stat().st_size,
         {},
         {},
         {peer: {level: [] for level in options.concurrency} for peer in files},
@@ -100,10 +102,10 @@ def _measure(options: argparse.Namespace, name: str, files: dict[str, str], exec
         with ExitStack() as stack:
             logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             for peer, file in files.items():
-                _read(folder / file)
+                read_through(_weights(folder / file))
                 setup = Setup(folder, free_port(), name, options.num_threads, max(options.concurrency), _CONTEXT, 1)
                 command = next(each for each in PEERS if each.name == peer).command(executables[peer], setup)
-                first = _body(options.model, "time year people", 1)
+                first = PeerAsking(options.model).body(Job("time year people", 1))
                 started[peer] = stack.enter_context(running(command, setup.port, logs / peer, first, _START_LIMIT_S))
                 row.ready_s[peer] = started[peer].ready_s
             for number in range(-1, options.rounds):  # the first is a warm-up
@@ -123,8 +125,7 @@ async def _drive(port: int, options: argparse.Namespace, level: int, number: int
     jobs = synthetic(level, prompt=length, output=Length(options.tokens, options.tokens), seed=100 * number + level)
     client = Client(Target.parse(f"http://127.0.0.1:{port}"))
     try:
-        bodies = [_body(options.model, job.text, job.max_tokens) for job in jobs]
-        outcomes = await asyncio.gather(*(client.stream("/v1/completions", body) for body in bodies))
+        outcomes = await closed_loop(client, PeerAsking(options.model), jobs, level)
     finally:
         client.close()
     if errors := [outcome.error for outcome in outcomes if outcome.error]:
@@ -141,18 +142,6 @@ def decode_rate(outcomes: Sequence[Outcome]) -> float:
     chunks = sum(begin < at <= end for outcome in outcomes for at in outcome.chunks)
     tokens = sum(outcome.completion_tokens or len(outcome.chunks) for outcome in outcomes)
     return chunks / (end - begin) * tokens / sum(len(outcome.chunks) for outcome in outcomes)
-
-
-def _body(model: str, text: str, num_tokens: int) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": text,
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": num_tokens > 1,
-        **({"stream_options": {"include_usage": True}} if num_tokens > 1 else {}),
-    }
 
 
 def _head(levels: Sequence[int]) -> list[str]:
@@ -173,12 +162,5 @@ def _cells(row: Row) -> list[str]:
     return cells
 
 
-def _size(path: Path) -> int:
-    return (path / "model.safetensors" if path.is_dir() else path).stat().st_size
-
-
-def _read(path: Path) -> None:
-    """Bring a file into the page cache."""
-    with (path / "model.safetensors" if path.is_dir() else path).open("rb") as file:
-        while file.read(1 << 24):
-            pass
+def _weights(path: Path) -> Path:
+    return path / "model.safetensors" if path.is_dir() else path

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from loadtest.arguments import positive_int
 from loadtest.bench import Asking, closed_loop
-from loadtest.client import Client, Outcome, Target
+from loadtest.client import Client, Target
 from loadtest.daemon import Daemon, fake_daemon
 from loadtest.errors import LoadtestError
 from loadtest.output import save_json
@@ -50,11 +50,10 @@ async def drive(server: Daemon, num_streams: int, num_tokens: int, endpoint: str
     """Measure concurrent streams, after a warm-up."""
     client, pid = Client(Target.parse(server.url)), server.pid
     asking = Asking("fake", endpoint)
-    outcomes: list[Outcome] = []
     jobs = [Job("hello", num_tokens)] * num_streams
-    await closed_loop(client, asking, [Job("hello", 8)] * num_streams, num_streams, lambda _: None)
+    await closed_loop(client, asking, [Job("hello", 8)] * num_streams, num_streams)
     server_before, client_before, started = cpu_s(pid), time.process_time(), time.perf_counter()
-    await closed_loop(client, asking, jobs, num_streams, outcomes.append)
+    outcomes = await closed_loop(client, asking, jobs, num_streams)
     seconds = time.perf_counter() - started
     server_cpu, client_cpu = cpu_s(pid) - server_before, time.process_time() - client_before
     client.close()
@@ -64,13 +63,7 @@ async def drive(server: Daemon, num_streams: int, num_tokens: int, endpoint: str
         raise FrontError(f"no stream answered: {failed[0] if failed else 'they were empty'}.")
     tokens = sum(outcome.completion_tokens or 0 for outcome in outcomes)
     return Figures(
-        events,
-        seconds,
-        events / seconds,
-        server_cpu / events * 1e6,
-        client_cpu / seconds,
-        len(failed),
-        tokens / events,
+        events, seconds, events / seconds, server_cpu / events * 1e6, client_cpu / seconds, len(failed), tokens / events
     )
 
 

@@ -5,10 +5,10 @@
 #   bash loadtest/gpu.sh tests            one stage, or several: tests, speed, beside
 #   bash loadtest/gpu.sh --rehearse       run every part on a CPU with tiny shapes, with the packages of the GPU's image
 #   bash loadtest/gpu.sh --tune           search better tile sizes for attention, nothing else
-#   bash loadtest/gpu.sh --wheels DIR     fetch what the image lacks (loadtest/gpu/wheels.txt)
+#   bash loadtest/gpu.sh --wheels DIR     fetch what the image lacks (tools/gpu/wheels.txt)
 #
 # Wheels in the folder wheels/, or in $QUIRE_WHEELS, are used. Other arguments go to
-# `python -m loadtest.gpu`: --only PART ..., --limit SECONDS, --commit HASH.
+# `python -m tools.gpu`: --only PART ..., --limit SECONDS, --commit HASH.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -25,7 +25,7 @@ if [ "${1:-}" = --wheels ]; then
     done
     "$python" -m pip --disable-pip-version-check download --no-deps --only-binary=:all: --python-version 3.12 \
         --implementation cp "${platforms[@]}" --platform manylinux2014_x86_64 --constraint constraints.txt \
-        --requirement loadtest/gpu/wheels.txt --dest "$folder"
+        --requirement tools/gpu/wheels.txt --dest "$folder"
     du -sh "$folder"
     exit
 fi
@@ -43,7 +43,7 @@ if compgen -G "$wheels/*.whl" >/dev/null &&
     export PYTHONPATH="$scratch/site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 if [ -n "$is_rehearsal" ]; then
-    "$python" -m loadtest.gpu.image "$scratch/image"
+    "$python" -m tools.gpu.image "$scratch/image"
     python=$scratch/image/bin/python
 fi
 
@@ -59,4 +59,4 @@ mkdir -p "$out"
 
 # Tearing the tracer down after a trace would break graphs that are launched later.
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 TEARDOWN_CUPTI=0
-"$python" -m loadtest.gpu --out "$out" "$@" 2>&1 | tee "$out/log.txt"
+"$python" -m tools.gpu --out "$out" "$@" 2>&1 | tee "$out/log.txt"

@@ -33,12 +33,7 @@ TIMEOUT_S = 300.0
 MIB = 1 << 20
 BURST = 400
 
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-)
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 _ECHO = {"prompt": [*range(1000, 9000)], "max_tokens": 1, "echo": True, "logprobs": 5}
 

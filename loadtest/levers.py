@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from loadtest.arguments import positive_int
 from loadtest.bench import Level, measure
-from loadtest.daemon import daemon, get
+from loadtest.daemon import daemon, total
 from loadtest.output import in_ms, print_table
 from loadtest.report import Point
 from loadtest.workload import Job, Length, copying, synthetic
@@ -102,7 +102,7 @@ async def _compare(lever: Lever, rounds: int) -> tuple[list[list[Point]], list[i
             for port, measured in zip(ports, points, strict=True):
                 level = Level(lever.flag, lever.concurrency, lever.concurrency, lever.jobs(index))
                 measured += await measure(port, lever.jobs(-1 - index)[:2], level, lever.temperature)
-        return points, [_preemptions(port) for port in ports]
+        return points, [total(port, "quire_preemptions_total") for port in ports]
 
 
 def _print(lever: Lever, points: list[list[Point]], preemptions: list[int]) -> None:
@@ -133,8 +133,3 @@ def _flags(lever: Lever, variant: str) -> list[str]:
     value = [] if variant in ("on", "off") else [variant]
     dtype = [] if lever.flag in ("--dtype", "--quantization") else ["--dtype", "bfloat16"]
     return [*dtype, *flag, *value, *lever.shared.split()]
-
-
-def _preemptions(port: int) -> int:
-    lines = get(port, "/metrics").splitlines()
-    return int(sum(float(line.split()[-1]) for line in lines if line.startswith("quire_preemptions_total")))

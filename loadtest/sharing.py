@@ -12,22 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from loadtest.arguments import positive_int
-from loadtest.daemon import daemon, get
+from loadtest.daemon import daemon, get_json, total
 from loadtest.errors import LoadtestError
 from loadtest.output import in_ms, print_table, save_json
 from loadtest.peers.process import free_port
 
 _BLOCK = 16  # tokens
-_WRITTEN = re.compile(r"^quire_kv_offload_disk_blocks\S* (\d+)", re.MULTILINE)
 _LIMIT_S = 60.0  # until a prompt is written
 _LOOK_S = 2.5  # in which a daemon looks at the other's blocks
 
@@ -49,10 +46,7 @@ def run(args: argparse.Namespace) -> int:
         first_has = {**own, "listen": address} if args.peer else own
         second_has = {"host_gib": 1, "peer": address} if args.peer else own
         common = ["--block-size", str(_BLOCK), *args.settings, "--kv-offload-config"]
-        with (
-            daemon([*common, json.dumps(first_has)]) as first,
-            daemon([*common, json.dumps(second_has)]) as second,
-        ):
+        with daemon([*common, json.dumps(first_has)]) as first, daemon([*common, json.dumps(second_has)]) as second:
             for number in range(args.rounds):
                 shared, other = _prompt(2 * number, args.tokens), _prompt(2 * number + 1, args.tokens)
                 _ask(first, shared)
@@ -77,21 +71,16 @@ def _prompt(seed: int, num_tokens: int) -> list[int]:
 
 
 def _ask(port: int, prompt: list[int]) -> tuple[float, dict[str, Any]]:
-    body = json.dumps({"prompt": prompt, "max_tokens": 1, "temperature": 0}).encode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
-    )
     begun_s = time.perf_counter()
-    with urllib.request.urlopen(request) as answer:  # noqa: S310
-        usage: dict[str, Any] = json.load(answer)["usage"]
-    return time.perf_counter() - begun_s, usage
+    answer = get_json(port, "/v1/completions", {"prompt": prompt, "max_tokens": 1, "temperature": 0})
+    return time.perf_counter() - begun_s, answer["usage"]
 
 
 def _await(port: int, num_blocks: int) -> None:
     """Wait until a daemon has written so many blocks, and others have looked."""
     end_s = time.monotonic() + _LIMIT_S
-    while (found := _WRITTEN.search(get(port, "/metrics"))) is None or int(found[1]) < num_blocks:
+    while (found := total(port, "quire_kv_offload_disk_blocks")) < num_blocks:
         if time.monotonic() > end_s:
-            raise LoadtestError(f"the first daemon has written {found and found[1]} of {num_blocks} blocks.")
+            raise LoadtestError(f"the first daemon has written {found} of {num_blocks} blocks.")
         time.sleep(0.2)
     time.sleep(_LOOK_S)

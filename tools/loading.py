@@ -27,7 +27,7 @@ from loadtest.arguments import positive_int
 from loadtest.comparison import describe_host
 from loadtest.errors import LoadtestError
 from loadtest.output import markdown, save_json
-from loadtest.peers.process import Command, free_port, running
+from loadtest.peers.process import Command, free_port, read_through, running
 
 _CONTEXT, _POOL = 4096, "256MiB"
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -79,7 +79,7 @@ def _measure(options: argparse.Namespace, path: Path) -> dict[str, list[Start]]:
     with tempfile.TemporaryDirectory() as logs:
         for number in range(-1, options.rounds):
             for name in sorted(names, reverse=bool(number % 2)) if number >= 0 else [_QUIRE]:
-                (_drop if options.cold else _read)(path)
+                (_drop if options.cold else read_through)(path)
                 if options.touched:
                     _touch(2 * path.stat().st_size + _GIB)
                 port = free_port()
@@ -122,13 +122,6 @@ def cells(name: str, num_bytes: int, starts: Mapping[str, list[Start]]) -> list[
         f"{median(start.file_bytes for start in ours) / num_bytes:.2f}",
         f"{median(start.peak_bytes for start in theirs) / num_bytes:.2f}" if theirs else "-",
     ]
-
-
-def _read(path: Path) -> None:
-    """Bring a file into the page cache."""
-    with path.open("rb") as file:
-        while file.read(1 << 24):
-            pass
 
 
 def _touch(num_bytes: int) -> None:

@@ -132,10 +132,7 @@ def _serve(settings: Sequence[str], num_steps: int, pipe: Connection) -> None:
 def _steps(options: argparse.Namespace) -> dict[str, dict[int, list[float]]]:
     """Return milliseconds of a step by engine and level (0: the prompt), a figure a round."""
     size = str(options.ranks)
-    engines = {
-        "threads": ["--num-threads", size],
-        "ranks": ["--num-threads", "1", "--tensor-parallel-size", size],
-    }
+    engines = {"threads": ["--num-threads", size], "ranks": ["--num-threads", "1", "--tensor-parallel-size", size]}
     context, held = multiprocessing.get_context("spawn"), {}
     for name, flags in engines.items():
         pipe, other = context.Pipe()

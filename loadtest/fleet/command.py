@@ -14,19 +14,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.core.types import Request, SamplingParams
-from loadtest.arguments import given, positive_float, positive_int
+from loadtest.arguments import given
 from loadtest.fleet.credited import compare
 from loadtest.fleet.daemons import Sizes, fleet, scratch
 from loadtest.fleet.foresee import what_is_known
 from loadtest.fleet.kill import kill_and_return
-from loadtest.fleet.load import Load, draw, prefixes_of
+from loadtest.fleet.load import add_load_options, draw, load_of
 from loadtest.fleet.routers import KINDS, Routing
 from loadtest.fleet.runs import measure, token_ids
 from loadtest.output import in_ms, print_table
 from loadtest.simulation.closed_loop import Known, foresee
 from loadtest.simulation.fleet_figures import Figures, middle, show_fleet
 
-_TEMPLATE_TOKENS = 16  # of the chat template before a prompt, in whole blocks
 _FAR_SEED = 1 << 20  # of the run that step times are measured in
 _TIMES = ("ttft_p50_s", "ttft_p95_s", "ttft_mean_s", "e2e_p50_s", "e2e_p95_s", "e2e_mean_s")
 
@@ -67,20 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy", nargs="+", metavar="NAME", help="the router's policies; default: blind, least loaded, prefix-aware"
     )
-    parser.add_argument("--runs", type=positive_int, default=1, metavar="N", help="of each policy, in turns; default 1")
-    parser.add_argument("--daemons", type=positive_int, default=2, metavar="N", help="default 2")
-    parser.add_argument("--clients", type=positive_int, default=8, metavar="N", help="of the closed loop; default 8")
-    parser.add_argument("--requests", type=positive_int, default=200, metavar="N", help="a run; default 200")
-    parser.add_argument("--blocks", type=positive_int, default=512, metavar="N", help="of a daemon's pool; default 512")
-    parser.add_argument("--block-size", type=positive_int, default=16, metavar="TOKENS", help="default 16")
-    parser.add_argument(
-        "--overcommit", type=positive_float, default=1.7, metavar="X",
-        help="pools that all prefixes together fill; default 1.7",
-    )  # fmt: skip
-    parser.add_argument("--prefix-words", type=positive_int, default=592, metavar="N", help="default 592")
-    parser.add_argument("--own-words", type=positive_int, default=8, metavar="N", help="after the prefix; default 8")
-    parser.add_argument("--max-tokens", type=positive_int, default=8, metavar="N", help="of each answer; default 8")
-    parser.add_argument("--distinct", action="store_true", help="give every prompt a prefix of its own")
+    add_load_options(parser)
     parser.add_argument("--foresee", action="store_true", help="simulate the same runs, from step times measured here")
     parser.add_argument(
         "--costs", type=Path, metavar="FILE", help="with --foresee: write the step times, for `quire simulate fleet`"
@@ -91,7 +77,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="vllm kv_aware: compare its credited tokens with the daemons' cached ones",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the first run; default 1")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="add all runs to this file; the table is over all in it"
     )
@@ -110,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
             )
         if options.credits:
             routing = _routing(options, "kv_aware")
-            prompts = draw(_load(options), options.seed)
+            prompts = draw(load_of(options), options.seed)
             return compare(routing, _sizes(options), options.daemons, options.clients, prompts, folder)
         known = _known(options, policies, folder) if options.foresee else {}
         for seed in range(options.seed, options.seed + options.runs):
@@ -135,18 +120,10 @@ def _sizes(options: argparse.Namespace) -> Sizes:
     return Sizes(options.blocks, options.block_size, length, flags=options.settings)
 
 
-def _load(options: argparse.Namespace) -> Load:
-    pool_tokens = options.blocks * options.block_size
-    num = prefixes_of(options.overcommit, pool_tokens, options.prefix_words + _TEMPLATE_TOKENS)
-    return Load(
-        options.requests, 0 if options.distinct else num, options.prefix_words, options.own_words, options.max_tokens
-    )
-
-
 def _known(options: argparse.Namespace, policies: Sequence[str], folder: Path) -> dict[str, Known]:
     """Measure step times in a recorded run of each policy, with requests that no other run has."""
     recorded = {}
-    prompts = draw(_load(options), _FAR_SEED)
+    prompts = draw(load_of(options), _FAR_SEED)
     for policy in policies:
         paths = [folder / f"recording-{policy}-{place}.jsonl" for place in range(options.daemons)]
         for path in paths:
@@ -162,7 +139,7 @@ def _known(options: argparse.Namespace, policies: Sequence[str], folder: Path) -
 
 
 def _one(options: argparse.Namespace, policy: str, seed: int, folder: Path, known: Known | None) -> Run:
-    load, foreseen = _load(options), None
+    load, foreseen = load_of(options), None
     prompts = draw(load, seed)
     with fleet(_routing(options, policy), _sizes(options), options.daemons, folder) as found:
         seen, _ = measure(found, prompts, options.clients, options.block_size)

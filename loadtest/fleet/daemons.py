@@ -9,11 +9,12 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from loadtest.daemon import get_json
 from loadtest.fleet.routers import Routing
 from loadtest.peers.process import Command, PeerError, ServerProcess, free_port
 
@@ -144,16 +145,6 @@ def scratch(keep: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
-
-
-def get_json(port: int, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Return the JSON of a GET, or of a POST with a body."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}", data=data, headers={"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
-        return json.loads(answer.read())
 
 
 def wait_for_workers(router: ServerProcess, num: int) -> None:

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from loadtest.bench import Asking
 from loadtest.client import Client, Outcome, Target
+from loadtest.daemon import samples, total
 from loadtest.fleet.daemons import Fleet, Sizes, fleet
 from loadtest.fleet.load import Load, draw
 from loadtest.fleet.routers import Routing
-from loadtest.fleet.runs import answered, samples
+from loadtest.fleet.runs import answered
 from loadtest.output import print_table
 
 _BEFORE_S = 3.0  # of load until the kill
@@ -92,8 +93,7 @@ async def _story(found: Fleet, num_clients: int) -> Story:
 
 
 def _num_open(port: int) -> int:
-    names = "quire_num_requests_running", "quire_num_requests_waiting"
-    return int(sum(value for name in names for _, value in samples(port, name)))
+    return total(port, "quire_num_requests_running") + total(port, "quire_num_requests_waiting")
 
 
 def _num_wrong(port: int) -> int:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from loadtest.bench import Asking
+from loadtest.bench import Asking, closed_loop
 from loadtest.client import Client, Outcome, Target
-from loadtest.fleet.daemons import Fleet, get_json
+from loadtest.daemon import get_json, total
+from loadtest.fleet.daemons import Fleet
 from loadtest.fleet.load import Prompt
 from loadtest.report import ttfts
 from loadtest.simulation.credits import cacheable
 from loadtest.simulation.fleet_figures import Figures
-
-_SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? ([-+.\deE]+)$", re.MULTILINE)
 
 
 def token_ids(port: int, model: str, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -30,29 +27,13 @@ def token_ids(port: int, model: str, prompts: Sequence[Prompt]) -> list[list[int
     ]
 
 
-async def closed_loop(
-    port: int,
-    model: str,
-    prompts: Sequence[Prompt],
-    num_clients: int,
-    *,
-    on_start: Callable[[int], None] = lambda _: None,
-) -> list[Outcome]:
+async def send_all(port: int, model: str, prompts: Sequence[Prompt], num_clients: int) -> list[Outcome]:
     """Send the prompts in order from so many clients; return the outcomes in that order."""
     client = Client(Target.parse(f"http://127.0.0.1:{port}"), timeout_s=120.0)
-    asking, places = Asking(model, "chat"), iter(range(len(prompts)))
-    outcomes: dict[int, Outcome] = {}
-
-    async def worker() -> None:
-        for place in places:
-            on_start(place)
-            outcomes[place] = await client.stream(asking.path, asking.body(prompts[place].job))
-
     try:
-        await asyncio.gather(*(worker() for _ in range(num_clients)))
+        return await closed_loop(client, Asking(model, "chat"), [prompt.job for prompt in prompts], num_clients)
     finally:
         client.close()
-    return [outcomes[place] for place in range(len(prompts))]
 
 
 def measure(
@@ -61,7 +42,7 @@ def measure(
     """Send a load through the router; return its figures and outcomes."""
     ideal = sum(cacheable(token_ids(found.members[0].port, found.model, prompts), block_size))
     before = [answered(member.port) for member in found.members]
-    outcomes = asyncio.run(closed_loop(found.port, found.model, prompts, num_clients))
+    outcomes = asyncio.run(send_all(found.port, found.model, prompts, num_clients))
     shares = tuple(answered(member.port) - past for member, past in zip(found.members, before, strict=True))
     return figures_of(outcomes, ideal, shares), outcomes
 
@@ -84,11 +65,4 @@ def figures_of(outcomes: Sequence[Outcome], ideal: int, shares: tuple[int, ...])
 
 def answered(port: int) -> int:
     """Return the number of requests that a daemon has finished."""
-    return int(sum(value for _, value in samples(port, "quire_requests_finished_total")))
-
-
-def samples(port: int, name: str) -> list[tuple[str, float]]:
-    """Return the labels and values of a metric's samples."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
-    return [(labels, float(value)) for found, labels, value in _SAMPLE.findall(text) if found == name]
+    return total(port, "quire_requests_finished_total")

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from engine.runtime.cuda.attention_tuning import DecodeTile, Tuning, choose_tuning
-from loadtest.gpu.tune import SEARCHES, climb, ratio
+from tools.gpu.tune import SEARCHES, climb, ratio
 
 FIELDS = (("keys", (32, 64, 128)), ("warps", (2, 4, 8)))
 

@@ -40,11 +40,6 @@ def within(name: str, *roots: str) -> bool:
     return any(name == root or name.startswith(root + ".") for root in roots)
 
 
-# What measures kernels calls them.
-ON_THE_DEVICE = tuple(
-    f"loadtest.gpu.{name}"
-    for name in ("attention", "kernels", "machine", "mixtures", "offline", "profile_steps", "timing", "tune")
-)
 # The fields of requests are declared once, for HTTP and for the offline API.
 FIELDS = tuple(f"engine.text.fields.{name}" for name in ("base", "chat", "sampling", "structured", "tools"))
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
@@ -86,7 +81,6 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         "loadtest",
         ("engine.runtime", "torch"),
         (
-            *ON_THE_DEVICE,
             "loadtest.engines",
             "loadtest.handover",
             "loadtest.peers.packed",
@@ -95,7 +89,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "loadtest",
         ("engine.startup.build",),
-        ("loadtest.engines", "loadtest.gpu.drive"),
+        ("loadtest.engines",),
     ),
 ]
 

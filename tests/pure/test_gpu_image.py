@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.gpu.image import IMAGE, WHEELS, needed, normalised, read_packages
+from tools.gpu.image import IMAGE, WHEELS, needed, normalised, read_packages
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,7 +26,7 @@ def test_wheels_are_what_quire_needs_and_the_image_lacks() -> None:
     """Computed from the dependencies of the package, and from theirs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lacking = needed(project["dependencies"], THERE, stop=IN_IMAGE)
-    assert lacking - CARRIED == set(), "add these to loadtest/gpu/wheels.txt, or to image.txt if the image has them"
+    assert lacking - CARRIED == set(), "add these to tools/gpu/wheels.txt, or to image.txt if the image has them"
     # A package of the image is carried too where ours needs a newer one.
     assert CARRIED - lacking <= IN_IMAGE, "nothing needs these"
 
@@ -45,10 +45,10 @@ def test_carried_packages_have_versions_for_its_python() -> None:
 
 
 IMPORTS = """
-import importlib, pkgutil, engine, server, loadtest.gpu
+import importlib, pkgutil, engine, server, tools.gpu
 
 missing = set()
-for package in (engine, server, loadtest.gpu):
+for package in (engine, server, tools.gpu):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         try:
             importlib.import_module(module.name)
@@ -60,7 +60,7 @@ print(sorted(missing))
 
 def test_in_an_environment_like_the_images_only_optional_modules_are_missing(tmp_path: Path) -> None:
     """Every module of the daemon and of the GPU's run is imported there, with what each imports first."""
-    subprocess.run([sys.executable, "-m", "loadtest.gpu.image", str(tmp_path / "image")], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "tools.gpu.image", str(tmp_path / "image")], cwd=ROOT, check=True)
     command = [str(tmp_path / "image/bin/python"), "-c", IMPORTS]
     run = subprocess.run(command, cwd=ROOT, env={"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

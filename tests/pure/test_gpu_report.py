@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.gpu import __main__ as runner
-from loadtest.gpu import names, serving, suites
-from loadtest.gpu.figures import Figure, Findings, Notebook, Target, covered, read_findings
-from loadtest.gpu.limits import Limits, Rates
-from loadtest.gpu.parts import LIMIT_S, MACHINE, PARTS, STAGES, TARGETS
-from loadtest.gpu.report import Results
-from loadtest.gpu.task import Task
-from loadtest.gpu.workload import draw_requests, nano_vllm
 from loadtest.shapes import COMPARED, LLAMA_8B, ON_GPU, QWEN3_06B, Shape
+from tools.gpu import __main__ as runner
+from tools.gpu import names, serving, suites
+from tools.gpu.figures import Figure, Findings, Notebook, Target, covered, read_findings
+from tools.gpu.limits import Limits, Rates
+from tools.gpu.parts import LIMIT_S, MACHINE, PARTS, STAGES, TARGETS
+from tools.gpu.report import Results
+from tools.gpu.task import Task
+from tools.gpu.workload import draw_requests, nano_vllm
 
 ROOT = Path(__file__).parents[2]
 H200 = Rates(4.3e12, 790e12)
@@ -191,8 +191,8 @@ def test_the_parts_fit_into_a_run() -> None:
 RUN = """
 import sys
 from pathlib import Path
-from loadtest.gpu import __main__ as runner
-from loadtest.gpu.parts import Part
+from tools.gpu import __main__ as runner
+from tools.gpu.parts import Part
 
 PROGRAMS = {
     "hangs": "import subprocess, sys, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
@@ -261,5 +261,5 @@ def test_tests_that_are_interrupted_have_told_what_they_found(tmp_path: Path) ->
 
 def test_the_parts_leave_triton_alone_until_they_run() -> None:
     """Triton decides while it is imported whether it interprets; a rehearsal chooses that inside a part."""
-    told = "import sys, loadtest.gpu.__main__; sys.exit('triton' in sys.modules)"
+    told = "import sys, tools.gpu.__main__; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", told], check=False).returncode == 0

@@ -9,9 +9,9 @@ import torch
 
 from engine.core.errors import ConfigError
 from engine.runtime.cuda.toolchain import TOOLS, find_driver
-from loadtest.gpu.figures import Figure, PartError
-from loadtest.gpu.task import BF16_RATE, COPY_BANDWIDTH, Task
-from loadtest.gpu.timing import median_s
+from tools.gpu.figures import Figure, PartError
+from tools.gpu.task import BF16_RATE, COPY_BANDWIDTH, Task
+from tools.gpu.timing import median_s
 
 _COPY_BYTES = 4 << 30
 _MATRIX_ROWS = 8192

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from loadtest.gpu.figures import Figure
-from loadtest.gpu.task import Task
-from loadtest.gpu.timing import num_copies
+from tools.gpu.figures import Figure
+from tools.gpu.task import Task
+from tools.gpu.timing import num_copies
 
 if TYPE_CHECKING:
     from engine.runtime.cuda.attention_tuning import Cut, DecodeTile, PromptTile, Tuning
@@ -112,7 +112,7 @@ def ratio(seconds: Sequence[float], begun: Sequence[float]) -> float:
 
 
 def _time(task: Task, device: torch.device, dim: int, tuning: Tuning, load: Load, part: str) -> float:
-    from loadtest.gpu.attention import attend_s
+    from tools.gpu.attention import attend_s
 
     heads, kv_heads = (4, 2) if task.is_rehearsal else (_HEADS, _KV_HEADS)
     num_bytes = 4 * sum(load.contexts) * kv_heads * dim

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from loadtest.gpu.figures import Figure
-from loadtest.gpu.task import Task
-from loadtest.gpu.timing import median_s, num_copies
+from tools.gpu.figures import Figure
+from tools.gpu.task import Task
+from tools.gpu.timing import median_s, num_copies
 
 
 class Mixture(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from loadtest.gpu.figures import covered
+from tools.gpu.figures import covered
 
 _SETTLING_STEPS = 16
 TRACED_STEPS = 48

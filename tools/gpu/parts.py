@@ -9,10 +9,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from loadtest.gpu import names
-from loadtest.gpu.figures import Target
-from loadtest.gpu.task import Task
 from loadtest.shapes import ON_GPU
+from tools.gpu import names
+from tools.gpu.figures import Target
+from tools.gpu.task import Task
 
 
 class Part(NamedTuple):
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
     def run(self, task: Task) -> None:
         module, _, function = self.function.partition(":")
-        called: Callable[..., None] = getattr(import_module(f"loadtest.gpu.{module}"), function)
+        called: Callable[..., None] = getattr(import_module(f"tools.gpu.{module}"), function)
         called(task, *self.arguments)
 
 
@@ -36,10 +36,7 @@ _NARROW = {"kv_bytes": 132 / 128}  # a row has a float32 scale beside its 128 nu
 LIMIT_S = 540.0  # for a stage, with the part `machine` before it
 MACHINE = Part("machine", 30, "machine:run")  # measures the rates that limit the other figures
 STAGES = {
-    "tests": (
-        Part("engine-tests", 260, "suites:run_engine"),
-        Part("kernel-tests", 220, "suites:run_kernels"),
-    ),
+    "tests": (Part("engine-tests", 260, "suites:run_engine"), Part("kernel-tests", 220, "suites:run_kernels")),
     "speed": (
         Part("qwen3-0.6b", 90, "offline:run", ("qwen3-0.6b",)),
         Part("llama-3.1-8b", 100, "offline:run", ("llama-3.1-8b",)),

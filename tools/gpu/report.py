@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtest.gpu.figures import Figure, Findings
-from loadtest.gpu.parts import TARGET_GPU, TARGETS
 from loadtest.output import markdown, save_json
+from tools.gpu.figures import Figure, Findings
+from tools.gpu.parts import TARGET_GPU, TARGETS
 
 NO_GPU = "no GPU"
 _REHEARSAL = "A REHEARSAL on a CPU with tiny shapes: the figures have no meaning."

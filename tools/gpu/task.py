@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from loadtest.gpu.figures import Notebook, read_findings
-from loadtest.gpu.limits import Limits, Rates
 from loadtest.shapes import ON_GPU, Shape
+from tools.gpu.figures import Notebook, read_findings
+from tools.gpu.limits import Limits, Rates
 
 COPY_BANDWIDTH = "copy bandwidth"
 BF16_RATE = "bf16 matrix rate"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from loadtest.gpu.attention import (
+from tools.gpu.attention import (
     DECODES,
     LATENTS,
     PREFILLS,
@@ -25,10 +25,10 @@ from loadtest.gpu.attention import (
     time_latents,
     time_prefill,
 )
-from loadtest.gpu.figures import Figure
-from loadtest.gpu.mixtures import CODES, MIXTURES, TINY, TINY_CODES, time_codes, time_mixture
-from loadtest.gpu.task import Task
-from loadtest.gpu.timing import median_s, num_copies
+from tools.gpu.figures import Figure
+from tools.gpu.mixtures import CODES, MIXTURES, TINY, TINY_CODES, time_codes, time_mixture
+from tools.gpu.task import Task
+from tools.gpu.timing import median_s, num_copies
 
 _ROWS = (256, 8192)  # of a decode step and of a step of prompts
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from loadtest.bench import Level, measure
 from loadtest.daemon import daemon
-from loadtest.gpu.figures import Figure, PartError
-from loadtest.gpu.models import write_model
-from loadtest.gpu.task import Task
 from loadtest.peers.process import Command, free_port, running
 from loadtest.workload import Length, synthetic
+from tools.gpu.figures import Figure, PartError
+from tools.gpu.models import write_model
+from tools.gpu.task import Task
 
 _PROMPT, _ANSWER = 512, 128
 _LEVELS = (1, 8, 32, 128, 256)

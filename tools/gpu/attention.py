@@ -15,11 +15,11 @@ from torch import Tensor
 
 from engine.runtime.attention.base import Batch
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
-from loadtest.gpu import names
-from loadtest.gpu.figures import Figure
-from loadtest.gpu.limits import attention_flops
-from loadtest.gpu.task import Task
-from loadtest.gpu.timing import median_s, num_copies
+from tools.gpu import names
+from tools.gpu.figures import Figure
+from tools.gpu.limits import attention_flops
+from tools.gpu.task import Task
+from tools.gpu.timing import median_s, num_copies
 
 if TYPE_CHECKING:
     from engine.runtime.cuda.attention_tuning import Tuning

@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from loadtest.gpu.figures import Figure
-from loadtest.gpu.task import Task
+from tools.gpu.figures import Figure
+from tools.gpu.task import Task
 
 SHARE_VARIABLE = "GPU_TEST_SHARE"  # "2/12": every twelfth test from the third
 _MOST_PROCESSES = 12
@@ -83,7 +83,7 @@ def _run(task: Task, arguments: Sequence[str], num_processes: int) -> None:
 
 def _start(task: Task, arguments: Sequence[str], index: int, num: int) -> _Process:
     report = task.scratch / f"{task.name}-{Path(arguments[0]).stem}-{index}.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "loadtest.gpu.suites"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tools.gpu.suites"]
     command += ["-o", "addopts=", "-W", "default", "--tb=short", f"--junitxml={report}", *arguments]
     environ = os.environ | {SHARE_VARIABLE: f"{index}/{num}"}
     with report.with_suffix(".log").open("wb") as log:

@@ -1,6 +1,6 @@
 """Makes an environment of what the GPU's image has, and of the wheels that are carried there, for a rehearsal.
 
-    python -m loadtest.gpu.image DIR          then DIR/bin/python runs as there
+    python -m tools.gpu.image DIR          then DIR/bin/python runs as there
 
 It links packages of this environment: those that image.txt names with what they need here, and of wheels.txt no more than
 is named, since nothing else is carried. Anything else cannot be imported. Versions that differ from the image's are printed.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from engine.core.types import Progress, Request, SamplingParams, StepEvents
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
-from loadtest.gpu.figures import PartError
+from tools.gpu.figures import PartError
 
 _PATIENCE_S = 120.0  # without a token for so long, the engine hangs
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 
 from engine.core.errors import ConfigError, QuireError
-from loadtest.gpu import names
-from loadtest.gpu.drive import Drive, Step
-from loadtest.gpu.figures import Figure, PartError, read_findings
-from loadtest.gpu.models import write_model
-from loadtest.gpu.profile_steps import Tracer
-from loadtest.gpu.task import Task
-from loadtest.gpu.workload import draw_requests, nano_vllm
+from tools.gpu import names
+from tools.gpu.drive import Drive, Step
+from tools.gpu.figures import Figure, PartError, read_findings
+from tools.gpu.models import write_model
+from tools.gpu.profile_steps import Tracer
+from tools.gpu.task import Task
+from tools.gpu.workload import draw_requests, nano_vllm
 
 _MAX_MODEL_LEN = 16384
 _SETTLED = 4  # steps in which all decode, before one counts

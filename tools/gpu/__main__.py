@@ -22,10 +22,10 @@ from pathlib import Path
 from types import FrameType
 
 from loadtest.comparison import ROOT, describe_host
-from loadtest.gpu.figures import PartError, read_findings
-from loadtest.gpu.parts import LIMIT_S, MACHINE, PARTS, STAGES, TUNE, Part
-from loadtest.gpu.report import NO_GPU, Results
-from loadtest.gpu.task import Task
+from tools.gpu.figures import PartError, read_findings
+from tools.gpu.parts import LIMIT_S, MACHINE, PARTS, STAGES, TUNE, Part
+from tools.gpu.report import NO_GPU, Results
+from tools.gpu.task import Task
 
 _RESULTS = ROOT / "loadtest" / "results"
 _GRACE_S = 12.0  # of a part's time, for its end after SIGTERM
@@ -112,7 +112,7 @@ def _run(
 
 
 def _command(part: Part, scratch: Path, options: argparse.Namespace) -> list[str]:
-    command = [sys.executable, "-m", "loadtest.gpu", "--part", part.name, "--scratch", str(scratch)]
+    command = [sys.executable, "-m", "tools.gpu", "--part", part.name, "--scratch", str(scratch)]
     return [*command, "--out", str(options.out), *(["--rehearse"] if options.rehearse else [])]
 
 
