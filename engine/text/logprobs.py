@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
-
-from pydantic import Field
+from dataclasses import dataclass, field
 
 from engine.core.types import TokenLogprob
 from engine.text.tokenizer import TextTokenizer
@@ -18,9 +15,9 @@ LOWEST = -9999.0  # stands for minus infinity, which JSON cannot express
 class PromptLogprob:
     """The log probability of one token; `rank` is None where it was not computed."""
 
-    logprob: Annotated[float, Field(description="The natural logarithm of the probability.")]
-    rank: Annotated[int | None, Field(description="The token's place by probability, from 1.")]
-    decoded_token: Annotated[str, Field(description="The token's text.")]
+    logprob: float = field(metadata={"description": "The natural logarithm of the probability."})
+    rank: int | None = field(metadata={"description": "The token's place by probability, from 1."})
+    decoded_token: str = field(metadata={"description": "The token's text."})
 
 
 # One entry for each token: by token id, the token itself and its best alternatives. None for the first of a prompt.
