@@ -31,7 +31,7 @@ def commands_page() -> str:
                 "(foreign-flags.md). `--help` shows the essential ones, `--help=all` all, `--help=WORD` those with it in their names.\n"
             )
         elif name == "completion":
-            lines += table(("shell", "load it by"), ((shell, f"`{how}`") for shell, (how, _) in SHELLS.items()))
+            lines += table(("shell", "load it by"), ((shell, f"`{how}`") for shell, how in SHELLS.items()))
         elif name in LOADTEST:
             parser = argparse.ArgumentParser(prog=f"quire {name}")
             LOADTEST[name][1](parser)
