@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from engine.core.config import SchedulerConfig
@@ -17,6 +18,7 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner
 from engine.core.types import AbortCause, Request
 from engine.handle import EngineFacts
+from engine.system.calls import settle
 
 T = TypeVar("T")
 
@@ -44,10 +46,7 @@ class EngineCall(NamedTuple):
     def run(self, scheduler: Scheduler, runner: Runner) -> None:
         """Run the call on the engine thread; an exception goes to the caller."""
         if self.outcome.set_running_or_notify_cancel():
-            try:
-                self.outcome.set_result(self.task(scheduler, runner))
-            except Exception as error:
-                self.outcome.set_exception(error)
+            settle(self.outcome, partial(self.task, scheduler, runner))
 
 
 class EngineThread(Protocol):

@@ -224,7 +224,7 @@ class Engine:
             self._check_all()
             if self._offload is not None:
                 self._offload.flush(self.clock)
-        except Exception as error:
+        except Exception as error:  # any: open requests end with an event
             log.critical("The engine died: %s: %s", type(error).__name__, error)
             log.debug("The engine died here:", exc_info=True)
             self._die(error)
@@ -401,7 +401,7 @@ class Engine:
 def _close(part: Offload | EventPublisher | Runner | Control) -> None:
     try:
         part.close()
-    except Exception as error:
+    except Exception as error:  # any: the other parts are closed too
         log.error("%s could not be closed: %s: %s", type(part).__name__, type(error).__name__, error)  # noqa: TRY400 - one line
 
 

@@ -259,7 +259,7 @@ class KVEvents:
                     poller.poll(self._patience_ms())
                     with suppress(BlockingIOError):
                         os.read(self._wake, 4096)
-            except Exception as error:
+            except Exception as error:  # any: the next message may be sent
                 log.error("KV events: a message was lost: %s: %s", type(error).__name__, error)  # noqa: TRY400 - one line
                 time.sleep(_FAULT_S)
             if is_last:

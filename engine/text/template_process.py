@@ -11,6 +11,7 @@ import signal
 
 from jinja2 import Template
 
+from engine.system.calls import foreign_code
 from engine.system.child_process import Parts, serve
 from engine.text.template_environment import make_environment, reason
 
@@ -22,6 +23,10 @@ _TEXT_CHARS, _TEXT_CHARS_PER_BYTE = 4 << 20, 16  # of a prompt
 def memory(num_bytes: int) -> int:
     """Return the memory for a question of so many bytes."""
     return _BYTES + _BYTES_PER_BYTE * num_bytes
+
+
+class _TemplateError(Exception):
+    """The template failed; the message says why."""
 
 
 class Renderer:
@@ -37,11 +42,10 @@ class Renderer:
         document = json.loads(question.decode("utf-8", "surrogatepass"))
         signal.setitimer(signal.ITIMER_PROF, _CPU_S + _CPU_S_PER_BYTE * num_bytes)  # SIGPROF ends the process
         try:
-            text = self._work(document)
-        except MemoryError:
-            raise
-        except Exception as error:  # a foreign program over foreign data
-            return [reason(error).encode("utf-8", "surrogatepass")]
+            with foreign_code(lambda error: _TemplateError(reason(error)), (MemoryError,)):
+                text = self._work(document)
+        except _TemplateError as error:
+            return [str(error).encode("utf-8", "surrogatepass")]
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
         if len(text) > _TEXT_CHARS + _TEXT_CHARS_PER_BYTE * num_bytes:

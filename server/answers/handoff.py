@@ -215,7 +215,7 @@ class Receiver:
         """Take a prompt's K/V from `where`, if at least so many blocks are missing; count and log what became of it."""
         try:
             missing = await asyncio.wrap_future(self._engine.control(CountMissing(prefix)))
-        except Exception as error:
+        except QuireError as error:
             self._note(HandoffOutcome.FAILED, where, f"{type(error).__name__}: {error}")
             return
         if missing.num_blocks < least:
@@ -231,7 +231,7 @@ class Receiver:
         try:
             is_there = await asyncio.wait_for(take(patience_s), patience_s)
             pauses.succeed()
-        except Exception as error:
+        except Exception as error:  # any: the prompt is computed here
             # A request with a short deadline, or for what is not there, says nothing about the daemon.
             is_impatient = isinstance(error, (TimeoutError, asyncio.TimeoutError)) and patience_s == limit_s
             if not (is_impatient or isinstance(error, (ParcelError, ApiError))):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
+from typing import TextIO
 
 from server.protocol.printable import printable
 
@@ -67,16 +68,16 @@ class JsonFormatter(logging.Formatter):
         return printable(json.dumps(line, default=str, ensure_ascii=False))
 
 
-class StandardError(logging.Handler):
+class StandardError(logging.StreamHandler):  # type: ignore[type-arg]  # none at run time before Python 3.11
     """Writes to the current sys.stderr, which a progress bar may replace."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
-        try:
-            sys.stderr.write(self.format(record) + "\n")
-            sys.stderr.flush()
-        except Exception:  # a line that cannot be written must not stop the code that logs it
-            self.handleError(record)
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        """Return where lines go."""
+        return sys.stderr
 
 
 class LineBudget:

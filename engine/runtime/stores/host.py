@@ -106,7 +106,7 @@ class MainMemoryPool:
             for view, other in zip(sources, destinations, strict=True):
                 for source, destination in pairs:
                     other[destination].copy_(view[source])
-        except Exception as error:  # whatever it is, the step can do without
+        except (RuntimeError, ValueError) as error:  # of torch; the step can do without
             raise CopyError(f"{type(error).__name__}: {error}") from error
 
 

@@ -80,7 +80,7 @@ class Listener:
                 folder.sweep()  # raises nothing
         except OSError:  # closed, or out of file descriptors
             time.sleep(0 if self.is_closed else 0.05)
-        except Exception as error:  # as when the system has no thread left
+        except RuntimeError as error:  # the system has no thread left
             log.warning("A connection for K/V was not served: %s: %s", type(error).__name__, error)
             time.sleep(0.05)
 
@@ -128,11 +128,8 @@ class Listener:
                     caller.reply(is_here=bool(folders))
                     while folders:
                         _answer(connection, folders)
-        except (OSError, ParcelError) as error:  # the other daemon computes the prompt
+        except (OSError, ParcelError, ValueError) as error:  # the other daemon computes the prompt
             log.debug("K/V was not given: %s", error)
-        except Exception as error:
-            log.warning("K/V was not given: %s: %s", type(error).__name__, error)
-            log.debug("K/V was not given, here:", exc_info=True)
         finally:
             self._forget(connection)
 

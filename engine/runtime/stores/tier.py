@@ -142,7 +142,7 @@ class Tier:
         """Look for changes; an error ends neither the thread nor the next look, and is logged once in a row."""
         try:
             news = self.store.news()
-        except Exception as error:
+        except Exception as error:  # any: the thread has blocks of its own to move
             if self._is_looking_well:
                 log.warning("K/V of other daemons is not used for now: %s: %s", type(error).__name__, error)
             self._is_looking_well = False
