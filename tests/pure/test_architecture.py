@@ -150,6 +150,7 @@ OPENERS = {
     "engine.runtime.mapped_file",
     "engine.runtime.models.load",  # /proc/cpuinfo
     "engine.runtime.native.build",
+    "engine.runtime.native.structs",  # the C sources
     "engine.system.version",  # the commit, in a wheel
     "server.batches.folder",
     "server.batches.lines",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import Structure
+
 import torch
 from torch import Tensor
 
@@ -13,14 +15,23 @@ from engine.runtime.layers.model_config import ModelConfig, QKNorm
 from engine.runtime.layers.norms import FullNorm, HeadNorm
 from engine.runtime.layers.parts import Angles, LayerAttention
 from engine.runtime.layers.rope import rotate
-from engine.runtime.native.decoder import norm_args
-from engine.runtime.native.library import LayerArgs
+from engine.runtime.native.decoder import describe_part, norm_args, scores_args
+from engine.runtime.native.library import PartArgs
+from engine.runtime.native.structs import mirror
+
+_BY_HEAD, _FULL = 1, 2  # norms of queries and keys, as in attention.c
+
+
+@mirror("attention")
+class AttentionArgs(Structure):
+    """What the native library needs beside matrices."""
 
 
 class Attention:
     """Queries, keys and values from one matrix, rotated, attended, projected."""
 
     __slots__ = (
+        "_args",
         "_clip",
         "_full_norm",
         "_group",
@@ -34,6 +45,8 @@ class Attention:
         "_state",
         "states",
     )
+
+    _args: AttentionArgs  # C keeps its address
 
     def __init__(
         self, config: ModelConfig, layer: int, make: Maker, state: int, *, num_inputs: int | None = None
@@ -96,14 +109,15 @@ class Attention:
             return Rotation((self._head_norm.q.weight, self._head_norm.k.weight), self._head_norm.eps, angles)
         return Rotation(None, 0.0, angles)
 
-    def describe(self, layer: LayerArgs) -> bool:
-        """Describe the matrices and norms, if the library holds them."""
-        if self._qkv.args is None or self._o.args is None:
-            return False
-        layer.qkv, layer.o = self._qkv.args, self._o.args
+    def describe(self) -> PartArgs | None:
+        """Describe the part to the native library, which has no sums over ranks for norms of whole queries and keys."""
+        if self._full_norm is not None and self._group.size > 1:
+            return None
+        num_kv_heads, head_dim = self._shape[1] - self._heads, self._shape[2]
+        self._args = AttentionArgs(scores=scores_args(self.states[0]), num_kv_heads=num_kv_heads, head_dim=head_dim)
+        self._args.clip = self._clip or 0.0
         norm = self._head_norm or self._full_norm
         if norm is not None:
-            layer.q, layer.k = norm_args(norm.q.weight), norm_args(norm.k.weight)
-        layer.sinks = None if self._sinks is None else self._sinks.data_ptr()
-        layer.window = self.states[0].window or 0
-        return True
+            self._args.qk_norm = _FULL if norm is self._full_norm else _BY_HEAD
+            self._args.q, self._args.k = norm_args(norm.q.weight), norm_args(norm.k.weight)
+        return describe_part("attention", (self._qkv.args, self._o.args), self._args)

@@ -11,7 +11,7 @@ steps go this way. Engine thread.
 
 from __future__ import annotations
 
-from ctypes import addressof
+from ctypes import Structure
 from dataclasses import replace
 from functools import partial
 
@@ -25,13 +25,19 @@ from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.norms import RMSNorm
 from engine.runtime.layers.parts import Angles, LayerAttention
 from engine.runtime.layers.rope import rotate
-from engine.runtime.native.decoder import norm_args
-from engine.runtime.native.library import LatentArgs, LayerArgs, LinearArgs
+from engine.runtime.native.decoder import describe_part, norm_args, scores_args
+from engine.runtime.native.library import LinearArgs, PartArgs
 from engine.runtime.native.ops import NativeHeads
+from engine.runtime.native.structs import mirror
 from engine.runtime.schemes.linear import HeadProducts
 from engine.runtime.schemes.scheme import Matrix, Scheme
 
 _NORM_EPS = 1e-6  # of the norms of latents, whatever the config's rms_norm_eps
+
+
+@mirror("latent")
+class LatentArgs(Structure):
+    """What the native library needs beside the first matrix and the last."""
 
 
 class LatentAttention:
@@ -144,23 +150,19 @@ class LatentAttention:
         self._group.all_reduce(y)
         return y
 
-    def describe(self, layer: LayerArgs) -> bool:
-        """Describe the matrices and norms, if the library holds them."""
+    def describe(self) -> PartArgs | None:
+        """Describe the part to the native library, if that holds every matrix."""
         queries = LinearArgs() if self._queries is None else self._queries.args
-        if self._down.args is None or self._o.args is None or queries is None:
-            return False
-        if not (isinstance(self._keys, NativeHeads) and isinstance(self._values, NativeHeads)):
-            return False
-        layer.qkv, layer.o = self._down.args, self._o.args
-        layer.k = norm_args(self._key_norm.weight)
-        if self._query_norm is not None:
-            layer.q = norm_args(self._query_norm.weight)
-        self._args = LatentArgs(queries=queries, keys=self._keys.address, values=self._values.address, eps=_NORM_EPS)
+        if queries is None or not (isinstance(self._keys, NativeHeads) and isinstance(self._values, NativeHeads)):
+            return None
+        self._args = LatentArgs(scores=scores_args(self.states[0]), queries=queries, eps=_NORM_EPS)
+        self._args.keys, self._args.values = self._keys.address, self._values.address
         self._args.rank, self._args.nope_dim, self._args.rope_dim = self._rank, self._nope_dim, self._rope_dim
         self._args.is_interleaved = self._is_interleaved
-        layer.latent = addressof(self._args)
-        layer.window = self.states[0].window or 0
-        return True
+        self._args.k = norm_args(self._key_norm.weight)
+        if self._query_norm is not None:
+            self._args.q = norm_args(self._query_norm.weight)
+        return describe_part("latent", (self._down.args, self._o.args), self._args)
 
     def _rotate(self, q: Tensor, k: Tensor, angles: Angles) -> Tensor:
         """Return q [T, heads, rope_dim] and, as one more head, k [T, rope_dim], rotated.

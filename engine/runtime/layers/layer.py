@@ -99,13 +99,8 @@ class DecoderLayer:
 
     def describe(self, rotary: int | None) -> LayerArgs | None:
         """Describe the loaded layer to the native library, or return None if that cannot compute it."""
-        args = LayerArgs(rotary=-1 if rotary is None else rotary)
-        if not (self._mixer.describe(args) and self._feed_forward.describe(args)):
+        parts = self._mixer.describe(), self._feed_forward.describe()
+        if parts[0] is None or parts[1] is None or len(self.states) != 1:  # a description has room for one state
             return None
-        args.before_attention, args.after_attention = map(
-            norm_args, (self._before_mixer.weight, self._after_mixer.weight)
-        )
-        args.before_mlp, args.after_mlp = map(
-            norm_args, (self._before_feed_forward.weight, self._after_feed_forward.weight)
-        )
-        return args
+        norms = (self._before_mixer, self._after_mixer, self._before_feed_forward, self._after_feed_forward)
+        return LayerArgs(*parts, *(norm_args(norm.weight) for norm in norms), rotary=-1 if rotary is None else rotary)

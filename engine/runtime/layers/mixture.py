@@ -17,7 +17,7 @@ from engine.runtime.cuda.available import has_triton, uses_triton
 from engine.runtime.layers.adapters import LayerAdapters
 from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import ModelConfig, MoEConfig
-from engine.runtime.native.library import LayerArgs, LinearArgs, RouterArgs, native
+from engine.runtime.native.library import LinearArgs, PartArgs, RouterArgs, native
 from engine.runtime.native.moe import Experts, Mixture
 from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 from engine.runtime.schemes.activations import clamped_mul
@@ -159,11 +159,9 @@ class MoE:
 
         self.experts = stack_experts(self.gate_up, self.down, self._clamp or self._activation)
 
-    def describe(self, layer: LayerArgs) -> bool:
-        """Describe the mixture, if the library holds every matrix."""
-        if self.mixture is not None:
-            layer.moe = self.mixture.address
-        return self.mixture is not None
+    def describe(self) -> PartArgs | None:
+        """Describe the part to the native library, if that holds every matrix."""
+        return None if self.mixture is None else self.mixture.describe()
 
     def _complete(self) -> None:
         """Make the native library's mixture of the loaded one, if that holds every matrix."""

@@ -7,7 +7,8 @@ from torch import Tensor
 from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
 from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig
-from engine.runtime.native.library import LayerArgs
+from engine.runtime.native.decoder import describe_part
+from engine.runtime.native.library import PartArgs
 
 
 class MLP:
@@ -32,9 +33,6 @@ class MLP:
         self._group.all_reduce(y)
         return y
 
-    def describe(self, layer: LayerArgs) -> bool:
-        """Describe the matrices, if the library holds them."""
-        if self._gate_up.args is None or self._down.args is None:
-            return False
-        layer.gate_up, layer.down = self._gate_up.args, self._down.args
-        return True
+    def describe(self) -> PartArgs | None:
+        """Describe the part to the native library, if that holds both matrices."""
+        return describe_part("mlp", (self._gate_up.args, self._down.args))

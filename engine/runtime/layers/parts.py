@@ -16,7 +16,7 @@ from engine.runtime.attention.base import Rotation
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.adapters import LayerAdapters
 from engine.runtime.native.decoder import PagedStep
-from engine.runtime.native.library import LayerArgs
+from engine.runtime.native.library import PartArgs
 
 Angles = tuple[Tensor, Tensor]  # cos and signed sin of a step, from Rotary
 
@@ -56,8 +56,8 @@ class Mixer(Protocol):
         """Return [T, hidden] of normed x [T, hidden]; `angles` are None in a layer without positions."""
         ...
 
-    def describe(self, layer: LayerArgs) -> bool:
-        """Describe the loaded part to the native library; return False if that cannot compute it."""
+    def describe(self) -> PartArgs | None:
+        """Describe the loaded part to the native library; return None if that cannot compute it."""
         ...
 
 
@@ -78,6 +78,6 @@ class FeedForward(Protocol):
         """Return [T, hidden] of normed x [T, hidden]."""
         ...
 
-    def describe(self, layer: LayerArgs) -> bool:
-        """Describe the loaded part to the native library; return False if that cannot compute it."""
+    def describe(self) -> PartArgs | None:
+        """Describe the loaded part to the native library; return None if that cannot compute it."""
         ...

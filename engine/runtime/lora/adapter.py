@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.core.step import SequenceSlice
 from engine.core.types import Adapter
 from engine.runtime.layers.adapters import AdaptedMatrix
-from engine.runtime.native.library import AdapterLayerArgs, AdaptersArgs, LowRankArgs
+from engine.runtime.native.library import AdaptersArgs, LowRankArgs
 from engine.runtime.schemes.linear import Addend, Linear
 from engine.runtime.transfer import to_device
 
@@ -88,14 +88,13 @@ class NativeAdapters:
         self.args = AdaptersArgs(addressof(self._layers), self._of_rows.data_ptr(), len(groups))
 
 
-def _describe(layers: Sequence[Sequence[LowRank | None]]) -> Array[AdapterLayerArgs] | None:
+def _describe(layers: Sequence[Sequence[LowRank | None]]) -> Array[LowRankArgs] | None:
     """Describe the adapter to the native library; None if that lacks a matrix."""
-    described = (AdapterLayerArgs * len(layers))()
-    for layer, places in zip(described, layers, strict=True):
-        for (name, _), low_rank in zip(AdapterLayerArgs._fields_, places, strict=True):
-            if low_rank is not None:
-                down, up = low_rank.down.args, low_rank.up.args
-                if down is None or up is None:
-                    return None
-                setattr(layer, name, LowRankArgs(down, up))
+    described = (LowRankArgs * (len(layers) * len(AdaptedMatrix)))()
+    for at, low_rank in enumerate(low_rank for places in layers for low_rank in places):
+        if low_rank is not None:
+            down, up = low_rank.down.args, low_rank.up.args
+            if down is None or up is None:
+                return None
+            described[at] = LowRankArgs(down, up)
     return described

@@ -16,7 +16,7 @@ from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.adapters import Target
 from engine.runtime.layers.layer import DecoderLayer
 from engine.runtime.layers.maker import Maker
-from engine.runtime.layers.model_config import ModelConfig, QKNorm
+from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.norms import RMSNorm
 from engine.runtime.layers.parts import Angles, LayerAttention
 from engine.runtime.layers.rope import Rotary
@@ -28,9 +28,6 @@ from engine.runtime.native.library import DTYPES, DecoderArgs, native
 from engine.runtime.parallel.group import Group
 from engine.runtime.schemes.linear import Embedding, Linear, ShardedEmbedding
 from engine.runtime.schemes.scheme import Scheme
-
-# As decoder.h has them.
-_QK_NORM_CODES = {QKNorm.NONE: 0, QKNorm.HEAD: 1, QKNorm.FULL: 2}
 
 
 class Decoder:
@@ -191,7 +188,7 @@ class Decoder:
     def _describe(self) -> NativeDecoder | None:
         """Describe the model to the native library, if that holds every matrix."""
         library, config = native(), self._config
-        if self._shards is not None and (self._group.address is None or config.qk_norm is QKNorm.FULL):
+        if self._shards is not None and self._group.address is None:
             return None  # the library has no such sums over ranks
         ropes = [rope if rope < len(self._rotaries) else None for rope in self._rope_of]
         described = [layer.describe(rope) for layer, rope in zip(self._layers, ropes, strict=True)]
@@ -200,18 +197,10 @@ class Decoder:
             return None
         description = DecoderArgs(
             hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
             dtype=DTYPES[self.dtype],
-            qk_norm=_QK_NORM_CODES[config.qk_norm],
             eps=config.norm_eps,
             embedding_scale=self._embedding_multiplier,
             residual_scale=config.residual_multiplier,
-            attention_scale=config.attention_scale,
-            softcap=config.attention_softcap or 0.0,
-            qkv_clip=config.qkv_clip or 0.0,
             group=self._group.address,
         )
         if self._shards is not None:

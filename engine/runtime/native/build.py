@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 
+from engine.runtime.native.structs import layout_source
 from engine.system.cache_folder import cache_folder
 
 _HERE = Path(__file__).parent
@@ -83,7 +84,7 @@ def find_compiler() -> str | None:
 def source_digest() -> str:
     """Return a digest of the sources, the compiler's options and the kind of machine."""
     digest = hashlib.sha256(" ".join((*_FLAGS, platform.system(), platform.machine())).encode())
-    for path in sorted((*_HERE.glob("*.c"), *_HERE.glob("*.h"))):
+    for path in sorted((*_HERE.glob("*.c"), *_HERE.glob("*.h"), _HERE / "structs.py")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -94,10 +95,12 @@ def compile_library(compiler: str, target: Path, on_compiled: OnCompiled = lambd
     Raises RuntimeError with the compiler's message, OSError, or SubprocessError.
     """
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor() as workers:
-        sources = sorted(_HERE.glob("*.c"))
+        layout = Path(folder, "layout.c")
+        layout.write_text(layout_source(), encoding="utf-8")
+        sources = [*sorted(_HERE.glob("*.c")), layout]
         objects = [str(Path(folder, source.stem + ".o")) for source in sources]
         running = [
-            workers.submit(_run, compiler, *_FLAGS, "-c", "-o", made, str(source))
+            workers.submit(_run, compiler, *_FLAGS, f"-I{_HERE}", "-c", "-o", made, str(source))
             for source, made in zip(sources, objects, strict=True)
         ]
         on_compiled(0, len(sources))

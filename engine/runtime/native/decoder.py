@@ -7,13 +7,14 @@ operations one by one in torch; it is the definition, and runs wherever the libr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import addressof, c_int64
+from ctypes import Structure, addressof, c_int64
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.native.library import (
     DTYPES,
     PLAIN,
@@ -25,9 +26,12 @@ from engine.runtime.native.library import (
     Library,
     LinearArgs,
     NormWeight,
+    PartArgs,
     Pool,
     RotaryArgs,
+    ScoresArgs,
     StoreArgs,
+    native,
 )
 
 
@@ -57,6 +61,26 @@ class Streams(NamedTuple):
 def norm_args(weight: Tensor | None) -> NormWeight:
     """Describe a norm, or that there is none."""
     return NormWeight() if weight is None else NormWeight(weight.data_ptr(), DTYPES[weight.dtype])
+
+
+def scores_args(spec: AttentionSpec) -> ScoresArgs:
+    """Describe how heads attend; C keeps the address of the sinks."""
+    assert spec.sinks is None or spec.sinks.dtype is torch.float32
+    sinks = None if spec.sinks is None else spec.sinks.data_ptr()
+    return ScoresArgs(sinks, spec.num_heads, spec.window or 0, spec.scale, spec.softcap or 0.0)
+
+
+def describe_part(
+    kind: str, matrices: Sequence[LinearArgs | None] = (), args: Structure | None = None
+) -> PartArgs | None:
+    """Describe a part: its first matrix and its last, and what its kind needs beside, of which C keeps the address.
+
+    None without the library, or without one of the matrices.
+    """
+    library = native()
+    if library is None or any(matrix is None for matrix in matrices):
+        return None
+    return PartArgs(library.kind(kind), None if args is None else addressof(args), *matrices)
 
 
 class NativeDecoder:

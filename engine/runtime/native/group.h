@@ -6,7 +6,7 @@
 
 /* One process's view. All ranks make the same calls in the same order. A call returns QUIRE_NO_GROUP if another rank does
  * not arrive in time, or if the group was aborted. */
-struct group {
+SHARED struct group {
     char *shared;       /* group_bytes(size), zeros at first */
     int64_t timeout_ms;
     int32_t rank, size;

@@ -1,4 +1,4 @@
-"""Binds the C library: structures, entry points, and the choice of instruction set.
+"""Binds the C library: structures, whose fields the sources say; entry points; and the choice of instruction set.
 
 ctypes releases the GIL during a call. This module does not check shapes; the callers, which hold the tensors, do. The
 library has its own team of threads (team.c). Engine thread.
@@ -8,20 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from ctypes import (
-    POINTER,
-    Structure,
-    byref,
-    c_char_p,
-    c_double,
-    c_float,
-    c_int32,
-    c_int64,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
+from collections.abc import Callable
+from ctypes import POINTER, Structure, addressof, c_char, c_char_p, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
 from struct import Struct
@@ -33,6 +21,7 @@ from engine.core.errors import ComputeError, ConfigError, ModelLoadError
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.build import find_library
 from engine.runtime.native.packer import Packer
+from engine.runtime.native.structs import check_layout, mirror
 
 _log = logging.getLogger(__name__)
 
@@ -53,46 +42,19 @@ class Isa(IntEnum):
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def _fields(**groups: type) -> Sequence[tuple[str, type]]:
-    """Return a structure's fields, in the header's order, from names joined by two underscores."""
-    return [(name, kind) for names, kind in groups.items() for name in names.split("__")]
-
-
+@mirror("pool")
 class Pool(Structure):
     """One layer's K and V, or latents."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(
-        k__v=c_void_p,
-        head_stride__block_stride__num_kv_heads__head_dim__block_size__value_dim=c_int64,
-        dtype__is_int8=c_int32,
-    )
 
-
+@mirror("store_args")
 class StoreArgs(Structure):
     """New K and V rows, and their slots."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = [
-        ("pool", Pool),
-        *_fields(k__v=c_void_p, k_stride__v_stride__num_tokens=c_int64, slots=c_void_p),
-    ]
 
-
+@mirror("attend_args")
 class AttendArgs(Structure):
     """A flat batch over one layer's pool."""
-
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = [
-        ("pool", Pool),
-        *_fields(
-            q__out=c_void_p,
-            q_stride__num_heads__num_slices__table_stride=c_int64,
-            query_starts__context_lens__block_tables__sinks=c_void_p,
-            window=c_int64,
-            scale__softcap=c_float,
-        ),
-    ]
 
 
 class WeightFormat(IntEnum):
@@ -120,321 +82,136 @@ class WeightFormat(IntEnum):
     Q5_SUPER = 19
 
 
+@mirror("linear")
 class LinearArgs(Structure):
     """A packed weight and its bias; `activation` is 0 unless the weight is gates and ups."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(packed__scales__bias=c_void_p, n__k=c_int64, format__dtype__activation=c_int32)
 
-
+@mirror("packed_codes")
 class CodesArgs(Structure):
     """Codes in a weight file, of which rows are made."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(
-        scales__minimums__shifts=c_void_p,
-        k__row_bytes__num_groups__group_blocks__scale_rows=c_int64,
-        layout__bits__shift=c_int32,
-    )
 
-
+@mirror("stored_rows", codes=POINTER(CodesArgs))
 class RowsArgs(Structure):
     """Rows of a weight file: their address, or an open file and an offset."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = [
-        *_fields(rows__grid=c_void_p),
-        ("codes", POINTER(CodesArgs)),
-        *_fields(offset__row_bytes__num_rows__step=c_int64, kind__file=c_int32),
-    ]
 
-
+@mirror("quant_source")
 class PackArgs(Structure):
     """Rows of weights to be packed."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = [
-        ("stored", RowsArgs),
-        *_fields(packed__scales=c_void_p, first_row__n__k__head_rows=c_int64, format__activation=c_int32),
-        *_fields(first_block__num_blocks=c_int64),
-    ]
 
-
+@mirror("dequant_args")
 class DequantArgs(Structure):
     """Quantised rows to be written as floats."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = [("stored", RowsArgs), *_fields(out=c_void_p, k=c_int64, dtype=c_int32)]
 
-
+@mirror("gemm_args")
 class GemmArgs(Structure):
     """y = x w^T + bias."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = [
-        ("w", LinearArgs),
-        *_fields(x__rows__y=c_void_p, m__x_stride__y_stride=c_int64, y_dtype=c_int32, addends=c_void_p),
-    ]
 
-
+@mirror("heads_args")
 class HeadsArgs(Structure):
     """Each head's product with its matrix."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(heads__x__y=c_void_p, num_heads__m__x_stride__x_step__y_stride__y_step=c_int64)
 
-
+@mirror("norm_args")
 class NormArgs(Structure):
     """residual += alpha * delta; out = norm(residual) * weight."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(
-        residual__delta__weight__out__packs=c_void_p,
-        rows__width__residual_stride__delta_stride__out_stride=c_int64,
-        dtype__weight_dtype__stream_dtype=c_int32,
-        alpha__eps=c_float,
-    )
 
-
+@mirror("rope_args")
 class RopeArgs(Structure):
     """Head norms and rotation, in place."""
-
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(
-        qk__cos__signed_sin__q_weight__k_weight=c_void_p,
-        tokens__stride__num_heads__num_kv_heads__head_dim__rope_dim=c_int64,
-        dtype__weight_dtype__angle_dtype=c_int32,
-        eps=c_float,
-    )
 
 
 PLAIN = -1  # the format of rows that are not packed
 
 
+@mirror("embed_args")
 class EmbedArgs(Structure):
     """out = scale * table[ids]; `format` is the WeightFormat of panels, or PLAIN."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(table__ids__out=c_void_p, rows__width=c_int64, dtype__format=c_int32, scale=c_float)
 
-
+@mirror("norm")
 class NormWeight(Structure):
     """A norm's weight, or none."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(weight=c_void_p, dtype=c_int32)
 
-
+@mirror("rotary")
 class RotaryArgs(Structure):
     """Frequencies of one rotary embedding."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(inverse=c_void_p, dim=c_int64, magnitude=c_float)
 
-
+@mirror("router")
 class RouterArgs(Structure):
     """How rows choose experts."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = [
-        ("gate", LinearArgs),
-        *_fields(
-            correction=c_void_p,
-            num_experts__num_chosen__num_groups__num_chosen_groups=c_int64,
-            scoring__group_scoring__is_normalised=c_int32,
-            scale=c_float,
-        ),
-    ]
 
-
+@mirror("moe")
 class MixtureArgs(Structure):
     """A mixture of experts."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = [
-        ("router", RouterArgs),
-        ("shared_gate", LinearArgs),
-        *_fields(
-            gate_up__down=c_void_p,
-            gate_up_formats__down_formats=c_uint32,
-            has_shared=c_int32,
-            clamp_alpha__clamp_limit=c_float,
-        ),
-    ]
 
-
+@mirror("moe_args")
 class MixtureCall(Structure):
     """The rows of a mixture's call."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(moe__x__y__chosen__weights=c_void_p, rows=c_int64)
+
+@mirror("scores")
+class ScoresArgs(Structure):
+    """How the heads of a mixer attend."""
 
 
-class LatentArgs(Structure):
-    """A layer's matrices of latents."""
-
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = [
-        ("queries", LinearArgs),
-        *_fields(keys__values=c_void_p, rank__nope_dim__rope_dim=c_int64, is_interleaved=c_int32, eps=c_float),
-    ]
+@mirror("part")
+class PartArgs(Structure):
+    """A mixer or a feed-forward."""
 
 
+@mirror("layer")
 class LayerArgs(Structure):
     """One layer of a decoder and its pool."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = [
-        *((name, LinearArgs) for name in ("qkv", "o", "gate_up", "down")),
-        *_fields(latent__moe__sinks=c_void_p),
-        *_fields(before_attention__after_attention__before_mlp__after_mlp__q__k=NormWeight),
-        ("pool", Pool),
-        *_fields(store__attend=c_void_p, window__rotary=c_int64),
-    ]
 
-
+@mirror("decoder")
 class DecoderArgs(Structure):
     """A whole decoder."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = [
-        *_fields(layers__rotaries__embedding=c_void_p, norm=NormWeight),
-        *_fields(num_layers__num_rotaries__hidden__intermediate__num_heads__num_kv_heads__head_dim=c_int64),
-        *_fields(dtype__qk_norm__embedding_format=c_int32),
-        *_fields(eps__embedding_scale__residual_scale__attention_scale__softcap__qkv_clip=c_float),
-        *_fields(group=c_void_p, first_id__num_ids=c_int64),
-    ]
 
-
+@mirror("low_rank")
 class LowRankArgs(Structure):
     """Two thin matrices, the second an addend's `up`; without the first, no term."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(down__up=LinearArgs)
 
-
-class AdapterLayerArgs(Structure):
-    """The terms that an adapter adds to a layer's products."""
-
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(qkv__o__gate_up__down__q_b=LowRankArgs)
-
-
+@mirror("adapters")
 class AdaptersArgs(Structure):
     """The adapters of a step, and the adapter of each row."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(layers__of_rows=c_void_p, num=c_int64)
 
-
+@mirror("forward_args")
 class ForwardArgs(Structure):
     """A step of a decoder."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(
-        decoder__ids__positions__rows__hidden=c_void_p,
-        num_tokens__num_rows=c_int64,
-        adapters=AdaptersArgs,
-        streams__stream_layers=c_void_p,
-        num_streams=c_int64,
-    )
 
-
+@mirror("group")
 class GroupArgs(Structure):
     """One process's view of the ranks that share memory."""
 
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(shared=c_void_p, timeout_ms=c_int64, rank__size__spins=c_int32, calls=c_uint32)
 
-
-# How one row is drawn: top_p, temperature, lowest_score, top_k, seed, position. Packed instead of a Structure: there is
-# one for each token of a step, and packing takes a tenth of the time.
-DRAW = Struct("dffiQQ")
-
-
+@mirror("draw")
 class Draw(Structure):
-    """What DRAW packs."""
-
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = _fields(top_p=c_double, temperature__lowest_score=c_float, top_k=c_int32, seed__position=c_uint64)
+    """How one row is drawn."""
 
 
+# Packs a Draw. There is one for each token of a step, and packing takes a tenth of the time of a Structure.
+DRAW = Struct("".join(kind._type_ for _, kind in Draw._fields_))  # type: ignore[misc,union-attr]
+
+
+@mirror("sample_args", draws=c_char_p)
 class SampleArgs(Structure):
     """ids = one token for each row of logits; the logits are overwritten."""
-
-    __slots__ = ()  # so that setting a name that is no field fails
-    _fields_ = [
-        ("logits", c_void_p),
-        ("draws", c_char_p),  # a DRAW for each row
-        *_fields(ids__is_finite=c_void_p, rows__vocab_size=c_int64),
-    ]
-
-
-MIRRORS: Mapping[str, type[Structure]] = {
-    "pool": Pool,
-    "store_args": StoreArgs,
-    "attend_args": AttendArgs,
-    "linear": LinearArgs,
-    "packed_codes": CodesArgs,
-    "stored_rows": RowsArgs,
-    "quant_source": PackArgs,
-    "dequant_args": DequantArgs,
-    "gemm_args": GemmArgs,
-    "heads_args": HeadsArgs,
-    "norm_args": NormArgs,
-    "rope_args": RopeArgs,
-    "embed_args": EmbedArgs,
-    "norm": NormWeight,
-    "rotary": RotaryArgs,
-    "router": RouterArgs,
-    "moe": MixtureArgs,
-    "moe_args": MixtureCall,
-    "latent": LatentArgs,
-    "layer": LayerArgs,
-    "decoder": DecoderArgs,
-    "low_rank": LowRankArgs,
-    "adapter_layer": AdapterLayerArgs,
-    "adapters": AdaptersArgs,
-    "forward_args": ForwardArgs,
-    "group": GroupArgs,
-    "draw": Draw,
-    "sample_args": SampleArgs,
-}
-
-
-def check_layout(functions: ctypes.CDLL, mirrors: Mapping[str, type[Structure]] = MIRRORS) -> None:
-    """Raise ConfigError unless every mirror has the fields of its structure, in their places (layout.c)."""
-    numbers = POINTER(c_int32)()
-    function = functions.quire_layout
-    function.restype = c_char_p
-    structures = function(byref(numbers)).decode().split(";")[:-1]
-    if wrong := mirrors.keys() ^ {text.partition(":")[0] for text in structures}:
-        raise _wrong_layout(f"only one of both has struct {min(wrong)}")
-    at = 0
-    for text in structures:
-        name, _, listed = text.partition(":")
-        mirror, fields = (
-            mirrors[name],
-            [field.rpartition("[PLACE_")[2].rstrip("]").lower() for field in listed.split(", ")],
-        )
-        if wrong := {field for field, *_ in mirror._fields_} ^ set(fields):
-            raise _wrong_layout(f"only one of both has the field {min(wrong)} of struct {name}")
-        for index, field in enumerate(fields):
-            theirs = (numbers[at + 1 + 2 * index], numbers[at + 2 + 2 * index])
-            ours = getattr(mirror, field)
-            if (ours.offset, ours.size) != theirs:
-                raise _wrong_layout(
-                    f"field {field} of struct {name} has {ours.size} bytes at {ours.offset}, and {theirs[1]} at {theirs[0]} in C"
-                )
-        if ctypes.sizeof(mirror) != numbers[at]:
-            raise _wrong_layout(f"struct {name} has {ctypes.sizeof(mirror)} bytes, and {numbers[at]} in C")
-        at += 1 + 2 * len(fields)
-    if DRAW.size != ctypes.sizeof(Draw):
-        raise _wrong_layout(f"struct draw has {ctypes.sizeof(Draw)} bytes, and {DRAW.size} as it is packed")
-
-
-def _wrong_layout(why: str) -> ConfigError:
-    return ConfigError(f"The native kernels and engine/runtime/native/library.py differ: {why}; install Quire again.")
 
 
 class Library:
@@ -442,7 +219,8 @@ class Library:
 
     def __init__(self, path: str) -> None:
         """Raises OSError if the file cannot be loaded here, ConfigError for one of other structures."""
-        functions = ctypes.CDLL(path)
+        self._functions = functions = ctypes.CDLL(path)
+        self._kinds: dict[str, int] = {}
         check_layout(functions)
         self._set_threads = _declare(functions.quire_set_threads, None, c_int32)
         self._use_isa = _declare(functions.quire_use_isa, c_int32, c_int32)
@@ -489,6 +267,13 @@ class Library:
         """Set how many threads a call may use, the calling one included."""
         self._set_threads(num_threads)
         self.num_threads = num_threads
+
+    def kind(self, name: str) -> int:
+        """Return the address of a kind of part. Raises ConfigError if its structure is another here."""
+        if name not in self._kinds:
+            check_layout(self._functions)  # which has mirrors now that were not there when the library was loaded
+            self._kinds[name] = addressof(c_char.in_dll(self._functions, f"quire_{name}"))
+        return self._kinds[name]
 
     def low_dtype(self, up: LinearArgs) -> torch.dtype:
         """Return the type of the factors that `up` is multiplied with."""

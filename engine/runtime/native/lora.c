@@ -4,8 +4,6 @@
 
 #include <string.h>
 
-static size_t size_of(int32_t dtype) { return dtype == DT_F32 ? 4 : 2; }
-
 /* The most that products of an adapter's layer need. */
 struct room {
     size_t x, low, packed;
@@ -25,11 +23,10 @@ size_t adapter_rows_lay_out(struct adapter_rows *r, const struct adapters *adapt
     if (!adapters->num) return 0;
     struct room room = {0};
     for (int64_t i = 0; i < adapters->num; i++)
-        for (int64_t layer = 0; layer < num_layers; layer++)
-            for (int place = 0; place < NUM_PLACES; place++) {
-                const struct low_rank *low = &adapters->layers[i][layer].at[place];
-                if (low->down.packed) widen(&room, low, num_rows);
-            }
+        for (int64_t at = 0; at < num_layers * NUM_PLACES; at++) {
+            const struct low_rank *low = &adapters->layers[i][at];
+            if (low->down.packed) widen(&room, low, num_rows);
+        }
     void **parts[] = {(void **)&r->starts, (void **)&r->order, (void **)&r->addends, (void **)&r->x, (void **)&r->low,
                       &r->packed};
     size_t rows = (size_t)num_rows, used = 0;
@@ -67,7 +64,7 @@ static const void *gather(const struct adapter_rows *r, const void *x, const int
 int32_t adapter_rows_multiply(struct adapter_rows *r, int64_t layer, enum place place, const void *x) {
     char *low = r->low;
     for (int64_t i = 0; i < r->adapters->num; i++) {
-        const struct low_rank *of = &r->adapters->layers[i][layer].at[place];
+        const struct low_rank *of = &r->adapters->layers[i][layer * NUM_PLACES + place];
         const struct linear *down = &of->down, *up = down->packed ? &of->up : NULL;
         const int64_t *order = r->order + r->starts[i], num = r->starts[i + 1] - r->starts[i];
         int32_t dtype = up ? quire_low_dtype(up) : DT_F32;

@@ -8,19 +8,15 @@
 enum place { PLACE_QKV, PLACE_O, PLACE_GATE_UP, PLACE_DOWN, PLACE_Q_B, NUM_PLACES }; /* Q_B: of a latent of queries */
 
 /* y += (x down^T) up^T, see struct addend; down.packed NULL: nothing. */
-struct low_rank {
+SHARED struct low_rank {
     struct linear down, up;
 };
 
-struct adapter_layer {
-    struct low_rank at[NUM_PLACES];
-};
-
 /* The adapters of a step: their layers, and the adapter of each row. */
-struct adapters {
-    const struct adapter_layer *const *layers; /* [num] */
-    const int32_t *of_rows;                    /* [rows], -1: none */
-    int64_t num;                               /* 0: the other fields are undefined */
+SHARED struct adapters {
+    const struct low_rank *const *layers; /* [num], each [layers][NUM_PLACES] */
+    const int32_t *of_rows;               /* [rows], -1: none */
+    int64_t num;                          /* 0: the other fields are undefined */
 };
 
 /* Rows sorted by adapter, and room for their results. */

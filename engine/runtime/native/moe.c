@@ -36,8 +36,6 @@ struct mixture {
     int64_t rows, ranks, num_jobs;
 };
 
-static size_t size_of(int32_t dtype) { return dtype == DT_F32 ? 4 : 2; }
-
 static int64_t num_experts_of(const struct moe *m) { return m->router.num_experts + m->has_shared; }
 
 /* Bytes of a row packed for weights of a format, and of its lanes: in a group, the same lanes of all rows are adjacent. */
@@ -64,12 +62,6 @@ static size_t all_packed_bytes(const struct moe *m, const struct linear *of, uin
     const struct linear *shared = of + m->router.num_experts;
     if (m->has_shared) bytes += (size_t)rows * packed_row_bytes(shared, shared->format);
     return bytes;
-}
-
-static void *carve(char *base, size_t *used, int64_t count, size_t size) {
-    void *at = base ? base + *used : NULL;
-    *used += ((size_t)count * size + 63) / 64 * 64;
-    return at;
 }
 
 static size_t lay_out(const struct moe *m, int64_t rows, struct room *r, char *base) {
@@ -378,3 +370,15 @@ EXPORT int32_t quire_moe(const struct moe_args *a) {
     free(memory);
     return status;
 }
+
+static size_t measure(const struct part *part, const struct decoder *d, int64_t rows, size_t *packed) {
+    (void)d, (void)packed;
+    return moe_bytes(part->args, rows);
+}
+
+static int32_t run(const struct turn *t) {
+    struct moe_args args = {t->part->args, t->x, t->out, NULL, NULL, t->rows};
+    return moe_forward(&args, t->room);
+}
+
+EXPORT const struct kind quire_mixture = {measure, run};

@@ -2,7 +2,7 @@
 #ifndef QUIRE_MOE_H
 #define QUIRE_MOE_H
 
-#include "quire_cpu.h"
+#include "layer.h"
 
 enum scoring { SCORE_SOFTMAX = 0, SCORE_SIGMOID = 1 };
 enum group_scoring { GROUP_MAX = 0, GROUP_TOP2 = 1 }; /* a group's best choice, or the sum of its two best */
@@ -10,7 +10,7 @@ enum group_scoring { GROUP_MAX = 0, GROUP_TOP2 = 1 }; /* a group's best choice, 
 /* How a row chooses experts. SCORE_SOFTMAX: the choice is by logits, the weights are a softmax over all experts or, if
  * normalised, over the chosen ones. SCORE_SIGMOID: the choice is by sigmoid + correction, the weights are sigmoids. Ties
  * go to the lowest index. */
-struct router {
+SHARED struct router {
     struct linear gate;      /* x -> logits [num_experts]; of dtype float32, or as the model's */
     const float *correction; /* [num_experts] or NULL */
     int64_t num_experts, num_chosen, num_groups, num_chosen_groups; /* experts outside the chosen groups are passed over */
@@ -20,7 +20,7 @@ struct router {
 
 /* Experts are MLPs of one width. A shared one is expert number num_experts: it may have another width, and every row goes
  * through it with weight 1, or sigmoid(x . shared_gate). */
-struct moe {
+SHARED struct moe {
     struct router router;
     struct linear shared_gate;           /* packed NULL: none; of the router's dtype */
     const struct linear *gate_up, *down; /* [num_experts + has_shared] */
@@ -30,7 +30,7 @@ struct moe {
 };
 
 /* y [rows, hidden] = the mixture of x [rows, hidden], rows contiguous, x of the experts' type. */
-struct moe_args {
+SHARED struct moe_args {
     const struct moe *moe;
     const void *x;
     float *y;

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runtime.native.library import DTYPES, Library, LinearArgs, MixtureArgs, MixtureCall, RouterArgs
+from engine.runtime.native.decoder import describe_part
+from engine.runtime.native.library import DTYPES, Library, LinearArgs, MixtureArgs, MixtureCall, PartArgs, RouterArgs
 
 
 class Experts(NamedTuple):
@@ -60,10 +61,9 @@ class Mixture:
         self._library, self._description, self._correction = library, description, correction
         self._dtype = next(dtype for dtype, code in DTYPES.items() if code == down[0].dtype)
 
-    @property
-    def address(self) -> int:
-        """Return the description's address, valid while this object lives."""
-        return addressof(self._description)
+    def describe(self) -> PartArgs | None:
+        """Return the description of a part, valid while this object lives."""
+        return describe_part("mixture", args=self._description)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the sum of the experts' results, float32 [T, hidden], of contiguous x [T, hidden]."""
@@ -77,7 +77,7 @@ class Mixture:
         y = torch.empty(x.shape, dtype=torch.float32)
         ranks = router.num_chosen + self._description.has_shared
         chosen, weights = torch.empty(len(x), ranks, dtype=torch.int32), torch.empty(len(x), ranks)
-        addresses = (self.address, *(tensor.data_ptr() for tensor in (x, y, chosen, weights)))
+        addresses = (addressof(self._description), *(tensor.data_ptr() for tensor in (x, y, chosen, weights)))
         self._library.mixture(MixtureCall(*addresses, len(x)))
         return y, chosen, weights
 

@@ -16,7 +16,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define SHARED /* Python has the same structure: it reads the fields from here (structs.py) */
+
 enum dtype { DT_F32 = 0, DT_BF16 = 1, DT_F16 = 2 };
+static inline size_t size_of(int32_t dtype) { return dtype == DT_F32 ? 4 : 2; }
+
 enum status {
     QUIRE_OK = 0, QUIRE_BAD_ARGUMENT = 1, QUIRE_NO_MEMORY = 2, QUIRE_NO_SUCH_ISA = 3, QUIRE_CANNOT_READ = 4,
     QUIRE_NO_GROUP = 5, /* another rank did not take part in time, or the group was aborted */
@@ -34,7 +38,7 @@ enum {
  * for each of its keys; K and V are laid out as those of two bytes are, a lane being two bytes there.
  * A pool of latents has no V: a value is the first `value_dim` numbers of its key. In int8 the other numbers of a key, which
  * may be far larger, are 16-bit integers of the same scale: all low bytes, signed, then all high bytes. */
-struct pool {
+SHARED struct pool {
     void *k, *v; /* v: NULL for latents */
     int64_t head_stride, block_stride;
     int64_t num_kv_heads, head_dim, block_size, value_dim; /* head_dim: numbers of a key as stored; value_dim: of latents */
@@ -51,7 +55,7 @@ static inline int64_t query_dim_of(const struct pool *p) {
 }
 
 /* New keys and values, [num_tokens, num_kv_heads, head_dim] with a free stride between tokens. */
-struct store_args {
+SHARED struct store_args {
     struct pool pool;
     const void *k, *v;
     int64_t k_stride, v_stride, num_tokens;
@@ -59,7 +63,7 @@ struct store_args {
 };
 
 /* Attention of a flat batch: q [T, num_heads, head_dim] with a free stride between tokens, out contiguous. */
-struct attend_args {
+SHARED struct attend_args {
     struct pool pool;
     const void *q;
     void *out;
@@ -124,7 +128,7 @@ enum activation { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_GELU = 3 };
  *
  * One with an activation is n / 2 gates and then as many ups, and its product is activation(gates x) * ups x. Its panels
  * are PANEL / 2 gates and their ups, so that a gate and its up are summed at the same time. */
-struct linear {
+SHARED struct linear {
     const void *packed, *scales, *bias;
     int64_t n, k;
     int32_t format, dtype; /* dtype: of x, of the bias, and of y if that is not asked for in float32 */
@@ -152,7 +156,7 @@ enum code_layout { CODES_NIBBLES, CODES_BYTES, CODES_FP8, CODES_MXFP4, CODES_INP
 /* Codes of which rows of a GGUF type are made: code + shift, behind a scale and perhaps a minimum for each block.
  * `scales` are float16, bytes of MXFP4, or float32 of FP8: [num_rows / scale_rows][num_groups], or for codes in words
  * [num_groups][num_rows]. */
-struct packed_codes {
+SHARED struct packed_codes {
     const void *scales;
     const uint16_t *minimums; /* as scales; NULL: none */
     const int8_t *shifts;     /* as scales; NULL: `shift` for all */
@@ -169,7 +173,7 @@ struct fp8_row {
 };
 
 /* Rows of a weight file, in memory or, with `rows` NULL, at an offset of an open file. */
-struct stored_rows {
+SHARED struct stored_rows {
     const void *rows;
     const uint8_t *grid; /* types with a grid: levels 0 to 7, four for each entry */
     const struct packed_codes *codes; /* rows are made of these, which the file has; NULL: they are there as they are */
@@ -179,7 +183,7 @@ struct stored_rows {
 
 /* Rows to be packed as `format`; for WEIGHT_INT8 `kind` is a dtype. They become rows `first_row`
  * and on of a matrix of `n`, in `packed`, which begins as zeros. */
-struct quant_source {
+SHARED struct quant_source {
     struct stored_rows stored;
     void *packed;
     float *scales; /* WEIGHT_INT8: [n] */
@@ -190,7 +194,7 @@ struct quant_source {
 };
 
 /* Quantised rows to be written as floats of `dtype`: out [num_rows, k]. */
-struct dequant_args {
+SHARED struct dequant_args {
     struct stored_rows stored;
     void *out;
     int64_t k;
@@ -208,7 +212,7 @@ struct addend {
  *
  * Rows of x are first packed for the weight's format (gemm.h), into `rows`, or into memory of the call if that is NULL.
  * If x is NULL, `rows` holds them already. */
-struct gemm_args {
+SHARED struct gemm_args {
     struct linear w;
     const void *x;
     void *rows, *y;
@@ -218,7 +222,7 @@ struct gemm_args {
 };
 
 /* Each head's product with its matrix: y[:, h] = x[:, h] heads[h]^T. Heads lie `x_step` and `y_step` numbers apart. */
-struct heads_args {
+SHARED struct heads_args {
     const struct linear *heads; /* [num_heads], of one shape and dtype, without activation */
     const void *x;
     void *y;
@@ -264,7 +268,7 @@ struct ranks_args {
     int64_t num_ranks, width;
 };
 
-struct norm_args {
+SHARED struct norm_args {
     void *residual;     /* [rows, width], += alpha * delta unless delta is NULL */
     const void *delta;  /* [rows, width] */
     const void *weight; /* [width]; NULL: out = residual, no norm */
@@ -285,7 +289,7 @@ struct clip_args {
 };
 
 /* Per head: norm (optional), then rotation of the first rope_dim dimensions, in place. */
-struct rope_args {
+SHARED struct rope_args {
     void *qk;                     /* [tokens, heads, head_dim], heads = query heads, then key heads */
     const void *cos, *signed_sin; /* [tokens, rope_dim] */
     const void *q_weight, *k_weight;
@@ -295,7 +299,7 @@ struct rope_args {
 };
 
 /* out = scale * table[ids], in float32 */
-struct embed_args {
+SHARED struct embed_args {
     const void *table;  /* [vocab, width] of `dtype`, or the panels of a matrix */
     const int64_t *ids; /* [rows] */
     float *out;         /* [rows, width] */
@@ -306,7 +310,7 @@ struct embed_args {
 };
 
 /* How one row is drawn. */
-struct draw {
+SHARED struct draw {
     double top_p;       /* 1: off */
     float temperature;  /* 0: greedy */
     float lowest_score; /* of those kept, counted from the best: log(min_p); -inf: off */
@@ -314,7 +318,7 @@ struct draw {
     uint64_t seed, position;
 };
 
-struct sample_args {
+SHARED struct sample_args {
     float *logits;            /* [rows, vocab_size], overwritten */
     const struct draw *draws; /* [rows] */
     int64_t *ids;             /* [rows] */

@@ -1,0 +1,65 @@
+/* Attention over keys and values of each token: layers/attention.py in C. */
+#include "layer.h"
+
+enum qk_norm { QK_NORM_NONE = 0, QK_NORM_HEAD = 1, QK_NORM_FULL = 2 }; /* by head, or all heads as one */
+
+SHARED struct attention {
+    struct scores scores;
+    struct norm q, k;
+    int64_t num_kv_heads, head_dim;
+    int32_t qk_norm;
+    float clip; /* bound of queries, keys and values before rotation; 0: none */
+};
+
+static size_t measure(const struct part *part, const struct decoder *d, int64_t rows, size_t *packed) {
+    (void)packed;
+    return (size_t)(rows * part->first.n) * size_of(d->dtype);
+}
+
+/* Norms of all query heads as one vector, or of all key heads. */
+static void norm_whole(const struct turn *t, struct norm norm, char *at, int64_t width) {
+    const struct decoder *d = t->decoder;
+    struct norm_args args = {
+        .residual = at, .weight = norm.weight, .out = at,
+        .rows = t->rows, .width = width, .residual_stride = t->part->first.n, .out_stride = t->part->first.n,
+        .dtype = d->dtype, .weight_dtype = norm.dtype, .stream_dtype = d->dtype, .eps = d->eps,
+    };
+    quire_add_rms_norm(&args);
+}
+
+static void run_clip(const void *args, int64_t begin, int64_t end) { active_kernels()->clip(args, begin, end); }
+
+static void rotate(const struct turn *t, const struct attention *a) {
+    int per_head = a->qk_norm == QK_NORM_HEAD;
+    if (!t->rope_dim && !per_head) return;
+    struct rope_args args = {
+        .qk = t->room, .cos = t->cos, .signed_sin = t->signed_sin,
+        .q_weight = per_head ? a->q.weight : NULL, .k_weight = per_head ? a->k.weight : NULL,
+        .tokens = t->rows, .stride = t->part->first.n, .num_heads = a->scores.num_heads, .num_kv_heads = a->num_kv_heads,
+        .head_dim = a->head_dim, .rope_dim = t->rope_dim,
+        .dtype = t->decoder->dtype, .weight_dtype = a->q.dtype, .angle_dtype = DT_F32, .eps = t->decoder->eps,
+    };
+    quire_rope(&args);
+}
+
+static int32_t run(const struct turn *t) {
+    const struct attention *a = t->part->args;
+    const struct linear *qkv = &t->part->first;
+    size_t size = size_of(t->decoder->dtype);
+    int64_t q_width = a->scores.num_heads * a->head_dim, kv_width = a->num_kv_heads * a->head_dim;
+    char *q = t->room, *k = q + (size_t)q_width * size, *v = k + (size_t)kv_width * size;
+    int32_t status = part_multiply(t, PLACE_QKV, qkv, t->x, q, t->decoder->dtype);
+    if (status) return status;
+    if (a->qk_norm == QK_NORM_FULL) {
+        norm_whole(t, a->q, q, q_width);
+        norm_whole(t, a->k, k, kv_width);
+    }
+    if (a->clip != 0) {
+        struct clip_args clip = {q, qkv->n, a->clip, t->decoder->dtype};
+        run_ranges(run_clip, &clip, t->rows, qkv->n, WORTH_SHARING);
+    }
+    rotate(t, a);
+    return part_attend(t, &a->scores, k, v, qkv->n, q, qkv->n, t->out);
+}
+
+EXPORT const struct kind quire_attention = {measure, run};

@@ -1,0 +1,103 @@
+/* Layers and their parts. A layer is a mixer, in which a token sees others, and a feed-forward, which computes each token
+ * alone. A kind of either is one C file, which exports a `struct kind`; a part's description names it. */
+#ifndef QUIRE_LAYER_H
+#define QUIRE_LAYER_H
+
+#include "lora.h"
+
+/* An RMSNorm's weight; `weight` NULL: no norm here. */
+SHARED struct norm {
+    const void *weight;
+    int32_t dtype;
+};
+
+/* One rotary embedding: the frequency of each pair of dimensions, radians a position. */
+SHARED struct rotary {
+    const float *inverse; /* [dim / 2] */
+    int64_t dim;
+    float magnitude;
+};
+
+/* A mixer or a feed-forward. */
+SHARED struct part {
+    const struct kind *kind;
+    const void *args;    /* the kind's own description; NULL: it needs none */
+    struct linear first; /* the input is packed for it; packed NULL: the part reads rows */
+    struct linear last;  /* a mixer's is multiplied by the decoder */
+};
+
+SHARED struct layer {
+    struct part mixer, feed_forward;
+    struct norm before_mixer, after_mixer, before_feed_forward, after_feed_forward;
+    struct pool pool; /* the mixer's state */
+    const struct store_args *store;   /* the step's slots in that; pool, k and v are set for each layer */
+    const struct attend_args *attend; /* its slices, contexts and tables; the rest is set for each layer */
+    int64_t rotary; /* the index of its rotary; -1: the layer has no positions */
+};
+
+SHARED struct decoder {
+    const struct layer *layers;
+    const struct rotary *rotaries;
+    const void *embedding; /* [vocab, hidden], or panels of embedding_format, see struct embed_args */
+    struct norm norm;
+    int64_t num_layers, num_rotaries, hidden;
+    int32_t dtype, embedding_format;
+    float eps, embedding_scale, residual_scale;
+    /* The ranks that hold the model: each has a share of the heads, of every MLP's width and of the vocabulary. NULL: this
+     * process holds all of it. */
+    struct group *group;
+    int64_t first_id, num_ids; /* with a group: the rows of the embedding that this rank holds */
+};
+
+/* One part's turn in a step. */
+struct turn {
+    const struct decoder *decoder;
+    const struct layer *layer;
+    const struct part *part;
+    int64_t index, rows; /* of the layer; of x */
+    const void *x;       /* [rows, hidden] in the model's type; NULL: packed for the part's first matrix */
+    void *out;           /* of a mixer [rows, last.k] in the model's type; of a feed-forward [rows, hidden] in float32 */
+    char *room;          /* as many bytes as the kind wants */
+    void *packed;        /* for the packed rows of one product */
+    const float *cos, *signed_sin;  /* [rows, rope_dim], of the layer's rotary */
+    int64_t rope_dim;               /* 0: the layer has no positions */
+    struct adapter_rows *adapters;  /* NULL: none */
+};
+
+struct kind {
+    /* Return the bytes of room that `run` needs. Raise *packed to those of packed rows of matrices beside first and last. */
+    size_t (*measure)(const struct part *part, const struct decoder *decoder, int64_t rows, size_t *packed);
+    /* Compute `out`. Returns a status. */
+    int32_t (*run)(const struct turn *turn);
+};
+
+/* y [rows, columns] = x . weight, and what adapters add at a place. Without x, its rows are packed already. */
+EXPORT int32_t part_multiply(const struct turn *t, enum place place, const struct linear *weight, const void *x, void *y,
+                             int32_t y_dtype);
+
+/* How the heads of a mixer attend; see struct attend_args. */
+SHARED struct scores {
+    const float *sinks;
+    int64_t num_heads, window;
+    float scale, softcap;
+};
+
+/* Store new keys and values, `kv_stride` values a token, and attend with queries, into t->out or, if given, `out`. */
+EXPORT int32_t part_attend(const struct turn *t, const struct scores *scores, const void *k, const void *v,
+                           int64_t kv_stride, const void *q, int64_t q_stride, void *out);
+
+/* Raise *most to the bytes of packed rows for a matrix. */
+static inline void widen_packed(size_t *most, const struct linear *matrix, int64_t rows) {
+    struct gemm_args args = {.w = *matrix, .m = rows};
+    size_t bytes = matrix->packed ? quire_rows_bytes(&args) : 0;
+    if (bytes > *most) *most = bytes;
+}
+
+/* Allocate `count` values of `size` bytes, aligned to a cache line; only counts bytes while there is no memory. */
+static inline void *carve(char *base, size_t *used, int64_t count, size_t size) {
+    void *at = base ? base + *used : NULL;
+    *used += ((size_t)count * size + 63) / 64 * 64;
+    return at;
+}
+
+#endif
