@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from engine.core.errors import ConfigError
 from engine.core.types import Progress
-from engine.runtime.layers.shards import Shards
+from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_eagle3, load_model, load_mtp
@@ -203,13 +203,14 @@ def test_merged_matrices_are_divided_as_floats_only(tmp_path: Path) -> None:
     checkpoint = SafetensorsCheckpoint(tmp_path)
     shards = Shards(read_config(checkpoint.config.values, checkpoint.config.source), Rank(1, 2))
     name = "model.layers.0.self_attn.qkv_proj"
-    spans = shards.spans(name, 64, 64)
+    merged = colwise("heads", "kv_heads", "kv_heads")
+    spans = shards.spans(merged, 64, 64)
     assert [(span.rows.first, span.rows.num, span.rows.total) for span in spans if span.rows] == [
         (32, 32, 128), (80, 16, 128), (112, 16, 128),
     ]  # fmt: skip
     tensors = {
         tensor.name.removeprefix(name): tensor for tensor in checkpoint.tensors({}) if tensor.name.startswith(name)
     }
-    assert shards.slices(name, spans[0], tensors)[".weight"].shape == (32, 64)
+    assert shards.slices(name, merged, spans[0], tensors)[".weight"].shape == (32, 64)
     with pytest.raises(ConfigError, match="several matrices in one"):
-        shards.slices(name, spans[0], tensors | {".weight_scale": tensors[".weight"]})
+        shards.slices(name, merged, spans[0], tensors | {".weight_scale": tensors[".weight"]})

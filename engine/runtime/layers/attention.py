@@ -15,11 +15,22 @@ from engine.runtime.layers.model_config import ModelConfig, QKNorm
 from engine.runtime.layers.norms import FullNorm, HeadNorm
 from engine.runtime.layers.parts import Angles, LayerAttention
 from engine.runtime.layers.rope import rotate
+from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part, norm_args, scores_args
 from engine.runtime.native.library import PartArgs
 from engine.runtime.native.structs import mirror
 
 _BY_HEAD, _FULL = 1, 2  # norms of queries and keys, as in attention.c
+
+
+_PLAN: Plan = {
+    "q_proj": colwise("heads"),
+    "k_proj": colwise("kv_heads"),
+    "v_proj": colwise("kv_heads"),
+    "qkv_proj": colwise("heads", "kv_heads", "kv_heads"),
+    "o_proj": rowwise("heads"),
+    "sinks": colwise("heads"),
+}
 
 
 @mirror("attention")
@@ -52,7 +63,7 @@ class Attention:
         self, config: ModelConfig, layer: int, make: Maker, state: int, *, num_inputs: int | None = None
     ) -> None:
         """`num_inputs` is the width of x, if it is not the hidden size."""
-        make = make.within("self_attn")
+        make = make.within("self_attn", plan=_PLAN)
         self._state = state
         self._num_heads = config.num_heads
         self._heads = config.num_heads + config.num_kv_heads  # the heads that are normalised and rotated

@@ -25,6 +25,7 @@ from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.norms import RMSNorm
 from engine.runtime.layers.parts import Angles, LayerAttention
 from engine.runtime.layers.rope import rotate
+from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part, norm_args, scores_args
 from engine.runtime.native.library import LinearArgs, PartArgs
 from engine.runtime.native.ops import NativeHeads
@@ -33,6 +34,16 @@ from engine.runtime.schemes.linear import HeadProducts
 from engine.runtime.schemes.scheme import Matrix, Scheme
 
 _NORM_EPS = 1e-6  # of the norms of latents, whatever the config's rms_norm_eps
+
+
+_PLAN: Plan = {  # latents are replicated
+    "q_proj": colwise("heads"),
+    "q_b_proj": colwise("heads"),
+    "kv_b_proj": colwise("heads"),
+    "k_b_proj": colwise("heads"),
+    "v_b_proj": colwise("heads"),
+    "o_proj": rowwise("heads"),
+}
 
 
 @mirror("latent")
@@ -69,7 +80,7 @@ class LatentAttention:
     _values: HeadProducts  # of mixed latents, to values
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
-        latent, make = config.latent, make.within("self_attn")
+        latent, make = config.latent, make.within("self_attn", plan=_PLAN)
         assert latent is not None, "the family has sizes of latents"
         self._state, self._num_heads, self._group = state, config.num_heads, make.group
         self._rank, self._rope_dim, self._nope_dim = latent.rank, latent.rope_dim, latent.nope_dim

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from engine.runtime.activation import Activation
 from engine.runtime.layers.adapters import AdaptedMatrix, Target
-from engine.runtime.layers.shards import Shards
+from engine.runtime.layers.shards import REPLICATED, Division, Plan, Shards
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes.linear import Embedding, Linear
 from engine.runtime.schemes.scheme import Bundle, Matrix, Scheme
@@ -43,15 +44,17 @@ class Maker(NamedTuple):
     prefix: str = ""  # of checkpoint names
     layer: int = 0
     shards: Shards | None = None  # of this rank; None: the model is whole
+    plan: Plan = MappingProxyType({})  # how ranks divide the modules under the prefix
 
     @property
     def group(self) -> Group:
         """Return the ranks that hold the model."""
         return SINGLE if self.shards is None else self.shards.group
 
-    def within(self, name: str, layer: int | None = None) -> Maker:
+    def within(self, name: str, layer: int | None = None, plan: Plan = MappingProxyType({})) -> Maker:
         """Return a maker of the parts of a module, in a layer."""
-        return self._replace(prefix=f"{self.prefix}{name}.", layer=self.layer if layer is None else layer)
+        layer = self.layer if layer is None else layer
+        return self._replace(prefix=f"{self.prefix}{name}.", layer=layer, plan=plan)
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return an empty tensor into which a checkpoint's is copied."""
@@ -59,7 +62,7 @@ class Maker(NamedTuple):
         if self.shards is None:
             self.loads.append(Load({key: shape}, lambda stored: stored[key].copy_to(tensor)))
         else:
-            rows = self.shards.spans(key.removesuffix(".weight"), shape[0])[0].rows
+            rows = self.shards.spans(self._division(key.removesuffix(".weight")), shape[0])[0].rows
             whole = shape if rows is None else (rows.total, *shape[1:])
             self.loads.append(Load({key: whole}, lambda stored: cut(stored[key], rows).copy_to(tensor)))
         return tensor
@@ -122,6 +125,9 @@ class Maker(NamedTuple):
 
         self.loads.append(Load(self._shapes(empty), take, _share(empty)))
 
+    def _division(self, module: str) -> Division:
+        return self.plan.get(module.removeprefix(self.prefix), REPLICATED)
+
     def _one(self, name: str, num_rows: int, num_inputs: int) -> Matrix:
         """Return a matrix of one module, without its tensors."""
         return Matrix(
@@ -140,7 +146,8 @@ class Maker(NamedTuple):
         parts, first = [], 0
         for name, num_rows in rows.items():
             module = self.prefix + name
-            for span in [Span()] if self.shards is None else self.shards.spans(module, num_rows, num_inputs):
+            division = self._division(module)
+            for span in [Span()] if self.shards is None else self.shards.spans(division, num_rows, num_inputs):
                 parts.append(Bundle(module, first, num_rows if span.rows is None else span.rows.num, {}, span))
                 first += parts[-1].num_rows
         return parts
@@ -160,13 +167,13 @@ class Maker(NamedTuple):
             endings = self.scheme.shapes(part.name, part.num_rows, matrix.shape[1])
             tensors = {end: stored[part.name + end] for end in endings}
             if self.shards is not None:
-                tensors = self.shards.slices(part.name, part.span, tensors)
+                tensors = self.shards.slices(part.name, self._division(part.name), part.span, tensors)
             bundles.append(part._replace(tensors=tensors))
         return replace(matrix, bundles=bundles)
 
     def _bias(self, parts: Sequence[Bundle], stored: Mapping[str, StoredTensor]) -> Tensor | None:
         """Return the bias; None if another rank adds it."""
-        if self.shards is not None and not self.shards.of_bias(parts[0].name):
+        if self.shards is not None and not self.shards.of_bias(self._division(parts[0].name)):
             return None
         bias = torch.empty(sum(part.num_rows for part in parts), dtype=self.dtype, device=self.device)
         for part in parts:

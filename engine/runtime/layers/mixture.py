@@ -17,6 +17,7 @@ from engine.runtime.cuda.available import has_triton, uses_triton
 from engine.runtime.layers.adapters import LayerAdapters
 from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import ModelConfig, MoEConfig
+from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.library import LinearArgs, PartArgs, RouterArgs, native
 from engine.runtime.native.moe import Experts, Mixture
 from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
@@ -112,16 +113,16 @@ class MoE:
         self.router = Router(config.router, hidden_size, make)
         self.gate_up, self.down = [], []
         for expert in range(config.router.num_experts):
-            gate_up, down = _expert(config, config.width, hidden_size, make.within(f"experts.{expert}"))
+            own = make.within(f"experts.{expert}", plan=_plan("expert_width"))
+            gate_up, down = _expert(config, config.width, hidden_size, own)
             self.gate_up.append(gate_up)
             self.down.append(down)
         if make.device.type == "cuda" and has_triton(make.device):
             make.loads.append(Load({}, lambda _: self.stack()))  # before the next layer, which reuses their memory
         self.shared_gate_up = self.shared_down = self.shared_gate = None
         if config.shared_width:
-            self.shared_gate_up, self.shared_down = _expert(
-                config, config.shared_width, hidden_size, make.within("shared_expert")
-            )
+            own = make.within("shared_expert", plan=_plan("shared_width"))
+            self.shared_gate_up, self.shared_down = _expert(config, config.shared_width, hidden_size, own)
         if config.has_shared_gate:
             plain = make._replace(dtype=torch.float32, scheme=Scheme(make.scheme.storage))
             self.shared_gate = plain.linear({"shared_expert_gate": 1}, hidden_size)
@@ -240,6 +241,11 @@ def make_mixture(config: ModelConfig, layer: int, make: Maker) -> MoE:
     moe = config.layers[layer].moe
     assert moe is not None, "the layer has the settings of a mixture"
     return MoE(moe, config.hidden_size, make.within("mlp"))
+
+
+def _plan(width: str) -> Plan:
+    """Return how ranks divide an expert along its width."""
+    return {"gate_proj": colwise(width), "up_proj": colwise(width), "down_proj": rowwise(width)}
 
 
 def _expert(config: MoEConfig, width: int, hidden_size: int, make: Maker) -> tuple[Linear, Linear]:

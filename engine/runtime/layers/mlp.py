@@ -7,8 +7,16 @@ from torch import Tensor
 from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
 from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig
+from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import PartArgs
+
+_PLAN: Plan = {
+    "gate_proj": colwise("width"),
+    "up_proj": colwise("width"),
+    "gate_up_proj": colwise("width", "width"),
+    "down_proj": rowwise("width"),
+}
 
 
 class MLP:
@@ -20,7 +28,7 @@ class MLP:
     lacking = ""
 
     def __init__(self, config: ModelConfig, _: int, make: Maker) -> None:
-        make = make.within("mlp")
+        make = make.within("mlp", plan=_PLAN)
         hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         rows = {"gate_up_proj": 2 * width} if config.merged_checkpoint else {"gate_proj": width, "up_proj": width}
         self._gate_up = make.linear(rows, hidden, bias=bias, activation=config.activation, place=AdaptedMatrix.GATE_UP)

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import ModelConfig
-from engine.runtime.layers.shards import Shards
+from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.native import ops as native
 
 
@@ -89,6 +89,7 @@ class FullNorm:
     __slots__ = ("_eps", "_num_heads", "_shards", "k", "q")
 
     def __init__(self, config: ModelConfig, make: Maker) -> None:
+        make = make._replace(plan={"q_norm": colwise("heads"), "k_norm": colwise("kv_heads")})
         self._num_heads, self._shards, self._eps = config.num_heads, make.shards, config.norm_eps
         self.q = RMSNorm(make, "q_norm", config.num_heads * config.head_dim, config)
         self.k = RMSNorm(make, "k_norm", config.num_kv_heads * config.head_dim, config)

@@ -1,8 +1,7 @@
 """Which part of each tensor a rank holds.
 
-The table has every matrix that is divided, in the notation of `tp_plan`: `colwise` divides the outputs, `rowwise` the
-inputs, whose products are summed over the ranks. All other tensors are replicated. One table serves all families, because
-Quire has one spelling of their names. Used once, while a model is loaded.
+A part of a layer says how its matrices are divided, in the notation of `tp_plan`. One plan serves all families, because Quire
+has one spelling of their names. Used once, while a model is loaded.
 """
 
 from __future__ import annotations
@@ -17,38 +16,32 @@ from typing import NamedTuple
 import torch
 
 from engine.core.errors import ConfigError
-from engine.runtime.layers.model_config import LayerConfig, ModelConfig, QKNorm
+from engine.runtime.layers.model_config import LayerConfig, ModelConfig
 from engine.runtime.parallel.group import Group
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.cut import Cut, Span, cut
 
-# A module by the end of its name: how it is divided, and along what. A fused matrix has several parts.
-TP_PLAN: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "model.embed_tokens": ("colwise", ("vocabulary",)),
-    "lm_head": ("colwise", ("vocabulary",)),
-    "self_attn.q_proj": ("colwise", ("heads",)),
-    "self_attn.k_proj": ("colwise", ("kv_heads",)),
-    "self_attn.v_proj": ("colwise", ("kv_heads",)),
-    "self_attn.qkv_proj": ("colwise", ("heads", "kv_heads", "kv_heads")),
-    "self_attn.o_proj": ("rowwise", ("heads",)),
-    "self_attn.sinks": ("colwise", ("heads",)),
-    "self_attn.q_b_proj": ("colwise", ("heads",)),  # of latents, which are replicated themselves
-    "self_attn.kv_b_proj": ("colwise", ("heads",)),
-    "self_attn.k_b_proj": ("colwise", ("heads",)),
-    "self_attn.v_b_proj": ("colwise", ("heads",)),
-    "mlp.gate_proj": ("colwise", ("width",)),
-    "mlp.up_proj": ("colwise", ("width",)),
-    "mlp.gate_up_proj": ("colwise", ("width", "width")),
-    "mlp.down_proj": ("rowwise", ("width",)),
-    "mlp.experts.*.gate_proj": ("colwise", ("expert_width",)),
-    "mlp.experts.*.up_proj": ("colwise", ("expert_width",)),
-    "mlp.experts.*.down_proj": ("rowwise", ("expert_width",)),
-    "mlp.shared_expert.gate_proj": ("colwise", ("shared_width",)),
-    "mlp.shared_expert.up_proj": ("colwise", ("shared_width",)),
-    "mlp.shared_expert.down_proj": ("rowwise", ("shared_width",)),
-}
-# Norms over the width of all heads, which few families have.
-_FULL_NORMS = {"self_attn.q_norm": ("colwise", ("heads",)), "self_attn.k_norm": ("colwise", ("kv_heads",))}
+
+class Division(NamedTuple):
+    """How ranks divide a module's matrix, and along what; a fused matrix has several parts."""
+
+    style: str  # colwise: the outputs; rowwise: the inputs, whose products are summed over the ranks
+    axes: tuple[str, ...]
+
+
+Plan = Mapping[str, Division]  # by the names of a part's modules; all other tensors are replicated
+REPLICATED = Division("replicated", ())
+
+
+def colwise(*axes: str) -> Division:
+    """Divide the outputs."""
+    return Division("colwise", axes)
+
+
+def rowwise(axis: str) -> Division:
+    """Divide the inputs."""
+    return Division("rowwise", (axis,))
+
 
 # The sides of a packed module's tensors: outputs, inputs.
 _SIDES = {
@@ -115,9 +108,9 @@ class Shards:
         kv_heads = max(whole.num_kv_heads, size)
         return whole.num_heads * whole.head_dim, kv_heads * whole.head_dim
 
-    def spans(self, name: str, num_rows: int, num_inputs: int = 0) -> list[Span]:
+    def spans(self, division: Division, num_rows: int, num_inputs: int = 0) -> list[Span]:
         """Return the parts of a module of which this rank has `num_rows` and `num_inputs` in all."""
-        style, axes = self._plan(name)
+        style, axes = division
         shares = [self._shares[axis] for axis in axes]
         if style == "rowwise":
             unit = num_inputs // shares[0].num
@@ -129,20 +122,17 @@ class Shards:
             before += unit * share.total
         return spans or [Span()]
 
-    def _plan(self, name: str) -> tuple[str, tuple[str, ...]]:
-        full = self._whole.qk_norm is QKNorm.FULL
-        end = re.sub(r"^model\.layers\.\d+\.", "", re.sub(r"experts\.\d+\.", "experts.*.", name))
-        return TP_PLAN.get(end) or (_FULL_NORMS.get(end) if full else None) or ("replicated", ())
-
-    def of_bias(self, name: str) -> bool:
+    def of_bias(self, division: Division) -> bool:
         """Return whether this rank adds a module's bias: one alone, if the products are summed."""
-        return self.group.rank == 0 or self._plan(name)[0] != "rowwise"
+        return self.group.rank == 0 or division.style != "rowwise"
 
-    def slices(self, name: str, span: Span, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    def slices(
+        self, name: str, division: Division, span: Span, stored: Mapping[str, StoredTensor]
+    ) -> dict[str, StoredTensor]:
         """Return the rank's parts of a module's tensors, by the endings of their names. Raises ConfigError."""
         if span.rows is None and span.inputs is None:
             return dict(stored)
-        if len(self._plan(name)[1]) > 1 and set(stored) != {".weight"}:
+        if len(division.axes) > 1 and set(stored) != {".weight"}:
             raise self._cannot(name, "it is quantised, and has several matrices in one")
         found = {}
         for end, tensor in stored.items():
@@ -224,7 +214,7 @@ def _is_in_order(groups: StoredTensor) -> bool:
 
 
 def blocks_of(config: ModelConfig, tensors: Iterable[StoredTensor]) -> dict[str, int]:
-    """Return how many inputs of the second matrices of MLPs are stored together at most, by the widths of TP_PLAN."""
+    """Return how many inputs of the second matrices of MLPs are stored together at most, by the axes of plans."""
     moe = next((layer.moe for layer in config.layers if layer.moe is not None), None)
     widths = {"width": config.intermediate_size}
     if moe is not None:

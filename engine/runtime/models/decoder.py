@@ -20,7 +20,7 @@ from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.norms import RMSNorm
 from engine.runtime.layers.parts import Angles, LayerAttention
 from engine.runtime.layers.rope import Rotary
-from engine.runtime.layers.shards import Shards
+from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, addends
 from engine.runtime.models.causal_lm import ModelCapabilities
 from engine.runtime.native.decoder import NativeDecoder, Streams
@@ -43,7 +43,8 @@ class Decoder:
         scheme: Scheme,
         shards: Shards | None = None,
     ) -> None:
-        make = Maker(dtype, device, scheme, loads=[], targets={}, shards=shards)
+        plan = {"model.embed_tokens": colwise("vocabulary"), "lm_head": colwise("vocabulary")}
+        make = Maker(dtype, device, scheme, loads=[], targets={}, shards=shards, plan=plan)
         num_ids = config.vocab_size
         self._group, self._shards = make.group, shards
         if shards is not None:
