@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import uvicorn
-from engine_process import EngineProcess
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.adapters import Adapters
@@ -36,6 +35,7 @@ from loadtest.fake_runner import CostModel, FakeRunner
 from server.app import create_app
 from server.http.connection import Connection
 from server.settings.app_config import AppConfig
+from tests.http.engine_process import EngineProcess
 from tests.patience import PATIENCE_S, eventually
 
 PLACE = os.environ.get("QUIRE_TEST_ENGINE", "thread")  # where engines are; "process" for all of them elsewhere
