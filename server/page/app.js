@@ -69,7 +69,7 @@ const live = new Live({
 /** An answer of a chat asks for its sequence's journey. */
 document.addEventListener("showjourney", ({ detail: tag }) => {
   showEngine(); // before the drawing, which is as large as its box
-  if (!live.openJourneyOf(tag)) {
+  if (!live.journeys.showOf(tag)) {
     notify("The journey of this answer is not known: journeys are recorded while the page is open.");
   }
 });

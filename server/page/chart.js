@@ -1,19 +1,18 @@
-// A chart of the last minute: stacked areas over time, in steps.
+// A chart of the last minute: stacked areas over time. Steps, not slopes: a block is held or it is not.
 
-import { niceCeiling, prepare } from "./canvas.js";
-import { count, themeColour } from "./dom.js";
+import { byId, count, svg } from "./dom.js";
 
 const SPAN_S = 60;
+const MIN_TOP = 8;
 
 export class Chart {
   #points = []; // { at, values }, oldest first
 
-  /** `series` are { name, fill, line } from the bottom up, colours as custom properties. */
-  constructor(canvas, note, title, series) {
-    this.canvas = canvas;
-    this.note = note;
-    this.title = title;
-    this.series = series;
+  /** `names` of the series, from the bottom up, are their classes as well. */
+  constructor(id, title, names) {
+    Object.assign(this, { title, names, drawing: byId(id), note: byId(`${id}-note`), scale: byId(`${id}-scale`) });
+    this.paths = names.map((name) => svg("path", { class: name }));
+    this.drawing.append(...this.paths.toReversed());
   }
 
   /** Add one value for each series, at a time in seconds. */
@@ -25,64 +24,24 @@ export class Chart {
     while (this.#points[1]?.at < at - SPAN_S) {
       this.#points.shift(); // one older point stays, so that the area begins at the edge
     }
-  }
-
-  draw() {
-    const { context, width, height } = prepare(this.canvas);
-    const points = this.#points;
-    if (!points.length) {
-      return;
-    }
-    const end = points.at(-1).at;
-    const top = niceCeiling(Math.max(...points.map(({ values }) => sum(values)), 8));
-    const x = (at) => width * (1 - (end - at) / SPAN_S);
-    const y = (value) => height - 1 - ((height - 14) * value) / top;
-    this.#grid(context, width, y, top);
-    for (let number = this.series.length; number > 0; number -= 1) {
-      const { fill, line } = this.series[number - 1];
-      const corners = points.map((point) => [x(point.at), y(sum(point.values.slice(0, number)))]);
-      this.#area(context, corners, height, themeColour(fill), themeColour(line));
-    }
-    const now = this.series.map(({ name }, index) => `${count(points.at(-1).values[index])} ${name}`).join(", ");
-    this.note.textContent = now;
-    this.canvas.setAttribute("aria-label", `${this.title} over the last minute: now ${now}`);
-  }
-
-  #grid(context, width, y, top) {
-    context.strokeStyle = themeColour("--line");
-    context.fillStyle = themeColour("--faint");
-    context.font = "10px system-ui, sans-serif";
-    context.lineWidth = 1;
-    for (const level of [top / 2, top]) {
-      const at = Math.round(y(level)) + 0.5;
-      context.beginPath();
-      context.moveTo(0, at);
-      context.lineTo(width, at);
-      context.stroke();
-      context.fillText(count(level), 2, at - 3);
-    }
-  }
-
-  /** Steps, not slopes: a block is held or it is not. */
-  #area(context, corners, height, fill, line) {
-    const outline = new Path2D();
-    corners.forEach(([x, y], index) => {
-      if (index) {
-        outline.lineTo(x, corners[index - 1][1]);
-        outline.lineTo(x, y);
-      } else {
-        outline.moveTo(x, y);
-      }
+    const top = niceCeiling(Math.max(MIN_TOP, ...this.#points.map((point) => sum(point.values))));
+    const x = (point) => 100 * (1 - (at - point.at) / SPAN_S);
+    const y = (point, number) => 100 * (1 - sum(point.values.slice(0, number)) / top);
+    this.paths.forEach((path, index) => {
+      const steps = this.#points.map((point, i) => `${i ? "H" : `M${x(point)},100H`}${x(point)}V${y(point, index + 1)}`);
+      path.setAttribute("d", `${steps.join("")}V100`);
     });
-    const area = new Path2D(outline);
-    area.lineTo(corners.at(-1)[0], height);
-    area.lineTo(corners[0][0], height);
-    context.fillStyle = fill;
-    context.fill(area);
-    context.strokeStyle = line;
-    context.lineWidth = 1.5;
-    context.stroke(outline);
+    const now = this.names.map((name, index) => `${count(values[index])} ${name}`).join(", ");
+    this.scale.textContent = count(top);
+    this.note.textContent = now;
+    this.drawing.setAttribute("aria-label", `${this.title} over the last minute: now ${now}`);
   }
 }
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
+
+/** Return the smallest of 1, 2, 5, 10, 20, 50, ... that is at least `value`: a scale that rarely changes. */
+function niceCeiling(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value);
+}

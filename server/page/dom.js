@@ -1,7 +1,4 @@
 // What the other modules need of the DOM: making elements, and writing numbers for people.
-// Text enters the page through text nodes alone, so nothing that a model says is ever markup.
-
-const SVG = "http://www.w3.org/2000/svg";
 
 /** Return an element with properties (className, onclick, ...), attributes under `attrs`, and children. */
 export function el(tag, { attrs = {}, ...properties } = {}, ...children) {
@@ -13,16 +10,16 @@ export function el(tag, { attrs = {}, ...properties } = {}, ...children) {
   return element;
 }
 
-/** Return a drawing of index.html's sprite; screen readers skip it. */
-export function icon(name) {
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("class", "icon");
-  svg.setAttribute("aria-hidden", "true");
-  const use = document.createElementNS(SVG, "use");
-  use.setAttribute("href", `#icon-${name}`);
-  svg.append(use);
-  return svg;
+/** Return an element of SVG with attributes and children. */
+export function svg(tag, attrs, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  Object.entries(attrs).forEach(([name, value]) => element.setAttribute(name, value));
+  element.append(...children);
+  return element;
 }
+
+/** Return a drawing of index.html's sprite; screen readers skip it. */
+export const icon = (name) => svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `#icon-${name}` }));
 
 /** Return a button. One with an icon shows `label` as a tooltip; one without shows it as its text. */
 export function button(label, { icon: name = "", ...properties } = {}) {
@@ -82,5 +79,8 @@ export function sequenceColour(seqId) {
   return `oklch(${lightness} ${chroma} ${(seqId * 137.508 + 150) % 360})`;
 }
 
-/** Return a custom property of the style sheet, for drawing on a canvas. */
-export const themeColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+/** Return a colour of the style sheet in the theme that is on, for drawing on `canvas`. */
+export function themeColour(canvas, name) {
+  canvas.style.color = `var(${name})`;
+  return getComputedStyle(canvas).color;
+}

@@ -1,135 +1,132 @@
-// One sequence's way through the engine: a band of its phases, a curve of its computed positions, and a list of its
-// events. The engine reports the times of arrival, admission, first token and end; the others are as exact as snapshots.
+// The way of each sequence through the engine, as the page has seen it: a band of its phases and a list of its events.
+// The engine reports the times of arrival, admission, first token and end; the others are as exact as snapshots.
 
-import { prepare } from "./canvas.js";
-import { count, duration, el, sequenceColour, themeColour } from "./dom.js";
+import { byId, count, duration, el, sequenceColour } from "./dom.js";
 
-const BAND = 12; // CSS pixels
-const MARGIN = 16; // above the curve, for the scale
+const MAX_JOURNEYS = 200;
 
-export class JourneyView {
-  #seqId = null;
+export class Journeys {
+  #journeys = new Map(); // by sequence id, oldest first: { last, events, endS, isExact, peakBlocks }
+  #lastS = 0;
+  #shownId = null;
 
-  /** `parts` are the elements { figure, canvas, note, events, close }. */
-  constructor(parts, journeys) {
-    Object.assign(this, parts);
-    this.journeys = journeys;
-    this.close.addEventListener("click", () => this.show(null));
+  constructor() {
+    byId("journey-close").addEventListener("click", () => this.show(null));
   }
 
-  get seqId() {
-    return this.#seqId;
-  }
-
-  /** Show a sequence's journey, or none for null. */
-  show(seqId) {
-    this.#seqId = this.journeys.get(seqId) ? seqId : null;
-    this.figure.hidden = this.#seqId === null;
-    this.draw();
-    if (!this.figure.hidden) {
-      this.figure.scrollIntoView({ block: "nearest" });
+  /** Take in a snapshot; sequences that are missing from it have ended. */
+  add({ time_s: at, sequences, ended }) {
+    if (at < this.#lastS) {
+      this.#journeys.clear(); // the daemon was restarted, and sequence ids with it
     }
+    this.#lastS = at;
+    const living = new Set(sequences.map((sequence) => sequence.seq_id));
+    for (const [seqId, journey] of this.#journeys) {
+      journey.endS ??= living.has(seqId) ? null : at;
+    }
+    sequences.forEach((sequence) => this.#note(sequence, at));
+    ended.forEach((end) => this.#end(end));
+    while (this.#journeys.size > MAX_JOURNEYS) {
+      this.#journeys.delete(this.#journeys.keys().next().value);
+    }
+    this.#draw();
   }
 
-  draw() {
-    const journey = this.journeys.get(this.#seqId);
-    if (!journey?.last) {
-      this.figure.hidden = true;
+  /** Return the last states of the last `number` sequences that have ended, the latest first. */
+  ended(number) {
+    const ended = [...this.#journeys.values()].filter((journey) => journey.endS !== null);
+    return ended.sort((a, b) => b.endS - a.endS).slice(0, number).map(({ last }) => last);
+  }
+
+  /** Show a sequence's journey, or none for null; return whether it is known. */
+  show(seqId) {
+    this.#shownId = seqId;
+    this.#draw();
+    byId("journey").scrollIntoView({ block: "nearest" });
+    return this.#journeys.has(seqId);
+  }
+
+  /** Show the journey of the last sequence of a request; return whether it is known. */
+  showOf(requestId) {
+    return this.show([...this.#journeys.values()].findLast(({ last }) => requestId.startsWith(last.tag))?.last.seq_id ?? null);
+  }
+
+  #note(sequence, at) {
+    const { seq_id: seqId, status, num_blocks: blocks } = sequence;
+    const journey = this.#journeys.get(seqId) ?? { last: sequence, events: [], endS: null, isExact: false, peakBlocks: 0 };
+    if (journey.isExact) {
+      return; // the snapshot is older than the end
+    }
+    if (sequence.num_preemptions > journey.last.num_preemptions) {
+      journey.events.push({ at, name: "preempted" });
+    }
+    if (journey.last.status === "preempted" && status !== "preempted") {
+      journey.events.push({ at, name: "resumed" });
+    }
+    Object.assign(journey, { last: sequence, peakBlocks: Math.max(journey.peakBlocks, blocks) });
+    this.#journeys.set(seqId, journey);
+  }
+
+  /** Take the daemon's numbers of a sequence's end, which no snapshot has. */
+  #end(end) {
+    const isIt = ({ last }) => ["tag", "prompt", "choice"].every((name) => last[name] === end[name]);
+    const journey = [...this.#journeys.values()].findLast(isIt);
+    if (!journey) {
       return;
     }
-    const { context, width, height } = prepare(this.canvas);
-    const { last, samples, endS } = journey;
-    const startS = last.arrival_s;
-    const stopS = Math.max(endS ?? samples.at(-1).at, startS + 1e-3);
-    const x = (at) => (width * (Math.min(Math.max(at, startS), stopS) - startS)) / (stopS - startS);
-    this.#curve(context, journey, x, width, height);
-    this.#band(context, journey, x, stopS, height);
-    this.#write(journey, stopS);
+    const { last } = journey;
+    const scheduledS = end.queue_s === null ? null : last.arrival_s + end.queue_s;
+    const tokenS = end.num_tokens > last.num_prompt ? scheduledS + end.prefill_s : null;
+    const times = { first_scheduled_s: scheduledS, first_token_s: tokenS };
+    const numbers = { num_tokens: end.num_tokens, num_computed: end.num_tokens, num_preemptions: end.num_preemptions };
+    Object.assign(journey, { endS: tokenS === null ? end.at_s : tokenS + end.decode_s, isExact: true });
+    journey.last = { ...last, ...times, ...numbers, finish: end.finish_reason ?? "disconnect" };
   }
 
-  #curve(context, { last, samples }, x, width, height) {
-    const base = height - BAND - 4;
-    const y = (tokens) => base - ((base - MARGIN) * tokens) / Math.max(last.num_tokens, 1);
-    const corners = [[x(last.first_scheduled_s ?? samples.at(-1).at), y(0)]];
-    const known = samples.map(({ at, computed }) => [at, computed]);
-    if (last.first_token_s !== null) {
-      known.push([last.first_token_s, last.num_prompt]);
-    }
-    known.sort(([a], [b]) => a - b);
-    corners.push(...known.map(([at, computed]) => [x(at), y(computed)]), [width, y(samples.at(-1).computed)]);
-    const outline = new Path2D();
-    corners.forEach(([left, top], index) => (index ? outline.lineTo(left, top) : outline.moveTo(left, top)));
-    const area = new Path2D(outline);
-    area.lineTo(corners.at(-1)[0], base);
-    area.lineTo(corners[0][0], base);
-    context.fillStyle = context.strokeStyle = sequenceColour(last.seq_id);
-    context.globalAlpha = 0.25;
-    context.fill(area);
-    context.globalAlpha = 1;
-    context.lineWidth = 1.5;
-    context.stroke(outline);
-    this.#level(context, y(last.num_prompt), width, `prompt, ${count(last.num_prompt)} tokens`);
-    if (last.num_cached && y(last.num_cached) - y(last.num_prompt) > 12) { // else the labels overlap
-      this.#level(context, y(last.num_cached), width, `cached, ${count(last.num_cached)}`);
+  #draw() {
+    const journey = this.#journeys.get(this.#shownId);
+    byId("journey").hidden = !journey;
+    if (journey) {
+      const { last, endS, peakBlocks } = journey;
+      const stopS = endS ?? this.#lastS;
+      const steps = stepsOf(journey, stopS).map(([at, text]) => el("li", {}, el("span", { textContent: at }), text));
+      byId("journey-band").replaceChildren(...phases(last, stopS));
+      byId("journey-events").replaceChildren(...steps);
+      byId("journey-note").textContent = `sequence ${last.seq_id} of request ${last.tag}…, at most ${count(peakBlocks)} blocks`;
     }
   }
+}
 
-  #level(context, top, width, text) {
-    context.strokeStyle = themeColour("--line");
-    context.fillStyle = themeColour("--faint");
-    context.lineWidth = 1;
-    context.setLineDash([3, 3]);
-    context.beginPath();
-    context.moveTo(0, Math.round(top) + 0.5);
-    context.lineTo(width, Math.round(top) + 0.5);
-    context.stroke();
-    context.setLineDash([]);
-    context.font = "10px system-ui, sans-serif";
-    context.fillText(text, 2, top - 3);
-  }
+/** Return waiting, prefill and decoding as parts of one band, as long as they took. */
+function phases(last, stopS) {
+  const scheduledS = last.first_scheduled_s ?? stopS;
+  const tokenS = last.first_token_s ?? stopS;
+  const all = { waiting: scheduledS - last.arrival_s, prefill: tokenS - scheduledS, decoding: stopS - tokenS };
+  return Object.entries(all).map(([name, seconds]) => {
+    const part = el("i", { className: name, title: `${name}: ${duration(seconds)}` });
+    part.style.flexGrow = Math.max(seconds, 0);
+    part.style.setProperty("--own", sequenceColour(last.seq_id));
+    return part;
+  });
+}
 
-  /** Waiting, prefill, decoding and preemption as lengths of one band. */
-  #band(context, { last, samples }, x, stopS, height) {
-    const colour = sequenceColour(last.seq_id);
-    const scheduledS = last.first_scheduled_s ?? stopS;
-    const tokenS = last.first_token_s ?? stopS;
-    const paint = (from, to, fill, alpha) => {
-      context.globalAlpha = alpha;
-      context.fillStyle = fill;
-      context.fillRect(x(from), height - BAND, Math.max(x(to) - x(from), 0), BAND);
-      context.globalAlpha = 1;
-    };
-    paint(last.arrival_s, scheduledS, themeColour("--cached-block"), 1);
-    paint(scheduledS, tokenS, colour, 0.45);
-    paint(tokenS, stopS, colour, 1);
-    samples.forEach(({ at, status }, index) => {
-      if (status === "preempted") {
-        paint(at, samples[index + 1]?.at ?? stopS, themeColour("--danger"), 1);
-      }
-    });
+function stepsOf({ last, events, endS, isExact }, stopS) {
+  const since = (at) => duration(Math.max(at - last.arrival_s, 0));
+  const steps = [["0 ms", "arrived"]];
+  if (last.first_scheduled_s !== null) {
+    const cached = last.num_cached ? `, ${count(last.num_cached)} of them cached` : "";
+    steps.push([since(last.first_scheduled_s), `admitted with ${count(last.num_prompt)} prompt tokens${cached}`]);
   }
-
-  #write({ last, events, endS, isExact, peakBlocks }, stopS) {
-    const since = (at) => duration(Math.max(at - last.arrival_s, 0));
-    const steps = [["0 ms", "arrived"]];
-    if (last.first_scheduled_s !== null) {
-      const cached = last.num_cached ? `, ${count(last.num_cached)} of them cached` : "";
-      steps.push([since(last.first_scheduled_s), `admitted with ${count(last.num_prompt)} prompt tokens${cached}`]);
-    }
-    if (last.first_token_s !== null) {
-      const prefill = duration(last.first_token_s - last.first_scheduled_s);
-      steps.push([since(last.first_token_s), `first token, after ${prefill} of prefill`]);
-    }
-    steps.push(...events.map(({ at, name }) => [`~${since(at)}`, name]));
-    const answered = last.num_tokens - last.num_prompt;
-    const pace = last.first_token_s !== null && answered > 1
-      ? `, ${duration((stopS - last.first_token_s) / (answered - 1))} each` : "";
-    const state = endS === null ? last.status : "ended";
-    const how = last.finish ? ` (${last.finish})` : "";
-    steps.push([`${endS === null || isExact ? "" : "~"}${since(stopS)}`, `${state}: ${count(answered)} tokens${pace}${how}`]);
-    const rows = steps.map(([at, text]) => el("li", {}, el("span", { textContent: at }), text));
-    this.events.replaceChildren(...rows);
-    this.note.textContent = `sequence ${last.seq_id} of request ${last.tag}…, at most ${count(peakBlocks)} blocks`;
-    this.canvas.setAttribute("aria-label", `Journey of sequence ${last.seq_id}: the events are listed below`);
+  if (last.first_token_s !== null) {
+    const prefill = duration(last.first_token_s - last.first_scheduled_s);
+    steps.push([since(last.first_token_s), `first token, after ${prefill} of prefill`]);
   }
+  steps.push(...events.map(({ at, name }) => [`~${since(at)}`, name]));
+  const answered = last.num_tokens - last.num_prompt;
+  const isPaced = last.first_token_s !== null && answered > 1;
+  const pace = isPaced ? `, ${duration((stopS - last.first_token_s) / (answered - 1))} each` : "";
+  const state = endS === null ? last.status : "ended";
+  const how = last.finish ? ` (${last.finish})` : "";
+  steps.push([`${endS === null || isExact ? "" : "~"}${since(stopS)}`, `${state}: ${count(answered)} tokens${pace}${how}`]);
+  return steps;
 }

@@ -3,8 +3,7 @@
 import { getJson } from "./api.js";
 import { Chart } from "./chart.js";
 import { byId, count, duration } from "./dom.js";
-import { JourneyView } from "./journey.js";
-import { Journeys } from "./journeys.js";
+import { Journeys } from "./journey.js";
 import { Pool } from "./pool.js";
 import { Sequences } from "./sequences.js";
 
@@ -20,29 +19,12 @@ export class Live {
 
   /** `onSnapshot` hears of every snapshot, `onError` of every failure to get one. */
   constructor({ onSnapshot, onError }) {
-    this.onSnapshot = onSnapshot;
-    this.onError = onError;
-    this.blocks = new Chart(byId("history"), byId("history-note"), "Blocks in use", [
-      { name: "held", fill: "--held", line: "--held-line" },
-      { name: "cached", fill: "--cached", line: "--cached-line" },
-    ]);
-    this.tokens = new Chart(byId("throughput"), byId("throughput-note"), "Tokens a second", [
-      { name: "generated", fill: "--held", line: "--held-line" },
-    ]);
-    const reactions = { choose: (seqId) => this.#choose(seqId), open: (seqId) => this.openJourney(seqId) };
+    Object.assign(this, { onSnapshot, onError, journeys: new Journeys() });
+    this.blocks = new Chart("history", "Blocks in use", ["held", "cached"]);
+    this.tokens = new Chart("throughput", "Tokens a second", ["generated"]);
+    const reactions = { choose: (seqId) => this.pool.choose(seqId), open: (seqId) => this.journeys.show(seqId) };
     this.pool = new Pool(byId("pool"), byId("pool-note"), reactions);
     this.sequences = new Sequences(byId("sequences"), byId("sequences-note"), reactions);
-    this.journeys = new Journeys();
-    this.journey = new JourneyView({
-      figure: byId("journey"),
-      canvas: byId("journey-canvas"),
-      note: byId("journey-note"),
-      events: byId("journey-events"),
-      close: byId("journey-close"),
-    }, this.journeys);
-    const redraw = () => this.draw();
-    document.addEventListener("themechange", redraw);
-    new ResizeObserver(redraw).observe(this.pool.canvas);
     document.addEventListener("visibilitychange", () => this.start());
   }
 
@@ -54,41 +36,11 @@ export class Live {
     }
   }
 
-  /** Show the journey of a request's last sequence; returns whether it is known. */
-  openJourneyOf(tag) {
-    const seqId = this.journeys.find(tag);
-    this.openJourney(seqId);
-    return seqId !== null;
-  }
-
-  /** Show how a sequence went so far; null closes the drawing. */
-  openJourney(seqId) {
-    this.journey.show(seqId);
-  }
-
-  draw() {
-    this.blocks.draw();
-    this.tokens.draw();
-    this.pool.draw();
-    this.journey.draw();
-  }
-
-  #choose(seqId) {
-    if (this.pool.chosen !== seqId) {
-      this.pool.chosen = seqId;
-      this.pool.draw();
-    }
-  }
-
   async #ask() {
     let pause = POLL_MS;
     this.#isAsking = true;
     try {
       const query = new URLSearchParams({ ...this.pool.query, since: this.#samples.at(-1)?.time_s ?? 0 });
-      const seqId = this.pool.chosen ?? this.journey.seqId;
-      if (seqId !== null) {
-        query.set("sequence", seqId);
-      }
       const snapshot = await getJson(`v1/engine/live?${query}`);
       this.#show(snapshot);
       pause = snapshot.cells.blocks_per_cell > 1 ? LARGE_POLL_MS : POLL_MS;
@@ -104,10 +56,9 @@ export class Live {
 
   #show(snapshot) {
     this.journeys.add(snapshot);
-    this.pool.set(snapshot);
-    this.sequences.set(snapshot, this.journeys);
+    this.pool.show(snapshot);
+    this.sequences.show(snapshot, this.journeys);
     this.#showFigures(snapshot);
-    this.draw();
     this.onSnapshot(snapshot);
   }
 
@@ -130,15 +81,9 @@ export class Live {
     if (seconds) {
       this.tokens.add(snapshot.time_s, [rate]);
     }
-    this.#showMean("ttft", oldest, snapshot);
-    this.#showMean("itl", oldest, snapshot, "tpot");
-  }
-
-  /** The mean of the observations since the oldest sample; without any the last figure stays. */
-  #showMean(name, oldest, newest, id = name) {
-    const number = newest[name].count - oldest[name].count;
-    if (number) {
-      byId(id).textContent = duration((newest[name].sum_s - oldest[name].sum_s) / number);
+    for (const [id, name] of [["ttft", "ttft"], ["tpot", "itl"]]) { // means; without observations the last figure stays
+      const number = snapshot[name].count - oldest[name].count;
+      byId(id).textContent = number ? duration((snapshot[name].sum_s - oldest[name].sum_s) / number) : byId(id).textContent;
     }
   }
 }

@@ -7,44 +7,19 @@ import { count, el, sequenceColour } from "./dom.js";
 const MAX_ROWS = 40;
 const MAX_ENDED = 8;
 
-function makeRow(seqId, choose, open) {
-  const part = (className) => el("span", { className });
-  const button = el("button", { type: "button", className: "sequence", onclick: () => open(seqId) });
-  const parts = {
-    swatch: part("swatch"),
-    state: part("state"),
-    bar: part("bar"),
-    prompt: part("prompt"),
-    answer: part("answer"),
-    tokens: part("tokens"),
-    blocks: part("blocks"),
-  };
-  parts.bar.append(parts.prompt, parts.answer);
-  button.append(parts.swatch, parts.state, parts.bar, parts.tokens, parts.blocks);
-  for (const [event, chosen] of [["pointerenter", seqId], ["focus", seqId], ["pointerleave", null], ["blur", null]]) {
-    button.addEventListener(event, () => choose(chosen));
-  }
-  return { row: el("li", {}, button), button, ...parts };
-}
-
 export class Sequences {
   #rows = new Map(); // by sequence id: rows are kept, so that focus and pointer stay where they are
 
   /** `choose(seqId or null)` and `open(seqId)` as in pool.js. */
   constructor(list, note, { choose, open }) {
-    this.list = list;
-    this.note = note;
-    this.choose = choose;
-    this.open = open;
+    Object.assign(this, { list, note, choose, open });
   }
 
   /** Show a snapshot's sequences, and the last ones of `journeys` that ended. */
-  set({ sequences, requests }, journeys) {
+  show({ sequences, requests }, journeys) {
     const living = sequences.slice(0, MAX_ROWS);
-    const ended = journeys.ended(MAX_ENDED).map(({ last }) => ({ ...last, status: "ended", num_blocks: 0 }));
-    const shown = [...living, ...ended];
+    const shown = [...living, ...journeys.ended(MAX_ENDED).map((last) => ({ ...last, status: "ended", num_blocks: 0 }))];
     const ids = new Set(shown.map((sequence) => sequence.seq_id));
-    const longest = Math.max(...shown.map((sequence) => sequence.num_tokens));
     for (const [seqId, { row, button }] of this.#rows) {
       if (!ids.has(seqId)) {
         if (button.matches(":hover, :focus")) {
@@ -54,33 +29,40 @@ export class Sequences {
         this.#rows.delete(seqId);
       }
     }
+    const longest = Math.max(...shown.map((sequence) => sequence.num_tokens));
     shown.forEach((sequence, index) => this.#show(sequence, longest, index));
     const total = requests.running + requests.waiting + requests.preempted;
     const part = total > living.length ? `, ${living.length} shown` : "";
     this.note.textContent = total ? count(total) + part : "none: the engine is idle";
   }
 
+  #make(seqId) {
+    const [swatch, state, bar, tokens, blocks, prompt, answer] =
+      ["swatch", "state", "bar", "tokens", "blocks", "prompt", "answer"].map((className) => el("span", { className }));
+    bar.append(prompt, answer);
+    const button = el("button", { type: "button", onclick: () => this.open(seqId) }, swatch, state, bar, tokens, blocks);
+    for (const [event, chosen] of [["pointerenter", seqId], ["focus", seqId], ["pointerleave", null], ["blur", null]]) {
+      button.addEventListener(event, () => this.choose(chosen));
+    }
+    return { row: el("li", {}, button), button, state, tokens, blocks, prompt, answer };
+  }
+
   #show(sequence, longest, index) {
-    const id = sequence.seq_id;
-    if (!this.#rows.has(id)) {
-      this.#rows.set(id, makeRow(id, this.choose, this.open));
+    const { seq_id: id, status, num_prompt: prompt, num_cached: cached } = sequence;
+    const parts = this.#rows.get(id) ?? this.#make(id);
+    this.#rows.set(id, parts);
+    if (this.list.children[index] !== parts.row) {
+      this.list.insertBefore(parts.row, this.list.children[index] ?? null);
     }
-    const { row, button, swatch, state, prompt, answer, tokens, blocks } = this.#rows.get(id);
-    if (this.list.children[index] !== row) {
-      this.list.insertBefore(row, this.list.children[index] ?? null);
-    }
-    const answered = sequence.num_tokens - sequence.num_prompt;
-    button.classList.toggle("waiting", ["waiting", "preempted"].includes(sequence.status));
-    button.classList.toggle("ended", sequence.status === "ended");
-    for (const part of [swatch, prompt, answer]) {
-      part.style.background = sequenceColour(id);
-    }
-    const ofPrompt = Math.min(sequence.num_computed, sequence.num_prompt);
-    prompt.style.width = `${(100 * ofPrompt) / longest}%`;
-    answer.style.width = `${(100 * (sequence.num_computed - ofPrompt)) / longest}%`;
-    state.textContent = sequence.status;
-    tokens.textContent = `${count(sequence.num_prompt)} + ${count(answered)}`;
-    button.title = `${sequence.num_prompt} prompt tokens (${sequence.num_cached} cached) + ${answered} generated; click for the journey`;
-    blocks.textContent = `${count(sequence.num_blocks)} block${sequence.num_blocks === 1 ? "" : "s"}`;
+    const answered = sequence.num_tokens - prompt;
+    const ofPrompt = Math.min(sequence.num_computed, prompt);
+    parts.button.className = `sequence ${status}`;
+    parts.button.style.setProperty("--own", sequenceColour(id));
+    parts.button.title = `${prompt} prompt tokens (${cached} cached) + ${answered} generated; click for the journey`;
+    parts.prompt.style.width = `${(100 * ofPrompt) / longest}%`;
+    parts.answer.style.width = `${(100 * (sequence.num_computed - ofPrompt)) / longest}%`;
+    parts.state.textContent = status;
+    parts.tokens.textContent = `${count(prompt)} + ${count(answered)}`;
+    parts.blocks.textContent = `${count(sequence.num_blocks)} block${sequence.num_blocks === 1 ? "" : "s"}`;
   }
 }

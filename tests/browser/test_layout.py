@@ -150,11 +150,8 @@ BOUNDARIES = [("line-strong", "card"), ("line-strong", "paper"), ("accent", "pap
 def colours(theme: str) -> dict[str, str]:
     """Return the colours of a theme, by name."""
     sheet = (Path(server.__file__).parent / "page" / "style.css").read_text("utf-8")
-    light, dark = re.findall(r':root(?:\[data-theme="dark"\])? \{([^}]*)\}', sheet)[:2]
-    found: dict[str, str] = {}
-    for block in [light, dark][: 2 if theme == "dark" else 1]:
-        found |= dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block))
-    return found
+    pairs = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\);", sheet)
+    return {name: dark if theme == "dark" else light for name, light, dark in pairs}
 
 
 def luminance(colour: str) -> float:
