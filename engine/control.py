@@ -28,7 +28,7 @@ from engine.resources import EngineResources
 from engine.system.calls import on_thread
 
 if TYPE_CHECKING:
-    from engine.outbound.handover import Handover
+    from engine.handover import Handover
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Control:
             self._handover.close()
 
     def _open(self, command: OpenHandover) -> int | None:
-        from engine.outbound.handover import open_handover  # numpy, sockets: few engines hand over
+        from engine.handover import open_handover  # numpy, sockets: few engines hand over
 
         self._handover = open_handover(self._engine, command.config)
         return self._handover.port

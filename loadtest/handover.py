@@ -34,7 +34,7 @@ from loadtest.arguments import positive_int
 from loadtest.output import print_table, save_json
 
 _KEY = _FINGERPRINT = "feed"
-_PIECE_BYTES = 16 << 20  # as engine/outbound/handover.py
+_PIECE_BYTES = 16 << 20  # as engine/handover.py
 _CHILD = "import sys; from loadtest.handover import serve; serve(sys.argv[1], *map(int, sys.argv[2:]))"
 
 

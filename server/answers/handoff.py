@@ -4,7 +4,7 @@ A request with `do_remote_decode` has the prefill daemon compute its prompt, kee
 is. A request with `do_remote_prefill` has the decode daemon (--kv-transfer-config) take it from there, and continue as if
 its prefix cache had held the K/V before, so the answer is the same as without a hand-over. Between the two stands a
 router, or the decode daemon asks the prefill daemon itself. If anything fails, the prompt is computed here: a stream may
-be late, it is never lost. Event loop; the engine copies (engine/outbound/handover.py).
+be late, it is never lost. Event loop; the engine copies (engine/handover.py).
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import pytest
 
 from engine.core.kv.prefix_cache import request_names
 from engine.core.types import Request, StepEvents, TokenEvent
+from engine.handover import Handover, HandoverConfig, Prefix, open_handover
 from engine.loop import Engine
-from engine.outbound.handover import Handover, HandoverConfig, Prefix, open_handover
 from engine.settings.engine_config import EngineConfig
 from engine.settings.peer import Peer
 from engine.startup.build import build_engine

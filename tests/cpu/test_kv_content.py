@@ -21,8 +21,8 @@ from engine.core.errors import ModelLoadError, ParcelError
 from engine.core.kv import tiers
 from engine.core.stats import TransferKind
 from engine.files import file_digests
+from engine.handover import HandoverConfig
 from engine.loop import Engine
-from engine.outbound.handover import HandoverConfig
 from engine.runtime.lora.adapter import AdaptedMatrix, Target
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.native.library import Isa, native

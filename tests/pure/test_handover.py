@@ -26,8 +26,8 @@ from engine.core.page_table import Layout
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Request
 from engine.handle import EngineFacts
+from engine.handover import Handover, HandoverConfig, Offer, Prefix
 from engine.loop import Engine
-from engine.outbound.handover import Handover, HandoverConfig, Offer, Prefix
 from engine.runtime.stores import listener, parts, wire
 from engine.runtime.stores.folder import KnownPart, Parcels
 from engine.runtime.stores.peer import PeerFolder

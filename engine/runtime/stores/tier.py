@@ -1,7 +1,7 @@
 """The thread of a store of cached blocks: moves blocks one after the other, those that requests wait for first.
 
 A store's calls block, so the engine's thread makes none: a tier's thread makes them, and for a hand-over that of a
-request (engine/outbound/handover.py).
+request (engine/handover.py).
 """
 
 from __future__ import annotations
