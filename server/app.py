@@ -30,6 +30,7 @@ from server.answers.handoff import Receiver, Sender
 from server.answers.stored_responses import ResponseStore
 from server.batches.dispatch import Dispatcher
 from server.batches.service import BatchService
+from server.http.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
 from server.http.bodies import BodyReader
 from server.http.cross_site import Cors, CrossSiteGuard
 from server.http.middleware import AnswerLog, RequestScope
@@ -46,7 +47,6 @@ from server.telemetry.metrics import Metrics
 from server.telemetry.otlp_endpoints import find_endpoints
 from server.telemetry.recent_requests import RecentRequests
 from server.telemetry.request_log import RequestLog
-from server.tenancy.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import read_tenants
 

@@ -31,7 +31,7 @@ from server.answers.handoff import Receiver, Sender
 from server.answers.stored_responses import ResponseStore
 from server.batches.service import BatchService
 from server.http.bodies import BodyReader, is_large, limited
-from server.http.middleware import IGNORED_FIELDS
+from server.http.request_state import RequestState, state_of
 from server.http.threads import run_slowly
 from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
@@ -41,7 +41,7 @@ from server.telemetry.metrics import Metrics
 from server.telemetry.recent_requests import RecentRequests
 from server.telemetry.request_log import RequestLog
 from server.tenancy.public_prefixes import PublicPrefixes
-from server.tenancy.tenancy import Tenancy, enter, owner_of
+from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import DEFAULT
 
 if TYPE_CHECKING:
@@ -124,9 +124,9 @@ class Context:
         )
         return ["kv_transfer_params"] if is_dropped else []
 
-    def enter(self, request: Request) -> None:
+    def enter(self, state: RequestState) -> None:
         """Count a request on its account until it ends, once. Raises OverloadedError at a limit."""
-        enter(request.scope["state"], self.engine.stats.e2e_s.mean)
+        state.enter(lambda: self.engine.stats.e2e_s.mean)
 
     async def render(self, body: Conversation) -> str:
         """Return a conversation's prompt; threads prepare a long one, and wait for the process that renders it.
@@ -158,7 +158,7 @@ InContext = Annotated[Context, Depends(_context)]
 
 
 async def _owner(request: Request) -> str:
-    return owner_of(request.scope["state"])
+    return state_of(request.scope).owner
 
 
 InOwner = Annotated[str, Depends(_owner)]  # the owner of stored things, see server/tenancy/tenancy.py
@@ -180,7 +180,7 @@ def json_body(model: type[Body], *, spends: bool = False) -> Callable[[Request, 
 
     async def read(request: Request, context: InContext) -> Body:
         if spends:
-            context.enter(request)
+            context.enter(state_of(request.scope))
         most = context.config.max_body_bytes
         too_large = f"The request body is larger than {most} bytes; send less (--max-body-bytes)."
         pieces = limited(request, most, too_large)
@@ -235,7 +235,7 @@ def _close_field(model: type[RequestBody], name: str) -> str:
 
 
 def _report_ignored(request: Request, context: Context, names: list[str], hint: str) -> None:
-    setattr(request.state, IGNORED_FIELDS, names[:MAX_NAMED_FIELDS])
+    state_of(request.scope).ignored_fields = names[:MAX_NAMED_FIELDS]
     logger.warning("ignored fields: %s.%s", ", ".join(names[:MAX_NAMED_FIELDS]), hint)
     for name in names[:MAX_NAMED_FIELDS]:
         context.telemetry.emit(FieldIgnored(name))

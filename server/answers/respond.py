@@ -33,14 +33,14 @@ from server.answers.client import Answer
 from server.answers.context import Context
 from server.answers.formatter import ChunkMeta, ResponseFormatter
 from server.answers.generation import ChoiceDelta, Generation
-from server.http.middleware import BEGUN_S, IGNORED_FIELDS, RECORD, caller_of
+from server.http.middleware import caller_of
+from server.http.request_state import RequestState, state_of
 from server.http.threads import run_slowly
 from server.protocol.documents import Usage
-from server.protocol.errors import REQUEST_ID, ApiError, to_api_error
+from server.protocol.errors import ApiError, to_api_error
 from server.telemetry.events import RequestOpened
 from server.telemetry.request_log import RequestRecord
 from server.telemetry.timeline import AnswerMetrics, server_timing, with_metrics
-from server.tenancy.tenancy import TENANT, Account
 
 logger = logging.getLogger(__name__)
 
@@ -105,15 +105,15 @@ def submit(
 
     Raises what the tenant's limits or the engine refuse with.
     """
-    account: Account | None = getattr(http.state, TENANT, None)
-    requests = _admit(http, context, requests)
+    state = state_of(http.scope)
+    account, requests = state.account, _admit(state, context, requests)
     answer = context.client.submit(requests)
     if account is not None:
         account.charge_prompts(requests)
     generation = Generation(answer, requests, context.tokenizer, rules)
     adapter = requests[0].params.adapter
-    record = RequestRecord(
-        request_id=getattr(http.state, REQUEST_ID),
+    state.record = RequestRecord(
+        request_id=state.request_id,
         answer_id=answer_id(requests),
         endpoint=http.url.path,
         stream=stream,
@@ -121,21 +121,19 @@ def submit(
         adapter=None if adapter is None else adapter.name,
         generation=generation,
         account=account,
-        caller=caller_of(http.scope) if BEGUN_S in http.scope["state"] else None,
-        ignored_fields=getattr(http.state, IGNORED_FIELDS, ()),
+        caller=None if state.begun_s is None else caller_of(http.scope),
+        ignored_fields=state.ignored_fields,
     )
-    setattr(http.state, RECORD, record)
-    context.telemetry.emit(RequestOpened(record))
+    context.telemetry.emit(RequestOpened(state.record))
     return answer, generation
 
 
-def _admit(http: HttpRequest, context: Context, requests: Sequence[Request]) -> Sequence[Request]:
+def _admit(state: RequestState, context: Context, requests: Sequence[Request]) -> Sequence[Request]:
     """Return the requests on the caller's account, if it has one. Raises OverloadedError."""
-    account: Account | None = getattr(http.state, TENANT, None)
-    if account is None:
+    if state.account is None:
         return requests
-    context.enter(http)
-    return [context.public_prefixes.mark(request) for request in account.sign(requests)]
+    context.enter(state)
+    return [context.public_prefixes.mark(request) for request in state.account.sign(requests)]
 
 
 async def respond(
@@ -156,7 +154,7 @@ async def respond(
     if context.receiver is not None:
         for request in requests:
             check_request(request, context.engine.config)
-        fetching = context.receiver.fetch(_admit(http, context, requests), transfer)
+        fetching = context.receiver.fetch(_admit(state_of(http.scope), context, requests), transfer)
         await unless_disconnected(http.receive, fetching)
     answer, generation = submit(http, context, requests, rules, stream=body.stream)
     if body.stream:
@@ -172,7 +170,9 @@ async def respond(
     is_long = max(num_logprobs, sum(len(request.prompt) for request in requests)) > MAX_INLINE_TOKENS
     document = await run_slowly(write) if is_long else write()
     if context.sender is not None and transfer is not None and transfer.do_remote_decode:
-        (signed,) = getattr(http.state, RECORD).requests
+        record = state_of(http.scope).record
+        assert record is not None, "left by `submit`"
+        (signed,) = record.requests
         offered = await unless_disconnected(http.receive, context.sender.offer(signed))
         document = document[:-1] + b',"kv_transfer_params":' + to_json(offered) + b"}"
     return with_timings(document, generation, body)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 
-from server.http.middleware import IGNORED_FIELDS, RECORD
+from server.http.request_state import RequestState
 from server.http.turns import CALLER
-from server.protocol.errors import REQUEST_ID, to_api_error
+from server.protocol.errors import STATE, to_api_error
 from server.telemetry.events import Listener, RequestEnded
-from server.tenancy.tenancy import TENANT, Account, leave
+from server.tenancy.tenancy import Account
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +40,8 @@ class Dispatcher:
 
     async def ask(self, path: str, document: bytes, account: Account | None) -> Reply:
         """POST a JSON document on an account; there always is a reply."""
-        state: dict[str, Any] = {REQUEST_ID: uuid.uuid4().hex}
+        state = RequestState(uuid.uuid4().hex, account=account)
         if account is not None:
-            state[TENANT] = account
             CALLER.set(account.tenant.name)
         inbox: list[Message] = [{"type": "http.request", "body": document, "more_body": False}]
         status, parts = 0, list[bytes]()
@@ -68,14 +67,13 @@ class Dispatcher:
             error_answer = to_api_error(error)
             status, parts = error_answer.status, [error_answer.body()]
         finally:
-            leave(state)
-            record = state.get(RECORD)
-            if record is not None:
-                self._emit(RequestEnded(record, status, time.monotonic() - started_s, is_batch=True))
-        return Reply(status, state[REQUEST_ID], b"".join(parts), tuple(state.get(IGNORED_FIELDS, ())))
+            state.leave()
+            if state.record is not None:
+                self._emit(RequestEnded(state.record, status, time.monotonic() - started_s, is_batch=True))
+        return Reply(status, state.request_id, b"".join(parts), tuple(state.ignored_fields))
 
 
-def _scope(path: str, document: bytes, state: dict[str, Any]) -> dict[str, Any]:
+def _scope(path: str, document: bytes, state: RequestState) -> dict[str, Any]:
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -89,5 +87,5 @@ def _scope(path: str, document: bytes, state: dict[str, Any]) -> dict[str, Any]:
         "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(document)).encode())],
         "client": None,
         "server": None,
-        "state": state,
+        STATE: state,
     }

@@ -20,9 +20,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.core.errors import shorten
+from server.http.auth import PROBE_PATHS
 from server.protocol.errors import ApiError
 from server.settings.origins import NO_ORIGIN, Authority, is_loopback_name, is_same_origin, names_host, names_origin
-from server.tenancy.auth import PROBE_PATHS
 
 _READING = frozenset({"GET", "OPTIONS"})  # a HEAD is a GET here
 _FOREIGN_SITES = frozenset({"cross-site", "same-site"})  # another port of this machine is the same site

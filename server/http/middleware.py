@@ -11,18 +11,18 @@ import logging
 import re
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.errors import ShuttingDownError, shorten
-from server.protocol.errors import ERROR, IS_ANTHROPIC, REQUEST_ID, is_disk_full, to_api_error
+from server.http.request_state import RequestState, state_of
+from server.protocol.errors import STATE, is_disk_full, to_api_error
 from server.protocol.printable import printable
 from server.telemetry.events import Event, HttpAnswered, Listener, RequestEnded
 from server.telemetry.logs import LineBudget
 from server.telemetry.request_log import Caller
-from server.tenancy.tenancy import TENANT, Account, leave
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")  # a client's id is repeated in headers and logs only if it looks like this
-# Keys of the request's state, under which routes leave what the answer's headers and the log line report.
-IGNORED_FIELDS = "ignored_fields"
-RECORD = "record"
-BEGUN_S = "begun_s"  # Unix time, at which the request arrived
 
 
 class RequestScope:
@@ -62,15 +58,9 @@ class RequestScope:
         if self._root_path and f"{path}/".startswith(f"{self._root_path}/"):
             path = path.removeprefix(self._root_path)
         path = path or "/"
-        is_anthropic = _is_anthropic(path, headers)
         # uvicorn keeps the scope with the real method, and sends no body in answer to a HEAD.
         scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
-        state = scope["state"] = {
-            **scope.get("state", {}),
-            REQUEST_ID: request_id,
-            IS_ANTHROPIC: is_anthropic,
-            BEGUN_S: time.time(),
-        }
+        state = scope[STATE] = RequestState(request_id, time.time(), _is_anthropic(path, headers))
         status = 0
         span = None if self._tracing is None else self._tracing.begin(scope, headers)
 
@@ -96,32 +86,31 @@ class RequestScope:
             if not status:
                 await to_api_error(error).response(scope)(scope, receive, send_with_headers)
         finally:
-            self._conclude(scope, request_id, status, time.monotonic() - started_s, span)
+            self._conclude(scope, status, time.monotonic() - started_s, span)
 
-    def _complete(self, headers: MutableHeaders, state: dict[str, Any], span: Span | None) -> None:
+    def _complete(self, headers: MutableHeaders, state: RequestState, span: Span | None) -> None:
         """Add the headers that every answer has."""
-        headers["x-request-id"] = state[REQUEST_ID]
-        if state[IS_ANTHROPIC]:
-            headers["request-id"] = state[REQUEST_ID]
+        headers["x-request-id"] = state.request_id
+        if state.is_anthropic:
+            headers["request-id"] = state.request_id
         if span is not None and self._tracing is not None:
             headers.update(self._tracing.headers(span))
-        if IGNORED_FIELDS in state:
-            headers["x-quire-ignored-fields"] = ", ".join(state[IGNORED_FIELDS])
-        if TENANT in state:
-            record = state.get(RECORD)
-            if record is None:  # it runs nothing, so it is over
-                leave(state)
-            generation = None if record is None else record.generation
-            headers.update(state[TENANT].headers(generation.num_drawn_tokens if generation is not None else 0))
+        if state.ignored_fields:
+            headers["x-quire-ignored-fields"] = ", ".join(state.ignored_fields)
+        if state.account is not None:
+            if state.record is None:  # it runs nothing, so it is over
+                state.leave()
+            generation = None if state.record is None else state.record.generation
+            headers.update(state.account.headers(generation.num_drawn_tokens if generation is not None else 0))
 
-    def _conclude(self, scope: Scope, request_id: str, status: int, seconds: float, span: Span | None) -> None:
+    def _conclude(self, scope: Scope, status: int, seconds: float, span: Span | None) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
-        state = scope["state"]
-        leave(state)
-        record = state.get(RECORD)
+        state = state_of(scope)
+        state.leave()
+        record = state.record
         self._emit(
             HttpAnswered(
-                request_id,
+                state.request_id,
                 route,
                 scope["method"],
                 status,
@@ -129,8 +118,8 @@ class RequestScope:
                 record,
                 span,
                 caller=caller_of(scope),
-                error=state.get(ERROR),
-                ignored_fields=state.get(IGNORED_FIELDS, ()),
+                error=state.error,
+                ignored_fields=state.ignored_fields,
             )
         )
         if record is not None:
@@ -139,11 +128,12 @@ class RequestScope:
 
 def caller_of(scope: Scope) -> Caller:
     """Return the sender of a request; what it chose is cut, and has no control characters."""
-    client, account = scope.get("client"), scope["state"].get(TENANT)
+    client, state = scope.get("client"), state_of(scope)
     agent = Headers(scope=scope).get("user-agent", "")
-    tenant = account.tenant.name if isinstance(account, Account) else None
+    tenant = None if state.account is None else state.account.tenant.name
+    assert state.begun_s is not None, "the outermost middleware knows when a request begins"
     path, agent = (shorten(printable(text)) for text in (scope["path"], agent))
-    return Caller(path, client[0] if client else "", agent, tenant, scope["state"][BEGUN_S])
+    return Caller(path, client[0] if client else "", agent, tenant, state.begun_s)
 
 
 class AnswerLog:

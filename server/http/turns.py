@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.tenancy.tenancy import TENANT
+from server.http.request_state import state_of
 
 SMALL_BYTES = 4096  # of a body; a caller's smaller requests do not wait for its larger ones
 
@@ -98,8 +98,8 @@ class TurnTaker:
 
 def _caller(scope: Scope) -> str:
     """Return the account's name or, without one, the client's address."""
-    account = scope["state"].get(TENANT)
-    return _network((scope.get("client") or ("",))[0]) if account is None else str(account.tenant.name)
+    account = state_of(scope).account
+    return _network((scope.get("client") or ("",))[0]) if account is None else account.tenant.name
 
 
 @lru_cache(maxsize=1024)

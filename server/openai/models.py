@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from server.answers.context import Context, InContext, InOwner
 from server.http.openapi import answers
+from server.http.request_state import state_of
 from server.protocol.documents import ResponseBody
-from server.protocol.errors import IS_ANTHROPIC
 from server.tenancy.tenant_file import DEFAULT
 
 
@@ -116,7 +116,7 @@ async def list_models(http: Request, context: InContext, owner: InOwner) -> Resp
     """List the names that requests may use."""
     names = [*context.config.served_model_names, *context.engine.adapters]
     cards = [_card(context, owner, name) for name in names]
-    if getattr(http.state, IS_ANTHROPIC):
+    if state_of(http.scope).is_anthropic:
         return _json(ModelPageQuery.model_validate(dict(http.query_params)).page(cards))
     return _json(ModelList(object="list", data=cards))
 
@@ -125,4 +125,4 @@ async def list_models(http: Request, context: InContext, owner: InOwner) -> Resp
 async def retrieve_model(http: Request, context: InContext, owner: InOwner, name: str) -> Response:
     """Return a model, or a 404."""
     card = _card(context, owner, context.check_model(name))
-    return _json(card.for_anthropic() if getattr(http.state, IS_ANTHROPIC) else card)
+    return _json(card.for_anthropic() if state_of(http.scope).is_anthropic else card)

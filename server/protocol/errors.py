@@ -44,10 +44,7 @@ from engine.system.similar import closest
 from engine.text.fields.base import describe
 from server.protocol.printable import printable
 
-# Keys of an ASGI request's state, which the outermost middleware writes.
-REQUEST_ID = "request_id"
-IS_ANTHROPIC = "is_anthropic"  # True for a request of Anthropic's API
-ERROR = "error"  # the ApiError that answered it
+STATE = "quire"  # the key of a request's RequestState (server/http/request_state.py) in its ASGI scope
 
 _MAX_LOGGED_CHARS = 400  # of a sentence
 _MAX_SUGGESTED_CHARS = 100  # of a path for which a served one is suggested
@@ -122,9 +119,11 @@ class ApiError(Exception):
     def response(self, scope: Scope) -> Response:
         """Return the answer to a request; a 503 always says when to try again."""
         headers = _RETRY_SOON | self.headers if self.status == HTTPStatus.SERVICE_UNAVAILABLE else self.headers
-        state = scope.setdefault("state", {})
-        state[ERROR] = replace(self)  # without a traceback, whose frames hold the body
-        body = self.anthropic_body(request_id=state[REQUEST_ID]) if state.get(IS_ANTHROPIC) else self.body()
+        state = scope.get(STATE)
+        if state is None:
+            return Response(self.body(), self.status, headers, media_type="application/json")
+        state.error = replace(self)  # without a traceback, whose frames hold the body
+        body = self.anthropic_body(request_id=state.request_id) if state.is_anthropic else self.body()
         return Response(body, self.status, headers, media_type="application/json")
 
 

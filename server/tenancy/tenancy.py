@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from math import ceil, inf
-from typing import Any
 
 from engine.core.errors import OverloadedError
 from engine.core.scheduling.admission import RetryTimes
@@ -29,32 +28,6 @@ from engine.core.types import Request
 from server.tenancy.tenant_file import DEFAULT, Tenant
 
 CountRefusal = Callable[[str, str], None]  # the tenant and the limit
-# Keys of a request's state.
-TENANT = "tenant"  # the Account, left by the guard
-_IS_OPEN = "is_open"  # the account counts this request
-
-
-def enter(state: dict[str, Any], request_s: float) -> None:
-    """Count a request on its account, once. Raises OverloadedError at a limit, also if its tokens were used up meanwhile."""
-    account: Account | None = state.get(TENANT)
-    if account is None:
-        return
-    account.check(request_s, is_counted=_IS_OPEN in state)
-    if _IS_OPEN not in state:
-        state[_IS_OPEN] = True
-        account.num_open += 1
-
-
-def leave(state: dict[str, Any]) -> None:
-    """Count a request as open no longer. Idempotent."""
-    if state.pop(_IS_OPEN, False):
-        state[TENANT].num_open -= 1
-
-
-def owner_of(state: Mapping[str, Any]) -> str:
-    """Return the owner of what a request stores, from the request's ASGI state."""
-    account: Account | None = state.get(TENANT)
-    return DEFAULT if account is None else account.tenant.name
 
 
 class Account:

@@ -19,7 +19,8 @@ from test_cli import LONG, outcome, quire, ready
 import server
 from engine.core.stats import SequenceView, Snapshot
 from server.http import connection as connection_module
-from server.protocol.errors import ApiError
+from server.http.request_state import RequestState
+from server.protocol.errors import STATE, ApiError
 from server.state_log import _of_snapshot, log_state
 from server.telemetry.logs import MAX_REFUSALS, JsonFormatter, LineBudget, TextFormatter
 from tests.http.harness import Live, eventually
@@ -205,10 +206,11 @@ def test_as_text_the_state_is_indented_below_its_line(live: Live, caplog: pytest
 
 def test_what_is_kept_of_a_refusal_holds_no_frame() -> None:
     """The frames of a traceback hold the body, which may have megabytes."""
-    state: dict[str, Any] = {}
+    state = RequestState("r")
     try:
         raise ApiError(400, "invalid_value", "No.")
     except ApiError as error:
-        error.response({"type": "http", "state": state})
-    assert state["error"].message == "No."
-    assert state["error"].__traceback__ is None
+        error.response({"type": "http", STATE: state})
+    assert state.error is not None
+    assert state.error.message == "No."
+    assert state.error.__traceback__ is None

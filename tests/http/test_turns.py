@@ -20,8 +20,10 @@ from server.answers import client as client_module
 from server.answers.client import EngineClient
 from server.http.bodies import BodyReader
 from server.http.connection import TURN_CALLS, Connection
+from server.http.request_state import RequestState
 from server.http.threads import Worker
 from server.http.turns import CALLER, SMALL_BYTES, Turns, TurnTaker, _network
+from server.protocol.errors import STATE
 from tests.patience import PATIENCE_S
 from tests.pure.driver import request as engine_request
 
@@ -42,7 +44,7 @@ class TurnCounter:
 
 def scope(name: str, num_bytes: int | None = 10, path: str = "/v1/completions") -> dict[str, Any]:
     headers = [(b"transfer-encoding", b"chunked")] if num_bytes is None else [(b"content-length", b"%d" % num_bytes)]
-    return {"type": "http", "path": path, "headers": headers, "client": (name, 1), "state": {}}
+    return {"type": "http", "path": path, "headers": headers, "client": (name, 1), STATE: RequestState("r")}
 
 
 async def begun(scopes: list[dict[str, Any]]) -> list[tuple[str, int]]:

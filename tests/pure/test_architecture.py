@@ -74,6 +74,11 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("server", ("torch", "engine.runtime", "engine.core.scheduling.scheduler", "engine.core.kv.block_pool"), ()),
     ("server", ("engine.core.kv.manager", "engine.core.sequence", "loadtest.fake_runner"), ()),
     ("server", ("loadtest",), ("server.cli",)),
+    (
+        "server.telemetry",
+        tuple(f"server.{room}" for room in ("answers", "anthropic", "batches", "http", "openai", "operations")),
+        (),
+    ),
     ("server", ("tools",), ()),
     ("loadtest", ("tools",), ()),
     ("server", ("engine.startup.build",), ("server.app", "server.serve")),

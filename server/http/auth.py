@@ -13,8 +13,9 @@ from collections.abc import Collection
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server.http.request_state import state_of
 from server.protocol.errors import ApiError
-from server.tenancy.tenancy import TENANT, Tenancy
+from server.tenancy.tenancy import Tenancy
 
 PROBE_PATHS = frozenset({"/health", "/ready"})
 MONITORING_PATHS = frozenset({"/metrics", "/version"})  # numbers, and names of models, adapters and tenants
@@ -37,7 +38,7 @@ class KeyGuard:
         account = None if (error := _twice(headers)) else self._tenancy.find(_shown(headers))
         if account is not None:
             if self._tenancy.has_file:
-                scope.setdefault("state", {})[TENANT] = account
+                state_of(scope).account = account
             await self._app(scope, receive, send)
             return
         error = error or ApiError(
