@@ -177,7 +177,7 @@ class Handover:
 
         def read(scheduler: Scheduler, runner: Runner) -> int:
             blocks = scheduler.kv.find_prefix(prefix.names, prefix.tokens, stop)[first:]
-            runner.read_blocks(blocks, rows[first : first + len(blocks)])
+            runner.read_blocks(blocks, rows[: len(blocks)])
             return len(blocks)
 
         return self._between_steps(read)

@@ -104,6 +104,8 @@ def remote_pair(folder: Path, **settings: int | bool) -> tuple[Daemon, Daemon]:
 def pair(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Daemon, Daemon]]:
     """A prefill daemon and a decode daemon."""
     daemons = (Daemon(folder), Daemon(folder)) if request.param == "shared memory" else remote_pair(folder)
+    for daemon in daemons:
+        daemon.handover._piece = 3  # a prompt takes several
     yield daemons
     for daemon in daemons:
         daemon.close()
