@@ -112,6 +112,7 @@ class Stats:
     blocks_free: int = 0
     blocks_cached: int = 0
     blocks_held: int = 0
+    findable_blocks: dict[str, int] = field(default_factory=lambda: {"full": 0})  # by kind of group of layers
     host_blocks_free: int = 0  # of the swap space
     host_blocks_held: int = 0
     host_blocks_cached: int = 0

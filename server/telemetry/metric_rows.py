@@ -96,6 +96,12 @@ METRICS = (
     ),
     _gauge("quire_kv_blocks", "KV blocks by state: held by sequences, cached for reuse, free.", _blocks, "state"),
     _gauge(
+        "quire_kv_findable_blocks",
+        "KV blocks that prompts find, held or cached, by group of layers: full attention, or a window; as of the last step.",
+        "findable_blocks",
+        "group",
+    ),
+    _gauge(
         "quire_swap_blocks",
         "Blocks in host memory by state: held by preempted sequences or on their way, cached behind the pool, free.",
         _host,

@@ -47,6 +47,13 @@ def check_footprint(driver: Driver) -> None:
             assert len(table) <= len(seq.kv.blocks)
 
 
+def check_findable(driver: Driver) -> None:
+    """The groups together find what the pool says is found."""
+    kv = driver.scheduler.kv
+    num_findable = sum(kv.pool.is_findable(block) for block in range(kv.pool.num_blocks))
+    assert sum(group.num_findable for _, group in kv.groups) == num_findable
+
+
 class WindowMachine(SchedulerMachine):
     """The histories of test_scheduler_properties.py, aborts, beams and rollbacks included, with windows."""
 
@@ -73,6 +80,7 @@ class WindowMachine(SchedulerMachine):
     def footprint_is_bounded(self) -> None:
         if hasattr(self, "driver"):
             check_footprint(self.driver)
+            check_findable(self.driver)
 
     def teardown(self) -> None:
         super().teardown()
@@ -184,6 +192,17 @@ def prefill(driver: Driver, asked: Request) -> int:
     driver.add(asked)
     driver.drain()
     return driver.prompts[asked.request_id, 0].num_cached_tokens
+
+
+def test_findable_blocks_are_counted_by_kind_of_group() -> None:
+    driver = Driver(windowed([4, 4, 9], max_model_len=64, num_blocks=200))
+    driver.add(request("a", tuple(range(32)), max_tokens=1))
+    driver.drain()
+    stats, size = driver.scheduler.stats, driver.scheduler.config.block_size
+    assert stats.findable_blocks.keys() == {"full", "window 4", "window 9"}
+    assert stats.findable_blocks["full"] == 32 // size
+    assert 0 < stats.findable_blocks["window 9"] < stats.findable_blocks["window 4"]
+    assert sum(stats.findable_blocks.values()) == stats.blocks_cached
 
 
 def test_a_prefix_is_resumed_where_every_group_can() -> None:

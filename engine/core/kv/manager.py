@@ -22,7 +22,7 @@ from engine.core.in_flight import InFlightStep
 from engine.core.kv.contents import Contents
 from engine.core.kv.groups import WindowGroup
 from engine.core.kv.pins import Pins
-from engine.core.kv.prefix_cache import PrefixCache, request_names
+from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, request_names
 from engine.core.kv.tiers import Tiers, TransferEnd
 from engine.core.page_table import NEVER, NO_BLOCK, PrefixImport, Ticket, blocks_for
 from engine.core.sequence import Sequence
@@ -55,6 +55,12 @@ class KVCacheManager:
         self._pins.targets += (self._cache, *self._others)
         self._cache.dependents = self._others
         self.contents = self._watch(config) if config.kv_events else None
+
+    @property
+    def groups(self) -> list[tuple[str, BlockIndex]]:
+        """Return the groups of layers, each with the name of its kind in metrics."""
+        windows = zip(self._config.windows, self._windows, strict=True)
+        return [("full", self._cache), *((f"window {window}", group) for window, group in windows)]
 
     def _watch(self, config: SchedulerConfig) -> Contents:
         """Let the pool and every tier note what they hold."""

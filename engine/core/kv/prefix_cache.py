@@ -114,6 +114,11 @@ class BlockIndex:
         """Return the block with this content; -1 if there is none."""
         return self._block_of.get(name, -1)
 
+    @property
+    def num_findable(self) -> int:
+        """Return how many blocks prompts find here, held or cached."""
+        return len(self._name_of)
+
     def content(self, block: int) -> bytes | None:
         """Return the name that a block can be found by; None if it cannot be found."""
         return self._name_of.get(block)
@@ -281,6 +286,11 @@ class PrefixCache(BlockIndex):
         self._run_of |= dict.fromkeys(left, run)
         for block in left:
             self.pool.index(block)
+
+    @property
+    def num_findable(self) -> int:
+        """As an index's, with the blocks without names."""
+        return super().num_findable + len(self._run_of)
 
     def _name(self, name: bytes) -> None:
         """Name the blocks of the run that begins with this content; duplicates become unfindable."""

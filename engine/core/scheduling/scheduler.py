@@ -39,7 +39,7 @@ class Scheduler:
         self._budget = StepBudget(config)
         self.kv = KVCacheManager(config, self.stats, self._budget.times)
         self.tiers = self.kv.tiers
-        self._recorder = StatsRecorder(config, self.stats, self.kv.pool, self.tiers)
+        self._recorder = StatsRecorder(config, self.stats, self.kv)
         self._queue = RunningQueue(self._recorder, config)
         self._deadlines: Deadlines | None = None  # from the first request with a deadline on
         self._in_flight: deque[InFlightStep] = deque()

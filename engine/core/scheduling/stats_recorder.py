@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import deque
 
 from engine.core.config import SchedulerConfig
-from engine.core.kv.block_pool import BlockPool
-from engine.core.kv.tiers import Tiers
+from engine.core.kv.manager import KVCacheManager
 from engine.core.sequence import Sequence
 from engine.core.stats import FailureCause, PreemptionKind, Stats, SwapDirection, Target
 from engine.core.step import StepPlan
@@ -21,12 +20,12 @@ _NUM_RECENT = 1024  # completed sequences whose lengths are kept: minutes of a b
 class StatsRecorder:
     """Counts equal gaps between tokens together, once a step, to keep the path of a token short."""
 
-    def __init__(self, config: SchedulerConfig, stats: Stats, pool: BlockPool, tiers: Tiers) -> None:
+    def __init__(self, config: SchedulerConfig, stats: Stats, kv: KVCacheManager) -> None:
         self._target_ttft_s, self._target_itl_s = config.target_ttft_s, config.target_itl_s
         self._stats = stats
-        self._pool = pool
-        self._host_pool = tiers.host.pool
-        self._store_pools = {name: store.pool for name, store in tiers.stores.items()}
+        self._pool, self._groups = kv.pool, kv.groups
+        self._host_pool = kv.tiers.host.pool
+        self._store_pools = {name: store.pool for name, store in kv.tiers.stores.items()}
         self.gaps: dict[float, int] = {}  # time of the previous token -> sequences that drew their next since
         self.lengths: deque[int] = deque(maxlen=_NUM_RECENT)  # in tokens, of the sequences that were completed last
         self.gauges(0, 0)
@@ -182,6 +181,10 @@ class StatsRecorder:
         stats.num_background_running = num_background
         stats.blocks_free, stats.blocks_cached, stats.blocks_held = pool.counts
         stats.blocks_pinned = pool.num_pinned
+        findable = dict.fromkeys((kind for kind, _ in self._groups), 0)
+        for kind, group in self._groups:
+            findable[kind] += group.num_findable
+        stats.findable_blocks = findable
         if host.num_blocks:  # else there are no stores either
             stats.host_blocks_free, stats.host_blocks_cached, stats.host_blocks_held = host.counts
             stats.host_blocks_pinned = host.num_pinned
