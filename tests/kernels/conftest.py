@@ -5,6 +5,8 @@ tests/conftest.py has chosen which. What a device does and the interpreter of Tr
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -68,5 +70,47 @@ def mend() -> None:
     builder.create_fp_to_fp = fp8_cast
 
 
+def hasten() -> None:
+    """Have the interpreter keep what it computes again for every number: types, shapes, and numpy's names of types."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    types: dict[Any, Any] = {}  # block types, by element and shape
+    shapes: dict[int, tuple[Any, dict[str, Any]]] = {}  # by a type's id: the type, and what its tensors have in common
+    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+
+    def new_type(cls: Any, element: Any, shape: Any) -> Any:
+        if cls is not tl.block_type or not all(type(size) is int for size in shape):
+            return object.__new__(cls)
+        key = id(element), *shape  # a type holds its element, so that no other gets the id
+        return types[key] if key in types else types.setdefault(key, object.__new__(cls))
+
+    def init_type(self: Any, element: Any, shape: Any) -> None:
+        if not vars(self):
+            make_type(self, element, shape)
+
+    def init_tensor(self: Any, handle: Any, kind: Any) -> None:
+        known = shapes.get(id(kind))
+        if known is not None and known[0] is kind:
+            vars(self).update(known[1])
+            self.handle = handle
+            return
+        make_tensor(self, handle, kind)
+        shapes[id(kind)] = kind, {name: value for name, value in vars(self).items() if name != "handle"}
+
+    # An overflow is computed, and then not asserted: that takes another option, or TRITON_DEBUG.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+    interpreter.TensorHandle.__post_init__ = lambda self: None  # asks whether an array has the size of its type
+    tl.block_type.__new__, tl.block_type.__init__, tl.tensor.__init__ = new_type, init_type, init_tensor
+    name = interpreter._get_np_dtype
+    named = cache(name)
+    # A pointer has no hash.
+    interpreter._get_np_dtype = lambda kind: (
+        name(kind) if isinstance(kind.scalar, tl.pointer_type) else named(kind.scalar)
+    )
+
+
 if not torch.cuda.is_available() and find_spec("triton"):
     mend()
+    hasten()
