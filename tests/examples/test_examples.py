@@ -28,14 +28,14 @@ from tests.patience import PATIENCE_S
 from tests.pure.driver import Driver, config, request
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_"))
+FILES = sorted(path for path in Path(__file__).parent.glob("*.[cp]*") if not path.name.startswith("test_"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_the_page_shows_the_file_as_it_is(path: Path) -> None:
     name = "docs/observe/kv-events.md" if path.stem == "kv_consumer" else "CONTRIBUTING.md"
     page = (ROOT / name).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```(?:python|c)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert path.read_text(encoding="utf-8") in blocks
     assert f"tests/examples/{path.name}" in page
 

@@ -62,4 +62,4 @@ static int32_t run(const struct turn *t) {
     return part_attend(t, &a->scores, k, v, qkv->n, q, qkv->n, t->out);
 }
 
-EXPORT const struct kind quire_attention = {measure, run};
+EXPORT const struct kind kind_attention = {measure, run};

@@ -143,4 +143,4 @@ static int32_t run(const struct turn *t) {
     return multiply_heads(t, l->values, room.mixed, heads * l->rank, l->rank, t->out, l->values->n);
 }
 
-EXPORT const struct kind quire_latent = {measure, run};
+EXPORT const struct kind kind_latent = {measure, run};

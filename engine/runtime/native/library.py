@@ -272,7 +272,7 @@ class Library:
         """Return the address of a kind of part. Raises ConfigError if its structure is another here."""
         if name not in self._kinds:
             check_layout(self._functions)  # which has mirrors now that were not there when the library was loaded
-            self._kinds[name] = addressof(c_char.in_dll(self._functions, f"quire_{name}"))
+            self._kinds[name] = addressof(c_char.in_dll(self._functions, f"kind_{name}"))
         return self._kinds[name]
 
     def low_dtype(self, up: LinearArgs) -> torch.dtype:

@@ -11,4 +11,4 @@ static int32_t run(const struct turn *t) {
     return status ? status : part_multiply(t, PLACE_DOWN, &t->part->last, t->room, t->out, DT_F32);
 }
 
-EXPORT const struct kind quire_mlp = {measure, run};
+EXPORT const struct kind kind_mlp = {measure, run};

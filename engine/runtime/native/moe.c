@@ -381,4 +381,4 @@ static int32_t run(const struct turn *t) {
     return moe_forward(&args, t->room);
 }
 
-EXPORT const struct kind quire_mixture = {measure, run};
+EXPORT const struct kind kind_mixture = {measure, run};
