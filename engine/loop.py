@@ -3,8 +3,8 @@
     inbox -> scheduler.add / abort -> plan -> runner.run -> commit -> deliver, once a step
 
 The thread owns the scheduler and the runner. Other threads hold the engine as an EngineHandle (handle.py). It knows no
-HTTP and no tensors: the runner is an argument. `depth` 1 plans and launches the next step before it waits for the last
-one (overlap); 0 takes them one at a time.
+HTTP and no tensors: the runner is an argument. `depth` is how many further steps are planned and launched before it waits
+for the oldest one (overlap); 0 takes them one at a time.
 """
 
 from __future__ import annotations

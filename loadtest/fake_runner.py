@@ -4,7 +4,8 @@ With memory, a step writes each token into the block and offset that its page ta
 a hash of *everything it reads back through the page table*. A block that was freed too early, shared without a copy or
 mapped to the wrong place therefore changes the tokens. In a block of a group of layers with a sliding window a position
 holds a hash of the tokens up to it and of the group; a step asserts that it finds these in the window of every position
-that it computes. Without memory a draw costs a few hundred nanoseconds.
+that it computes. Tables are kept by row and group, as plans report them. Without memory a draw costs a few hundred
+nanoseconds.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from __future__ import annotations
 from array import array
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from engine.core.config import SchedulerConfig
 from engine.core.kv.tiers import Transfer
+from engine.core.rows import Rows, SequenceSlice
 from engine.core.stats import TransferKind
-from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
+from engine.core.step import Drafted, Fault, StepPlan, StepResult, count_agreeing
 from engine.core.types import TokenLogprob
 
 
@@ -57,8 +59,8 @@ class CostModel:
 
     def seconds(self, plan: StepPlan) -> float:
         """Return the simulated duration of a step."""
-        context = sum(piece.start + piece.num_tokens for piece in plan.slices) if self.context_s else 0
-        num_tokens = plan.num_tokens + sum(plan.num_drafts.values())
+        context = sum(start + count for start, count in plan.spans) if self.context_s else 0
+        num_tokens = plan.num_tokens + sum(num for _, num in plan.drafts)
         return self.step_s + self.token_s * num_tokens + self.context_s * context
 
 
@@ -104,7 +106,8 @@ class FakeRunner:
         self._windows = config.windows
         self._host_pages = [[-1] * config.block_size for _ in range(config.num_host_blocks)]
         self._arriving: abc.Sequence[tuple[int, int]] = ()  # swapped in by the last step, not there yet
-        self._last_ids = [-1] * config.max_num_seqs
+        self.rows = Rows()
+        self.tables: dict[int, list[list[int]]] = {}  # of each row, by slot and group
         self._choose = choose
         self._cost = cost
         self._sleep = sleep
@@ -115,8 +118,10 @@ class FakeRunner:
         """Do nothing."""
 
     def run(self, plan: StepPlan) -> FakeStep:
-        """Compute a step; nothing of the plan is kept."""
+        """Compute a step."""
         self.num_steps += 1
+        slices, num_drafts = self.rows.follow(plan), dict(plan.drafts)
+        self._follow_tables(plan)
         errors: dict[int, Fault] = {}
         logprobs: dict[int, TokenLogprob] = {}
         prompt_logprobs: dict[int, abc.Sequence[TokenLogprob]] = {}
@@ -125,16 +130,15 @@ class FakeRunner:
         result = StepResult([], logprobs, prompt_logprobs, pooled, errors, (), drafted)
         if self._pages is not None:
             self._move_blocks(plan, self._pages)
-        for index, piece in enumerate(plan.slices):
+        for index, piece in enumerate(slices):
             history = self._write(piece)
             message = self._fail(piece) if self._fail is not None else None
             if message is not None:
                 errors[index] = Fault(message)
-            elif index in plan.num_drafts:
-                drafted[index] = self._draw_drafted(piece, history, plan.num_drafts[index])
+            elif index in num_drafts:
+                drafted[index] = self._draw_drafted(piece, history, num_drafts[index])
             drawn = [self._draw(piece, history, sample.seed) for sample in piece.samples]
-            for sample, token in zip(piece.samples, drawn, strict=True):
-                self._last_ids[sample.slot] = token
+            for token in drawn:
                 if piece.params.beam is not None:
                     top = likeliest(token, history, piece.params.logprobs or 0, self.vocab_size)
                     logprobs[len(result.token_ids)] = TokenLogprob(*top[0], 1, top)
@@ -147,6 +151,7 @@ class FakeRunner:
             if piece.pooled_positions:
                 states = [hidden_state(history[: piece.start + i + 1]) for i in piece.pooled_positions]
                 pooled[index] = [sum(column) for column in zip(*states, strict=True)]
+        self.rows.learn(slices, result)
         seconds = self._cost.seconds(plan) if self._cost is not None else 0.0
         return FakeStep(result, partial(self._sleep, seconds))
 
@@ -187,9 +192,19 @@ class FakeRunner:
             pages[destination] = list(pages[source])
         self._arriving = plan.swap_in
         arriving = {destination for _, destination in plan.swap_in}
-        tables = [table for piece in plan.slices for table in (piece.block_table, *piece.window_tables)]
+        slots = *plan.slots, *(chunk.slot for chunk in plan.chunks)
+        tables = [table for slot in slots for table in self.tables[slot]]
         if not all(arriving.isdisjoint(table) for table in tables):
             self._arrive(pages)
+
+    def _follow_tables(self, plan: StepPlan) -> None:
+        """Bring the tables up to date."""
+        for row in plan.rows:
+            self.tables[row.slot] = list(map(list, row.tables))
+        for slot, group, index, block in plan.entries:
+            table = self.tables[slot][group]
+            table[index : index + 1] = [block]
+            assert index < len(table), "a table has a gap"
 
     def _arrive(self, pages: list[list[int]]) -> None:
         for host, destination in self._arriving:
@@ -201,15 +216,13 @@ class FakeRunner:
         if self._pages is None:
             return []
         size, stop = self._block_size, piece.start + piece.num_tokens
+        first, *others = self.tables[piece.slot]
         for position in range(piece.start, stop):
-            known = position < len(piece.tokens)
-            token = piece.tokens[position] if known else self._last_ids[piece.slot]
-            self._pages[piece.block_table[position // size]][position % size] = token
-        blocks = piece.block_table[: -(-stop // size)]
-        history = [token for block in blocks for token in self._pages[block]][:stop]
+            self._pages[first[position // size]][position % size] = piece.tokens[position]
+        history = [token for block in first[: -(-stop // size)] for token in self._pages[block]][:stop]
         if self._windows:
             states = list(accumulate(history, mix))
-            for group, (window, table) in enumerate(zip(self._windows, piece.window_tables, strict=True)):
+            for group, (window, table) in enumerate(zip(self._windows, others, strict=True)):
                 self._compute_window([mix(group, state) for state in states], piece.start, window, table, self._pages)
         return history
 
@@ -235,7 +248,7 @@ class FakeRunner:
             drafts.append(token if is_right else (token + 1) % self.vocab_size)
             future.append(drafts[-1])
         rows = [piece.at(start + ahead) for ahead in range(num_drafts + 1)]
-        read = self._write(replace(piece, tokens=[*piece.tokens, *drafts], num_tokens=num_drafts + 1))
+        read = self._write(piece._replace(tokens=[*piece.tokens, *drafts], num_tokens=num_drafts + 1))
         drawn = [self._draw(row, read[: row.start + 1], seed) for row in rows]
         failed = (ahead for ahead, row in enumerate(rows) if self._fail is not None and self._fail(row) is not None)
         drawn = drawn[: next(failed, len(rows))]  # a row that fails does so when it is the first of a step

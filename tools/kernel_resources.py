@@ -24,7 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from engine.core.step import Sample, SequenceSlice
+from engine.core.rows import SequenceSlice
+from engine.core.step import Sample
 from engine.core.types import SamplingParams
 from engine.runtime.activation import Activation, Clamp
 from engine.runtime.attention.base import Batch
@@ -392,7 +393,7 @@ def _sample(num_rows: int, vocab_size: int) -> None:
     add_to_tokens(logits, {(0, 3): 1.0})
     ban_tokens(logits, [Ban(0, 3)], torch.zeros(2).long())
     mask_rows(logits, torch.zeros(1).long(), torch.zeros((1, -(-vocab_size // 32)), dtype=torch.int32))
-    counted = SequenceSlice(0, [1, 2, 2], 1, 2, 1, [0], (Sample(0, 0),), SamplingParams(max_tokens=1), -1, 0)
+    counted = SequenceSlice(0, 0, 1, SamplingParams(max_tokens=1), [1, 2, 2], (Sample(0, 0),), 2, 1)
     TokenCounts(2, vocab_size, logits.device).penalties([(0, counted)], num_rows, torch.zeros(2).long())
 
 

@@ -42,11 +42,12 @@ def _packet() -> Packet:
 
     rng = np.random.default_rng(0)
     contexts = rng.integers(_CONTEXT - 50, _CONTEXT + 50, _NUM_ROWS)
-    tables = rng.integers(0, 10_000, (_NUM_ROWS, int(contexts.max()) // _BLOCK_SIZE + 1))
-    ints = np.concatenate([np.arange(_NUM_ROWS + 1), contexts, tables.reshape(-1)])
+    ints = np.concatenate([np.arange(_NUM_ROWS + 1), contexts])
     return Packet(
         longs=np.arange(4 * _NUM_ROWS),
         ints=ints.astype(np.int32),
+        slots=np.arange(_NUM_ROWS),
+        changes=rng.integers(0, 10_000, (_NUM_ROWS // _BLOCK_SIZE, 2)).astype(np.int32),
         num_slices=_NUM_ROWS,
         num_tokens=_NUM_ROWS,
         num_samples=_NUM_ROWS,
@@ -54,7 +55,6 @@ def _packet() -> Packet:
         keeps_all=False,
         query_lens=[1] * _NUM_ROWS,
         contexts=contexts.tolist(),
-        tables=tables.tolist(),
     )
 
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.sequence import Sequence
-from engine.core.step import SequenceSlice
 
 BACKGROUND_SHARE = 4  # a background step is this many times smaller: a request that arrives waits for its end
 RESERVE = 8  # one token in so many is kept for long prompts if a long one is first: it always makes progress
@@ -69,9 +68,9 @@ class Costs(NamedTuple):
     chunked_s: float = 0.0  # once, if the step has any prompt token
 
 
-def decode_load(slices: abc.Collection[SequenceSlice]) -> Load:
+def decode_load(positions: abc.Collection[int]) -> Load:
     """Return the load of slices of one token each."""
-    return Load(len(slices), sum([piece.start for piece in slices]))
+    return Load(len(positions), sum(positions))
 
 
 class StepTime:
@@ -157,15 +156,13 @@ class StepBudget:
         """Halve the next steps: the device had no memory for one of `num_tokens`."""
         self._limit = max(num_tokens // 2, 1)
 
-    def observe(
-        self, prompts: Load | None, slices: abc.Collection[SequenceSlice], num_drafts: int, seconds: float
-    ) -> None:
+    def observe(self, prompts: Load | None, positions: abc.Collection[int], num_drafts: int, seconds: float) -> None:
         """Learn from a step; `prompts` is its load, or None if all of its slices are decodes."""
         self._limit = min(self._limit + self._limit // _GROWTH + 1, self._max_tokens)
         self._num_skipped += 1
-        if slices and (prompts is not None or self._num_skipped >= _DECODES_SKIPPED):
+        if positions and (prompts is not None or self._num_skipped >= _DECODES_SKIPPED):
             self._num_skipped = 0
-            load = prompts or decode_load(slices)
+            load = prompts or decode_load(positions)
             self.times.observe(load._replace(num_decodes=load.num_decodes + num_drafts), seconds)
 
 
@@ -176,15 +173,15 @@ class Allowance:
 
     def __init__(self, budget: StepBudget, num_tokens: int) -> None:
         self._budget = budget
-        self._decodes: abc.Collection[SequenceSlice] = ()
+        self._decodes: abc.Collection[int] = ()
         self._load: Load | None = None
         self._num_held, self._held_s = 0, 0.0
         self.num_tokens, self.seconds = num_tokens, inf
 
-    def take_decodes(self, slices: abc.Collection[SequenceSlice]) -> None:
+    def take_decodes(self, positions: abc.Collection[int]) -> None:
         """Subtract the tokens of decodes, one each."""
-        self._decodes = slices
-        self.num_tokens -= len(slices)
+        self._decodes = positions
+        self.num_tokens -= len(positions)
 
     @property
     def load(self) -> Load:

@@ -12,17 +12,21 @@ from itertools import chain
 
 from engine.core.budget import Load
 from engine.core.sequence import Sequence
-from engine.core.step import Sample, SequenceSlice
+from engine.core.step import Chunk, KnownId, RowStart, Sample, StepPlan, TableEntry
 
 _NO_LOAD = Load()
 
 
 @dataclass(slots=True)
 class InFlightStep:
-    """The slices, their sequences, the children of those that fork, and the blocks that move."""
+    """What a plan will carry, its sequences by slice, and the children of those that fork."""
 
-    slices: list[SequenceSlice] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)  # the first of each slice
     sequences: list[Sequence] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    rows: list[RowStart] = field(default_factory=list)
+    entries: list[TableEntry] = field(default_factory=list)
+    ids: list[KnownId] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     children: dict[int, list[Sequence]] = field(default_factory=dict)  # by slice index
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -37,11 +41,37 @@ class InFlightStep:
 
     @property
     def num_tokens(self) -> int:
-        return sum([piece.num_tokens for piece in self.slices])
+        return self.num_decodes + sum([chunk.num_tokens for chunk in self.chunks])
+
+    def plan(self) -> StepPlan:
+        """Return the plan, which nothing changes from now on."""
+        num_decodes = self.num_decodes
+        return StepPlan(
+            step_id=self.step_id,
+            num_tokens=self.num_tokens,
+            num_samples=self.num_samples,
+            slots=tuple([seq.slot for seq in self.sequences[:num_decodes]]),
+            positions=tuple(self.positions[:num_decodes]),
+            chunks=tuple(self.chunks),
+            rows=tuple(self.rows),
+            entries=tuple(self.entries),
+            ids=tuple(self.ids),
+            copies=tuple(self.copies),
+            swap_out=tuple(self.swap_out),
+            swap_in=tuple(self.swap_in),
+            drafts=tuple(self.num_drafts.items()),
+        )
+
+    def sizes(self, index: int) -> tuple[int, int, int]:
+        """Return the first position of a slice, and its numbers of tokens and samples."""
+        if index < self.num_decodes:
+            return self.positions[index], 1, 1
+        chunk = self.chunks[index - self.num_decodes]
+        return chunk.start, chunk.num_tokens, len(chunk.samples)
 
     def largest(self, request_ids: Container[str]) -> str | None:
         """Return the request with the most tokens and samples in the step; of equals, the last."""
-        sizes = [piece.num_tokens + len(piece.samples) for piece in self.slices]
+        sizes = [sum(self.sizes(index)[1:]) for index in range(len(self.sequences))]
         ours = [i for i, seq in enumerate(self.sequences) if seq.request_id in request_ids]
         return self.sequences[max(ours, key=lambda i: (sizes[i], i))].request_id if ours else None
 
@@ -64,10 +94,25 @@ class InFlightStep:
     def add_chunk(self, seq: Sequence, start: int, count: int, samples: tuple[Sample, ...]) -> None:
         """Add a slice of `count` known positions of a sequence; `samples` are taken from the last."""
         wants = seq.params.prompt_logprobs if seq.wants_prompt_logprobs else None
-        self.slices.append(seq.slice(start, count, samples, -1 if wants is None else wants))
+        self.add_row(seq)
+        self.chunks.append(Chunk(seq.slot, start, count, samples, -1 if wants is None else wants))
+        self.positions.append(start)
         self.sequences.append(seq)
         self.num_samples += len(samples)
         seq.num_in_flight += 1
+
+    def add_row(self, seq: Sequence) -> None:
+        """Add what the runner lacks of a sequence's row: all of it, or the new entries of its tables."""
+        if not seq.has_row:
+            self.rows.append(seq.start_row())
+        elif seq.kv.changes:
+            slot, tables = seq.slot, seq.kv.tables
+            self.entries += [TableEntry(slot, group, at, tables[group][at]) for group, at in seq.kv.changes]
+            seq.kv.changes.clear()
+
+    def add_beam(self, seq: Sequence, position: int) -> None:
+        """Add a beam's last token, which the search has chosen."""
+        self.ids.append(KnownId(seq.slot, position, seq.tokens[position]))
 
 
 def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
@@ -80,11 +125,11 @@ def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
     while in_flight:
         step = in_flight.pop()
         filled = {destination for _, destination in step.copies}
-        for index, (piece, seq) in enumerate(zip(step.slices, step.sequences, strict=True)):
+        for index, (start, seq) in enumerate(zip(step.positions, step.sequences, strict=True)):
             children = step.children.get(index, ())
             lost = [place for place, block in enumerate(seq.kv.blocks) if block in filled]
             stand[seq] = stand.get(seq, True) and not lost
-            seq.num_planned = piece.start
+            seq.num_planned = start
             if lost:
                 seq.num_computed = min(seq.num_computed, lost[0] * seq.kv.block_size)
             for child in children:  # of the blocks it was forked with, only published ones are surely computed
@@ -92,8 +137,10 @@ def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
                 child.num_computed = min(child.num_computed, child.kv.num_published * child.kv.block_size)
             for each in (seq, *children):
                 each.num_in_flight -= 1
+                each.has_row = False
         for seq, num_found in step.arrivals.items():  # they keep their blocks, whose contents are lost
             stand.setdefault(seq, len(seq.kv.tables) == 1)  # nothing can resume without its windows
             seq.num_planned = seq.num_computed = num_found
             seq.num_in_flight -= 1
+            seq.has_row = False
     return stand

@@ -60,6 +60,7 @@ class SequenceKV:
     chain: list[bytes]  # names, see prefix_cache.py; an empty root keeps the sequence out of the cache
     is_cacheable: bool = True
     tables: tuple[list[int], ...] = ()  # none while it holds no blocks
+    changes: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of entries that no plan has carried
     num_owed: int = 0  # blocks that its other groups may still need before its known tokens are computed
     matched: list[int] = field(default_factory=list)  # the cached blocks that it can begin with ...
     matched_at: tuple[int, int] = (-1, 0)  # ... as they were at this version of the pool, for so many tokens
@@ -85,6 +86,7 @@ class SequenceKV:
     def clear(self) -> None:
         """Forget the blocks; the caller frees them."""
         self.tables, self.slots = (), []
+        self.changes.clear()
         self.num_published = self.writable_until = 0
         self.next_publish = self.block_size if self.is_cacheable else NEVER
         self.shares_tail = False

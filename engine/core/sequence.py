@@ -26,7 +26,7 @@ from typing import Protocol
 
 from engine.core.page_table import SequenceKV
 from engine.core.stats import SequenceView
-from engine.core.step import POOLED_UNIT, Sample, SequenceSlice
+from engine.core.step import POOLED_UNIT, RowStart, Sample
 from engine.core.types import Pooling, PromptInfo, Request, SamplingParams, TokenLogprob
 
 
@@ -143,7 +143,7 @@ class Sequence:
     kv: SequenceKV = field(init=False)  # the KVCacheManager's
     slot: int = -1  # the runner row
     samples: tuple[Sample, ...] = ()
-    slices: tuple[SequenceSlice, ...] = ()  # of its decode steps, while it has a slot
+    has_row: bool = False  # the runner has been sent its ids and tables
     is_forked: bool = field(init=False)
     is_leaving: bool = False  # out of the queues, but a step in flight still names its blocks
     is_chunked_prefill: bool = False  # no single step could hold what was to compute when it was admitted
@@ -185,21 +185,12 @@ class Sequence:
             self.fast_path_until = min(last, kv.writable_until)
             self.fast_commit_until = min(last, kv.next_publish)
 
-    def make_slices(self) -> None:
-        """Make two slices for decode steps to use in turns: one may be in flight while the next is planned.
-
-        Writing `start`, all that differs between steps, takes a tenth of the time of a new slice.
-        """
-        self.slices = (self.slice(0, 1, self.samples), self.slice(0, 1, self.samples))
-
-    def slice(
-        self, start: int, num_tokens: int, samples: tuple[Sample, ...], prompt_logprobs: int = -1
-    ) -> SequenceSlice:
-        """Return the part of this sequence that a step computes."""
-        kv = self.kv
-        blocks, windows = (kv.tables[0], kv.tables[1:]) if kv.tables else ((), ())
-        fields = (self.slot, self.tokens, self.num_prompt, start, num_tokens, blocks, samples, self.params)
-        return SequenceSlice(*fields, prompt_logprobs, self.seq_id, window_tables=windows)
+    def start_row(self) -> RowStart:
+        """Return the row that the runner keeps from now on."""
+        self.has_row = True
+        self.kv.changes.clear()
+        seed, tables = self.samples[0].seed, tuple(map(tuple, self.kv.tables))
+        return RowStart(self.slot, self.seq_id, self.num_prompt, self.params, seed, tuple(self.tokens), tables)
 
     @property
     def is_waiting(self) -> bool:
@@ -288,7 +279,6 @@ class Sequence:
         self.kv.slots = slots
         self.slot = slots[0]
         self.samples = (Sample(slots[0], choice_seed(self.params.seed, self.choice)),)
-        self.make_slices()
 
     def follow(self, other: Sequence, seq_id: int) -> None:
         """Copy another answer's state, sharing its blocks. The caller counts the references."""
@@ -297,7 +287,7 @@ class Sequence:
         self.num_computed = other.num_computed
         self.num_planned = other.num_planned
         self.kv.follow(other.kv)
-        self.make_slices()
+        self.has_row = False
 
     def sibling(self, choice: int, seq_id: int) -> Sequence:
         """Return another answer to the same prompt, running and forked, with nothing computed."""
@@ -322,7 +312,7 @@ class Sequence:
         """Forget all computed state, for a later start from scratch; its blocks are freed."""
         self.kv.clear()
         self.num_computed = self.num_planned = 0
-        self.samples, self.slices = (), ()
+        self.samples, self.has_row = (), False
         if self.wants_prompt_logprobs:
             self.prompt_logprobs = [None]
         self.pooled = []

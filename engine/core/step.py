@@ -1,19 +1,20 @@
 """The contract between scheduler and runner: StepPlan in, StepResult out.
 
-A plan is integers and references; it needs counts, never token values, so the next step can be planned while this one
-runs. A Runner reads a plan until the end of `wait` and keeps nothing of it: the lists that a slice refers to grow on, and
-a decoding sequence's slices are rewritten when the step has been committed.
+A plan is frozen from its launch on, and nothing in it is as long as a context: it carries the rows that begin, the table
+entries that are new, and positions. A runner keeps the rest by row, see rows.py. Planning needs counts, never token
+values, so the next steps can be planned while this one runs.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import abc
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from engine.core.stats import FailureCause
-from engine.core.types import Adapter, Grammar, GrammarKey, Pooling, SamplingParams, TokenLogprob
+from engine.core.types import Adapter, Grammar, GrammarKey, SamplingParams, TokenLogprob
 
 POOLED_UNIT = 2.0**-24  # as fine as float32 is for numbers near 1, about which normed hidden states are
 
@@ -21,83 +22,124 @@ POOLED_UNIT = 2.0**-24  # as fine as float32 is for numbers near 1, about which 
 class Sample(NamedTuple):
     """One token to sample from a slice's last position.
 
-    The sampled id is kept for `slot`, where the next step finds it if it was planned before this one is committed.
-    Randomness is keyed by (seed, position of the sampled token), by nothing else.
+    The sampled id is the next one of the row in `slot`. Randomness is keyed by (seed, position of the sampled token), by
+    nothing else.
     """
 
     slot: int
     seed: int
 
 
-@dataclass(slots=True)
-class SequenceSlice:
-    """The part of one sequence that a step computes: positions start .. start + num_tokens - 1.
+class RowStart(NamedTuple):
+    """A row that begins: another sequence takes the slot, or the runner's state of the row no longer counts."""
 
-    `tokens` are the ids known so far; if the last position's id is not among them, it is the one drawn for `slot` by the
-    step before. `block_table` maps logical to physical blocks and covers every position of the slice; `window_tables` do so
-    for each group of layers with sliding windows, where entries before the window of the first position are undefined.
-    `samples` is empty where a chunk ends before the sequence does, and has n entries where a prompt of n > 1 completes.
+    slot: int
+    seq_id: int  # unique for the engine's life: tells a runner when a slot has changed hands
+    num_prompt: int
+    params: SamplingParams
+    seed: int  # of its decodes
+    ids: tuple[int, ...]  # all that are known
+    tables: tuple[
+        tuple[int, ...], ...
+    ]  # by group of layers, blocks in logical order; below 0 where a window has passed
+
+
+class TableEntry(NamedTuple):
+    """A block that a row's table gains, or that replaces another."""
+
+    slot: int
+    group: int
+    at: int  # the table's next index, or an earlier one
+    block: int
+
+
+class KnownId(NamedTuple):
+    """The last id of a row, where it is not the one that the runner drew."""
+
+    slot: int
+    position: int
+    token_id: int
+
+
+class Chunk(NamedTuple):
+    """A slice of known positions start .. start + num_tokens - 1 of a row, whose tables cover them.
+
+    `samples` is empty where the chunk ends before the sequence does, and has n entries where a prompt of n > 1 completes.
     `prompt_logprobs` >= 0 asks for that many alternatives at each prompt position; -1 for none.
     """
 
     slot: int
-    tokens: abc.Sequence[int]
-    num_prompt: int
     start: int
     num_tokens: int
-    block_table: abc.Sequence[int]
-    samples: tuple[Sample, ...]
-    params: SamplingParams
-    prompt_logprobs: int
-    seq_id: int  # unique for the engine's life: tells a runner when a slot has changed hands
-    drafts: abc.Sequence[int] = ()  # a runner's own: ids supposed to follow `tokens`, the last positions of the slice
-    window_tables: abc.Sequence[abc.Sequence[int]] = ()
+    samples: tuple[Sample, ...] = ()
+    prompt_logprobs: int = -1
 
-    def at(self, start: int, num_tokens: int = 1) -> SequenceSlice:
-        """Return this slice with other positions; dataclasses.replace takes six times as long."""
-        return SequenceSlice(
-            self.slot,
-            self.tokens,
-            self.num_prompt,
-            start,
-            num_tokens,
-            self.block_table,
-            self.samples,
-            self.params,
-            self.prompt_logprobs,
-            self.seq_id,
-            self.drafts,
-            self.window_tables,
-        )
 
-    @property
-    def pooled_positions(self) -> range:
-        """Return the positions within the slice whose hidden states are wanted."""
-        if self.params.pooling is None:
-            return range(0)
-        if self.params.pooling is Pooling.MEAN:
-            return range(self.num_tokens)
-        return range(self.num_tokens - (self.start + self.num_tokens == self.num_prompt), self.num_tokens)
+Pairs = tuple[tuple[int, int], ...]
 
 
 class StepPlan(NamedTuple):
     """One forward pass: blocks to move, then every slice as one flat batch; or blocks alone.
 
+    The first slices decode: one position each of `slots`, whose id is the row's last, and from which one token is sampled.
+    The others are `chunks`.
+
     Blocks move in this order: `swap_out` before anything of the step is written to the pool, `copies` (copy-on-write),
     then `swap_in`, which has to be done before the first slice that reads it, and that may be a later step's.
 
-    `num_drafts`, by slice index, is how many positions behind the slice the runner may draft and compute as well. What is
+    `drafts`, pairs of a slice index and a number, are how many positions behind the slice the runner may draft and compute as well. What is
     written there and not confirmed by a draw is written again by a later step.
     """
 
     step_id: int
-    slices: list[SequenceSlice]
-    copies: list[tuple[int, int]]  # (source, destination) physical blocks; no source was a destination before
-    num_tokens: int
-    num_samples: int
-    swap_out: abc.Sequence[tuple[int, int]] = ()  # (physical block, host block)
-    swap_in: abc.Sequence[tuple[int, int]] = ()  # (host block, physical block)
-    num_drafts: Mapping[int, int] = {}
+    num_tokens: int = 0
+    num_samples: int = 0
+    slots: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    rows: tuple[RowStart, ...] = ()  # that begin before the step
+    entries: tuple[TableEntry, ...] = ()  # new ones of rows that began earlier
+    ids: tuple[KnownId, ...] = ()
+    copies: Pairs = ()  # (source, destination) physical blocks; no source was a destination before
+    swap_out: Pairs = ()  # (physical block, host block)
+    swap_in: Pairs = ()  # (host block, physical block)
+    drafts: Pairs = ()
+
+    @property
+    def num_slices(self) -> int:
+        """Return how many sequences the step computes."""
+        return len(self.slots) + len(self.chunks)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Return the first position and the length of every slice."""
+        return [(start, 1) for start in self.positions] + [(each.start, each.num_tokens) for each in self.chunks]
+
+    def numbers(self) -> array[int]:
+        """Return all of the plan as numbers, except for ids, seeds and parameters, which are the requests'."""
+        found = array("q", (self.step_id, self.num_tokens, self.num_samples))
+        pairs = tuple(zip(self.slots, self.positions, strict=True)), self.drafts
+        chunks = [(*each[:3], len(each.samples), each.prompt_logprobs) for each in self.chunks]
+        for part in (*pairs, chunks, self.entries, self.copies, self.swap_out, self.swap_in):
+            found.append(len(part))
+            found.extend(number for each in part for number in each)
+        for row in self.rows:
+            found.extend((row.slot, row.seq_id, row.num_prompt, len(row.ids), *map(len, row.tables)))
+            for table in row.tables:
+                found.extend(table)
+        return found
+
+
+def plan_prompts(rows: Iterable[RowStart], counts: Iterable[int]) -> StepPlan:
+    """Return a step that begins rows, computes so many last positions of each, and samples from each."""
+    begun = tuple(rows)
+    chunks = tuple(
+        [
+            Chunk(row.slot, len(row.ids) - count, count, (Sample(row.slot, row.seed),))
+            for row, count in zip(begun, counts, strict=True)
+        ]
+    )
+    return StepPlan(0, sum(each.num_tokens for each in chunks), len(chunks), chunks=chunks, rows=begun)
 
 
 class Fault(NamedTuple):

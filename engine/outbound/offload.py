@@ -57,7 +57,7 @@ class Offload:
         pairs = self._scheduler.tiers.spill()
         try:
             if pairs:
-                self._runner.run(StepPlan(-1, [], [], 0, 0, swap_out=pairs)).wait()
+                self._runner.run(StepPlan(-1, swap_out=tuple(pairs))).wait()
         except DeviceMemoryError as error:
             self._scheduler.tiers.unstage()  # nothing was copied: these blocks are left out
             if isinstance(error, CopyError):

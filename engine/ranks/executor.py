@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import fields
@@ -137,7 +137,7 @@ class Executor:
         if self._is_shared:
             self.group.broadcast(last_ids)
 
-    def copy(self, copies: list[tuple[int, int]]) -> None:
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Have the ranks copy blocks."""
         self._ring.send(encode(copies))
 
@@ -166,7 +166,8 @@ class Executor:
     def configure(self, config: SchedulerConfig) -> None:
         """Have the ranks allocate the pool with these sizes. Raises ConfigError if a step does not fit the ring."""
         widest = -(-config.max_model_len // config.block_size)
-        longest = 32 * config.max_num_batched_tokens + 8 * config.max_num_seqs * (3 + widest)
+        longest = 8 * (3 + config.num_groups) * config.max_num_batched_tokens
+        longest += 8 * config.max_num_seqs * (6 + config.num_groups * widest)  # where all rows begin
         if longest > self._ring.max_bytes:
             raise ConfigError(
                 f"A step of --max-num-seqs {config.max_num_seqs} with contexts of {config.max_model_len} tokens is too large "

@@ -34,6 +34,7 @@ from engine.runtime.parallel.ring import RingReader
 from engine.runtime.pool.batch import DecodeRows, Packet, PacketBuffers, scored_portions
 from engine.runtime.pool.groups import regroup
 from engine.runtime.pool.kv_cache import KVCache, resolve_kv_dtype
+from engine.runtime.pool.tables import RowTables
 from engine.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class Worker:
         elif isinstance(message, Step):
             if isinstance(message.work, DecodeRows):
                 assert self._graphs is not None
+                self._tables.write(message.work.changes)
                 self._graphs.launch(message.work)
             else:
                 self._compute(message.work)
@@ -126,7 +128,8 @@ class Worker:
             device=self._device,
             groups=regroup(self._model.attention_specs, sizes.windows),
         )
-        self._buffers = PacketBuffers(sizes, self._device)
+        self._tables = RowTables(sizes)
+        self._buffers = PacketBuffers(sizes, self._device, self._tables)
         self._last_ids = torch.zeros(sizes.max_num_seqs + 1, dtype=torch.int64, device=self._device)
 
     def _capture(self) -> None:
@@ -134,7 +137,7 @@ class Worker:
         from engine.runtime.execution.decode_graphs import DecodeGraphs
 
         assert self._cache is not None
-        self._graphs = DecodeGraphs(self._model, self._cache, self._sizes, self._last_ids, self._group)
+        self._graphs = DecodeGraphs(self._model, self._cache, self._sizes, self._last_ids, self._tables, self._group)
         self._graphs.capture(_ignore)
 
     def _compute(self, packet: Packet) -> None:

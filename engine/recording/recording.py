@@ -26,14 +26,15 @@ from dataclasses import asdict, fields
 from hashlib import blake2b
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
+from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Stats
-from engine.core.step import Sample, SequenceSlice, StepPlan, StepResult
+from engine.core.step import Sample, StepPlan, StepResult
 from engine.core.types import AbortCause, Request, SamplingParams, StepEvents, TokenEvent
 from engine.system.version import VERSION
 
@@ -50,39 +51,17 @@ Entry = tuple[Any, ...]  # the name of a line's kind, and what it is made of
 Note = Callable[[Entry], None]
 
 
-class PlanNote(NamedTuple):
-    """A plan, and those parts of its slices that later plans overwrite."""
-
-    plan: StepPlan
-    starts: list[int]
-    blocks: list[Sequence[int]]  # of a chunk all, of a decode the last
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> PlanNote:
-        """Copy what does not last. 50 us for 256 decodes."""
-        blocks: list[Sequence[int]] = [
-            tuple(piece.block_table) if piece.num_tokens > 1 else piece.block_table[-1:] for piece in plan.slices
-        ]
-        return cls(plan, [piece.start for piece in plan.slices], blocks)
-
-    def describe(self) -> dict[str, Any]:
-        """Return a plan's sizes, its chunks of prompts, and a digest of the rest."""
-        plan, chunks, digest = self.plan, [], array("q", [len(self.plan.slices)])
-        for piece, start, blocks in zip(plan.slices, self.starts, self.blocks, strict=True):
-            digest.extend((piece.seq_id, piece.slot, start, piece.num_tokens, len(piece.samples), *blocks))
-            if start < piece.num_prompt or piece.num_tokens > 1:
-                chunks.append([piece.seq_id, start, piece.num_tokens])
-        for pairs in (sorted(plan.num_drafts.items()), plan.copies, plan.swap_out, plan.swap_in):
-            digest.extend((len(pairs), *(value for pair in pairs for value in pair)))
-        sizes = {
-            "decodes": len(plan.slices) - len(chunks),
-            "chunks": chunks,
-            "drafts": sum(plan.num_drafts.values()),
-            "copies": len(plan.copies),
-            "swap_out": len(plan.swap_out),
-            "swap_in": len(plan.swap_in),
-        }
-        return {"step": plan.step_id, **_without_empty(sizes), "digest": f"{crc32(digest.tobytes()):08x}"}
+def describe(plan: StepPlan) -> dict[str, Any]:
+    """Return a plan's sizes, its chunks of prompts by row, and a digest of the rest."""
+    sizes = {
+        "decodes": len(plan.slots),
+        "chunks": [list(chunk[:3]) for chunk in plan.chunks],
+        "drafts": sum(num for _, num in plan.drafts),
+        "copies": len(plan.copies),
+        "swap_out": len(plan.swap_out),
+        "swap_in": len(plan.swap_in),
+    }
+    return {"step": plan.step_id, **_without_empty(sizes), "digest": f"{crc32(plan.numbers().tobytes()):08x}"}
 
 
 class RecordingScheduler(Scheduler):
@@ -108,7 +87,7 @@ class RecordingScheduler(Scheduler):
 
     def plan(self, now: float) -> StepPlan | None:
         plan = super().plan(now)
-        self._note(("plan", now, None if plan is None else PlanNote.of(plan)))
+        self._note(("plan", now, plan))
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepEvents:
@@ -136,7 +115,8 @@ class Journal:
         }
         self._hidden = None if contents == "ids" else HiddenIds(config.block_size)
         self._numbers: dict[str, dict[Hashable, int]] = defaultdict(dict)  # by kind of name; "" and None are 0
-        self._launched: deque[PlanNote] = deque()
+        self._rows = Rows()
+        self._launched: deque[list[SequenceSlice]] = deque()
 
     def line(self, entry: Entry) -> dict[str, Any]:
         """Return what is written of an entry."""
@@ -173,19 +153,19 @@ class Journal:
         line = {"at": now, "id": self._number("request", request_id), "cause": cause.value}
         return line if choice is None else {**line, "choice": choice}
 
-    def _plan(self, now: float, note: PlanNote | None) -> dict[str, Any]:
-        if note is None:
+    def _plan(self, now: float, plan: StepPlan | None) -> dict[str, Any]:
+        if plan is None:
             return {"at": now}
-        self._launched.append(note)
-        return {"at": now, **note.describe()}
+        self._launched.append(self._rows.follow(plan))
+        return {"at": now, **describe(plan)}
 
     def _commit(self, now: float, result: StepResult) -> dict[str, Any]:
         draws: list[Any] = []
         drafted: dict[int, Any] = {}
         tops: dict[int, Any] = {}
-        plan, starts, _ = self._launched.popleft()
-        for index, (piece, start) in enumerate(zip(plan.slices, starts, strict=True)):
-            depth, first = start + piece.num_tokens, len(draws)
+        slices = self._launched.popleft()
+        for index, piece in enumerate(slices):
+            depth, first = piece.start + piece.num_tokens, len(draws)
             ids = result.token_ids[first : first + len(piece.samples)]
             is_void = index in result.errors or index in result.drafted or piece.params.beam is not None
             if index in result.drafted:
@@ -196,6 +176,7 @@ class Journal:
                 tops[index] = [[*self._draws(piece, -1, depth, [token]), logprob] for token, logprob in top]
             for sample, token in zip(piece.samples, ids, strict=True):
                 draws += [0] if is_void else self._draws(piece, own_slot(piece, sample), depth, [token])
+        self._rows.learn(slices, result)
         line = {
             "draws": draws if any(draws) else None,
             "drafted": drafted,

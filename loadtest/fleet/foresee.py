@@ -53,9 +53,9 @@ class _Timer(Replayer):
         if not self._is_busy:
             self._begun_s, self._is_busy = line["at"], True
         if self._launched:
-            pieces = self._launched[-1].slices
-            contexts = tuple(piece.start + 1 for piece in pieces if piece.num_tokens == 1)
-            chunks = tuple((piece.start, piece.num_tokens) for piece in pieces if piece.num_tokens > 1)
+            spans = self._launched[-1].spans
+            contexts = tuple(start + 1 for start, count in spans if count == 1)
+            chunks = tuple((start, count) for start, count in spans if count > 1)
             self.shapes.append(Shape(contexts, chunks))
 
     def commit(self, line: dict[str, Any]) -> None:

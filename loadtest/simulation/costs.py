@@ -81,11 +81,11 @@ class StepCosts:
     def step(self, plan: StepPlan) -> float:
         """Return the seconds of any step."""
         context, pairs = 0, 0.0
-        for piece in plan.slices:
-            if piece.num_tokens == 1:
-                context += piece.start + 1
+        for start, count in plan.spans:
+            if count == 1:
+                context += start + 1
             else:
-                pairs += piece.num_tokens * (piece.start + (piece.num_tokens + 1) / 2)
+                pairs += count * (start + (count + 1) / 2)
         fixed = self._fixed(plan.num_tokens, plan.num_samples)
         return fixed + self.decode_context_s * context + self.prefill_pair_s * pairs
 

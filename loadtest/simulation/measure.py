@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.page_table import blocks_for
-from engine.core.step import Runner, Sample, SequenceSlice, StepPlan
+from engine.core.step import RowStart, Runner, StepPlan, plan_prompts
 from engine.core.types import SamplingParams
 
 DECODING = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -46,17 +46,16 @@ class Shape(NamedTuple):
 
     def plan(self, config: SchedulerConfig, vocab_size: int) -> StepPlan:
         """Return a plan of this shape, in which every slice draws a token."""
-        slices, block = [], 0
+        rows, block = [], 0
         pieces = [*((context - 1, 1) for context in self.contexts), *self.chunks]
         for slot, (start, count) in enumerate(pieces):
             stop = start + count
-            tokens = [(slot * 7919 + position * 31) % vocab_size for position in range(stop)]
+            ids = tuple([(slot * 7919 + position * 31) % vocab_size for position in range(stop)])
             num_blocks = blocks_for(stop, config.block_size)
-            table = [number % config.num_blocks for number in range(block, block + num_blocks)]
+            table = tuple([number % config.num_blocks for number in range(block, block + num_blocks)])
             block += num_blocks
-            samples = (Sample(slot, 0),)
-            slices.append(SequenceSlice(slot, tokens, stop, start, count, table, samples, _PARAMS, -1, -1 - slot))
-        return StepPlan(0, slices, [], self.num_tokens, len(slices))
+            rows.append(RowStart(slot, -1 - slot, stop, _PARAMS, 0, ids, (table,) * config.num_groups))
+        return plan_prompts(rows, [count for _, count in pieces])
 
 
 def grid(config: SchedulerConfig) -> list[Shape]:
@@ -87,7 +86,7 @@ def fill_pool(runner: Runner, config: SchedulerConfig, shapes: Sequence[Shape], 
     plan = Shape((), ((0, config.block_size),)).plan(config, vocab_size)
     runner.run(plan).wait()
     for first in range(1, most, 256):
-        copies = [(0, block) for block in range(first, min(first + 256, most))]
+        copies = tuple([(0, block) for block in range(first, min(first + 256, most))])
         runner.run(plan._replace(copies=copies)).wait()
 
 
@@ -109,6 +108,7 @@ class Times:
             for index in order:
                 plan = self.plans[index]
                 self._runner.run(plan).wait()  # restores the slots and caches that another shape used
+                plan = plan._replace(rows=())  # which the runner has now
                 begun = time.perf_counter()
                 self._runner.run(plan).wait()
                 self._found[index].append(time.perf_counter() - begun)

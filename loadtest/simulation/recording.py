@@ -30,7 +30,7 @@ from engine.core.types import (
     TokenEvent,
     TokenLogprob,
 )
-from engine.recording.recording import FORMAT, PARAM_FIELDS, REQUEST_FIELDS, PlanNote, shown_prompt
+from engine.recording.recording import FORMAT, PARAM_FIELDS, REQUEST_FIELDS, describe, shown_prompt
 from loadtest.fake_runner import FakeRunner
 from loadtest.simulation.replica import Gaps, SimulationError
 
@@ -169,7 +169,7 @@ class Replayer:
         """Plan a step, and compare it with the recorded one."""
         recorded = {name: value for name, value in line.items() if name not in ("op", "at")}
         plan = self._scheduler.plan(line["at"])
-        planned = {} if plan is None else PlanNote.of(plan).describe()
+        planned = {} if plan is None else describe(plan)
         if planned != recorded:
             self.done.difference = f"recorded {_in_words(recorded)}; replayed {_in_words(planned)}"
         elif plan is not None:
@@ -186,7 +186,7 @@ class Replayer:
             int(at): Fault("failed as recorded", FailureCause(cause)) for at, cause in _items(line, "errors")
         }
         result.logprobs, result.drafted, result.ended = {}, {}, line.get("ended", ())
-        for index, piece in enumerate(plan.slices):
+        for index, num_samples in enumerate([*(1 for _ in plan.slots), *(len(each.samples) for each in plan.chunks)]):
             first, place = len(token_ids), str(index)
             if place in drafted:
                 ids, num_drafts, is_end = drafted[place]
@@ -194,7 +194,7 @@ class Replayer:
             if place in tops:
                 top = tuple((token, logprob) for token, logprob in tops[place])
                 result.logprobs[first] = TokenLogprob(*top[0], 1, top)
-            token_ids += draws[first : first + len(piece.samples)]
+            token_ids += draws[first : first + num_samples]
         result.token_ids = token_ids
         self.done.num_committed += 1
         self._note(self._scheduler.commit(plan, result, line["at"]))
@@ -246,7 +246,7 @@ def _in_words(plan: dict[str, Any]) -> str:
     """Describe a plan in one clause."""
     if not plan:
         return "no step"
-    chunks = ", ".join(f"sequence {seq}: {num} from {start}" for seq, start, num in plan.get("chunks", ()))
+    chunks = ", ".join(f"row {slot}: {num} from {start}" for slot, start, num in plan.get("chunks", ()))
     others = [f"{plan[name]} {name}" for name in ("drafts", "copies", "swap_out", "swap_in") if name in plan]
     parts = [f"{plan.get('decodes', 0)} decodes", f"chunks ({chunks})" if chunks else "", *others, plan["digest"]]
     return f"step {plan['step']}: {', '.join(part for part in parts if part)}"

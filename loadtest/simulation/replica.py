@@ -125,14 +125,12 @@ class Replica:
             self._commit()
 
     def _launch(self, plan: StepPlan) -> None:
-        slices = plan.slices
-        num_seqs = len(slices)
+        num_seqs = plan.num_slices
         self.num_sequence_steps += num_seqs
+        drawn = [*plan.positions, *(each.start + each.num_tokens - 1 for each in plan.chunks if each.samples)]
         if plan.num_tokens == num_seqs == plan.num_samples:
-            drawn = [piece.start for piece in slices]
             seconds = self._costs.decode_step(num_seqs, sum(drawn) + num_seqs)
         else:
-            drawn = [piece.start + piece.num_tokens - 1 for piece in slices if piece.samples]
             seconds = self._costs.step(plan)
         seconds += self._owed_s
         self._owed_s = 0.0

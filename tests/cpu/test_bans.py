@@ -46,7 +46,7 @@ def occurrences(ids: list[int]) -> set[tuple[int, ...]]:
     return {word for word in words() for at in range(len(ids)) if tuple(ids[at : at + len(word)]) == word}
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("regime", REGIMES)
 def test_bad_words_are_never_said(regime: str, depth: int) -> None:
     config = settings(**REGIMES[regime])
@@ -62,7 +62,7 @@ def test_bad_words_are_never_said(regime: str, depth: int) -> None:
         assert ids[same] != plain().ids[key][same]
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [0, 1, 2])
 def test_only_allowed_tokens_are_said(depth: int) -> None:
     served = serve(MODEL, settings(), requests(allowed_token_ids=ALLOWED), depth=depth)
     assert all(set(ids) <= ALLOWED for ids in served.ids.values())

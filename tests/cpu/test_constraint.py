@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine.core.rows import SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import FailureCause
-from engine.core.step import SequenceSlice
 from engine.core.types import FinishReason, Matcher, SamplingParams
 from engine.runtime.sampling.constraint import Constrained, Constraints, apply_masks
 from tests.cpu.model_driver import Served, TinyModel, make_runner, request, serve, settings
@@ -162,7 +162,7 @@ def test_where_answers_end() -> None:
     assert {events[-1].finish_reason for events in exact.events.values()} == {FinishReason.STOP}
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_matcher_that_fails_ends_its_request_alone(depth: int) -> None:
     config, free = settings(), request("free", PROMPTS[0])
     expected = serve(TinyModel(), config, [free]).ids["free", 0]
@@ -204,6 +204,6 @@ def test_a_matcher_follows_the_token_that_was_committed() -> None:
     """A step that is planned again may draw another token than the one that the matcher has taken in."""
     constraints, params = Constraints(), SamplingParams(max_tokens=9)
     for last in (31, 20):
-        piece = SequenceSlice(0, [5, last], 1, 1, 1, (), (), params, -1, seq_id=1)
+        piece = SequenceSlice(0, 1, 1, params, [5, last], (), 1, 1)
         row = Constrained(0, 0, 0, piece, StepGrammar(reach=1))
         assert constraints.count_allowed(row, [last + 1, last + 2]) == 2

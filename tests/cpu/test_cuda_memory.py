@@ -240,15 +240,15 @@ def test_full_steps_are_the_largest_that_the_scheduler_may_plan(
         num_speculative_tokens=num_drafts,
     )
     crowd, scored = full_steps(config, vocab_size=8)
-    assert len(crowd.slices) == max_num_seqs
-    num_draws = sum(len(piece.samples) for piece in crowd.slices)
+    assert len(crowd.rows) == crowd.num_slices == max_num_seqs
+    num_draws = sum(len(piece.samples) for piece in crowd.chunks)
     assert crowd.num_samples == num_draws == max_num_seqs * (1 + num_drafts)
     assert crowd.num_tokens == min(max_num_batched_tokens, max_num_seqs * max_model_len)
     assert scored.num_tokens == min(max_num_batched_tokens, max_model_len)
-    assert [piece.prompt_logprobs for piece in scored.slices] == [0]
+    assert [piece.prompt_logprobs for piece in scored.chunks] == [0]
     for plan in (crowd, scored):
-        assert sum(piece.num_tokens for piece in plan.slices) == plan.num_tokens
-        assert all(piece.num_tokens <= max_model_len for piece in plan.slices)
+        assert sum(piece.num_tokens for piece in plan.chunks) == plan.num_tokens
+        assert all(piece.num_tokens <= max_model_len for piece in plan.chunks)
         FakeRunner(config).run(plan).wait()
 
 
@@ -335,7 +335,7 @@ def test_a_thread_takes_a_step_before_it_serves(monkeypatch: pytest.MonkeyPatch)
     guard_cuda(runner, CUDA).begin()
     device, plan = calls
     assert device == CUDA
-    assert [(piece.num_tokens, len(piece.samples)) for piece in plan.slices] == [(2, 1)], "no graph takes it"  # type: ignore[attr-defined]
+    assert [(piece.num_tokens, len(piece.samples)) for piece in plan.chunks] == [(2, 1)], "no graph takes it"  # type: ignore[attr-defined]
     runner._device = torch.device("cpu")
     runner.begin()
     assert len(calls) == 2

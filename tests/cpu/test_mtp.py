@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from engine.core.errors import ConfigError, ModelLoadError
+from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan
 from engine.runtime.execution.runner import warm_up_plan
@@ -131,9 +132,9 @@ class Noting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
-    def draft(self, plan: StepPlan) -> dict[int, list[int]]:
-        drafts = self._drafter.draft(plan)
-        self._noted += [Noted(list(plan.slices[index].tokens), found) for index, found in drafts.items()]
+    def draft(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> dict[int, list[int]]:
+        drafts = self._drafter.draft(plan, slices)
+        self._noted += [Noted(list(slices[index].tokens), found) for index, found in drafts.items()]
         return drafts
 
 
@@ -217,11 +218,10 @@ def test_a_slot_that_changes_hands_has_no_state() -> None:
     runner = make_runner(target, config, head=head)
     plan = warm_up_plan(config, 1, 5)
     runner.run(plan).wait()
-    following = [plan.slices[0].at(5)]
+    following = Rows().follow(plan)[0].at(5)
     assert runner.heads is not None
-    for seq_id, num_drafted in ((following[0].seq_id, 2), (99, 0)):
-        following[0].seq_id = seq_id
-        drafts = runner.heads.draft(plan._replace(slices=following, num_drafts={0: 2}))
+    for seq_id, num_drafted in ((following.seq_id, 2), (99, 0)):
+        drafts = runner.heads.draft(plan._replace(drafts=((0, 2),)), [following._replace(seq_id=seq_id)])
         assert sum(map(len, drafts.values())) == num_drafted
 
 

@@ -24,6 +24,7 @@ from hypothesis.stateful import initialize
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, QuireError
+from engine.core.rows import SequenceSlice
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, TokenEvent
 from engine.loop import Engine
@@ -32,6 +33,7 @@ from engine.runtime.execution.packet import Kind, RankMessage, Step, decode, enc
 from engine.runtime.native.library import GroupError
 from engine.runtime.parallel.ring import RingError, RingReader, RingWriter, make_memory
 from engine.runtime.pool.batch import BatchBuilder, DecodeRows, Packet, PacketBuffers
+from engine.runtime.pool.tables import RowTables
 from engine.settings.engine_config import EngineConfig
 from loadtest.fake_runner import FakeStep
 from tests.cpu import ranks
@@ -116,14 +118,14 @@ pairs = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=4)
 def test_a_packet_arrives_as_it_was(
     lens: list[int], scored: Any, keeps_all: bool, is_shared: bool, data: st.DataObject
 ) -> None:
-    num_tokens, num_slices, width = sum(lens), len(lens), data.draw(st.integers(1, 3))
+    num_tokens, num_slices = sum(lens), len(lens)
     starts = np.cumsum([0, *lens])
     contexts = [each + 7 for each in lens]
-    num_groups = data.draw(st.integers(1, 3))
-    tables = np.arange(num_groups * num_slices * width)
     packet = Packet(
         longs=np.arange(3 * num_tokens + num_slices),
-        ints=np.concatenate([starts, contexts, tables]).astype(np.int32),
+        ints=np.concatenate([starts, contexts]).astype(np.int32),
+        slots=np.arange(num_slices),
+        changes=np.arange(2 * data.draw(st.integers(0, 4)), dtype=np.int32).reshape(-1, 2),
         num_slices=num_slices,
         num_tokens=num_tokens,
         num_samples=num_slices,
@@ -131,7 +133,6 @@ def test_a_packet_arrives_as_it_was(
         keeps_all=keeps_all,
         query_lens=lens,
         contexts=contexts,
-        tables=tables.reshape(num_groups, num_slices, width).tolist(),
     )
     found = passed(Step(packet, is_shared))
     assert found.is_shared is is_shared
@@ -140,8 +141,9 @@ def test_a_packet_arrives_as_it_was(
 
 
 @given(st.integers(1, 9), st.integers(0, 4), st.booleans())
-def test_a_captured_step_arrives_as_it_was(num_rows: int, num_grown: int, is_shared: bool) -> None:
-    rows = DecodeRows(np.arange(11 * num_rows).reshape(11, -1), np.arange(2 * num_grown).reshape(-1, 2))
+def test_a_captured_step_arrives_as_it_was(num_rows: int, num_changes: int, is_shared: bool) -> None:
+    changes = np.arange(2 * num_changes, dtype=np.int32).reshape(-1, 2)
+    rows = DecodeRows(np.arange(11 * num_rows).reshape(11, -1), changes)
     found = passed(Step(rows, is_shared))
     assert found.is_shared is is_shared
     for one, other in zip(found.work, rows, strict=True):
@@ -163,7 +165,7 @@ class RankedMachine(SchedulerMachine):
     """Any history of the scheduler, with a second rank that knows only what a ring has brought it."""
 
     @initialize(
-        depth=st.integers(0, 1),
+        depth=st.integers(0, 2),
         num_blocks=st.integers(10, 24),
         windows=st.sampled_from([(), (5,), (2, 9)]),
         budget=st.integers(6, 30),
@@ -178,44 +180,50 @@ class RankedMachine(SchedulerMachine):
         times = {"eviction": "lru", "target_itl_s": None, "target_ttft_s": None}
         super().start(depth, budget, caching, cost=None, **sizes, **times, **changes)
         sizes_of = self.driver.scheduler.config
-        self.builder, self.buffers = BatchBuilder(sizes_of, CPU), PacketBuffers(sizes_of, CPU)
+        self.tables, self.theirs = RowTables(sizes_of), RowTables(sizes_of)
+        self.builder = BatchBuilder(sizes_of, CPU, self.tables)
+        self.buffers = PacketBuffers(sizes_of, CPU, self.theirs)
+        self.last_ids = torch.zeros(sizes_of.max_num_seqs + 1, dtype=torch.int64)
         self.pages = np.full((sizes_of.num_blocks, sizes_of.block_size), -1)
         self.held = ring(1 << 16)
         self.writer, [self.reader] = self.held.__enter__()
         self.run_first, self.driver.runner.run = self.driver.runner.run, self.run_both  # type: ignore[method-assign]
 
     def run_both(self, plan: StepPlan) -> FakeStep:
-        last_ids = torch.tensor([*self.driver.runner._last_ids, 0])
-        first = self.run_first(plan)
+        _, slices = self.driver.written.get(plan.step_id, (b"", []))
+        changes, first = self.tables.follow(plan), self.run_first(plan)
         if plan.copies:
             self.writer.send(encode(plan.copies))
             self.copy(decode(self.reader.receive()))
             self.reader.release()
-        if plan.slices:
-            self.writer.send(encode(Step(self.builder.prepare(plan), is_shared=False)))
-            self.compute(decode(self.reader.receive()), last_ids)
+        if slices:
+            self.writer.send(encode(Step(self.builder.prepare(slices, changes), is_shared=False)))
+            self.compute(decode(self.reader.receive()), slices)
             self.reader.release()
+        slots = [sample.slot for piece in slices for sample in piece.samples]
+        self.last_ids[slots] = torch.tensor(first._result.token_ids, dtype=torch.int64)
         return first
 
     def copy(self, copies: Any) -> None:
         for source, destination in copies:
             self.pages[destination] = self.pages[source]
 
-    def compute(self, step: Any, last_ids: torch.Tensor) -> None:
+    def compute(self, step: Any, slices: list[SequenceSlice]) -> None:
         """Store and read back as FakeRunner does; its memory must say the same."""
         packet = step.work
-        batch = self.buffers.to_batch(self.buffers.fill(packet), last_ids)
+        batch = self.buffers.to_batch(self.buffers.fill(packet), self.last_ids)
         self.pages.reshape(-1)[batch.kv_slots.numpy()] = batch.ids.numpy()
         for other in batch.others:
             self.pages.reshape(-1)[other.kv_slots.numpy()] = batch.ids.numpy()
         theirs = self.driver.runner._pages
         windows = (1 << 30, *self.driver.scheduler.config.windows)
-        for window, tables in zip(windows, packet.tables, strict=True):
-            for slice_, (table, context) in enumerate(zip(tables, packet.contexts, strict=True)):
-                first = max(context - packet.query_lens[slice_] - window + 1, 0)
+        for piece, context in zip(slices, packet.contexts, strict=True):
+            tables = self.theirs.rows[:, piece.slot]
+            for window, table in zip(windows, tables, strict=True):
+                first = max(context - piece.num_tokens - window + 1, 0)
                 at, place = np.divmod(np.arange(first, context), self.pages.shape[1])
-                expected = np.array(theirs, object)[np.array(packet.tables[0][slice_])[at], place]
-                np.testing.assert_array_equal(self.pages[np.array(table)[at], place], expected.astype(int))
+                expected = np.array(theirs, object)[tables[0][at], place]
+                np.testing.assert_array_equal(self.pages[table[at], place], expected.astype(int))
 
     def teardown(self) -> None:
         super().teardown()

@@ -35,7 +35,7 @@ def assert_greedy(served: Served, prompts: list[list[int]], num: int = 12) -> No
         assert served.ids[f"r{i}", 0] == solo_greedy(MODEL, prompt, num), f"prompt {i}"
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("regime", REGIMES.values(), ids=REGIMES)
 def test_a_batch_says_what_each_says_alone(regime: dict, depth: int) -> None:
     requests = [request(f"r{i}", prompt) for i, prompt in enumerate(PROMPTS)]
@@ -74,7 +74,7 @@ def test_int8_kv_says_the_same_however_it_is_scheduled(backend: str) -> None:
     assert num_hits > 0
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [0, 1, 2])
 def test_prefix_hits(depth: int) -> None:
     prompts = [SHARED + tail for tail in ([1, 2], [1, 2, 3, 4, 5], [9], [9, 9, 9])]
     config = settings()
@@ -96,7 +96,7 @@ SEEDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [0, 1, 2])
 def test_seeded_requests_say_the_same_alone_busy_preempted_and_on_a_hit(depth: int) -> None:
     """Each kind of sampling, n 1 and 3: alone on a roomy engine, then in every regime beside all the others."""
     prompt = PROMPTS[4]
@@ -161,7 +161,7 @@ def test_scoring_alone_draws_nothing() -> None:
     assert len(event.prompt.logprobs or ()) == len(PROMPTS[4])
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_request_that_breaks_the_arithmetic_ends_alone(depth: int) -> None:
     """One prompt makes NaN; its neighbours, and whoever gets its blocks and its slot afterwards, are untouched."""
     model = TinyModel(poison=60)

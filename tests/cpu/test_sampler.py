@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from engine.core.step import Sample, SequenceSlice, StepPlan
+from engine.core.rows import SequenceSlice
+from engine.core.step import Sample
 from engine.core.types import SamplingParams
 from engine.runtime.sampling.noise import gumbel_noise, make_key, to_keys
 from engine.runtime.sampling.sampler import Sampled, Sampler, _rows
@@ -33,17 +34,14 @@ def piece(
     tokens = [1] if tokens is None else tokens
     stop = len(tokens) if end is None else end
     samples = tuple(Sample(slot + i, seed) for i, seed in enumerate(seeds or (sampling.seed,)))
-    return SequenceSlice(
-        slot, tokens, num_prompt, stop - 1, 1, [0], samples, sampling, -1, slot if seq_id is None else seq_id
-    )
+    return SequenceSlice(slot, slot if seq_id is None else seq_id, num_prompt, sampling, tokens, samples, stop - 1, 1)
 
 
 def draw(
     sampler: Sampler, pieces: list[SequenceSlice], logits: torch.Tensor, last: torch.Tensor | None = None
 ) -> Sampled:
-    num = sum(len(p.samples) for p in pieces)
     last_ids = torch.zeros(4096, dtype=torch.int64) if last is None else last
-    return sampler.sample(StepPlan(0, pieces, [], len(pieces), num), logits.clone(), last_ids)
+    return sampler.sample(pieces, logits.clone(), last_ids)
 
 
 def draw_many(sampling: dict, logits: torch.Tensor, num: int) -> torch.Tensor:
@@ -192,9 +190,9 @@ def test_tiny_top_p_is_greedy(top_p: float) -> None:
 def edited(sampling: dict, tokens: list[int], num_prompt: int, logits: torch.Tensor) -> list[float]:
     """The logits after everything but temperature and the draw."""
     sampler = Sampler(CPU)
-    plan = StepPlan(0, [piece(0, params(**sampling), tokens=tokens, num_prompt=num_prompt)], [], 1, 1)
+    pieces = [piece(0, params(**sampling), tokens=tokens, num_prompt=num_prompt)]
     out = logits.clone()[None]
-    sampler._edit(out, _rows(plan), torch.zeros(1, dtype=torch.int64))
+    sampler._edit(out, _rows(pieces), torch.zeros(1, dtype=torch.int64))
     return out[0].tolist()
 
 

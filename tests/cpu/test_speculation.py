@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
+from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, Request
@@ -24,6 +24,7 @@ from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
 from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.tables import RowTables
 from engine.runtime.speculation.base import Drafter
 from engine.runtime.speculation.draft_model import DraftModel, KnownPositions
 from engine.runtime.speculation.ngram import NgramDrafter, continuation
@@ -79,10 +80,10 @@ class Prophet:
         self.closed = False
         self.forgotten: list[int] = []
 
-    def draft(self, plan: StepPlan) -> dict[int, list[int]]:
+    def draft(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> dict[int, list[int]]:
         drafts = {}
-        for index, num in plan.num_drafts.items():
-            tokens = plan.slices[index].tokens
+        for index, num in plan.drafts:
+            tokens = slices[index].tokens
             future = next((each for each in self._futures if list(each[: len(tokens)]) == list(tokens)), [])
             coming = list(future[len(tokens) : len(tokens) + num])
             drafts[index] = [
@@ -161,8 +162,8 @@ def test_a_poisoned_draft_harms_nobody(backend: str) -> None:
     assert all(events[-1].finish_reason is FinishReason.LENGTH for events in plain.events.values())
 
     class Poisoner(Prophet):
-        def draft(self, plan: StepPlan) -> dict[int, list[int]]:
-            return {index: [*drafts[:-1], 42] for index, drafts in super().draft(plan).items()}
+        def draft(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> dict[int, list[int]]:
+            return {index: [*drafts[:-1], 42] for index, drafts in super().draft(plan, slices).items()}
 
     config = settings(num_speculative_tokens=4)
     runner = make_runner(model, config, backend)
@@ -225,8 +226,9 @@ def test_a_continuation_is_what_followed_the_longest_match() -> None:
 def test_a_slot_that_changes_hands_begins_a_text() -> None:
     drafter = NgramDrafter(1, 3)
     for seq_id, tokens, expected in ((1, [9, 8, 7, 9], {0: [8, 7]}), (2, [1, 2, 1], {0: [2, 1]})):
-        piece = replace(warm_up_plan(settings(), 1, 1).slices[0], seq_id=seq_id, tokens=tokens)
-        assert drafter.draft(StepPlan(0, [piece], [], 1, 1, num_drafts={0: 2})) == expected
+        (piece,) = Rows().follow(warm_up_plan(settings(), 1, 1))
+        piece = piece._replace(seq_id=seq_id, tokens=tokens)
+        assert drafter.draft(StepPlan(0, drafts=((0, 2),)), [piece]) == expected
 
 
 # -- a draft model -----------------------------------------------------------------------------------------------------
@@ -281,13 +283,16 @@ def test_blocks_that_came_from_elsewhere_are_read_anew() -> None:
     rows = np.zeros((2, sum(view[0].nbytes for view in runner.blocks)), np.uint8)
     runner.write_blocks([3, 1], rows)
     assert prophet.forgotten == [3, 1]
-    known, size = KnownPositions(config), config.block_size
-    piece = warm_up_plan(config, 1, 3 * size).slices[0].at(3 * size - 1)
-    piece.block_table = [2, 3, 5]
-    known.note(piece.block_table, 0, 3 * size - 1)
+    tables, size = RowTables(config), config.block_size
+    known, plan = KnownPositions(config, tables), warm_up_plan(config, 1, 3 * size)
+    plan = plan._replace(rows=(plan.rows[0]._replace(tables=((2, 3, 5),)),))
+    tables.follow(plan)
+    piece = Rows().follow(plan)[0].at(3 * size - 1)
+    known.note(piece.slot, 0, 3 * size - 1)
     assert known.up_to(piece) == 3 * size - 1
     known.forget([3])
-    assert known.up_to(replace(piece, block_table=[2, 3, 5])) == size
+    known.follow(plan, [])
+    assert known.up_to(piece) == size, "a row that begins again is walked from its first block"
 
 
 def test_a_draft_model_of_short_contexts_leaves_long_ones_alone() -> None:

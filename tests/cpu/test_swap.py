@@ -51,10 +51,10 @@ def test_blocks_come_back_as_they_went(backend: str, dtype: torch.dtype) -> None
     assert sum(view.nbytes for view in cache.blocks) == sum(each.nbytes for each in (*cache._keys, *cache._values))
     before = [view.clone() for view in cache.blocks]
     host = MainMemoryPool(cache.blocks, 4)
-    host.begin(StepPlan(0, [], [], 0, 0, swap_out=OUT))
+    host.begin(StepPlan(0, swap_out=OUT))
     for view in cache.blocks:
         view[[0, 6]] = 0  # whoever has them now writes to them
-    host.bring_in(StepPlan(1, [], [], 0, 0, swap_in=BACK))
+    host.bring_in(StepPlan(1, swap_in=BACK))
     for view, old in zip(cache.blocks, before, strict=True):
         old[2], old[5] = old[0].clone(), old[6].clone()
         old[[0, 6]] = 0
@@ -99,11 +99,11 @@ def test_the_cuda_pool_moves_what_it_is_told(
         before = [view.clone() for view in cache.blocks]
         host = pinned.PinnedPool(cache.blocks, NUM_BLOCKS, CUDA)
         order = [5, 6, 0, 1, 2, 4, 3]
-        host.begin(StepPlan(0, [], [], 0, 0, swap_out=[(block, 6 - block) for block in order]))
+        host.begin(StepPlan(0, swap_out=[(block, 6 - block) for block in order]))
         for view in cache.blocks:
             view[:] = 0
         for pairs in ([(6 - block, block) for block in order[:4]], [(6 - block, block) for block in order[4:]]):
-            host.begin(plan := StepPlan(1, [], [], 0, 0, swap_in=pairs))
+            host.begin(plan := StepPlan(1, swap_in=pairs))
             host.bring_in(plan)
         with pytest.raises(OrderError):
             cache.blocks[0].clone()

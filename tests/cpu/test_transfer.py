@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from engine.core.config import SchedulerConfig
-from engine.core.step import Sample, SequenceSlice, StepPlan
+from engine.core.rows import Rows
+from engine.core.step import RowStart, plan_prompts
 from engine.core.types import SamplingParams
+from engine.runtime.attention.base import Batch
 from engine.runtime.execution.decode_inputs import DecodeInputs
 from engine.runtime.pool.batch import BatchBuilder
+from engine.runtime.pool.tables import RowTables
 from engine.runtime.transfer import Staging, to_device
 
 ROOT = Path(__file__).parents[2]
@@ -74,28 +77,37 @@ class LateDevice:
             self.advance()
 
 
-def plan_of(first: int) -> StepPlan:
-    """Two prompts of tokens that no other plan has."""
-    slices = [
-        SequenceSlice(
-            slot, list(range(first + 10 * slot, first + 10 * slot + 6)), 6, 0, 6, [first + slot * 2, first + slot * 2 + 1],
-            (Sample(slot, 0),), SamplingParams(max_tokens=1), -1, first + slot,
-        )
-        for slot in range(2)
-    ]  # fmt: skip
-    return StepPlan(0, slices, [], 12, 2)
+class Builder:
+    """A BatchBuilder with tables, on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._tables = RowTables(CONFIG)
+        self._batches = BatchBuilder(CONFIG, device, self._tables)
+
+    def build(self, first: int) -> Batch:
+        """Return the batch of two prompts of tokens that no other one has."""
+        rows = [
+            RowStart(
+                slot, first + slot, 6, SamplingParams(max_tokens=1), 0, tuple(range(first + 10 * slot, first + 10 * slot + 6)),
+                ((first + slot * 2, first + slot * 2 + 1),),
+            )
+            for slot in range(2)
+        ]  # fmt: skip
+        plan = plan_prompts(rows, [6, 6])
+        self._tables.follow(plan)
+        return self._batches.build(Rows().follow(plan), torch.zeros(5, dtype=torch.int64))
 
 
 def test_as_many_batches_as_a_draft_model_builds_arrive_as_they_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft model builds one batch for each draft, all within a step, over the same two turns of memory."""
-    builder = BatchBuilder(CONFIG, torch.device("cpu"))
+    builder = Builder(torch.device("cpu"))
     expected = []
     for first in range(0, 25, 4):
-        batch = builder.build(plan_of(first), torch.zeros(5, dtype=torch.int64))
+        batch = builder.build(first)
         expected.append([x.clone() for x in (batch.ids, batch.positions, batch.kv_slots, batch.block_tables)])
     device = LateDevice(monkeypatch)
-    builder = BatchBuilder(CONFIG, CUDA)
-    batches = [builder.build(plan_of(first), torch.zeros(5, dtype=torch.int64)) for first in range(0, 25, 4)]
+    builder = Builder(CUDA)
+    batches = [builder.build(first) for first in range(0, 25, 4)]
     device.finish()
     for batch, wanted in zip(batches, expected, strict=True):
         found = (batch.ids, batch.positions, batch.kv_slots, batch.block_tables)
@@ -105,11 +117,11 @@ def test_as_many_batches_as_a_draft_model_builds_arrive_as_they_were_written(mon
 def test_two_batches_wait_for_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as overlapping steps have under way."""
     device = LateDevice(monkeypatch)
-    builder = BatchBuilder(CONFIG, CUDA)
+    builder = Builder(CUDA)
     for first in (0, 4):
-        builder.build(plan_of(first), torch.zeros(5, dtype=torch.int64))
+        builder.build(first)
     assert device.num_waits == 0
-    builder.build(plan_of(8), torch.zeros(5, dtype=torch.int64))
+    builder.build(8)
     assert device.num_waits > 0
 
 
@@ -128,7 +140,7 @@ def test_what_a_graph_reads_is_as_it_was_written(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
     device.finish()
     assert [target.tolist() for target in targets] == [[1] * 3, [2] * 3, [3] * 3]
-    assert isinstance(next(DecodeInputs(CONFIG, torch.device("cpu"))._hosts), Staging)
+    assert isinstance(next(DecodeInputs(CONFIG, torch.device("cpu"), RowTables(CONFIG))._hosts), Staging)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.float64])

@@ -87,7 +87,8 @@ def test_a_window_frees_what_it_has_passed() -> None:
 
     class Watched(Poisoner):
         def run(self, plan: StepPlan) -> ModelStep:
-            held.append(max(len(t) - t.count(NO_BLOCK) for piece in plan.slices for t in piece.window_tables[-1:]))
+            tables = [seq.kv.tables[-1] for seq in scheduler.running]
+            held.append(max(len(table) - table.count(NO_BLOCK) for table in tables))
             return super().run(plan)
 
     runner = Watched(make_runner(model, config), scheduler)

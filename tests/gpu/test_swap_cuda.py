@@ -44,14 +44,14 @@ def test_blocks_come_back_as_they_went(
     order = torch.randperm(64).tolist()
     for step, begin in enumerate(range(0, 64, 16)):
         blocks = order[begin : begin + 16]
-        host.begin(StepPlan(step, [], [], 0, 0, swap_out=[(block, 63 - block) for block in blocks]))
+        host.begin(StepPlan(step, swap_out=[(block, 63 - block) for block in blocks]))
         for view in cache.blocks:
             view[blocks] = 0
     for step, begin in enumerate(range(0, 64, 16), start=4):
-        plan = StepPlan(step, [], [], 0, 0, swap_in=[(63 - block, block) for block in order[begin : begin + 16]])
+        plan = StepPlan(step, swap_in=[(63 - block, block) for block in order[begin : begin + 16]])
         host.begin(plan)
         host.bring_in(plan)
-    host.begin(StepPlan(8, [], [], 0, 0))
+    host.begin(StepPlan(8))
     for view, old in zip(cache.blocks, before, strict=True):
         assert torch.equal(view, old)
     host.close()

@@ -17,9 +17,10 @@ import pytest
 from harness import CONFIG, Live, eventually
 
 from engine.core.errors import DeviceLostError, DeviceMemoryError
+from engine.core.rows import SequenceSlice
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.stats import FailureCause
-from engine.core.step import SequenceSlice, StepPlan
+from engine.core.step import StepPlan
 from engine.core.types import AbortCause
 from loadtest.fake_runner import FakeStep
 from tests.patience import PATIENCE_S
@@ -199,7 +200,7 @@ def full_for(live: Live, letter: str) -> Callable[[StepPlan], FakeStep]:
     honest = live.runner.run
 
     def run(plan: StepPlan) -> FakeStep:
-        if any(ord(letter) in piece.tokens[: piece.num_prompt] for piece in plan.slices):
+        if any(ord(letter) in row.ids[: row.num_prompt] for row in plan.rows):
             raise DeviceMemoryError("CUDA out of memory")
         return honest(plan)
 

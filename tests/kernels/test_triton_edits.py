@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core.step import Sample, SequenceSlice, StepPlan
+from engine.core.rows import SequenceSlice
+from engine.core.step import Sample
 from engine.core.types import SamplingParams
 from engine.runtime.sampling import draw, sampler
 from engine.runtime.sampling.draw import _draw_in_torch
@@ -44,9 +45,7 @@ class Sequence:
         """Its whole text, or its last token alone, as a decode step has it."""
         length, known = len(self.tokens), self.tokens[: len(self.tokens) - (not is_last_known)]
         samples = tuple(Sample(self.slot + i, self.params.seed + i) for i in range(num_samples))
-        return SequenceSlice(
-            self.slot, known, self.num_prompt, length - 1, 1, [0], samples, self.params, -1, self.seq_id
-        )
+        return SequenceSlice(self.slot, self.seq_id, self.num_prompt, self.params, known, samples, length - 1, 1)
 
 
 def edited(logits: Tensor, piece: SequenceSlice, text: list[int]) -> Tensor:
@@ -71,12 +70,12 @@ def edited(logits: Tensor, piece: SequenceSlice, text: list[int]) -> Tensor:
 
 def step(owner: Sampler, pieces: list[SequenceSlice], texts: list[list[int]], last_ids: Tensor) -> None:
     """Draw for all, and compare."""
-    plan = StepPlan(0, pieces, [], len(pieces), sum(len(piece.samples) for piece in pieces))
-    logits = (torch.randn(plan.num_samples, VOCAB) * 3).to(DEVICE)
-    expected = [edited(logits[row.at].cpu(), row.piece, texts[pieces.index(row.piece)]) for row in _rows(plan)]
-    drawn = owner.sample(plan, logits, last_ids)
+    rows = _rows(pieces)
+    logits = (torch.randn(len(rows), VOCAB) * 3).to(DEVICE)
+    expected = [edited(logits[row.at].cpu(), row.piece, texts[pieces.index(row.piece)]) for row in rows]
+    drawn = owner.sample(pieces, logits, last_ids)
     torch.testing.assert_close(logits.cpu().double(), torch.stack(expected), rtol=1e-6, atol=1e-5)
-    assert drawn.ids.tolist() == _draw_in_torch(logits.clone(), [_wish(row) for row in _rows(plan)]).ids.tolist()
+    assert drawn.ids.tolist() == _draw_in_torch(logits.clone(), [_wish(row) for row in rows]).ids.tolist()
     assert last_ids[[sample.slot for piece in pieces for sample in piece.samples]].tolist() == drawn.ids.tolist()
 
 
@@ -187,6 +186,6 @@ def test_a_ban_rules_out_what_is_infinite() -> None:
     sampling = params(min_tokens=1, eos_token_ids=frozenset({4, VOCAB + 5}))  # one that the model has no logit for
     logits = torch.zeros(1, VOCAB, device=DEVICE)
     logits[0, 4] = math.inf
-    plan = StepPlan(0, [Sequence(0, 0, sampling, [1]).slice()], [], 1, 1)
-    drawn = Sampler(DEVICE).sample(plan, logits, torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    pieces = [Sequence(0, 0, sampling, [1]).slice()]
+    drawn = Sampler(DEVICE).sample(pieces, logits, torch.zeros(1, dtype=torch.int64, device=DEVICE))
     assert drawn.is_finite.all()

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
+from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.step import Sample, SequenceSlice, StepPlan
+from engine.core.step import RowStart, Sample, StepPlan
 from engine.core.types import Progress, Request, SamplingParams, TokenEvent, TokenLogprob
 from engine.runtime.attention.base import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
@@ -25,6 +26,7 @@ from engine.runtime.execution.decode_inputs import DecodeInputs, longest_context
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.pool import groups
 from engine.runtime.pool.batch import DecodeRows
+from engine.runtime.pool.tables import Changes, RowTables
 from engine.runtime.sampling import sampler
 from engine.runtime.sampling.sampler import Sampler, is_plain
 from tests.cpu.model_driver import Poisoner, TinyModel, make_runner, request, serve, settings
@@ -133,9 +135,9 @@ def test_only_rows_that_ask_for_more_are_drawn_again(monkeypatch: pytest.MonkeyP
         drawn.append(len(logits))
         return draw(logits, *args)
 
-    def note_launch(self: DecodeGraphs, plan: StepPlan) -> DecodeRows:
-        drawn.append(-sum(not is_plain(piece) for piece in plan.slices))
-        return prepare(self, plan)
+    def note_launch(self: DecodeGraphs, slices: list[SequenceSlice], changes: Changes) -> DecodeRows:
+        drawn.append(-sum(not is_plain(piece) for piece in slices))
+        return prepare(self, slices, changes)
 
     monkeypatch.setattr(sampler, "draw", note)
     monkeypatch.setattr(DecodeGraphs, "prepare", note_launch)
@@ -214,10 +216,12 @@ def test_rows_of_nobody_leave_no_trace() -> None:
 
 
 def test_a_table_that_found_no_memory_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that is taken back comes again, with the same lists."""
-    inputs, table = DecodeInputs(settings(), DEVICE), [5, 3, 1]
-    piece = SequenceSlice(0, [0] * 9, 8, 8, 1, table, (Sample(0, 0),), SamplingParams(max_tokens=1), -1, 0)
-    plan = StepPlan(0, [piece], [], 1, 1)
+    """A step that is taken back comes again."""
+    tables, table = RowTables(settings()), (5, 3, 1)
+    inputs = DecodeInputs(settings(), DEVICE, tables)
+    row = RowStart(0, 0, 8, SamplingParams(max_tokens=1), 0, (0,) * 9, (table,))
+    plan = StepPlan(0, slots=(0,), positions=(8,), rows=(row,))
+    slices, changes = Rows().follow(plan), tables.follow(plan)
 
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError
@@ -225,10 +229,10 @@ def test_a_table_that_found_no_memory_is_sent_again(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(decode_inputs, "to_device", fail)
         with pytest.raises(torch.OutOfMemoryError):
-            inputs.send(inputs.prepare(plan))
-    inputs.send(inputs.prepare(plan))
+            inputs.send(inputs.prepare(slices, changes))
+    inputs.send(inputs.prepare(slices, changes))
     batch, _, _ = inputs.compute(1, 64, torch.zeros(9, dtype=torch.int64, device=DEVICE))
-    assert batch.block_tables[0, :3].tolist() == table
+    assert batch.block_tables[0, :3].tolist() == [*table]
 
 
 def test_sizes() -> None:
@@ -248,5 +252,5 @@ def test_no_graph_knows_adapters() -> None:
     graphs = DecodeGraphs.__new__(DecodeGraphs)
     for adapter in (None, Other()):
         params = SamplingParams(max_tokens=1, adapter=adapter)
-        piece = SequenceSlice(0, [1], 1, 0, 1, [0], (Sample(0, 0),), params, -1, 0)
-        assert graphs.takes(StepPlan(0, [piece], [], 1, 1)) == (adapter is None)
+        piece = SequenceSlice(0, 0, 1, params, [1], (Sample(0, 0),), 0, 1)
+        assert graphs.takes([piece]) == (adapter is None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import fields
@@ -9,10 +10,12 @@ from dataclasses import fields
 from engine.core.config import SchedulerConfig, StoreSize
 from engine.core.kv.prefix_cache import BlockIndex
 from engine.core.kv.tiers import Transfer
+from engine.core.page_table import blocks_for
+from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.beams import BeamSearch, row_params
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import Sequence, Status, choice_seed
-from engine.core.step import SequenceSlice, StepPlan
+from engine.core.step import StepPlan
 from engine.core.types import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent
 from engine.inbox import InboxMessage, Stop
 from engine.loop import Engine
@@ -119,6 +122,11 @@ def solo_beams(asked: Request) -> list[tuple[list[int], FinishReason]]:
     return [([entry.token_id for entry in answer.logprobs], answer.reason) for answer in answers]
 
 
+def written(plan: StepPlan) -> bytes:
+    """A plan as bytes, with all that it refers to."""
+    return pickle.dumps(plan)
+
+
 class Driver:
     """A scheduler, its runner, and everything they said; `now` advances by 10 ms a step, or by what it costs."""
 
@@ -141,7 +149,8 @@ class Driver:
         self.ends: dict[tuple[str, int], TokenEvent] = {}
         self.known: dict[int, list[int]] = {}  # by the id under which a runner was told of them
         self.launched: deque[tuple[StepPlan, FakeStep]] = deque()
-        self.starts: dict[int, list[int]] = {}  # of the slices, by step, as they were when it was launched
+        self.rows = Rows()
+        self.written: dict[int, tuple[bytes, list[SequenceSlice]]] = {}  # by step, as it was when it was launched
         self.transfers: list[Transfer] = []
         self.slots: dict[int, list[int]] = {}  # of the disk
 
@@ -174,19 +183,21 @@ class Driver:
             may_wait = self.launched or not self.scheduler.has_work or self.scheduler.has_parked
             assert may_wait, "work, nothing in flight, and nothing planned"
             return False
-        self.check_plan(plan)
-        self.check_progress(plan, first)
+        slices = self.rows.follow(plan)
+        self.written[plan.step_id] = written(plan), slices
         self.launched.append((plan, self.runner.run(plan)))
-        self.starts[plan.step_id] = [piece.start for piece in plan.slices]
+        self.check_plan(plan, slices)
+        self.check_progress(plan, slices, first)
         return True
 
     def commit(self) -> None:
         """Commit the oldest launched step."""
         plan, pending = self.launched.popleft()
-        starts = [piece.start for piece in plan.slices]
-        assert starts == self.starts.pop(plan.step_id), "a plan in flight keeps its slices while the next is made"
         self.now += 0.01 if self.cost is None else self.cost(plan)
-        self.take(self.scheduler.commit(plan, pending.wait(), self.now))
+        result, (as_launched, slices) = pending.wait(), self.written.pop(plan.step_id)
+        self.rows.learn(slices, result)
+        self.take(self.scheduler.commit(plan, result, self.now))
+        assert written(plan) == as_launched, "a plan in flight has changed"
 
     def run_out_of_memory(self, failure: str | None = None) -> set[str]:
         """The next step, or else the last one launched, has no memory; returns which requests ended on it."""
@@ -218,7 +229,7 @@ class Driver:
         """An idle moment: how many blocks are on their way to the disk."""
         assert not self.launched
         pairs = self.scheduler.tiers.spill()
-        self.runner.run(StepPlan(-1, [], [], 0, 0, swap_out=pairs)).wait()
+        self.runner.run(StepPlan(-1, swap_out=tuple(pairs))).wait()
         self.transfer()
         return len(pairs)
 
@@ -229,13 +240,13 @@ class Driver:
             max_steps -= 1
             assert max_steps, "requests did not end in a bounded number of steps"
 
-    def check_plan(self, plan: StepPlan) -> None:
+    def check_plan(self, plan: StepPlan, slices: list[SequenceSlice]) -> None:
         """Budgets hold, and every position of a slice has a block."""
         settings = self.scheduler.config
-        assert plan.slices or plan.copies or plan.swap_in, "a step for nothing"
-        assert plan.num_tokens == sum(piece.num_tokens for piece in plan.slices)
-        assert plan.num_tokens + sum(plan.num_drafts.values()) <= settings.max_num_batched_tokens
-        assert plan.num_samples == sum(len(piece.samples) for piece in plan.slices)
+        assert slices or plan.copies or plan.swap_in, "a step for nothing"
+        assert plan.num_tokens == sum(piece.num_tokens for piece in slices)
+        assert plan.num_tokens + sum(num for _, num in plan.drafts) <= settings.max_num_batched_tokens
+        assert plan.num_samples == sum(len(piece.samples) for piece in slices)
         moved = [block for block, _ in plan.swap_out], [host for host, _ in plan.swap_in]
         assert all(
             len(set(ends)) == len(ends) for ends in ([h for _, h in plan.swap_out], [b for _, b in plan.swap_in])
@@ -245,29 +256,35 @@ class Driver:
         named = {*(host for host, _ in plan.swap_in), *(host for _, host in plan.swap_out)}
         stats = self.scheduler.stats
         assert stats.host_blocks_held + stats.host_blocks_cached >= len(named), "a host block is given back too early"
-        assert len({piece.slot for piece in plan.slices}) == len(plan.slices) <= settings.max_num_seqs
+        assert len({piece.slot for piece in slices}) == len(slices) == plan.num_slices <= settings.max_num_seqs
         kinds = {seq.is_background for seq in self.scheduler._in_flight[-1].all_sequences}
         assert len(kinds) == 1, "a step is of the background or of all others"
-        assert all(0 < num <= settings.num_speculative_tokens for num in plan.num_drafts.values())
-        for index, piece in enumerate(plan.slices):
+        assert all(0 < num <= settings.num_speculative_tokens for _, num in plan.drafts)
+        for index, piece in enumerate(slices):
             known = self.known.get(piece.seq_id, [])
             assert list(piece.tokens[: len(known)]) == known, (
                 "under one id tokens only ever come to those that are there"
             )
             self.known[piece.seq_id] = list(piece.tokens)
             assert piece.num_tokens > 0
-            num_tokens = piece.num_tokens + plan.num_drafts.get(index, 0)
+            num_tokens = piece.num_tokens + dict(plan.drafts).get(index, 0)
             peak = piece.num_prompt + max(piece.params.max_tokens - 1, 0)
             assert piece.start + num_tokens <= peak, "the last token is never fed back"
-            assert piece.start + num_tokens <= len(piece.block_table) * settings.block_size
-            assert len(piece.tokens) >= piece.start + piece.num_tokens - 1
+            seq = self.scheduler._in_flight[-1].sequences[index]
+            stop = blocks_for(piece.start + num_tokens, settings.block_size)
+            windows = 1 << 30, *settings.windows
+            for window, held, table in zip(windows, seq.kv.tables, self.runner.tables[piece.slot], strict=True):
+                read = slice(max(piece.start - window + 1, 0) // settings.block_size, stop)
+                assert held[read] == table[read], "a block was freed too early, or the runner lacks it"
+                assert len(table) >= stop
+            assert len(piece.tokens) >= piece.start + piece.num_tokens - max(self.depth, 1)
 
     def first_in_line(self) -> Sequence | None:
         """Who runs, still has known positions to compute, and stands before all others that have."""
         running = self.scheduler._queue.running
         return next((seq for seq in running if seq.status is Status.PREFILL), None)
 
-    def check_progress(self, plan: StepPlan, first: Sequence | None) -> None:
+    def check_progress(self, plan: StepPlan, slices: list[SequenceSlice], first: Sequence | None) -> None:
         """No starvation: the first in line computes a token in every step that decoding leaves room in."""
         limit = self.scheduler.config.max_num_batched_tokens
         queue = self.scheduler._queue
@@ -276,7 +293,7 @@ class Driver:
         is_short = first.kv.tables[1:] and self.scheduler.kv.reach(first) <= first.num_planned
         if is_short or (self.scheduler.config.windows and not first.kv.blocks):
             return  # it waits for a block of each window, or was preempted for one
-        num_tokens = sum(piece.num_tokens for piece in plan.slices if piece.seq_id == first.seq_id)
+        num_tokens = sum(piece.num_tokens for piece in slices if piece.seq_id == first.seq_id)
         assert num_tokens or plan.num_tokens == limit or first.is_resuming, "the first in line was passed over"
 
     def check_totals(self) -> None:

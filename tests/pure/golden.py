@@ -22,6 +22,7 @@ from typing import Any
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import NeverFitsError
+from engine.core.rows import SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan
 from engine.core.types import AbortCause, BeamParams, EarlyStopping, Request, TokenEvent
@@ -102,12 +103,13 @@ class History:
                 streams.update(f"{name} {choice} {tokens} {self._driver.ends[name, choice].finish_reason!r}\n".encode())
         return {"streams": _short(streams), "events": _short(self._events), "plans": _short(self._plans)}
 
-    def note_plan(self, plan: StepPlan) -> None:
+    def note_plan(self, plan: StepPlan, pieces: list[SequenceSlice]) -> None:
+        tables = self._driver.runner.tables
         slices = [
-            (piece.seq_id, piece.slot, piece.start, piece.num_tokens, tuple(piece.block_table), len(piece.samples))
-            for piece in plan.slices
+            (piece.seq_id, piece.slot, piece.start, piece.num_tokens, tuple(tables[piece.slot][0]), len(piece.samples))
+            for piece in pieces
         ]
-        drafts = sorted(plan.num_drafts.items())
+        drafts = sorted(plan.drafts)
         moves = (list(plan.copies), list(plan.swap_out), list(plan.swap_in))
         self._plans.update(f"{slices} {drafts} {moves}\n".encode())
 
@@ -172,9 +174,9 @@ class RecordedDriver(Driver):
         super().__init__(*arguments, scheduler=scheduler)
         self._history = history
 
-    def check_plan(self, plan: StepPlan) -> None:
-        super().check_plan(plan)
-        self._history.note_plan(plan)
+    def check_plan(self, plan: StepPlan, slices: list[SequenceSlice]) -> None:
+        super().check_plan(plan, slices)
+        self._history.note_plan(plan, slices)
 
     def take(self, events: Any) -> None:
         taken = list(events)

@@ -163,7 +163,7 @@ def test_a_step_draws_no_more_than_memory_was_measured_for(monkeypatch: pytest.M
     def watched(now: float) -> StepPlan | None:
         step = plan(now)
         if step is not None:
-            num_rows.append(step.num_samples + sum(step.num_drafts.values()))
+            num_rows.append(step.num_samples + sum(num for _, num in step.drafts))
         return step
 
     monkeypatch.setattr(made.scheduler, "plan", watched)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.queues.fair import INPUT_COST, MAX_IDLE_ACCOUNTS, OUTPUT_COST, YIELD_RATIO, FairQueue
+from engine.core.rows import SequenceSlice
 from engine.core.sequence import Account, Sequence
 from engine.core.step import StepPlan
 from engine.core.types import AbortCause, TokenEvent
@@ -28,9 +29,9 @@ class Metered(Driver):
         self.served: Counter[str] = Counter()
         self.started: set[str] = set()
 
-    def check_plan(self, plan: StepPlan) -> None:
-        super().check_plan(plan)
-        for piece, seq in zip(plan.slices, self.scheduler._in_flight[-1].sequences, strict=True):
+    def check_plan(self, plan: StepPlan, slices: list[SequenceSlice]) -> None:
+        super().check_plan(plan, slices)
+        for piece, seq in zip(slices, self.scheduler._in_flight[-1].sequences, strict=True):
             if seq.request_id not in self.started:
                 self.started.add(seq.request_id)
                 self.served[seq.request.tenant] += INPUT_COST * (piece.num_prompt - piece.start)

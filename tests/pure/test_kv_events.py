@@ -110,7 +110,7 @@ class EventsMachine(SchedulerMachine):
     """The histories of test_scheduler_properties.py, with a router that loses messages."""
 
     @initialize(
-        depth=st.integers(0, 1),
+        depth=st.integers(0, 3),
         num_blocks=st.integers(10, 24),
         eviction=st.sampled_from(["lru", "slru", "lfu", "cost"]),
         num_host_blocks=st.sampled_from([0, 3, 12, 60]),

@@ -133,7 +133,7 @@ class FaultMachine(RuleBasedStateMachine):
         self.kv.prefetch(seq, 0.0)
         self.waiting.append(seq)
 
-    @rule(turns=st.integers(1, 8), most=st.integers(1, 9), depth=st.integers(0, 1), admits=st.integers(0, 2))
+    @rule(turns=st.integers(1, 8), most=st.integers(1, 9), depth=st.integers(0, 3), admits=st.integers(0, 2))
     def serve(self, turns: int, most: int, depth: int, admits: int) -> None:
         """Plan and commit some steps."""
         for _ in range(turns):
@@ -163,9 +163,9 @@ class FaultMachine(RuleBasedStateMachine):
         ops = [Op(("pool", block), ("host", host)) for block, host in step.swap_out]
         ops += [Op(("pool", source), ("pool", target)) for source, target in step.copies]
         ops += [Op(("host", host), ("pool", block)) for host, block in step.swap_in]
-        for piece, seq in zip(step.slices, step.sequences, strict=True):
-            for at in range(piece.start, piece.start + piece.num_tokens):
-                target = ("pool", piece.block_table[at // SIZE])
+        for chunk, seq in zip(step.chunks, step.sequences, strict=True):
+            for at in range(chunk.start, chunk.start + chunk.num_tokens):
+                target = ("pool", seq.kv.blocks[at // SIZE])
                 ops.append(Op(target, target, (at % SIZE, history(seq, at + 1))))
         self.steps.append(step)
         self.device.launched.append(ops)
@@ -191,9 +191,9 @@ class FaultMachine(RuleBasedStateMachine):
         self.kv.committed(step)
         for seq in step.arrivals:
             seq.num_in_flight -= 1
-        for piece, seq in zip(step.slices, step.sequences, strict=True):
+        for chunk, seq in zip(step.chunks, step.sequences, strict=True):
             seq.num_in_flight -= 1
-            seq.num_computed = piece.start + piece.num_tokens
+            seq.num_computed = chunk.start + chunk.num_tokens
             if seq.num_computed == len(seq.tokens):
                 seq.tokens.append(sum(seq.tokens) % 2)
         for seq in dict.fromkeys([*step.sequences, *step.arrivals]):

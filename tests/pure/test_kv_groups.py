@@ -262,7 +262,7 @@ def off_by_a_block(group: WindowGroup, position: int) -> int:
 
 def share_and_write(group: WindowGroup, seq: Sequence, *_: object) -> None:
     """Leave a shared tail in place."""
-    group._grow(group._table(seq), len(seq.kv.blocks))
+    group._grow(seq, len(seq.kv.blocks))
 
 
 def answer_and_continue(driver: Driver) -> None:

@@ -283,7 +283,7 @@ def test_a_second_try_that_fits_ends_nobody(rig: Rig) -> None:
 
 
 def test_a_request_that_fits_no_step_ends_alone(rig: Rig) -> None:
-    rig.runner.fits = lambda plan: all(piece.params.top_k != 3 for piece in plan.slices)
+    rig.runner.fits = lambda plan: all(row.params.top_k != 3 for row in plan.rows)
     rig.block()
     rig.engine.submit(request("too much", (1, 2, 3, 4), n=3, top_k=3))
     rig.engine.submit(good := request("good", (4, 5), max_tokens=20, eos_token_ids=frozenset()))

@@ -263,7 +263,7 @@ def conserved(driver: Driver, shares: Iterable[float]) -> bool:
 
 @settings(max_examples=30)
 @given(
-    depth=st.integers(0, 1),
+    depth=st.integers(0, 3),
     eviction=st.sampled_from(tuple(EVICTION_POLICIES)),
     share=st.sampled_from([0.25, 0.9]),
     turns=st.lists(

@@ -53,10 +53,12 @@ def test_others_do_not_wait_for_what_is_brought_back() -> None:
         plan = driver.scheduler.plan(driver.now)
         assert plan is not None
         arriving = {block for _, block in plan.swap_in}
-        readers = [piece for piece in plan.slices if not arriving.isdisjoint(piece.block_table)]
-        assert readers in ([], plan.slices[:1]), "only who would find nothing to wait beside computes at once"
+        pending = driver.runner.run(plan)
+        slots = [*plan.slots, *(chunk.slot for chunk in plan.chunks)]
+        readers = [slot for slot in slots if not arriving.isdisjoint(driver.runner.tables[slot][0])]
+        assert readers in ([], slots[:1]), "only who would find nothing to wait beside computes at once"
         num_deferred += bool(arriving and not readers)
-        driver.take(driver.scheduler.commit(plan, driver.runner.run(plan).wait(), driver.now))
+        driver.take(driver.scheduler.commit(plan, pending.wait(), driver.now))
     assert num_deferred
     driver.check_streams()
 
@@ -70,8 +72,8 @@ def test_who_is_alone_computes_while_its_blocks_arrive() -> None:
     plan = driver.scheduler.plan(driver.now)
     assert plan is not None
     assert plan.swap_in
-    (piece,) = plan.slices
-    assert piece.num_tokens == 1
+    (chunk,) = plan.chunks
+    assert chunk.num_tokens == plan.num_tokens == 1
     driver.take(driver.scheduler.commit(plan, driver.runner.run(plan).wait(), driver.now))
     driver.drain()
     driver.check_streams(aborted={"0"})
@@ -177,7 +179,7 @@ def test_a_plan_may_move_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver.launch()
     plan = driver.launched[0][0]
     assert plan.swap_in
-    assert not plan.slices
+    assert not plan.num_slices
     monkeypatch.undo()
     driver.drain()
     driver.check_streams()

@@ -115,7 +115,7 @@ def test_other_blocks_differ_even_if_all_sizes_agree() -> None:
     at = next(index for index, line in enumerate(lines) if '"chunks"' in line)
     plan = json.loads(lines[at])
     lines[at] = json.dumps(plan | {"digest": "00000000"}) + "\n"
-    assert replay(lines).difference.startswith(f"line {at + 1}: recorded step 0: 0 decodes, chunks (sequence ")
+    assert replay(lines).difference.startswith(f"line {at + 1}: recorded step 0: 0 decodes, chunks (row ")
 
 
 def test_a_recording_of_lengths_holds_no_ids_and_no_names() -> None:

@@ -25,7 +25,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Whatever happens, each stream is a prefix of its solo stream, and what is not aborted is all of it."""
 
     @initialize(
-        depth=st.integers(0, 1),
+        depth=st.integers(0, 3),
         num_blocks=st.integers(10, 24),
         budget=st.integers(6, 30),
         caching=st.booleans(),

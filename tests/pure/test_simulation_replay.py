@@ -76,7 +76,7 @@ def test_a_decode_step_costs_what_its_plan_does() -> None:
         scheduler.add(to_request(TraceRequest(0.0, 5 + index, 9), index))
     plan = scheduler.plan(0.0)
     assert plan is not None
-    decoding = plan._replace(slices=[piece.at(30) for piece in plan.slices], num_tokens=4)
+    decoding = plan._replace(chunks=(), slots=(0, 1, 2, 3), positions=(30,) * 4, num_tokens=4)
     assert COSTS.decode_step(4, 4 * 31) == pytest.approx(COSTS.step(decoding))
 
 

@@ -130,5 +130,5 @@ def test_a_draft_costs_what_a_decode_does() -> None:
     budget = StepBudget(config())
     for index in range(400):
         num_drafts = index // 8 % 4
-        budget.observe(None, plan.slices, num_drafts, 1.0 + num_drafts)
-    assert budget.times.seconds(Load(4, 4 * plan.slices[0].start)) == pytest.approx(4.0, rel=0.1)
+        budget.observe(None, plan.positions, num_drafts, 1.0 + num_drafts)
+    assert budget.times.seconds(Load(4, 4 * plan.positions[0])) == pytest.approx(4.0, rel=0.1)

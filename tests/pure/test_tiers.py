@@ -153,7 +153,7 @@ def test_a_parked_request_holds_up_no_other() -> None:
     assert other.scheduler.has_parked
     assert other.scheduler.stats.num_waiting == 2
     assert other.launch()
-    assert {piece.num_prompt for piece in other.launched[0][0].slices} == {17}
+    assert {row.num_prompt for row in other.launched[0][0].rows} == {17}
     assert len(other.scheduler.running) == 1
     other.drain()
     assert other.prompts["parked", 0].num_disk_tokens == 16

@@ -37,7 +37,7 @@ abort = st.tuples(
     requests=st.lists(asked, min_size=1, max_size=8),
     aborts=st.dictionaries(st.integers(0, 30), abort, max_size=8),
     mode=st.sampled_from([{}, {"num_blocks": 12}, {"num_speculative_tokens": 3}, {"num_host_blocks": 12}]),
-    depth=st.integers(0, 1),
+    depth=st.integers(0, 3),
 )
 def test_counters_and_histograms_agree_after_every_step(
     requests: list[dict[str, object]],

@@ -14,7 +14,7 @@ STREAMS = 4
 
 def seconds(plan: StepPlan) -> float:
     """What a step takes: linear, so that the model can be exact."""
-    context = sum(piece.num_tokens * (piece.start + piece.num_tokens / 2) for piece in plan.slices)
+    context = sum(count * (start + count / 2) for start, count in plan.spans)
     return FIXED_S + TOKEN_S * plan.num_tokens + CONTEXT_S * context
 
 

@@ -122,7 +122,7 @@ class WindowGroup(BlockIndex):
     def cover(self, seq: Sequence, stop: int) -> None:
         """Take the blocks that the next chunk of a prompt needs."""
         is_end = stop == len(seq.tokens)
-        self._grow(self._table(seq), len(seq.kv.blocks) if is_end else blocks_for(stop, self._block_size))
+        self._grow(seq, len(seq.kv.blocks) if is_end else blocks_for(stop, self._block_size))
 
     def extend(self, seq: Sequence, copied: int, copies: list[tuple[int, int]]) -> None:
         """Make the next position writable; `copied` is the shared block that the first group copied, or NO_BLOCK."""
@@ -131,10 +131,13 @@ class WindowGroup(BlockIndex):
             source, table[-1] = table[-1], self.pool.alloc()
             self.pool.free(source)
             copies.append((source, table[-1]))
-        self._grow(table, len(seq.kv.blocks))
+            seq.kv.changes.append((self._index + 1, len(table) - 1))
+        self._grow(seq, len(seq.kv.blocks))
 
-    def _grow(self, table: list[int], num_blocks: int) -> None:
+    def _grow(self, seq: Sequence, num_blocks: int) -> None:
+        table = self._table(seq)
         if num_blocks > len(table):
+            seq.kv.changes += [(self._index + 1, at) for at in range(len(table), num_blocks)]
             table += self.pool.alloc_many(num_blocks - len(table), after=table[-1] if table else NO_BLOCK)
 
     def publish(self, seq: Sequence, full: int) -> None:
@@ -163,11 +166,10 @@ class WindowGroup(BlockIndex):
                 self.pool.pass_by(block)
 
     def roll_back(self, seq: Sequence, start: int) -> None:
-        """Free the blocks behind those of `start` positions; a runner compares tables by identity."""
+        """Free the blocks behind those of `start` positions."""
         table, num_blocks = self._table(seq), blocks_for(start, self._block_size)
-        before, after = seq.kv.tables[: self._index + 1], seq.kv.tables[self._index + 2 :]
-        seq.kv.tables = (*before, table[:num_blocks], *after)
         self.pool.free(*[block for block in reversed(table[num_blocks:]) if block != NO_BLOCK])
+        del table[num_blocks:]
 
     def hold(self, seq: Sequence) -> None:
         """Add a holder to the blocks of a sequence."""

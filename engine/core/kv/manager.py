@@ -239,6 +239,8 @@ class KVCacheManager:
             copied, blocks[-1] = blocks[-1], pool.alloc()
             pool.free(copied)
             copies.append((copied, blocks[-1]))
+        if copies_tail or not kv.shares_tail:
+            kv.changes.append((0, len(blocks) - 1))
         kv.shares_tail, kv.writable_until = False, kv.capacity
         for group in self._others:
             group.extend(seq, copied, copies)
@@ -416,7 +418,7 @@ class KVCacheManager:
         self.tiers.settle(step, is_done=False)
         for index, seq in enumerate(step.sequences if self._others else ()):
             for each in (seq, *step.children.get(index, ())):
-                self._roll_back_others(each, step.slices[index].start)
+                self._roll_back_others(each, step.positions[index])
         for seq in step.arrivals if self._others else ():
             self._roll_back_others(seq, 0)
 
@@ -424,7 +426,6 @@ class KVCacheManager:
         for group in self._others:
             group.roll_back(seq, start)
         self._owe(seq)
-        seq.make_slices()
 
     def dropped(self, step: InFlightStep) -> None:
         """Note that a step was not launched, because it became empty."""

@@ -39,7 +39,7 @@ class DraftPlanner:
         self._num_checked = 0  # drafts of all sequences
         stats.spec_accepted_at = [0] * self._max_drafts
 
-    def plan(self, step: InFlightStep, num_tokens: int, allowance: Allowance, num_reserved: int) -> None:
+    def plan(self, step: InFlightStep, allowance: Allowance, num_reserved: int) -> None:
         """Add drafts to the decodes of a step, leaving `num_reserved` blocks for sequences that grow."""
         sequences = step.sequences[: step.num_decodes]
         budget = min(allowance.num_tokens, self._max_rows - step.num_samples)
@@ -50,7 +50,7 @@ class DraftPlanner:
             min(most, seq.max_total - 1 - seq.num_planned) if history.is_allowed else 0
             for seq, history in zip(sequences, histories, strict=True)
         ]
-        lengths = choose_lengths(chances, rooms, num_tokens, self._costs, allowance.drafts_s())
+        lengths = choose_lengths(chances, rooms, step.num_tokens, self._costs, allowance.drafts_s())
         for index, (seq, length) in enumerate(zip(sequences, lengths, strict=True)):
             num_drafts = self._make_room(seq, min(length, budget), step, num_reserved) if length else 0
             if num_drafts:
@@ -71,6 +71,7 @@ class DraftPlanner:
             if not self._kv.has_blocks_for(num_reserved + 1):
                 return seq.kv.writable_until - seq.num_planned
             self._kv.extend(seq, step.copies)
+            step.add_row(seq)
         return num_drafts
 
     def observe(self, seq: Sequence, drafted: Drafted) -> None:

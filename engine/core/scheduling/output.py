@@ -46,9 +46,8 @@ class OutputProcessor:
         num_plain = 0 if has_special else step.num_decodes
         self._process_decodes(step.sequences[:num_plain], result.token_ids, now, events)
         cursor = num_plain
-        for index in range(num_plain, len(step.slices)):
-            self._process_slice(index, step, result, cursor, now, events)
-            cursor += len(step.slices[index].samples)
+        for index in range(num_plain, len(step.sequences)):
+            cursor += self._process_slice(index, step, result, cursor, now, events)
         return made
 
     def _process_decodes(
@@ -77,13 +76,14 @@ class OutputProcessor:
 
     def _process_slice(
         self, index: int, step: InFlightStep, result: StepResult, cursor: int, now: float, events: Entries
-    ) -> None:
-        """Take in the result of any slice; the first of its samples has the index `cursor` among all."""
-        piece, seq = step.slices[index], step.sequences[index]
+    ) -> int:
+        """Take in the result of any slice, whose samples begin at `cursor` among all; returns how many it has."""
+        seq = step.sequences[index]
+        start, num_tokens, num_samples = step.sizes(index)
         drawing = (seq, *step.children.get(index, ()))
         for each in drawing:
             each.num_in_flight -= 1
-            each.num_computed = piece.start + piece.num_tokens
+            each.num_computed = start + num_tokens
         seq.prompt_logprobs += result.prompt_logprobs.get(index, ())
         if index in result.pooled:
             seq.pool(result.pooled[index])
@@ -91,8 +91,8 @@ class OutputProcessor:
             for failed in drawing:
                 self._fail(failed, result.errors[index], now, events)
         elif index in result.drafted:
-            self._accept_drafted(seq, piece.start, result.drafted[index], now, events)
-        elif not piece.samples:
+            self._accept_drafted(seq, start, result.drafted[index], now, events)
+        elif not num_samples:
             self._accept_chunk(seq, now, events)
         elif seq.beam_group is not None:
             self._accept_beam(seq, result.logprobs[cursor], now, events)
@@ -100,6 +100,7 @@ class OutputProcessor:
             for place, drawer in enumerate(drawing, start=cursor):
                 is_end = place in result.ended
                 self._accept(drawer, result.token_ids[place], result.logprobs.get(place), is_end, now, events)
+        return num_samples
 
     def _accept(
         self, seq: Sequence, token: int, logprob: TokenLogprob | None, is_end: bool, now: float, events: Entries

@@ -71,7 +71,7 @@ class PromptPlan:
         # Some may have been preempted for others that were admitted.
         if long := [seq for seq in self._long if seq.status is Status.PREFILL]:
             self._plan_long(long, now)
-        elif not self._step.slices and (delayed := [seq for seq in self._delayed if seq.status is Status.PREFILL]):
+        elif not self._step.sequences and (delayed := [seq for seq in self._delayed if seq.status is Status.PREFILL]):
             self._plan_chunk(delayed[0])
 
     def _plan_long(self, long: list[Sequence], now: float) -> None:
@@ -114,6 +114,7 @@ class PromptPlan:
             self._step.children[len(self._step.sequences)] = children
             for child in children:
                 self._queue.start(child)
+                self._step.add_row(child)
             drawing += children
         return tuple(sample for sequence in drawing for sample in sequence.samples)
 

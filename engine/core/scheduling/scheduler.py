@@ -1,7 +1,7 @@
 """The scheduler: which tokens of which sequences run next, and in which blocks.
 
-One `plan` and one `commit` a step. With overlap two steps are in flight: planning needs counts, never token values, and
-blocks that a step in flight names are freed at its commit, never before. Engine thread. It knows no clock (time is an
+One `plan` and one `commit` a step. With overlap several steps are in flight: planning needs counts, never token values,
+and blocks that a step in flight names are freed at its commit, never before. Engine thread. It knows no clock (time is an
 argument), no tensors, no text.
 """
 
@@ -102,7 +102,6 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can run before the steps in flight are committed."""
-        assert len(self._in_flight) < 2, "two steps may be in flight: a decoding sequence has slices for no more"
         self.kv.expire(now)
         if self._queue.parked:
             self._queue.unpark([seq for seq in self._queue.parked if seq.kv.awaits_until_s <= now])
@@ -114,7 +113,7 @@ class Scheduler:
         if self._queue.may_yield:
             self._admit_first(now, step)
         catching_up = self._plan_decodes(step, self._queue.due(limit))
-        allowance.take_decodes(step.slices)
+        allowance.take_decodes(step.positions)
         admits = (self.kv.has_slot or self._queue.has_takeable) and self._queue.first_waiting is not None
         if allowance.num_tokens and (catching_up or admits):
             prompts = PromptPlan(self.kv, self._queue, step, allowance, in_order=self._budget.is_reduced)
@@ -123,22 +122,21 @@ class Scheduler:
                 prompts.admit(self._admit(now, step))
             prompts.finish(now)
             step.load = allowance.load
-        if not (step.slices or step.arrivals):
+        if not (step.sequences or step.arrivals):
             self.kv.dropped(step)  # sequences were admitted and preempted again
             return None
-        return self._launch(step, limit - allowance.num_tokens, allowance)
+        return self._launch(step, allowance)
 
-    def _launch(self, step: InFlightStep, num_tokens: int, allowance: Allowance) -> StepPlan:
+    def _launch(self, step: InFlightStep, allowance: Allowance) -> StepPlan:
         """Complete a step and return it as a plan; from here on it is in flight."""
         if self._drafts is not None:
-            self._drafts.plan(step, num_tokens, allowance, len(self._queue.running))
+            self._drafts.plan(step, allowance, len(self._queue.running))
         step.swap_out = self.kv.begin()
         step.step_id = self._next_step_id
         self._next_step_id += 1
         self._in_flight.append(step)
         self._queue.update_gauges()
-        moves = step.copies, num_tokens, step.num_samples, step.swap_out, step.swap_in
-        return StepPlan(step.step_id, step.slices, *moves, step.num_drafts)
+        return step.plan()
 
     def _plan_decodes(self, step: InFlightStep, due: list[Sequence]) -> list[Sequence]:
         """Give every running sequence in `due` its next position; returns the prompts not computed yet.
@@ -147,31 +145,32 @@ class Scheduler:
         a beam of a search whose other beams are.
         """
         catching_up: list[Sequence] = []
-        slices, copies, turn, skipped = step.slices, step.copies, self._next_step_id % 2, set[Sequence]()
+        positions, skipped = step.positions, set[Sequence]()
         for seq in due:
             start = seq.num_planned
-            if start >= seq.fast_path_until and not self._is_ready(seq, catching_up, copies):
+            if start >= seq.fast_path_until and not self._is_ready(seq, catching_up, step):
                 skipped.add(seq)
                 continue
-            piece = seq.slices[turn]
-            piece.start = start
-            slices.append(piece)
+            positions.append(start)
             seq.num_planned = start + 1
             seq.num_in_flight += 1
         step.sequences += [seq for seq in due if seq not in skipped] if skipped else due
-        step.num_decodes = step.num_samples = len(slices)
+        step.num_decodes = step.num_samples = len(positions)
         # Some may have been preempted meanwhile: the beams of a search are preempted together.
         return [seq for seq in catching_up if seq.status is Status.PREFILL]
 
-    def _is_ready(self, seq: Sequence, catching_up: list[Sequence], copies: list[tuple[int, int]]) -> bool:
+    def _is_ready(self, seq: Sequence, catching_up: list[Sequence], step: InFlightStep) -> bool:
         """Prepare a sequence for its next position; returns whether it decodes in this step."""
         if seq.status is not Status.RUNNING:
             catching_up.append(seq)
             return False
         if seq.num_planned >= seq.max_total - 1:
             return False  # its last token is in flight, or it waits for other beams
-        if seq.num_planned >= seq.kv.writable_until and not self._make_writable(seq, copies):
+        if seq.num_planned >= seq.kv.writable_until and not self._make_writable(seq, step.copies):
             return False
+        if seq.beam_group is not None and seq.has_row:
+            step.add_beam(seq, seq.num_planned)
+        step.add_row(seq)
         if seq.fast_path_until:
             seq.update_fast_path()
         return True
@@ -247,7 +246,7 @@ class Scheduler:
         seconds = now - max(step.planned_s, self._committed_s)
         self._committed_s = now
         prompts = step.load if step.load.num_prompt_tokens else None
-        self._budget.observe(prompts, step.slices, sum(step.num_drafts.values()), seconds)
+        self._budget.observe(prompts, step.positions, sum(step.num_drafts.values()), seconds)
         self.kv.committed(step)
         for seq in step.arrivals:
             seq.num_in_flight -= 1

@@ -101,7 +101,7 @@ class StatsRecorder:
         stats.steps += 1
         stats.background_steps += is_background
         stats.step_tokens.observe(plan.num_tokens)
-        stats.step_sequences.observe(len(plan.slices))
+        stats.step_sequences.observe(plan.num_slices)
         if plan.swap_out or plan.swap_in:
             stats.swapped_blocks[SwapDirection.OUT] += len(plan.swap_out)
             stats.swapped_blocks[SwapDirection.IN] += len(plan.swap_in)

@@ -68,7 +68,7 @@ def _fresh_blocks(batch: Batch, block_size: int) -> Tensor | None:
         )
         if 0 < context % block_size <= num_queries
     ]
-    return torch.tensor(fresh, dtype=torch.int64) if fresh else None  # another rank's table is int32
+    return torch.tensor(fresh, dtype=torch.int64) if fresh else None  # tables are int32
 
 
 def _lay_out(batch: Batch, block_size: int, window: int | None) -> _Layout:

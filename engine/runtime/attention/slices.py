@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
@@ -43,7 +44,7 @@ def view_slice(
     start = context - num_queries
     first = 0 if window is None else max(0, start - window + 1)
     first_block = first // block_size
-    blocks = table[first_block : -(-context // block_size)]
+    blocks = np.asarray(table[first_block : -(-context // block_size)]).tolist()
     offset = first - first_block * block_size
     is_run = blocks[-1] - blocks[0] == len(blocks) - 1 and all(b - a == 1 for a, b in pairwise(blocks))
     num_keys = context - first

@@ -46,7 +46,7 @@ def cut_tiles(
     counts, starts = [], []
     for context, table in zip(contexts, tables, strict=True):
         first_block = 0 if window is None else max(0, context - window) // block_size
-        blocks = table[first_block : -(-context // block_size)]
+        blocks = np.asarray(table[first_block : -(-context // block_size)]).tolist()
         flat += blocks
         # A tile is padded with a block of the same sequence, so other sequences' values cannot affect it.
         flat += [blocks[-1]] * (-len(blocks) % per_tile)

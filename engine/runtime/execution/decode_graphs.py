@@ -13,7 +13,7 @@ graph; what others draw is overwritten. Engine thread.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.step import StepPlan
+from engine.core.rows import SequenceSlice
 from engine.core.types import Progress, ReportProgress
 from engine.runtime.cuda.sampling import sample
 from engine.runtime.execution.decode_inputs import DecodeInputs, longest_context
@@ -29,6 +29,7 @@ from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.pool.batch import DecodeRows
 from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.tables import Changes, RowTables
 
 _PLANNED_CONTEXT = 8192  # tokens; longest context of the usual graphs
 
@@ -77,12 +78,13 @@ class DecodeGraphs:
         kv_cache: KVCache,
         config: SchedulerConfig,
         last_ids: Tensor,
+        tables: RowTables,
         group: Group = SINGLE,
     ) -> None:
-        """`last_ids` [max_num_seqs + 1] int64 is the runner's; its last slot is for padding."""
+        """`last_ids` [max_num_seqs + 1] int64 is the runner's; its last slot is for padding. So are `tables`."""
         self._group = group
         self._model, self._kv_cache, self._last_ids = model, kv_cache, last_ids
-        self._inputs = DecodeInputs(config, last_ids.device)
+        self._inputs = DecodeInputs(config, last_ids.device, tables)
         self._sets = [_GraphSet(min(_PLANNED_CONTEXT, config.max_model_len), graph_sizes(config.max_num_seqs), {})]
         if config.max_model_len > _PLANNED_CONTEXT:
             self._sets.append(_GraphSet(config.max_model_len, long_graph_sizes(config.max_num_seqs), {}))
@@ -99,19 +101,19 @@ class DecodeGraphs:
             graphs.replays[size] = self._record(size, graphs.max_context, pool)
         report(Progress("cuda_graphs", "", len(wanted), len(wanted), "graphs"))
 
-    def takes(self, plan: StepPlan) -> bool:
+    def takes(self, slices: Sequence[SequenceSlice]) -> bool:
         """Return whether every sequence of the step has one token, one draw and no adapter."""
         return all(
             piece.num_tokens == 1
             and len(piece.samples) == 1
             and piece.prompt_logprobs < 0
             and piece.params.adapter is None
-            for piece in plan.slices
+            for piece in slices
         )
 
-    def prepare(self, plan: StepPlan) -> DecodeRows:
+    def prepare(self, slices: Sequence[SequenceSlice], changes: Changes) -> DecodeRows:
         """Return the rows of a step that this `takes`, for the graphs of all ranks."""
-        return self._inputs.prepare(plan)
+        return self._inputs.prepare(slices, changes)
 
     def launch(self, rows: DecodeRows) -> Outputs:
         """Run a step; the next one overwrites the result, which only the first rank's is."""

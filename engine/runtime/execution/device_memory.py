@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import MemoryBudgetError
-from engine.core.step import StepPlan
+from engine.core.step import StepPlan, plan_prompts
 from engine.core.types import SamplingParams
-from engine.runtime.execution.runner import ModelRunner, synthetic_slice, warm_up_plan
+from engine.runtime.execution.runner import ModelRunner, synthetic_row, warm_up_plan
 
 _GIB = 1 << 30
 _SEGMENT = 2 << 20  # torch reserves large tensors in multiples of this
@@ -73,12 +72,12 @@ def full_steps(config: SchedulerConfig, vocab_size: int) -> list[StepPlan]:
     )
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
     crowd = warm_up_plan(config, config.max_num_seqs, num_tokens)
-    first, *others = [replace(piece, params=params) for piece in crowd.slices]
-    first = replace(first, samples=first.samples * (1 + config.max_num_rows - config.max_num_seqs))
-    crowd = crowd._replace(slices=[first, *others], num_samples=config.max_num_rows)
+    first, *others = crowd.chunks
+    first = first._replace(samples=first.samples * (1 + config.max_num_rows - config.max_num_seqs))
+    crowd = crowd._replace(chunks=(first, *others), num_samples=config.max_num_rows)
     scored = warm_up_plan(config, 1, min(config.max_num_batched_tokens, config.max_model_len))
-    scored = scored._replace(slices=[replace(piece, params=params, prompt_logprobs=0) for piece in scored.slices])
-    return [crowd, scored]
+    scored = scored._replace(chunks=(scored.chunks[0]._replace(prompt_logprobs=0),))
+    return [plan._replace(rows=tuple(row._replace(params=params) for row in plan.rows)) for plan in (crowd, scored)]
 
 
 def other_steps(config: SchedulerConfig) -> list[StepPlan]:
@@ -91,7 +90,7 @@ def other_steps(config: SchedulerConfig) -> list[StepPlan]:
     for num, temperature in ((8, 0.0), (128, 1.0)):
         length = min(num, context, config.max_num_batched_tokens)
         params = SamplingParams(max_tokens=1, temperature=temperature)
-        plans.append(StepPlan(0, [synthetic_slice(config, 0, context, length, table, params)], [], length, 1))
+        plans.append(plan_prompts([synthetic_row(config, 0, context, table, params)], [length]))
     return plans
 
 

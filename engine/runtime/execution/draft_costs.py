@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from engine.core.config import DraftCosts, SchedulerConfig
 from engine.core.page_table import blocks_for
+from engine.core.rows import Rows
 from engine.core.scheduling.drafts import lower_hull
-from engine.core.step import StepPlan
+from engine.core.step import StepPlan, plan_prompts
 from engine.core.types import SamplingParams
 from engine.runtime.execution.runner import ModelRunner, warm_up_plan
-from engine.runtime.speculation.base import Drafter, with_drafts
+from engine.runtime.speculation.base import Drafter
 
 _MIN_TIMES, _MAX_TIMES, _LONG_S = 3, 10, 0.05
 _ENOUGH = 4.0  # times the first; beyond, the cost is linear
@@ -31,7 +31,7 @@ def measure_draft_costs(
         runner.run(plan).wait()
 
     plain = list(_points(config, 0, run))
-    checking = list(_points(config, num_drafts, lambda plan: run(_drafted(plan))))
+    checking = list(_points(config, num_drafts, run))
     if not captures:
         plain = checking = plain + checking
     drafting = tuple(_drafting(drafter, config, num_drafts, run))
@@ -42,7 +42,7 @@ def _points(config: SchedulerConfig, num_drafts: int, run: Callable[[StepPlan], 
     """(rows, seconds), until it is long enough."""
     first = 0.0
     for num_seqs in _numbers(config, num_drafts):
-        plan = _plan(config, num_seqs, num_drafts)
+        plan = _checking(config, num_seqs, num_drafts)
         cost = _time(lambda plan=plan: run(plan))  # type: ignore[misc]
         yield num_seqs * (1 + num_drafts), cost
         first = first or cost
@@ -53,15 +53,19 @@ def _points(config: SchedulerConfig, num_drafts: int, run: Callable[[StepPlan], 
 def _drafting(
     drafter: Drafter, config: SchedulerConfig, num_drafts: int, run: Callable[[StepPlan], None]
 ) -> Iterator[tuple[int, float]]:
+    params = SamplingParams(max_tokens=1 + num_drafts, temperature=0.0)
     for num_seqs in _numbers(config, num_drafts):
-        plan = _plan(config, num_seqs, num_drafts)
-        run(plan._replace(num_drafts={}))  # for the states that a head reads
-        following = [
-            replace(piece, tokens=[0, 0], start=1, block_table=[*piece.block_table, piece.block_table[-1]])
-            for piece in plan.slices  # with an entry for the last draft, which is noted and not read
-        ]
-        plan = plan._replace(slices=following)
-        yield num_seqs, _time(lambda plan=plan: drafter.draft(plan)) / num_drafts  # type: ignore[misc]
+        rows = []
+        for row in warm_up_plan(config, num_seqs, num_seqs * (1 + num_drafts)).rows:
+            tables = tuple(
+                [(*table, table[-1]) for table in row.tables]
+            )  # the last draft's entry is noted and not read
+            rows.append(row._replace(params=params, ids=(0,), num_prompt=1, tables=tables))
+        plan = plan_prompts(rows, [1] * num_seqs)
+        run(plan)  # for the states that a head reads
+        slices = [piece._replace(tokens=[0, 0], start=1) for piece in Rows().follow(plan)]
+        plan = plan._replace(drafts=tuple([(index, num_drafts) for index in range(num_seqs)]))
+        yield num_seqs, _time(lambda plan=plan, slices=slices: drafter.draft(plan, slices)) / num_drafts  # type: ignore[misc]
 
 
 def _numbers(config: SchedulerConfig, num_drafts: int) -> Iterator[int]:
@@ -74,17 +78,15 @@ def _numbers(config: SchedulerConfig, num_drafts: int) -> Iterator[int]:
         num_seqs *= 2
 
 
-def _plan(config: SchedulerConfig, num_seqs: int, num_drafts: int) -> StepPlan:
-    """Return a plan of sequences of one token, with room for drafts."""
+def _checking(config: SchedulerConfig, num_seqs: int, num_drafts: int) -> StepPlan:
+    """Return a step of sequences of one token and its drafts, with a draw for each."""
+    plan = warm_up_plan(config, num_seqs, num_seqs * (1 + num_drafts))
     params = SamplingParams(max_tokens=1 + num_drafts, temperature=0.0)
-    whole = warm_up_plan(config, num_seqs, num_seqs * (1 + num_drafts))
-    slices = [replace(piece, tokens=[0], num_prompt=1, num_tokens=1, params=params) for piece in whole.slices]
-    room = dict.fromkeys(range(num_seqs), num_drafts) if num_drafts else {}
-    return StepPlan(0, slices, [], num_seqs, num_seqs, num_drafts=room)
-
-
-def _drafted(plan: StepPlan) -> StepPlan:
-    return with_drafts(plan, {index: [0] * num for index, num in plan.num_drafts.items()})
+    return plan._replace(
+        rows=tuple([row._replace(params=params) for row in plan.rows]),
+        chunks=tuple([chunk._replace(samples=chunk.samples * (1 + num_drafts)) for chunk in plan.chunks]),
+        num_samples=plan.num_tokens,
+    )
 
 
 def _time(compute: Callable[[], object]) -> float:

@@ -1,7 +1,7 @@
 """Messages from the first rank to the others, as bytes: int64 numbers of kind and counts, then arrays; nothing is pickled.
 
-a step              longs, scored rows and ints of its Packet
-a captured step     fields and grown tables of its DecodeRows
+a step              longs, scored rows, slots, ints and changes of its Packet
+a captured step     fields and changes of its DecodeRows
 copies, new sizes   pairs of blocks; windows, and sizes in the head
 """
 
@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.config import SchedulerConfig
 from engine.runtime.pool.batch import DecodeRows, Packet
+from engine.runtime.pool.tables import NO_CHANGES, Changes
 
-_NUM_HEADS = 9
+_NUM_HEADS = 8
 # What a forward pass depends on; the rest is the scheduler's.
 _SIZES = ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
@@ -59,11 +60,10 @@ def encode(message: RankMessage) -> list[NDArray[Any]]:
         return [_head(Kind.COPY), np.array(message, np.int64)]
     work, is_shared = message
     if isinstance(work, DecodeRows):
-        return [_head(Kind.REPLAY, is_shared, *work.fields.shape), work.fields, work.grown]
+        return [_head(Kind.REPLAY, is_shared, *work.fields.shape), work.fields, work.changes]
     counts = work.num_slices, work.num_tokens, work.num_samples, len(work.longs), len(work.scored)
-    scored = np.array(work.scored, np.int64)
-    keeps_all, num_groups = work.keeps_all, len(work.tables)
-    return [_head(Kind.STEP, is_shared, *counts, keeps_all, num_groups), work.longs, scored, work.ints]
+    scored, head = np.array(work.scored, np.int64), _head(Kind.STEP, is_shared, *counts, work.keeps_all)
+    return [head, work.longs, scored, work.slots, work.ints, work.changes]
 
 
 def _head(*numbers: int) -> NDArray[np.int64]:
@@ -79,8 +79,8 @@ def decode(message: memoryview) -> RankMessage:
     if kind is Kind.STEP:
         return Step(_packet(rest, *counts), bool(is_shared))
     if kind is Kind.REPLAY:
-        longs, num = np.frombuffer(rest, np.int64), counts[0] * counts[1]
-        return Step(DecodeRows(longs[:num].reshape(counts[:2]), longs[num:].reshape(-1, 2)), bool(is_shared))
+        fields = np.frombuffer(rest, np.int64, counts[0] * counts[1]).reshape(counts[:2])
+        return Step(DecodeRows(fields, _changes(rest, fields.nbytes)), bool(is_shared))
     if kind is Kind.COPY:
         return _pairs(np.frombuffer(rest, np.int64))
     if kind is Kind.CONFIGURE:
@@ -97,23 +97,27 @@ def _packet(
     num_longs: int,
     num_scored: int,
     keeps_all: int,
-    num_groups: int,
 ) -> Packet:
-    longs = np.frombuffer(rest, np.int64, num_longs + 2 * num_scored)
-    ints = np.frombuffer(rest, np.int32, offset=longs.nbytes)
-    starts, contexts, tables = np.split(ints, (num_slices + 1, 2 * num_slices + 1))
+    longs = np.frombuffer(rest, np.int64, num_longs + 2 * num_scored + num_slices)
+    ints = np.frombuffer(rest, np.int32, 2 * num_slices + 1, longs.nbytes)
+    starts, contexts = np.split(ints, (num_slices + 1,))
     return Packet(
         longs=longs[:num_longs],
         ints=ints,
+        slots=longs[num_longs + 2 * num_scored :],
+        changes=_changes(rest, longs.nbytes + ints.nbytes),
         num_slices=num_slices,
         num_tokens=num_tokens,
         num_samples=num_samples,
-        scored=_pairs(longs[num_longs:]),
+        scored=_pairs(longs[num_longs : num_longs + 2 * num_scored]),
         keeps_all=bool(keeps_all),
         query_lens=np.diff(starts).tolist(),
         contexts=contexts.tolist(),
-        tables=cast("Sequence[Sequence[Sequence[int]]]", tables.reshape(num_groups, num_slices, -1)),
     )
+
+
+def _changes(rest: memoryview, first: int) -> Changes:
+    return np.frombuffer(rest, np.int32, offset=first).reshape(-1, 2) if len(rest) > first else NO_CHANGES
 
 
 def _pairs(numbers: NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ engine/ranks/executor.py implements it with processes, and ends them. Engine thr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -29,7 +30,7 @@ class Ranks(Protocol):
         """Have them compute a step; `share` follows where it `draws` ids outside of a graph."""
         ...
 
-    def copy(self, copies: list[tuple[int, int]]) -> None:
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Have them copy blocks, in a step without tokens."""
         ...
 
@@ -66,7 +67,7 @@ class Alone:
     def send(self, work: Packet | DecodeRows, *, draws: bool) -> None:
         """Do nothing."""
 
-    def copy(self, copies: list[tuple[int, int]]) -> None:
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Do nothing."""
 
     def share(self, last_ids: Tensor) -> None:

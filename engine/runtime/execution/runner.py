@@ -10,6 +10,7 @@ Engine thread.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -21,8 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
+from engine.core.rows import Rows, SequenceSlice
 from engine.core.stats import FailureCause
-from engine.core.step import Fault, Resources, Sample, SequenceSlice, StepPlan, StepResult
+from engine.core.step import Fault, Resources, RowStart, StepPlan, StepResult, plan_prompts
 from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.base import AttentionBackend, Batch
 from engine.runtime.drawn import Drawn
@@ -33,8 +35,9 @@ from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.native.decoder import Streams
 from engine.runtime.pool.batch import BatchBuilder, Packet, scored_portions
 from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.tables import Changes, RowTables
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
-from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain
+from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain, reads_text
 from engine.runtime.speculation.base import Drafter, fold, with_drafts
 from engine.runtime.speculation.heads import Head, HeadDrafter
 from engine.runtime.stores.host import HostPool, MainMemoryPool
@@ -65,7 +68,8 @@ class ModelStep:
 
     def __init__(
         self,
-        plan: StepPlan,
+        slices: Sequence[SequenceSlice],
+        learn: Callable[[Sequence[SequenceSlice], StepResult], None],
         sampled: Sampled | None,
         scores: list[_Scores],
         pooled: Pooled | None,
@@ -75,12 +79,15 @@ class ModelStep:
         self._ranks = ranks
         self._owners = [
             index
-            for index, piece in enumerate(plan.slices)
+            for index, piece in enumerate(slices)
             for _ in (range(len(piece.samples) + len(piece.drafts)) if piece.drafts else piece.samples)
         ]
-        self._plan = plan
+        self._slices, self._learn = slices, learn
+        self._has_drafts = any(piece.drafts for piece in slices)
+        self._result: StepResult | None = None
+        self.is_over = False  # the host has waited for it
         rows = () if sampled is None else sampled.logprob_rows
-        self._num_top = {row: plan.slices[self._owners[row]].params.logprobs or 0 for row in rows}
+        self._num_top = {row: slices[self._owners[row]].params.logprobs or 0 for row in rows}
         self._sampled, self._scores, self._pooled, self._event = sampled, scores, pooled, event
         if sampled is not None and sampled.constrained is not None:
             sampled.constrained.read = self._ids
@@ -94,6 +101,13 @@ class ModelStep:
 
     def wait(self) -> StepResult:
         """Wait for the device and return the step's result."""
+        self.is_over = True
+        if self._result is None:
+            self._result = self._read()
+            self._learn(self._slices, self._result)
+        return self._result
+
+    def _read(self) -> StepResult:
         if self._event is not None:
             self._ranks.await_event(self._event)
         result = StepResult(token_ids=[])
@@ -109,7 +123,7 @@ class ModelStep:
             if self._sampled.logprobs is not None:
                 entries = self._sampled.logprobs.to_types(list(self._num_top.values()))
                 result.logprobs = dict(zip(self._num_top, entries, strict=True))
-        errors = {} if self._plan.num_drafts else {self._owners[row]: fault for row, fault in faults.items()}
+        errors = {} if self._has_drafts else {self._owners[row]: fault for row, fault in faults.items()}
         prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
         for scores in self._scores:
             entries = [
@@ -122,11 +136,11 @@ class ModelStep:
             result.pooled, void = self._pooled.to_types()
             errors |= dict.fromkeys(void, _NOT_FINITE)
         result.prompt_logprobs, result.errors = prompt_logprobs, errors
-        return fold(result, faults, self._plan.slices) if self._plan.num_drafts else result
+        return fold(result, faults, self._slices) if self._has_drafts else result
 
     def _void_fault(self, row: int) -> Fault:
         """Return the reason why nothing could be drawn from a row."""
-        return _RULED_OUT if self._plan.slices[self._owners[row]].params.rules_out_tokens else _NOT_FINITE
+        return _RULED_OUT if self._slices[self._owners[row]].params.rules_out_tokens else _NOT_FINITE
 
 
 class ModelRunner:
@@ -150,14 +164,16 @@ class ModelRunner:
         """
         self._model, self._kv_cache, self._device = model, kv_cache, device
         self._ranks, self._resources = ranks, resources
-        self._batches = BatchBuilder(config, device)
+        self._rows, self._tables = Rows(), RowTables(config)
+        self._batches = BatchBuilder(config, device, self._tables)
+        self._launched: deque[ModelStep] = deque()
         self._sampler = Sampler(device, resources)
         self._last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
         self._config = config
         self._host_pool: HostPool | None = None
         self._graphs: DecodeGraphs | None = None
         self._drafter: Drafter | None = None
-        self.heads = None if head is None else HeadDrafter(head, backend, kv_cache, config, device)
+        self.heads = None if head is None else HeadDrafter(head, backend, kv_cache, config, device, self._tables)
         self._num_used_blocks = 0  # up to the last that was ever written
 
     def begin(self) -> None:
@@ -174,7 +190,7 @@ class ModelRunner:
 
         self._ranks.capture()
         group = self._ranks.group
-        graphs = DecodeGraphs(self._model, self._kv_cache, self._config, self._last_ids, group)
+        graphs = DecodeGraphs(self._model, self._kv_cache, self._config, self._last_ids, self._tables, group)
         graphs.capture(report)
         self._graphs = graphs
 
@@ -223,6 +239,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> ModelStep:
         """Launch a step."""
+        slices, changes = self._rows.follow(plan), self._tables.follow(plan)
         if self._host_pool is not None:
             self._host_pool.begin(plan)
         if plan.copies:
@@ -231,12 +248,13 @@ class ModelRunner:
         if self._host_pool is not None:
             self._host_pool.bring_in(plan)
         if self._drafter is not None:
-            plan = self._draft(self._drafter, plan)
-        if not plan.slices:
-            return self._send(plan, None, [], None)
-        if self._graphs is not None and self._graphs.takes(plan):
-            return self._send(plan, self._replay(self._graphs, plan), [], None)
-        packet = self._batches.prepare(plan)
+            slices = self._draft(self._drafter, plan, slices)
+        if not slices:
+            return self._send(slices, None, [], None)
+        self._await_text(slices)
+        if self._graphs is not None and self._graphs.takes(slices):
+            return self._send(slices, self._replay(self._graphs, slices, changes), [], None)
+        packet = self._batches.prepare(slices, changes)
         self._ranks.send(packet, draws=plan.num_samples > 0)
         batch = self._batches.to_batch(packet, self._last_ids)
         if self._kv_cache.headroom is not None:
@@ -246,47 +264,56 @@ class ModelRunner:
         heads = self.heads
         returns_all = packet.keeps_all or (heads is not None and heads.needs_all)
         streams = None if heads is None else heads.new_streams(batch.ids)
-        hidden = self._forward(plan, batch, None if returns_all else batch.sample_rows, streams)
-        scores = self._score(plan, packet, hidden) if packet.scored else []
-        pooled = (
-            pool(plan.slices, [*accumulate(packet.query_lens[:-1], initial=0)], hidden) if packet.keeps_all else None
-        )
+        hidden = self._forward(slices, batch, None if returns_all else batch.sample_rows, streams)
+        scores = self._score(slices, packet, hidden) if packet.scored else []
+        pooled = pool(slices, [*accumulate(packet.query_lens[:-1], initial=0)], hidden) if packet.keeps_all else None
         sampled = None
         if plan.num_samples:
             logits = self._model.logits(hidden.index_select(0, batch.sample_rows) if returns_all else hidden)
-            sampled = self._sampler.sample(plan, logits, self._last_ids)
+            sampled = self._sampler.sample(slices, logits, self._last_ids)
             self._ranks.share(self._last_ids)
         if heads is not None:
             states = hidden if streams is None else streams.out.flatten(1)
-            heads.observe(plan, batch, states, None if sampled is None else sampled.ids)
-        return self._send(plan, sampled, scores, pooled)
+            heads.observe(slices, batch, states, None if sampled is None else sampled.ids)
+        return self._send(slices, sampled, scores, pooled)
 
-    def _draft(self, drafter: Drafter, plan: StepPlan) -> StepPlan:
-        """Return the plan with drafts, up to the first token that a grammar forbids."""
-        found = drafter.draft(plan)
-        kept = {
-            index: drafts[: self._sampler.count_allowed(plan.slices[index], drafts)] for index, drafts in found.items()
-        }
-        return with_drafts(plan, {index: drafts for index, drafts in kept.items() if drafts})
+    def _await_text(self, slices: Sequence[SequenceSlice]) -> None:
+        """Wait for the ids of all steps but the last, if a draw depends on a text: only its last id may be missing.
 
-    def _forward(self, plan: StepPlan, batch: Batch, rows: Tensor | None, streams: Streams | None) -> Tensor:
-        if streams is None and all(piece.params.adapter is None for piece in plan.slices):
+        More than one may be where more than two steps overlap.
+        """
+        while self._launched and self._launched[0].is_over:
+            self._launched.popleft()
+        if len(self._launched) > 1 and any(reads_text(piece.params) for piece in slices):
+            for step in list(self._launched)[:-1]:
+                step.wait()
+
+    def _draft(self, drafter: Drafter, plan: StepPlan, slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
+        """Return the slices with drafts, up to the first token that a grammar forbids."""
+        found = drafter.draft(plan, slices)
+        kept = {index: drafts[: self._sampler.count_allowed(slices[index], drafts)] for index, drafts in found.items()}
+        return with_drafts(slices, kept)
+
+    def _forward(
+        self, slices: Sequence[SequenceSlice], batch: Batch, rows: Tensor | None, streams: Streams | None
+    ) -> Tensor:
+        if streams is None and all(piece.params.adapter is None for piece in slices):
             return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows)
         assert self._resources is not None, "only what has resources names an adapter"
-        groups = group_rows(plan.slices, self._device, self._resources.adapter)
+        groups = group_rows(slices, self._device, self._resources.adapter)
         return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows, groups, streams)
 
-    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> Sampled:
+    def _replay(self, graphs: DecodeGraphs, slices: Sequence[SequenceSlice], changes: Changes) -> Sampled:
         """Launch a step as a graph; rows with edited logits are drawn again after it."""
-        rows = graphs.prepare(plan)
-        others = [row for row, piece in enumerate(plan.slices) if not is_plain(piece)]
+        rows = graphs.prepare(slices, changes)
+        others = [row for row, piece in enumerate(slices) if not is_plain(piece)]
         self._ranks.send(rows, draws=bool(others))
         outputs = graphs.launch(rows)
         if not others:
             return Sampled(outputs.ids, outputs.is_finite, None, ())
         at = to_device(others, torch.int64, self._device)
         self._last_ids.index_copy_(0, outputs.slots.index_select(0, at), outputs.last_ids.index_select(0, at))
-        sampled = self._sampler.sample(plan, outputs.logits, self._last_ids, Drawn(outputs.ids, outputs.is_finite))
+        sampled = self._sampler.sample(slices, outputs.logits, self._last_ids, Drawn(outputs.ids, outputs.is_finite))
         self._ranks.share(self._last_ids)
         return sampled
 
@@ -306,9 +333,9 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _score(self, plan: StepPlan, packet: Packet, hidden: Tensor) -> list[_Scores]:
+    def _score(self, slices: Sequence[SequenceSlice], packet: Packet, hidden: Tensor) -> list[_Scores]:
         """Score the prompt tokens after the positions of slices that ask for it."""
-        asked = [(index, piece) for index, piece in enumerate(plan.slices) if piece.prompt_logprobs >= 0]
+        asked = [(index, piece) for index, piece in enumerate(slices) if piece.prompt_logprobs >= 0]
         scores = []
         for (index, piece), rows in zip(asked, packet.scored, strict=True):
             following = piece.tokens[piece.start + 1 : piece.start + 1 + rows[1]]
@@ -323,20 +350,28 @@ class ModelRunner:
             scores.append(_Scores(index, num_top, chunks))
         return scores
 
-    def _send(self, plan: StepPlan, sampled: Sampled | None, scores: list[_Scores], pooled: Pooled | None) -> ModelStep:
-        if self._device.type != "cuda":
-            return ModelStep(plan, sampled, scores, pooled, None, self._ranks)
-        if sampled is not None:
-            logprobs = None if sampled.logprobs is None else _to_host(sampled.logprobs)
-            sampled = sampled._replace(
-                ids=_pinned(sampled.ids), is_finite=_pinned(sampled.is_finite), logprobs=logprobs
-            )
-        scores = [each._replace(chunks=[_to_host(chunk) for chunk in each.chunks]) for each in scores]
-        if pooled is not None:
-            pooled = pooled._replace(sums=_pinned(pooled.sums), is_sane=_pinned(pooled.is_sane))
-        event = torch.cuda.Event()
-        event.record()
-        return ModelStep(plan, sampled, scores, pooled, event, self._ranks)
+    def _send(
+        self,
+        slices: Sequence[SequenceSlice],
+        sampled: Sampled | None,
+        scores: list[_Scores],
+        pooled: Pooled | None,
+    ) -> ModelStep:
+        event = None
+        if self._device.type == "cuda":
+            if sampled is not None:
+                logprobs = None if sampled.logprobs is None else _to_host(sampled.logprobs)
+                sampled = sampled._replace(
+                    ids=_pinned(sampled.ids), is_finite=_pinned(sampled.is_finite), logprobs=logprobs
+                )
+            scores = [each._replace(chunks=[_to_host(chunk) for chunk in each.chunks]) for each in scores]
+            if pooled is not None:
+                pooled = pooled._replace(sums=_pinned(pooled.sums), is_sane=_pinned(pooled.is_sane))
+            event = torch.cuda.Event()
+            event.record()
+        step = ModelStep(slices, self._rows.learn, sampled, scores, pooled, event, self._ranks)
+        self._launched.append(step)
+        return step
 
 
 def _grammar_fault(error: str) -> Fault:
@@ -345,27 +380,25 @@ def _grammar_fault(error: str) -> Fault:
 
 def warm_up_plan(config: SchedulerConfig, num_seqs: int, num_tokens: int) -> StepPlan:
     """Return a step of synthetic prompts that all draw; it writes to the first blocks."""
-    slices, block = [], 0
+    rows, block = [], 0
     params = SamplingParams(max_tokens=1, top_p=0.9)
     for slot in range(num_seqs):
         length = num_tokens // num_seqs + (slot < num_tokens % num_seqs)
         num_blocks = -(-length // config.block_size)
         table = [(block + i) % config.num_blocks for i in range(num_blocks)]
         block += num_blocks
-        slices.append(synthetic_slice(config, slot, length, length, table, params))
-    return StepPlan(0, slices, [], num_tokens, num_seqs)
+        rows.append(synthetic_row(config, slot, length, table, params))
+    return plan_prompts(rows, [len(row.ids) for row in rows])
 
 
-def synthetic_slice(
-    config: SchedulerConfig, slot: int, context: int, num_tokens: int, table: Sequence[int], params: SamplingParams
-) -> SequenceSlice:
-    """Return the last tokens of a prompt of zeros, which draws; K/V before them was never computed.
+def synthetic_row(
+    config: SchedulerConfig, slot: int, length: int, table: Sequence[int], params: SamplingParams
+) -> RowStart:
+    """Return a row with a prompt of zeros, of which nothing was computed.
 
     All groups of layers have the same table: they overwrite each other's blocks.
     """
-    rest = table, (Sample(slot, 0),), params, -1, -1 - slot
-    windows = (table,) * len(config.windows)
-    return SequenceSlice(slot, [0] * context, context, context - num_tokens, num_tokens, *rest, window_tables=windows)
+    return RowStart(slot, -1 - slot, length, params, 0, (0,) * length, (tuple(table),) * config.num_groups)
 
 
 def _to_host(logprobs: Logprobs) -> Logprobs:

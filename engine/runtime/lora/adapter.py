@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.core.step import SequenceSlice
+from engine.core.rows import SequenceSlice
 from engine.core.types import Adapter
 from engine.runtime.layers.adapters import AdaptedMatrix
 from engine.runtime.native.library import AdaptersArgs, LowRankArgs

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from engine.core.step import SequenceSlice
+from engine.core.rows import SequenceSlice
 
 
 class Ban(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.core.step import SequenceSlice
+from engine.core.rows import SequenceSlice
 from engine.core.types import SamplingParams
 from engine.runtime.transfer import to_device
 

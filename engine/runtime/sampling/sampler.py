@@ -10,7 +10,6 @@ a GPU. Engine thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.core.step import Resources, Sample, SequenceSlice, StepPlan
+from engine.core.rows import SequenceSlice
+from engine.core.step import Resources, Sample
 from engine.core.types import Grammar, SamplingParams
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.drawn import Drawn
@@ -65,14 +65,16 @@ class Sampler:
         self._masks: dict[int, tuple[int, NDArray[np.int32]]] = {}
         self._counts: TokenCounts | None = None  # replaces the history on CUDA, from the first penalty on
 
-    def sample(self, plan: StepPlan, logits: Tensor, last_ids: Tensor, drawn: Drawn | None = None) -> Sampled:
-        """Draw a token for every sample and after every draft, in plan order.
+    def sample(
+        self, slices: Sequence[SequenceSlice], logits: Tensor, last_ids: Tensor, drawn: Drawn | None = None
+    ) -> Sampled:
+        """Draw a token for every sample and after every draft, in the order of the slices.
 
         logits [R, V] float32 are overwritten. `last_ids` [slots] int64 is read for ids not yet known to the host, then
         holds the new ones. If `drawn` has ids drawn from the raw logits, only rows that are not plain are drawn again,
         and `drawn` is changed in place.
         """
-        rows = _rows(plan)
+        rows = _rows(slices)
         if drawn is not None:
             rows = [row._replace(at=at) for at, row in enumerate(row for row in rows if not is_plain(row.piece))]
             logits = logits.index_select(0, self._long([row.place for row in rows]))
@@ -83,7 +85,9 @@ class Sampler:
         penalties = None
         if edited:
             self._keep_allowed(logits, edited)
-            if uses_triton(logits) and not plan.num_drafts:  # its counts are of one text for each slot
+            if uses_triton(logits) and not any(
+                piece.drafts for piece in slices
+            ):  # its counts are of one text for each slot
                 penalties = self._edit_in_triton(logits, edited, last_ids)
             else:
                 self._edit(logits, edited, last_ids)
@@ -183,18 +187,22 @@ class Sampler:
         return to_device(values, torch.float32, self._device)
 
 
-def wishes(plan: StepPlan) -> list[Wish]:
-    """Return how a plan's samples are drawn from unedited logits."""
-    return [_wish(row) for row in _rows(plan)]
+def wishes(slices: Iterable[SequenceSlice]) -> list[Wish]:
+    """Return how the samples of slices are drawn from unedited logits."""
+    return [_wish(row) for row in _rows(slices)]
 
 
-def _rows(plan: StepPlan) -> list[_Row]:
-    slices = _one_by_one(plan.slices) if plan.num_drafts else plan.slices
-    pairs = [(piece, sample) for piece in slices for sample in piece.samples]
+def _rows(slices: Iterable[SequenceSlice]) -> list[_Row]:
+    pairs = [(piece, sample) for piece in _one_by_one(slices) for sample in piece.samples]
     return [
         _Row(place, place, piece, sample, piece.params, piece.start + piece.num_tokens)
         for place, (piece, sample) in enumerate(pairs)
     ]
+
+
+def reads_text(params: SamplingParams) -> bool:
+    """Return whether draws depend on more of the text than its last token."""
+    return params.is_penalized or bool(params.bad_words) or params.grammar is not None
 
 
 def is_plain(piece: SequenceSlice) -> bool:
@@ -246,14 +254,14 @@ def _is_too_short(piece: SequenceSlice) -> bool:
     return piece.start + piece.num_tokens - piece.num_prompt < piece.params.min_tokens
 
 
-def _one_by_one(slices: Sequence[SequenceSlice]) -> Iterator[SequenceSlice]:
+def _one_by_one(slices: Iterable[SequenceSlice]) -> Iterator[SequenceSlice]:
     """Split slices with drafts into one slice for each draw; others are unchanged."""
     for piece in slices:
         if not piece.drafts:
             yield piece
             continue
         num_certain = piece.num_tokens - len(piece.drafts)
-        row = replace(piece, tokens=[*piece.tokens, *piece.drafts], num_tokens=num_certain, drafts=())
+        row = piece._replace(tokens=[*piece.tokens, *piece.drafts], num_tokens=num_certain, drafts=())
         yield row
         for position in range(row.start + num_certain, piece.start + piece.num_tokens):
             yield row.at(position)

@@ -1,6 +1,6 @@
 """Speculation in a runner: drafted tokens are computed together with the known one.
 
-    plan.num_drafts -> drafter -> rows of one step -> a draw after each -> the accepted ones (step.Drafted)
+    plan.drafts -> drafter -> rows of one step -> a draw after each -> the accepted ones (step.Drafted)
 
 A draw is a function of logits, parameters, seed and position. So a draw after a correct draft is the token that a later
 step would have drawn. The answer is the same with and without speculation, sampled or greedy; a draft can only cost
@@ -10,22 +10,22 @@ time. Engine thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.core.step import Drafted, Fault, SequenceSlice, StepPlan, StepResult, count_agreeing
+from engine.core.rows import SequenceSlice
+from engine.core.step import Drafted, Fault, StepPlan, StepResult, count_agreeing
 
 
 class Drafter(Protocol):
     """Predicts the next tokens."""
 
-    def draft(self, plan: StepPlan) -> dict[int, list[int]]:
-        """Return drafts by slice index, at most as many as `plan.num_drafts` allows.
+    def draft(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> dict[int, list[int]]:
+        """Return drafts by slice index, at most as many as `plan.drafts` allows.
 
-        Called with every plan, in order, after its blocks have moved, so that a drafter with K/V can follow.
+        Called with every plan and its slices, in order, after its blocks have moved, so that a drafter with K/V can follow.
         """
 
     def forget(self, blocks: Sequence[int]) -> None:
@@ -42,11 +42,12 @@ class UpToLength:
         self._drafter, self._max_len = drafter, max_len
         self.forget, self.close = drafter.forget, drafter.close
 
-    def draft(self, plan: StepPlan) -> dict[int, list[int]]:
+    def draft(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> dict[int, list[int]]:
         """See Drafter."""
-        lengths = {index: plan.slices[index].start + plan.slices[index].num_tokens for index in plan.num_drafts}
-        short = {index: num for index, num in plan.num_drafts.items() if lengths[index] + num <= self._max_len}
-        return self._drafter.draft(plan._replace(num_drafts=short))
+        pieces = [slices[index] for index, _ in plan.drafts]
+        ends = [piece.start + piece.num_tokens + num for piece, (_, num) in zip(pieces, plan.drafts, strict=True)]
+        short = tuple([each for each, end in zip(plan.drafts, ends, strict=True) if end <= self._max_len])
+        return self._drafter.draft(plan._replace(drafts=short), slices)
 
 
 def draft_by_depth(asked: Mapping[int, int], draw: Callable[[int, Sequence[int]], Tensor]) -> dict[int, list[int]]:
@@ -63,17 +64,12 @@ def draft_by_depth(asked: Mapping[int, int], draw: Callable[[int, Sequence[int]]
     return drafts
 
 
-def with_drafts(plan: StepPlan, drafts: Mapping[int, Sequence[int]]) -> StepPlan:
-    """Return the plan that is computed: slices with their drafts."""
-    slices = list(plan.slices)
+def with_drafts(slices: Sequence[SequenceSlice], drafts: Mapping[int, Sequence[int]]) -> list[SequenceSlice]:
+    """Return the slices that are computed, with their drafts."""
+    found = list(slices)
     for index, tokens in drafts.items():
-        piece = slices[index]
-        slices[index] = replace(piece, num_tokens=piece.num_tokens + len(tokens), drafts=tokens)
-    num_drafts = {index: len(tokens) for index, tokens in drafts.items()}
-    more = sum(num_drafts.values())
-    return plan._replace(
-        slices=slices, num_tokens=plan.num_tokens + more, num_samples=plan.num_samples + more, num_drafts=num_drafts
-    )
+        found[index] = found[index]._replace(num_tokens=found[index].num_tokens + len(tokens), drafts=tokens)
+    return found
 
 
 def fold(rows: StepResult, faults: Mapping[int, Fault], slices: Sequence[SequenceSlice]) -> StepResult:

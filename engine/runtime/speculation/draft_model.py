@@ -11,17 +11,20 @@ the token, at any temperature. Penalties, biases and grammars are applied by the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.step import SequenceSlice, StepPlan
+from engine.core.rows import SequenceSlice
+from engine.core.step import StepPlan
 from engine.runtime.attention.base import AttentionBackend
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.pool.batch import BatchBuilder
 from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.tables import RowTables
 from engine.runtime.sampling.draw import draw
 from engine.runtime.sampling.sampler import wishes
 from engine.runtime.speculation.base import draft_by_depth
@@ -42,16 +45,18 @@ class DraftModel:
         self._model, self._backend, self._kv_cache, self._device = model, backend, kv_cache, device
         self._last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
         self._max_tokens = config.max_num_batched_tokens
-        self._batches, self._known = BatchBuilder(config, device), KnownPositions(config)
+        self._tables = RowTables(config)
+        self._batches, self._known = BatchBuilder(config, device, self._tables), KnownPositions(config, self._tables)
 
-    def draft(self, plan: StepPlan) -> dict[int, list[int]]:
+    def draft(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> dict[int, list[int]]:
         """See Drafter; sequences with many missing positions get no drafts yet."""
         if plan.copies:
             self._kv_cache.copy_blocks(plan.copies)
-        self._known.follow(plan)
+        self._tables.follow(plan)
+        self._known.follow(plan, slices)
         room, catching_up, asked = self._max_tokens, [], {}
-        for index, num_drafts in plan.num_drafts.items():
-            piece = plan.slices[index]
+        for index, num_drafts in plan.drafts:
+            piece = slices[index]
             stop = piece.start + piece.num_tokens
             begin = self._known.up_to(piece)
             num_tokens = min(stop - begin, room)
@@ -59,12 +64,12 @@ class DraftModel:
                 room -= num_tokens
                 is_ready = begin + num_tokens == stop
                 samples = piece.samples if is_ready else ()
-                catching_up.append(replace(piece, start=begin, num_tokens=num_tokens, samples=samples))
-                self._known.note(piece.block_table, begin, begin + num_tokens)
+                catching_up.append(piece._replace(start=begin, num_tokens=num_tokens, samples=samples))
+                self._known.note(piece.slot, begin, begin + num_tokens)
                 if is_ready:
                     asked[index] = num_drafts
         drawn = self._draw(catching_up) if catching_up else None
-        return {} if drawn is None else self._go_on(plan.slices, asked, drawn)
+        return {} if drawn is None else self._go_on(slices, asked, drawn)
 
     def forget(self, blocks: Sequence[int]) -> None:
         """See Drafter."""
@@ -85,20 +90,18 @@ class DraftModel:
         for index, num_drafts in asked.items():
             piece = slices[index]
             last = piece.start + piece.num_tokens + num_drafts - 1  # position of the last draft, which was not read
-            self._known.note(piece.block_table, piece.start, last, last + 1)
+            self._known.note(piece.slot, piece.start, last, last + 1)
         return drafts
 
     @torch.inference_mode()
     def _draw(self, slices: Sequence[SequenceSlice]) -> Tensor | None:
         """Compute positions, draw after slices with samples; return ids on the device."""
-        num_samples = sum(len(piece.samples) for piece in slices)
-        plan = StepPlan(0, list(slices), [], sum(piece.num_tokens for piece in slices), num_samples)
-        batch = self._batches.build(plan, self._last_ids)
+        batch = self._batches.build(slices, self._last_ids)
         self._backend.prepare(batch)
         hidden = self._model.forward(batch.ids, batch.positions, self._kv_cache, batch.sample_rows)
-        if not num_samples:
+        if not len(batch.sample_rows):
             return None
-        ids = draw(self._model.logits(hidden), wishes(plan)).ids
+        ids = draw(self._model.logits(hidden), wishes(slices)).ids
         slots = to_device([piece.slot for piece in slices if piece.samples], torch.int64, self._device)
         self._last_ids.index_copy_(0, slots, ids)
         return ids
@@ -111,44 +114,44 @@ class DraftModel:
 class KnownPositions:
     """The positions that have K/V: a number for each block, counted from its first."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._block_size = config.block_size
-        self._counts = [0] * config.num_blocks
-        # By slot: a table, and the number of its known first blocks.
-        self._full: dict[int, tuple[Sequence[int], int]] = {}
+    def __init__(self, config: SchedulerConfig, tables: RowTables) -> None:
+        self._block_size, self._tables = config.block_size, tables
+        self._counts = np.zeros(config.num_blocks, np.int64)
+        self._num_full: dict[int, int] = {}  # by slot: known first blocks
 
-    def follow(self, plan: StepPlan) -> None:
+    def follow(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> None:
         """Note that a step writes other blocks and tokens, which voids what was there."""
         counts = self._counts
         for source, destination in plan.copies:
             counts[destination] = counts[source]
         for _, destination in plan.swap_in:
             counts[destination] = 0
-        for piece in plan.slices:
-            begin, end = piece.start, piece.start + piece.num_tokens
-            for at in range(begin // self._block_size, (end - 1) // self._block_size + 1):
-                block = piece.block_table[at]
-                counts[block] = min(counts[block], max(begin - at * self._block_size, 0))
+        for row in plan.rows:
+            self._num_full[row.slot] = 0
+        for piece in slices:
+            blocks, firsts = self._blocks(piece.slot, piece.start, piece.start + piece.num_tokens)
+            counts[blocks] = np.minimum(counts[blocks], np.maximum(piece.start - firsts, 0))
+
+    def _blocks(self, slot: int, begin: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return the blocks of positions begin .. end - 1, and each one's first position."""
+        first, stop = begin // self._block_size, -(-end // self._block_size)
+        return self._tables.rows[0, slot, first:stop], np.arange(first, stop) * self._block_size
 
     def forget(self, blocks: Sequence[int]) -> None:
         """Forget these blocks."""
-        for block in blocks:
-            self._counts[block] = 0
+        self._counts[list(blocks)] = 0
 
     def up_to(self, piece: SequenceSlice) -> int:
         """Return a sequence's first missing position, at most the slice's first."""
-        table, num_full = self._full.get(piece.slot, ((), 0))
-        if table is not piece.block_table:
-            num_full = 0
-        last = piece.start // self._block_size
-        while num_full < last and self._counts[piece.block_table[num_full]] == self._block_size:
-            num_full += 1
-        num_full = min(num_full, last)
-        self._full[piece.slot] = (piece.block_table, num_full)
-        return min(num_full * self._block_size + self._counts[piece.block_table[num_full]], piece.start)
+        size, table = self._block_size, self._tables.rows[0, piece.slot]
+        last = piece.start // size
+        at = min(self._num_full.get(piece.slot, 0), last)
+        while at < last and self._counts[table[at]] == size:
+            at += 1
+        self._num_full[piece.slot] = at
+        return min(at * size + int(self._counts[table[at]]), piece.start)
 
-    def note(self, table: Sequence[int], begin: int, end: int, void: int = 0) -> None:
+    def note(self, slot: int, begin: int, end: int, void: int = 0) -> None:
         """Note that positions `begin` to `end` are computed, and `end` to `void` are not."""
-        size = self._block_size
-        for at in range(begin // size, (max(end, void) - 1) // size + 1):
-            self._counts[table[at]] = min(max(end - at * size, 0), size)
+        blocks, firsts = self._blocks(slot, begin, max(end, void))
+        self._counts[blocks] = np.clip(end - firsts, 0, self._block_size)

@@ -28,13 +28,15 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.step import SequenceSlice, StepPlan
+from engine.core.rows import SequenceSlice
+from engine.core.step import StepPlan
 from engine.runtime.attention.base import AttentionBackend, Batch
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.native.decoder import Streams
 from engine.runtime.pool.batch import BatchBuilder
 from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.tables import RowTables
 from engine.runtime.sampling.draw import draw
 from engine.runtime.sampling.sampler import wishes
 from engine.runtime.speculation.base import draft_by_depth
@@ -86,11 +88,12 @@ class HeadDrafter:
         kv_cache: KVCache,
         config: SchedulerConfig,
         device: torch.device,
+        tables: RowTables,
     ) -> None:
-        """The pool ends with the head's layers; backend and pool are the target's."""
+        """The pool ends with the head's layers; backend, pool and tables are the target's."""
         self._head, self._backend, self._device = head, backend, device
         self._attention = kv_cache.last_layers(len(head.attention_specs))
-        self._batches = BatchBuilder(replace(config, windows=()), device)  # its layers keep every position
+        self._batches = BatchBuilder(replace(config, windows=()), device, tables)  # its layers keep every position
         self._num_rows = 1 + config.num_speculative_tokens  # that a slot draws from in a step
         shape = (config.max_num_seqs * self._num_rows, head.hidden_size)
         self._states = torch.zeros(shape, dtype=head.dtype, device=device)
@@ -110,18 +113,20 @@ class HeadDrafter:
         width = self._head.target_hidden_size
         return Streams(layers, torch.empty(len(like), len(layers), width, dtype=self._head.dtype, device=self._device))
 
-    def observe(self, plan: StepPlan, batch: Batch, states: Tensor, drawn: Tensor | None) -> None:
+    def observe(self, slices: Sequence[SequenceSlice], batch: Batch, states: Tensor, drawn: Tensor | None) -> None:
         """Run the head over a step: the target's states [T, ...] and the ids that were drawn, in plan order.
 
         The backend is still prepared for the batch.
         """
-        following, rows, places = self._follow(plan, batch, drawn)
+        following, rows, places = self._follow(slices, batch, drawn)
         states = self._head.forward(following, batch.positions, self._head.project(states), self._attention)
         if rows:
             at = to_device([places, rows], torch.int64, self._device)
             self._states.index_copy_(0, at[0], states.index_select(0, at[1]))
 
-    def _follow(self, plan: StepPlan, batch: Batch, drawn: Tensor | None) -> tuple[Tensor, list[int], list[int]]:
+    def _follow(
+        self, slices: Sequence[SequenceSlice], batch: Batch, drawn: Tensor | None
+    ) -> tuple[Tensor, list[int], list[int]]:
         """Return the token after each row, the rows that were drawn from, and the places of their states."""
         num_tokens, num_drawn = len(batch.ids), 0 if drawn is None else len(drawn)
         sources: list[int] = []  # by row: an index into the batch's ids, the drawn ones, and `others`
@@ -129,7 +134,7 @@ class HeadDrafter:
         rows: list[int] = []
         places: list[int] = []
         end, first_draw = 0, num_tokens
-        for piece in plan.slices:
+        for piece in slices:
             begin, end, stop = end, end + piece.num_tokens, piece.start + piece.num_tokens
             if piece.samples:
                 own = range(end - 1 - len(piece.drafts), end)
@@ -153,12 +158,11 @@ class HeadDrafter:
         return torch.cat(parts).index_select(0, to_device(sources, torch.int64, self._device)), rows, places
 
     @torch.inference_mode()
-    def draft(self, plan: StepPlan) -> dict[int, list[int]]:
+    def draft(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> dict[int, list[int]]:
         """See Drafter; a sequence without the state of its last position gets no drafts."""
-        slices = plan.slices
-        rows = {index: self._row_before(slices[index]) for index in plan.num_drafts}
+        rows = {index: self._row_before(slices[index]) for index, _ in plan.drafts}
         # Those that want most are first, so that the ones that go on are always the first rows.
-        wanted = sorted(plan.num_drafts.items(), key=lambda each: -each[1])
+        wanted = sorted(plan.drafts, key=lambda each: -each[1])
         asked = {index: num for index, num in wanted if rows[index] is not None}
         if not asked:
             return {}
@@ -168,13 +172,13 @@ class HeadDrafter:
         def draw_next(depth: int, going: Sequence[int]) -> Tensor:
             nonlocal states, ids
             if depth:
-                behind = _plan([slices[index].at(slices[index].start + depth - 1) for index in going])
+                behind = [slices[index].at(slices[index].start + depth - 1) for index in going]
                 batch = self._batches.build(behind, self._no_ids)
                 self._backend.prepare(batch)
                 read = ids[: len(going)], batch.positions, states[: len(going)]
                 states = self._head.forward(*read, self._attention)
             pieces = [slices[index].at(slices[index].start + depth) for index in going]
-            ids = draw(self._head.logits(states), wishes(_plan(pieces))).ids
+            ids = draw(self._head.logits(states), wishes(pieces)).ids
             return ids
 
         return draft_by_depth(asked, draw_next)
@@ -193,8 +197,3 @@ class HeadDrafter:
     def close(self) -> None:
         """Release weights and states."""
         del self._head, self._backend, self._attention, self._states
-
-
-def _plan(slices: list[SequenceSlice]) -> StepPlan:
-    """Return a plan of one token and one draw for each slice."""
-    return StepPlan(0, slices, [], len(slices), len(slices))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.core.rows import SequenceSlice
 from engine.core.step import StepPlan
 
 
@@ -38,11 +39,11 @@ class NgramDrafter:
         self._shortest, self._longest = shortest, longest
         self._texts: dict[int, _Text] = {}  # by slot
 
-    def draft(self, plan: StepPlan) -> dict[int, list[int]]:
+    def draft(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> dict[int, list[int]]:
         """See Drafter; a sequence whose end occurs nowhere else gets no drafts."""
         drafts = {}
-        for index, num_drafts in plan.num_drafts.items():
-            piece = plan.slices[index]
+        for index, num_drafts in plan.drafts:
+            piece = slices[index]
             text = self._texts.get(piece.slot)
             if text is None or text.seq_id != piece.seq_id:
                 text = self._texts[piece.slot] = _Text(piece.seq_id, np.empty(0, np.int32))

@@ -72,7 +72,7 @@ class PinnedPool:
                 scatter(self._pool, self._to_device([block for _, block in pairs]), self._arriving[: len(pairs)])
             self._arrived = self._stream.record_event()
         blocks = {block for _, block in plan.swap_in}
-        if not all(blocks.isdisjoint(piece.block_table) for piece in plan.slices):
+        if not all(blocks.isdisjoint(table) for row in plan.rows for table in row.tables):  # no earlier row reads them
             step.wait_event(self._arrived)
 
     def row(self, host_block: int) -> memoryview:

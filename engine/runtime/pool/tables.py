@@ -1,0 +1,57 @@
+"""The block tables of a pool's rows, by group, as one array; plans report what changes. Engine thread.
+
+Each rank keeps them. In place of blocks that a window has passed stand any others, because kernels may read them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.config import SchedulerConfig
+from engine.core.step import StepPlan
+
+Changes = NDArray[np.int32]  # [n, 2]: places in `RowTables.rows`, counted from its first entry, and blocks
+NO_CHANGES: Changes = np.empty((0, 2), np.int32)
+
+
+class RowTables:
+    """`rows` [groups, slots, width] int32; entries after a table's end are undefined."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.width = -(-config.max_model_len // config.block_size)
+        self.rows = np.zeros((config.num_groups, config.max_num_seqs, self.width), np.int32)
+        self.num_sent = np.zeros(
+            config.max_num_seqs, np.int64
+        )  # by slot: entries that a device has, see decode_inputs.py
+
+    def follow(self, plan: StepPlan) -> Changes:
+        """Make and return the changes of a plan."""
+        parts = [
+            np.stack((self._place(row.slot, group) + np.arange(len(table)), np.maximum(table, 0)), axis=1)
+            for row in plan.rows
+            for group, table in enumerate(row.tables)
+            if table
+        ]
+        if plan.entries:
+            parts.append(np.array([(self._place(slot, group) + at, block) for slot, group, at, block in plan.entries]))
+        changes = np.concatenate(parts).astype(np.int32) if parts else NO_CHANGES
+        self.write(changes)
+        return changes
+
+    def _place(self, slot: int, group: int) -> int:
+        """Return the place of a row's first entry."""
+        return (group * self.rows.shape[1] + slot) * self.width
+
+    def write(self, changes: Changes) -> None:
+        """Make changes, also those of another rank's tables."""
+        if len(changes):
+            places, blocks = changes.T
+            self.rows.reshape(-1)[places] = blocks
+            _, slots, indices = np.unravel_index(places, self.rows.shape)
+            np.minimum.at(self.num_sent, slots, indices)
+
+    def read(self, slots: NDArray[np.int64], into: NDArray[np.int32]) -> None:
+        """Copy the slots' rows into [groups, slots, width], as many groups and entries as that has."""
+        groups, _, width = into.shape
+        np.take(self.rows[:groups, :, :width], slots, axis=1, out=into, mode="clip")
