@@ -3,7 +3,7 @@
 
 import { curlCommand } from "./api.js";
 import { CallCard } from "./calls.js";
-import { button, copyText, count, duration, el } from "./dom.js";
+import { button, copyButton, count, duration, el, iconButton } from "./dom.js";
 import { Markdown } from "./markdown.js";
 import { Thoughts } from "./thoughts.js";
 
@@ -99,15 +99,14 @@ export class Answer {
   }
 
   #footer() {
-    const small = (label, name, onclick) => button(label, { icon: name, className: "icon-button", onclick });
-    const copy = small("Copy answer", "copy", () => copyText(this.message.content, copy, this.text));
-    const retry = small("Retry", "retry", () => this.actions.retry(this));
-    const curl = small("Show as curl command", "terminal", () => this.#toggleCommand(curl));
+    const copy = copyButton("Copy answer", () => this.message.content, this.text);
+    const retry = iconButton("Retry", "retry", () => this.actions.retry(this));
+    const curl = iconButton("Show as curl command", "terminal", () => this.#toggleCommand(curl));
     curl.setAttribute("aria-expanded", "false");
-    this.journey = small("Show its journey", "journey", () => this.actions.showJourney(this.message.facts.tag));
+    this.journey = iconButton("Show its journey", "journey", () => this.actions.showJourney(this.message.facts.tag));
     this.goOn = button("Continue", { className: "link", hidden: true, onclick: () => this.actions.goOn(this) });
-    this.buttons = el("span", { className: "actions" }, this.goOn, copy, retry, curl, this.journey);
-    return el("div", { className: "footer" }, this.buttons, this.facts);
+    return el("div", { className: "footer" },
+      el("span", { className: "actions" }, this.goOn, copy, retry, curl, this.journey), this.facts);
   }
 
   #toggleCommand(toggle) {
@@ -116,10 +115,8 @@ export class Answer {
     toggle.setAttribute("aria-expanded", String(!command.hidden));
     if (!command.hidden) {
       const { path, body } = this.actions.request(this);
-      const copy = button("Copy command", { icon: "copy", className: "icon-button" });
       const code = el("code", { textContent: curlCommand(path, body) });
-      copy.onclick = () => copyText(code.textContent, copy, code);
-      command.replaceChildren(copy, code);
+      command.replaceChildren(copyButton("Copy command", () => code.textContent, code), code);
     }
   }
 }

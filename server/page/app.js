@@ -2,16 +2,20 @@
 
 import { ApiError, getJson, saveKey, savedKey } from "./api.js";
 import { Desk } from "./desk.js";
-import { byId, count } from "./dom.js";
-import { showApi } from "./guide.js";
+import { showModels } from "./dialogs.js";
+import { byId, count, onSubmit } from "./dom.js";
 import { showEngine } from "./layout.js";
 import { Live } from "./live.js";
 import { notify } from "./notices.js";
 import { startRequests } from "./requests.js";
-import { showModels } from "./settings.js";
 
 const RETRY_MS = 2000;
-const desk = new Desk();
+const desk = new Desk((tag) => { // which shows the journey of an answer
+  showEngine();
+  if (!live.journeys.showOf(tag)) {
+    notify("The journey of this answer is not known: journeys are recorded while the page is open.");
+  }
+});
 
 function setStatus(state, text) {
   const status = byId("status");
@@ -36,13 +40,11 @@ function askForKey(wasWrong) {
   byId("key-input").select();
 }
 
-byId("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
+onSubmit(byId("key-form"), () => {
   saveKey(byId("key-input").value.trim());
   connect();
 });
 byId("key-button").addEventListener("click", () => askForKey(false));
-byId("api-button").addEventListener("click", () => showApi(byId("model-name").textContent));
 
 // -- the engine -------------------------------------------------------------------
 
@@ -64,14 +66,6 @@ const live = new Live({
       setStatus("error", error instanceof ApiError ? error.message : "The server cannot be reached");
     }
   },
-});
-
-/** An answer of a chat asks for its sequence's journey. */
-document.addEventListener("showjourney", ({ detail: tag }) => {
-  showEngine(); // before the drawing, which is as large as its box
-  if (!live.journeys.showOf(tag)) {
-    notify("The journey of this answer is not known: journeys are recorded while the page is open.");
-  }
 });
 
 async function connect() {

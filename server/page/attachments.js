@@ -1,6 +1,6 @@
 // Files of text that go with a message: chosen or dropped, read in the browser, and shown as chips.
 
-import { button, el } from "./dom.js";
+import { el, iconButton } from "./dom.js";
 import { notify } from "./notices.js";
 
 const MAX_BYTES = 256 * 1024; // of one file: more than the context of most models
@@ -48,7 +48,7 @@ export function chips(files, remove) {
   const made = files.map((file) => {
     const label = el("span", { textContent: file.name });
     const note = el("span", { className: "note", textContent: size(new Blob([file.text]).size) });
-    const close = button(`Remove ${file.name}`, { icon: "close", className: "icon-button", onclick: () => remove(file) });
+    const close = iconButton(`Remove ${file.name}`, "close", () => remove(file));
     return el("li", { className: "file", title: file.name }, label, note, ...(remove ? [close] : []));
   });
   return el("ul", { className: "files", hidden: !files.length, attrs: { "aria-label": "Attached files" } }, ...made);

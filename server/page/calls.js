@@ -1,6 +1,6 @@
 // A tool call on the page: its name, its arguments, and a field for the result that the model is to get.
 
-import { el } from "./dom.js";
+import { el, onSubmit } from "./dom.js";
 
 /** Return the arguments with indentation, where they are JSON already. */
 function pretty(text) {
@@ -22,8 +22,7 @@ export class CallCard {
     const label = el("label", { textContent: "Result " }, this.result);
     const send = el("button", { type: "submit", textContent: "Use this result" });
     this.form = el("form", { className: "result", hidden: true }, label, send);
-    this.form.addEventListener("submit", (event) => {
-      event.preventDefault();
+    onSubmit(this.form, () => {
       call.result = this.result.value;
       this.update();
       onResult();

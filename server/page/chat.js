@@ -4,14 +4,18 @@
 import { Answer } from "./answer.js";
 import { Composer } from "./composer.js";
 import { titleOf } from "./conversation.js";
-import { button, byId, el, sequenceColour } from "./dom.js";
+import { button, byId, el, iconButton, sequenceColour } from "./dom.js";
 import { notify } from "./notices.js";
 import { Question } from "./question.js";
 import { Scroller } from "./scroller.js";
-import { welcome } from "./welcome.js";
 
 const SHOWN = 40; // messages that are drawn at first; older ones on demand
 const MAX_ANNOUNCED = 1000; // characters of an answer that a screen reader is given
+const PROMPTS = { // which a small model answers well
+  chat: ["What is photosynthesis?", "Give me three tips for sleeping well.", "Write a Python function that adds two numbers.",
+    "Write a short poem about the sea."],
+  completion: ["Once upon a time", "The recipe begins with", "def fibonacci(n):"],
+};
 
 export class Chat {
   names = []; // of the models
@@ -19,7 +23,7 @@ export class Chat {
   #first = 0;
   #frame = 0;
 
-  /** `host`: ask(chat, text, files), renamed(chat), close(chat), menu(chat), settings(chat), choose(chat, model). */
+  /** `host`: ask(chat, text, files), close(chat), menu(chat), settings(chat), choose(chat, model), showJourney(tag). */
   constructor(host) {
     this.host = host;
     this.title = el("h3", {});
@@ -151,7 +155,7 @@ export class Chat {
       goOn: () => this.session.goOn(index()),
       sendResults: () => this.session.sendResults(index()),
       request: () => this.session.request(index()),
-      showJourney: (tag) => document.dispatchEvent(new CustomEvent("showjourney", { detail: tag })),
+      showJourney: this.host.showJourney,
     });
     if (this.session.run?.answer === message) {
       view.setStreaming(true);
@@ -200,12 +204,20 @@ export class Chat {
   }
 
   #showWelcome() {
-    this.list.replaceChildren(welcome(this.#isChat, (text) => this.composer.fill(text)));
+    const name = byId("model-name").textContent || "the model";
+    const [greeting, hint] = this.#isChat
+      ? [`Ask ${name}`, "Chats stay in this browser. Answers stream from this server, and its memory is drawn as they do."]
+      : [`Let ${name} go on`, "The model continues your text as it is, without a chat template."];
+    const chips = PROMPTS[this.#isChat ? "chat" : "completion"].map((text) =>
+      button(text, { className: "chip", onclick: () => this.composer.fill(text) }));
+    this.list.replaceChildren(el("div", { className: "welcome" },
+      el("p", { className: "greeting", textContent: greeting }), el("p", { className: "note", textContent: hint }),
+      el("div", { className: "chips" }, ...chips)));
   }
 
   #header() {
-    const settings = button("Settings", { icon: "settings", className: "icon-button", onclick: () => this.host.settings(this) });
-    this.leave = button("Close this chat", { icon: "close", className: "icon-button", onclick: () => this.host.close(this) });
+    const settings = iconButton("Settings", "settings", () => this.host.settings(this));
+    this.leave = iconButton("Close this chat", "close", () => this.host.close(this));
     const [dot, space] = [el("i", { className: "dot" }), el("span", { className: "space" })];
     return el("header", {}, dot, this.title, space, this.models, settings, this.host.menu(this), this.leave);
   }

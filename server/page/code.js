@@ -1,7 +1,7 @@
 // A block of code: its language, a button that copies it, and colours by highlight.js (highlight/), which is loaded when
 // the first block appears.
 
-import { button, copyText, el } from "./dom.js";
+import { copyButton, el } from "./dom.js";
 import { sanitised } from "./sanitised.js";
 
 const MAX_CHARS = 50_000; // longer code stays plain
@@ -20,14 +20,12 @@ export function codeBlock(language, text, isOpen = false) {
   const name = language || "code";
   const code = el("code", { textContent: text });
   const pre = el("pre", { tabIndex: 0, attrs: { "aria-label": `Code: ${name}` } }, code);
-  const copy = button("Copy code", { icon: "copy", className: "icon-button" });
-  copy.onclick = () => copyText(code.textContent, copy, code);
   if (language && !isOpen && highlighter) {
     colour(code, language);
   } else if (language && !isOpen) {
     loading ??= import("./highlight/highlight.min.js").then((module) => { highlighter = module.default; });
     loading.then(() => colour(code, language), () => { loading = null; });
   }
-  const head = el("div", { className: "code-head" }, el("span", { textContent: name }), copy);
+  const head = el("div", { className: "code-head" }, el("span", { textContent: name }), copyButton("Copy code", () => code.textContent, code));
   return el("div", { className: "code", dir: "ltr" }, head, pre);
 }

@@ -2,27 +2,15 @@
 // A draft survives a reload, its files do not.
 
 import { chips, readAll } from "./attachments.js";
-import { button, el, icon } from "./dom.js";
+import { el, icon, iconButton, onSubmit, recall, remember } from "./dom.js";
 
 const KEY = "quire.drafts"; // in localStorage: { conversation id: text }
 const MAX_DRAFTS = 50;
 
-function readDrafts() {
-  try {
-    return JSON.parse(localStorage.getItem(KEY)) ?? {};
-  } catch {
-    return {};
-  }
-}
-
 export function saveDraft(id, text) {
-  const { [id]: _, ...others } = readDrafts();
+  const { [id]: _, ...others } = recall(KEY);
   const kept = Object.entries(text ? { ...others, [id]: text } : others).slice(-MAX_DRAFTS);
-  try {
-    localStorage.setItem(KEY, JSON.stringify(Object.fromEntries(kept)));
-  } catch {
-    // no room: the draft stays on the page
-  }
+  remember(KEY, Object.fromEntries(kept));
 }
 
 export class Composer {
@@ -38,7 +26,7 @@ export class Composer {
     this.input = el("textarea", { rows: 1, attrs, dir: "auto" });
     this.button = el("button", { type: "submit", className: "send" });
     this.chooser = el("input", { type: "file", multiple: true, hidden: true, attrs: { "aria-label": "Files of text" } });
-    const attach = button("Attach text files", { icon: "attach", className: "icon-button attach", onclick: () => this.chooser.click() });
+    const attach = iconButton("Attach text files", "attach", () => this.chooser.click());
     this.chips = chips([]);
     this.element = el("form", { className: "composer" }, this.chips, attach, this.chooser, this.input, this.button);
     this.#listen();
@@ -48,7 +36,7 @@ export class Composer {
   /** Show the draft of a conversation. */
   open(id, placeholder) {
     this.#id = id;
-    this.input.value = readDrafts()[id] ?? "";
+    this.input.value = recall(KEY)[id] ?? "";
     this.input.placeholder = placeholder;
     this.#show([]);
     this.setBusy(this.#isBusy);
@@ -109,14 +97,7 @@ export class Composer {
   }
 
   #listen() {
-    this.element.addEventListener("submit", (event) => {
-      event.preventDefault();
-      if (this.#isBusy) {
-        this.stop();
-      } else {
-        this.submit();
-      }
-    });
+    onSubmit(this.element, () => (this.#isBusy ? this.stop() : this.submit()));
     this.chooser.addEventListener("change", async () => {
       await this.#attach(this.chooser.files);
       this.chooser.value = ""; // so that the same file can be chosen again

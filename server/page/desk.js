@@ -3,13 +3,12 @@
 import { Chat } from "./chat.js";
 import { saveDraft } from "./composer.js";
 import { newConversation, titleOf } from "./conversation.js";
+import { askName, editSettings } from "./dialogs.js";
 import { byId } from "./dom.js";
 import { showChats } from "./layout.js";
 import { menu } from "./menu.js";
 import { notify } from "./notices.js";
-import { askName } from "./rename.js";
 import { Session } from "./session.js";
-import { editSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { store } from "./store.js";
 import { exportChat, exportChats, fileName, readFile } from "./transfer.js";
@@ -23,14 +22,16 @@ export class Desk {
   #rows = [];
   #models = [];
 
-  constructor() {
+  /** `showJourney(tag)` shows the way of an answer's sequence. */
+  constructor(showJourney) {
+    this.showJourney = showJourney;
     this.sidebar = new Sidebar({
       open: (id) => this.open(id),
       rename: (id, title) => askName(title, (name) => this.#rename(id, name)),
       remove: (id, title) => this.#remove(id, title),
     });
     byId("new-chat").addEventListener("click", () => this.#new());
-    byId("export-all").addEventListener("click", () => this.#exportAll());
+    byId("export-all").addEventListener("click", () => this.#try(async () => exportChats(await store.loadAll())));
     byId("import").addEventListener("click", () => byId("import-file").click());
     byId("import-file").addEventListener("change", (event) => this.#import(event.target));
     document.addEventListener("visibilitychange", () => this.#visibilityChanged());
@@ -104,6 +105,7 @@ export class Desk {
       },
       settings: ({ session: { conversation } }) => editSettings(conversation.settings, () => this.#keepSettings(chat)),
       menu: (shown) => menu("More", () => this.#menu(shown)),
+      showJourney: this.showJourney,
     });
     this.chats.push(chat);
     byId("chats").append(chat.element);
@@ -186,8 +188,8 @@ export class Desk {
 
   #showList() {
     const busy = [...this.#sessions.values()].filter((session) => session.isBusy);
-    const idOf = (session) => session.conversation.id;
-    this.sidebar.show(this.#rows, new Set(this.chats.map(({ session }) => idOf(session))), new Set(busy.map(idOf)));
+    const ids = (sessions) => new Set(sessions.map(({ conversation }) => conversation.id));
+    this.sidebar.show(this.#rows, ids(this.chats.map(({ session }) => session)), ids(busy));
   }
 
   async #save(conversation) {
@@ -233,13 +235,6 @@ export class Desk {
   }
 
   // -- files ------------------------------------------------------------------------
-
-  async #exportAll() {
-    const all = await this.#try(() => store.loadAll());
-    if (all) {
-      exportChats(all);
-    }
-  }
 
   async #import(input) {
     const [file] = input.files;

@@ -31,10 +31,43 @@ export function button(label, { icon: name = "", ...properties } = {}) {
   return made;
 }
 
+export const iconButton = (label, name, onclick) => button(label, { icon: name, className: "icon-button", onclick });
+
+/** Return a button that copies what `text()` returns, and else selects an element. */
+export function copyButton(label, text, element) {
+  const made = iconButton(label, "copy", () => copyText(text(), made, element));
+  return made;
+}
+
 export const byId = (id) => document.getElementById(id);
 
+/** Call `act` in place of a form's submission. */
+export function onSubmit(form, act) {
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    act();
+  });
+}
+
+/** Return the object that this browser keeps under a key. */
+export function recall(key) {
+  try {
+    return JSON.parse(localStorage.getItem(key)) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+export function remember(key, value) {
+  try {
+    localStorage.setItem(key, JSON.stringify(value));
+  } catch {
+    // no room, or no storage
+  }
+}
+
 /** Copy a text and show on the button that it was copied. Pages over plain HTTP get no clipboard: select instead. */
-export async function copyText(text, copier, element) {
+async function copyText(text, copier, element) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {

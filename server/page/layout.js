@@ -1,29 +1,18 @@
 // What is on the screen: the list of chats, the chats, and a panel with the engine or the requests. On narrow screens
 // chats and panels are tabs and the list is a drawer; on wide ones the list and the panel can be hidden.
 
-import { byId } from "./dom.js";
+import { byId, recall, remember } from "./dom.js";
 
 const KEY = "quire.layout"; // in localStorage: { list, panel } as on wide screens
 const PANELS = ["engine", "requests"];
 const narrow = matchMedia("(max-width: 940px)");
 const drawer = matchMedia("(max-width: 1239px)");
 const root = document.documentElement;
-const kept = { list: true, panel: "engine" };
-
-try {
-  Object.assign(kept, JSON.parse(localStorage.getItem(KEY)));
-} catch {
-  // as at first
-}
-
+const kept = { list: true, panel: "engine", ...recall(KEY) };
 const state = { view: "chat", list: kept.list && !drawer.matches };
 
 function apply() {
-  try {
-    localStorage.setItem(KEY, JSON.stringify(kept));
-  } catch {
-    // not kept
-  }
+  remember(KEY, kept);
   const shown = narrow.matches ? state.view : kept.panel;
   root.dataset.view = state.view;
   root.toggleAttribute("data-list", state.list);

@@ -1,6 +1,6 @@
 // One line under the header for what went wrong or can be undone.
 
-import { button, byId } from "./dom.js";
+import { button, byId, iconButton } from "./dom.js";
 
 const SHOWN_MS = 8000;
 let timer = 0;
@@ -16,7 +16,7 @@ export function notify(sentence, { action = "", act = () => {}, isError = false 
     hide();
     act();
   };
-  const close = button("Dismiss", { icon: "close", className: "icon-button", onclick: hide });
+  const close = iconButton("Dismiss", "close", hide);
   const buttons = action ? [button(action, { className: "link", onclick: doIt }), close] : [close];
   notice.replaceChildren(sentence, ...buttons);
   notice.classList.toggle("is-error", isError);

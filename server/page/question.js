@@ -2,7 +2,7 @@
 
 import { chips } from "./attachments.js";
 import { textOf } from "./conversation.js";
-import { button, copyText, el } from "./dom.js";
+import { button, copyButton, el, iconButton, onSubmit } from "./dom.js";
 
 export class Question {
   /** `onEdit(text)` asks again with another text. */
@@ -10,9 +10,8 @@ export class Question {
     this.message = message;
     this.onEdit = onEdit;
     this.text = el("div", { className: "bubble", dir: "auto" }, chips(message.files ?? []), message.content);
-    const copy = button("Copy message", { icon: "copy", className: "icon-button" });
-    copy.onclick = () => copyText(textOf(message), copy, this.text);
-    this.editButton = button("Edit message", { icon: "edit", className: "icon-button", onclick: () => this.#edit() });
+    const copy = copyButton("Copy message", () => textOf(message), this.text);
+    this.editButton = iconButton("Edit message", "edit", () => this.#edit());
     this.footer = el("div", { className: "footer" }, el("span", { className: "actions" }, copy, this.editButton));
     this.element = el("div", { className: "message question" }, this.text, this.footer);
   }
@@ -26,8 +25,7 @@ export class Question {
     };
     const cancel = button("Cancel", { className: "quiet", onclick: leave });
     const form = el("form", { className: "edit" }, chips(this.message.files ?? []), input, el("div", { className: "row" }, cancel, send));
-    form.addEventListener("submit", (event) => {
-      event.preventDefault();
+    onSubmit(form, () => {
       if (input.value.trim() || this.message.files?.length) {
         this.onEdit(input.value.trim());
       }

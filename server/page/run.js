@@ -2,37 +2,12 @@
 
 import { streamJson } from "./api.js";
 
-/** When the first and the last token arrived, and how many there are. */
-class Clock {
-  #sentMs = performance.now();
-  #firstMs = NaN;
-  #lastMs = NaN;
-  #tokens = 0;
-
-  /** Note a chunk, after which there are `tokens` tokens. */
-  tick(tokens) {
-    if (tokens > this.#tokens) {
-      this.#lastMs = performance.now();
-      this.#firstMs = Number.isNaN(this.#firstMs) ? this.#lastMs : this.#firstMs;
-      this.#tokens = tokens;
-    }
-  }
-
-  get figures() {
-    const seconds = (this.#lastMs - this.#firstMs) / 1000;
-    const known = {
-      ttft: (this.#firstMs - this.#sentMs) / 1000,
-      tpot: this.#tokens > 1 ? seconds / (this.#tokens - 1) : NaN,
-    };
-    // Only numbers can be kept as JSON.
-    return { tokens: this.#tokens, ...Object.fromEntries(Object.entries(known).filter(([, value]) => value >= 0)) };
-  }
-}
-
 export class Run {
   tag = ""; // how the live view names this answer's sequence
   #abort = new AbortController();
-  #clock = new Clock();
+  #sentMs = performance.now();
+  #firstMs = 0; // of the first token
+  #tokens = 0;
   #thinksSince = NaN;
   #resultOf = new Map(); // of a stream's tool-call index: the call
 
@@ -68,8 +43,8 @@ export class Run {
     const delta = choice?.delta ?? { content: choice?.text };
     this.tag ||= chunk.id.slice(chunk.id.indexOf("-") + 1);
     answer.facts.tag = this.tag;
-    this.#clock.tick(chunk.usage?.completion_tokens ?? 0);
-    this.#note(chunk.usage, choice);
+    answer.facts.finish = choice?.finish_reason ?? answer.facts.finish;
+    this.#count(chunk.usage ?? {});
     const thought = delta.reasoning_content ?? delta.reasoning ?? "";
     if (thought) {
       this.#thinksSince = this.#thinksSince || performance.now();
@@ -91,14 +66,15 @@ export class Run {
     this.#resultOf.get(index).arguments += text;
   }
 
-  #note(usage, choice) {
-    const { facts } = this.answer;
-    Object.assign(facts, this.#clock.figures);
-    if (usage) {
-      facts.prompt_tokens = usage.prompt_tokens;
-      facts.cached_tokens = usage.prompt_tokens_details?.cached_tokens ?? 0;
+  #count({ completion_tokens: tokens, prompt_tokens, prompt_tokens_details: details }) {
+    if (tokens > this.#tokens) {
+      const nowMs = performance.now();
+      this.#firstMs ||= nowMs;
+      this.#tokens = tokens;
+      const ttft = (this.#firstMs - this.#sentMs) / 1000;
+      const tpot = tokens > 1 ? { tpot: (nowMs - this.#firstMs) / 1000 / (tokens - 1) } : {}; // NaN cannot be kept as JSON
+      Object.assign(this.answer.facts, { tokens, ttft, ...tpot, prompt_tokens, cached_tokens: details?.cached_tokens ?? 0 });
     }
-    facts.finish = choice?.finish_reason ?? facts.finish;
   }
 
   #endThoughts() {

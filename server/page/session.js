@@ -37,12 +37,13 @@ export class Session {
 
   send(text, files) {
     this.messages.push(userMessage(text, files));
-    return this.#answer(this.messages.length);
+    return this.retry(this.messages.length);
   }
 
   /** Replace the answer at an index, and forget everything after it. */
   retry(index) {
-    return this.#answer(index);
+    this.messages.splice(index, Infinity, emptyAnswer());
+    return this.#run(index);
   }
 
   /** Replace the question at an index, and forget everything after it. */
@@ -68,18 +69,12 @@ export class Session {
 
   /** Give the model the results of its tool calls. */
   sendResults(index) {
-    this.messages.length = index + 1;
-    return this.#answer(index + 1);
+    return this.retry(index + 1);
   }
 
   /** Return the request that the answer at an index came from. */
   request(index) {
     return requestFor(this.conversation, index);
-  }
-
-  #answer(index) {
-    this.messages.splice(index, Infinity, emptyAnswer());
-    return this.#run(index);
   }
 
   async #run(index, how) {

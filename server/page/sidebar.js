@@ -1,14 +1,6 @@
 // The list of conversations: search, open, rename, delete.
 
-import { button, byId, el } from "./dom.js";
-
-const DAY_MS = 86_400_000;
-
-/** Return the heading under which a conversation of this time stands. */
-function ageOf(updated) {
-  const days = Math.floor((new Date().setHours(24, 0, 0, 0) - updated) / DAY_MS);
-  return days < 1 ? "Today" : days < 2 ? "Yesterday" : days < 7 ? "This week" : days < 31 ? "This month" : "Earlier";
-}
+import { button, byId, el, iconButton } from "./dom.js";
 
 export class Sidebar {
   #rows = [];
@@ -33,15 +25,7 @@ export class Sidebar {
     const words = this.search.value.trim().toLowerCase();
     const found = this.#rows.filter(({ title }) => title.toLowerCase().includes(words));
     const focusedId = document.activeElement?.closest("#history-list li")?.dataset.id;
-    const items = [];
-    let age = "";
-    for (const row of found) {
-      if (ageOf(row.updated) !== age) {
-        age = ageOf(row.updated);
-        items.push(el("li", { className: "age", textContent: age }));
-      }
-      items.push(this.#item(row));
-    }
+    const items = found.map((row) => this.#item(row));
     this.list.replaceChildren(...items);
     byId("history-empty").hidden = found.length > 0;
     byId("history-empty").textContent = words ? "No chat has this in its title." : "Chats that you begin are kept here, in this browser.";
@@ -55,9 +39,8 @@ export class Sidebar {
     if (this.#open.has(id)) {
       open.setAttribute("aria-current", "true");
     }
-    const small = (label, name, onclick) => button(label, { icon: name, className: "icon-button", onclick });
-    const rename = small(`Rename ${title}`, "edit", () => this.host.rename(id, title));
-    const remove = small(`Delete ${title}`, "trash", () => this.host.remove(id, title));
+    const rename = iconButton(`Rename ${title}`, "edit", () => this.host.rename(id, title));
+    const remove = iconButton(`Delete ${title}`, "trash", () => this.host.remove(id, title));
     const item = el("li", { className: this.#busy.has(id) ? "is-busy" : "" }, open, rename, remove);
     item.dataset.id = id;
     return item;

@@ -3,10 +3,10 @@
 
 import { titleOf } from "./conversation.js";
 
-export const MAX_CONVERSATIONS = 1000;
-export const MAX_CHARS = 8_000_000; // of one conversation as JSON
+const MAX_CONVERSATIONS = 1000;
+const MAX_CHARS = 8_000_000; // of one conversation as JSON
 
-export class StoreError extends Error {}
+class StoreError extends Error {}
 
 const result = (request) =>
   new Promise((resolve, reject) => {
@@ -20,19 +20,9 @@ const finished = (transaction) =>
     transaction.onabort = () => reject(transaction.error ?? new Error("the write was given up"));
   });
 
-function sentence(error) {
-  if (error.name === "QuotaExceededError") {
-    return "The browser's storage is full; export and delete some chats, and this one is kept again.";
-  }
-  return `This browser cannot keep the history (${error.message}).`;
-}
-
-/** Return a conversation's row in the list. */
-const rowOf = (conversation) => ({
-  id: conversation.id,
-  title: titleOf(conversation),
-  updated: conversation.updated,
-});
+const sentence = (error) => error.name === "QuotaExceededError"
+  ? "The browser's storage is full; export and delete some chats, and this one is kept again."
+  : `This browser cannot keep the history (${error.message}).`;
 
 class Store {
   #database = null; // a promise
@@ -62,7 +52,7 @@ class Store {
       if (number >= MAX_CONVERSATIONS && known === undefined) {
         throw new StoreError(`The history is full (${MAX_CONVERSATIONS} chats); export and delete some.`);
       }
-      index.put(rowOf(kept));
+      index.put({ id: kept.id, title: titleOf(kept), updated: kept.updated }); // what the list shows
       bodies.put(kept);
     });
   }

@@ -1,12 +1,13 @@
 // Conversations as files: JSON that can be imported again, and Markdown to read. Imported data is untrusted: only
 // fields and types that are known pass.
 
-import { DEFAULTS, newConversation, textOf, titleOf } from "./conversation.js";
+import { emptyAnswer, newConversation, textOf, titleOf, userMessage } from "./conversation.js";
 import { el } from "./dom.js";
 
 const FORMAT = "quire-chats";
 const MAX_FILE = 100_000_000; // bytes
-const text = (value) => (typeof value === "string" ? value : "");
+const USER = userMessage("", [{ name: "", text: "" }]);
+const ASSISTANT = { ...emptyAnswer(), calls: [{ id: "", name: "", arguments: "", result: "" }] };
 
 /** Offer conversations as a file of JSON, which readFile takes. */
 export function exportChats(conversations, name = "quire-chats.json") {
@@ -68,38 +69,28 @@ export async function readFile(file) {
 
 /** Return a conversation with the known fields of another, under a new id. */
 function checked(given) {
-  const conversation = newConversation();
-  const settings = Object.keys(DEFAULTS).map((name) => {
-    const [value, known] = [given?.settings?.[name], DEFAULTS[name]];
-    const isValid = typeof known === "string" ? typeof value === "string" : value === null || Number.isFinite(value);
-    return [name, isValid ? value : known];
-  });
-  conversation.title = text(given?.title);
-  conversation.settings = Object.fromEntries(settings);
-  conversation.updated = Number.isFinite(given?.updated) ? given.updated : conversation.updated;
-  conversation.messages = (Array.isArray(given?.messages) ? given.messages : []).map(checkedMessage);
-  return conversation;
+  const { id, ...known } = newConversation();
+  const messages = Array.isArray(given?.messages) ? given.messages : [];
+  return { ...like(known, given), id, messages: messages.map((each) => (each?.role === "assistant" ? checkedAnswer(each) : like(USER, each))) };
 }
 
-function checkedMessage(given) {
-  if (given?.role !== "assistant") {
-    const files = (Array.isArray(given?.files) ? given.files : []).map((file) => ({ name: text(file?.name), text: text(file?.text) }));
-    return { role: "user", content: text(given?.content), files };
-  }
-  const calls = (Array.isArray(given.calls) ? given.calls : []).map((call) => ({
-    id: text(call?.id),
-    name: text(call?.name),
-    arguments: text(call?.arguments),
-    result: typeof call?.result === "string" ? call.result : null,
-  }));
+function checkedAnswer(given) {
+  const answer = like(ASSISTANT, given);
+  answer.calls.forEach((call, index) => {
+    call.result = typeof given.calls[index]?.result === "string" ? call.result : null;
+  });
   const facts = Object.entries(given.facts ?? {}).filter(([, value]) => Number.isFinite(value) || typeof value === "string");
-  const { content, reasoning, error } = given;
-  return {
-    role: "assistant",
-    content: text(content),
-    reasoning: text(reasoning),
-    calls,
-    facts: Object.fromEntries(facts),
-    error: text(error),
-  };
+  return { ...answer, facts: Object.fromEntries(facts) };
+}
+
+/** Return what a value has of the fields and the types of another; null stands for a number that may be absent. */
+function like(known, given) {
+  if (Array.isArray(known)) {
+    return (Array.isArray(given) ? given : []).map((each) => like(known[0], each));
+  }
+  if (known && typeof known === "object") {
+    return Object.fromEntries(Object.entries(known).map(([name, value]) => [name, like(value, given?.[name])]));
+  }
+  const isText = typeof known === "string";
+  return (isText ? typeof given === "string" : given === null || Number.isFinite(given)) ? given : known;
 }

@@ -1,7 +1,20 @@
-// The dialog with a conversation's settings: model, system prompt, sampling, tools.
+// The dialogs of a chat: its settings and its title.
 
 import { DEFAULTS, parseTools } from "./conversation.js";
-import { byId } from "./dom.js";
+import { byId, onSubmit } from "./dom.js";
+
+/** Ask for a chat's title, beginning with the present one; `done(title)` gets it. */
+export function askName(title, done) {
+  const [box, input] = [byId("rename-dialog"), byId("rename-input")];
+  input.value = title;
+  box.returnValue = "";
+  byId("rename-cancel").onclick = () => box.close();
+  box.onclose = () => box.returnValue && done(input.value.trim());
+  box.showModal();
+  input.select();
+}
+
+// -- the settings of a chat -----------------------------------------------------------
 
 const dialog = byId("settings-dialog");
 const form = byId("settings");
@@ -36,21 +49,16 @@ function read() {
   }
 }
 
-function checkTools() {
+elements.tools.addEventListener("input", () => {
   try {
     parseTools(elements.tools.value);
     elements.tools.setCustomValidity("");
   } catch (error) {
     elements.tools.setCustomValidity(error.message);
   }
-}
-
-elements.tools.addEventListener("input", checkTools);
-byId("settings-reset").addEventListener("click", () => fill({ ...DEFAULTS, model: elements.model.value }));
-form.addEventListener("submit", (event) => {
-  event.preventDefault(); // reached with valid fields only
-  dialog.close();
 });
+byId("settings-reset").addEventListener("click", () => fill({ ...DEFAULTS, model: elements.model.value }));
+onSubmit(form, () => dialog.close()); // reached with valid fields only
 dialog.addEventListener("keydown", (event) => {
   if (event.key === "Escape") {
     event.preventDefault(); // as Done: it shows a field that is not valid
