@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from server.app import routers
 from server.http.openapi import describe
-from server.settings.reference import settings_section
 from tests.reference.commands import commands_page
 from tests.reference.errors import errors_page
 from tests.reference.fields import FieldsPage, endpoints_page
 from tests.reference.foreign import foreign_page
 from tests.reference.headers import headers_page
 from tests.reference.metrics import metrics_page
+from tests.reference.settings import settings_section
 
 
 def pages() -> dict[str, str]:
