@@ -33,7 +33,7 @@ from server.batches.service import BatchService
 from server.http.bodies import BodyReader, is_large, limited
 from server.http.request_state import RequestState, state_of
 from server.http.threads import run_slowly
-from server.protocol.errors import ApiError
+from server.protocol.errors import STATE, ApiError
 from server.settings.app_config import AppConfig
 from server.telemetry.events import FieldIgnored, Telemetry
 from server.telemetry.live import LiveView
@@ -126,7 +126,7 @@ class Context:
 
     def enter(self, state: RequestState) -> None:
         """Count a request on its account until it ends, once. Raises OverloadedError at a limit."""
-        state.enter(lambda: self.engine.stats.e2e_s.mean)
+        state.enter(self.engine.stats.e2e_s.mean)
 
     async def render(self, body: Conversation) -> str:
         """Return a conversation's prompt; threads prepare a long one, and wait for the process that renders it.
@@ -180,7 +180,9 @@ def json_body(model: type[Body], *, spends: bool = False) -> Callable[[Request, 
 
     async def read(request: Request, context: InContext) -> Body:
         if spends:
-            context.enter(state_of(request.scope))
+            state: RequestState = request.scope[STATE]
+            if state.account is not None:
+                context.enter(state)
         most = context.config.max_body_bytes
         too_large = f"The request body is larger than {most} bytes; send less (--max-body-bytes)."
         pieces = limited(request, most, too_large)

@@ -17,6 +17,8 @@ from server.protocol.documents import ResponseBody, Usage
 from server.protocol.errors import ApiError
 from server.telemetry.timeline import AnswerMetrics, with_metrics
 
+_NO_OPTIONS = StreamOptions()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkMeta:
@@ -76,7 +78,7 @@ class ChunkFormatter(ABC):
         """`empty` is a chunk without choices, whose last field is `choices`."""
         self._body = body
         self._meta = meta
-        options = body.stream_options or StreamOptions()
+        options = body.stream_options or _NO_OPTIONS
         self._has_usage = options.include_usage or meta.has_usage
         self._counts_often = options.continuous_usage_stats
         self._spells_ids = body.return_tokens_as_token_ids or meta.has_token_ids

@@ -37,7 +37,7 @@ from server.http.middleware import caller_of
 from server.http.request_state import RequestState, state_of
 from server.http.threads import run_slowly
 from server.protocol.documents import Usage
-from server.protocol.errors import ApiError, to_api_error
+from server.protocol.errors import STATE, ApiError, to_api_error
 from server.telemetry.events import RequestOpened
 from server.telemetry.request_log import RequestRecord
 from server.telemetry.timeline import AnswerMetrics, server_timing, with_metrics
@@ -105,7 +105,7 @@ def submit(
 
     Raises what the tenant's limits or the engine refuse with.
     """
-    state = state_of(http.scope)
+    state: RequestState = http.scope[STATE]
     account, requests = state.account, _admit(state, context, requests)
     answer = context.client.submit(requests)
     if account is not None:

@@ -46,6 +46,11 @@ def most_values(raw: bytes | bytearray) -> int:
     return 1 + _marks(raw) + _strings(raw.count(b'"'))
 
 
+def exceeds(raw: bytes | bytearray, most: int) -> bool:
+    """Return whether a document may have more than `most` values; no byte counts for more than a container's."""
+    return len(raw) * CONTAINER_WEIGHT > most and most_values(raw) > most
+
+
 def count_values(raw: bytes | bytearray) -> int:
     """Return the number of JSON values of a document, some of which count as several."""
     total, num_quotes, carried = 1, 0, b""
@@ -72,7 +77,7 @@ def _strings(num_quotes: int) -> int:
 
 def check_count(raw: bytes | bytearray, most: int) -> None:
     """Raise a 400 for a document with more than `most` values."""
-    if most_values(raw) > most and (count := count_values(raw)) > most:
+    if exceeds(raw, most) and (count := count_values(raw)) > most:
         message = (
             f"The body has {count} JSON values, where a string counts as {STRING_WEIGHT} and a list or object as "
             f"{CONTAINER_WEIGHT}; at most {most} are read (--max-json-values). Send fewer, or several requests."
@@ -92,7 +97,7 @@ def parse(raw: bytes | bytearray) -> Any:
 
 def is_large(raw: bytes | bytearray) -> bool:
     """Return whether a body is too large to be read on the event loop."""
-    return len(raw) > INLINE_BYTES or (most_values(raw) > INLINE_VALUES and count_values(raw) > INLINE_VALUES)
+    return len(raw) > INLINE_BYTES or (exceeds(raw, INLINE_VALUES) and count_values(raw) > INLINE_VALUES)
 
 
 def limited(request: Request, max_bytes: int, message: str) -> AsyncIterator[bytes]:
@@ -141,12 +146,14 @@ class BodyReader:
                     raise _not_read(
                         f"{held} bytes of your large bodies wait to be read; try again later, or send less."
                     )
-                self._hold(caller, more)
+                if more:
+                    self._hold(caller, more)
                 num_bytes += more
                 raw += piece
             yield raw
         finally:
-            self._hold(caller, -num_bytes)
+            if num_bytes:
+                self._hold(caller, -num_bytes)
 
     def _hold(self, caller: str, num_bytes: int) -> None:
         self._num_held += num_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +32,14 @@ class RequestState:
         """Return the owner of what the request stores, see server/tenancy/tenancy.py."""
         return DEFAULT if self.account is None else self.account.tenant.name
 
-    def enter(self, request_s: Callable[[], float]) -> None:
-        """Count the request on its account, once; requests take `request_s()` on average.
+    def enter(self, request_s: float) -> None:
+        """Count the request on its account, once; requests take `request_s` on average.
 
         Raises OverloadedError at a limit, also if its tokens were used up meanwhile.
         """
         if self.account is None:
             return
-        self.account.check(request_s(), is_counted=self.is_open)
+        self.account.check(request_s, is_counted=self.is_open)
         if not self.is_open:
             self.is_open = True
             self.account.num_open += 1

@@ -16,7 +16,8 @@ from typing import Generic, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.http.request_state import state_of
+from server.http.request_state import RequestState
+from server.protocol.errors import STATE
 
 SMALL_BYTES = 4096  # of a body; a caller's smaller requests do not wait for its larger ones
 
@@ -98,7 +99,8 @@ class TurnTaker:
 
 def _caller(scope: Scope) -> str:
     """Return the account's name or, without one, the client's address."""
-    account = state_of(scope).account
+    state: RequestState = scope[STATE]
+    account = state.account
     return _network((scope.get("client") or ("",))[0]) if account is None else account.tenant.name
 
 

@@ -9,6 +9,7 @@ import json
 import re
 import socket
 from collections.abc import Collection
+from functools import lru_cache
 from ipaddress import IPv6Address
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ class Authority(NamedTuple):
     is_address: bool  # an IP address, which DNS cannot point elsewhere
 
     @staticmethod
+    @lru_cache(maxsize=64)  # a client sends the same one with every request
     def parse(text: str) -> Authority | None:
         """Return the parts of a host and port, or None."""
         match = _AUTHORITY.fullmatch(text)

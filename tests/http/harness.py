@@ -150,6 +150,10 @@ class Live:
         self.context = self.app.state.context
         self.url = ""
 
+    def require_thread(self) -> None:
+        """Skip a test that breaks the engine's code, where the engine is in another process."""
+        self._here()
+
     @property
     def scheduler(self) -> Scheduler:
         """The scheduler, for a test that looks at it or breaks it."""

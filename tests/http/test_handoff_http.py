@@ -290,6 +290,7 @@ def test_a_damaged_parcel_is_computed_anew(
     pair: tuple[Live, Live], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     _, decode = pair
+    decode.require_thread()
     look = KnownPart.look
 
     def damage(self: KnownPart) -> None:
@@ -308,6 +309,7 @@ def test_a_folder_that_has_become_unusable_costs_no_answer(
     pair: tuple[Live, Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, decode = pair
+    decode.require_thread()
     monkeypatch.setattr(KnownPart, "look", Mock(side_effect=PermissionError(13, "Permission denied")))
     assert ask(decode)["choices"][0]["text"] == TEXT[:20]
     assert handoffs(decode) == {"failed": 1}

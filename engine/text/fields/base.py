@@ -80,20 +80,17 @@ class RequestBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
+    def _take_fields(cls, data: Any) -> Any:
+        """Return the fields that are not null. Raises for one that is not supported."""
         check_num_fields(data)
-        for name in data if isinstance(data, dict) else ():
-            refused = cls.UNSUPPORTED.get(name)
-            value = data[name]
-            if refused is not None and value is not None and value not in refused.neutral:
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        for name, refused in cls.UNSUPPORTED.items():
+            if name in given and given[name] not in refused.neutral:
                 instead = refused.instead or "it would change the answer and this server cannot honour it; leave it out"
                 raise refused_field(name, f"is not supported: {instead}.", is_unsupported=True)
-        return data
+        return given
 
     def ignored_fields(self) -> list[str]:
         """Return the unknown fields, also of objects in fields, and the hints that no model follows, fit for a header."""
