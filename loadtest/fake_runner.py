@@ -4,8 +4,9 @@ With memory, a step writes each token into the block and offset that its page ta
 a hash of *everything it reads back through the page table*. A block that was freed too early, shared without a copy or
 mapped to the wrong place therefore changes the tokens. In a block of a group of layers with a sliding window a position
 holds a hash of the tokens up to it and of the group; a step asserts that it finds these in the window of every position
-that it computes. Tables are kept by row and group, as plans report them. Without memory a draw costs a few hundred
-nanoseconds.
+that it computes. A slot of recurrent state holds a hash of all tokens before a position; a step asserts that each slice
+reads that of the position where it begins, and that no row reads or writes what another one writes. Tables are kept by
+row and group, as plans report them. Without memory a draw costs a few hundred nanoseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from engine.core.config import SchedulerConfig
@@ -71,8 +72,9 @@ Choose = Callable[[abc.Sequence[int], int], int]
 class FakeStep:
     """A launched fake step."""
 
-    def __init__(self, result: StepResult, before_wait: Callable[[], None]) -> None:
+    def __init__(self, result: StepResult, before_wait: Callable[[], None], states_written: list[int]) -> None:
         self._result, self._before_wait = result, before_wait
+        self.states_written = states_written  # blocks
 
     def wait(self) -> StepResult:
         """Return the result, after the simulated time."""
@@ -104,6 +106,7 @@ class FakeRunner:
         self._block_size = config.block_size
         self._pages = [[-1] * config.block_size for _ in range(config.num_blocks)] if memory else None
         self._windows = config.windows
+        self._states: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # read and written, by row
         self._host_pages = [[-1] * config.block_size for _ in range(config.num_host_blocks)]
         self._arriving: abc.Sequence[tuple[int, int]] = ()  # swapped in by the last step, not there yet
         self.rows = Rows()
@@ -130,6 +133,7 @@ class FakeRunner:
         result = StepResult([], logprobs, prompt_logprobs, pooled, errors, (), drafted)
         if self._pages is not None:
             self._move_blocks(plan, self._pages)
+        written = self._move_states(plan, slices)
         for index, piece in enumerate(slices):
             history = self._write(piece)
             message = self._fail(piece) if self._fail is not None else None
@@ -153,7 +157,13 @@ class FakeRunner:
                 pooled[index] = [sum(column) for column in zip(*states, strict=True)]
         self.rows.learn(slices, result)
         seconds = self._cost.seconds(plan) if self._cost is not None else 0.0
-        return FakeStep(result, partial(self._sleep, seconds))
+        return FakeStep(result, partial(self._sleep, seconds), written)
+
+    def spoil(self, step: FakeStep) -> None:
+        """Lose the states that a step has written: when it runs out of memory, they may be of any position."""
+        for block in step.states_written:
+            assert self._pages is not None
+            self._pages[block] = [-1] * self._block_size
 
     def transfer(self, transfer: Transfer, slots: dict[int, list[int]]) -> None:
         """Carry out what a Transport would, between host blocks and a store's `slots`."""
@@ -194,7 +204,8 @@ class FakeRunner:
         arriving = {destination for _, destination in plan.swap_in}
         slots = *plan.slots, *(chunk.slot for chunk in plan.chunks)
         tables = [table for slot in slots for table in self.tables[slot]]
-        if not all(arriving.isdisjoint(table) for table in tables):
+        states = [move.read for move in plan.states]
+        if not all(arriving.isdisjoint(table) for table in (*tables, *states)):
             self._arrive(pages)
 
     def _follow_tables(self, plan: StepPlan) -> None:
@@ -220,11 +231,33 @@ class FakeRunner:
         for position in range(piece.start, stop):
             self._pages[first[position // size]][position % size] = piece.tokens[position]
         history = [token for block in first[: -(-stop // size)] for token in self._pages[block]][:stop]
-        if self._windows:
+        if self._windows or self._states:
             states = list(accumulate(history, mix))
+            if self._states:
+                self._compute_state([0, *states], piece, self._pages)
             for group, (window, table) in enumerate(zip(self._windows, others, strict=True)):
                 self._compute_window([mix(group, state) for state in states], piece.start, window, table, self._pages)
         return history
+
+    def _move_states(self, plan: StepPlan, slices: abc.Iterable[SequenceSlice]) -> list[int]:
+        """Note the slots of each row's state, and return what the step writes, which may be no other row's."""
+        moves = {move.slot: (move.read, move.written) for move in plan.states}
+        self._states |= moves
+        rows = {piece.slot: self._states[piece.slot] for piece in slices} if self._states else {}
+        for slot, (_, written) in rows.items():
+            others = [blocks for other, row in rows.items() if other != slot for blocks in row]
+            assert set(written).isdisjoint(chain(*others)), "a row reads or writes a state that another one writes"
+        return [block for _, written in rows.values() for block in written]
+
+    def _compute_state(self, states: list[int], piece: SequenceSlice, pages: list[list[int]]) -> None:
+        """Go on from the state before the slice, which must be right, to the one after it."""
+        read, written = self._states[piece.slot]
+        self._states[piece.slot] = written, written
+        assert bool(read) == (piece.start > 0), "a state is missing, or is not that of the beginning"
+        for part, block in enumerate(read):
+            assert pages[block] == [mix(part, states[piece.start])] * self._block_size, "a state is of another position"
+        for part, block in enumerate(written):
+            pages[block] = [mix(part, states[-1])] * self._block_size
 
     def _compute_window(
         self, states: list[int], start: int, window: int, table: abc.Sequence[int], pages: list[list[int]]

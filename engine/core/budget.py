@@ -207,7 +207,7 @@ class Allowance:
         self._num_held, self._held_s = 0, 0.0
 
     def prompt(self, start: int, wanted: int, least: int = 0) -> int:
-        """Return how many of `wanted` positions of a prompt to compute, and subtract them.
+        """Return how many of `wanted` positions of a prompt to compute.
 
         They are as many as the seconds allow, but no fewer than `least`, and at least 1 in the first chunk of a step.
         """
@@ -215,12 +215,13 @@ class Allowance:
         if self.seconds < inf:
             least = least or not self.load.num_prompt_tokens
             limit = min(limit, max(int(min(times.tokens_within(self.seconds, start), limit)), least))
-        count = min(wanted, limit)
-        if count:
-            self.seconds -= times.chunk_s(start, count)
-            self.num_tokens -= count
-            self._load = self.load.with_chunk(start, count)
-        return count
+        return min(wanted, limit)
+
+    def take_prompt(self, start: int, count: int) -> None:
+        """Subtract a chunk of a prompt."""
+        self.seconds -= self._budget.times.chunk_s(start, count)
+        self.num_tokens -= count
+        self._load = self.load.with_chunk(start, count)
 
     def long_s(self, long: abc.Sequence[Sequence], now: float) -> float:
         """Return the seconds that long prompts may take, beside decodes and short prompts."""

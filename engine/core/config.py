@@ -22,6 +22,7 @@ _LEAST = {
     "max_num_batched_tokens": 1,
     "num_host_blocks": 0,
     "num_speculative_tokens": 0,
+    "state_blocks": 0,
 }
 
 
@@ -70,6 +71,7 @@ class SchedulerConfig:
     kv_events: bool = False  # note what every tier gains and loses, see kv/contents.py
     # Groups of layers beside those with full attention, by the positions that a token attends to: see kv/groups.py.
     windows: tuple[int, ...] = ()
+    state_blocks: int = 0  # of the pool, that the recurrent state of a sequence takes: see kv/snapshots.py
 
     @property
     def max_num_rows(self) -> int:
@@ -78,7 +80,7 @@ class SchedulerConfig:
 
     @property
     def num_groups(self) -> int:
-        """Return how many groups of layers have a page table each."""
+        """Return how many groups of layers have a page table each; recurrent ones have none."""
         return 1 + len(self.windows)
 
     def window_blocks(self, window: int, num_positions: int) -> int:
@@ -89,15 +91,22 @@ class SchedulerConfig:
         others = blocks_for(self.num_speculative_tokens, self.block_size) + 2
         return min(blocks_for(window, self.block_size) + others, blocks_for(num_positions, self.block_size))
 
-    def max_blocks(self, num_positions: int) -> int:
-        """Return the most blocks that a sequence with K/V of so many positions needs, in all groups."""
-        windows = sum([self.window_blocks(window, num_positions) for window in self.windows])
-        return blocks_for(num_positions, self.block_size) + windows
+    def max_blocks(self, num_positions: int, num_states: int = 2) -> int:
+        """Return the most blocks that a sequence with K/V of so many positions needs, in all groups.
 
-    def _check_windows(self) -> None:
+        A sequence that resumes reads one state and writes another.
+        """
+        windows = sum([self.window_blocks(window, num_positions) for window in self.windows])
+        return blocks_for(num_positions, self.block_size) + windows + num_states * self.state_blocks
+
+    def _check_groups(self) -> None:
         _require(
-            not (self.host_caching and self.windows),
-            "Layers with sliding windows are cached in the pool only; leave out the cache in host memory.",
+            not (self.host_caching and (self.windows or self.state_blocks)),
+            "Layers with sliding windows or recurrent state are cached in the pool only; leave out the cache in host memory.",
+        )
+        _require(
+            not (self.num_speculative_tokens and self.state_blocks),
+            "A recurrent state cannot go back to the last draft that was right; leave out speculation.",
         )
         for window in self.windows:
             _require(window >= 1, f"A window is {window} tokens; it must be at least 1.")
@@ -109,7 +118,7 @@ class SchedulerConfig:
         for name in ("target_itl_s", "target_ttft_s"):
             value = getattr(self, name)
             _require(value is None or 0.0 < value < inf, f"{name} is {value}; it must be a number of seconds above 0.")
-        self._check_windows()
+        self._check_groups()
         share = self.pinned_share
         _require(0.0 <= share < 1.0, f"pinned_share is {share}; it must be at least 0 and less than 1.")
         assert self.host_caching or not self.stores, "stores are behind host blocks"

@@ -12,7 +12,7 @@ from itertools import chain
 
 from engine.core.budget import Load
 from engine.core.sequence import Sequence
-from engine.core.step import Chunk, KnownId, RowStart, Sample, StepPlan, TableEntry
+from engine.core.step import Chunk, KnownId, RowStart, Sample, StateMove, StepPlan, TableEntry
 
 _NO_LOAD = Load()
 
@@ -28,6 +28,7 @@ class InFlightStep:
     entries: list[TableEntry] = field(default_factory=list)
     ids: list[KnownId] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    states: list[StateMove] = field(default_factory=list)
     children: dict[int, list[Sequence]] = field(default_factory=dict)  # by slice index
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
@@ -60,6 +61,7 @@ class InFlightStep:
             swap_out=tuple(self.swap_out),
             swap_in=tuple(self.swap_in),
             drafts=tuple(self.num_drafts.items()),
+            states=tuple(self.states),
         )
 
     def sizes(self, index: int) -> tuple[int, int, int]:
@@ -102,13 +104,17 @@ class InFlightStep:
         seq.num_in_flight += 1
 
     def add_row(self, seq: Sequence) -> None:
-        """Add what the runner lacks of a sequence's row: all of it, or the new entries of its tables."""
+        """Add what the runner lacks of a sequence's row: all of it, or the new entries of its tables; and its state."""
         if not seq.has_row:
             self.rows.append(seq.start_row())
         elif seq.kv.changes:
             slot, tables = seq.slot, seq.kv.tables
             self.entries += [TableEntry(slot, group, at, tables[group][at]) for group, at in seq.kv.changes]
             seq.kv.changes.clear()
+        state = seq.kv.state
+        if state.is_moved:
+            state.is_moved = False
+            self.states.append(StateMove(seq.slot, tuple(state.source), tuple(state.slot)))
 
     def add_beam(self, seq: Sequence, position: int) -> None:
         """Add a beam's last token, which the search has chosen."""
@@ -119,7 +125,7 @@ def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
     """Roll back the plans in flight; returns whether each of their sequences can continue.
 
     A choice that was forked in them cannot, nor can a sequence whose last block was to be filled by a copy: the
-    copied block may have been written to since.
+    copied block may have been written to since. Nor can one that has lost its state, or its windows.
     """
     stand: dict[Sequence, bool] = {}
     while in_flight:
@@ -128,7 +134,7 @@ def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
         for index, (start, seq) in enumerate(zip(step.positions, step.sequences, strict=True)):
             children = step.children.get(index, ())
             lost = [place for place, block in enumerate(seq.kv.blocks) if block in filled]
-            stand[seq] = stand.get(seq, True) and not lost
+            stand[seq] = stand.get(seq, True) and not (lost or seq.kv.is_lost)
             seq.num_planned = start
             if lost:
                 seq.num_computed = min(seq.num_computed, lost[0] * seq.kv.block_size)
@@ -139,7 +145,7 @@ def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
                 each.num_in_flight -= 1
                 each.has_row = False
         for seq, num_found in step.arrivals.items():  # they keep their blocks, whose contents are lost
-            stand.setdefault(seq, len(seq.kv.tables) == 1)  # nothing can resume without its windows
+            stand.setdefault(seq, not seq.kv.is_lost)
             seq.num_planned = seq.num_computed = num_found
             seq.num_in_flight -= 1
             seq.has_row = False

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-NEVER = sys.maxsize
+from engine.core.states import NEVER, StateSlots
+
 NO_BLOCK = -1  # in a window table: the window has passed this block
 
 
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 class Ticket:
     """The K/V of a preempted sequence's first `num_tokens` positions, in these host blocks.
 
-    `others` are the host blocks of its window tables, with their gaps.
+    `others` are the host blocks of the other groups: of its window tables, with their gaps, and of its recurrent state.
     If one is lost, nothing of the ticket counts.
     """
 
@@ -61,6 +61,9 @@ class SequenceKV:
     is_cacheable: bool = True
     tables: tuple[list[int], ...] = ()  # none while it holds no blocks
     changes: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of entries that no plan has carried
+    state: StateSlots = field(default_factory=StateSlots)
+    branch: int = 0  # the boundary up to which the first group's blocks were found, but no state
+    is_lost: bool = False  # what it has in the other groups was to be written by a step that was rolled back
     num_owed: int = 0  # blocks that its other groups may still need before its known tokens are computed
     matched: list[int] = field(default_factory=list)  # the cached blocks that it can begin with ...
     matched_at: tuple[int, int] = (-1, 0)  # ... as they were at this version of the pool, for so many tokens
@@ -85,17 +88,22 @@ class SequenceKV:
 
     def clear(self) -> None:
         """Forget the blocks; the caller frees them."""
-        self.tables, self.slots = (), []
+        self.tables, self.slots, self.state = (), [], StateSlots()
         self.changes.clear()
         self.num_published = self.writable_until = 0
         self.next_publish = self.block_size if self.is_cacheable else NEVER
-        self.shares_tail = False
+        self.shares_tail = self.is_lost = False
         self.matched_at = (-1, 0)
 
     @property
     def blocks(self) -> list[int]:
         """Return the table of the first group, which keeps every position."""
         return self.tables[0] if self.tables else []
+
+    @property
+    def held(self) -> list[list[int]]:
+        """Return the blocks of all tables, with their gaps, and of all slots of the state."""
+        return [*self.tables, *self.state.tables]
 
     @property
     def capacity(self) -> int:
@@ -109,6 +117,7 @@ class SequenceKV:
     def follow(self, other: SequenceKV) -> None:
         """Map the blocks of another answer to the same prompt. The caller counts the references."""
         self.tables = tuple(map(list, other.tables))
+        self.state = StateSlots(other.state.slot)
         self.chain = list(other.chain)
         self.num_published = other.num_published
         self.next_publish = other.next_publish

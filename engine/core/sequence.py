@@ -271,7 +271,7 @@ class Sequence:
             arrival_s=self.request.arrival_s,
             first_scheduled_s=None if self.history.first_scheduled_s < 0 else self.history.first_scheduled_s,
             first_token_s=None if self.history.first_token_s < 0 else self.history.first_token_s,
-            tables=tuple(map(tuple, self.kv.tables)),
+            tables=tuple(map(tuple, self.kv.held)),
         )
 
     def take_slots(self, slots: list[int]) -> None:

@@ -78,6 +78,18 @@ class Chunk(NamedTuple):
 Pairs = tuple[tuple[int, int], ...]
 
 
+class StateMove(NamedTuple):
+    """The slots of a row's recurrent state, in blocks of the pool, where they are not those that it wrote last.
+
+    In this step the row reads one and writes the other; in later steps it does both to the latter, until another move.
+    What a row writes, no other row reads or writes in the same step. Rows that pad a batch write to a slot of the runner's.
+    """
+
+    slot: int  # the runner row
+    read: tuple[int, ...]  # empty at position 0: the state is zero, whatever the blocks hold
+    written: tuple[int, ...]
+
+
 class StepPlan(NamedTuple):
     """One forward pass: blocks to move, then every slice as one flat batch; or blocks alone.
 
@@ -104,6 +116,7 @@ class StepPlan(NamedTuple):
     swap_out: Pairs = ()  # (physical block, host block)
     swap_in: Pairs = ()  # (host block, physical block)
     drafts: Pairs = ()
+    states: tuple[StateMove, ...] = ()
 
     @property
     def num_slices(self) -> int:
@@ -127,6 +140,8 @@ class StepPlan(NamedTuple):
             found.extend((row.slot, row.seq_id, row.num_prompt, len(row.ids), *map(len, row.tables)))
             for table in row.tables:
                 found.extend(table)
+        for slot, read, written in self.states:
+            found.extend((slot, len(read), *read, *written))
         return found
 
 

@@ -203,6 +203,8 @@ class Driver:
         """The next step, or else the last one launched, has no memory; returns which requests ended on it."""
         if len(self.launched) <= self.depth and self.scheduler.plan(self.now) is None and not self.launched:
             return set()
+        for _, pending in self.launched:
+            self.runner.spoil(pending)
         self.launched.clear()
         events = self.scheduler.roll_back(self.now, failure)
         self.take(events)

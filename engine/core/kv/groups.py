@@ -3,12 +3,13 @@
 The layers of a group read the same positions, so they share a page table. All groups draw on one pool: the runner gives
 each as many layers as make a block the same bytes, so that a block of one serves any other, and no split of memory has to
 be guessed. Each WindowGroup is a group whose layers read the last `window` positions only; its table of a sequence is
-`seq.kv.tables[1 + index]`. KVCacheManager calls its methods for each group in turn:
+`seq.kv.tables[1 + index]`. Layers with recurrent state are in snapshots.py. KVCacheManager
+calls the methods of both for each group in turn:
 
     admission        a sequence resumes at the longest boundary that every group can resume from: `resumable`, `begin`,
                      `resume`, or `load` for what host memory has of it; `owed` says what it may still need
     each chunk       `cover`: it takes the blocks that the chunk writes to, not those of its whole prompt
-    each block       `extend`
+    each block       `extend`; of a recurrent state both are `advance`
     each commit      `publish`, then `slide`: blocks before the window of the next position are freed, as no step in
                      flight reads them
     rollback         `roll_back`: blocks for what was not computed are freed; they are taken again with the next chunk

@@ -50,11 +50,10 @@ class HostTier(BlockIndex):
         computing on a CPU, and a quarter or less on a GPU.
         """
         kv, num_blocks = seq.kv, blocks_for(seq.num_computed, seq.kv.block_size)
-        others = [table[:num_blocks] for table in kv.tables[1:]]
-        has_others = all(len(table) == num_blocks for table in others)  # else a step that computed them was rolled back
+        others = [table[:num_blocks] for table in kv.tables[1:]] + ([kv.state.slot] if kv.state.slot else [])
         num_needed = num_blocks + sum(len(table) - table.count(NO_BLOCK) for table in others)
         has_room = self.pool.num_available >= num_needed and not self.is_given_up
-        if num_blocks < 2 or not (has_room and has_others) or seq.needs_every_position:
+        if num_blocks < 2 or not has_room or kv.is_lost or seq.needs_every_position:
             return None
         num_named = min(seq.num_computed, len(seq.tokens)) // kv.block_size if kv.is_cacheable else 0
         blocks: list[int] = []

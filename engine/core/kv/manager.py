@@ -3,10 +3,10 @@
 A prompt's blocks are allocated together, so a prompt that has started never stalls for memory. A block with several
 holders is copied before it is written. Tails are freed before heads, so the prefix cache evicts them first.
 
-The cache here is that of the layers with full attention. Layers with sliding windows are in groups of their own beside
-them, over the same pool, see groups.py; most models have none. A sequence needs blocks of all groups: those of its prompt
-in the first group are allocated when it is admitted, those of the others chunk by chunk; until then they are owed to it,
-and nothing else gets them.
+The cache here is that of the layers with full attention. Layers with sliding windows, see groups.py, and those with
+recurrent state, see snapshots.py, are in groups of their own beside them, over the same pool; most models have none. A
+sequence needs blocks of all groups: those of its prompt in the first group are allocated when it is admitted, those of the
+others chunk by chunk; until then they are owed to it, and nothing else gets them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from engine.core.kv.contents import Contents
 from engine.core.kv.groups import WindowGroup
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, request_names
+from engine.core.kv.snapshots import RecurrentGroup
 from engine.core.kv.tiers import Tiers, TransferEnd
-from engine.core.page_table import NEVER, NO_BLOCK, PrefixImport, Ticket, blocks_for
+from engine.core.page_table import NO_BLOCK, PrefixImport, Ticket, blocks_for
 from engine.core.sequence import Sequence
+from engine.core.states import NEVER, StateSlots
 from engine.core.stats import Stats
 from engine.core.types import Request
 
@@ -49,7 +51,12 @@ class KVCacheManager:
         )
         self.pool = self._cache.pool
         self._windows = [WindowGroup(index, config, self._cache) for index in range(len(config.windows))]
-        self._others = tuple(self._windows)  # all groups but the first, in the order in which a ticket has them
+        self._recurrent = RecurrentGroup(config, self._cache) if config.state_blocks else None
+        # All groups but the first, in the order in which a ticket has them.
+        self._others: tuple[WindowGroup | RecurrentGroup, ...] = (
+            *self._windows,
+            *([] if self._recurrent is None else [self._recurrent]),
+        )
         self._config, self._num_groups = config, config.num_groups
         self._num_owed = 0  # of all sequences, see SequenceKV
         self._pins.targets += (self._cache, *self._others)
@@ -106,7 +113,7 @@ class KVCacheManager:
         self._owe(seq)
         if pool.num_available < missing + self._num_owed:
             pool.free(*reversed(hits))
-            seq.kv.tables = ()
+            seq.kv.tables, seq.kv.state = (), StateSlots()
             self._owe(seq, 0)
             return None
         hosts, loads = list[int](), list[tuple[int, int]]()
@@ -142,7 +149,7 @@ class KVCacheManager:
         for group, hosts in zip(self._others, ticket.others, strict=True):
             group.load(seq, hosts)
         self._owe(seq)
-        pairs = zip(chain(*ticket.others), chain(*seq.kv.tables[1:]), strict=True)
+        pairs = zip(chain(*ticket.others), chain(*seq.kv.held[1:]), strict=True)
         loads = [(host, block) for host, block in pairs if host != NO_BLOCK]
         for host, _ in loads:
             self.tiers.host.pool.fork(host)
@@ -178,7 +185,7 @@ class KVCacheManager:
         kv, version = seq.kv, (self.pool.version, len(seq.tokens))
         if kv.matched_at != version:
             hits = self._cache.match(kv.chain, seq.tokens, len(seq.tokens) - 1)
-            num_hits = -1
+            num_hits, kv.branch = -1, len(hits) * self.block_size
             while num_hits != len(hits):  # a boundary that one group lowers may be none for the others
                 num_hits = len(hits)
                 for group in self._others:
@@ -196,7 +203,7 @@ class KVCacheManager:
             found.append(victim)
             num_slots += len(victim.kv.slots)
             needed -= victim.kv.num_owed
-            for table in victim.kv.tables:
+            for table in victim.kv.held:
                 num_blocks += sum([block != NO_BLOCK and not self.pool.is_shared(block) for block in table])
             if num_slots >= seq.num_slots and num_blocks >= needed:
                 return found
@@ -216,10 +223,22 @@ class KVCacheManager:
         most = len(seq.tokens) - (num_blocks < len(seq.kv.blocks))
         return min(num_blocks * self.block_size, most)
 
+    def chunk_end(self, seq: Sequence, stop: int) -> int:
+        """Return where the next chunk of a prompt, up to `stop` at most, ends."""
+        return stop if self._recurrent is None else self._recurrent.chunk_end(seq, seq.num_planned, stop)
+
     def cover(self, seq: Sequence, stop: int) -> None:
         """Take what a prompt's next chunk, up to `stop` within its reach, needs in the other groups."""
-        for group in self._others:
+        for group in self._windows:
             group.cover(seq, stop)
+        self._advance(seq)
+
+    def _advance(self, seq: Sequence) -> None:
+        """Choose the slots of its recurrent state for what a sequence computes next, and count what it is still owed."""
+        if self._recurrent is not None:
+            # Beyond what running sequences may need next there are blocks for a snapshot.
+            num_needed = self._config.state_blocks + self._num_groups * (self._max_num_seqs - len(self._slots))
+            self._recurrent.advance(seq, has_spare=self.pool.num_available - self._num_owed >= num_needed)
         if self._others:
             self._owe(seq)
 
@@ -228,10 +247,14 @@ class KVCacheManager:
         return self.pool.num_available - self._num_owed >= num_sequences * self._num_groups
 
     def extend(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """Give a sequence a block of each group for its next position; False if there are too few."""
+        """Give a sequence what its next position needs in each group; False if there is too little.
+
+        That is a block of each, or a copy of the last one if others hold it, and a slot for its state.
+        """
         kv, blocks, pool, copied = seq.kv, seq.kv.blocks, self.pool, NO_BLOCK
         copies_tail = kv.shares_tail and pool.is_shared(blocks[-1])
-        if (copies_tail or not kv.shares_tail) and pool.num_available - self._num_owed < self._num_groups:
+        missing = self._num_groups if copies_tail or not kv.shares_tail else 0
+        if missing + kv.num_owed and pool.num_available - self._num_owed < missing:
             return False
         if not kv.shares_tail:
             blocks.append(pool.alloc(after=blocks[-1]))
@@ -242,10 +265,9 @@ class KVCacheManager:
         if copies_tail or not kv.shares_tail:
             kv.changes.append((0, len(blocks) - 1))
         kv.shares_tail, kv.writable_until = False, kv.capacity
-        for group in self._others:
+        for group in self._windows:
             group.extend(seq, copied, copies)
-        if self._others:
-            self._owe(seq)
+        self._advance(seq)
         return True
 
     def fork(self, parent: Sequence, children: Collection[Sequence]) -> None:
@@ -285,6 +307,8 @@ class KVCacheManager:
     def _share_tail(self, sharer: Sequence) -> None:
         sharer.kv.shares_tail = sharer.num_planned % self.block_size != 0
         sharer.kv.writable_until = 0 if sharer.kv.shares_tail else sharer.kv.capacity
+        sharer.kv.state.is_shared = True
+        self._owe(sharer)
 
     # -- K/V of other engines ----------------------------------------------------------------------------------------
 
@@ -342,7 +366,7 @@ class KVCacheManager:
         due = (full + 1) * self.block_size
         # An answer is published at its end, but block by block if there are lower tiers, which need names, or other groups.
         is_due = due <= seq.num_prompt or self._listener is not None or self._others
-        seq.kv.next_publish = due if is_due else NEVER
+        seq.kv.next_publish = min(due, seq.kv.state.due) if is_due else NEVER
 
     def _pin(self, seq: Sequence, first: int, stop: int) -> None:
         """Pin those of a sequence's published blocks first .. stop - 1 that its request wants to be retained."""
@@ -421,6 +445,7 @@ class KVCacheManager:
                 self._roll_back_others(each, step.positions[index])
         for seq in step.arrivals if self._others else ():
             self._roll_back_others(seq, 0)
+            seq.kv.is_lost = True
 
     def _roll_back_others(self, seq: Sequence, start: int) -> None:
         for group in self._others:
@@ -448,7 +473,7 @@ class KVCacheManager:
         slots = sorted(self._slots + [slot for seq in living for slot in seq.kv.slots])
         assert slots == list(range(self._max_num_seqs)), "a runner slot is lost or taken twice"
         imported = [each.blocks for each in self._imports]
-        tables = [table for seq in living for table in seq.kv.tables]
+        tables = [table for seq in living for table in seq.kv.held]
         held = [[block for block in table if block != NO_BLOCK] for table in tables]
         yield from self._cache.checks([*held, *imported], self._others)
         assert self._num_owed == sum(seq.kv.num_owed for seq in living), "what sequences are owed is miscounted"

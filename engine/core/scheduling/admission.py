@@ -72,11 +72,14 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
             f"(--max-num-seqs); lower {name}.",
             param=name,
         )
-    needed = config.max_blocks(peak_positions(num_prompt, max_tokens))
+    # Answers that fork read one state, and each writes another; one of each may be a snapshot's that was found.
+    num_states = 2 if params.num_sequences == 1 else params.num_sequences + 2
+    needed = config.max_blocks(peak_positions(num_prompt, max_tokens), num_states)
     if params.beam is not None:
         # No beam can wait for the others, so all have to fit; they share the prompt's full blocks.
-        num_shared = num_prompt // config.block_size
-        needed = num_shared + params.beam.width * (needed - num_shared)
+        num_shared, num_states = num_prompt // config.block_size, 2 * params.beam.width + 2
+        needed = config.max_blocks(peak_positions(num_prompt, max_tokens), 0)
+        needed = num_shared + params.beam.width * (needed - num_shared) + num_states * config.state_blocks
     if needed > config.num_blocks:
         raise NeverFitsError(
             f"The request needs up to {needed} KV blocks ({num_prompt} prompt + {max_tokens} generated tokens), but the "

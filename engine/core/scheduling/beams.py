@@ -208,7 +208,7 @@ class BeamGroup:
     def disband(self) -> list[Sequence]:
         """Remove and return all beams but the first; a restart needs room for all of them."""
         first, others = self.members[0], self.members[1:]
-        held = {block for beam in self.members for table in beam.kv.tables for block in table}
+        held = {block for beam in self.members for table in beam.kv.held for block in table}
         self.headroom = max(len(held) - blocks_for(first.num_prompt, first.kv.block_size), 0)
         del self.members[1:]
         return others

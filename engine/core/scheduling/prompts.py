@@ -44,7 +44,6 @@ class PromptPlan:
         for seq in sequences:
             if self._in_order or not seq.is_chunked_prefill:
                 self._plan_chunk(seq)
-                self._is_full = self._is_full or seq.status is Status.PREFILL
 
     def admit(self, admitted: Iterable[Sequence]) -> None:
         """Begin the prompts of sequences that are admitted one by one, while there is room.
@@ -62,7 +61,7 @@ class PromptPlan:
                 self._long.append(seq)
             else:
                 self._plan_chunk(seq)
-                if seq.status is Status.PREFILL or not self._allowance.num_tokens:
+                if self._is_full or not self._allowance.num_tokens:
                     break
 
     def finish(self, now: float) -> None:
@@ -91,10 +90,14 @@ class PromptPlan:
         start = seq.num_planned
         num_left = self._kv.reach(seq) - start
         count = self._allowance.prompt(start, num_left, least) if num_left > 0 else 0
+        self._is_full = self._is_full or start + count < len(seq.tokens)
         if not count:
             return
-        stop = seq.num_planned = start + count
+        stop = self._kv.chunk_end(seq, start + count)
+        count = stop - start
+        self._allowance.take_prompt(start, count)
         self._kv.cover(seq, stop)
+        seq.num_planned = stop
         samples: tuple[Sample, ...] = ()
         if stop == len(seq.tokens):
             seq.move(Status.RUNNING)

@@ -1,0 +1,325 @@
+"""Groups with recurrent state: histories over random mixtures of groups, and what is kept, found and given back.
+
+FakeRunner asserts in every step that each state it reads is of the position where the slice begins, and that no row writes
+what another one reads, so a history that runs to its end proves that each state was read where it belongs.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant
+
+from engine.core.config import SchedulerConfig
+from engine.core.errors import ConfigError, NeverFitsError
+from engine.core.kv import snapshots
+from engine.core.kv.snapshots import RecurrentGroup
+from engine.core.types import AbortCause, BeamParams, Pin
+from tests.pure.driver import EOS, Driver, config, request
+from tests.pure.test_scheduler_properties import SchedulerMachine
+
+WINDOWS = st.lists(st.sampled_from([1, 2, 4, 5, 9, 17]), max_size=2)
+END = frozenset[int]()
+
+
+def stateful(**changes: bool | str | float | None) -> SchedulerConfig:
+    """A small engine whose sequences have a state of two blocks."""
+    return config(**{"state_blocks": 2, "num_blocks": 80, "max_model_len": 200} | changes)
+
+
+def group_of(driver: Driver) -> RecurrentGroup:
+    group = driver.scheduler.kv._recurrent
+    assert group is not None
+    return group
+
+
+def check_held(driver: Driver) -> None:
+    """What a step in flight reads or writes is held, and what a sequence writes has no name."""
+    pool, group = driver.scheduler.kv.pool, group_of(driver)
+    for step in driver.scheduler._in_flight:
+        assert all(pool.is_held(block) for move in step.states for block in (*move.read, *move.written))
+    for seq in driver.scheduler.running:
+        if not seq.kv.state.is_shared:
+            assert not any(group.is_owner(block) for block in seq.kv.state.slot), "a live slot has a name"
+
+
+class StateMachine(SchedulerMachine):
+    """The histories of test_scheduler_properties.py, aborts, beams and rollbacks included, with states and windows."""
+
+    @initialize(
+        depth=st.integers(0, 3),
+        windows=WINDOWS,
+        state_blocks=st.integers(1, 3),
+        num_blocks=st.integers(18, 60),
+        num_host_blocks=st.sampled_from([0, 0, 8, 40]),
+        budget=st.integers(6, 30),
+        caching=st.booleans(),
+        policy=st.sampled_from(["fcfs", "fair"]),
+        eviction=st.sampled_from(["lru", "slru", "lfu", "cost"]),
+    )
+    def start(  # type: ignore[override]
+        self, depth: int, windows: list[int], budget: int, caching: bool, **changes: str | float | None
+    ) -> None:
+        sizes = {"max_num_batched_tokens": budget, "enable_prefix_caching": caching, "max_model_len": 40}
+        self.driver = Driver(config(windows=tuple(windows), **sizes, **changes), depth)  # type: ignore[arg-type]
+        self.aborted: set[str] = set()
+        add = self.driver.add
+
+        def add_if_it_fits(asked: object) -> None:
+            with suppress(NeverFitsError):
+                add(asked)  # type: ignore[arg-type]
+
+        self.driver.add = add_if_it_fits  # type: ignore[method-assign, assignment]
+
+    @invariant()
+    def slots_are_held(self) -> None:
+        if hasattr(self, "driver"):
+            check_held(self.driver)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "driver"):
+            assert self.driver.scheduler.kv.pool.num_held == self.driver.scheduler.kv._num_owed == 0
+
+
+StateMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+TestStateMachine = StateMachine.TestCase
+
+
+def run(driver: Driver, name: str, prompt: tuple[int, ...], **changes: object) -> int:
+    """Run a request to its end; returns how many positions it was admitted with."""
+    driver.add(request(name, prompt, **{"eos_token_ids": END, "max_tokens": 2} | changes))
+    while driver.scheduler.has_work:
+        driver.step()
+        check_held(driver)
+    return driver.prompts[name, 0].num_cached_tokens
+
+
+PROMPT = tuple(range(30))
+
+
+def test_a_prompt_is_resumed_at_its_last_boundaries() -> None:
+    driver = Driver(stateful())
+    assert run(driver, "first", PROMPT) == 0
+    assert run(driver, "again", PROMPT) == 28
+    assert run(driver, "longer", (*PROMPT[:28], 7, 8, 9)) == 28
+    driver.check_streams()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prompt_of_whole_blocks_has_two_boundaries(depth: int) -> None:
+    """The last token of an equal prompt is computed, so that one resumes a block earlier than a longer one."""
+    driver = Driver(stateful(), depth)
+    prompt = tuple(range(32))
+    run(driver, "first", prompt)
+    assert run(driver, "again", prompt) == 28
+    assert run(driver, "longer", (*prompt, 7)) == 32
+    driver.check_streams()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("num_tokens", range(6, 16))
+def test_an_answer_is_resumed_at_the_last_boundary_it_passed(depth: int, num_tokens: int) -> None:
+    """With overlap its end is known one step late, and its slot has gone on."""
+    driver = Driver(stateful(), depth)
+    run(driver, "turn1", PROMPT, max_tokens=num_tokens)
+    said = tuple(driver.streams["turn1", 0])
+    # The state behind the last computed position is the sequence's own slot, which is never given a name.
+    boundary = (len(PROMPT) + num_tokens - 2) // 4 * 4
+    assert run(driver, "turn2", (*PROMPT, *said, 1, 2, 3)) == boundary
+    driver.check_streams()
+
+
+def test_an_end_that_is_known_late_names_no_slot_that_has_gone_on() -> None:
+    driver = Driver(stateful(), depth=1)
+    for seed in range(20):
+        prompt = tuple(range(seed, seed + 13))
+        run(driver, f"{seed}", prompt, seed=seed, temperature=1.0, max_tokens=30, eos_token_ids=frozenset([EOS, 8, 9]))
+        said = tuple(driver.streams[f"{seed}", 0])
+        run(driver, f"{seed} next", (*prompt, *said, 1, 2, 3))
+    driver.check_streams()
+
+
+@pytest.mark.parametrize("num_steps", range(2, 14))
+def test_an_abort_in_flight_publishes_no_live_slot(num_steps: int) -> None:
+    """`retire` publishes while a step is in flight."""
+    driver = Driver(stateful(), depth=1)
+    driver.add(request("a", PROMPT, max_tokens=40, eos_token_ids=END))
+    for _ in range(num_steps):
+        driver.step()
+    driver.take(driver.scheduler.abort("a", AbortCause.DISCONNECT, driver.now))
+    assert driver.launched
+    said = tuple(driver.streams.get(("a", 0), ()))
+    check_held(driver)
+    run(driver, "b", (*PROMPT, *said, 5))
+    driver.check_streams({"a"})
+
+
+def test_a_branch_is_kept_the_second_time_it_is_seen() -> None:
+    driver = Driver(stateful())
+    common = tuple(range(50, 67))
+    assert [run(driver, f"{index}", (*common, *[index] * 10)) for index in range(3)] == [0, 0, 16]
+    driver.check_streams()
+
+
+def test_long_prompts_are_kept_every_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "EVERY", 5)
+    driver = Driver(stateful())
+    prompt = tuple(range(90))
+    run(driver, "first", prompt)
+    assert run(driver, "branch", (*prompt[:71], 1, 2, 3)) == 60
+    driver.check_streams()
+
+
+def test_the_longest_boundary_from_which_every_group_can_resume() -> None:
+    driver = Driver(stateful(windows=(8,), num_blocks=160))
+    run(driver, "first", PROMPT, max_tokens=20)
+    said = tuple(driver.streams["first", 0])
+    whole = (*PROMPT, *said)
+    names = driver.scheduler.kv.first_names(request("names", whole))
+    driver.scheduler.kv._cache.match(names, whole, 48)
+    group, window = group_of(driver), driver.scheduler.kv._windows[0]
+    assert group.resumable(names, 12) == 12
+    window.drop(names[12])
+    assert run(driver, "no window", (*whole[:48], 1)) == 44
+    window.drop(names[12])
+    group.drop(names[11])
+    assert run(driver, "no state", (*whole[:48], 2)) == 40
+    window.drop(names[12])
+    group.drop(names[11])
+    window.drop(names[9])
+    assert run(driver, "neither", (*whole[:48], 3)) == 32, "positions 36 and 40 read block 8"
+    driver.check_streams()
+
+
+@pytest.mark.parametrize("num_tokens", range(2, 14))
+def test_a_rolled_back_sequence_resumes_from_its_last_snapshot(num_tokens: int) -> None:
+    """What the steps in flight wrote at a boundary has no name: they may have written anything."""
+    driver = Driver(stateful(), depth=1)
+    driver.add(request("a", PROMPT, max_tokens=20, eos_token_ids=END))
+    while len(driver.streams.get(("a", 0), ())) < num_tokens:
+        driver.step()
+    driver.run_out_of_memory()
+    (seq,) = driver.scheduler._queue.waiting
+    assert seq.is_resuming
+    assert seq.kv.ticket is None
+    driver.step()
+    assert driver.scheduler.running == [seq]
+    assert seq.kv.num_published == (len(PROMPT) + num_tokens - 1) // 4
+    driver.drain()
+    driver.check_streams()
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("num_steps", range(3, 20))
+def test_a_ticket_has_the_state_of_its_last_position(num_steps: int, caching: bool) -> None:
+    driver = Driver(stateful(num_host_blocks=60, enable_prefix_caching=caching), depth=1)
+    driver.add(request("a", PROMPT, max_tokens=20, eos_token_ids=END))
+    for _ in range(num_steps):
+        driver.step()
+    (seq,) = driver.scheduler.running
+    driver.scheduler._output.preempt(seq)
+    driver.commit()
+    ticket = seq.kv.ticket
+    assert ticket is not None
+    assert ticket.num_tokens == seq.kv.num_saved > 0
+    assert [len(slot) for slot in ticket.others] == [2]
+    driver.drain()
+    assert all(driver.scheduler.stats.swapped_blocks.values())
+    driver.check_streams()
+
+
+def test_a_ticket_that_lost_a_block_has_no_state() -> None:
+    """A ticket's K/V may hold more positions than its number says; a state is of one position."""
+    driver = Driver(stateful(num_host_blocks=60))
+    driver.add(request("a", PROMPT, max_tokens=20, eos_token_ids=END))
+    for _ in range(8):
+        driver.step()
+    (seq,) = driver.scheduler.running
+    driver.scheduler._output.preempt(seq)
+    host = driver.scheduler.tiers.host
+    assert seq.kv.ticket is not None
+    host._lose(seq.kv.ticket.blocks[4])
+    assert seq.kv.ticket.num_tokens == 0
+    driver.drain()
+    driver.check_streams()
+
+
+def test_forks_have_a_slot_each_from_admission_on() -> None:
+    num = 4
+    driver = Driver(stateful(num_blocks=12 + 2 * (num + 2), max_model_len=40))
+    driver.add(request("other", (1, 2, 3), max_tokens=30, eos_token_ids=END))
+    driver.step()
+    driver.add(request("n", tuple(range(9)), n=num, max_tokens=6, eos_token_ids=END, temperature=1.0))
+    driver.step()
+    seq = next(seq for seq in driver.scheduler.running if seq.request_id == "n")
+    held = [block for slot in seq.kv.state.tables for block in slot]
+    assert len(held) + seq.kv.num_owed == 2 * (num + 1), "the prompt's, and one for each answer"
+    driver.drain()
+    assert not any(driver.scheduler.stats.preempted.values())
+    driver.check_streams()
+
+
+def test_forks_that_no_pool_can_hold_are_refused() -> None:
+    driver = Driver(stateful(num_blocks=19))
+    with pytest.raises(NeverFitsError, match="needs up to"):
+        driver.add(request("n", tuple(range(9)), n=6, max_tokens=6))
+
+
+def test_beams_write_fresh_slots_wherever_they_go_on() -> None:
+    driver = Driver(stateful(num_blocks=120))
+    for index in range(6):
+        beam = BeamParams(width=4, length_penalty=1.0)
+        driver.add(request(f"{index}", (index, 2, 3, 4, 5), beam=beam, n=2, max_tokens=9, eos_token_ids=END))
+    while driver.scheduler.has_work:
+        driver.step()
+        check_held(driver)
+    driver.check_streams()
+
+
+def test_what_an_answer_has_passed_is_evicted_first() -> None:
+    driver = Driver(stateful(num_blocks=40))
+    run(driver, "prompt", PROMPT)
+    run(driver, "answer", (40, 41, 42), max_tokens=60)
+    assert run(driver, "again", PROMPT) == 28, "an answer's own snapshots made room for each other"
+    driver.check_streams()
+
+
+def test_a_snapshot_is_whole_or_gone() -> None:
+    driver = Driver(stateful(state_blocks=3))
+    run(driver, "a", PROMPT)
+    group, pool = group_of(driver), driver.scheduler.kv.pool
+    names = list(group._slot_of)
+    slot, taken = list(group.find(names[-1])), list[int]()
+    while group.find(names[-1]):
+        taken.append(pool.alloc())
+    assert len(set(slot).intersection(taken)) == 1
+    assert not any(group.is_owner(block) for block in slot), "the rest is free"
+    pool.free(*taken)
+    run(driver, "b", PROMPT)
+    driver.check_streams()
+
+
+def test_pinned_prefixes_keep_their_state() -> None:
+    driver = Driver(stateful(pinned_share=0.5, num_blocks=60))
+    run(driver, "pinned", PROMPT, pins=(Pin(16, 1000.0),))
+    for index in range(8):
+        run(driver, f"other{index}", tuple(range(100 * index, 100 * index + 40)), max_tokens=20)
+    assert run(driver, "again", (*PROMPT[:18], 1)) == 16
+    driver.check_streams()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"state_blocks": 2, "num_host_blocks": 4, "host_caching": True}, "in the pool only"),
+        ({"state_blocks": 2, "num_speculative_tokens": 2}, "leave out speculation"),
+    ],
+    ids=["host", "drafts"],
+)
+def test_what_states_do_not_combine_with_is_refused(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        config(**changes)  # type: ignore[arg-type]
