@@ -192,6 +192,25 @@ def test_a_half_formula_is_shown_as_its_source(run: Run) -> None:
     assert set(found) == {0}
 
 
+def test_what_is_drawn_stays_while_its_block_grows(run: Run) -> None:
+    """A button that is pressed, or text that is selected, is not replaced by an equal one."""
+    kept = run(
+        """async () => {
+          const { Markdown } = await import("./page/markdown.js");
+          const root = document.createElement("div");
+          const markdown = new Markdown(root);
+          const write = (text) => { markdown.write(text); markdown.render(); };
+          write("1. so:\\n   ```js\\n   let a\\n   ```\\n   and ");
+          const first = [root.querySelector(".code button"), root.querySelector("code span")];
+          write("*more*\\n\\n   - a\\n   - b\\n");
+          write("2. then\\n\\nend");
+          markdown.end();
+          return [root.querySelectorAll("li").length, ...first.map((node) => root.contains(node))];
+        }"""
+    )
+    assert kept == [4, True, True]
+
+
 HOSTILE = [
     "<script>alert(1)</script>",
     "<img src=https://evil.example/x onerror=alert(1)>",
