@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from engine.text.fields.base import Refused, RequestBody, check_num_fields
+from server.protocol.documents import CompletionTokensDetails
 
 MAX_WINDOW_S = 30 * 24 * 3600
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
@@ -75,22 +76,18 @@ class RequestCounts(BaseModel):
     failed: int = Field(0, description="Lines without one.")
 
 
-class InputTokensDetails(BaseModel):
+class BatchTokensDetails(BaseModel):
     cached_tokens: int = Field(0, description="Tokens of the prompt whose K/V was found.")
-
-
-class OutputTokensDetails(BaseModel):
-    reasoning_tokens: int = Field(0, description="Generated tokens that are reasoning.")
 
 
 class BatchUsage(BaseModel):
     """The usage of all completed lines."""
 
     input_tokens: int = Field(0, description="Tokens of the prompt.")
-    input_tokens_details: InputTokensDetails = Field(default_factory=InputTokensDetails, description="What was cached.")
+    input_tokens_details: BatchTokensDetails = Field(default_factory=BatchTokensDetails, description="What was cached.")
     output_tokens: int = Field(0, description="Tokens generated, reasoning included.")
-    output_tokens_details: OutputTokensDetails = Field(
-        default_factory=OutputTokensDetails, description="What was reasoning."
+    output_tokens_details: CompletionTokensDetails = Field(
+        default_factory=lambda: CompletionTokensDetails(reasoning_tokens=0), description="What was reasoning."
     )
     total_tokens: int = Field(0, description="Both together.")
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from server.openai.logprobs import ChatLogprob
-from server.protocol.documents import ResponseBody, Usage
+from server.protocol.documents import CompletionTokensDetails, ResponseBody, Usage
 
 
 class OutputPart(ResponseBody):
@@ -38,17 +38,13 @@ class InputTokensDetails(ResponseBody):
     cache_write_tokens: int = Field(description="Always 0.")
 
 
-class OutputTokensDetails(ResponseBody):
-    reasoning_tokens: int = Field(description="Generated tokens that are reasoning.")
-
-
 class ResponseUsage(ResponseBody):
     """The token counts under this API's names."""
 
     input_tokens: int = Field(description="Tokens of the prompt.")
     input_tokens_details: InputTokensDetails = Field(description="What was cached.")
     output_tokens: int = Field(description="Tokens generated, reasoning included.")
-    output_tokens_details: OutputTokensDetails = Field(description="What was reasoning.")
+    output_tokens_details: CompletionTokensDetails = Field(description="What was reasoning.")
     total_tokens: int = Field(description="Both together.")
 
     @classmethod
@@ -60,7 +56,7 @@ class ResponseUsage(ResponseBody):
                 cached_tokens=usage.prompt_tokens_details.cached_tokens, cache_write_tokens=0
             ),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=details.reasoning_tokens if details else 0),
+            output_tokens_details=CompletionTokensDetails(reasoning_tokens=details.reasoning_tokens if details else 0),
             total_tokens=usage.total_tokens,
         )
 
