@@ -12,47 +12,33 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any
 
 from engine.core.errors import AdapterConflictError, AdapterNotFoundError
 from engine.core.types import Adapter
 from engine.handle import LoadedAdapter
 
 
-class AdapterWeights(Protocol):
-    """An adapter in memory, opaque here."""
-
-    @property
-    def name(self) -> str:
-        """Return the name that requests use."""
-        ...
-
-    @property
-    def digest(self) -> bytes:
-        """Return the digest of its content."""
-        ...
-
-
 class Adapters:
     """The loaded adapters, by name."""
 
-    def __init__(self, read: Callable[[str, str], AdapterWeights] | None = None, max_loras: int = 0) -> None:
-        """`read` loads an adapter by name and path; it raises AdapterNotFoundError or AdapterLoadError."""
+    def __init__(self, read: Callable[[str, str], Any] | None = None, max_loras: int = 0) -> None:
+        """`read` loads weights by name and path, which have a `digest`; it raises AdapterNotFoundError or AdapterLoadError."""
         self._read, self.max_loras = read, max_loras
         self.loaded: Mapping[str, LoadedAdapter] = {}  # replaced as a whole, so that readers need no lock
-        self._weights: dict[str, AdapterWeights] = {}  # of the loaded ones
-        self._held: weakref.WeakSet[AdapterWeights] = weakref.WeakSet()
-        self._found: weakref.WeakValueDictionary[Adapter, AdapterWeights] = weakref.WeakValueDictionary()
+        self._weights: dict[str, Any] = {}  # of the loaded ones
+        self._held: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._found: weakref.WeakValueDictionary[Adapter, Any] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()  # one load or unload at a time
 
-    def hold(self, adapter: Adapter) -> AdapterWeights:
+    def hold(self, adapter: Adapter) -> Any:
         """Return the weights of a loaded adapter, which live as long as any holder. Raises AdapterNotFoundError."""
         weights = self._weights.get(adapter.name)
         if weights is None or weights.digest != adapter.digest:
             raise AdapterNotFoundError(f"No adapter {adapter.name!r} is loaded.", param="model")
         return weights
 
-    def weights(self, adapter: Adapter) -> AdapterWeights:
+    def weights(self, adapter: Adapter) -> Any:
         """Return the weights of an adapter that a request holds."""
         return self._found[adapter]
 

@@ -51,7 +51,7 @@ class Control:
             UseVocabulary: lambda command: on_thread(
                 "quire-command", lambda: resources.grammars.use(command.source, command.warms_up)
             ),
-            CompileGrammar: lambda command: _done(resources.grammars.compile(command.spec, command.param)),
+            CompileGrammar: lambda command: resources.grammars.compile(command.spec, command.param),
             OpenHandover: lambda command: on_thread("quire-command", lambda: self._open(command)),
             CountMissing: lambda command: self._hand_over(lambda handover: handover.count_missing(command.prefix)),
             SendPrefix: lambda command: self._hand_over(lambda handover: handover.send(command.prefix)),
@@ -88,16 +88,3 @@ class Control:
             return work(self._handover)
         except OSError as error:
             raise UnreachableError(f"{type(error).__name__}: {error}") from error
-
-
-def _done(future: Future[Any]) -> Future[None]:
-    """Return the end of a future, without its result, which stays here."""
-    outcome: Future[None] = Future()
-    outcome.set_running_or_notify_cancel()
-
-    def settle(done: Future[Any]) -> None:
-        error = done.exception()
-        outcome.set_result(None) if error is None else outcome.set_exception(error)
-
-    future.add_done_callback(settle)
-    return outcome

@@ -177,36 +177,29 @@ class EngineHandle(Protocol):
     @property
     def config(self) -> SchedulerConfig:
         """Return the settings of the scheduler."""
-        ...
 
     @property
     def facts(self) -> EngineFacts:
         """Return what else does not change."""
-        ...
 
     @property
     def stats(self) -> Stats:
         """Return the counters and gauges, to be read only."""
-        ...
 
     @property
     def adapters(self) -> Mapping[str, LoadedAdapter]:
         """Return the adapters that requests may name, in the order of loading."""
-        ...
 
     @property
     def clock(self) -> Callable[[], float]:
         """Return the clock of all times that are not Unix times."""
-        ...
 
     @property
     def is_running(self) -> bool:
         """Return whether the engine was started and has not ended, even if it hangs in a step."""
-        ...
 
     def start(self, deliver: Deliver, on_end: Callable[[], None] = ...) -> None:
         """Start the engine, whose thread calls `deliver` with events, at most once a step, and last `on_end`."""
-        ...
 
     def submit(self, *requests: Request) -> None:
         """Queue requests, all or none; events follow through `deliver`, exactly one terminal event a choice.
@@ -214,24 +207,18 @@ class EngineHandle(Protocol):
         Never waits for a step. Raises ClientError if one can never be served, OverloadedError if too much waits already,
         ShuttingDownError or EngineDeadError if nothing is accepted any more.
         """
-        ...
 
     def abort(self, request_id: str, cause: AbortCause, choice: int | None = None) -> None:
         """End a request (or one of its choices) early. Idempotent; unknown ids are ignored."""
-        ...
 
     def control(self, command: Command[Reply]) -> Future[Reply]:
         """Carry out a command. The reply may be a QuireError; it is cancelled if the engine ends first."""
-        ...
 
     def health(self) -> EngineHealth:
         """Return whether the engine lives and moves, without waiting for it."""
-        ...
 
     def order_stop(self, drain_s: float) -> None:
         """Refuse new requests; let open ones finish for `drain_s`, then abort them and end."""
-        ...
 
     def stop(self, drain_s: float) -> None:
         """Order the engine to end and wait for it, forever if a step hangs; release one that was never started."""
-        ...

@@ -12,7 +12,7 @@ import torch
 
 from engine.core.errors import InvalidRequestError
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.types import FinishReason, Grammar, Request
+from engine.core.types import FinishReason, Grammar, GrammarKey, Request
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.settings.engine_config import EngineConfig
@@ -74,7 +74,7 @@ class Real:
     def _compile(self) -> dict[str, Grammar]:
         compiler = GrammarCompiler(self.tokenizer.vocabulary(self.model.vocab_size))
         try:
-            return {kind: compiler.compile(spec, "response_format").result() for kind, spec in SPECS.items()}
+            return {kind: made_by(compiler, spec) for kind, spec in SPECS.items()}
         finally:
             compiler.close()
 
@@ -192,9 +192,15 @@ def test_what_fails_on_the_way_fails_alone(real: Real) -> None:
     assert real.tokenizer.decode(served.ids["choice 1", 0], skip_special_tokens=False) == "a<|im_start|>b"
 
 
+def made_by(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
+    """Compile a grammar, and find it by its name."""
+    compiler.compile(spec, "structured_outputs").result()
+    return compiler.hold(GrammarKey(spec.digest))
+
+
 def compile_one(real: Real, spec: GrammarSpec) -> Grammar:
     compiler = GrammarCompiler(real.tokenizer.vocabulary(real.model.vocab_size))
     try:
-        return compiler.compile(spec, "structured_outputs").result()
+        return made_by(compiler, spec)
     finally:
         compiler.close()

@@ -13,6 +13,7 @@ import pytest
 from harness import byte_tokenizer
 
 from engine.core.errors import InvalidRequestError, OverloadedError
+from engine.core.types import Grammar, GrammarKey
 from engine.text.grammars import compiler as compiler_module
 from engine.text.grammars import guidance
 from engine.text.grammars.cache import MAX_ENTRIES, GrammarCache
@@ -42,6 +43,12 @@ def compiler() -> Iterator[GrammarCompiler]:
     made.close()
 
 
+def made_by(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
+    """Compile a grammar, and find it by its name."""
+    compiler.compile(spec, "x").result(WAIT_S)
+    return compiler.hold(GrammarKey(spec.digest))
+
+
 def compiling(work: Callable[[GrammarCompiler], Awaitable[None]]) -> None:
     """Do something with a compiler, on an event loop."""
 
@@ -58,7 +65,7 @@ def compiling(work: Callable[[GrammarCompiler], Awaitable[None]]) -> None:
 def test_slow_grammars_hold_up_no_other(compiler: GrammarCompiler) -> None:
     """All that is slow waits for one worker; the other one is there for the rest."""
     slow = [compiler._find(spec, "x") for spec in SLOW[:4]]
-    assert compiler.compile(FINE, "x").result().start().count_allowed(b"abc") == 3
+    assert made_by(compiler, FINE).start().count_allowed(b"abc") == 3
     assert not all(future.done() for future in slow)
     for future in slow:
         outcome(future)
@@ -121,9 +128,11 @@ def test_a_refusal_names_the_field_and_is_remembered() -> None:
 
 def test_the_same_grammar_is_made_once_for_all_who_wait() -> None:
     async def work(compiler: GrammarCompiler) -> None:
-        made = await asyncio.gather(*(asyncio.wrap_future(compiler.compile(FINE, "x")) for _ in range(5)))
-        assert len(set(map(id, made))) == 1
-        assert await asyncio.wrap_future(compiler.compile(FINE, "x")) is made[0]
+        compiled: list[float] = []
+        compiler.observe = compiled.append
+        await asyncio.gather(*(asyncio.wrap_future(compiler.compile(FINE, "x")) for _ in range(5)))
+        await asyncio.wrap_future(compiler.compile(FINE, "x"))
+        assert len(compiled) == 1
 
     compiling(work)
 
@@ -132,8 +141,8 @@ def test_a_thread_may_wait_for_a_grammar() -> None:
     """As the offline API does; the refusals are those of an event loop."""
     compiler = GrammarCompiler(byte_tokenizer().vocabulary(257))
     try:
-        made = compiler.compile(FINE, "x").result()
-        assert compiler.compile(FINE, "x").result() is made
+        made = made_by(compiler, FINE)
+        assert made_by(compiler, FINE) is made
         for _ in range(2):
             with pytest.raises(InvalidRequestError, match=r"x cannot be used: .*unclosed group"):
                 compiler.compile(regex("("), "x").result()
@@ -145,11 +154,13 @@ def test_a_grammar_that_broke_is_made_again() -> None:
     """Its matchers share a lexer, which stays broken once it ran into a limit."""
 
     async def work(compiler: GrammarCompiler) -> None:
-        first = await asyncio.wrap_future(compiler.compile(FINE, "x"))
+        await asyncio.wrap_future(compiler.compile(FINE, "x"))
+        first = compiler.hold(GrammarKey(FINE.digest))
         matcher = first.start()
         matcher.accept(ord("z"))
         assert matcher.error() is not None
-        assert await asyncio.wrap_future(compiler.compile(FINE, "x")) is not first
+        await asyncio.wrap_future(compiler.compile(FINE, "x"))
+        assert compiler.hold(GrammarKey(FINE.digest)) is not first
 
     compiling(work)
 

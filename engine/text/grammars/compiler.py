@@ -76,15 +76,15 @@ class GrammarCompiler:
         if warms_up:
             self._start(self._quick, ANY_OBJECT, Future()).add_done_callback(_warmed)
 
-    def compile(self, spec: GrammarSpec, param: str) -> Future[Grammar]:
-        """Return the grammar to come, or InvalidRequestError or OverloadedError. It cannot be cancelled."""
-        outcome: Future[Grammar] = Future()
+    def compile(self, spec: GrammarSpec, param: str) -> Future[None]:
+        """Return when a request may name the grammar, or InvalidRequestError or OverloadedError. It cannot be cancelled."""
+        outcome: Future[None] = Future()
         outcome.set_running_or_notify_cancel()  # other requests may wait for the same grammar
 
         def settle(done: Future[GuidanceGrammar]) -> None:
             error = done.exception()
             if error is None:
-                outcome.set_result(done.result())
+                outcome.set_result(None)
             else:
                 outcome.set_exception(_about(error, param) if isinstance(error, GrammarError) else error)
 
