@@ -7,12 +7,7 @@ templates, parsers and grammars are those of engine/text, which the daemon uses 
 from engine.llm.job import CompletionOutput, RequestOutput, ToolCall
 from engine.llm.offline import LLM
 from engine.llm.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from engine.llm.prompt_outputs import (
-    BeamSearchOutput,
-    BeamSearchSequence,
-    EmbeddingRequestOutput,
-    ScoringRequestOutput,
-)
+from engine.llm.prompt_outputs import BeamSearchOutput, BeamSearchSequence, EmbeddingRequestOutput, ScoringRequestOutput
 from engine.llm.prompts import TextPrompt, TokensPrompt
 
 __all__ = [

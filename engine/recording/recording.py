@@ -107,12 +107,7 @@ class Journal:
     """Makes the lines of a recording, in order."""
 
     def __init__(self, config: SchedulerConfig, contents: str, version: str = VERSION) -> None:
-        self.header = {
-            "quire_recording": FORMAT,
-            "version": version,
-            "contents": contents,
-            "scheduler": asdict(config),
-        }
+        self.header = {"quire_recording": FORMAT, "version": version, "contents": contents, "scheduler": asdict(config)}
         self._hidden = None if contents == "ids" else HiddenIds(config.block_size)
         self._numbers: dict[str, dict[Hashable, int]] = defaultdict(dict)  # by kind of name; "" and None are 0
         self._rows = Rows()

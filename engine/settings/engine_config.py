@@ -57,10 +57,7 @@ class EngineConfig:
         None, "JSON", "keys of the model's config.json and other values for them", unset="none"
     )
     load_format: str = _model(
-        "auto",
-        "",
-        "where weights come from; dummy makes random ones",
-        choices=("auto", *FORMATS),
+        "auto", "", "where weights come from; dummy makes random ones", choices=("auto", *FORMATS)
     )
     model_impl: str = _model(
         "auto", "", "whose model code runs; auto prefers Quire's", choices=("auto", "quire", "transformers")
@@ -127,12 +124,7 @@ class EngineConfig:
         choices=("auto", "off", "portable", "avx2", "avx512", "avx512bf16"),
     )
     gpu_memory_utilization: float = _device(
-        0.9,
-        "SHARE",
-        "share of the GPU's memory that Quire may use",
-        above=0,
-        at_most=1,
-        is_essential=True,
+        0.9, "SHARE", "share of the GPU's memory that Quire may use", above=0, at_most=1, is_essential=True
     )
     kv_cache_memory_bytes: int | None = _device(
         None, "SIZE", "KV pool size, such as 2GiB; overrides the share", unset="measured", at_least=1
@@ -146,13 +138,7 @@ class EngineConfig:
         "number format of the KV pool; auto is the model's; int8, and on CUDA fp8, hold nearly twice the tokens",
         choices=("auto", "int8", "fp8"),
     )
-    block_size: int = _device(
-        16,
-        "TOKENS",
-        "tokens per KV block, a power of two",
-        at_least=1,
-        at_most=1024,
-    )
+    block_size: int = _device(16, "TOKENS", "tokens per KV block, a power of two", at_least=1, at_most=1024)
     swap_space: float = _device(
         0.0, "GIB", "host memory for the K/V of preempted sequences; 0 recomputes it", at_least=0
     )
@@ -176,12 +162,7 @@ class EngineConfig:
     )
 
     max_num_seqs: int | None = _scheduling(
-        None,
-        "N",
-        "most sequences in one step",
-        unset="chosen for the device",
-        at_least=1,
-        is_essential=True,
+        None, "N", "most sequences in one step", unset="chosen for the device", at_least=1, is_essential=True
     )
     max_num_batched_tokens: int | None = _scheduling(
         None, "N", "most tokens in one step", unset="chosen for the device", at_least=1

@@ -52,12 +52,7 @@ class ChildProcess:
     """A process that runs a module and answers one question at a time. Any thread."""
 
     def __init__(
-        self,
-        module: str,
-        *,
-        limit_s: float,
-        idle_s: float = 60.0,
-        set_up: Callable[[Ask], object] | None = None,
+        self, module: str, *, limit_s: float, idle_s: float = 60.0, set_up: Callable[[Ask], object] | None = None
     ) -> None:
         """`module` calls `serve` when it is run.
 

@@ -43,10 +43,7 @@ class _Rule(NamedTuple):
     kind: str = _TEXT  # of the result; a filter makes a text of a text, and writes out what is none
 
 
-_TEXT_RULES = {
-    **dict.fromkeys(("lower", "upper", "capitalize"), _Rule(3, 3)),
-    "replace": _Rule(20, 1, (str, str, int)),
-}
+_TEXT_RULES = {**dict.fromkeys(("lower", "upper", "capitalize"), _Rule(3, 3)), "replace": _Rule(20, 1, (str, str, int))}
 _METHODS = {
     **_TEXT_RULES,
     **dict.fromkeys(("strip", "lstrip", "rstrip"), _Rule(1, 1, (str,))),

@@ -21,15 +21,7 @@ from typing import Any
 from engine.core.errors import ParcelError, QuireError
 from engine.core.kv.prefix_cache import chain_root, request_names
 from engine.core.types import Request
-from engine.handle import (
-    CountMissing,
-    EngineHandle,
-    HandoverConfig,
-    OpenHandover,
-    Prefix,
-    ReceivePrefix,
-    SendPrefix,
-)
+from engine.handle import CountMissing, EngineHandle, HandoverConfig, OpenHandover, Prefix, ReceivePrefix, SendPrefix
 from engine.settings.peer import Peer
 from server.answers.body import KVTransferParams
 from server.protocol.errors import ApiError

@@ -12,10 +12,7 @@ from engine.text.fields.base import Integer, RequestBody
 from server.anthropic.blocks import Turn
 
 # type -> (the blocks that it removes, how many it keeps by default, the tokens from which it applies)
-_CLEARS = {
-    "clear_thinking_20251015": ("thinking", 1, 0),
-    "clear_tool_uses_20250919": ("tool_use", 3, 100_000),
-}
+_CLEARS = {"clear_thinking_20251015": ("thinking", 1, 0), "clear_tool_uses_20250919": ("tool_use", 3, 100_000)}
 
 
 class Amount(RequestBody):

@@ -52,10 +52,7 @@ InBatches = Annotated[BatchService, Depends(_batches)]
 
 @router.post("/v1/batches")
 async def create_batch(
-    context: InContext,
-    batches: InBatches,
-    owner: InOwner,
-    body: Annotated[BatchBody, Depends(json_body(BatchBody))],
+    context: InContext, batches: InBatches, owner: InOwner, body: Annotated[BatchBody, Depends(json_body(BatchBody))]
 ) -> Batch:
     """Create a batch that runs the requests of a file."""
     if body.endpoint not in ENDPOINTS:

@@ -29,8 +29,7 @@ def _prompts(value: Any) -> list[Prompt]:
 
 
 Prompts = Annotated[
-    list[Prompt],
-    PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    list[Prompt], PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]])
 ]
 
 

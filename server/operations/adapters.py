@@ -27,7 +27,7 @@ class LoadAdapterBody(RequestBody):
     """A folder of this machine, and the name for requests."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {
-        "load_inplace": Refused((False,), "unload the adapter first, then load it again"),
+        "load_inplace": Refused((False,), "unload the adapter first, then load it again")
     }
 
     lora_name: str = Field(

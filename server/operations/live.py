@@ -59,11 +59,7 @@ async def live(
             "free": snapshot.num_free_blocks,
         },
         "cells": pool._asdict(),
-        "requests": {
-            "running": stats.num_running,
-            "waiting": stats.num_waiting,
-            "preempted": stats.num_preempted,
-        },
+        "requests": {"running": stats.num_running, "waiting": stats.num_waiting, "preempted": stats.num_preempted},
         "totals": {
             "steps": stats.steps,
             "prompt_tokens": stats.prompt_tokens,

@@ -101,12 +101,7 @@ class AppConfig:
     )
     kv_connector_gib: float = _transfer("gib", 4.0, "GIB", "most K/V in that folder", above=0)
     kv_connector_expiry_s: float = _transfer(
-        "expiry_s",
-        120.0,
-        "SECONDS",
-        "K/V that no decode daemon took is dropped",
-        name="kv_connector_expiry",
-        above=0,
+        "expiry_s", 120.0, "SECONDS", "K/V that no decode daemon took is dropped", name="kv_connector_expiry", above=0
     )
     kv_connector_listen: str | None = _transfer(
         "listen",
@@ -180,11 +175,7 @@ class AppConfig:
         at_least=0,
     )
     stall_limit_s: float = _http(
-        60.0,
-        "SECONDS",
-        "/health fails when there is work but no step for this long",
-        name="stall_limit",
-        above=0,
+        60.0, "SECONDS", "/health fails when there is work but no step for this long", name="stall_limit", above=0
     )
     shutdown_timeout_s: float = _http(
         30.0, "SECONDS", "time for open requests to finish after SIGTERM", name="shutdown_timeout", at_least=0

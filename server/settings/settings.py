@@ -114,10 +114,7 @@ class Sources(NamedTuple):
 
 
 def read_sources(
-    settings: Iterable[Declared],
-    flags: Mapping[str, Any],
-    environ: Mapping[str, str],
-    foreign: Iterable[Given] = (),
+    settings: Iterable[Declared], flags: Mapping[str, Any], environ: Mapping[str, str], foreign: Iterable[Given] = ()
 ) -> Sources:
     """Combine the sources of settings; `foreign` are the command line's flags of other servers.
 

@@ -143,10 +143,6 @@ class Otlp:
 def _resource() -> Resource:
     """Return what describes this process; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win."""
     found = Resource.create()
-    ours = {
-        gen_ai.SERVICE_NAME: "quire",
-        gen_ai.SERVICE_VERSION: VERSION,
-        gen_ai.SERVICE_INSTANCE_ID: uuid.uuid4().hex,
-    }
+    ours = {gen_ai.SERVICE_NAME: "quire", gen_ai.SERVICE_VERSION: VERSION, gen_ai.SERVICE_INSTANCE_ID: uuid.uuid4().hex}
     unset = [name for name in ours if str(found.attributes.get(name, "unknown_service")).startswith("unknown_service")]
     return found.merge(Resource({name: ours[name] for name in unset}))

@@ -35,11 +35,7 @@ class BlockPool:
     )
 
     def __init__(
-        self,
-        num_blocks: int,
-        on_evict: Callable[[int], None] | None = None,
-        eviction: str = "lru",
-        max_pinned: int = 0,
+        self, num_blocks: int, on_evict: Callable[[int], None] | None = None, eviction: str = "lru", max_pinned: int = 0
     ) -> None:
         self.num_blocks = num_blocks
         self.max_pinned = max_pinned

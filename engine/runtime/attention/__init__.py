@@ -9,9 +9,7 @@ BACKENDS = {
     "torch": "engine.runtime.attention.torch_paged:TorchPagedAttention",
     "reference": "engine.runtime.attention.reference:ReferenceAttention",
 }
-GPU_BACKENDS = {
-    "triton": "engine.runtime.attention.triton_paged:TritonPagedAttention",
-}
+GPU_BACKENDS = {"triton": "engine.runtime.attention.triton_paged:TritonPagedAttention"}
 # Optional libraries for prompts over the Triton backend's pool; only used when named.
 LIBRARIES = {
     "torch_varlen": "engine.runtime.attention.torch_varlen:TorchVarlen",

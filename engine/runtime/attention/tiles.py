@@ -33,11 +33,7 @@ class TileBatch:
 
 
 def cut_tiles(
-    rows: Sequence[int],
-    contexts: Sequence[int],
-    tables: Sequence[Sequence[int]],
-    block_size: int,
-    window: int | None,
+    rows: Sequence[int], contexts: Sequence[int], tables: Sequence[Sequence[int]], block_size: int, window: int | None
 ) -> TileBatch:
     """Cut the context of each query at `rows` into tiles, without blocks that a window hides."""
     per_tile = max(1, TILE_TOKENS // block_size)

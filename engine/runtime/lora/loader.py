@@ -41,13 +41,7 @@ class LoraLoader:
     """Reads adapters for one model."""
 
     def __init__(
-        self,
-        targets: Mapping[str, Target],
-        *,
-        num_layers: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, targets: Mapping[str, Target], *, num_layers: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """`targets` are the model's matrices by their checkpoint names."""
         self._targets, self._num_layers, self._max_rank = targets, num_layers, max_rank

@@ -54,9 +54,7 @@ def granite_experts(hf: HFConfig, *, shared_width: int) -> Mixtures:
 
 def _softmax_of_chosen(hf: HFConfig, *, shared_width: int) -> Mixtures:
     router = RouterConfig(
-        num_experts=_num_experts(hf, 8),
-        num_chosen=hf.size("num_experts_per_tok", 2),
-        is_normalised=True,
+        num_experts=_num_experts(hf, 8), num_chosen=hf.size("num_experts_per_tok", 2), is_normalised=True
     )
     moe = MoEConfig(router=router, width=hf.size("intermediate_size"), activation=_silu(hf), shared_width=shared_width)
     return _everywhere(hf, moe)

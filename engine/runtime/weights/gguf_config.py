@@ -21,10 +21,7 @@ class _File(NamedTuple):
 
 
 def hf_config(
-    metadata: Mapping[str, Any],
-    shapes: Mapping[str, Sequence[int]],
-    ropes: Mapping[str, Sequence[float]],
-    source: str,
+    metadata: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], ropes: Mapping[str, Sequence[float]], source: str
 ) -> tuple[str, dict[str, Any]]:
     """Return the architecture and its config, from metadata, shapes and rope factors."""
     arch = check_architecture(metadata, source)
@@ -201,10 +198,7 @@ def _olmo2(file: _File) -> dict[str, Any]:
 
 
 def _experts(file: _File) -> dict[str, Any]:
-    return {
-        "num_experts": file.meta.size("expert_count"),
-        "num_experts_per_tok": file.meta.size("expert_used_count"),
-    }
+    return {"num_experts": file.meta.size("expert_count"), "num_experts_per_tok": file.meta.size("expert_used_count")}
 
 
 def _width(file: _File, *tensors: str) -> int:

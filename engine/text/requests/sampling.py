@@ -30,12 +30,7 @@ def truncated(fields: SamplingFields, prompt: list[int], limits: ModelLimits) ->
 
 
 def sampling_params(
-    fields: SamplingFields,
-    limits: ModelLimits,
-    *,
-    max_tokens: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
+    fields: SamplingFields, limits: ModelLimits, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
     """Return the engine's parameters. Raises InvalidRequestError."""
     limits.check_logprobs(fields.prompt_logprobs, "prompt_logprobs")

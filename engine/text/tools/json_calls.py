@@ -124,10 +124,7 @@ def _call_of(call: Message) -> dict[str, Any]:
 
 
 HERMES = JsonFormat(
-    name="hermes",
-    aliases=("qwen3_json", "granite4"),
-    signs=("<tool_call>",),
-    marks=(("<tool_call>", "</tool_call>"),),
+    name="hermes", aliases=("qwen3_json", "granite4"), signs=("<tool_call>",), marks=(("<tool_call>", "</tool_call>"),)
 )
 GRANITE = JsonFormat(
     name="granite",  # 3.x; 4 writes as Hermes does
