@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from engine.core.errors import QuireError
-from loadtest import bench, beside, compare, formats, front, handover, hostile, levers, ray_fleet, sharing, vllm_bench
+from loadtest import bench, beside, compare, formats, front, hostile, levers, ray_fleet, sharing, vllm_bench
 from loadtest.arguments import refuse_unwritable
 from loadtest.errors import LoadtestError
 from loadtest.fleet import command as fleet
@@ -27,7 +27,6 @@ COMMANDS: Commands = {
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
     "formats": ("measure each format of weights on this machine", formats.add_options, formats.run),
     "levers": ("measure the effect of each setting", levers.add_options, levers.run),
-    "handover": ("time a hand-over of K/V between two processes", handover.add_options, handover.run),
     "hostile": ("send hostile and heavy bodies, and watch /health", hostile.add_options, hostile.run),
     "beside": ("measure requests beside a long prompt", beside.add_options, beside.run),
     "sharing": ("time prompts that another daemon has computed", sharing.add_options, sharing.run),

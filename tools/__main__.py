@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 
 from loadtest.__main__ import Commands, run_command
-from tools import accuracy, groups, house, loading, perplexity, ranks, scheduler, steps
+from tools import accuracy, groups, handover, house, loading, perplexity, ranks, scheduler, steps
 
 COMMANDS: Commands = {
     "house": ("measure the code itself", house.add_options, house.run),
     "loading": ("measure a start: first token and memory", loading.add_options, loading.run),
     "groups": ("count what a pool holds of models with sliding windows", groups.add_options, groups.run),
+    "handover": ("time a hand-over of K/V between two processes", handover.add_options, handover.run),
     "scheduler": ("time the scheduler alone", scheduler.add_options, scheduler.run),
     "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),
     "ranks": ("measure a model divided among processes", ranks.add_options, ranks.run),

@@ -136,13 +136,13 @@ def _pipeline(options: argparse.Namespace) -> Any:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = options.kv_cache_gib
     scheduler.max_num_seqs = options.max_num_seqs
-    scheduler.max_num_batched_tokens = options.max_num_batched_tokens
+    scheduler.max_num_batched_tokens = 256
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = True
     properties = {
         "INFERENCE_NUM_THREADS": options.num_threads,
-        "INFERENCE_PRECISION_HINT": options.precision,
-        "KV_CACHE_PRECISION": options.kv_cache_precision,
+        "INFERENCE_PRECISION_HINT": "bf16",
+        "KV_CACHE_PRECISION": "bf16",
     }
     return openvino_genai.ContinuousBatchingPipeline(options.model, scheduler, "CPU", properties)
 
@@ -165,9 +165,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--num-threads", type=int, required=True)
     parser.add_argument("--kv-cache-gib", type=int, default=4)
     parser.add_argument("--max-num-seqs", type=int, default=128)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=256)
-    parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--kv-cache-precision", default="bf16")
     return parser.parse_args()
 
 

@@ -85,12 +85,8 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "loadtest",
         ("engine.runtime", "torch"),
-        (
-            "loadtest.engines",
-            "loadtest.handover",
-            "loadtest.peers.packed",
-        ),
-    ),  # numpy has no FP8; the ring of packets is timed alone
+        ("loadtest.engines", "loadtest.peers.packed"),  # numpy has no FP8
+    ),
     (
         "loadtest",
         ("engine.startup.build",),

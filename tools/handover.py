@@ -1,7 +1,7 @@
 """Measures a hand-over of K/V between two processes, against a plain copy of as many bytes.
 
-    python -m loadtest handover --mib 1024
-    ip netns exec near python -m loadtest handover --through "ip netns exec far" --address 10.77.0.2
+    python -m tools handover --mib 1024
+    ip netns exec near python -m tools handover --through "ip netns exec far" --address 10.77.0.2
 
 The two talk over loopback, or the other process runs elsewhere: `--through` is what starts it there, and `--address` is
 where it listens.
@@ -35,7 +35,7 @@ from loadtest.output import print_table, save_json
 
 _KEY = _FINGERPRINT = "feed"
 _PIECE_BYTES = 16 << 20  # as engine/handover.py
-_CHILD = "import sys; from loadtest.handover import serve; serve(sys.argv[1], *map(int, sys.argv[2:]))"
+_CHILD = "import sys; from tools.handover import serve; serve(sys.argv[1], *map(int, sys.argv[2:]))"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
