@@ -93,7 +93,8 @@ export class Markdown {
       this.#item = null;
     }
     const items = open === blocks.length - 1 ? tokens.slice(tokens.indexOf(blocks[open])).filter(isItem) : [];
-    if (items.length > 1 && items.every(({ map: [at] }) => /^\S/.test(lines[at]))) { // others are indented by the first
+    // An item that is indented belongs to the first of its list; one with a bar could, by itself, begin a table.
+    if (items.length > 1 && items.every(({ map: [at] }) => /^\S[^|]*$/.test(lines[at]))) {
       this.#item = this.#open.lastElementChild.previousElementSibling;
       start = items.at(-1).map[0];
     }

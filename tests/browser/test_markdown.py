@@ -261,6 +261,7 @@ def test_a_text_looks_alike_however_it_arrives(run: Run) -> None:
               "[", "](", "https://a.example", ")", "!", "word", "two words", "<br>", "~~", "\\", "---\n", "12", "\t",
               "$", "$$", "\\(", "\\)", "\\[", "\\]", "$$\n"]  # fmt: skip
     texts = ["".join(random_.choices(pieces, k=random_.randint(1, 40))) for _ in range(200)]
+    texts.append("1. a\n2. | b\n|---|---|\n3. c")  # an item that by itself would be a table
     for text, (whole, *others) in zip(texts, run(HTML, [texts, [10**6, 1, 2, 5]]), strict=True):
         assert others == [whole] * 3, repr(text)
 
