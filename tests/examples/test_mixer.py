@@ -52,7 +52,7 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Decoder]:
     subprocess.run([compiler, *build._FLAGS, include, "-shared", "-o", made, source, installed], check=True)
     kind = addressof(c_char.in_dll(CDLL(str(made)), "kind_running_mean"))
     monkeypatch.setitem(library._kinds, "running_mean", kind)
-    monkeypatch.setitem(MIXERS, "running_mean", RunningMean)
+    monkeypatch.setitem(MIXERS, "running_mean", "tests.examples.running_mean:RunningMean")
     monkeypatch.setitem(families.FAMILIES, "llama", with_means)
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
     config = EngineConfig(model=str(tmp_path), load_format="dummy", dtype="float32")

@@ -8,26 +8,25 @@ from torch import Tensor
 
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.adapters import LayerAdapters
-from engine.runtime.layers.attention import Attention
-from engine.runtime.layers.latent import LatentAttention
 from engine.runtime.layers.maker import Maker
-from engine.runtime.layers.mixture import make_mixture
-from engine.runtime.layers.mlp import MLP
 from engine.runtime.layers.model_config import ModelConfig, NormPlacement
 from engine.runtime.layers.norms import NoNorm, RMSNorm
 from engine.runtime.layers.parts import Angles, FeedForward, LayerAttention, Mixer
 from engine.runtime.native.decoder import norm_args
 from engine.runtime.native.library import LayerArgs
+from engine.system.lazy import load
 
-# By the names in LayerConfig. A part is made of the model's settings, the index of its layer and a maker of the layer's
-# tensors; a mixer also of the number of states before its own.
-MIXERS: dict[str, Callable[[ModelConfig, int, Maker, int], Mixer]] = {
-    "attention": Attention,
-    "latent": LatentAttention,
+MakeMixer = Callable[[ModelConfig, int, Maker, int], Mixer]  # settings, layer, tensors, number of states before its own
+MakeFeedForward = Callable[[ModelConfig, int, Maker], FeedForward]
+
+# By the names in LayerConfig; a kind's module is imported when a model has it.
+MIXERS = {
+    "attention": "engine.runtime.layers.attention:Attention",
+    "latent": "engine.runtime.layers.latent:LatentAttention",
 }
-FEED_FORWARDS: dict[str, Callable[[ModelConfig, int, Maker], FeedForward]] = {
-    "mlp": MLP,
-    "mixture": make_mixture,
+FEED_FORWARDS = {
+    "mlp": "engine.runtime.layers.mlp:MLP",
+    "mixture": "engine.runtime.layers.mixture:make_mixture",
 }
 
 # Checkpoint names of the norms before the mixer, after it, before the feed-forward and after it.
@@ -59,8 +58,9 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, layer: int, make: Maker, *, state: int) -> None:
         """`state` is the number of states of all layers before."""
         settings = config.layers[layer]
-        self._mixer = MIXERS[settings.mixer](config, layer, make, state)
-        self._feed_forward = FEED_FORWARDS[settings.feed_forward](config, layer, make)
+        make_mixer: MakeMixer = load(MIXERS[settings.mixer])
+        make_feed_forward: MakeFeedForward = load(FEED_FORWARDS[settings.feed_forward])
+        self._mixer, self._feed_forward = make_mixer(config, layer, make, state), make_feed_forward(config, layer, make)
         self._scale = config.residual_multiplier
         names = _NORM_NAMES[config.norm_placement]
         places = [RMSNorm(make, name, config.hidden_size, config) if name else NoNorm() for name in names]
