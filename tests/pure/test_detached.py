@@ -1,4 +1,4 @@
-"""Blocking calls beside the event loop."""
+"""Blocking calls beside the event loop, and calls of other projects' code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.system.calls import on_thread
+from engine.core.errors import ModelLoadError
+from engine.system.calls import foreign_code, on_thread
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,8 @@ async def test_the_result_of_a_cancelled_call_is_dropped() -> None:
 def test_the_process_ends_while_a_call_hangs() -> None:
     code = """
 import asyncio, threading
-from engine.system.calls import on_thread
+from engine.core.errors import ModelLoadError
+from engine.system.calls import foreign_code, on_thread
 async def main():
     task = asyncio.ensure_future(asyncio.wrap_future(on_thread("call", threading.Event().wait)))
     await asyncio.sleep(0)
@@ -49,3 +51,16 @@ async def main():
 asyncio.run(main())
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE_S, check=True)
+
+
+def test_any_error_of_foreign_code_is_the_refusal_unless_it_is_passed() -> None:
+    def refuse(error: Exception) -> ModelLoadError:
+        return ModelLoadError(f"it cannot be read: {error}.")
+
+    with pytest.raises(ModelLoadError, match="it cannot be read: 'x'") as refused, foreign_code(refuse):
+        {}["x"]
+    assert isinstance(refused.value.__cause__, KeyError)
+    with pytest.raises(MemoryError), foreign_code(refuse, (MemoryError,)):
+        raise MemoryError
+    with pytest.raises(KeyboardInterrupt), foreign_code(refuse):
+        raise KeyboardInterrupt
