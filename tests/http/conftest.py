@@ -8,15 +8,23 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import PLACE, Live
+from harness import NOT_SERVED, PLACE, Live
 
-# Their tests run twice: with the engine here, and in another process. QUIRE_TEST_ENGINE=process is for all tests.
+# Their tests run twice: with the engine here, and in another process. ENGINE_PLACE=process is for all tests.
 TWICE = ("test_lifecycle", "test_deadlines_http", "test_adapters_http", "test_structured_http")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "place" in metafunc.fixturenames and metafunc.module.__name__ in TWICE and PLACE == "thread":
         metafunc.parametrize("place", ["thread", "process"], scope="session")
+
+
+@pytest.fixture(autouse=True)
+def _end_of_processes() -> Iterator[None]:
+    """An application that a test only makes has an engine all the same."""
+    yield
+    while NOT_SERVED:
+        NOT_SERVED.pop().close()
 
 
 @pytest.fixture(scope="session")

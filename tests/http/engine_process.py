@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -118,7 +119,8 @@ class EngineProcess:
         while (said := self._wire.receive()) is not None:
             number, kind, *values = said
             if kind == "events":
-                self._deliver(StepEvents(*values))
+                with suppress(RuntimeError):  # the loop is closed: its server left an engine that hung
+                    self._deliver(StepEvents(*values))
             elif kind == "end":
                 self._on_end()
             else:

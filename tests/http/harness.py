@@ -38,7 +38,8 @@ from server.settings.app_config import AppConfig
 from tests.http.engine_process import EngineProcess
 from tests.patience import PATIENCE_S, eventually
 
-PLACE = os.environ.get("QUIRE_TEST_ENGINE", "thread")  # where engines are; "process" for all of them elsewhere
+PLACE = os.environ.get("ENGINE_PLACE", "thread")  # where engines are; "process" for all of them elsewhere
+NOT_SERVED: set[EngineProcess] = set()  # of applications that no test has served to the end
 END = 256
 VOCAB_SIZE = 258  # 256 bytes, the end token, and one id that the tokenizer does not have
 TEMPLATE = (
@@ -144,6 +145,7 @@ class Live:
         self.engine: Any
         if place == "process" and kv_events is None:
             self.engine = EngineProcess(make_there)
+            NOT_SERVED.add(self.engine)
         else:
             *self._parts, self.engine = make()
         self.app = create_app(self.engine, byte_tokenizer(template), replace(APP, **app))
@@ -181,6 +183,7 @@ class Live:
         )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
+        NOT_SERVED.discard(self.engine)
         try:
             eventually(lambda: server.started)
             yield self

@@ -235,6 +235,7 @@ async def test_a_signal_ends_the_computing_of_prefixes(tmp_path: Path, caplog: p
     path = tmp_path / "prefixes.jsonl"
     path.write_text('{"prompt": "one two three"}')
     live = Live(config=PINNING)
+    live.require_thread()
     requests = read_prefixes(path, live.context) * 2
     live.gate.close()
     live.context.client.start()

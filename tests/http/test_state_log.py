@@ -184,6 +184,7 @@ def test_an_engine_that_hangs_is_reported_with_its_stack(
 ) -> None:
     monkeypatch.setattr(server.telemetry.live, "PATIENCE_S", 0.05)
     live = serve()
+    live.require_thread()
     live.gate.close()
     with httpx.stream("POST", live.url + "/v1/completions", json={"prompt": "hello|", "stream": True}) as response:
         eventually(lambda: live.engine.health().busy)
