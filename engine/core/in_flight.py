@@ -23,6 +23,7 @@ class InFlightStep:
 
     positions: list[int] = field(default_factory=list)  # the first of each slice
     sequences: list[Sequence] = field(default_factory=list)
+    slots: tuple[int, ...] = ()  # of those that decode
     chunks: list[Chunk] = field(default_factory=list)
     rows: list[RowStart] = field(default_factory=list)
     entries: list[TableEntry] = field(default_factory=list)
@@ -51,7 +52,7 @@ class InFlightStep:
             step_id=self.step_id,
             num_tokens=self.num_tokens,
             num_samples=self.num_samples,
-            slots=tuple([seq.slot for seq in self.sequences[:num_decodes]]),
+            slots=self.slots,
             positions=tuple(self.positions[:num_decodes]),
             chunks=tuple(self.chunks),
             rows=tuple(self.rows),
@@ -91,7 +92,6 @@ class InFlightStep:
         """Load blocks, (host block, block), of a sequence that was just admitted."""
         self.swap_in += blocks
         self.arrivals[seq] = seq.kv.num_published * seq.kv.block_size
-        seq.num_in_flight += 1
 
     def add_chunk(self, seq: Sequence, start: int, count: int, samples: tuple[Sample, ...]) -> None:
         """Add a slice of `count` known positions of a sequence; `samples` are taken from the last."""
@@ -101,16 +101,11 @@ class InFlightStep:
         self.positions.append(start)
         self.sequences.append(seq)
         self.num_samples += len(samples)
-        seq.num_in_flight += 1
 
     def add_row(self, seq: Sequence) -> None:
-        """Add what the runner lacks of a sequence's row: all of it, or the new entries of its tables; and its state."""
+        """Add what the runner lacks of a sequence's row: its ids and tables, if it has to begin it, and its state."""
         if not seq.has_row:
             self.rows.append(seq.start_row())
-        elif seq.kv.changes:
-            slot, tables = seq.slot, seq.kv.tables
-            self.entries += [TableEntry(slot, group, at, tables[group][at]) for group, at in seq.kv.changes]
-            seq.kv.changes.clear()
         state = seq.kv.state
         if state.is_moved:
             state.is_moved = False
@@ -131,22 +126,21 @@ def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
     while in_flight:
         step = in_flight.pop()
         filled = {destination for _, destination in step.copies}
-        for index, (start, seq) in enumerate(zip(step.positions, step.sequences, strict=True)):
+        for index, seq in enumerate(step.sequences):
             children = step.children.get(index, ())
             lost = [place for place, block in enumerate(seq.kv.blocks) if block in filled]
             stand[seq] = stand.get(seq, True) and not (lost or seq.kv.is_lost)
-            seq.num_planned = start
             if lost:
                 seq.num_computed = min(seq.num_computed, lost[0] * seq.kv.block_size)
             for child in children:  # of the blocks it was forked with, only published ones are surely computed
                 stand[child] = False
                 child.num_computed = min(child.num_computed, child.kv.num_published * child.kv.block_size)
             for each in (seq, *children):
-                each.num_in_flight -= 1
                 each.has_row = False
         for seq, num_found in step.arrivals.items():  # they keep their blocks, whose contents are lost
             stand.setdefault(seq, not seq.kv.is_lost)
-            seq.num_planned = seq.num_computed = num_found
-            seq.num_in_flight -= 1
+            seq.num_computed = num_found
             seq.has_row = False
+    for seq in stand:
+        seq.num_planned = seq.num_computed
     return stand

@@ -60,7 +60,6 @@ class SequenceKV:
     chain: list[bytes]  # names, see prefix_cache.py; an empty root keeps the sequence out of the cache
     is_cacheable: bool = True
     tables: tuple[list[int], ...] = ()  # none while it holds no blocks
-    changes: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of entries that no plan has carried
     state: StateSlots = field(default_factory=StateSlots)
     branch: int = 0  # the boundary up to which the first group's blocks were found, but no state
     is_lost: bool = False  # what it has in the other groups was to be written by a step that was rolled back
@@ -89,7 +88,6 @@ class SequenceKV:
     def clear(self) -> None:
         """Forget the blocks; the caller frees them."""
         self.tables, self.slots, self.state = (), [], StateSlots()
-        self.changes.clear()
         self.num_published = self.writable_until = 0
         self.next_publish = self.block_size if self.is_cacheable else NEVER
         self.shares_tail = self.is_lost = False

@@ -136,7 +136,6 @@ class Sequence:
     ending_ids: frozenset[int] = field(init=False)
     num_computed: int = 0
     num_planned: int = 0
-    num_in_flight: int = 0  # launched steps that name this sequence
     # Below these positions a decode only takes a place in the plan, and its token is only appended.
     fast_path_until: int = 0
     fast_commit_until: int = 0
@@ -188,7 +187,6 @@ class Sequence:
     def start_row(self) -> RowStart:
         """Return the row that the runner keeps from now on."""
         self.has_row = True
-        self.kv.changes.clear()
         seed, tables = self.samples[0].seed, tuple(map(tuple, self.kv.tables))
         return RowStart(self.slot, self.seq_id, self.num_prompt, self.params, seed, tuple(self.tokens), tables)
 
@@ -196,6 +194,11 @@ class Sequence:
     def is_waiting(self) -> bool:
         """Return whether the sequence runs, but cannot be planned until a step in flight is committed."""
         return self.status is Status.RUNNING and self.num_planned >= self.max_total - 1
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Return whether a launched step names the sequence."""
+        return self.num_planned != self.num_computed or self.kv.is_arriving
 
     @property
     def first_beam(self) -> Sequence:
@@ -303,7 +306,6 @@ class Sequence:
         """Return another answer to the same prompt, sharing every block. The caller counts the references."""
         child = self.sibling(choice, seq_id)
         child.follow(self, seq_id)
-        child.num_in_flight = 1
         child.prompt_logprobs = self.prompt_logprobs
         child.kv.num_from = self.kv.num_from
         return child

@@ -44,15 +44,6 @@ class RowStart(NamedTuple):
     ]  # by group of layers, blocks in logical order; below 0 where a window has passed
 
 
-class TableEntry(NamedTuple):
-    """A block that a row's table gains, or that replaces another."""
-
-    slot: int
-    group: int
-    at: int  # the table's next index, or an earlier one
-    block: int
-
-
 class KnownId(NamedTuple):
     """The last id of a row, where it is not the one that the runner drew."""
 
@@ -76,6 +67,7 @@ class Chunk(NamedTuple):
 
 
 Pairs = tuple[tuple[int, int], ...]
+TableEntry = tuple[int, int, int, int]  # slot, group, an index of the row's table up to its next, the block there
 
 
 class StateMove(NamedTuple):

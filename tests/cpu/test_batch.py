@@ -6,7 +6,7 @@ import torch
 
 from engine.core.config import SchedulerConfig
 from engine.core.rows import SequenceSlice
-from engine.core.step import RowStart, Sample, StepPlan, TableEntry
+from engine.core.step import RowStart, Sample, StepPlan
 from engine.core.types import SamplingParams
 from engine.runtime.attention.base import Batch
 from engine.runtime.pool.batch import BatchBuilder
@@ -93,7 +93,7 @@ def test_block_tables_are_kept_and_follow_every_change() -> None:
         ]
 
     def gains(*entries: tuple[int, int, int]) -> StepPlan:
-        return StepPlan(0, entries=tuple(TableEntry(slot, 0, at, block) for slot, at, block in entries))
+        return StepPlan(0, entries=tuple((slot, 0, at, block) for slot, at, block in entries))
 
     assert tables(begins(s0=(7, 3), s2=(5,)), s0=8, s2=3) == [[7, 3], [5]]
     assert tables(gains((0, 2, 9)), s0=9, s2=4) == [[7, 3, 9], [5]]

@@ -174,8 +174,8 @@ class FaultMachine(RuleBasedStateMachine):
         if seq not in self.living or stop <= seq.num_planned:
             return
         while stop > seq.kv.writable_until:
-            if not self.kv.extend(seq, step.copies):
-                if self.leaving or self.living[-1].num_in_flight:
+            if not self.kv.extend(seq, step):
+                if self.leaving or self.living[-1].is_in_flight:
                     return
                 self.leave(self.living[-1], ends=False)
                 if seq not in self.living:
@@ -189,10 +189,7 @@ class FaultMachine(RuleBasedStateMachine):
         step = self.steps.popleft()
         self.device.run(self.device.launched.popleft())
         self.kv.committed(step)
-        for seq in step.arrivals:
-            seq.num_in_flight -= 1
         for chunk, seq in zip(step.chunks, step.sequences, strict=True):
-            seq.num_in_flight -= 1
             seq.num_computed = chunk.start + chunk.num_tokens
             if seq.num_computed == len(seq.tokens):
                 seq.tokens.append(sum(seq.tokens) % 2)
@@ -241,7 +238,7 @@ class FaultMachine(RuleBasedStateMachine):
         self.settle(seq)
 
     def settle(self, seq: Sequence) -> None:
-        if seq.num_in_flight or seq not in self.leaving:
+        if seq.is_in_flight or seq not in self.leaving:
             return
         ends = self.leaving.pop(seq)
         if not ends:
@@ -331,7 +328,7 @@ class FaultMachine(RuleBasedStateMachine):
     @invariant()
     def memory_is_right(self) -> None:
         for seq in self.living:
-            if not seq.num_in_flight:
+            if not seq.is_in_flight:
                 for at in range(seq.num_computed):
                     cells = self.device.read(("pool", seq.kv.blocks[at // SIZE]))
                     assert cells.get(at % SIZE) == history(seq, at + 1), f"position {at} of {seq.seq_id}"

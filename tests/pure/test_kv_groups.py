@@ -13,6 +13,7 @@ from hypothesis.stateful import initialize, invariant
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
+from engine.core.in_flight import InFlightStep
 from engine.core.kv.groups import WindowGroup
 from engine.core.kv.prefix_cache import PrefixCache
 from engine.core.page_table import NO_BLOCK, blocks_for
@@ -260,9 +261,9 @@ def off_by_a_block(group: WindowGroup, position: int) -> int:
     return max(position - group._window + 5, 0) // group._block_size
 
 
-def share_and_write(group: WindowGroup, seq: Sequence, *_: object) -> None:
+def share_and_write(group: WindowGroup, seq: Sequence, _: int, step: InFlightStep) -> None:
     """Leave a shared tail in place."""
-    group._grow(seq, len(seq.kv.blocks))
+    group._grow(seq, len(seq.kv.blocks), step)
 
 
 def answer_and_continue(driver: Driver) -> None:

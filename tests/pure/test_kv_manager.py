@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core.budget import StepTime
+from engine.core.in_flight import InFlightStep
 from engine.core.kv.manager import KVCacheManager
 from engine.core.sequence import Account, Sequence, Status
 from engine.core.stats import Stats
@@ -156,16 +157,16 @@ class KVManagerMachine(RuleBasedStateMachine):
     def decode(self, data: st.DataObject, token: int) -> None:
         seq = data.draw(st.sampled_from([seq for seq in self.living if seq.status is Status.RUNNING]))
         if seq.num_planned >= seq.kv.writable_until:
-            blocks, copies = list(seq.kv.blocks), list[tuple[int, int]]()
+            blocks, step = list(seq.kv.blocks), InFlightStep()
             others = {block for each in self.living if each is not seq for block in each.kv.blocks}
             needs_block = not seq.kv.shares_tail or blocks[-1] in others
             num_available = self.num_available()
-            is_extended = self.kv.extend(seq, copies)
+            is_extended = self.kv.extend(seq, step)
             assert is_extended == (num_available > 0 or not needs_block)
             if not is_extended:
                 assert seq.kv.blocks == blocks
                 return
-            for source, target in copies:
+            for source, target in step.copies:
                 self.memory.copy(source, target)
         self.write(seq, len(seq.tokens))
         seq.tokens.append(token)

@@ -25,6 +25,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from engine.core.config import SchedulerConfig
+from engine.core.in_flight import InFlightStep
 from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, name_block
 from engine.core.page_table import NO_BLOCK, blocks_for
 from engine.core.sequence import Sequence
@@ -120,26 +121,28 @@ class WindowGroup(BlockIndex):
             return 0
         return max(self._config.window_blocks(self._window, num_tokens) - len(table) + table.count(NO_BLOCK), 0)
 
-    def cover(self, seq: Sequence, stop: int) -> None:
+    def cover(self, seq: Sequence, stop: int, step: InFlightStep) -> None:
         """Take the blocks that the next chunk of a prompt needs."""
         is_end = stop == len(seq.tokens)
-        self._grow(seq, len(seq.kv.blocks) if is_end else blocks_for(stop, self._block_size))
+        self._grow(seq, len(seq.kv.blocks) if is_end else blocks_for(stop, self._block_size), step)
 
-    def extend(self, seq: Sequence, copied: int, copies: list[tuple[int, int]]) -> None:
+    def extend(self, seq: Sequence, copied: int, step: InFlightStep) -> None:
         """Make the next position writable; `copied` is the shared block that the first group copied, or NO_BLOCK."""
         table = self._table(seq)
         if copied != NO_BLOCK:  # the same sequences hold it here
             source, table[-1] = table[-1], self.pool.alloc()
             self.pool.free(source)
-            copies.append((source, table[-1]))
-            seq.kv.changes.append((self._index + 1, len(table) - 1))
-        self._grow(seq, len(seq.kv.blocks))
+            step.copies.append((source, table[-1]))
+            step.entries.append((seq.slot, self._index + 1, len(table) - 1, table[-1]))
+        self._grow(seq, len(seq.kv.blocks), step)
 
-    def _grow(self, seq: Sequence, num_blocks: int) -> None:
+    def _grow(self, seq: Sequence, num_blocks: int, step: InFlightStep) -> None:
         table = self._table(seq)
-        if num_blocks > len(table):
-            seq.kv.changes += [(self._index + 1, at) for at in range(len(table), num_blocks)]
-            table += self.pool.alloc_many(num_blocks - len(table), after=table[-1] if table else NO_BLOCK)
+        num_before = len(table)
+        if num_blocks > num_before:
+            table += self.pool.alloc_many(num_blocks - num_before, after=table[-1] if table else NO_BLOCK)
+            slot, group = seq.slot, self._index + 1
+            step.entries += [(slot, group, at, table[at]) for at in range(num_before, num_blocks)]
 
     def publish(self, seq: Sequence, full: int) -> None:
         """Make those of a sequence's full, computed blocks findable that the table still has."""

@@ -140,9 +140,10 @@ class KVCacheManager:
             if seq.request.pins:
                 self._pin(seq, 0, num_hits)
         self.discard(seq)
-        seq.kv.is_arriving = bool(hosts)
+        loads = [*zip(hosts, blocks[num_hits:], strict=False), *loads]
+        seq.kv.is_arriving = bool(loads)
         seq.take_slots([self._slots.pop() for _ in range(seq.num_slots)])
-        return list(zip(hosts, blocks[num_hits:], strict=False)) + loads
+        return loads
 
     def _load_others(self, seq: Sequence, ticket: Ticket) -> list[tuple[int, int]]:
         """Allocate blocks of the other groups for those of a ticket; returns the loads (host block, block)."""
@@ -227,10 +228,10 @@ class KVCacheManager:
         """Return where the next chunk of a prompt, up to `stop` at most, ends."""
         return stop if self._recurrent is None else self._recurrent.chunk_end(seq, seq.num_planned, stop)
 
-    def cover(self, seq: Sequence, stop: int) -> None:
+    def cover(self, seq: Sequence, stop: int, step: InFlightStep) -> None:
         """Take what a prompt's next chunk, up to `stop` within its reach, needs in the other groups."""
         for group in self._windows:
-            group.cover(seq, stop)
+            group.cover(seq, stop, step)
         self._advance(seq)
 
     def _advance(self, seq: Sequence) -> None:
@@ -246,28 +247,32 @@ class KVCacheManager:
         """Return whether so many sequences can each be extended by a block of each group."""
         return self.pool.num_available - self._num_owed >= num_sequences * self._num_groups
 
-    def extend(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
+    def extend(self, seq: Sequence, step: InFlightStep) -> bool:
         """Give a sequence what its next position needs in each group; False if there is too little.
 
         That is a block of each, or a copy of the last one if others hold it, and a slot for its state.
         """
-        kv, blocks, pool, copied = seq.kv, seq.kv.blocks, self.pool, NO_BLOCK
-        copies_tail = kv.shares_tail and pool.is_shared(blocks[-1])
-        missing = self._num_groups if copies_tail or not kv.shares_tail else 0
-        if missing + kv.num_owed and pool.num_available - self._num_owed < missing:
+        kv, pool, copied = seq.kv, self.pool, NO_BLOCK
+        blocks = kv.tables[0]
+        needs_block = not kv.shares_tail or pool.is_shared(blocks[-1])
+        missing = self._num_groups if needs_block else 0
+        if needs_block and pool.is_exhausted:
             return False
-        if not kv.shares_tail:
-            blocks.append(pool.alloc(after=blocks[-1]))
-        elif copies_tail:
-            copied, blocks[-1] = blocks[-1], pool.alloc()
-            pool.free(copied)
-            copies.append((copied, blocks[-1]))
-        if copies_tail or not kv.shares_tail:
-            kv.changes.append((0, len(blocks) - 1))
-        kv.shares_tail, kv.writable_until = False, kv.capacity
-        for group in self._windows:
-            group.extend(seq, copied, copies)
-        self._advance(seq)
+        if self._others and missing + kv.num_owed and pool.num_available - self._num_owed < missing:
+            return False
+        if needs_block:
+            if not kv.shares_tail:
+                blocks.append(pool.alloc(after=blocks[-1]))
+            else:
+                copied, blocks[-1] = blocks[-1], pool.alloc()
+                pool.free(copied)
+                step.copies.append((copied, blocks[-1]))
+            step.entries.append((seq.slot, 0, len(blocks) - 1, blocks[-1]))
+        kv.shares_tail, kv.writable_until = False, len(blocks) * self.block_size
+        if self._others:
+            for group in self._windows:
+                group.extend(seq, copied, step)
+            self._advance(seq)
         return True
 
     def fork(self, parent: Sequence, children: Collection[Sequence]) -> None:

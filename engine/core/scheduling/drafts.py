@@ -70,7 +70,7 @@ class DraftPlanner:
         while seq.kv.writable_until < seq.num_planned + num_drafts:
             if not self._kv.has_blocks_for(num_reserved + 1):
                 return seq.kv.writable_until - seq.num_planned
-            self._kv.extend(seq, step.copies)
+            self._kv.extend(seq, step)
             step.add_row(seq)
         return num_drafts
 

@@ -56,7 +56,6 @@ class OutputProcessor:
         """Take in one sampled token of each sequence, with nothing else to report."""
         gaps, last_s, num_last = self._recorder.gaps, self._processed_s, 0
         for seq, token in zip(sequences, token_ids, strict=False):
-            seq.num_in_flight -= 1
             seq.num_computed = num_computed = seq.num_computed + 1
             if num_computed < seq.fast_commit_until and token not in seq.ending_ids:
                 # The same as `_accept` for most tokens, without the calls.
@@ -82,7 +81,6 @@ class OutputProcessor:
         start, num_tokens, num_samples = step.sizes(index)
         drawing = (seq, *step.children.get(index, ()))
         for each in drawing:
-            each.num_in_flight -= 1
             each.num_computed = start + num_tokens
         seq.prompt_logprobs += result.prompt_logprobs.get(index, ())
         if index in result.pooled:
@@ -275,7 +273,7 @@ class OutputProcessor:
         """After a commit, publish full blocks, and free those of a sequence that has left its last step."""
         if seq.kv.tables:
             self._publish(seq)
-        if seq.is_leaving and not seq.num_in_flight:
+        if seq.is_leaving and not seq.is_in_flight:
             seq.is_leaving = False
             self.num_leaving -= 1
             if seq.status is Status.PREEMPTED:
@@ -305,7 +303,7 @@ class OutputProcessor:
 
     def _leave(self, seq: Sequence) -> bool:
         """Return whether a step in flight names the sequence, which keeps its blocks."""
-        seq.is_leaving = seq.num_in_flight > 0
+        seq.is_leaving = seq.is_in_flight
         self.num_leaving += seq.is_leaving
         return seq.is_leaving
 

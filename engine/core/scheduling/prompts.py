@@ -96,7 +96,7 @@ class PromptPlan:
         stop = self._kv.chunk_end(seq, start + count)
         count = stop - start
         self._allowance.take_prompt(start, count)
-        self._kv.cover(seq, stop)
+        self._kv.cover(seq, stop, self._step)
         seq.num_planned = stop
         samples: tuple[Sample, ...] = ()
         if stop == len(seq.tokens):

@@ -46,6 +46,7 @@ class Scheduler:
         has_drafts = config.num_speculative_tokens > 0
         self._drafts = DraftPlanner(config, self.kv, self.stats) if has_drafts else None
         self._output = OutputProcessor(self.kv, self._queue, self._recorder, self._drafts)
+        self._decoding: tuple[list[Sequence], tuple[int, ...]] = ([], ())  # of the last step, and their slots
         self._next_step_id = 0
         self._committed_s = 0.0
 
@@ -153,9 +154,11 @@ class Scheduler:
                 continue
             positions.append(start)
             seq.num_planned = start + 1
-            seq.num_in_flight += 1
         step.sequences += [seq for seq in due if seq not in skipped] if skipped else due
         step.num_decodes = step.num_samples = len(positions)
+        if step.sequences != self._decoding[0]:  # mostly they are those of the last step
+            self._decoding = list(step.sequences), tuple([seq.slot for seq in step.sequences])
+        step.slots = self._decoding[1]
         # Some may have been preempted meanwhile: the beams of a search are preempted together.
         return [seq for seq in catching_up if seq.status is Status.PREFILL]
 
@@ -166,7 +169,7 @@ class Scheduler:
             return False
         if seq.num_planned >= seq.max_total - 1:
             return False  # its last token is in flight, or it waits for other beams
-        if seq.num_planned >= seq.kv.writable_until and not self._make_writable(seq, step.copies):
+        if seq.num_planned >= seq.kv.writable_until and not self._make_writable(seq, step):
             return False
         if seq.beam_group is not None and seq.has_row:
             step.add_beam(seq, seq.num_planned)
@@ -175,9 +178,9 @@ class Scheduler:
             seq.update_fast_path()
         return True
 
-    def _make_writable(self, seq: Sequence, copies: list[tuple[int, int]]) -> bool:
+    def _make_writable(self, seq: Sequence, step: InFlightStep) -> bool:
         """Allocate a block for the next position, preempting from the end; False if it must wait."""
-        while not self.kv.extend(seq, copies):
+        while not self.kv.extend(seq, step):
             if self._output.num_leaving:
                 return False  # the next commit frees blocks
             victim = self._queue.running[-1]
@@ -249,7 +252,6 @@ class Scheduler:
         self._budget.observe(prompts, step.positions, sum(step.num_drafts.values()), seconds)
         self.kv.committed(step)
         for seq in step.arrivals:
-            seq.num_in_flight -= 1
             self._output.settle(seq)
         events = self._output.process(step, result, now)
         self._queue.foreground.charge(step.all_sequences)
