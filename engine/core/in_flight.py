@@ -131,10 +131,10 @@ def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
             lost = [place for place, block in enumerate(seq.kv.blocks) if block in filled]
             stand[seq] = stand.get(seq, True) and not (lost or seq.kv.is_lost)
             if lost:
-                seq.num_computed = min(seq.num_computed, lost[0] * seq.kv.block_size)
+                _shorten(seq, lost[0])
             for child in children:  # of the blocks it was forked with, only published ones are surely computed
                 stand[child] = False
-                child.num_computed = min(child.num_computed, child.kv.num_published * child.kv.block_size)
+                _shorten(child, child.kv.num_published)
             for each in (seq, *children):
                 each.has_row = False
         for seq, num_found in step.arrivals.items():  # they keep their blocks, whose contents are lost
@@ -144,3 +144,9 @@ def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
     for seq in stand:
         seq.num_planned = seq.num_computed
     return stand
+
+
+def _shorten(seq: Sequence, num_blocks: int) -> None:
+    """Count no positions behind these blocks; windows there were freed when later positions were computed."""
+    seq.num_computed = min(seq.num_computed, num_blocks * seq.kv.block_size)
+    seq.kv.is_lost = seq.kv.is_lost or len(seq.kv.tables) > 1

@@ -33,12 +33,8 @@ def copies_fail(driver: Driver, num_out: int, num_in: int | None) -> None:
     if plan is None:
         return
     out = plan.swap_out[:num_out] if num_in is None else plan.swap_out
-    partly = plan._replace(
-        slices=[],
-        swap_out=out,
-        copies=[] if num_in is None else plan.copies,
-        swap_in=plan.swap_in[: num_in or 0],
-    )
+    copies = () if num_in is None else plan.copies
+    partly = StepPlan(plan.step_id, copies=copies, swap_out=out, swap_in=plan.swap_in[: num_in or 0])
     driver.runner.run(partly).wait()
     driver.take(driver.scheduler.roll_back(driver.now))
     driver.scheduler.give_up_copies()
