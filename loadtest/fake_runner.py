@@ -72,7 +72,9 @@ Choose = Callable[[abc.Sequence[int], int], int]
 class FakeStep:
     """A launched fake step."""
 
-    def __init__(self, result: StepResult, before_wait: Callable[[], None], states_written: list[int]) -> None:
+    def __init__(
+        self, result: StepResult, before_wait: Callable[[], None], states_written: abc.Sequence[int] = ()
+    ) -> None:
         self._result, self._before_wait = result, before_wait
         self.states_written = states_written  # blocks
 
