@@ -143,6 +143,18 @@ def test_windows_change_no_stream(
     assert all(more.streams[key] == said for key, said in one.streams.items() if key[0] not in aborted)
 
 
+def test_no_ticket_is_saved_of_a_window_that_a_rollback_has_passed() -> None:
+    """A copy that is lost takes a sequence back to a boundary before the window that it still has."""
+    driver = Driver(windowed([2], num_blocks=40, num_host_blocks=12, enable_prefix_caching=False))
+    driver.add(request("r", (2, 0, 0, 1, 0, 1, 1, 0, 0, 0, 1, 2, 2, 1, 2, 0, 0, 2, 2, 1, 2, 2), n=2, max_tokens=12))
+    driver.run_out_of_memory()
+    for _ in range(4):
+        driver.step()
+    driver.run_out_of_memory()
+    driver.drain()
+    driver.check_streams()
+
+
 def held_at_most(driver: Driver) -> int:
     """Run to the end; returns the most blocks of the first group with a window that were held meanwhile."""
     most = 0
