@@ -21,7 +21,7 @@ from server.settings.flags import load_settings
 from tests.documents.pages import PAGES, ROOT, Block, blocks, commands, name_of
 
 SHELL = ("bash", "sh")
-OTHERS = ("python", "json", "jsonl", "yaml", "toml", "mermaid", "text", "javascript", "promql", "nginx", "ini", "")
+OTHERS = ("python", "c", "json", "jsonl", "yaml", "toml", "mermaid", "text", "javascript", "promql", "nginx", "ini", "")
 OUTPUT = ("text", "")  # what programs print, and drawings
 # Programs that a test cannot run here: a block with one needs a reason, unless its line is parsed below.
 PARSED = ("quire", "make")
