@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import ConfigError, ParcelError
+from engine.core.kv.contents import DIGEST_BYTES, in_group
+from engine.core.kv.groups import places_at
 from engine.core.kv.prefix_cache import name_block
 from engine.core.page_table import Layout
 from engine.core.scheduling.scheduler import Scheduler
@@ -90,7 +93,7 @@ class Handover:
         num_blocks = self.count_blocks(len(prefix.tokens))
 
         def count(scheduler: Scheduler, _: Runner) -> Missing:
-            num_found = len(scheduler.kv.find_prefix(prefix.names, prefix.tokens, num_blocks))
+            num_found = scheduler.kv.find_prefix(prefix.names, prefix.tokens, num_blocks)
             num_missing = num_blocks - num_found
             return Missing(num_missing, scheduler.tiers.compute_s(num_found, num_missing))
 
@@ -105,19 +108,22 @@ class Handover:
 
     def send(self, prefix: Prefix) -> Offer | None:
         """Pack the cached blocks of a prompt's beginning; returns what to ask for. Raises ParcelError and OSError."""
-        num_blocks = self.count_blocks(len(prefix.tokens))
+        prefix, most, done = self._named(prefix), self.count_blocks(len(prefix.tokens)), 0
+        num_blocks = self._between_steps(lambda each, _: each.kv.find_prefix(prefix.names, prefix.tokens, most))
         if not num_blocks:
             return None
-        prefix, names, done = self._named(prefix), self._names(prefix), 0
-        parcel = self._parcels.pack(num_blocks)
+        places = places_at(self._engine.config, num_blocks)
+        names = self._names(prefix, places)
+        parcel = self._parcels.pack(len(places))
         try:
-            while done < num_blocks:
-                rows = self._rows(min(num_blocks - done, self._piece))
-                found = self._read(prefix, rows, done, done + len(rows))
+            while done < len(places):
+                rows = self._rows(min(len(places) - done, self._piece))
+                found = self._read(prefix, rows, places[done : done + len(rows)])
                 for row in rows[:found]:
                     parcel.put(names[done], row.data, done)
                     done += 1
-                if found < len(rows):
+                if found < len(rows):  # the rest was evicted meanwhile
+                    done = 0 if self._engine.config.windows else done
                     break
             parcel.resize(done)
         except BaseException:
@@ -127,7 +133,8 @@ class Handover:
             parcel.close()
             if not done:
                 self._parcels.remove(parcel.name)
-        return Offer(parcel.name.rpartition(".")[2], done, time.time() + self._parcels.expiry_s) if done else None
+        expires_s = time.time() + self._parcels.expiry_s
+        return Offer(parcel.name.rpartition(".")[2], min(done, num_blocks), expires_s) if done else None
 
     def receive(self, name: str, prefix: Prefix, peer: Peer | None = None, timeout_s: float = _PATIENCE_S) -> int:
         """Have the cache hold the blocks of a parcel; returns how many of the prompt's it has.
@@ -139,51 +146,61 @@ class Handover:
         parcel = KnownPart(far or self._parcels, part)
         try:
             parcel.look()
-            num_blocks = len(parcel.index.entries)
-            if not num_blocks:
+            if not parcel.index.entries:
                 raise ParcelError(f"{peer or 'shared memory'} has no such parcel; it has expired or was taken")
-            names = self._names(prefix)
-            if parcel.has(names) < num_blocks:
+            places = self._places(parcel)
+            names = self._names(prefix, places)
+            if parcel.has(names) < len(parcel.index.entries):
                 raise ParcelError("the parcel is of another prompt, or of another tenant's")
-            num_taken = self._take(parcel, names[:num_blocks], self._named(prefix))
+            num_taken = self._take(parcel, names, places, self._named(prefix))
             parcel.drop()
             return num_taken
         finally:
             parcel.source.close()
 
-    def _take(self, parcel: KnownPart, names: Sequence[bytes], prefix: Prefix) -> int:
+    def _places(self, parcel: KnownPart) -> list[tuple[int, int]]:
+        """Return the places (group, index) of a parcel's blocks."""
+        num_full = sum(len(entry.name) == DIGEST_BYTES for entry in parcel.index.entries.values())
+        return places_at(self._engine.config, num_full)
+
+    def _take(
+        self, parcel: KnownPart, names: Sequence[bytes], places: Sequence[tuple[int, int]], prefix: Prefix
+    ) -> int:
         """Write a parcel's blocks; returns how many of the prompt's the cache has."""
-        for first in range(0, len(names), self._piece):
-            asked = names[first : first + self._piece]
-            rows = self._rows(len(asked))
-            if parcel.get(asked, [row.data for row in rows]) < len(asked):
+        num_full = sum(not group for group, _ in places)
+        ends = [*range(0, num_full, self._piece), *range(num_full, len(names), self._piece), len(names)]
+        for first, stop in pairwise(ends):
+            rows = self._rows(stop - first)
+            if parcel.get(names[first:stop], [row.data for row in rows]) < stop - first:
                 raise ParcelError(f"the parcel of {parcel.source} is damaged")
-            if not self._write(prefix, rows, first, first + len(asked)):
-                return first
-        return len(names)
+            write = self._write if first < num_full else self._write_others
+            if not write(prefix, rows, places[first:stop]):
+                return first if num_full == len(names) else 0
+        return num_full
 
     def _rows(self, num_blocks: int) -> Rows:
         return np.empty((num_blocks, self._layout.block_bytes), np.uint8)
 
-    def _names(self, prefix: Prefix) -> list[bytes]:
-        """Return the names that a prompt's full blocks have in a parcel, without the parts of them that are public."""
+    def _names(self, prefix: Prefix, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the names that a prompt's blocks have in a parcel, without the parts of them that are public."""
         chain = [prefix.root]
         for index in range(self.count_blocks(len(prefix.tokens))):
             name_block(chain, prefix.tokens, index, self._layout.block_size)
-        return chain[1:]
+        return [in_group(chain[index + 1], group) for group, index in places if index + 1 < len(chain)]
 
-    def _read(self, prefix: Prefix, rows: Rows, first: int, stop: int) -> int:
-        """Copy blocks first .. stop - 1 of a prompt out; return how many there are."""
+    def _read(self, prefix: Prefix, rows: Rows, places: Sequence[tuple[int, int]]) -> int:
+        """Copy blocks of a prompt out; return how many of them there are."""
 
         def read(scheduler: Scheduler, runner: Runner) -> int:
-            blocks = scheduler.kv.find_prefix(prefix.names, prefix.tokens, stop)[first:]
+            blocks = scheduler.kv.find_places(prefix.names, prefix.tokens, places)
             runner.read_blocks(blocks, rows[: len(blocks)])
             return len(blocks)
 
         return self._between_steps(read)
 
-    def _write(self, prefix: Prefix, rows: Rows, first: int, stop: int) -> bool:
-        """Copy in what the cache lacks of a prompt's blocks first .. stop - 1; return True if it then has the first `stop`."""
+    def _write(self, prefix: Prefix, rows: Rows, places: Sequence[tuple[int, int]]) -> bool:
+        """Copy in what the cache lacks of a run of blocks; return True if it then has these and all before them."""
+        first, stop = places[0][1], places[-1][1] + 1
 
         def write(scheduler: Scheduler, runner: Runner) -> bool:
             imported = scheduler.kv.import_prefix(prefix.names, prefix.tokens, stop, reserve=len(scheduler.running))
@@ -196,6 +213,24 @@ class Handover:
                 scheduler.kv.cancel(imported)
                 raise
             return scheduler.kv.finish(imported) == stop
+
+        return self._between_steps(write)
+
+    def _write_others(self, prefix: Prefix, rows: Rows, places: Sequence[tuple[int, int]]) -> bool:
+        """Copy in what the cache lacks of blocks of other groups; return False if there is no room."""
+
+        def write(scheduler: Scheduler, runner: Runner) -> bool:
+            reserve = len(scheduler.running)
+            imported = scheduler.kv.import_places(prefix.names, prefix.tokens, places, reserve=reserve)
+            if imported is None:
+                return False
+            try:
+                runner.write_blocks(imported.to_fill, rows[[places.index(place) for place in imported.others]])
+            except BaseException:
+                scheduler.kv.cancel(imported)
+                raise
+            scheduler.kv.finish(imported)
+            return True
 
         return self._between_steps(write)
 

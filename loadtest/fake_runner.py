@@ -238,7 +238,8 @@ class FakeRunner:
             if self._states:
                 self._compute_state([0, *states], piece, self._pages)
             for group, (window, table) in enumerate(zip(self._windows, others, strict=True)):
-                self._compute_window([mix(group, state) for state in states], piece.start, window, table, self._pages)
+                hashes = [mix(group, state) % (1 << 31) for state in states]
+                self._compute_window(hashes, piece.start, window, table, self._pages)
         return history
 
     def _move_states(self, plan: StepPlan, slices: abc.Iterable[SequenceSlice]) -> list[int]:

@@ -101,8 +101,8 @@ class SchedulerConfig:
 
     def _check_groups(self) -> None:
         _require(
-            not (self.host_caching and (self.windows or self.state_blocks)),
-            "Layers with sliding windows or recurrent state are cached in the pool only; leave out the cache in host memory.",
+            not (self.host_caching and self.state_blocks),
+            "Recurrent state is cached in the pool only; leave out the cache in host memory.",
         )
         _require(
             not (self.num_speculative_tokens and self.state_blocks),

@@ -64,8 +64,10 @@ class SequenceKV:
     branch: int = 0  # the boundary up to which the first group's blocks were found, but no state
     is_lost: bool = False  # what it has in the other groups was to be written by a step that was rolled back
     num_owed: int = 0  # blocks that its other groups may still need before its known tokens are computed
-    matched: list[int] = field(default_factory=list)  # the cached blocks that it can begin with ...
-    matched_at: tuple[int, int] = (-1, 0)  # ... as they were at this version of the pool, for so many tokens
+    # The cached blocks that it can begin with, and the host blocks that follow, as they were at these versions of the pool
+    # and of host memory, for so many tokens.
+    matched: tuple[list[int], list[int]] = ([], [])
+    matched_at: tuple[int, int, int] = (-1, 0, 0)
     slots: list[int] = field(default_factory=list)  # runner rows: one, or one a choice until the prompt is computed
     num_published: int = 0  # blocks that the prefix cache was shown
     # Computed positions at which the next block is due: a prompt's as they are computed, an answer's at its end. With
@@ -91,7 +93,7 @@ class SequenceKV:
         self.num_published = self.writable_until = 0
         self.next_publish = self.block_size if self.is_cacheable else NEVER
         self.shares_tail = self.is_lost = False
-        self.matched_at = (-1, 0)
+        self.matched_at = (-1, 0, 0)
 
     @property
     def blocks(self) -> list[int]:
@@ -129,6 +131,7 @@ class PrefixImport:
     tokens: Seq[int]
     blocks: list[int]
     num_found: int  # the first of `blocks`, which were cached already
+    others: Seq[tuple[int, int]] = ()  # or of other groups: the places (group, index) of `blocks`
 
     @property
     def to_fill(self) -> list[int]:

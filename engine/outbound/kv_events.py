@@ -47,7 +47,7 @@ def block_hash(name: bytes) -> int:
 class EventWriter:
     """Makes events of changes: blocks that follow one another in one event.
 
-    `has_groups` adds the fields of groups of layers, which the scheduler knows and no model has yet.
+    `has_groups` adds the fields of groups of layers.
     """
 
     def __init__(self, block_size: int, *, has_groups: bool = False) -> None:

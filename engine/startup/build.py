@@ -135,9 +135,8 @@ class _Parts:
     def groups(self) -> LayerGroups:
         """Return the groups of layers; one where something reads K/V of all layers behind their windows."""
         specs, config = self.attention_specs, self.config
-        leaves_pool = config.kv_offload_gib > 0 or self.content is not None or config.kv_events is not None
         backend = load_backend(config.attention_backend, self.device)
-        if leaves_pool or self._drafts_bytes or backend.needs_whole_contexts:
+        if self._drafts_bytes or backend.needs_whole_contexts:
             return one_group(len(specs))
         num_heads = 0 if self.head is None else len(self.head.attention_specs)
         return group_layers(specs, config.max_model_len or self.model.max_model_len, num_heads)
@@ -396,7 +395,7 @@ def _layout(
 ) -> Layout:
     """Return what two engines must have in common to exchange K/V."""
     num_bytes = sum(view[0].nbytes for view in runner.blocks)
-    name = fingerprint(config, str(dtype), runner.blocks, content)
+    name = fingerprint(config, str(dtype), runner.blocks, content, runner.groups)
     return Layout(name, settings.block_size, num_bytes)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.files.file_digests import FileDigests
 from engine.runtime.native.build import source_digest
 from engine.runtime.native.library import native
+from engine.runtime.pool.groups import LayerGroups
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.settings.engine_config import EngineConfig
 from engine.system.version import VERSION
@@ -70,8 +71,10 @@ class ModelContent:
         return self._facts
 
 
-def fingerprint(config: EngineConfig, dtype: str, blocks: Sequence[Tensor], content: ModelContent) -> str:
-    """Return a digest for file names; `blocks` are KVCache's views of the pool."""
+def fingerprint(
+    config: EngineConfig, dtype: str, blocks: Sequence[Tensor], content: ModelContent, groups: LayerGroups
+) -> str:
+    """Return a digest for file names; `blocks` are KVCache's views of the pool, which `groups` of layers share."""
     library = native()
     facts = {
         "quire": VERSION,
@@ -85,6 +88,7 @@ def fingerprint(config: EngineConfig, dtype: str, blocks: Sequence[Tensor], cont
         "attention_backend": config.attention_backend,
         "device": blocks[0].device.type,
         "layout": [[str(view.dtype), *view.shape[1:]] for view in blocks],
+        "groups": groups,
     }
     text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, person=b"quire.kv2").hexdigest()

@@ -52,7 +52,7 @@ def open_tiers(
     report(Progress("swap_space", f"{num_blocks} blocks in host memory"))
     tiers: dict[str, Tier] = {}
     # Host memory ends with this process, and needs no name.
-    kv_name = "" if content is None else fingerprint(config, str(dtype), runner.blocks, content)
+    kv_name = "" if content is None else fingerprint(config, str(dtype), runner.blocks, content, runner.groups)
     opening = Opening(config, pool, block_bytes, kv_name, report, tiers)
     try:
         for name, open_tier in STORES.items():

@@ -23,9 +23,10 @@ from engine.core.stats import TransferKind
 from engine.files import file_digests
 from engine.handover import HandoverConfig
 from engine.loop import Engine
-from engine.runtime.lora.adapter import AdaptedMatrix, Target
+from engine.runtime.layers.adapters import AdaptedMatrix, Target
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.native.library import Isa, native
+from engine.runtime.pool.groups import one_group
 from engine.runtime.stores import tier
 from engine.runtime.stores.disk import DiskStore
 from engine.runtime.stores.folder import SharedStore
@@ -154,7 +155,7 @@ BLOCKS = [torch.zeros(3, 4)]
 
 def name(model: Path, dtype: str = "float32", blocks: list[torch.Tensor] = BLOCKS, **settings: Any) -> str:
     config = EngineConfig(model=str(model), **settings)
-    return fingerprint(config, dtype, blocks, ModelContent(config))
+    return fingerprint(config, dtype, blocks, ModelContent(config), one_group(2))
 
 
 def test_the_fingerprint_is_of_every_setting_that_changes_kv(

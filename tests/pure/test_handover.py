@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
@@ -48,7 +48,7 @@ def parcels(folder: Path, fingerprint: str = LAYOUT.fingerprint, max_bytes: int 
 class Daemon:
     """An engine with one end of the hand-over."""
 
-    def __init__(self, folder: Path, transport: HandoverConfig | None = None, **settings: int | bool) -> None:
+    def __init__(self, folder: Path, transport: HandoverConfig | None = None, **settings: Any) -> None:
         self.config = config(num_blocks=48, max_num_batched_tokens=16, **settings)
         self.runner = FakeRunner(self.config, vocab_size=VOCAB)
         self.engine = Engine(Scheduler(self.config), self.runner, EngineFacts(VOCAB))
@@ -91,19 +91,23 @@ def folder(tmp_path: Path) -> Path:
 LOOPBACK = HandoverConfig(listen=Peer("127.0.0.1", 0), key="k")
 
 
-def remote_pair(folder: Path, **settings: int | bool) -> tuple[Daemon, Daemon]:
+def remote_pair(folder: Path, **settings: Any) -> tuple[Daemon, Daemon]:
     """A prefill daemon and a decode daemon that have no folder in common."""
-    prefill = Daemon(folder, LOOPBACK)
+    prefill = Daemon(folder, LOOPBACK, **settings)
     decode = Daemon(folder.with_name("other"), HandoverConfig(key="k"), **settings)
     assert prefill.handover.port is not None
     decode.peer = Peer("127.0.0.1", prefill.handover.port)
     return prefill, decode
 
 
-@pytest.fixture(params=["shared memory", "tcp"])
+@pytest.fixture(params=["shared memory", "tcp", "shared memory, windows", "tcp, windows"])
 def pair(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Daemon, Daemon]]:
     """A prefill daemon and a decode daemon."""
-    daemons = (Daemon(folder), Daemon(folder)) if request.param == "shared memory" else remote_pair(folder)
+    windows = {"windows": (6, 9)} if "windows" in request.param else {}
+    if "tcp" in request.param:
+        daemons = remote_pair(folder, **windows)
+    else:
+        daemons = Daemon(folder, **windows), Daemon(folder, **windows)
     for daemon in daemons:
         daemon.handover._piece = 3  # a prompt takes several
     yield daemons
@@ -182,7 +186,7 @@ def test_an_import_leaves_running_sequences_the_blocks_that_they_may_need(
         monkeypatch.setattr(Scheduler, "running", property(lambda _: [None] * 43))
         assert decode.take(sent, request("d", PROMPT)) == 0
         prefix = decode.prefix(request("d", PROMPT))
-        num_found = decode.engine.between_steps(lambda scheduler, _: len(scheduler.kv.find_prefix(*prefix[:2], 7)))
+        num_found = decode.engine.between_steps(lambda scheduler, _: scheduler.kv.find_prefix(*prefix[:2], 7))
         assert num_found.result(PATIENCE_S) == 5, "of seven, in a pool of 48 blocks"
     finally:
         prefill.engine.stop(0)

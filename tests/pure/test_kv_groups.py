@@ -15,7 +15,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.groups import WindowGroup
-from engine.core.kv.prefix_cache import PrefixCache
+from engine.core.kv.prefix_cache import PrefixCache, name_block
 from engine.core.page_table import NO_BLOCK, blocks_for
 from engine.core.sequence import Sequence
 from engine.core.types import AbortCause, Request
@@ -62,7 +62,9 @@ class WindowMachine(SchedulerMachine):
         depth=st.integers(0, 1),
         windows=WINDOWS,
         num_blocks=st.integers(24, 60),
-        num_host_blocks=st.sampled_from([0, 0, 8, 40]),
+        tiers=st.sampled_from(
+            [(0, 0, False), (8, 0, False), (40, 0, False), (8, 0, True), (40, 0, True), (30, 80, True)]
+        ),
         budget=st.integers(6, 30),
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "fair"]),
@@ -70,8 +72,18 @@ class WindowMachine(SchedulerMachine):
         num_speculative_tokens=st.sampled_from([0, 1, 4]),
     )
     def start(  # type: ignore[override]
-        self, depth: int, windows: list[int], budget: int, caching: bool, **changes: str | float | None
+        self,
+        depth: int,
+        windows: list[int],
+        budget: int,
+        caching: bool,
+        tiers: tuple[int, int, bool],
+        **changes: str | float | None,
     ) -> None:
+        num_host_blocks, num_disk_blocks, host_caching = tiers
+        if caching:
+            changes |= {"host_caching": host_caching, "num_disk_blocks": num_disk_blocks}
+        changes["num_host_blocks"] = num_host_blocks
         changes["num_speculative_tokens"] = 0 if depth else changes["num_speculative_tokens"]
         sizes = {"max_num_batched_tokens": budget, "enable_prefix_caching": caching, "max_model_len": 40}
         self.driver = Driver(windowed(windows, **sizes, **changes), depth)
@@ -239,21 +251,24 @@ def test_a_prefix_is_resumed_where_every_group_can() -> None:
 
 
 @given(
-    found=st.lists(st.booleans(), max_size=12),
+    found=st.lists(st.sampled_from(["", "pool", "host"]), max_size=12),
     window=st.integers(1, 20),
 )
-def test_the_boundary_is_the_longest_whose_window_is_cached(found: list[bool], window: int) -> None:
+def test_the_boundary_is_the_longest_whose_window_is_cached(found: list[str], window: int) -> None:
     group = WindowGroup(0, windowed([window], num_blocks=20), PrefixCache(20, 4))
     chain = [bytes([index]) for index in range(len(found) + 1)]
-    for name, is_found in zip(chain[1:], found, strict=True):
-        if is_found:
+    for name, where in zip(chain[1:], found, strict=True):
+        if where == "pool":
             group.put(name, group.pool.alloc())
 
     def can_resume(num_blocks: int) -> bool:
         reads = range(max(4 * num_blocks - window + 1, 0), 4 * num_blocks)
         return all(found[position // 4] for position in reads)
 
-    assert group.resumable(chain, len(found)) == max(num for num in range(len(found) + 1) if can_resume(num))
+    below = {group.below(name) for name, where in zip(chain[1:], found, strict=True) if where == "host"}
+    assert group.resumable(chain, len(found), below.__contains__) == max(
+        num for num in range(len(found) + 1) if can_resume(num)
+    )
 
 
 def test_answers_share_a_window_until_they_write() -> None:
@@ -306,17 +321,9 @@ def test_a_preempted_sequence_is_recomputed_from_where_its_windows_are_cached() 
     assert resumed, "nothing resumed from the cache"
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"windows": (0,)}, "at least 1"),
-        ({"windows": (8,), "num_host_blocks": 4, "host_caching": True}, "in the pool only"),
-    ],
-    ids=["window", "host"],
-)
-def test_what_windows_do_not_combine_with_is_refused(changes: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        config(**changes)  # type: ignore[arg-type]
+def test_a_window_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        config(windows=(0,))
 
 
 def test_the_next_turn_finds_its_prompt_in_a_pool_full_of_others() -> None:
@@ -361,3 +368,60 @@ def test_a_window_goes_with_the_block_of_the_first_group() -> None:
     while kv._cache.content(full[4]) is not None:
         kv.pool.alloc()
     assert group.find(names[5]) < 0, "no prompt reaches it any more"
+
+
+def crowd(driver: Driver, first: int = 0) -> None:
+    """Fill the pool several times with prompts that no request continues."""
+    for index in range(first, first + 8):
+        prefill(driver, request(f"other{index}", tuple(range(100 * index, 100 * index + 60))))
+
+
+@pytest.mark.parametrize("windows", [[3], [8, 3], [17, 1000]])
+def test_the_next_turn_finds_its_prompt_in_host_memory(windows: list[int]) -> None:
+    """The pool has lost it: the first group's blocks and the windows at the prompt's end come from below."""
+    driver = Driver(windowed(windows, num_blocks=60, max_model_len=120, num_host_blocks=1000, host_caching=True))
+    prompt = tuple(range(9000, 9030))
+    prefill(driver, request("turn1", prompt, max_tokens=60, eos_token_ids=frozenset()))
+    crowd(driver)
+    assert prefill(driver, request("turn2", (*prompt[:28], 7, 8, 9, 10, 11))) == 28
+    said = driver.streams["turn1", 0]
+    crowd(driver, 8)
+    whole = (*prompt, *said)  # the end of the answer: 89 positions, the last of them without K/V
+    assert prefill(driver, request("turn3", (*whole, 7, 8, 9))) == 88
+    assert driver.scheduler.stats.prefix_hits["host"] == 28 + 88
+    driver.check_streams()
+
+
+@pytest.mark.parametrize(("lost", "num_found"), [(4, 28), (5, 0), (6, 0)])
+def test_a_prompt_resumes_in_no_group_if_a_block_of_one_window_is_gone(lost: int, num_found: int) -> None:
+    driver = Driver(windowed([9], num_blocks=60, max_model_len=120, num_host_blocks=1000, host_caching=True))
+    kv, prompt = driver.scheduler.kv, tuple(range(9000, 9030))
+    prefill(driver, request("turn1", prompt))
+    names = list(kv.first_names(driver.requests["turn1"]))
+    for index in range(7):
+        name_block(names, prompt, index, 4)
+    crowd(driver)
+    kv.tiers.host.forget(kv.tiers.host.find(groups_of(driver)[0].below(names[lost + 1])))
+    assert prefill(driver, request("turn2", (*prompt[:28], 7, 8, 9, 10, 11))) == num_found
+    driver.check_streams()
+
+
+def test_a_daemon_that_starts_again_finds_windows_on_the_disk() -> None:
+    settings = windowed(
+        [8, 3], num_blocks=60, max_model_len=120, num_host_blocks=60, host_caching=True, num_disk_blocks=400
+    )
+    first, prompt = Driver(settings), tuple(range(9000, 9030))
+    prefill(first, request("turn1", prompt, max_tokens=60, eos_token_ids=frozenset()))
+    while first.spill():
+        pass
+    second = Driver(settings)
+    second.slots = first.slots
+    index = first.scheduler.tiers.stores["disk"]
+    second.scheduler.tiers.restore("disk", list(index._block_of.items()))
+    second.add(request("turn2", (*prompt[:28], 7, 8, 9, 10, 11)))
+    assert second.scheduler.has_parked
+    second.transfer()
+    second.drain()
+    assert second.prompts["turn2", 0].num_cached_tokens == 28
+    assert second.scheduler.stats.prefix_hits["disk"] == 28
+    second.check_streams()

@@ -182,7 +182,7 @@ def test_the_longest_boundary_from_which_every_group_can_resume() -> None:
     names = driver.scheduler.kv.first_names(request("names", whole))
     driver.scheduler.kv._cache.match(names, whole, 48)
     group, window = group_of(driver), driver.scheduler.kv._windows[0]
-    assert group.resumable(names, 12) == 12
+    assert group.resumable(names, 12, lambda _: False) == 12
     window.drop(names[12])
     assert run(driver, "no window", (*whole[:48], 1)) == 44
     window.drop(names[12])

@@ -19,7 +19,13 @@ from engine.core.types import Request
 
 T = TypeVar("T")
 
+DIGEST_BYTES = 32  # of a block's name
 MAX_ROOTS = 1 << 16  # chains whose salts, owners and adapters are remembered
+
+
+def in_group(name: bytes, group: int) -> bytes:
+    """Return the name of a block of a group of layers where blocks of all groups are together: below the pool."""
+    return name + bytes([group]) if group else name
 
 
 class BlockLocation(NamedTuple):
@@ -70,12 +76,12 @@ class Contents:
     """The contents of every place whose tokens are known."""
 
     def __init__(self, windows: Sequence[int], stores: Sequence[str], *, has_host: bool) -> None:
-        self.pool = Holdings(self, BlockLocation("GPU"))
-        self.groups = [
-            Holdings(self, BlockLocation("GPU", index, window)) for index, window in enumerate(windows, start=1)
-        ]
-        self.host = Holdings(self, BlockLocation("CPU"))
-        self.stores = {name: Holdings(self, BlockLocation("STORAGE")) for name in stores}
+        def places(medium: str) -> list[BlockLocation]:
+            return [BlockLocation(medium, group, window) for group, window in enumerate((0, *windows))]
+
+        self.pool, *self.groups = [Holdings(self, [place]) for place in places("GPU")]
+        self.host = Holdings(self, places("CPU"))
+        self.stores = {name: Holdings(self, places("STORAGE")) for name in stores}
         self.sink: Callable[[Changes], None] | None = None  # changes before it is set are in `snapshot` only
         self._tiers = [self.host, *self.stores.values()] if has_host else []
         self._changes: Changes = []
@@ -107,11 +113,13 @@ class Contents:
 
     def snapshot(self) -> list[tuple[BlockLocation, list[Content]]]:
         """Return the contents of each place."""
-        found = [(each.place, list(each.known.values())) for each in (self.pool, *self.groups, self.host)]
-        stored: dict[bytes, Content] = {}
-        for store in self.stores.values():
-            stored |= store.known
-        return [*found, (BlockLocation("STORAGE"), list(stored.values()))]
+        found: dict[BlockLocation, dict[bytes, Content]] = {}
+        for each in (self.pool, *self.groups, self.host, *self.stores.values()):
+            for place in each.places:
+                found.setdefault(place, {})
+            for name, content in each.known.items():
+                found[each.place_of(name)][name] = content
+        return [(place, list(contents.values())) for place, contents in found.items()]
 
     def describe(self, chain: Sequence[bytes], tokens: Sequence[int], index: int, size: int) -> Content | None:
         """Return what block `index` of a chain holds, or None if its root is not remembered."""
@@ -126,7 +134,8 @@ class Contents:
 
     def find(self, name: bytes) -> Content | None:
         """Return a content that some place has."""
-        places = (self.pool, *self._tiers)
+        name = name[:DIGEST_BYTES]
+        places = (self.pool, *self.groups, *self._tiers)
         return next((each.known[name] for each in places if name in each.known), None)
 
     def seen(self, content: Content) -> None:
@@ -134,33 +143,38 @@ class Contents:
         for tier in self._tiers:
             tier.seen(content)
 
-    def changed(self, holdings: Holdings, content: Content, *, is_gain: bool) -> None:
+    def changed(self, holdings: Holdings, name: bytes, content: Content, *, is_gain: bool) -> None:
         """Note a change, unless another store has the same content: consumers know one medium STORAGE."""
         if self.sink is None:
             return
-        if holdings.place.medium == "STORAGE":
+        place = holdings.place_of(name)
+        if place.medium == "STORAGE":
             others = [each for each in self.stores.values() if each is not holdings]
-            if any(content.name in each.known for each in others):
+            if any(name in each.known for each in others):
                 return
-        self._changes.append(Change(holdings.place, content, is_gain))
+        self._changes.append(Change(place, content, is_gain))
 
 
 class Holdings:
-    """The contents of one place."""
+    """The contents of the pool, or of a tier. A tier has the blocks of all groups, under names of their groups."""
 
-    __slots__ = ("_all", "_coming", "_unseen", "known", "place")
+    __slots__ = ("_all", "_coming", "_unseen", "known", "places")
 
-    def __init__(self, contents: Contents, place: BlockLocation) -> None:
-        self._all, self.place = contents, place
+    def __init__(self, contents: Contents, places: Sequence[BlockLocation]) -> None:
+        self._all, self.places = contents, places
         self.known: dict[bytes, Content] = {}
         self._coming: dict[bytes, Content | None] = {}  # their copies have not ended
         self._unseen: set[bytes] = set()  # here, but their tokens are not known
+
+    def place_of(self, name: bytes) -> BlockLocation:
+        """Return where a block is, by its name here."""
+        return self.places[name[DIGEST_BYTES] if len(name) > DIGEST_BYTES else 0]
 
     def compute(self, chain: Sequence[bytes], tokens: Sequence[int], index: int, size: int) -> None:
         """Note that full block `index` of a chain is here, computed."""
         content = self._all.describe(chain, tokens, index, size)
         if content is not None:
-            self._gain(content)
+            self._gain(content.name, content)
             self._all.seen(content)
 
     def expect(self, name: bytes) -> None:
@@ -175,29 +189,30 @@ class Holdings:
         if content is None:
             self._unseen.add(name)
         else:
-            self._gain(content)
+            self._gain(name, content)
 
     def seen(self, content: Content) -> None:
         """Note what a content is that may be here, or on its way."""
-        name = content.name
-        if name in self._unseen:
-            self._unseen.remove(name)
-            self._gain(content)
-        elif name in self._coming:
-            self._coming[name] = content
+        for place in self.places if self._unseen or self._coming else ():
+            name = in_group(content.name, place.group)
+            if name in self._unseen:
+                self._unseen.remove(name)
+                self._gain(name, content)
+            elif name in self._coming:
+                self._coming[name] = content
 
     def lose(self, name: bytes) -> None:
         """Note that a content is here no longer, or will not arrive."""
         content = self.known.pop(name, None)
         if content is not None:
-            self._all.changed(self, content, is_gain=False)
+            self._all.changed(self, name, content, is_gain=False)
         else:
             self._coming.pop(name, None)
             self._unseen.discard(name)
 
-    def _gain(self, content: Content) -> None:
-        self.known[content.name] = content
-        self._all.changed(self, content, is_gain=True)
+    def _gain(self, name: bytes, content: Content) -> None:
+        self.known[name] = content
+        self._all.changed(self, name, content, is_gain=True)
 
 
 def _digest(owner: str) -> str:

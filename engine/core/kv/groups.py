@@ -16,17 +16,20 @@ calls the methods of both for each group in turn:
 
 Blocks have the same names in all groups; with several groups every block is named when it is full. A block that slides
 out of a window is evicted before all others, unless prompts may branch there: it is in the window of a prompt's end, or a
-sequence has resumed from it. A content that the first group loses is forgotten by all others (`drop`): no prompt reaches it.
+sequence has resumed from it. These, and the window of an answer's end, are what tiers get. A content that the first group
+loses goes to the tiers with it, and is forgotten by all others (`drop`): no prompt reaches it in the pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
-from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, name_block
+from engine.core.kv.contents import in_group
+from engine.core.kv.prefix_cache import BlockIndex, Listener, PrefixCache, name_block
 from engine.core.page_table import NO_BLOCK, blocks_for
 from engine.core.sequence import Sequence
 
@@ -34,14 +37,16 @@ from engine.core.sequence import Sequence
 class WindowGroup(BlockIndex):
     """The blocks of one group: cached under their names, or held by tables."""
 
-    __slots__ = ("_block_size", "_config", "_index", "_kept", "_resumed", "_window")
+    __slots__ = ("_block_size", "_branches", "_config", "_index", "_kept", "_listener", "_window")
 
-    def __init__(self, index: int, config: SchedulerConfig, cache: PrefixCache) -> None:
-        """The pool is that of the layers with full attention."""
+    def __init__(
+        self, index: int, config: SchedulerConfig, cache: PrefixCache, listener: Listener | None = None
+    ) -> None:
+        """The pool is that of the layers with full attention; `listener` takes what prompts may branch from."""
         super().__init__(config.num_blocks, pool=cache.pool)
-        self._index, self._config = index, config
+        self._index, self._config, self._listener = index, config, listener
         self._window, self._block_size = config.windows[index], config.block_size
-        self._resumed = set[int]()  # blocks that a sequence has resumed from
+        self._branches = set[int]()  # findable blocks that prompts may resume from
         self._kept = set[bytes]()  # contents that pinned prefixes are resumed from
 
     # -- the index -----------------------------------------------------------------------------------------------------
@@ -69,27 +74,60 @@ class WindowGroup(BlockIndex):
         self._kept.discard(name)
         super().unpin(name)
 
+    def drop(self, name: bytes) -> None:
+        """Forget a content that no prompt reaches any more."""
+        block = self.find(name)
+        self._leave(block)
+        self.forget(block)
+
     def forget(self, block: int) -> None:
         """Make a block's content unfindable."""
         super().forget(block)
-        self._resumed.discard(block)
+        self._branches.discard(block)
 
     def _evicted(self, block: int) -> None:
+        self._leave(block)
         super()._evicted(block)
-        self._resumed.discard(block)
+        self._branches.discard(block)
+
+    def below(self, name: bytes) -> bytes:
+        """Return the name of a block of this group below the pool."""
+        return in_group(name, self._index + 1)
+
+    def branch(self, block: int) -> None:
+        """Note that prompts may resume from a block, if it is findable."""
+        name = self.content(block)
+        if name is not None and block not in self._branches:
+            self._branches.add(block)
+            if self._listener is not None:
+                self._listener.appeared(self.below(name), block)
+
+    def _leave(self, block: int) -> None:
+        name = self.content(block)
+        if self._listener is not None and name is not None and block in self._branches:
+            self._listener.leaves(self.below(name), block)
 
     def _first_read(self, position: int) -> int:
         """Return the index of the first block that computing a position reads."""
         return max(position - self._window + 1, 0) // self._block_size
 
-    def resumable(self, chain: Seq[bytes], num_blocks: int) -> int:
-        """Return the last block boundary, `num_blocks` at most, whose window is cached."""
+    def window_at(self, num_blocks: int) -> range:
+        """Return the blocks that computing from a boundary on reads."""
+        return range(self._first_read(num_blocks * self._block_size), num_blocks)
+
+    def resumable(self, chain: Seq[bytes], num_blocks: int, is_below: Callable[[bytes], bool]) -> int:
+        """Return the last block boundary, `num_blocks` at most, whose window is cached here or below the pool."""
         index = num_blocks - 1
         while index >= self._first_read(num_blocks * self._block_size):
-            if self.find(chain[index + 1]) < 0:
+            name = chain[index + 1]
+            if self.find(name) < 0 and not is_below(self.below(name)):
                 num_blocks = index
             index -= 1
         return num_blocks
+
+    def lacking(self, chain: Seq[bytes], num_blocks: int) -> list[int]:
+        """Return those blocks of the window at a boundary that are not here."""
+        return [index for index in self.window_at(num_blocks) if self.find(chain[index + 1]) < 0]
 
     # -- a sequence's table --------------------------------------------------------------------------------------------
 
@@ -98,28 +136,39 @@ class WindowGroup(BlockIndex):
 
         The table is empty if the sequence `loads` it instead.
         """
-        first = self._first_read(num_blocks * self._block_size)
-        hits = [] if loads else [self.find(name) for name in seq.kv.chain[first + 1 : num_blocks + 1]]
-        seq.kv.tables = (*seq.kv.tables, [NO_BLOCK] * first + hits if hits else [])
-        return sum([not self.pool.is_held(block) for block in hits])
+        window = self.window_at(num_blocks)
+        hits = [] if loads else [self.find(seq.kv.chain[index + 1]) for index in window]
+        seq.kv.tables = (*seq.kv.tables, [NO_BLOCK] * window.start + hits if hits else [])
+        return sum([block != NO_BLOCK and not self.pool.is_held(block) for block in hits])
 
     def resume(self, seq: Sequence) -> None:
         """Hold the blocks that `begin` has found."""
         hits = [block for block in self._table(seq) if block != NO_BLOCK]
         self.hold(seq)
         self.pool.found(hits)
-        self._resumed.update(hits)
+        for block in hits:
+            self.branch(block)
+
+    def fill(self, seq: Sequence, index: int) -> int:
+        """Return a new block for a place of the table that `begin` has left empty."""
+        table = self._table(seq)
+        table[index] = self.pool.alloc()
+        return table[index]
 
     def load(self, seq: Sequence, hosts: Iterable[int]) -> None:
         """Allocate blocks for those of a ticket."""
         self._table(seq).extend([host if host == NO_BLOCK else self.pool.alloc() for host in hosts])
 
+    def max_blocks(self, seq: Sequence) -> int:
+        """Return the most blocks that a sequence needs here for its known tokens."""
+        return self._config.window_blocks(self._window, len(seq.tokens))
+
     def owed(self, seq: Sequence) -> int:
         """Return how many blocks a sequence may still need here while its known tokens are computed."""
-        num_tokens, table = len(seq.tokens), self._table(seq)
-        if len(table) >= max(blocks_for(num_tokens, self._block_size), len(seq.kv.blocks)):
+        table = self._table(seq)
+        if len(table) >= max(blocks_for(len(seq.tokens), self._block_size), len(seq.kv.blocks)):
             return 0
-        return max(self._config.window_blocks(self._window, num_tokens) - len(table) + table.count(NO_BLOCK), 0)
+        return max(self.max_blocks(seq) - len(table) + table.count(NO_BLOCK), 0)
 
     def cover(self, seq: Sequence, stop: int, step: InFlightStep) -> None:
         """Take the blocks that the next chunk of a prompt needs."""
@@ -146,13 +195,16 @@ class WindowGroup(BlockIndex):
 
     def publish(self, seq: Sequence, full: int) -> None:
         """Make those of a sequence's full, computed blocks findable that the table still has."""
-        chain, tokens, table = seq.kv.chain, seq.tokens, self._table(seq)
         for index in range(seq.kv.num_published, full):
-            name, block = name_block(chain, tokens, index, self._block_size), table[index]
-            if block != NO_BLOCK and self.find(name) < 0 and self.content(block) is None:
-                self.put(name, block)
-                if self.holdings is not None:
-                    self.holdings.compute(chain, tokens, index, self._block_size)
+            self.register(seq.kv.chain, seq.tokens, index, self._table(seq)[index])
+
+    def register(self, chain: list[bytes], tokens: Seq[int], index: int, block: int) -> None:
+        """Make a held block findable as block `index` of some tokens, unless another is."""
+        name = name_block(chain, tokens, index, self._block_size)
+        if block != NO_BLOCK and self.find(name) < 0 and self.content(block) is None:
+            self.put(name, block)
+            if self.holdings is not None:
+                self.holdings.compute(chain, tokens, index, self._block_size)
 
     def slide(self, seq: Sequence) -> None:
         """Free the blocks that no position to compute reads."""
@@ -164,7 +216,9 @@ class WindowGroup(BlockIndex):
             if block == NO_BLOCK:
                 break
             table[index] = NO_BLOCK
-            if first_kept <= index < last or block in self._resumed:
+            if first_kept <= index < last:
+                self.branch(block)
+            if block in self._branches:
                 self.pool.free(block)
             else:
                 self.pool.pass_by(block)
@@ -183,7 +237,35 @@ class WindowGroup(BlockIndex):
 
     def free(self, seq: Sequence) -> None:
         """Remove a holder of the blocks of a sequence."""
-        self.pool.free(*[block for block in reversed(self._table(seq)) if block != NO_BLOCK])
+        blocks = [block for block in reversed(self._table(seq)) if block != NO_BLOCK]
+        for block in blocks:
+            self.branch(block)
+        self.pool.free(*blocks)
 
     def _table(self, seq: Sequence) -> list[int]:
         return seq.kv.tables[self._index + 1]
+
+
+def places_at(config: SchedulerConfig, num_blocks: int) -> list[tuple[int, int]]:
+    """Return the blocks that a sequence needs to resume at a boundary, (group, index): those of the first group first."""
+    size, found = config.block_size, [(0, index) for index in range(num_blocks)]
+    for group, window in enumerate(config.windows, start=1):
+        found += [(group, index) for index in range(max(num_blocks * size - window + 1, 0) // size, num_blocks)]
+    return found
+
+
+class Resumable(Protocol):
+    """A group that sequences resume from at some boundaries."""
+
+    def resumable(self, chain: Seq[bytes], num_blocks: int, is_below: Callable[[bytes], bool], /) -> int: ...
+
+
+def last_boundary(groups: Seq[Resumable], chain: Seq[bytes], num_blocks: int, is_below: Callable[[bytes], bool]) -> int:
+    """Return the last block boundary, `num_blocks` at most, from which all groups can resume."""
+    while True:  # a boundary that one group lowers may be none for the others
+        lowered = num_blocks
+        for group in groups:
+            lowered = group.resumable(chain, lowered, is_below)
+        if lowered == num_blocks:
+            return num_blocks
+        num_blocks = lowered

@@ -141,6 +141,7 @@ class HostTier(BlockIndex):
     def give_up(self) -> None:
         """Stop copying blocks. Tickets, and copies that are still due, are lost."""
         self.is_given_up = True
+        self.pool.version += 1  # nothing is found here any more
         for ticket in self._tickets:
             self._cut(ticket, 0)
         for host in self._due:

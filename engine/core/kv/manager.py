@@ -20,7 +20,7 @@ from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.contents import Contents
-from engine.core.kv.groups import WindowGroup
+from engine.core.kv.groups import WindowGroup, last_boundary
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, request_names
 from engine.core.kv.snapshots import RecurrentGroup
@@ -50,7 +50,9 @@ class KVCacheManager:
             config.num_blocks, config.block_size, config.eviction, self._listener, self._pins.until, max_pinned
         )
         self.pool = self._cache.pool
-        self._windows = [WindowGroup(index, config, self._cache) for index in range(len(config.windows))]
+        self._windows = [
+            WindowGroup(index, config, self._cache, self._listener) for index in range(len(config.windows))
+        ]
         self._recurrent = RecurrentGroup(config, self._cache) if config.state_blocks else None
         # All groups but the first, in the order in which a ticket has them.
         self._others: tuple[WindowGroup | RecurrentGroup, ...] = (
@@ -72,7 +74,10 @@ class KVCacheManager:
     def _watch(self, config: SchedulerConfig) -> Contents:
         """Let the pool and every tier note what they hold."""
         stores = [store.name for store in config.stores]
-        contents = Contents(config.windows, stores, has_host=config.num_host_blocks > 0)
+        windows = [
+            window if window < config.max_model_len else 0 for window in config.windows
+        ]  # 0 keeps every position
+        contents = Contents(windows, stores, has_host=config.num_host_blocks > 0)
         self._cache.holdings, self.tiers.host.holdings = contents.pool, contents.host
         for group, holdings in zip(self._windows, contents.groups, strict=True):
             group.holdings = holdings
@@ -103,40 +108,42 @@ class KVCacheManager:
             return None
         size, tokens, pool = self.block_size, seq.tokens, self.pool
         is_reading = self._caching and not seq.needs_every_position
-        hits = self._match(seq) if is_reading else []
+        hits, hosts = self._match(seq) if is_reading else ([], [])
         for block in hits:
             pool.fork(block)
         ticket = seq.kv.useful_ticket(len(hits) * size)
         missing = blocks_for(len(tokens), size) - len(hits) + reserve * self._num_groups + seq.headroom
         seq.kv.tables = (hits,)
-        missing += sum([group.begin(seq, len(hits), loads=ticket is not None) for group in self._others])
+        num_found = len(hits) + len(hosts)
+        missing += sum([group.begin(seq, num_found, loads=ticket is not None) for group in self._others])
         self._owe(seq)
         if pool.num_available < missing + self._num_owed:
             pool.free(*reversed(hits))
             seq.kv.tables, seq.kv.state = (), StateSlots()
             self._owe(seq, 0)
             return None
-        hosts, loads = list[int](), list[tuple[int, int]]()
-        num_loaded = len(hits) * size  # positions, with those before
+        num_hits, num_loaded = len(hits), num_found * size  # positions, with those before
+        loads = list[tuple[int, int]]()
+        others = self._find_others(seq, num_found) if self._windows and ticket is None else []
         if ticket is not None:
-            hosts, num_loaded = ticket.blocks[len(hits) :], ticket.num_tokens
-        elif is_reading and self._has_host and not self._others:
-            hosts = self.tiers.find(seq, len(hits))
-            num_loaded += len(hosts) * size
+            hosts, num_loaded = ticket.blocks[num_hits:], ticket.num_tokens
         pool.found(hits)
-        if hosts:
-            self.tiers.take(seq, hosts)  # before the pool evicts blocks to host memory, which may evict these
+        if hosts or others:  # before the pool evicts blocks to host memory, which may evict these
+            self.tiers.take(seq, hosts, [host for _, _, host in others])
         for group in self._others:
             group.resume(seq)
-        num_hits, blocks = len(hits), seq.kv.blocks
+        blocks = seq.kv.blocks
         blocks += pool.alloc_many(blocks_for(len(tokens), size) - num_hits, after=hits[-1] if hits else -1)
         if self._others and ticket is not None:
             loads = self._load_others(seq, ticket)
+        elif others:
+            loads = [(host, group.fill(seq, index)) for group, index, host in others]
+            self._owe(seq)
         seq.num_computed = seq.num_planned = num_loaded
-        seq.kv.num_published = num_hits
+        seq.kv.num_published = min([num_hits, *(index for _, index, _ in others)])
         seq.kv.writable_until = seq.kv.capacity
         if self._caching or self._others:
-            seq.kv.next_publish = (num_hits + 1) * size
+            seq.kv.next_publish = (seq.kv.num_published + 1) * size
             if seq.request.pins:
                 self._pin(seq, 0, num_hits)
         self.discard(seq)
@@ -144,6 +151,15 @@ class KVCacheManager:
         seq.kv.is_arriving = bool(loads)
         seq.take_slots([self._slots.pop() for _ in range(seq.num_slots)])
         return loads
+
+    def _find_others(self, seq: Sequence, num_blocks: int) -> list[tuple[WindowGroup, int, int]]:
+        """Return the blocks of other groups that host memory has for a boundary: (group, index, host block)."""
+        chain, find = seq.kv.chain, self.tiers.host.find
+        return [
+            (group, index, find(group.below(chain[index + 1])))
+            for group in self._windows
+            for index in group.lacking(chain, num_blocks)
+        ]
 
     def _load_others(self, seq: Sequence, ticket: Ticket) -> list[tuple[int, int]]:
         """Allocate blocks of the other groups for those of a ticket; returns the loads (host block, block)."""
@@ -167,32 +183,32 @@ class KVCacheManager:
         """Start loading blocks that only a store has; returns whether to park the sequence."""
         if not (self._caching and self.tiers.stores) or seq.needs_every_position:
             return False
-        return self.tiers.prefetch(seq, len(self._match(seq)), now)
+        num_found = sum(map(len, self._match(seq)))
+        num_hits = len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1))
+        return self.tiers.prefetch(seq, self._windows, num_hits, num_found, now)
 
     def lookup(self, seq: Sequence) -> int:
         """Return how many positions of a waiting sequence are cached, or on their way from a store."""
         if not self._caching or seq.needs_every_position:
             return 0
-        num_hits = len(self._match(seq))
-        num_hosts = 0 if self._others else len(self.tiers.find(seq, num_hits))
-        num_blocks = num_hits + num_hosts + seq.kv.num_awaited
+        num_blocks = sum(map(len, self._match(seq))) + seq.kv.num_awaited
         return min(num_blocks * self.block_size, len(seq.tokens) - 1)
 
-    def _match(self, seq: Sequence) -> list[int]:
-        """Return the cached blocks that a sequence begins with, from which every group can resume.
+    def _match(self, seq: Sequence) -> tuple[list[int], list[int]]:
+        """Return the cached blocks that a sequence begins with, and the host blocks after them; every group can resume there.
 
         The last token is always computed: its hidden state is what the first draw comes from.
         """
-        kv, version = seq.kv, (self.pool.version, len(seq.tokens))
-        if kv.matched_at != version:
+        kv, versions = seq.kv, (self.pool.version, self.tiers.host.pool.version)
+        if kv.matched_at != (*versions, len(seq.tokens)):
             hits = self._cache.match(kv.chain, seq.tokens, len(seq.tokens) - 1)
-            num_hits, kv.branch = -1, len(hits) * self.block_size
-            while num_hits != len(hits):  # a boundary that one group lowers may be none for the others
-                num_hits = len(hits)
-                for group in self._others:
-                    del hits[group.resumable(kv.chain, len(hits)) :]
-            kv.matched, kv.matched_at = hits, (self.pool.version, len(seq.tokens))
-        return list(kv.matched)
+            kv.branch = len(hits) * self.block_size
+            hosts = self.tiers.find(seq, len(hits)) if self._has_host and self._recurrent is None else []
+            if self._others:
+                num_blocks = last_boundary(self._others, kv.chain, len(hits) + len(hosts), self.tiers.has)
+                hits, hosts = hits[:num_blocks], hosts[: max(num_blocks - len(hits), 0)]
+            kv.matched, kv.matched_at = (hits, hosts), (self.pool.version, versions[1], len(seq.tokens))
+        return list(kv.matched[0]), list(kv.matched[1])
 
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """Return the shortest prefix of victims that frees enough for a sequence; none if all do not."""
@@ -317,12 +333,26 @@ class KVCacheManager:
 
     # -- K/V of other engines ----------------------------------------------------------------------------------------
 
-    def find_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> list[int]:
-        """Return the cached blocks that hold a prompt's beginning, at most so many."""
-        return self._cache.match(list(names), tokens, num_blocks * self.block_size)
+    def find_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> int:
+        """Return how many of a prompt's first blocks are cached, at most so many, with what resuming behind them needs."""
+        chain = list(names)
+        num_found = len(self._cache.match(chain, tokens, num_blocks * self.block_size))
+        return last_boundary(self._others, chain, num_found, lambda _: False)
+
+    def find_places(self, names: Seq[bytes], tokens: Seq[int], places: Seq[tuple[int, int]]) -> list[int]:
+        """Return the cached blocks of a prompt at the first of some places (group, index), as far as they are there."""
+        chain, blocks = list(names), list[int]()
+        num_full = max([index + 1 for group, index in places if not group], default=0)
+        hits = self._cache.match(chain, tokens, num_full * self.block_size)
+        for group, index in places:
+            found = hits[index : index + 1] if not group else [self._windows[group - 1].find(chain[index + 1])]
+            if not found or found[0] == NO_BLOCK:
+                break
+            blocks += found
+        return blocks
 
     def import_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, *, reserve: int) -> PrefixImport:
-        """Hold blocks for a prompt's first K/V, at most so many, leaving `reserve` blocks available.
+        """Hold blocks for a prompt's first K/V, at most so many, leaving `reserve` sequences a block of each group.
 
         The caller fills them, then calls `finish` or `cancel`. Until then no sequence finds or reuses them.
         """
@@ -330,9 +360,26 @@ class KVCacheManager:
         hits = self._cache.match(chain, tokens, num_blocks * self.block_size)
         for block in hits:
             pool.fork(block)
-        count = min(num_blocks - len(hits), max(pool.num_available - reserve, 0))
+        count = min(num_blocks - len(hits), self._num_spare(reserve))
         imported = PrefixImport(chain, tokens, hits, len(hits))
         imported.blocks += pool.alloc_many(count, after=hits[-1] if hits else -1)
+        return self._begin_import(imported)
+
+    def import_places(
+        self, names: Seq[bytes], tokens: Seq[int], places: Seq[tuple[int, int]], *, reserve: int
+    ) -> PrefixImport | None:
+        """As `import_prefix`, for those blocks of other groups that are lacking; None if there is no room for all."""
+        lacking = [(group, index) for group, index in places if self._windows[group - 1].find(names[index + 1]) < 0]
+        if len(lacking) > self._num_spare(reserve):
+            return None
+        blocks = self.pool.alloc_many(len(lacking))
+        return self._begin_import(PrefixImport(list(names), tokens, blocks, 0, lacking))
+
+    def _num_spare(self, reserve: int) -> int:
+        """Return how many blocks are for no sequence that runs."""
+        return max(self.pool.num_available - self._num_owed - reserve * self._num_groups, 0)
+
+    def _begin_import(self, imported: PrefixImport) -> PrefixImport:
         self.tiers.host.overwritten(imported.to_fill)
         if self.contents is not None:
             self.contents.flush()  # what was in these blocks is gone before they are filled
@@ -343,9 +390,15 @@ class KVCacheManager:
         """Make imported and filled blocks findable; returns how many blocks of the prompt are cached."""
         if imported not in self._imports:
             return 0
-        self._cache.register(imported.chain, imported.tokens, imported.blocks, imported.num_found, len(imported.blocks))
+        chain, tokens, blocks = imported.chain, imported.tokens, imported.blocks
+        if imported.others:
+            for (group, index), block in zip(imported.others, blocks, strict=True):
+                self._windows[group - 1].register(chain, tokens, index, block)
+                self._windows[group - 1].branch(block)
+        else:
+            self._cache.register(chain, tokens, blocks, imported.num_found, len(blocks))
         self.cancel(imported)
-        return len(imported.blocks)
+        return len(blocks)
 
     def cancel(self, imported: PrefixImport) -> None:
         """Free an import's blocks, once nothing writes to them any more."""

@@ -23,7 +23,7 @@ there. A boundary is kept only if no other sequence needs the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from engine.core.config import SchedulerConfig
@@ -55,8 +55,8 @@ class RecurrentGroup:
         """Return the slot with the state after a prefix; empty if there is none."""
         return self._slot_of.get(name, [])
 
-    def resumable(self, chain: Seq[bytes], num_blocks: int) -> int:
-        """Return the last block boundary, `num_blocks` at most, that has a snapshot."""
+    def resumable(self, chain: Seq[bytes], num_blocks: int, _is_below: Callable[[bytes], bool]) -> int:
+        """Return the last block boundary, `num_blocks` at most, that has a snapshot; there are none below the pool."""
         while num_blocks and chain[num_blocks] not in self._slot_of:
             num_blocks -= 1
         return num_blocks

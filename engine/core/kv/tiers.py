@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
+from engine.core.kv.groups import WindowGroup, last_boundary
 from engine.core.kv.host_tier import HostTier
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import BlockIndex, name_block
@@ -111,15 +112,19 @@ class Tiers:
                 found.append(host)
         return found
 
-    def take(self, seq: Sequence, found: Seq[int]) -> None:
-        """Hold the host blocks that a sequence is admitted with, and count them by tier."""
+    def has(self, name: bytes) -> bool:
+        """Return whether host memory has a block."""
+        return self.host.find(name) >= 0 and not self.host.is_given_up
+
+    def take(self, seq: Sequence, found: Seq[int], others: Seq[int]) -> None:
+        """Hold the host blocks that a sequence is admitted with, and count them by tier; `others` are of other groups."""
         if not seq.is_resuming:
             seq.kv.num_from = {}
             for host in found:
                 tier = self.host.origins.get(host, "host")
                 seq.kv.num_from[tier] = seq.kv.num_from.get(tier, 0) + self._size
         self.host.pool.found(found)
-        for host in found:
+        for host in (*found, *others):
             self.host.origins.pop(host, None)
             self.host.pool.fork(host)
 
@@ -131,12 +136,12 @@ class Tiers:
 
     # -- host memory and the stores ------------------------------------------------------------------------------------
 
-    def prefetch(self, seq: Sequence, first: int, now: float) -> bool:
-        """Start loading a prompt's blocks from `first` on that stores have; returns whether to park it.
+    def prefetch(self, seq: Sequence, others: Seq[WindowGroup], first: int, num_found: int, now: float) -> bool:
+        """Start loading a prompt's blocks behind the first that stores have; returns whether to park it.
 
-        It is parked for at most the time that computing these blocks would take.
+        It can begin with `num_found` blocks without them. It is parked for at most the time that computing them would take.
         """
-        wanted = [] if self.host.is_given_up else self._find_stored(seq, first)
+        stop, wanted = (0, []) if self.host.is_given_up else self._find_stored(seq, others, first)
         for name, tier in wanted:
             if (TransferKind.LOAD, tier, name) not in self._under_way:
                 if not self.host.pool.num_expendable:
@@ -146,7 +151,7 @@ class Tiers:
                 self._begin(TransferKind.LOAD, tier, name, self.host.pool.alloc(), slot)
             self._parked.setdefault(name, []).append(seq)
             seq.kv.num_awaited += 1
-        computed_s = self.compute_s(first, len(wanted))
+        computed_s = self.compute_s(num_found, max(stop - num_found, 0))
         seq.kv.awaits_until_s = now + (MAX_PARKED_S if computed_s == inf else computed_s)
         return seq.kv.num_awaited > 0
 
@@ -154,17 +159,32 @@ class Tiers:
         """Return how long computing blocks of a prompt from `first` on would take; infinite while that is not known."""
         return self._times.chunk_s(first * self._size, num_blocks * self._size) if self._times.is_known else inf
 
-    def _find_stored(self, seq: Sequence, first: int) -> list[tuple[bytes, str]]:
-        """Return the (name, store) of blocks that host memory lacks, as far as stores have them."""
-        wanted: list[tuple[bytes, str]] = []
+    def _find_stored(self, seq: Sequence, others: Seq[WindowGroup], first: int) -> tuple[int, list[tuple[bytes, str]]]:
+        """Return the last boundary that tiers let a sequence resume from, and the (name, store) that host memory lacks for it.
+
+        The pool has the first blocks, up to `first`, of the first group.
+        """
+        stop, num_wanted = first, 0
+        most = self.host.pool.num_blocks // 2 - sum([group.max_blocks(seq) for group in others])
         for index in range(first, (len(seq.tokens) - 1) // self._size):
             name = name_block(seq.kv.chain, seq.tokens, index, self._size)
             if self.host.find(name) < 0:
-                tier = next((tier for tier, store in self.stores.items() if store.find(name) >= 0), None)
-                if tier is None or len(wanted) >= self.host.pool.num_blocks // 2:
+                if num_wanted >= most or not self._stored(name):
                     break
-                wanted.append((name, tier))
-        return wanted
+                num_wanted += 1
+            stop = index + 1
+        chain = seq.kv.chain
+        if others:
+            stop = last_boundary(
+                others, chain, stop, lambda name: self.host.find(name) >= 0 or bool(self._stored(name))
+            )
+        names = chain[first + 1 : stop + 1]
+        names += [group.below(chain[index + 1]) for group in others for index in group.lacking(chain, stop)]
+        return stop, [(name, self._stored(name)) for name in names if self.host.find(name) < 0]
+
+    def _stored(self, name: bytes) -> str:
+        """Return the first store that has a block; nothing without one."""
+        return next((tier for tier, store in self.stores.items() if store.find(name) >= 0), "")
 
     @property
     def is_transferring(self) -> bool:

@@ -34,6 +34,7 @@ from engine.runtime.lora.adapter import group_rows
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.native.decoder import Streams
 from engine.runtime.pool.batch import BatchBuilder, Packet, scored_portions
+from engine.runtime.pool.groups import LayerGroups
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.pool.tables import Changes, RowTables
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
@@ -229,6 +230,11 @@ class ModelRunner:
     def blocks(self) -> list[Tensor]:
         """Views of the pool, as KVCache has them."""
         return self._kv_cache.blocks
+
+    @property
+    def groups(self) -> LayerGroups:
+        """Return the groups of layers that share the pool's blocks."""
+        return self._kv_cache.groups
 
     def close_host_pool(self) -> None:
         """No plan swaps any more."""

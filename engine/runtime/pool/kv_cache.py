@@ -59,7 +59,7 @@ class KVCache:
             require_fp8(device)
         if dtype == torch.int8 and device.type != "cpu" and any(spec.is_latent for spec in specs):
             raise narrow_latents("int8")
-        groups = groups or one_group(len(specs))
+        self.groups = groups = groups or one_group(len(specs))
         self._specs, self._dtype, self._device = specs, dtype, device
         self._backends = [backend, *(backend.another() for _ in groups.windows)]  # one a group
         self._backend_of = [self._backends[group] for group in groups.group_of]  # by layer
