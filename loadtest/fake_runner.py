@@ -22,6 +22,7 @@ from typing import Any
 from engine.core.config import SchedulerConfig
 from engine.core.kv.tiers import Transfer
 from engine.core.rows import Rows, SequenceSlice
+from engine.core.spans import Span, divided
 from engine.core.stats import TransferKind
 from engine.core.step import Drafted, Fault, StepPlan, StepResult, count_agreeing
 from engine.core.types import TokenLogprob
@@ -34,6 +35,15 @@ def mix(*values: int) -> int:
         state = (state ^ (value % (1 << 64))) * 0xBF58476D1CE4E5B9 % (1 << 64)
         state ^= state >> 29
     return state
+
+
+def with_vectors(tokens: abc.Sequence[int], spans: abc.Iterable[Span]) -> list[int]:
+    """Return the tokens with numbers that stand for vectors in their places."""
+    found = list(tokens)
+    for span in spans:
+        content = int.from_bytes(span.digest[:8], "little")
+        found[span.start : span.end] = [mix(content, offset) for offset in range(span.length)]
+    return found
 
 
 def hidden_state(history: abc.Sequence[int]) -> list[int]:
@@ -112,6 +122,7 @@ class FakeRunner:
         self._host_pages = [[-1] * config.block_size for _ in range(config.num_host_blocks)]
         self._arriving: abc.Sequence[tuple[int, int]] = ()  # swapped in by the last step, not there yet
         self.rows = Rows()
+        self._spans: dict[int, tuple[Span, ...]] = {}  # of each row
         self.tables: dict[int, list[list[int]]] = {}  # of each row, by slot and group
         self._choose = choose
         self._cost = cost
@@ -214,6 +225,7 @@ class FakeRunner:
         """Bring the tables up to date."""
         for row in plan.rows:
             self.tables[row.slot] = list(map(list, row.tables))
+            self._spans[row.slot] = row.spans
         for slot, group, index, block in plan.entries:
             table = self.tables[slot][group]
             table[index : index + 1] = [block]
@@ -230,8 +242,11 @@ class FakeRunner:
             return []
         size, stop = self._block_size, piece.start + piece.num_tokens
         first, *others = self.tables[piece.slot]
+        spans = self._spans[piece.slot]
+        assert divided(spans, stop) is None, "an atomic span is divided"
+        tokens = with_vectors(piece.tokens, spans) if spans else piece.tokens
         for position in range(piece.start, stop):
-            self._pages[first[position // size]][position % size] = piece.tokens[position]
+            self._pages[first[position // size]][position % size] = tokens[position]
         history = [token for block in first[: -(-stop // size)] for token in self._pages[block]][:stop]
         if self._windows or self._states:
             states = list(accumulate(history, mix))

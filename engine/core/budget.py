@@ -220,7 +220,7 @@ class Allowance:
     def take_prompt(self, start: int, count: int) -> None:
         """Subtract a chunk of a prompt."""
         self.seconds -= self._budget.times.chunk_s(start, count)
-        self.num_tokens -= count
+        self.num_tokens = max(self.num_tokens - count, 0)  # an atomic span may exceed a lowered limit
         self._load = self.load.with_chunk(start, count)
 
     def long_s(self, long: abc.Sequence[Sequence], now: float) -> float:

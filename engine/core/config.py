@@ -83,20 +83,22 @@ class SchedulerConfig:
         """Return how many groups of layers have a page table each; recurrent ones have none."""
         return 1 + len(self.windows)
 
-    def window_blocks(self, window: int, num_positions: int) -> int:
+    def window_blocks(self, window: int, num_positions: int, longest_atomic: int = 0) -> int:
         """Return the blocks that a sequence needs in a group with this window to go on from any of its positions.
 
-        A window may begin and end within a block, the step in flight may need another, and so may drafts.
+        A window may begin and end within a block, the step in flight may need another, and so may drafts. An atomic span
+        is computed in one step, with the windows of all its positions.
         """
+        window += longest_atomic
         others = blocks_for(self.num_speculative_tokens, self.block_size) + 2
         return min(blocks_for(window, self.block_size) + others, blocks_for(num_positions, self.block_size))
 
-    def max_blocks(self, num_positions: int, num_states: int = 2) -> int:
+    def max_blocks(self, num_positions: int, num_states: int = 2, longest_atomic: int = 0) -> int:
         """Return the most blocks that a sequence with K/V of so many positions needs, in all groups.
 
         A sequence that resumes reads one state and writes another.
         """
-        windows = sum([self.window_blocks(window, num_positions) for window in self.windows])
+        windows = sum([self.window_blocks(window, num_positions, longest_atomic) for window in self.windows])
         return blocks_for(num_positions, self.block_size) + windows + num_states * self.state_blocks
 
     def _check_groups(self) -> None:

@@ -118,7 +118,7 @@ class SequenceKV:
         """Map the blocks of another answer to the same prompt. The caller counts the references."""
         self.tables = tuple(map(list, other.tables))
         self.state = StateSlots(other.state.slot)
-        self.chain = list(other.chain)
+        self.chain = other.chain.copy()
         self.num_published = other.num_published
         self.next_publish = other.next_publish
 

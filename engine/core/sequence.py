@@ -121,7 +121,7 @@ class Sequence:
     seq_id: int
     key: InitVar[float]
     block_size: InitVar[int]
-    names: InitVar[abc.Sequence[bytes]]
+    first_names: list[bytes]  # that its chain begins with; see prefix_cache.py
     account: Account
     request_id: str = field(init=False)
     params: SamplingParams = field(init=False)
@@ -153,7 +153,7 @@ class Sequence:
     last_token_s: float = -1.0
     history: History = field(default_factory=History)
 
-    def __post_init__(self, key: float, block_size: int, names: abc.Sequence[bytes]) -> None:
+    def __post_init__(self, key: float, block_size: int) -> None:
         self.request_id, self.params = self.request.request_id, self.request.params
         self.order = (key, self.seq_id)
         self.place = (self.is_background, *self.order)
@@ -161,7 +161,7 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.max_total = self.num_prompt + self.params.max_tokens
         self.ending_ids = self.params.eos_token_ids | self.params.stop_token_ids
-        self.kv = SequenceKV(block_size, list(names))
+        self.kv = SequenceKV(block_size, self.first_names.copy())
         self.is_forked = self.params.num_sequences == 1
 
     @property
@@ -188,7 +188,8 @@ class Sequence:
         """Return the row that the runner keeps from now on."""
         self.has_row = True
         seed, tables = self.samples[0].seed, tuple(map(tuple, self.kv.tables))
-        return RowStart(self.slot, self.seq_id, self.num_prompt, self.params, seed, tuple(self.tokens), tables)
+        fields = (self.slot, self.seq_id, self.num_prompt, self.params, seed, tuple(self.tokens), tables)
+        return RowStart(*fields, self.request.spans)
 
     @property
     def is_waiting(self) -> bool:
@@ -214,11 +215,6 @@ class Sequence:
     def num_slots(self) -> int:
         """Return the number of runner rows that admission must find."""
         return 1 if self.is_forked else self.params.num_sequences
-
-    @property
-    def first_names(self) -> list[bytes]:
-        """Return the names that its chain began with; see prefix_cache.py."""
-        return self.kv.chain[: self.request.num_public // self.kv.block_size + 1]
 
     @property
     def num_generated(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from engine.core.spans import Span
 from engine.core.stats import FailureCause
 from engine.core.types import Adapter, Grammar, GrammarKey, SamplingParams, TokenLogprob
 
@@ -42,6 +43,7 @@ class RowStart(NamedTuple):
     tables: tuple[
         tuple[int, ...], ...
     ]  # by group of layers, blocks in logical order; below 0 where a window has passed
+    spans: tuple[Span, ...] = ()  # where vectors stand instead of ids
 
 
 class KnownId(NamedTuple):

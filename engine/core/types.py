@@ -11,6 +11,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from engine.core.errors import ErrorValue
+from engine.core.spans import Span
 
 
 class FinishReason(str, Enum):
@@ -204,6 +205,7 @@ class Request:
     deadline_s: float | None = None  # seconds from its arrival in which the whole answer is wanted, or none of it
     max_queue_s: float | None = None  # ... in which it is to be started
     is_background: bool = False  # runs in steps that no other work needs, under every policy
+    spans: tuple[Span, ...] = ()  # of the prompt, in order, where vectors stand instead of ids
     tenant: str = ""  # on whose account it runs; "" is a tenant like any other
     weight: float = 1.0  # that tenant's, under the policy `fair`: with 2 it gets twice what others get
 

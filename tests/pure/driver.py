@@ -15,11 +15,12 @@ from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.beams import BeamSearch, row_params
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import Sequence, Status, choice_seed
+from engine.core.spans import divided
 from engine.core.step import StepPlan
 from engine.core.types import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent
 from engine.inbox import InboxMessage, Stop
 from engine.loop import Engine
-from loadtest.fake_runner import FakeRunner, FakeStep, likeliest, mix
+from loadtest.fake_runner import FakeRunner, FakeStep, likeliest, mix, with_vectors
 
 VOCAB = 50
 EOS = 7
@@ -91,7 +92,7 @@ def solo(asked: Request, choice: int) -> tuple[list[int], FinishReason]:
     """What a choice must say and how it must end, computed without any scheduler."""
     if asked.params.beam is not None and asked.params.max_tokens:
         return solo_beams(asked)[choice]
-    params, tokens = asked.params, list(asked.prompt)
+    params, tokens = asked.params, with_vectors(asked.prompt, asked.spans)
     seed = choice_seed(params.seed, choice)
     output: list[int] = []
     while len(output) < params.max_tokens:
@@ -109,7 +110,7 @@ def solo_beams(asked: Request) -> list[tuple[list[int], FinishReason]]:
     """What a beam search must find: each beam's whole history is looked at anew for every token."""
     search, most = BeamSearch(asked.params), row_params(asked.params).logprobs
     assert most is not None
-    beams = [list(asked.prompt)]
+    beams = [with_vectors(asked.prompt, asked.spans)]
     while True:
         if asked.params.top_k == FAILS and len(beams[0]) - len(asked.prompt) >= 3:
             return [([], FinishReason.ERROR)] * asked.params.n
@@ -292,6 +293,8 @@ class Driver:
         queue = self.scheduler._queue
         if first is None or first.is_background or self.scheduler._budget.is_reduced or queue.may_yield:
             return  # the background waits for others, steps that were taken back are small, places of the fair change
+        if divided(first.request.spans, first.num_planned + 1) is not None:
+            return  # it waits for a step that has room for all of a span
         is_short = first.kv.tables[1:] and self.scheduler.kv.reach(first) <= first.num_planned
         if is_short or (self.scheduler.config.windows and not first.kv.blocks):
             return  # it waits for a block of each window, or was preempted for one

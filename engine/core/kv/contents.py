@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, TypeVar
 
+from engine.core.spans import Chain
 from engine.core.types import Request
 
 T = TypeVar("T")
@@ -129,6 +130,8 @@ class Contents:
         extra = origin.extra if index else origin.first_extra
         if name in self._owners:
             extra = (*extra, self._owners[name])
+        if isinstance(chain, Chain) and index in chain.parts:
+            extra = (*extra, chain.parts[index].hex())
         own = array("I", tokens[index * size : (index + 1) * size])
         return Content(name, chain[index] if index else None, own, origin, extra)
 

@@ -32,6 +32,7 @@ from engine.core.kv.contents import in_group
 from engine.core.kv.prefix_cache import BlockIndex, Listener, PrefixCache, name_block
 from engine.core.page_table import NO_BLOCK, blocks_for
 from engine.core.sequence import Sequence
+from engine.core.spans import longest_atomic
 
 
 class WindowGroup(BlockIndex):
@@ -161,7 +162,7 @@ class WindowGroup(BlockIndex):
 
     def max_blocks(self, seq: Sequence) -> int:
         """Return the most blocks that a sequence needs here for its known tokens."""
-        return self._config.window_blocks(self._window, len(seq.tokens))
+        return self._config.window_blocks(self._window, len(seq.tokens), longest_atomic(seq.request.spans))
 
     def owed(self, seq: Sequence) -> int:
         """Return how many blocks a sequence may still need here while its known tokens are computed."""

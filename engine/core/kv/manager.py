@@ -27,6 +27,7 @@ from engine.core.kv.snapshots import RecurrentGroup
 from engine.core.kv.tiers import Tiers, TransferEnd
 from engine.core.page_table import NO_BLOCK, PrefixImport, Ticket, blocks_for
 from engine.core.sequence import Sequence
+from engine.core.spans import divided, longest_atomic
 from engine.core.states import NEVER, StateSlots
 from engine.core.stats import Stats
 from engine.core.types import Request
@@ -213,9 +214,8 @@ class KVCacheManager:
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """Return the shortest prefix of victims that frees enough for a sequence; none if all do not."""
         num_slots, num_blocks, found = len(self._slots), self.pool.num_available, list[Sequence]()
-        needed = (
-            self._config.max_blocks(len(seq.tokens)) + num_reserved * self._num_groups + seq.headroom + self._num_owed
-        )
+        needed = self._config.max_blocks(len(seq.tokens), longest_atomic=longest_atomic(seq.request.spans))
+        needed += num_reserved * self._num_groups + seq.headroom + self._num_owed
         for victim in victims:
             found.append(victim)
             num_slots += len(victim.kv.slots)
@@ -242,7 +242,11 @@ class KVCacheManager:
 
     def chunk_end(self, seq: Sequence, stop: int) -> int:
         """Return where the next chunk of a prompt, up to `stop` at most, ends."""
-        return stop if self._recurrent is None else self._recurrent.chunk_end(seq, seq.num_planned, stop)
+        if self._recurrent is None:
+            return stop
+        stop = self._recurrent.chunk_end(seq, seq.num_planned, stop)
+        span = divided(seq.request.spans, stop)
+        return stop if span is None else span.start if span.start > seq.num_planned else span.end
 
     def cover(self, seq: Sequence, stop: int, step: InFlightStep) -> None:
         """Take what a prompt's next chunk, up to `stop` within its reach, needs in the other groups."""

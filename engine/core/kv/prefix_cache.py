@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 from engine.core.config import SchedulerConfig
 from engine.core.kv.block_pool import BlockPool, count_holders
 from engine.core.kv.contents import Holdings
+from engine.core.spans import Chain, Span
 from engine.core.types import Request
 
 MAX_CHECKED = 512  # blocks in one part of `checks`: three quarters of a millisecond
@@ -31,16 +32,17 @@ def chain_root(salt: str, adapter: bytes = b"", owner: str = "") -> bytes:
 
 
 def first_names(
-    root: bytes, public_root: bytes, tokens: Sequence[int], num_public: int, block_size: int
+    root: bytes, public_root: bytes, tokens: Sequence[int], num_public: int, block_size: int, spans: Sequence[Span] = ()
 ) -> list[bytes]:
     """Return the beginning of a chain: its root, or the names of blocks whose tokens are public.
 
     The last public block and all after it have names of the request's root, so that a block with tokens that are not
     public is never found from a public one.
     """
+    begin = [public_root if num_public else root]
+    chain = Chain(begin, spans, block_size) if spans else begin
     if not num_public:
-        return [root]
-    chain = [public_root]
+        return chain
     for index in range(num_public):
         name_block(chain, tokens, index, block_size)
     chain[-1] = blake2b(chain[-1], digest_size=32, key=root).digest()
@@ -55,12 +57,12 @@ def request_names(request: Request, config: SchedulerConfig) -> list[bytes]:
     root = chain_root(request.cache_salt, digest, request.cache_owner)
     num_public = request.num_public // config.block_size
     public_root = chain_root(request.cache_salt, digest) if num_public else b""
-    return first_names(root, public_root, request.prompt, num_public, config.block_size)
+    return first_names(root, public_root, request.prompt, num_public, config.block_size, request.spans)
 
 
-def chain_next(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the digest of a full block that follows `parent`."""
-    return blake2b(parent + _packer(len(tokens))(*tokens), digest_size=32).digest()
+def chain_next(parent: bytes, tokens: Sequence[int], part: bytes = b"") -> bytes:
+    """Return the digest of a full block that follows `parent`; `part` is of the spans that it covers."""
+    return blake2b(parent + _packer(len(tokens))(*tokens) + part, digest_size=32).digest()
 
 
 @cache
@@ -72,7 +74,8 @@ def _packer(count: int) -> Callable[..., bytes]:
 def name_block(chain: list[bytes], tokens: Sequence[int], index: int, block_size: int) -> bytes:
     """Return the digest of full block `index`; `chain` begins with the root and is extended."""
     if len(chain) == index + 1:
-        chain.append(chain_next(chain[index], tokens[index * block_size : (index + 1) * block_size]))
+        part = chain.parts.get(index, b"") if isinstance(chain, Chain) else b""
+        chain.append(chain_next(chain[index], tokens[index * block_size : (index + 1) * block_size], part))
     return chain[index + 1]
 
 
@@ -272,7 +275,7 @@ class PrefixCache(BlockIndex):
         own = tokens[first * self.block_size : stop * self.block_size]
         is_held = not (self._run_of.keys().isdisjoint(left) and self._name_of.keys().isdisjoint(left))
         # Existing names are kept: they may differ from those that would be made (see `first_names`).
-        is_named = len(chain) > first + 1
+        is_named = len(chain) > first + 1 or isinstance(chain, Chain)
         is_watched = self._listener is not None or self.holdings is not None
         name = chain_next(chain[first], own[: self.block_size])
         if is_held or is_named or is_watched or name in self._block_of:

@@ -198,7 +198,7 @@ class BeamGroup:
         self.search = BeamSearch(first.request.params)
         first.tokens = list(first.request.prompt)
         first.max_total = first.num_prompt + 1
-        first.kv.chain = first.first_names
+        first.kv.chain = first.first_names.copy()
 
     def restart(self, seq_id: int) -> None:
         """Forget all tokens, so that the search can start again from the prompt."""

@@ -16,6 +16,7 @@ from engine.core.in_flight import InFlightStep
 from engine.core.kv.manager import KVCacheManager
 from engine.core.scheduling.running import RunningQueue
 from engine.core.sequence import Sequence, Status
+from engine.core.spans import divided
 from engine.core.step import Sample
 
 
@@ -36,12 +37,15 @@ class PromptPlan:
         self._long: list[Sequence] = []
         self._delayed: list[Sequence] = []  # admitted, but their blocks are still being loaded
 
-    def resume(self, sequences: list[Sequence]) -> None:
-        """Continue the prompts of running sequences, except long ones."""
-        self._long = [seq for seq in sequences if seq.is_chunked_prefill and not self._in_order]
+    def resume(self, sequences: list[Sequence], urgent: Sequence | None = None) -> None:
+        """Continue the prompts of running sequences, except long ones; first that of one with an atomic span."""
+        others = [seq for seq in sequences if seq is not urgent]
+        self._long = [seq for seq in others if seq.is_chunked_prefill and not self._in_order]
         self._allowance.begin_prompts(holds_back=bool(self._long) and self._long[0] is sequences[0])
+        if urgent is not None and len(others) < len(sequences):
+            self._plan_chunk(urgent, least=1)
         self._is_full = not self._allowance.num_tokens
-        for seq in sequences:
+        for seq in others:
             if self._in_order or not seq.is_chunked_prefill:
                 self._plan_chunk(seq)
 
@@ -91,9 +95,15 @@ class PromptPlan:
         num_left = self._kv.reach(seq) - start
         count = self._allowance.prompt(start, num_left, least) if num_left > 0 else 0
         self._is_full = self._is_full or start + count < len(seq.tokens)
-        if not count:
+        stop, span = start + count, divided(seq.request.spans, start + count)
+        if span is not None:
+            # One that is alone in a step may exceed a limit that is lowered.
+            is_alone = span.start <= start and not self._step.sequences
+            has_room = span.end - start <= (num_left if is_alone else min(self._allowance.num_tokens, num_left))
+            stop = span.end if has_room else max(span.start, start)
+        if stop == start:
             return
-        stop = self._kv.chunk_end(seq, start + count)
+        stop = self._kv.chunk_end(seq, stop)
         count = stop - start
         self._allowance.take_prompt(start, count)
         self._kv.cover(seq, stop, self._step)

@@ -25,13 +25,23 @@ _is_background = attrgetter("is_background")
 class RunningQueue:
     """Moves sequences between the waiting queues, the parked ones and the running ones."""
 
-    __slots__ = ("_next_seq_id", "_recorder", "background", "foreground", "parked", "requests", "running")
+    __slots__ = (
+        "_next_seq_id",
+        "_recorder",
+        "background",
+        "foreground",
+        "num_with_spans",
+        "parked",
+        "requests",
+        "running",
+    )
 
     def __init__(self, recorder: StatsRecorder, config: SchedulerConfig) -> None:
         self.foreground, self.background = make_queue(config.policy), make_queue(config.policy)
         self.running: list[Sequence] = []
         self.parked: dict[Sequence, None] = {}  # wait for transfers, outside the order of admission
         self.requests: dict[str, list[Sequence]] = {}  # the living, by request id
+        self.num_with_spans = 0  # requests
         self._recorder = recorder
         self._next_seq_id = 0
 
@@ -121,6 +131,7 @@ class RunningQueue:
         siblings.remove(seq)
         if not siblings:
             del self.requests[seq.request_id]
+            self.num_with_spans -= bool(seq.request.spans)
 
     @property
     def has_foreground(self) -> bool:

@@ -25,6 +25,7 @@ from engine.core.scheduling.prompts import PromptPlan
 from engine.core.scheduling.running import RunningQueue
 from engine.core.scheduling.stats_recorder import StatsRecorder
 from engine.core.sequence import Sequence, Status
+from engine.core.spans import divided
 from engine.core.stats import FailureCause, Snapshot, Stats
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
@@ -48,6 +49,7 @@ class Scheduler:
         self._output = OutputProcessor(self.kv, self._queue, self._recorder, self._drafts)
         self._decoding: tuple[list[Sequence], tuple[int, ...]] = ([], ())  # of the last step, and their slots
         self._next_step_id = 0
+        self._made_room = False  # for an atomic span, by decodes that waited, in the last step
         self._committed_s = 0.0
 
     @property
@@ -71,6 +73,7 @@ class Scheduler:
         if request.params.beam is not None:
             BeamGroup(seq)
         self._queue.requests[request.request_id] = [seq]
+        self._queue.num_with_spans += bool(request.spans)
         self._queue.enqueue(seq, is_parked=self.kv.prefetch(seq, request.arrival_s))
         if request.deadline_s is not None or request.max_queue_s is not None:
             self._deadlines = self._deadlines or Deadlines(self.kv, self._budget.times, self.config)
@@ -113,12 +116,15 @@ class Scheduler:
         limit = allowance.num_tokens
         if self._queue.may_yield:
             self._admit_first(now, step)
-        catching_up = self._plan_decodes(step, self._queue.due(limit))
+        due, urgent = self._queue.due(limit), None
+        if self._queue.num_with_spans:
+            due, urgent = self._make_room(due, limit)
+        catching_up = self._plan_decodes(step, due)
         allowance.take_decodes(step.positions)
         admits = (self.kv.has_slot or self._queue.has_takeable) and self._queue.first_waiting is not None
         if allowance.num_tokens and (catching_up or admits):
             prompts = PromptPlan(self.kv, self._queue, step, allowance, in_order=self._budget.is_reduced)
-            prompts.resume(catching_up)
+            prompts.resume(catching_up, urgent)
             if admits:
                 prompts.admit(self._admit(now, step))
             prompts.finish(now)
@@ -127,6 +133,24 @@ class Scheduler:
             self.kv.dropped(step)  # sequences were admitted and preempted again
             return None
         return self._launch(step, allowance)
+
+    def _make_room(self, due: list[Sequence], limit: int) -> tuple[list[Sequence], Sequence | None]:
+        """Return what a step plans, and the first prompt if it has come to an atomic span; some decodes may wait for it.
+
+        They wait for no two such steps in turn.
+        """
+        was_made, self._made_room = self._made_room, False
+        for urgent in due:
+            span = divided(urgent.request.spans, urgent.num_planned + 1)
+            if span is not None and urgent.status is Status.PREFILL:
+                break
+        else:
+            return due, None
+        num_decodes = max(limit - (span.end - urgent.num_planned), 0)
+        decodes = [seq for seq in due if seq.status is not Status.PREFILL]
+        self._made_room = len(decodes) > num_decodes and not was_made
+        waiting = set(decodes[num_decodes:]) if self._made_room else ()
+        return [seq for seq in due if seq not in waiting], urgent
 
     def _launch(self, step: InFlightStep, allowance: Allowance) -> StepPlan:
         """Complete a step and return it as a plan; from here on it is in flight."""
@@ -265,6 +289,7 @@ class Scheduler:
         With `failure`, an error message, the request with the largest part in the oldest step ends with that error.
         """
         oldest = self._in_flight[0]
+        self._made_room = False
         for step in self._in_flight:
             self.kv.rolled_back(step)
         for seq, is_whole in roll_back(self._in_flight).items():
