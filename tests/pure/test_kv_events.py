@@ -124,8 +124,6 @@ class EventsMachine(SchedulerMachine):
         self, depth: int, window: int, max_queue_size: int, buffer_steps: int, **changes: str | int
     ) -> None:
         sizes: dict = {"max_num_batched_tokens": 20, "max_model_len": 40, "kv_events": True, **changes}
-        if window:
-            sizes |= {"num_host_blocks": 0, "host_caching": False}
         sizes["num_disk_blocks"] = sizes["num_disk_blocks"] if sizes["host_caching"] else 0
         if window:
             sizes["windows"] = (window,)
@@ -180,15 +178,17 @@ class EventsMachine(SchedulerMachine):
         self.catch_up()
         kv, contents = self.driver.scheduler.kv, self.contents
         assert contents is not None
-        unseen = {block_hash(name) for each in (contents.host, *contents.stores.values()) for name in each._unseen}
+        unseen = {name for each in (contents.host, *contents.stores.values()) for name in each._unseen}
         names = {block_hash(name): name for name in kv._cache._block_of}
         expected: dict[tuple[str, int], set[int]] = {("GPU", 0): set(names)}
         for index, group in enumerate(kv._windows, start=1):
             expected["GPU", index] = hashes(group)
         host = kv.tiers.host
         arrived = {name for name, block in host._block_of.items() if host.has_content(name, block)}
-        expected["CPU", 0] = {block_hash(name) for name in arrived} - unseen
-        expected["STORAGE", 0] = {each for store in kv.tiers.stores.values() for each in hashes(store)} - unseen
+        stored = {name for store in kv.tiers.stores.values() for name in store._block_of}
+        for medium, held_names in ("CPU", arrived), ("STORAGE", stored):
+            for name in held_names - unseen:  # behind a name's digest is the number of its group
+                expected.setdefault((medium, sum(name[32:])), set()).add(block_hash(name))
         assert {place: set(held) for place, held in self.index.held.items() if held} == {
             place: held for place, held in expected.items() if held
         }
