@@ -38,12 +38,6 @@ class Shared(NamedTuple):
     fields: Mapping[str, str]
 
 
-@cache
-def read_structs(file: Path) -> Mapping[str, Shared]:
-    """Return the shared structures of a source file."""
-    return {name: Shared(file, text, _fields(text)) for text, name in _STRUCT.findall(file.read_text("utf-8"))}
-
-
 def _fields(text: str) -> dict[str, str]:
     return {
         each.split("*")[-1].split()[-1]: "*" if "*" in each else kind
@@ -56,19 +50,18 @@ def _fields(text: str) -> dict[str, str]:
 def shared_structs() -> Mapping[str, Shared]:
     """Return the shared structures of the library: of its headers first."""
     files = (*sorted(_FOLDER.glob("*.h")), *sorted(_FOLDER.glob("*.c")))
-    return {name: struct for file in files for name, struct in read_structs(file).items()}
+    found = ((file, *pair) for file in files for pair in _STRUCT.findall(file.read_text("utf-8")))
+    return {name: Shared(file, text, _fields(text)) for file, text, name in found}
 
 
-def mirror(name: str, file: Path | None = None, **kinds: Any) -> Callable[[_Class], _Class]:
-    """Give a class the fields of a structure, of the library or of another file; `kinds` are of pointers to data of Python's."""
-    struct = (shared_structs() if file is None else read_structs(file))[name]
-    fields = [(field, kinds.get(field) or _kind_of(kind)) for field, kind in struct.fields.items()]
+def mirror(name: str, **kinds: Any) -> Callable[[_Class], _Class]:
+    """Give a class the fields of a structure; `kinds` are the types of pointers to objects of Python's."""
+    fields = [(field, kinds.get(field) or _kind_of(kind)) for field, kind in shared_structs()[name].fields.items()]
 
     def fill(empty: _Class) -> _Class:
         about = {"__doc__": empty.__doc__, "__module__": empty.__module__, "_fields_": fields}
         made = type(empty.__name__, (Structure,), {"__slots__": (), **about})  # a name that is no field fails
-        if file is None:
-            MIRRORS[name] = made
+        MIRRORS[name] = made
         return made  # type: ignore[return-value]
 
     return fill
