@@ -140,6 +140,10 @@ class KVManagerMachine(RuleBasedStateMachine):
         """A chunk of a prompt; with its end come the first tokens, one a choice."""
         seq = data.draw(st.sampled_from([seq for seq in self.living if seq.status is Status.PREFILL]))
         stop = min(seq.num_planned + most, len(seq.tokens))
+        self.finish_chunk(seq, stop, token)
+
+    def finish_chunk(self, seq: Sequence, stop: int, token: int) -> None:
+        """Compute a chunk; an answer forks at the end of its prompt."""
         self.write(seq, stop)
         children: list[Sequence] = []
         if stop == len(seq.tokens):
@@ -230,5 +234,106 @@ class KVManagerMachine(RuleBasedStateMachine):
         assert self.kv.pool.num_available == self.num_available()
 
 
+class OtherMemory:
+    """What layers with windows and recurrent state keep, beside the cells of those with full attention."""
+
+    def __init__(self, windows: tuple[int, ...]) -> None:
+        self._windows = windows
+        self._cells: dict[tuple[int, int], object] = {}  # (block, offset), or a whole block of a state at offset -1
+
+    def compute(self, seq: Sequence, stop: int) -> None:
+        """Compute positions up to `stop`; what they read must be there and right."""
+        start, state = seq.num_computed, seq.kv.state
+        if state.slot:
+            read = state.source if state.is_moved else state.slot
+            state.is_moved = False
+            assert bool(read) == (start > 0)
+            for part, block in enumerate(read):
+                assert self._cells.get((block, -1)) == (part, history(seq, start)), f"the state at {start} is not read"
+            for part, block in enumerate(state.slot):
+                self._cells[block, -1] = part, history(seq, stop)
+        for group, (window, table) in enumerate(zip(self._windows, seq.kv.tables[1:], strict=True)):
+            for position in range(start, stop):
+                self._cells[table[position // SIZE], position % SIZE] = group, history(seq, position + 1)
+            for position in range(max(start - window + 1, 0), stop):
+                cell = self._cells.get((table[position // SIZE], position % SIZE))
+                assert cell == (group, history(seq, position + 1)), f"position {position} of a window"
+
+    def copy(self, source: int, target: int) -> None:
+        for offset in range(SIZE):
+            if (source, offset) in self._cells:
+                self._cells[target, offset] = self._cells[source, offset]
+
+
+class MixedManagerMachine(KVManagerMachine):
+    """The same over random mixtures of groups: full, several windows, recurrent."""
+
+    @initialize(
+        num_blocks=st.integers(16, 60),
+        windows=st.lists(st.sampled_from([1, 3, 4, 9]), max_size=2),
+        state_blocks=st.integers(0, 3),
+    )
+    def start(self, num_blocks: int, windows: list[int], state_blocks: int) -> None:  # type: ignore[override]
+        super().start(num_blocks)
+        sizes = {"windows": tuple(windows), "state_blocks": state_blocks, "max_num_seqs": SLOTS}
+        self.kv = KVCacheManager(config(num_blocks=num_blocks, block_size=SIZE, **sizes), Stats(), StepTime())  # type: ignore[arg-type]
+        self.other = OtherMemory(tuple(windows))
+
+    def held(self) -> set[int]:
+        return {block for seq in self.living for table in seq.kv.held for block in table if block >= 0}
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), reserve=st.integers(0, 3))
+    def admit(self, data: st.DataObject, reserve: int) -> None:
+        seq = data.draw(st.sampled_from(self.waiting))
+        hint, has_none = self.kv.lookup(seq), not self.living
+        if self.kv.allocate(seq, reserve=reserve) is None:
+            needed = self.kv._config.max_blocks(len(seq.tokens), 2 + seq.num_slots) + 3 * self.kv._num_groups
+            assert not (has_none and self.num_blocks >= needed), "an empty pool had no room"
+            assert not seq.kv.held
+            return
+        assert seq.num_computed == hint < len(seq.tokens)
+        assert self.kv.pool.num_available >= self.kv._num_owed
+        self.waiting.remove(seq)
+        self.living.append(seq)
+        seq.move(Status.PREFILL)
+
+    @precondition(lambda self: any(seq.status is Status.PREFILL for seq in self.living))
+    @rule(data=st.data(), most=st.integers(1, 12), token=st.integers(0, 1))
+    def compute(self, data: st.DataObject, most: int, token: int) -> None:
+        seq = data.draw(st.sampled_from([seq for seq in self.living if seq.status is Status.PREFILL]))
+        stop = min(seq.num_planned + most, self.kv.reach(seq))
+        if stop <= seq.num_planned:
+            return
+        stop = self.kv.chunk_end(seq, stop)
+        self.kv.cover(seq, stop, InFlightStep())
+        self.finish_chunk(seq, stop, token)
+
+    def write(self, seq: Sequence, stop: int) -> None:
+        state = [*seq.kv.state.slot]
+        others = {block for each in self.living if each is not seq for table in each.kv.held for block in table}
+        assert others.isdisjoint(state), "another may read the slot that is written"
+        if self.kv._recurrent is not None:
+            assert not any(self.kv._recurrent.is_owner(block) for block in state), "it can be found"
+        self.other.compute(seq, stop)
+        super().write(seq, stop)
+
+    @precondition(lambda self: any(seq.status is Status.RUNNING for seq in self.living))
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def decode(self, data: st.DataObject, token: int) -> None:
+        seq = data.draw(st.sampled_from([seq for seq in self.living if seq.status is Status.RUNNING]))
+        if seq.num_planned >= seq.kv.writable_until:
+            step = InFlightStep()
+            if not self.kv.extend(seq, step):
+                return
+            for source, target in step.copies:
+                self.memory.copy(source, target)
+                self.other.copy(source, target)
+        self.write(seq, len(seq.tokens))
+        seq.tokens.append(token)
+
+
 TestKVManager = KVManagerMachine.TestCase
 TestKVManager.settings = settings(max_examples=60, stateful_step_count=60)
+TestMixedManager = MixedManagerMachine.TestCase
+TestMixedManager.settings = settings(max_examples=60, stateful_step_count=60)
