@@ -411,3 +411,21 @@ def test_the_last_place_is_the_last_of_whoever_holds_most(running: list[tuple[st
         assert last.account.share == max(account.share for account in accounts.values())
         assert all(seq.order < last.order for seq in sequences if seq.account is last.account)
         last.account.num_running -= 1
+
+
+@pytest.mark.parametrize("num_running", [1, 2, 3])
+@pytest.mark.parametrize("is_older", [False, True])
+def test_no_two_tenants_that_were_served_alike_preempt_each_other(num_running: int, is_older: bool) -> None:
+    """Once the victims wait as well, the sequence that they made room for is the next to be admitted."""
+    queue, holder, newcomer = FairQueue(), Account(), Account()
+    holder.weight = 0.1
+    running = [Sequence(request(f"r{i}"), 0, i, 1.0, 4, [b""], holder) for i in range(num_running)]
+    holder.num_running = num_running
+    candidate = Sequence(request("new"), 0, 9, 0.0 if is_older else 2.0, 4, [b""], newcomer)
+    victims = queue.victims(running, candidate)
+    assert bool(victims) == (is_older or num_running > 1)
+    queue.push(candidate)
+    for victim in victims:
+        queue.stopped(victim)
+        queue.push(victim)
+    assert queue.peek() is candidate

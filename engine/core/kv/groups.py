@@ -139,7 +139,7 @@ class WindowGroup(BlockIndex):
         """
         window = self.window_at(num_blocks)
         hits = [] if loads else [self.find(seq.kv.chain[index + 1]) for index in window]
-        seq.kv.tables = (*seq.kv.tables, [NO_BLOCK] * window.start + hits if hits else [])
+        seq.kv.tables = (*seq.kv.tables, [] if loads else [NO_BLOCK] * window.start + hits)
         return sum([block != NO_BLOCK and not self.pool.is_held(block) for block in hits])
 
     def resume(self, seq: Sequence) -> None:

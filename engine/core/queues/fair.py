@@ -139,7 +139,12 @@ class FairQueue(KeyedQueue):
             self.arrange(running)
             for victim in reversed(running):
                 other = victim.account
-                if other in num_left and num_left[other] / other.weight >= least:
+                if other not in num_left or num_left[other] / other.weight < least:
+                    continue
+                # Two that preempt each other would do so without end: the candidate has to be the next to be admitted.
+                num_kept = num_left[other] - (1 if victim.beam_group is None else len(victim.beam_group.members))
+                ours, theirs = account.share, max(num_kept, 0) / other.weight
+                if (account.served, ours, candidate.order) < (other.served, theirs, victim.order):
                     num_left[other] -= 1
                     found.append(victim)
         return found
