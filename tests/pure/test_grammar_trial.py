@@ -18,7 +18,7 @@ from tests.pure.hostile_grammars import HOSTILE, SLOW
 FINE = GrammarSpec(GrammarKind.REGEX, "a+")
 LONG_S = 30.0  # of CPU time, which nothing here takes
 SPECIAL = ("<end>", "[CALL]")
-SOURCE = VocabularySource(byte_tokenizer_json(*SPECIAL), 258, frozenset({256}))
+SOURCE = VocabularySource(byte_tokenizer_json(*SPECIAL), 258, frozenset({256}), SPECIAL)
 # These end at the first token that calls for the pattern, which the trial's few answers do not.
 LATE = ("pattern of a property", "nested unicode", "tag")
 
