@@ -30,6 +30,7 @@ class SequenceSlice(NamedTuple):
     num_tokens: int
     prompt_logprobs: int = -1
     drafts: abc.Sequence[int] = ()  # ids supposed to follow `tokens`, the last positions of the slice
+    forks: tuple[list[int], ...] = ()  # `tokens` of the rows that its further samples are for
 
     def at(self, start: int, num_tokens: int = 1) -> SequenceSlice:
         """Return this slice with other positions."""
@@ -66,11 +67,12 @@ class Rows:
             self._set(known)
         make, decodes = tuple.__new__, self._decodes  # a tenth of a microsecond a slice
         slices = [
-            make(SequenceSlice, (*decodes[slot], start, 1, -1, ()))
+            make(SequenceSlice, (*decodes[slot], start, 1, -1, (), ()))
             for slot, start in zip(plan.slots, plan.positions, strict=True)
         ]
         for slot, start, num_tokens, samples, prompt_logprobs in plan.chunks:
-            slices.append(SequenceSlice(*self._rows[slot], samples, start, num_tokens, prompt_logprobs))
+            forks = tuple([self._rows[sample.slot][-1] for sample in samples if sample.slot != slot])
+            slices.append(SequenceSlice(*self._rows[slot], samples, start, num_tokens, prompt_logprobs, (), forks))
         return slices
 
     def _set(self, known: KnownId) -> None:
@@ -84,6 +86,7 @@ class Rows:
                 next(drawn)
                 piece.tokens.extend(result.drafted[index].token_ids)
                 continue
-            for slot, _ in piece.samples:  # of a step that was rolled back the row has begun again, with other ids
-                tokens = piece.tokens if slot == piece.slot else self._rows[slot][-1]
-                tokens.append(next(drawn))
+            # Of a step that was rolled back the rows have begun again, with other lists.
+            forks = iter(piece.forks)
+            for slot, _ in piece.samples:
+                (piece.tokens if slot == piece.slot else next(forks)).append(next(drawn))

@@ -223,6 +223,8 @@ def spoiled_turn(city: str, days: int) -> list[dict[str, Any]]:
 
 
 def is_valid(call: dict[str, str]) -> bool:
+    if call["name"] not in SCHEMAS:
+        return False
     try:
         jsonschema.validate(json.loads(call["arguments"]), {**SCHEMAS[call["name"]], "additionalProperties": False})
     except (ValueError, jsonschema.ValidationError):

@@ -54,12 +54,12 @@ def _drafting(
     drafter: Drafter, config: SchedulerConfig, num_drafts: int, run: Callable[[StepPlan], None]
 ) -> Iterator[tuple[int, float]]:
     params = SamplingParams(max_tokens=1 + num_drafts, temperature=0.0)
+    width = blocks_for(config.max_model_len, config.block_size)
     for num_seqs in _numbers(config, num_drafts):
         rows = []
         for row in warm_up_plan(config, num_seqs, num_seqs * (1 + num_drafts)).rows:
-            tables = tuple(
-                [(*table, table[-1]) for table in row.tables]
-            )  # the last draft's entry is noted and not read
+            # The last draft's entry is noted and not read.
+            tables = tuple([(*table, table[-1])[:width] for table in row.tables])
             rows.append(row._replace(params=params, ids=(0,), num_prompt=1, tables=tables))
         plan = plan_prompts(rows, [1] * num_seqs)
         run(plan)  # for the states that a head reads

@@ -134,7 +134,7 @@ class KnownPositions:
 
     def _blocks(self, slot: int, begin: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return the blocks of positions begin .. end - 1, and each one's first position."""
-        first, stop = begin // self._block_size, -(-end // self._block_size)
+        first, stop = begin // self._block_size, min(-(-end // self._block_size), self._tables.width)
         return self._tables.rows[0, slot, first:stop], np.arange(first, stop) * self._block_size
 
     def forget(self, blocks: Sequence[int]) -> None:
