@@ -1,8 +1,8 @@
 /* The small operations between matrix products. Sums and products in float32, one rounding at each result. */
 
-/* A tensor that goes with others of `dtype`. If these are narrow, it is of that type or float32; if they are float32, of any. */
+/* A tensor that goes with others of `dtype` and is of that type too, or float32. */
 INLINE struct view view_of(const void *base, int32_t own, enum dtype dtype, size_t at) {
-    return (struct view){(void *)base, at, own == DT_F32 || dtype == DT_F32 ? (enum dtype)own : dtype};
+    return (struct view){(void *)base, at, own == DT_F32 ? DT_F32 : dtype};
 }
 
 INLINE void norm_row(struct view in, struct view out, struct view weight, int64_t width, float eps) {
@@ -21,7 +21,9 @@ INLINE void add_norm_row(const struct norm_args *a, int64_t row, struct view out
     struct view delta = {(void *)a->delta, (size_t)(row * a->delta_stride), stream};
     for (int64_t i = 0; a->delta && i < a->width; i += W)
         put(residual, i, a->width, get(residual, i, a->width) + a->alpha * get(delta, i, a->width));
-    if (a->weight)
+    if (a->weight && out.dtype == DT_F32 && a->weight_dtype != DT_F32) /* the outputs of parts are normed in float32 */
+        norm_row(residual, out, (struct view){(void *)a->weight, 0, (enum dtype)a->weight_dtype}, a->width, a->eps);
+    else if (a->weight)
         norm_row(residual, out, view_of(a->weight, a->weight_dtype, out.dtype, 0), a->width, a->eps);
     else
         for (int64_t i = 0; i < a->width; i += W) put(out, i, a->width, get(residual, i, a->width));
