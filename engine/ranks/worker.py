@@ -80,7 +80,7 @@ class Worker:
         self._group: Group = open_group(folder, start.rank, start.size, device, timeout_s=start.timeout_s)
         self._model: CausalLM = load_model(config, device, resolve_dtype(config, device), _ignore, self._group)
         share_threads(start.num_threads, self._model)
-        self._dtype = resolve_kv_dtype(config.kv_cache_dtype, self._model.dtype, self._model.attention_specs)
+        self._dtype = resolve_kv_dtype(config.kv_cache_dtype, self._model.dtype, self._model.states)
         self._backend = load_backend(config.attention_backend, device)
         self._cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
@@ -120,13 +120,13 @@ class Worker:
         self._sizes, self._graphs = sizes, None  # graphs refer to the old pool
         self._cache = None  # the old pool is freed before the new one is allocated
         self._cache = KVCache(
-            self._model.attention_specs,
+            self._model.states,
             self._backend,
             num_blocks=sizes.num_blocks,
             block_size=sizes.block_size,
             dtype=self._dtype,
             device=self._device,
-            groups=regroup(self._model.attention_specs, sizes.windows),
+            groups=regroup(self._model.states, sizes.windows),
         )
         self._tables = RowTables(sizes)
         self._buffers = PacketBuffers(sizes, self._device, self._tables)

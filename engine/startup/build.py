@@ -122,23 +122,23 @@ class _Parts:
         return None if self.speculation is None else self.speculation.head
 
     @property
-    def attention_specs(self) -> list[AttentionSpec]:
+    def states(self) -> list[AttentionSpec]:
         """Return the layers of the pool: the model's, then the head's."""
-        return [*self.model.attention_specs, *(() if self.head is None else self.head.attention_specs)]
+        return [*self.model.states, *(() if self.head is None else self.head.states)]
 
     @property
     def kv_dtype(self) -> torch.dtype:
         """Return the number format of the pool."""
-        return resolve_kv_dtype(self.config.kv_cache_dtype, self.model.dtype, self.attention_specs)
+        return resolve_kv_dtype(self.config.kv_cache_dtype, self.model.dtype, self.states)
 
     @cached_property
     def groups(self) -> LayerGroups:
         """Return the groups of layers; one where something reads K/V of all layers behind their windows."""
-        specs, config = self.attention_specs, self.config
+        specs, config = self.states, self.config
         backend = load_backend(config.attention_backend, self.device)
         if self._drafts_bytes or backend.needs_whole_contexts:
             return one_group(len(specs))
-        num_heads = 0 if self.head is None else len(self.head.attention_specs)
+        num_heads = 0 if self.head is None else len(self.head.states)
         return group_layers(specs, config.max_model_len or self.model.max_model_len, num_heads)
 
     @property
@@ -149,14 +149,14 @@ class _Parts:
     @property
     def bytes_per_block(self) -> int:
         """Return the bytes of a block of the pool, with the draft model's."""
-        specs = [self.attention_specs[layer] for layer in self.groups.layers_at]
+        specs = [self.states[layer] for layer in self.groups.layers_at]
         return block_bytes(specs, self.config.block_size, self.kv_dtype) + self._drafts_bytes
 
     def make_runner(self, settings: SchedulerConfig) -> ModelRunner:
         """Return a runner with a new pool."""
         backend = load_backend(self.config.attention_backend, self.device)
         kv_cache = KVCache(
-            self.attention_specs,
+            self.states,
             backend,
             num_blocks=settings.num_blocks,
             block_size=settings.block_size,
@@ -407,7 +407,6 @@ def _load_adapters(parts: _Parts, num_tokens: int) -> tuple[Adapters, int]:
     assert model.capabilities.adapters, "load_model has refused any other"
     loader = LoraLoader(
         model.adapter_targets(),
-        num_layers=len(model.attention_specs),
         max_rank=config.max_lora_rank,
         dtype=model.dtype,
         device=parts.device,

@@ -136,6 +136,6 @@ def _facts(config: EngineConfig, checkpoint: Checkpoint, path: Path) -> ModelFac
 def _own_facts(config: EngineConfig, model: HFConfig) -> ModelFacts:
     """Return what the config says of a model that Quire's decoder runs. Raises ModelLoadError or ConfigError."""
     own = read_config(model.values, model.source)
-    if own.latent is not None and config.kv_cache_dtype == "fp8":
+    if config.kv_cache_dtype == "fp8" and any(layer.heads.latent is not None for layer in own.layers):
         raise narrow_latents(config.kv_cache_dtype)
     return ModelFacts(True, own)

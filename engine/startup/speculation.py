@@ -113,10 +113,10 @@ class FromModel(Speculation):
         return cls(setup, model)
 
     def bytes_per_block(self, block_size: int) -> int:
-        return block_bytes(self._model.attention_specs, block_size, self._kv_dtype)
+        return block_bytes(self._model.states, block_size, self._kv_dtype)
 
     def drafter(self, runner: ModelRunner, settings: SchedulerConfig) -> Drafter:  # noqa: ARG002 - for others
-        specs = self._model.attention_specs
+        specs = self._model.states
         backend = load_backend(self._config.attention_backend, self._device)
         kv_cache = KVCache(
             specs,
@@ -130,7 +130,7 @@ class FromModel(Speculation):
 
     @property
     def _kv_dtype(self) -> torch.dtype:
-        return resolve_kv_dtype(self._config.kv_cache_dtype, self._model.dtype, self._model.attention_specs)
+        return resolve_kv_dtype(self._config.kv_cache_dtype, self._model.dtype, self._model.states)
 
 
 class FromHead(Speculation):

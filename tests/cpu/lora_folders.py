@@ -81,7 +81,6 @@ def load_adapter(model: Any, folder: Path, name: str = "some", max_rank: int = 6
     assert model.capabilities.adapters
     loader = LoraLoader(
         model.adapter_targets(),
-        num_layers=len(model.attention_specs),
         max_rank=max_rank,
         dtype=model.dtype,
         device=torch.device("cpu"),

@@ -47,8 +47,8 @@ def make_runner(
     head: Head | None = None,
 ) -> ModelRunner:
     backend = load_backend(backend_name, device)
-    drafting = () if head is None else head.attention_specs
-    specs = [*model.attention_specs, *drafting]
+    drafting = () if head is None else head.states
+    specs = [*model.states, *drafting]
     pool = KVCache(
         specs,
         backend,
@@ -171,9 +171,9 @@ class TinyModel:
         self, poison: int | None = None, device: torch.device = CPU, windows: Sequence[int | None] = (None, 24)
     ) -> None:
         generator = torch.Generator().manual_seed(17)
-        self.attention_specs = [AttentionSpec(4, 2, 8, 0.35, window=window) for window in windows]
+        self.states = [AttentionSpec(4, 2, 8, 0.35, window=window) for window in windows]
         self._embedding = torch.randn(self.vocab_size, 32, generator=generator)
-        self._weights = [torch.randn(32, 64, generator=generator) / 4 for _ in self.attention_specs]
+        self._weights = [torch.randn(32, 64, generator=generator) / 4 for _ in self.states]
         self._poison = poison  # an id whose embedding is NaN
         if poison is not None:
             self._embedding[poison] = torch.nan
@@ -198,6 +198,6 @@ def solo_greedy(model: CausalLM, prompt: Sequence[int], num: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(num):
         ids = torch.tensor(tokens)
-        hidden = model.forward(ids, torch.arange(len(tokens)), DenseAttention(model.attention_specs))
+        hidden = model.forward(ids, torch.arange(len(tokens)), DenseAttention(model.states))
         tokens.append(int(model.logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]

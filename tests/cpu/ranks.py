@@ -65,7 +65,7 @@ def forward(
 def answer(model: CausalLM, group: Group) -> tuple[Tensor, list[list[int]], bool]:
     """Logits of all prompts and of greedy steps, the tokens, and whether the first prompt has the same bits alone."""
     backend = load_backend("cpu_native", CPU)
-    cache = KVCache(model.attention_specs, backend, num_blocks=4 * BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
+    cache = KVCache(model.states, backend, num_blocks=4 * BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
     alone = forward(model, backend, cache, [3], [(0, PROMPTS[0])])
     found = [forward(model, backend, cache, [2, 0, 1], [(0, prompt) for prompt in PROMPTS])]
     is_same = torch.equal(alone, found[0][: len(PROMPTS[0])])
@@ -91,14 +91,14 @@ def answer(model: CausalLM, group: Group) -> tuple[Tensor, list[list[int]], bool
 def in_torch(model: CausalLM) -> Tensor:
     """Logits of the first prompt, operation by operation."""
     ids = torch.tensor(PROMPTS[0])
-    return model.logits(model.forward(ids, torch.arange(len(ids)), DenseAttention(model.attention_specs)))
+    return model.logits(model.forward(ids, torch.arange(len(ids)), DenseAttention(model.states)))
 
 
 @torch.inference_mode()
 def rounded(model: CausalLM) -> tuple[Tensor, bool]:
     """Logits of all prompts, and whether the first has the same bits alone."""
     backend = load_backend("cpu_native", CPU)
-    cache = KVCache(model.attention_specs, backend, num_blocks=4 * BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
+    cache = KVCache(model.states, backend, num_blocks=4 * BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
     alone = forward(model, backend, cache, [3], [(0, PROMPTS[0])])
     found = forward(model, backend, cache, [2, 0, 1], [(0, prompt) for prompt in PROMPTS])
     return found, torch.equal(alone, found[: len(PROMPTS[0])])

@@ -186,7 +186,7 @@ def test_the_account_names_every_number(card: Card) -> None:
 def test_the_pool_is_sized_by_the_rank_with_least_room(card: Card, fewer: int, captures: bool) -> None:
     """What another rank's GPU lacks is left free on this one, since all ranks have as many blocks."""
     ranks = SimpleNamespace(least_room=lambda room: room - fewer)
-    model = SimpleNamespace(vocab_size=96, attention_specs=[], dtype=torch.float32, max_model_len=512)
+    model = SimpleNamespace(vocab_size=96, states=[], dtype=torch.float32, max_model_len=512)
     config = EngineConfig(model="", gpu_memory_utilization=0.75)
     parts = _Parts(config, lambda _: None, CUDA, model, captures=captures, ranks=ranks)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:

@@ -60,9 +60,7 @@ def requests() -> list[Request]:
 
 def draft_model(device: torch.device) -> DraftModel:
     model, backend, config = TinyModel(device=device), load_backend("torch", device), settings(**TIGHT)
-    pool = KVCache(
-        model.attention_specs, backend, num_blocks=17, block_size=config.block_size, dtype=model.dtype, device=device
-    )
+    pool = KVCache(model.states, backend, num_blocks=17, block_size=config.block_size, dtype=model.dtype, device=device)
     return DraftModel(model, backend, pool, config, device)
 
 

@@ -92,11 +92,11 @@ def test_the_forward_pass_is_the_published_one(tmp_path: Path, target: Decoder, 
     streams = torch.randn(len(ids), len(draft.streams), HIDDEN, generator=generator)
     states, expected = draft.project(streams.flatten(1)), oracle.project(streams.unbind(1))
     assert torch.allclose(states.double(), expected, atol=1e-4)
-    found = draft.forward(ids, torch.arange(len(ids)), states, DenseAttention(draft.attention_specs))
+    found = draft.forward(ids, torch.arange(len(ids)), states, DenseAttention(draft.states))
     expected = oracle.forward(ids, expected)
     assert torch.allclose(found.double(), expected, atol=1e-4)
     # The state of a draft stands in for the target's.
-    again = draft.forward(ids, torch.arange(len(ids)), found, DenseAttention(draft.attention_specs))
+    again = draft.forward(ids, torch.arange(len(ids)), found, DenseAttention(draft.states))
     assert torch.allclose(again.double(), oracle.forward(ids, expected), atol=1e-4)
     logits = draft.logits(again)
     assert logits.shape == (len(ids), VOCAB)
@@ -120,9 +120,7 @@ def test_bfloat16_is_close(tmp_path: Path, target: Decoder) -> None:
     streams = torch.randn(9, 3, HIDDEN, generator=torch.Generator().manual_seed(1))
     ids = torch.arange(9)
     oracle = Oracle(tensors, options, embed(torch.arange(VOCAB)))
-    states = draft.forward(
-        ids, ids, draft.project(streams.flatten(1).bfloat16()), DenseAttention(draft.attention_specs)
-    )
+    states = draft.forward(ids, ids, draft.project(streams.flatten(1).bfloat16()), DenseAttention(draft.states))
     assert states.dtype is torch.bfloat16
     expected = oracle.logits(oracle.forward(ids, oracle.project(streams.unbind(1))), VOCAB).softmax(-1)
     assert (draft.logits(states).double().softmax(-1) - expected).abs().max() < 0.05
@@ -236,10 +234,10 @@ def test_a_target_with_windows_keeps_a_table_for_each_group(bigrams: Path, monke
     monkeypatch.setattr(groups, "_MAX_UNUSED", 2.0)
     target = load_model(EngineConfig(model=str(bigrams / "target")), CPU, torch.float32, lambda _: None)
     target._native = None  # type: ignore[attr-defined]
-    first, *others = target.attention_specs
-    target.attention_specs = [first, *(replace(spec, window=12) for spec in others)]
+    first, *others = target.states
+    target.states = [first, *(replace(spec, window=12) for spec in others)]
     head = load(str(bigrams / "right"), target)  # type: ignore[arg-type]
-    windows = groups.group_layers([*target.attention_specs, *head.attention_specs], 256, 1).windows
+    windows = groups.group_layers([*target.states, *head.states], 256, 1).windows
     assert len(windows) == 3
     asked, plain = requests(SAMPLING["several"]), settings()
     expected = serve(target, plain, asked, apart=1, runner=make_runner(target, plain, "cpu"))

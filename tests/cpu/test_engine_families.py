@@ -59,7 +59,7 @@ def test_groups_with_windows_say_what_transformers_says(name: str, num_host_bloc
     case = own.CASES[name]
     theirs = own.save_tiny(own.Case(case.config, case.settings | {"max_position_embeddings": 256}), tmp_path)
     model = own.load(tmp_path)
-    groups = group_layers(model.attention_specs, 256)
+    groups = group_layers(model.states, 256)
     assert groups.windows
     config = settings(
         num_blocks=76 * (1 + len(groups.windows)),

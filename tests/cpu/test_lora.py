@@ -61,7 +61,7 @@ def forward(
 ) -> list[torch.Tensor]:
     """Logits of prompts that are one batch over one pool: of all positions, or of each prompt's last three, twice."""
     backend = load_backend("auto", CPU)
-    cache = KVCache(model.attention_specs, backend, num_blocks=NUM_BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
+    cache = KVCache(model.states, backend, num_blocks=NUM_BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
     steps = [(0, len(ids)) for ids, _ in prompts]
     batch = make_batch(steps, make_tables(steps, 4, is_scattered=True), 4)
     batch.ids = torch.cat([ids for ids, _ in prompts])

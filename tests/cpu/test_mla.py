@@ -78,15 +78,16 @@ def config_of(**changes: Any) -> ModelConfig:
 
 
 def spec_of(config: ModelConfig) -> AttentionSpec:
-    assert config.latent is not None
-    return AttentionSpec(config.num_heads, 1, config.head_dim, config.attention_scale, value_dim=config.latent.rank)
+    heads = config.layers[0].heads
+    assert heads.latent is not None
+    return AttentionSpec(heads.num_heads, 1, heads.head_dim, config.attention_scale, value_dim=heads.latent.rank)
 
 
 class Weights:
     """Random weights of one layer of attention, in float64, and the layer filled with them in any type."""
 
     def __init__(self, config: ModelConfig) -> None:
-        latent = config.latent
+        latent = config.layers[0].heads.latent
         assert latent is not None
         self.config, self.latent = config, latent
         make = Maker(torch.float64, CPU, Scheme(), loads=[], targets={})
@@ -110,7 +111,7 @@ class Weights:
 
     def naive(self, x: Tensor, angles: Tensor) -> Tensor:
         """The definition: keys and values of every head expanded, and complex numbers rotated pair by pair."""
-        w, latent, heads = self.tensors, self.latent, self.config.num_heads
+        w, latent, heads = self.tensors, self.latent, self.config.layers[0].heads.num_heads
         rank, nope, num = latent.rank, latent.nope_dim, len(x)
 
         def norm(x: Tensor, name: str) -> Tensor:
@@ -215,7 +216,7 @@ def test_yarn_enters_the_scale(rope: dict[str, Any] | None, scale: float) -> Non
 def test_a_token_takes_576_numbers_a_layer() -> None:
     config = config_of()
     specs = [spec_of(config)] * 27
-    assert config.head_dim == 576
+    assert config.layers[0].heads.head_dim == 576
     assert block_bytes(specs, 16, torch.bfloat16) == 16 * 27 * 576 * 2
     for name in ("cpu", "reference", *(["cpu_native"] if native() else [])):
         pool = KVCache(

@@ -241,7 +241,7 @@ def load(folder: Path, **settings: Any) -> Decoder:
 
 def logits_of(model: Decoder, ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
     """Logits at every position, computed `chunks` tokens at a time."""
-    attention = DenseAttention(model.attention_specs)
+    attention = DenseAttention(model.states)
     positions = torch.arange(len(ids))
     with torch.inference_mode():
         parts = [
@@ -307,7 +307,7 @@ def test_longrope_equals_transformers_where_the_factors_are_those_of_the_length(
         ids = torch.arange(3, 3 + length)
         with torch.inference_mode():
             expected = theirs(ids[None], use_cache=False).logits[0]
-            hidden = model.forward(ids, torch.arange(length), DenseAttention(model.attention_specs))
+            hidden = model.forward(ids, torch.arange(length), DenseAttention(model.states))
             torch.testing.assert_close(model.logits(hidden), expected, atol=1e-4, rtol=1e-4)
         (line,) = (each.detail for each in progress if each.stage == "positions")
         assert line.startswith(f"{said} factors")

@@ -89,7 +89,7 @@ def test_matches_transformers(name: str, tmp_path: Path) -> None:
     model = load(tmp_path)
     assert model.vocab_size == 128
     assert model.max_model_len == 64
-    attention, positions = DenseAttention(model.attention_specs), torch.arange(30)
+    attention, positions = DenseAttention(model.states), torch.arange(30)
     with torch.inference_mode():
         found = [
             model.logits(model.forward(some, at, attention))
@@ -156,7 +156,7 @@ def test_length_dependent_ropes_do_not_depend_on_batch_mates(tmp_path: Path) -> 
     ids = torch.arange(3, 33)
 
     def last(model: TransformersModel, chunks: list[int]) -> torch.Tensor:
-        attention = DenseAttention(model.attention_specs)
+        attention = DenseAttention(model.states)
         with torch.inference_mode():
             parts = zip(ids.split(chunks), torch.arange(30).split(chunks), strict=True)
             return [model.logits(model.forward(some, at, attention)) for some, at in parts][-1][-1]

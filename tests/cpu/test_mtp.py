@@ -307,7 +307,7 @@ def states_of(head: Head) -> Tensor:
     """Return a head's states of some tokens and states of a target."""
     states = torch.randn(8, head.hidden_size, generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
-        return head.forward(torch.arange(3, 11), torch.arange(8), states, DenseAttention(head.attention_specs))
+        return head.forward(torch.arange(3, 11), torch.arange(8), states, DenseAttention(head.states))
 
 
 def test_a_gguf_file_holds_the_same_head(tmp_path: Path) -> None:

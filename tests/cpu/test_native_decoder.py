@@ -56,7 +56,7 @@ def run(
 ) -> list[torch.Tensor]:
     """Hidden states of the last of two steps, cached positions and then STEPS; its streams; then the pool's content."""
     backend = load_backend("cpu_native", CPU)
-    cache = KVCache(model.attention_specs, backend, num_blocks=NUM_BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
+    cache = KVCache(model.states, backend, num_blocks=NUM_BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
     attention: LayerAttention = cache if in_one_call else Piecewise(cache)
     tables = make_tables(STEPS, 4, is_scattered=True)
     generator = torch.Generator().manual_seed(5)
@@ -94,13 +94,13 @@ def test_one_call_copies_the_streams_of_its_parts(library: Library, name: str, t
     library.use_threads(2)
     theirs = families.save_tiny(families.CASES[name], tmp_path)
     model = families.load(tmp_path)
-    last = len(model.attention_specs)
+    last = len(model.states)
     for rows, layers in ((None, (0, 1, last)), (torch.tensor([8, 15]), (0, last - 1))):
         ours, parts = (run(model, in_one_call=is_one, rows=rows, layers=layers)[1] for is_one in (True, False))
         torch.testing.assert_close(ours, parts, atol=2e-4, rtol=2e-4)
         assert (ours[:, 0] - ours[:, 1]).std() > 0.01
     ids = torch.randint(3, 128, (9,))
-    attention, out = DenseAttention(model.attention_specs), torch.empty(9, 2, model._config.hidden_size)
+    attention, out = DenseAttention(model.states), torch.empty(9, 2, model._config.hidden_size)
     with torch.inference_mode():
         model.forward(ids, torch.arange(9), attention, streams=Streams((1, 2), out))
         expected = theirs(ids[None], output_hidden_states=True, use_cache=False).hidden_states

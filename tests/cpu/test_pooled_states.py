@@ -35,7 +35,7 @@ REGIMES: tuple[dict[str, int | bool], ...] = (
 
 
 def states(prompt: list[int]) -> Tensor:
-    return MODEL.forward(torch.tensor(prompt), torch.arange(len(prompt)), DenseAttention(MODEL.attention_specs))
+    return MODEL.forward(torch.tensor(prompt), torch.arange(len(prompt)), DenseAttention(MODEL.states))
 
 
 def vectors(

@@ -140,7 +140,7 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt(budget: int, monkeypatch:
     assert len(entries) == len(prompt)
 
     tokens = prompt + served.ids["r", 0]
-    hidden = MODEL.forward(torch.tensor(tokens), torch.arange(len(tokens)), DenseAttention(MODEL.attention_specs))
+    hidden = MODEL.forward(torch.tensor(tokens), torch.arange(len(tokens)), DenseAttention(MODEL.states))
     expected = torch.log_softmax(MODEL.logits(hidden), -1)
     generated = [entry for event in events for entry in event.logprobs or ()]
     assert len(generated) == 3

@@ -58,18 +58,20 @@ def parts_are_the_whole(path: Path, size: int = 2, **settings: Any) -> None:
     first, layers = whole._layers[0], [model._layers[0] for model in ranks]
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(5, whole.config.hidden_size, generator=generator)
-    heads = (whole.config.num_heads, whole.config.num_kv_heads, whole.config.num_kv_heads)
+    every = whole.config.layers[0].heads
+    heads = (every.num_heads, every.num_kv_heads, every.num_kv_heads)
     parts = []
     for model, layer in zip(ranks, layers, strict=True):
         config = model.config
-        sizes = [n * config.head_dim for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        own = config.layers[0].heads
+        sizes = [n * own.head_dim for n in (own.num_heads, own.num_kv_heads, own.num_kv_heads)]
         parts.append(layer._mixer._qkv(x).split(sizes, 1))
     found = torch.cat([torch.cat(each, 1) for each in zip(*parts, strict=True)], 1)
-    assert found.shape[1] == sum(heads) * whole.config.head_dim
+    assert found.shape[1] == sum(heads) * every.head_dim
     assert torch.equal(found, first._mixer._qkv(x))
     inner = first._feed_forward._gate_up(x)
     assert torch.equal(torch.cat([layer._feed_forward._gate_up(x) for layer in layers], 1), inner)
-    attended = torch.randn(5, heads[0] * whole.config.head_dim, generator=generator)
+    attended = torch.randn(5, heads[0] * every.head_dim, generator=generator)
     for y, matrix, theirs in (
         (attended, first._mixer._o, [layer._mixer._o for layer in layers]),
         (inner, first._feed_forward._down, [layer._feed_forward._down for layer in layers]),
@@ -111,7 +113,7 @@ def test_gguf_files(quantization: str, tmp_path: Path) -> None:
     kinds = {"attn_v": Kind.Q5_1, "attn_output": Kind.Q4_0, "ffn_gate": Kind.Q4_1}
     path = write(tmp_path / "model.gguf", "llama", theirs.config, quantise(convert(theirs, "llama", {}), **kinds))
     if quantization == "int8":  # rows are rounded by what they hold, so parts differ from the whole
-        assert load(path, Rank(1, 2), quantization="int8").config.num_heads == 2
+        assert load(path, Rank(1, 2), quantization="int8").config.layers[0].heads.num_heads == 2
     else:
         parts_are_the_whole(path, quantization=quantization)
 

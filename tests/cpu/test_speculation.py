@@ -237,7 +237,7 @@ def test_a_slot_that_changes_hands_begins_a_text() -> None:
 def draft_model(config: SchedulerConfig, model: CausalLM = MODEL) -> DraftModel:
     backend = load_backend("auto", CPU)
     pool = KVCache(
-        model.attention_specs,
+        model.states,
         backend,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
@@ -352,7 +352,7 @@ def test_what_is_drawn_behind_drafts_follows_the_models_distribution() -> None:
     counts = Counter(tuple(ids[1:3]) for ids in served.ids.values())
 
     def following(tokens: list[int]) -> Tensor:
-        hidden = MODEL.forward(torch.tensor(tokens), torch.arange(len(tokens)), DenseAttention(MODEL.attention_specs))
+        hidden = MODEL.forward(torch.tensor(tokens), torch.arange(len(tokens)), DenseAttention(MODEL.states))
         return (MODEL.logits(hidden[-1:])[0].double() / temperature).softmax(-1)
 
     exact: Counter[tuple[int, int]] = Counter()

@@ -21,7 +21,8 @@ class RunningMean:
     """o(mean of v(x)). The paged pool keeps v(x) as a latent; queries of zeros give all tokens the same weight."""
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
-        make, width = make.within("mean", plan=_PLAN), config.num_heads * config.head_dim
+        make, heads = make.within("mean", plan=_PLAN), config.layers[layer].heads
+        width = heads.num_heads * heads.head_dim
         self._v = make.linear({"v_proj": width}, config.hidden_size, place=AdaptedMatrix.QKV)
         self._o = make.linear({"o_proj": config.hidden_size}, width, place=AdaptedMatrix.O)
         self._state, self._group = state, make.group

@@ -65,7 +65,7 @@ def test_it_is_the_mean_of_what_came_before(model: Decoder) -> None:
     mixer, x = model._layers[1]._mixer, torch.randn(9, 32)
     assert isinstance(mixer, RunningMean)
     means = mixer._v(x).cumsum(0) / torch.arange(1, 10)[:, None]
-    found = mixer(x, None, DenseAttention(model.attention_specs), None)
+    found = mixer(x, None, DenseAttention(model.states), None)
     torch.testing.assert_close(found, mixer._o(means))
 
 
@@ -85,6 +85,6 @@ def test_c_computes_the_definition_chunk_by_chunk(model: Decoder, monkeypatch: p
     ids = served.ids["r", 0]
     assert ids == solo_greedy(model, prompt, 6)
     every = torch.tensor(prompt + ids[:-1])
-    expected = model.forward(every, torch.arange(len(every)), DenseAttention(model.attention_specs))
+    expected = model.forward(every, torch.arange(len(every)), DenseAttention(model.states))
     torch.testing.assert_close(torch.stack([hidden[at] for at in range(len(every))]), expected, atol=1e-5, rtol=1e-5)
     assert expected.std() > 0.1

@@ -197,9 +197,7 @@ class Pair:
         self.meeting.baton.acquire()
         self.thread.start()
         model, backend = self._load(0, self.executor.group)
-        pool = KVCache(
-            model.attention_specs, backend, num_blocks=config.num_blocks, block_size=4, dtype=model.dtype, device=CPU
-        )
+        pool = KVCache(model.states, backend, num_blocks=config.num_blocks, block_size=4, dtype=model.dtype, device=CPU)
         self.executor.configure(config)
         self.runner = ModelRunner(model, backend, pool, config, CPU, None, self.executor)
 

@@ -64,26 +64,27 @@ class Attention:
     ) -> None:
         """`num_inputs` is the width of x, if it is not the hidden size."""
         make = make.within("self_attn", plan=_PLAN)
+        heads = config.layers[layer].heads
         self._state = state
-        self._num_heads = config.num_heads
-        self._heads = config.num_heads + config.num_kv_heads  # the heads that are normalised and rotated
-        self._shape = (-1, self._heads + config.num_kv_heads, config.head_dim)
-        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._num_heads = heads.num_heads
+        self._heads = heads.num_heads + heads.num_kv_heads  # the heads that are normalised and rotated
+        self._shape = (-1, self._heads + heads.num_kv_heads, heads.head_dim)
+        width, kv_width = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         rows = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
         if config.merged_checkpoint:
             rows = {"qkv_proj": sum(rows.values())}
         self._qkv = make.linear(rows, num_inputs or config.hidden_size, bias=config.qkv_bias, place=AdaptedMatrix.QKV)
         self._o = make.linear({"o_proj": config.hidden_size}, width, bias=config.o_bias, place=AdaptedMatrix.O)
-        self._head_norm = HeadNorm(config, make) if config.qk_norm is QKNorm.HEAD else None
-        self._full_norm = FullNorm(config, make) if config.qk_norm is QKNorm.FULL else None
+        self._head_norm = HeadNorm(config, heads, make) if config.qk_norm is QKNorm.HEAD else None
+        self._full_norm = FullNorm(config, heads, make) if config.qk_norm is QKNorm.FULL else None
         self._clip, self._group = config.qkv_clip, make.group
-        self._sinks = make.tensor("sinks", config.num_heads, dtype=torch.float32) if config.has_sinks else None
+        self._sinks = make.tensor("sinks", heads.num_heads, dtype=torch.float32) if config.has_sinks else None
         self.states = (
             AttentionSpec(
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                scale=config.attention_scale,
+                num_heads=heads.num_heads,
+                num_kv_heads=heads.num_kv_heads,
+                head_dim=heads.head_dim,
+                scale=config.attention_scale or heads.head_dim**-0.5,
                 window=config.layers[layer].window,
                 softcap=config.attention_softcap,
                 sinks=self._sinks,

@@ -80,12 +80,13 @@ class LatentAttention:
     _values: HeadProducts  # of mixed latents, to values
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
-        latent, make = config.latent, make.within("self_attn", plan=_PLAN)
+        heads = config.layers[layer].heads
+        latent, num_heads, make = heads.latent, heads.num_heads, make.within("self_attn", plan=_PLAN)
         assert latent is not None, "the family has sizes of latents"
-        self._state, self._num_heads, self._group = state, config.num_heads, make.group
+        self._state, self._num_heads, self._group = state, num_heads, make.group
         self._rank, self._rope_dim, self._nope_dim = latent.rank, latent.rope_dim, latent.nope_dim
         self._value_dim, self._is_interleaved = latent.value_dim, latent.is_interleaved
-        hidden, width = config.hidden_size, config.num_heads * (latent.nope_dim + latent.rope_dim)
+        hidden, width = config.hidden_size, num_heads * (latent.nope_dim + latent.rope_dim)
         rank, row = latent.query_rank, latent.rank + latent.rope_dim
         norms = replace(config, norm_eps=_NORM_EPS)
         self._widths = (width if rank is None else rank, row)
@@ -95,22 +96,21 @@ class LatentAttention:
         self._query_norm = None if rank is None else RMSNorm(make, "q_a_layernorm", rank, norms)
         self._queries = None if rank is None else make.linear({"q_b_proj": width}, rank, place=AdaptedMatrix.Q_B)
         self._key_norm = RMSNorm(make, "kv_a_layernorm", latent.rank, norms)
-        heads = config.num_heads
         if latent.has_split_kv:
-            make.matrix("k_b_proj", heads * latent.rank, latent.nope_dim, partial(self._take_keys, make.scheme))
-            make.matrix("v_b_proj", heads * latent.value_dim, latent.rank, partial(self._take_values, make.scheme))
+            make.matrix("k_b_proj", num_heads * latent.rank, latent.nope_dim, partial(self._take_keys, make.scheme))
+            make.matrix("v_b_proj", num_heads * latent.value_dim, latent.rank, partial(self._take_values, make.scheme))
         else:
-            expanded = heads * (latent.nope_dim + latent.value_dim)
+            expanded = num_heads * (latent.nope_dim + latent.value_dim)
             make.matrix("kv_b_proj", expanded, latent.rank, partial(self._take_both, make.scheme))
         self._o = make.linear(
-            {"o_proj": hidden}, config.num_heads * latent.value_dim, bias=config.o_bias, place=AdaptedMatrix.O
+            {"o_proj": hidden}, num_heads * latent.value_dim, bias=config.o_bias, place=AdaptedMatrix.O
         )
         self.states = (
             AttentionSpec(
-                num_heads=config.num_heads,
+                num_heads=num_heads,
                 num_kv_heads=1,
                 head_dim=row,
-                scale=config.attention_scale,
+                scale=config.attention_scale or heads.head_dim**-0.5,
                 window=config.layers[layer].window,
                 softcap=config.attention_softcap,
                 value_dim=latent.rank,

@@ -49,21 +49,6 @@ class MoEConfig:
         return hidden_size * (self.router.num_experts + self.has_shared_gate + 3 * widths)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerConfig:
-    """One layer's settings. `window` None attends to everything; `rope` None: no positions."""
-
-    window: int | None
-    rope: RopeConfig | None
-    moe: MoEConfig | None = None  # None: a dense MLP
-    mixer: str = "attention"  # a name in MIXERS (layer.py)
-
-    @property
-    def feed_forward(self) -> str:
-        """Return a name in FEED_FORWARDS (layer.py)."""
-        return "mlp" if self.moe is None else "mixture"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
     """Multi-head latent attention (MLA): sizes of its vectors.
@@ -88,6 +73,38 @@ class LatentConfig:
         return queries + latents + num_heads * self.value_dim * hidden_size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsConfig:
+    """A layer's heads; with latents `num_kv_heads` is 1, and `head_dim` that of a row of the pool."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    latent: LatentConfig | None = None
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Return the elements of a mixer's matrices."""
+        if self.latent is not None:
+            return self.latent.num_weights(hidden_size, self.num_heads)
+        return hidden_size * (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """One layer's settings. `window` None attends to everything; `rope` None: no positions."""
+
+    heads: HeadsConfig
+    window: int | None
+    rope: RopeConfig | None
+    moe: MoEConfig | None = None  # None: a dense MLP
+    mixer: str = "attention"  # a name in MIXERS (layer.py)
+
+    @property
+    def feed_forward(self) -> str:
+        """Return a name in FEED_FORWARDS (layer.py)."""
+        return "mlp" if self.moe is None else "mixture"
+
+
 def narrow_latents(setting: str) -> ConfigError:
     """Return the error for a --kv-cache-dtype that a pool of latents cannot have."""
     return ConfigError(
@@ -103,17 +120,14 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     max_positions: int
     layers: tuple[LayerConfig, ...]
     norm_eps: float
     activation: Activation
     tied_head: bool  # the LM head is the embedding
     has_head: bool = True  # False: the checkpoint was saved without one, and the model makes vectors alone
-    attention_scale: float
 
+    attention_scale: float | None = None  # None: head_dim ** -0.5 of each layer
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -127,19 +141,16 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
-    latent: LatentConfig | None = None  # with it num_kv_heads is 1, and head_dim that of a row of the pool
     num_mtp_layers: int = 0  # that the checkpoint has behind the last, for later tokens; models/mtp.py
     merged_checkpoint: bool = False  # the checkpoint itself holds q, k, v (and gate, up) as one matrix (Phi-3)
 
     @property
     def num_weights(self) -> int:
         """Return the elements of all matrices, which are nearly all of the allocation."""
-        attention = self.hidden_size * (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        if self.latent is not None:
-            attention = self.latent.num_weights(self.hidden_size, self.num_heads)
+        mixers = [layer.heads.num_weights(self.hidden_size) for layer in self.layers]
         mlps = [
             layer.moe.num_weights(self.hidden_size) if layer.moe else 3 * self.hidden_size * self.intermediate_size
             for layer in self.layers
         ]
         embeddings = self.vocab_size * (1 if self.tied_head or not self.has_head else 2)
-        return self.hidden_size * embeddings + len(self.layers) * attention + sum(mlps)
+        return self.hidden_size * embeddings + sum(mixers) + sum(mlps)

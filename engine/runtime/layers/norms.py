@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.layers.maker import Load, Maker
-from engine.runtime.layers.model_config import ModelConfig
+from engine.runtime.layers.model_config import HeadsConfig, ModelConfig
 from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.native import ops as native
 
@@ -67,11 +67,11 @@ class HeadNorm:
 
     __slots__ = ("_heads", "_offset", "_scale", "eps", "k", "q")
 
-    def __init__(self, config: ModelConfig, make: Maker) -> None:
-        self.q, self.k = (RMSNorm(make, name, config.head_dim, config) for name in ("q_norm", "k_norm"))
+    def __init__(self, config: ModelConfig, heads: HeadsConfig, make: Maker) -> None:
+        self.q, self.k = (RMSNorm(make, name, heads.head_dim, config) for name in ("q_norm", "k_norm"))
         self.eps = config.norm_eps
         self._offset = config.norm_offset
-        self._heads = (config.num_heads, config.num_kv_heads)
+        self._heads = (heads.num_heads, heads.num_kv_heads)
         make.loads.append(Load({}, self._join))
 
     def _join(self, _: object) -> None:
@@ -88,11 +88,11 @@ class FullNorm:
 
     __slots__ = ("_eps", "_num_heads", "_shards", "k", "q")
 
-    def __init__(self, config: ModelConfig, make: Maker) -> None:
+    def __init__(self, config: ModelConfig, heads: HeadsConfig, make: Maker) -> None:
         make = make._replace(plan={"q_norm": colwise("heads"), "k_norm": colwise("kv_heads")})
-        self._num_heads, self._shards, self._eps = config.num_heads, make.shards, config.norm_eps
-        self.q = RMSNorm(make, "q_norm", config.num_heads * config.head_dim, config)
-        self.k = RMSNorm(make, "k_norm", config.num_kv_heads * config.head_dim, config)
+        self._num_heads, self._shards, self._eps = heads.num_heads, make.shards, config.norm_eps
+        self.q = RMSNorm(make, "q_norm", heads.num_heads * heads.head_dim, config)
+        self.k = RMSNorm(make, "k_norm", heads.num_kv_heads * heads.head_dim, config)
 
     def __call__(self, qk: Tensor) -> Tensor:
         flat = qk.flatten(1)

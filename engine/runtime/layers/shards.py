@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from engine.core.errors import ConfigError
-from engine.runtime.layers.model_config import LayerConfig, ModelConfig
+from engine.runtime.layers.model_config import HeadsConfig, LayerConfig, ModelConfig
 from engine.runtime.parallel.group import Group
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.cut import Cut, Span, cut
@@ -66,9 +66,13 @@ class Shards:
 
     def __init__(self, config: ModelConfig, group: Group, blocks: Mapping[str, int] = MappingProxyType({})) -> None:
         """Raises ConfigError for a model that cannot be divided by so many ranks."""
-        self.group, self._whole = group, config
+        self.group = group
         rank, size = group.rank, group.size
-        heads, kv_heads = _heads(config, rank, size)
+        whole = {layer.heads for layer in config.layers}
+        if len(whole) > 1:
+            raise _refusal(size, "its layers have different heads")
+        self._heads = whole.pop()
+        heads, kv_heads = _heads(self._heads, rank, size)
         self._shares = {"heads": heads, "kv_heads": kv_heads}
         mixtures = {layer.moe for layer in config.layers if layer.moe is not None}
         is_dense = any(layer.moe is None for layer in config.layers)
@@ -89,13 +93,13 @@ class Shards:
         self._shares["vocabulary"] = self.vocabulary
         self.config = replace(
             config,
-            num_heads=heads.num,
-            num_kv_heads=kv_heads.num if config.latent is None else 1,
             intermediate_size=self._shares["width"].num if is_dense else config.intermediate_size,
             layers=tuple(self._local(layer) for layer in config.layers),
         )
 
     def _local(self, layer: LayerConfig) -> LayerConfig:
+        num_kv = self._shares["kv_heads"].num if layer.heads.latent is None else 1
+        layer = replace(layer, heads=replace(layer.heads, num_heads=self._shares["heads"].num, num_kv_heads=num_kv))
         if layer.moe is None:
             return layer
         shared = self._shares["shared_width"].num if layer.moe.shared_width else 0
@@ -104,9 +108,8 @@ class Shards:
     @property
     def full_norm_widths(self) -> tuple[int, int]:
         """Return the width of all query heads, and of all key heads, as often as ranks hold them."""
-        size, whole = self.group.size, self._whole
-        kv_heads = max(whole.num_kv_heads, size)
-        return whole.num_heads * whole.head_dim, kv_heads * whole.head_dim
+        whole = self._heads
+        return whole.num_heads * whole.head_dim, max(whole.num_kv_heads, self.group.size) * whole.head_dim
 
     def spans(self, division: Division, num_rows: int, num_inputs: int = 0) -> list[Span]:
         """Return the parts of a module of which this rank has `num_rows` and `num_inputs` in all."""
@@ -176,9 +179,9 @@ def _refusal(size: int, reason: str) -> ConfigError:
     return ConfigError(f"--tensor-parallel-size is {size}, and the model does not allow it: {reason}; choose another.")
 
 
-def _heads(config: ModelConfig, rank: int, size: int) -> tuple[Share, Share]:
+def _heads(whole: HeadsConfig, rank: int, size: int) -> tuple[Share, Share]:
     """Return a rank's query heads, and the key and value heads that these read. Raises ConfigError."""
-    num_heads, num_kv = config.num_heads, config.num_kv_heads if config.latent is None else config.num_heads
+    num_heads, num_kv = whole.num_heads, whole.num_kv_heads if whole.latent is None else whole.num_heads
     if num_kv >= size:  # the first ranks have one more
         kv = _divided(num_kv, rank, size)
         ratio = num_heads // num_kv

@@ -41,11 +41,10 @@ class LoraLoader:
     """Reads adapters for one model."""
 
     def __init__(
-        self, targets: Mapping[str, Target], *, num_layers: int, max_rank: int, dtype: torch.dtype, device: torch.device
+        self, targets: Mapping[str, Target], *, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """`targets` are the model's matrices by their checkpoint names."""
-        self._targets, self._num_layers, self._max_rank = targets, num_layers, max_rank
-        self._dtype, self._device = dtype, device
+        self._targets, self._max_rank, self._dtype, self._device = targets, max_rank, dtype, device
 
     def load(self, name: str, folder: str) -> LoraAdapter:
         """Read, check and pack. Raises AdapterNotFoundError or AdapterLoadError."""
@@ -73,7 +72,8 @@ class LoraLoader:
                     digest.update(f"{side.dtype}".encode() + side.contiguous().view(torch.uint8).numpy().data)
                 merged.setdefault((part.target.layer, part.target.place), []).append((part, sides[0], sides[1]))
         arena = Arena()
-        layers: list[list[LowRank | None]] = [[None] * len(AdaptedMatrix) for _ in range(self._num_layers)]
+        num_layers = 1 + max(target.layer for target in self._targets.values())
+        layers: list[list[LowRank | None]] = [[None] * len(AdaptedMatrix) for _ in range(num_layers)]
         for (layer, place), matrices in sorted(merged.items(), key=lambda item: item[0]):
             layers[layer][place] = self._merge(matrices, arena)
         return LoraAdapter(name, digest.digest(), layers)

@@ -30,7 +30,7 @@ class ModelCapabilities:
 class CausalLM(Protocol):
     """A model, Quire's own or transformers'."""
 
-    attention_specs: Sequence[AttentionSpec]  # the states of its layers, in order
+    states: Sequence[AttentionSpec]  # the states of its layers, in order
     vocab_size: int  # of the logits
     max_model_len: int  # positions the weights were made for
     dtype: torch.dtype

@@ -67,7 +67,7 @@ class Decoder:
             layer = DecoderLayer(config, index, make.within(f"model.layers.{index}", index), state=len(specs))
             self._layers.append(layer)
             specs += layer.states
-        self.attention_specs: Sequence[AttentionSpec] = specs
+        self.states: Sequence[AttentionSpec] = specs
         self._norm = RMSNorm(make, "model.norm", config.hidden_size, config)
         head, tied = ("model.embed_tokens", self.embed) if config.tied_head else ("lm_head", None)
         self._head = (

@@ -105,7 +105,7 @@ class Eagle3:
         self._head = make.linear({"lm_head": config.draft_vocab_size}, hidden, is_head=True)
         self._ids = self._target_ids(make, stored)
         further = (state for layer in self._layers for state in layer.states)
-        self.attention_specs: Sequence[AttentionSpec] = [*self._first.states, *further]
+        self.states: Sequence[AttentionSpec] = [*self._first.states, *further]
         ropes = [layer.rope for layer in model.layers]
         self._rotaries = {
             rope: Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes if rope is not None

@@ -14,7 +14,14 @@ from typing import Any
 from engine.core.errors import ModelLoadError
 from engine.files.hf_config import HFConfig
 from engine.runtime.activation import Activation
-from engine.runtime.layers.model_config import LatentConfig, LayerConfig, ModelConfig, NormPlacement, QKNorm
+from engine.runtime.layers.model_config import (
+    HeadsConfig,
+    LatentConfig,
+    LayerConfig,
+    ModelConfig,
+    NormPlacement,
+    QKNorm,
+)
 from engine.runtime.layers.rope_config import RopeConfig, read_rope
 from engine.runtime.models.expert_settings import (
     Mixtures,
@@ -47,10 +54,11 @@ def read_config(values: Mapping[str, Any], source: str) -> ModelConfig:
     if family is None:
         raise hf.error("model_type", f"one of {', '.join(FAMILIES)}")
     config = family(hf)
-    if config.num_heads % config.num_kv_heads:
-        raise ModelLoadError(
-            f"{source}: {config.num_heads} attention heads cannot share {config.num_kv_heads} key/value heads evenly."
-        )
+    for heads in {layer.heads for layer in config.layers}:
+        if heads.num_heads % heads.num_kv_heads:
+            raise ModelLoadError(
+                f"{source}: {heads.num_heads} attention heads cannot share {heads.num_kv_heads} key/value heads evenly."
+            )
     return config
 
 
@@ -295,20 +303,16 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
 
 def _common(hf: HFConfig) -> ModelConfig:
     """Return the settings that all families name alike."""
-    num_heads, bias = hf.size("num_attention_heads"), hf.flag("attention_bias")
+    bias = hf.flag("attention_bias")
     return ModelConfig(
         vocab_size=hf.size("vocab_size"),
         hidden_size=hf.size("hidden_size"),
         intermediate_size=hf.size("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=hf.size("num_key_value_heads", num_heads),
-        head_dim=_head_dim(hf),
         max_positions=_max_positions(hf),
         layers=_layers(hf),
         norm_eps=hf.positive("rms_norm_eps", 1e-6),
         activation=_activation(hf, "hidden_act", "silu"),
         tied_head=hf.flag("tie_word_embeddings"),
-        attention_scale=_head_dim(hf) ** -0.5,
         qkv_bias=bias,
         o_bias=bias,
     )
@@ -349,14 +353,14 @@ def _latent_common(hf: HFConfig, moes: Mixtures, *, is_interleaved: bool) -> Mod
     )
     if latent.query_rank is None:
         hf.refuse("attention_bias", "queries without q_lora_rank have none, and share their matrix with latents")
+    num_heads, row = hf.size("num_attention_heads"), latent.rank + latent.rope_dim
+    heads = HeadsConfig(num_heads=num_heads, num_kv_heads=1, head_dim=row, latent=latent)
     # Only the rotated dimensions of a head have positions.
     rotated = HFConfig({**hf.values, "head_dim": latent.rope_dim, "num_key_value_heads": 1}, hf.source)
     return replace(
         _common(rotated),
-        layers=tuple(replace(layer, mixer="latent") for layer in _layers(rotated, moes=moes)),
-        head_dim=latent.rank + latent.rope_dim,
+        layers=tuple(replace(layer, heads=heads, mixer="latent") for layer in _layers(rotated, moes=moes)),
         attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * _yarn_growth(hf) ** 2,
-        latent=latent,
         num_mtp_layers=_num_mtp_layers(hf),
     )
 
@@ -401,10 +405,13 @@ def _layers(
     moes: Mixtures | None = None,
 ) -> tuple[LayerConfig, ...]:
     """Return all layers; without `ropes` all have the same rope, without `moes` a dense MLP."""
+    num_heads = hf.size("num_attention_heads")
+    num_kv_heads = hf.size("num_key_value_heads", num_heads)
+    heads = HeadsConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=_head_dim(hf))
     windows = windows or [None] * _num_layers(hf)
     ropes = ropes or [_rope(hf)] * _num_layers(hf)
     moes = moes or [None] * _num_layers(hf)
-    return tuple(LayerConfig(*settings) for settings in zip(windows, ropes, moes, strict=True))
+    return tuple(LayerConfig(heads, *settings) for settings in zip(windows, ropes, moes, strict=True))
 
 
 def _layer_types(hf: HFConfig, types: Sequence[str]) -> Sequence[str]:

@@ -43,7 +43,7 @@ class MTPHead:
         self._rotary = None
         if settings.rope is not None:
             self._rotary = Rotary(settings.rope, served_len, dtype=make.dtype, device=make.device)
-        self.attention_specs: Sequence[AttentionSpec] = self._layer.states
+        self.states: Sequence[AttentionSpec] = self._layer.states
         self.hidden_size = self.target_hidden_size = hidden
         self.dtype = make.dtype
 

@@ -85,7 +85,7 @@ class TransformersModel:
         # The head's forward also scales and caps; a body that returns given states keeps that behaviour.
         self._given = _Given()
         model.set_submodule(_name_of(self._body, model), self._given)
-        self.vocab_size, self.attention_specs = self._overhear(next(model.parameters()).device, source)
+        self.vocab_size, self.states = self._overhear(next(model.parameters()).device, source)
 
     def _overhear(self, device: torch.device, source: str) -> tuple[int, Sequence[AttentionSpec]]:
         """Return the width of the logits and each layer's attention settings, from a forward pass."""

@@ -48,7 +48,7 @@ class Head(Protocol):
 
     streams: Sequence[int]  # the target's streams that it reads, see native/decoder.py; none: final normed states
     needs_all: bool  # it reads the final states, or the stream after the last layer, of all rows
-    attention_specs: Sequence[AttentionSpec]  # of its layers, in the pool behind the target's
+    states: Sequence[AttentionSpec]  # of its layers, in the pool behind the target's
     target_hidden_size: int  # of a stream
     hidden_size: int  # of its states
     dtype: torch.dtype
@@ -92,7 +92,7 @@ class HeadDrafter:
     ) -> None:
         """The pool ends with the head's layers; backend, pool and tables are the target's."""
         self._head, self._backend, self._device = head, backend, device
-        self._attention = kv_cache.last_layers(len(head.attention_specs))
+        self._attention = kv_cache.last_layers(len(head.states))
         self._batches = BatchBuilder(replace(config, windows=()), device, tables)  # its layers keep every position
         self._num_rows = 1 + config.num_speculative_tokens  # that a slot draws from in a step
         shape = (config.max_num_seqs * self._num_rows, head.hidden_size)
