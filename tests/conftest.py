@@ -6,6 +6,9 @@ import it (torch's compiler does). So without a device the interpreter is chosen
 torch computes on one thread, because a model of a test is too small for two, and two workers of pytest have two cores: their
 threads would wait for each other most of the time. Tests that need more threads set them; the native library's stay as they are.
 
+Bytecode is kept even where the environment says otherwise: every worker collects all files, and hundreds of child processes
+import the same packages, which would otherwise be compiled each time.
+
 No test may depend on the machine's speed: Hypothesis gets no deadline, and httpx waits as long as every other test does.
 `make clients` runs tests in an environment without most of these libraries.
 """
@@ -13,9 +16,13 @@ No test may depend on the machine's speed: Hypothesis gets no deadline, and http
 from __future__ import annotations
 
 import os
+import sys
 from importlib.util import find_spec
 
 from tests.patience import PATIENCE_S
+
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 if find_spec("torch"):
     import torch
