@@ -1,7 +1,12 @@
 """Builds a `tokenizers.Tokenizer` from a GGUF file's metadata.
 
-Byte-level BPE ("gpt2", which splits a text into words first, as gguf_words.py lists) and SentencePiece BPE ("llama",
+Byte-level BPE ("gpt2", which splits a text into words first, as gguf_words.json lists) and SentencePiece BPE ("llama",
 scores instead of merges). An unknown kind is refused: a nearly right tokenizer makes a model subtly worse.
+
+The file has a row for each way to split: the names of `tokenizer.ggml.pre`, each of which stands for all tokenizers that
+give the same ids for one test text, whichever model they belong to; and steps one after the other, a regular expression
+of the models' tokenizer.json whose matches and gaps are kept, or a class of `tokenizers` with its arguments. The last row
+is for files that name none, which llama.cpp splits so.
 """
 
 from __future__ import annotations
@@ -9,16 +14,44 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import PreTokenizer, Split
 
 from engine.core.errors import ModelLoadError
 from engine.system.calls import foreign_code
-from engine.text.gguf_words import DEFAULT, WORDS, Words
+from engine.system.regular_file import read_json
 
 log = logging.getLogger("quire.tokenizer")
+
+DEFAULT = "default"  # stands for the name of files that name none
+
+
+class Words(NamedTuple):
+    """How a family of tokenizers splits a text, and two habits of its merging."""
+
+    steps: Sequence[Any]
+    is_composed: bool = False  # characters are composed first (NFC)
+    is_whole_first: bool = False  # a word that is a token is that token, whatever the merges
+    has_bos: bool = False  # a text begins with a token for that, if the file does not say
+
+    def split(self) -> PreTokenizer:
+        """Return the splits one after the other."""
+        return pre_tokenizers.Sequence(
+            [
+                Split(Regex(step), behavior="isolated")
+                if isinstance(step, str)
+                else getattr(pre_tokenizers, step[0])(**step[1])
+                for step in self.steps
+            ]
+        )
+
+
+_ROWS = read_json(Path(__file__).with_name("gguf_words.json"))
+WORDS: Mapping[str, Words] = {name: Words(**row) for row in _ROWS for name in row.pop("names").split()}
 
 
 class TokenType(IntEnum):
