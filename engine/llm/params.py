@@ -4,37 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self, TypedDict
 
 from engine.core.errors import InvalidRequestError
+from engine.llm.unserved import SAMPLING_PARAMS, asks_for_nothing
 from engine.text.fields.base import Count, checked, plain_errors
 from engine.text.fields.chat import ChatFields
 from engine.text.fields.sampling import SamplingFields
-
-
-class _Foreign(NamedTuple):
-    """A parameter of vLLM's that is not declared here: the values that ask for nothing, and what to do about others."""
-
-    neutral: tuple[Any, ...]
-    instead: str
-
-
-_ANY = "any value"
-_FOREIGN: Mapping[str, _Foreign] = {
-    "detokenize": _Foreign((True, False), ""),  # token ids are in the output either way
-    "spaces_between_special_tokens": _Foreign((True, False), ""),  # as the HTTP API: they are the tokenizer's
-    "skip_clone": _Foreign((True, False), ""),
-    "output_kind": _Foreign((_ANY,), ""),  # a call returns when all is done
-    "best_of": _Foreign((1,), "give n, and logprobs=0 to rank the answers by cumulative_logprob"),
-    "logits_processors": _Foreign(([],), "use logit_bias, bad_words, allowed_token_ids or structured_outputs"),
-    "extra_args": _Foreign(({},), "leave it out"),
-    "flat_logprobs": _Foreign((False,), "logprobs have one dict for each token; leave it out"),
-    "guided_decoding": _Foreign((), 'write structured_outputs={"json": ...}, or "regex", "choice" or "grammar"'),
-    "thinking_token_budget": _Foreign((), "give it to LLM.chat"),
-    "logprob_token_ids": _Foreign(([],), "give allowed_token_ids or logprobs"),
-}
 
 
 class StructuredOutputsParams(TypedDict, total=False):
@@ -115,12 +93,10 @@ def _is_foreign(name: str, value: Any) -> bool:
         raise InvalidRequestError(
             "logprobs is -1, all tokens; give a number of alternatives, at most max_logprobs of LLM.", param=name
         )
-    row = _FOREIGN.get(name)
-    if row is None:
-        return False
-    if value is not None and value not in row.neutral and _ANY not in row.neutral:
-        raise InvalidRequestError(f"{name} is not a parameter here; {row.instead}.", param=name)
-    return True
+    row = SAMPLING_PARAMS.get(name)
+    if row is not None and not asks_for_nothing(row, value):
+        raise InvalidRequestError(f"{name} is not a parameter here; {row['instead']}.", param=name)
+    return row is not None
 
 
 def _as_json(value: Any) -> Any:

@@ -8,10 +8,16 @@ from typing import Any
 from engine.core.errors import InvalidRequestError
 from engine.settings.foreign import ELSEWHERE
 
+Row = Mapping[str, Any]  # values that ask for nothing; what to do about others
+
 _ATTRIBUTES: Mapping[str, Mapping[str, str]] = ELSEWHERE["attributes"]
-_ARGUMENTS: Mapping[str, Mapping[str, Any]] = ELSEWHERE[
-    "arguments"
-]  # values that ask for nothing; what to do about others
+_ARGUMENTS: Mapping[str, Row] = ELSEWHERE["arguments"]
+SAMPLING_PARAMS: Mapping[str, Row] = ELSEWHERE["sampling_params"]
+
+
+def asks_for_nothing(row: Row, value: object) -> bool:
+    """Return whether a value asks for what is done anyway."""
+    return value is None or row["neutral"] == "any" or value in row["neutral"]
 
 
 def missing(kind: str, name: str) -> str:
@@ -32,6 +38,6 @@ def refuse_arguments(
             lora = getattr(value, "lora_name", value)
         elif row is None:
             raise TypeError(f"LLM.{method}() got an unexpected keyword argument {name!r}")
-        elif value is not None and value not in row["neutral"]:
+        elif not asks_for_nothing(row, value):
             raise InvalidRequestError(f"{name} is not an argument of LLM.{method}; {row['instead']}.", param=name)
     return progress, lora

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from engine.core.errors import ConfigError
+from engine.settings.foreign import ELSEWHERE
 from engine.settings.setting import read_object, unknown_key
 
 MAX_DRAFTS = 32
@@ -44,32 +45,10 @@ METHODS = {
 
 _CHOICES = f"{', '.join(METHODS)}, or name a model that drafts"
 
-# Keys that change speed in vLLM and nothing else, and the reason why they have no effect here.
-_HINTS = {
-    "attention_backend": "--attention-backend is for both models",
-    "code_revision": "no code of a repository is run",
-    "disable_eagle_block_drop": "the prefix cache drops no block for a draft",
-    "disable_lookahead_block_hashes": "the prefix cache names blocks by their own tokens",
-    "disable_padded_drafter_batch": "batches of drafts are never padded",
-    "draft_lm_head_quantization": "quantization is for all matrices of a draft",
-    "draft_sample_method": "drafts are drawn as the answer is, which accepts the most",
-    "enforce_eager": "drafts are not captured as CUDA graphs",
-    "kv_cache_dtype": "--kv-cache-dtype is for both models",
-    "moe_backend": "the kernels of experts are chosen for the device",
-    "num_speculative_tokens_per_batch_size": "draft lengths follow acceptance and measured costs",
-    "use_local_argmax_reduction": "a draft runs on one device",
-}
-# Keys, or beginnings of keys, that would change the meaning: the values that do not, and the reason.
-_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "draft_load_config": (({},), "a draft is loaded as --load-format says"),
-    "draft_tensor_parallel_size": ((1,), "a draft runs on one device"),
-    "fly_": ((), "it accepts drafts that change answers"),
-    "parallel_drafting": ((False,), "drafts are computed one after the other"),
-    "rejection_sample_method": (("standard",), "only the standard method changes no answer, whatever the seed"),
-    "suffix_decoding_": ((), "it is for the method suffix; ngram drafts from the text, too"),
-    "synthetic_": ((), "it accepts drafts that change answers"),
-    "use_heterogeneous_vocab": ((False,), "a draft has the tokenizer of the model"),
-}
+# Keys of vLLM that change speed and nothing else, each with the reason why it has no effect here; and keys, or beginnings of
+# keys, that would change the meaning, with the values that do not.
+_NO_EFFECT: Mapping[str, str] = ELSEWHERE["speculative_config"]["no_effect"]
+_REFUSED: Mapping[str, Mapping[str, Any]] = ELSEWHERE["speculative_config"]["refused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +73,8 @@ class SpeculativeConfig:
         for key, value in given.items():
             if key in _TYPES:
                 values[key] = _checked(key, value)
-            elif key in _HINTS:
-                hints.append(f"{key} has no effect: {_HINTS[key]}")
+            elif key in _NO_EFFECT:
+                hints.append(f"{key} has no effect: {_NO_EFFECT[key]}")
             else:
                 _refuse(key, value)
         method = values["method"] = _method(values)
@@ -160,10 +139,9 @@ def _refuse(key: str, value: object) -> None:
     """Raise ConfigError for a key without a field, unless the value means the default."""
     found = next((each for name, each in _REFUSED.items() if key == name or key.startswith(name)), None)
     if found is None:
-        raise unknown_key(FLAG, key, [*_TYPES, *_HINTS, *_REFUSED])
-    harmless, reason = found
-    if value not in harmless:
-        raise ConfigError(f"{FLAG}: {key} is {value!r}, which Quire does not serve: {reason}; leave it out.")
+        raise unknown_key(FLAG, key, [*_TYPES, *_NO_EFFECT, *_REFUSED])
+    if value not in found["neutral"]:
+        raise ConfigError(f"{FLAG}: {key} is {value!r}, which Quire does not serve: {found['why']}; leave it out.")
 
 
 def _method(values: dict[str, Any]) -> str:
