@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from engine.core.errors import InvalidRequestError
 from engine.text.chat.limits import ModelLimits
-from engine.text.fields.base import Refused, RequestBody
+from engine.text.fields.body import Refused, RequestBody
 from engine.text.fields.sampling import QueueFields, SamplingFields
 
 MAX_CACHE_SALT = 128

@@ -20,7 +20,7 @@ from engine.core.types import Adapter
 from engine.handle import EngineHandle
 from engine.system.similar import closest
 from engine.text.chat.limits import ModelLimits
-from engine.text.fields.base import RequestBody
+from engine.text.fields.body import RequestBody
 from engine.text.fields.chat import Conversation
 from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.tokenizer import TextTokenizer

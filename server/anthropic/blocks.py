@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
-from engine.text.fields.base import RequestBody
+from engine.text.fields.body import RequestBody
 
 _KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _NEEDED: dict[str, tuple[str, ...]] = {

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from engine.core.errors import UnsupportedError
-from engine.text.fields.base import Integer, RequestBody
+from engine.text.fields.body import Integer, RequestBody
 from server.anthropic.blocks import Turn
 
 # type -> (the blocks that it removes, how many it keeps by default, the tokens from which it applies)

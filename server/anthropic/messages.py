@@ -15,7 +15,7 @@ from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import Pin
 from engine.core.types import Request as EngineRequest
 from engine.text.chat.limits import ModelLimits
-from engine.text.fields.base import Integer, Refused, RequestBody
+from engine.text.fields.body import Integer, Refused, RequestBody
 from engine.text.fields.chat import Message
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import ToolName, without_hosted

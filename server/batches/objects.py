@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from engine.text.fields.base import Refused, RequestBody, check_num_fields
+from engine.text.fields.body import Refused, RequestBody, check_num_fields
 from server.protocol.documents import CompletionTokensDetails
 
 MAX_WINDOW_S = 30 * 24 * 3600

@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from engine.system.version import VERSION
-from engine.text.fields.base import RequestBody
+from engine.text.fields.body import RequestBody
 from server.protocol.documents import ResponseBody
 
 _SCHEMAS = "#/components/schemas/"
@@ -126,7 +126,7 @@ def _body(route: APIRoute) -> type[RequestBody] | None:
 
 
 def _let_fields_be_null(schema: dict[str, Any]) -> None:
-    """Let optional fields be null, which means absent (engine/text/fields/base.py)."""
+    """Let optional fields be null, which means absent (engine/text/fields/body.py)."""
     fields = schema.get("properties", {})
     for name in fields.keys() - set(schema.get("required", ())):
         if _NULL not in fields[name].get("anyOf", ()):

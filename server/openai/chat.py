@@ -17,7 +17,7 @@ from engine.core.errors import ClientError, InvalidRequestError
 from engine.core.types import FinishReason, Request
 from engine.text.chat.choice import CallDelta, Delta
 from engine.text.chat.limits import num_common
-from engine.text.fields.base import Integer, Refused
+from engine.text.fields.body import Integer, Refused
 from engine.text.fields.chat import ChatFields
 from engine.text.logprobs import PromptLogprobs
 from engine.text.requests.chat_preprocessor import PreparedChat

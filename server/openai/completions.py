@@ -14,7 +14,7 @@ from engine.core.errors import InvalidRequestError
 from engine.core.types import SamplingParams
 from engine.text.chat.choice import Delta
 from engine.text.chat.limits import ModelLimits
-from engine.text.fields.base import Integer
+from engine.text.fields.body import Integer
 from engine.text.fields.sampling import MAX_N
 from engine.text.logprobs import PromptLogprobs
 from engine.text.requests.sampling import sampling_params, text_rules, truncated

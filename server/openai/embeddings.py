@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import Pooling, SamplingParams
-from engine.text.fields.base import Integer, Refused
+from engine.text.fields.body import Integer, Refused
 from engine.text.prompt_results import unit_vector
 from server.answers.context import InContext, json_body
 from server.answers.respond import engine_requests, with_timings

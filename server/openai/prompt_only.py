@@ -14,7 +14,7 @@ from engine.core.types import PromptInfo
 from engine.core.types import Request as EngineRequest
 from engine.text.chat.choice import TextRules
 from engine.text.chat.limits import ModelLimits
-from engine.text.fields.base import Refused
+from engine.text.fields.body import Refused
 from server.answers.body import EngineBody
 from server.answers.context import Context
 from server.answers.generation import Generation

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from engine.core.errors import ClientError
 from engine.text.chat.choice import Delta
 from engine.text.chat.limits import ModelLimits
-from engine.text.fields.base import Refused, RequestBody
+from engine.text.fields.body import Refused, RequestBody
 from engine.text.types import CallArguments, CallBegin, Piece
 from server.answers.body import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
 from server.openai.chat import ChatBody

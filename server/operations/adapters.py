@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from engine.core.errors import AdapterConflictError
 from engine.handle import LoadAdapter, UnloadAdapter
-from engine.text.fields.base import Refused, RequestBody
+from engine.text.fields.body import Refused, RequestBody
 from server.answers.context import Context, InContext, InOwner, check_operator, json_body
 from server.protocol.errors import ApiError
 

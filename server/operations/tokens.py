@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
-from engine.text.fields.base import Refused, RequestBody
+from engine.text.fields.body import Refused, RequestBody
 from engine.text.fields.chat import Conversation, Message
 from engine.text.logprobs import token_text
 from server.answers.context import InContext, aside, json_body

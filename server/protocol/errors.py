@@ -41,7 +41,7 @@ from engine.core.errors import (
     shorten,
 )
 from engine.system.similar import closest
-from engine.text.fields.base import describe
+from engine.text.fields.body import describe
 from server.protocol.printable import printable
 
 STATE = "quire"  # the key of a request's RequestState (server/http/request_state.py) in its ASGI scope

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.text.fields.base import RequestBody
+from engine.text.fields.body import RequestBody
 from loadtest.__main__ import COMMANDS as LOADTEST
 from server import cli
 from server.app import routers

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends
 from pydantic import Field
 from starlette.responses import Response
 
-from engine.text.fields.base import RequestBody
+from engine.text.fields.body import RequestBody
 from server.answers.context import InContext, json_body
 from server.http.openapi import answers
 from server.protocol.documents import ResponseBody

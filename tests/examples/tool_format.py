@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from engine.text.tools.base import CallParser, OfferedTool, ToolFormat, Tools, any_of
 from engine.text.tools.json_arguments import JsonScanner
+from engine.text.tools.tool_format import CallParser, OfferedTool, ToolFormat, Tools, any_of
 
 
 class CallTags(ToolFormat):

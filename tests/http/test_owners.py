@@ -20,7 +20,7 @@ from harness import CONFIG, Live, eventually
 from test_cli import quire, ready
 
 from engine.adapters import Adapters
-from engine.text.fields.base import RequestBody
+from engine.text.fields.body import RequestBody
 from server.app import routers
 from server.operations import unserved
 

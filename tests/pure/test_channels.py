@@ -15,8 +15,8 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.core.errors import InvalidRequestError
 from engine.text.channels import ENDS, MARKS, ChannelParser
-from engine.text.tools.base import OfferedTool
 from engine.text.tools.formats import TOOL_FORMATS
+from engine.text.tools.tool_format import OfferedTool
 from engine.text.types import CallArguments, CallBegin, Content, Reasoning
 from tests.pure.byte_vocabulary import ByteVocabulary
 

@@ -14,8 +14,8 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from engine.text.fields.structured import ResponseFormat
 from engine.text.grammars.spec import close_schema
 from engine.text.grammars.trial_process import to_guidance
-from engine.text.tools.base import OfferedTool
 from engine.text.tools.formats import TOOL_FORMATS
+from engine.text.tools.tool_format import OfferedTool
 from engine.text.types import CallArguments, CallBegin
 from tests.pure.byte_vocabulary import ByteVocabulary
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from engine.text.fields.base import RequestBody
+from engine.text.fields.body import RequestBody
 from server.openai.translated import PASSED_ON, TranslatedBody
 from server.operations.unserved import UNSERVED
 from tests.reference.tables import MADE, cell, table

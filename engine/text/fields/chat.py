@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
 from engine.text.chat.limits import ModelLimits
-from engine.text.fields.base import Integer, RequestBody
+from engine.text.fields.body import Integer, RequestBody
 from engine.text.fields.sampling import SamplingFields
 from engine.text.fields.tools import Tool, ToolCall, ToolChoice, ToolChoiceField, check_tools, without_hosted
 

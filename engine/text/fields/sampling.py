@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from engine.core.errors import ConfigError, InvalidRequestError, shorten
 from engine.text.chat.limits import ModelLimits
-from engine.text.fields.base import Integer, RequestBody
+from engine.text.fields.body import Integer, RequestBody
 from engine.text.fields.structured import Choices, ResponseFormat, Schema, StructuredOutputs, WhitespacePattern
 from engine.text.grammars.spec import GrammarSpec
 from engine.text.types import SamplingDefaults

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from engine.text.fields.base import RequestBody, refused_field
+from engine.text.fields.body import RequestBody, refused_field
 from engine.text.grammars.spec import ANY_OBJECT, GrammarKind, GrammarSpec, close_schema
 
 _MAX_TAGS = 256

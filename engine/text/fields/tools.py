@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
-from engine.text.fields.base import RequestBody
-from engine.text.tools.base import OfferedTool
+from engine.text.fields.body import RequestBody
+from engine.text.tools.tool_format import OfferedTool
 
 # OpenAI allows 64 characters and Anthropic 128, which clients use for tools of MCP servers.
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]

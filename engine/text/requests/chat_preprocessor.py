@@ -19,8 +19,8 @@ from engine.text.fields.tools import ToolChoice
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.grammars.thinking import EFFORT_BUDGETS
 from engine.text.requests.sampling import sampling_params, text_rules, truncated
-from engine.text.tools.base import ToolFormat
 from engine.text.tools.forced import forced_grammar
+from engine.text.tools.tool_format import ToolFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

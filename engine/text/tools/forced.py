@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from engine.core.errors import InvalidRequestError
 from engine.text.grammars.spec import MAX_TEXT, GrammarSpec
-from engine.text.tools.base import MAX_CALLS, OfferedTool, ToolFormat, embedded, repeated
 from engine.text.tools.json_calls import FORCED, forced_objects
+from engine.text.tools.tool_format import MAX_CALLS, OfferedTool, ToolFormat, embedded, repeated
 
 
 def forced_grammar(

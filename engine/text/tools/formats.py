@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import uuid
 
-from engine.text.tools.base import ToolFormat
 from engine.text.tools.glm_calls import GLM45
 from engine.text.tools.harmony import HARMONY
 from engine.text.tools.json_calls import GRANITE, GRANITE_FC, HERMES, JSON, LLAMA3, LLAMA4, MISTRAL
 from engine.text.tools.python_calls import LLAMA4_PYTHONIC, OLMO3, PYTHONIC
 from engine.text.tools.section_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
+from engine.text.tools.tool_format import ToolFormat
 from engine.text.tools.xml_calls import QWEN3_CODER
 
 # In the order of detection: several formats have the mark of Hermes, or of Phi-4-mini, around another language.

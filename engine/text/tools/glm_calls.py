@@ -16,8 +16,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from engine.text.tools.base import CallParser, OfferedTool, ToolFormat, Tools, any_of, free_text, literal
 from engine.text.tools.text_values import TextValuesParser, ValueGrammar, parameters_of
+from engine.text.tools.tool_format import CallParser, OfferedTool, ToolFormat, Tools, any_of, free_text, literal
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 KEY, END_KEY = "<arg_key>", "</arg_key>"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from engine.core.errors import InvalidRequestError
 from engine.text.channels import CHANNEL, CONSTRAIN, FUNCTIONS, MARKS, MESSAGE, START, ChannelParser
-from engine.text.tools.base import Message, OfferedTool, ToolFormat, Tools, any_of, literal
+from engine.text.tools.tool_format import Message, OfferedTool, ToolFormat, Tools, any_of, literal
 
 
 class HarmonyFormat(ToolFormat):

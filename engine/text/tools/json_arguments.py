@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from engine.text.piece_parser import first_of, held_back
-from engine.text.tools.base import CallParser
+from engine.text.tools.tool_format import CallParser
 from engine.text.types import Piece
 
 _BARE = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # outside strings

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.text.tools.base import (
+from engine.text.tools.json_arguments import ArgumentsParser, JsonScanner
+from engine.text.tools.tool_format import (
     MAX_CALLS,
     SPACE,
     SPACING,
@@ -29,7 +30,6 @@ from engine.text.tools.base import (
     repeated,
     with_ids,
 )
-from engine.text.tools.json_arguments import ArgumentsParser, JsonScanner
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ID = re.compile(r"[a-zA-Z0-9]{0,64}")

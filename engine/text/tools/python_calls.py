@@ -15,7 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.text.piece_parser import held_back
-from engine.text.tools.base import (
+from engine.text.tools.python_literals import LiteralReader
+from engine.text.tools.schema_types import types_of
+from engine.text.tools.text_values import parameters_of, refusal, self_contained
+from engine.text.tools.tool_format import (
     MAX_CALLS,
     SPACE,
     SPACING,
@@ -28,9 +31,6 @@ from engine.text.tools.base import (
     literal,
     repeated,
 )
-from engine.text.tools.python_literals import LiteralReader
-from engine.text.tools.schema_types import types_of
-from engine.text.tools.text_values import parameters_of, refusal, self_contained
 from engine.text.types import Piece
 
 _NAME = r"[a-zA-Z_][a-zA-Z0-9_.-]{0,127}"

@@ -14,7 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engine.text.tools.base import (
+from engine.text.tools.json_arguments import ArgumentsParser, JsonScanner
+from engine.text.tools.tool_format import (
     MAX_CALLS,
     SPACING,
     CallParser,
@@ -28,7 +29,6 @@ from engine.text.tools.base import (
     repeated,
     with_ids,
 )
-from engine.text.tools.json_arguments import ArgumentsParser, JsonScanner
 
 _NAME = r"(?P<name>[a-zA-Z0-9_.-]{1,128})"
 _NUMBER = "{number}"  # of a call, in a header

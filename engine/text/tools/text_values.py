@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from engine.core.errors import InvalidRequestError
 from engine.text.grammars.spec import close_schema
 from engine.text.piece_parser import first_of, held_back
-from engine.text.tools.base import OPEN_ENDED, CallParser, OfferedTool, Tools, embedded, literal
 from engine.text.tools.schema_types import STRING, json_of, resolved, type_name, types_at, types_of, values_at
+from engine.text.tools.tool_format import OPEN_ENDED, CallParser, OfferedTool, Tools, embedded, literal
 from engine.text.types import Piece
 
 

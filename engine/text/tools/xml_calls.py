@@ -19,8 +19,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from engine.text.tools.base import SPACE, CallParser, OfferedTool, ToolFormat, Tools, any_of, literal, repeated
 from engine.text.tools.text_values import TextValuesParser, ValueGrammar, parameters_of
+from engine.text.tools.tool_format import SPACE, CallParser, OfferedTool, ToolFormat, Tools, any_of, literal, repeated
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"

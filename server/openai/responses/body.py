@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, shorten
 from engine.text.chat.limits import ModelLimits
-from engine.text.fields.base import Integer, Refused, RequestBody
+from engine.text.fields.body import Integer, Refused, RequestBody
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import Function, without_hosted
 from server.openai.chat import ChatBody

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
-from engine.text.fields.base import RequestBody
+from engine.text.fields.body import RequestBody
 from engine.text.fields.chat import join_parts
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
