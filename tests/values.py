@@ -19,7 +19,15 @@ from engine.settings.peer import Peer
 from engine.text.grammars import spec
 
 _MODULES = (handle, config, errors, page_table, stats, types, spec)
-_NOT_VALUES = (handle.Command, handle.EngineHandle, types.StepEvents, Enum, page_table.SequenceKV, page_table.Ticket)
+_NOT_VALUES = (
+    handle.Command,
+    handle.EngineHandle,
+    types.StepEvents,
+    types.PlainTokens,
+    Enum,
+    page_table.SequenceKV,
+    page_table.Ticket,
+)
 
 
 def _is_value(kind: object) -> bool:

@@ -24,6 +24,7 @@ class InFlightStep:
     positions: list[int] = field(default_factory=list)  # the first of each slice
     sequences: list[Sequence] = field(default_factory=list)
     slots: tuple[int, ...] = ()  # of those that decode
+    choices: list[tuple[str, int]] = field(default_factory=list)  # of those that decode: (request id, choice)
     chunks: list[Chunk] = field(default_factory=list)
     rows: list[RowStart] = field(default_factory=list)
     entries: list[TableEntry] = field(default_factory=list)

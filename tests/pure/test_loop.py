@@ -180,7 +180,7 @@ def test_events_are_delivered_once_a_step(rig: Rig) -> None:
     rig.release()
     rig.listener.wait_for(lambda: len(rig.listener.ends) == 6)
     assert len(rig.listener.batches) <= rig.engine.stats.steps
-    assert max(len(events) for events in rig.listener.batches) == 6
+    assert max(len(list(events)) for events in rig.listener.batches) == 6
 
 
 def test_a_request_that_never_fits_is_refused_to_its_sender(rig: Rig) -> None:

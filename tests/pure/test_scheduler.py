@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.types import AbortCause, FinishReason, StepEvents, TokenEvent
+from engine.core.types import AbortCause, FinishReason, PlainTokens, StepEvents, TokenEvent
 from tests.pure.driver import FAILS, Driver, config, request, solo
 
 
@@ -299,7 +299,8 @@ def test_the_books_of_a_small_history() -> None:
 def test_what_a_step_tells_keeps_its_order_and_knows_what_ends() -> None:
     first = TokenEvent("a", 0, (1,), finish_reason=FinishReason.STOP)
     told = StepEvents([first])
-    told.entries += [("b", 1, 7), TokenEvent("c", 0, (2, 3))]
+    told.entries += [PlainTokens([("z", 0), ("b", 1)], [5, 7], range(1, 2)), TokenEvent("c", 0, (2, 3))]
     assert list(told) == [first, TokenEvent("b", 1, (7,)), TokenEvent("c", 0, (2, 3))]
-    assert len(told) == 3
+    assert told
+    assert not StepEvents()
     assert list(told.ends) == [first]

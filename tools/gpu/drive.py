@@ -47,7 +47,7 @@ class Drive:
         """Take the events of a step, on the engine thread."""
         self._events.put((time.perf_counter(), events))
         if self._on_step is not None:
-            self._on_step(len(events))
+            self._on_step(len(list(events)))
 
     def run(
         self,

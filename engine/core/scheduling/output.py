@@ -6,7 +6,7 @@ flight that names them. Engine thread.
 
 from __future__ import annotations
 
-from collections import abc
+from itertools import count
 
 from engine.core.errors import ComputeError, ErrorValue, InvalidRequestError, QuireError
 from engine.core.in_flight import InFlightStep
@@ -18,9 +18,9 @@ from engine.core.scheduling.stats_recorder import StatsRecorder
 from engine.core.sequence import Sequence, Status
 from engine.core.stats import FailureCause
 from engine.core.step import Drafted, Fault, StepResult
-from engine.core.types import FinishReason, PlainToken, PromptInfo, StepEvents, TokenEvent, TokenLogprob
+from engine.core.types import FinishReason, PlainTokens, PromptInfo, StepEvents, TokenEvent, TokenLogprob
 
-Entries = list[TokenEvent | PlainToken]
+Entries = list[TokenEvent | PlainTokens]
 
 
 class OutputProcessor:
@@ -44,33 +44,36 @@ class OutputProcessor:
         events = made.entries
         has_special = result.errors or result.logprobs or result.drafted or result.ended
         num_plain = 0 if has_special else step.num_decodes
-        self._process_decodes(step.sequences[:num_plain], result.token_ids, now, events)
+        if num_plain:
+            self._process_decodes(step, result.token_ids, now, events)
         cursor = num_plain
         for index in range(num_plain, len(step.sequences)):
             cursor += self._process_slice(index, step, result, cursor, now, events)
         return made
 
-    def _process_decodes(
-        self, sequences: abc.Iterable[Sequence], token_ids: abc.Iterable[int], now: float, events: Entries
-    ) -> None:
-        """Take in one sampled token of each sequence, with nothing else to report."""
-        gaps, last_s, num_last = self._recorder.gaps, self._processed_s, 0
-        for seq, token in zip(sequences, token_ids, strict=False):
+    def _process_decodes(self, step: InFlightStep, token_ids: list[int], now: float, events: Entries) -> None:
+        """Take in one sampled token of each sequence that decodes, with nothing else to report."""
+        gaps, last_s, num_others, first_plain = self._recorder.gaps, self._processed_s, 0, 0
+        for index, seq, token in zip(count(), step.sequences[: step.num_decodes], token_ids, strict=False):
             seq.num_computed = num_computed = seq.num_computed + 1
             if num_computed < seq.fast_commit_until and token not in seq.ending_ids:
                 # The same as `_accept` for most tokens, without the calls.
                 seq.tokens.append(token)
                 previous_s = seq.last_token_s
-                if previous_s == last_s:  # true for most: a look-up in `gaps` costs twice as much
-                    num_last += 1
-                else:
+                if previous_s != last_s:  # false for most: a look-up in `gaps` costs more
+                    num_others += 1
                     gaps[previous_s] = gaps.get(previous_s, 0) + 1
                 seq.last_token_s = now
-                events.append((seq.request_id, seq.choice, token))
-            else:
-                self._accept(seq, token, None, False, now, events)
-        if num_last:
-            gaps[last_s] = gaps.get(last_s, 0) + num_last
+                continue
+            num_others += 1
+            if index > first_plain:
+                events.append(PlainTokens(step.choices, token_ids, range(first_plain, index)))
+            first_plain = index + 1
+            self._accept(seq, token, None, False, now, events)
+        if step.num_decodes > first_plain:
+            events.append(PlainTokens(step.choices, token_ids, range(first_plain, step.num_decodes)))
+        if step.num_decodes > num_others:
+            gaps[last_s] = gaps.get(last_s, 0) + step.num_decodes - num_others
         self._processed_s = now
 
     def _process_slice(
@@ -122,7 +125,7 @@ class OutputProcessor:
         logprobs = None if logprob is None else (logprob,)
         if token not in seq.ending_ids and len(tokens) < seq.max_total and not is_end:
             if logprobs is None and prompt is None:
-                events.append((seq.request_id, seq.choice, token))
+                events.append(TokenEvent(seq.request_id, seq.choice, (token,)))
             else:
                 events.append(TokenEvent(seq.request_id, seq.choice, (token,), logprobs, prompt=prompt))
             if seq.num_computed >= seq.kv.next_publish or seq.is_leaving:

@@ -47,7 +47,9 @@ class Scheduler:
         has_drafts = config.num_speculative_tokens > 0
         self._drafts = DraftPlanner(config, self.kv, self.stats) if has_drafts else None
         self._output = OutputProcessor(self.kv, self._queue, self._recorder, self._drafts)
-        self._decoding: tuple[list[Sequence], tuple[int, ...]] = ([], ())  # of the last step, and their slots
+        self._decoding: list[Sequence] = []  # in the last step ...
+        self._decoding_slots: tuple[int, ...] = ()  # ... and their rows ...
+        self._decoding_choices: list[tuple[str, int]] = []  # ... and what their events name
         self._next_step_id = 0
         self._made_room = False  # for an atomic span, by decodes that waited, in the last step
         self._committed_s = 0.0
@@ -180,9 +182,11 @@ class Scheduler:
             seq.num_planned = start + 1
         step.sequences += [seq for seq in due if seq not in skipped] if skipped else due
         step.num_decodes = step.num_samples = len(positions)
-        if step.sequences != self._decoding[0]:  # mostly they are those of the last step
-            self._decoding = list(step.sequences), tuple([seq.slot for seq in step.sequences])
-        step.slots = self._decoding[1]
+        if step.sequences != self._decoding:  # mostly they are those of the last step
+            self._decoding = list(step.sequences)
+            self._decoding_slots = tuple([seq.slot for seq in step.sequences])
+            self._decoding_choices = [(seq.request_id, seq.choice) for seq in step.sequences]
+        step.slots, step.choices = self._decoding_slots, self._decoding_choices
         # Some may have been preempted meanwhile: the beams of a search are preempted together.
         return [seq for seq in catching_up if seq.status is Status.PREFILL]
 

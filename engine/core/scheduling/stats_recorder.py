@@ -9,6 +9,7 @@ from collections import deque
 
 from engine.core.config import SchedulerConfig
 from engine.core.kv.manager import KVCacheManager
+from engine.core.kv.prefix_cache import BlockIndex
 from engine.core.sequence import Sequence
 from engine.core.stats import FailureCause, PreemptionKind, Stats, SwapDirection, Target
 from engine.core.step import StepPlan
@@ -23,7 +24,9 @@ class StatsRecorder:
     def __init__(self, config: SchedulerConfig, stats: Stats, kv: KVCacheManager) -> None:
         self._target_ttft_s, self._target_itl_s = config.target_ttft_s, config.target_itl_s
         self._stats = stats
-        self._pool, self._groups = kv.pool, kv.groups
+        self._pool, self._groups = kv.pool, dict[str, list[BlockIndex]]()
+        for kind, group in kv.groups:
+            self._groups.setdefault(kind, []).append(group)
         self._host_pool = kv.tiers.host.pool
         self._store_pools = {name: store.pool for name, store in kv.tiers.stores.items()}
         self.gaps: dict[float, int] = {}  # time of the previous token -> sequences that drew their next since
@@ -181,10 +184,8 @@ class StatsRecorder:
         stats.num_background_running = num_background
         stats.blocks_free, stats.blocks_cached, stats.blocks_held = pool.counts
         stats.blocks_pinned = pool.num_pinned
-        findable = dict.fromkeys((kind for kind, _ in self._groups), 0)
-        for kind, group in self._groups:
-            findable[kind] += group.num_findable
-        stats.findable_blocks = findable
+        for kind, groups in self._groups.items():
+            stats.findable_blocks[kind] = sum([group.num_findable for group in groups])
         if host.num_blocks:  # else there are no stores either
             stats.host_blocks_free, stats.host_blocks_cached, stats.host_blocks_held = host.counts
             stats.host_blocks_pinned = host.num_pinned
