@@ -20,19 +20,22 @@ TARGET_US = 300.0  # at 256 sequences
 ANSWER_LEN = 128  # of sequences that end, with --kv-events
 
 
-def decode_step_us(num_seqs: int, num_steps: int) -> list[float]:
+def decode_step_us(
+    num_seqs: int, num_steps: int, prompt_len: int = PROMPT_LEN, windows: tuple[int, ...] = ()
+) -> list[float]:
     """Return the microseconds of each plan and commit while sequences decode."""
     config = SchedulerConfig(
-        num_blocks=num_seqs * (PROMPT_LEN + num_steps) // 16 + num_seqs,
+        num_blocks=(1 + len(windows)) * num_seqs * ((prompt_len + num_steps) // 16 + 2),
         block_size=16,
-        max_model_len=PROMPT_LEN + num_steps + 64,
+        max_model_len=prompt_len + num_steps + 64,
         max_num_seqs=num_seqs,
-        max_num_batched_tokens=num_seqs * PROMPT_LEN,
+        max_num_batched_tokens=num_seqs * prompt_len,
+        windows=windows,
     )
     scheduler, runner = Scheduler(config), FakeRunner(config, memory=False)
     params = SamplingParams(max_tokens=num_steps + 32, temperature=0.0)
     for index in range(num_seqs):
-        prompt = tuple((index * 7919 + position) % 512 for position in range(PROMPT_LEN))
+        prompt = tuple((index * 7919 + position) % 512 for position in range(prompt_len))
         scheduler.add(Request(request_id=f"r{index}", prompt=prompt, params=params, arrival_s=0.0))
     figures = []
     now = 0.0
@@ -127,6 +130,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `scheduler`."""
     parser.add_argument("--num-seqs", type=positive_int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--num-steps", type=positive_int, default=500, help="decode steps to time; default %(default)s")
+    parser.add_argument("--prompt-len", type=positive_int, default=PROMPT_LEN, help="tokens; default %(default)s")
+    parser.add_argument(
+        "--windows", type=positive_int, nargs="+", default=[], metavar="N", help="a group of windows of N for each"
+    )
     parser.add_argument("--kv-events", action="store_true", help="time steps with and without KV events instead")
     parser.add_argument("--json", type=Path, metavar="FILE")
 
@@ -147,7 +154,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     rows = {}
     for num_seqs in options.num_seqs:
-        ordered = sorted(decode_step_us(num_seqs, options.num_steps))
+        steps = decode_step_us(num_seqs, options.num_steps, options.prompt_len, tuple(options.windows))
+        ordered = sorted(steps)
         rows[num_seqs] = {"median_us": percentile(ordered, 0.5), "p99_us": percentile(ordered, 0.99)}
     print_table(
         ("sequences decoding", "plan + commit us, median", "p99"),
