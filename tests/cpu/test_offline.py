@@ -22,6 +22,23 @@ from tests.cpu.model_driver import CPU
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 99}}, "required": ["n"]}
 CLOSED = {**SCHEMA, "additionalProperties": False}
 
+# Two greedy prompts and their tokens in float32, where margins are far above the rounding that instruction sets differ by.
+GOLDEN = {
+    "The capital of France is": [
+        7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33, 40, 29, 32, 33, 29, 34, 34, 216, 33, 34, 42, 33,
+    ],
+    "def fibonacci(n):": [
+        472, 585, 304, 1758, 216, 32, 42, 448, 1003, 216, 33, 472, 1003, 304, 1672, 3987, 46477, 24, 94, 731, 216, 33, 25, 198,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernels", ["portable", "auto"])
+def test_the_default_model_says_what_it_always_said(kernels: str) -> None:
+    with LLM(dtype="float32", cpu_kernels=kernels, max_model_len=256, kv_cache_memory_bytes=32 << 20) as llm:
+        outputs = llm.generate(list(GOLDEN), SamplingParams(max_tokens=24, temperature=0))
+    assert [list(output.outputs[0].token_ids) for output in outputs] == list(GOLDEN.values())
+
 
 def test_grammars_and_calls_hold() -> None:
     with LLM(max_model_len=512, kv_cache_memory_bytes=64 << 20) as llm:
