@@ -169,13 +169,17 @@ class Handover:
         """Write a parcel's blocks; returns how many of the prompt's the cache has."""
         num_full = sum(not group for group, _ in places)
         ends = [*range(0, num_full, self._piece), *range(num_full, len(names), self._piece), len(names)]
-        for first, stop in pairwise(ends):
-            rows = self._rows(stop - first)
-            if parcel.get(names[first:stop], [row.data for row in rows]) < stop - first:
-                raise ParcelError(f"the parcel of {parcel.source} is damaged")
+        rows, first = self._rows(min(self._piece, len(names))), 0
+        into = (row.data for begin, stop in pairwise(ends) for row in rows[: stop - begin])
+        for done, _ in enumerate(parcel.read(names, into), 1):
+            if done not in ends:
+                continue
             write = self._write if first < num_full else self._write_others
-            if not write(prefix, rows, places[first:stop]):
+            if not write(prefix, rows[: done - first], places[first:done]):
                 return first if num_full == len(names) else 0
+            first = done
+        if first < len(names):
+            raise ParcelError(f"the parcel of {parcel.source} is damaged")
         return num_full
 
     def _rows(self, num_blocks: int) -> Rows:

@@ -105,7 +105,7 @@ def test_only_the_same_key_and_model_are_served(tmp_path: Path, server: Listener
         reader = Reader(server)
         assert reader.look() == {1}
         row = memoryview(bytearray(BLOCK_BYTES))
-        assert list(reader.peer.read(FINGERPRINT, [NUM_SLOTS], [row])) == [False], "beyond the end"
+        assert list(reader.peer.read(FINGERPRINT, [NUM_SLOTS], [row])) == [None], "beyond the end"
         assert reader.read(1) == content(1)
         reader.peer.close()
 
@@ -129,8 +129,8 @@ def test_only_parts_with_the_fingerprint_are_read(tmp_path: Path) -> None:
         reader = Reader(server)
         assert reader.look() == {1}
         row = memoryview(bytearray(BLOCK_BYTES))
-        assert list(reader.peer.read(FINGERPRINT, [0], [row])) == [True]
-        assert [name for name in others if list(reader.peer.read(name, [0], [row])) != [False]] == []
+        assert list(reader.peer.read(FINGERPRINT, [0], [row])) == [row]
+        assert [name for name in others if list(reader.peer.read(name, [0], [row])) != [None]] == []
         assert reader.read(1) == content(1), "the connection is good"
         reader.peer.close()
         server.close()

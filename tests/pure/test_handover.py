@@ -271,7 +271,7 @@ def _send(memory: Parcels, num_blocks: int = 3) -> str:
 def _read(parcel: KnownPart, num_blocks: int = 3) -> list[bytes]:
     """Return the checked blocks of a parcel."""
     names, rows = list(BLOCKS)[:num_blocks], [bytearray(16) for _ in range(num_blocks)]
-    return [bytes(row) for row in rows[: parcel.get(names, list(map(memoryview, rows)))]]
+    return [bytes(row) for row in rows[: sum(parcel.read(names, map(memoryview, rows)))]]
 
 
 def _opened(memory: Parcels | PeerFolder, name: str) -> KnownPart:

@@ -22,7 +22,7 @@ from engine.runtime.stores import parts
 
 log = logging.getLogger("quire.kv_store")
 
-Rows = Sequence[memoryview]
+Rows = Iterable[memoryview]
 FAULTS = (OSError, ParcelError)
 _ID = re.compile(r"[0-9a-f]{32}")  # of a parcel, as `pack` gives it
 
@@ -33,8 +33,8 @@ class Source(Protocol):
     def indexes(self, known: Mapping[str, bytes], only: str = "") -> dict[str, bytes]:
         """Return the index of each part, or of one; `known` has them as they were at the last call."""
 
-    def read(self, part: str, slots: Sequence[int], rows: Rows) -> Generator[bool]:
-        """Read blocks of a part, unchecked; yields after each whether it was there."""
+    def read(self, part: str, slots: Sequence[int], rows: Rows) -> Generator[memoryview | None]:
+        """Read blocks of a part into rows, unchecked; yields the row of each, None if the block was not there."""
 
     def remove(self, part: str) -> None:
         """Remove a parcel that was taken."""
@@ -61,11 +61,12 @@ class Folder:
         """Return whether a name may be that of a part here."""
         return part != self._own and self._name.fullmatch(part) is not None
 
-    def read(self, part: str, slots: Sequence[int], rows: Rows) -> Generator[bool]:
+    def read(self, part: str, slots: Sequence[int], rows: Rows) -> Generator[memoryview | None]:
         """Read blocks of a part, unchecked. Raises OSError."""
         with self.opened(part) as file:
-            for slot, row in zip(slots, rows, strict=True):
-                yield file is not None and os.preadv(file, [row], slot * parts.stride(len(row))) == len(row)
+            for slot, row in zip(slots, rows, strict=False):
+                is_there = file is not None and os.preadv(file, [row], slot * parts.stride(len(row))) == len(row)
+                yield row if is_there else None
 
     @contextmanager
     def opened(self, part: str) -> Iterator[int | None]:
@@ -172,17 +173,19 @@ class KnownPart:
                 return found - 1
         return found
 
-    def get(self, names: Sequence[bytes], rows: Rows) -> int:
-        """Read blocks; returns how many of the first are as they were written. Raises OSError and ParcelError."""
+    def read(self, names: Sequence[bytes], rows: Rows) -> Iterator[bool]:
+        """Read blocks, each into the next row, and yield True; the first that is not as it was written ends it.
+
+        A peer sends them without a pause, and its connection ends if they are not read to the last. Raises OSError and
+        ParcelError.
+        """
         names = names[: self.has(names)]
         slots = [self.index.find(name) for name in names]
-        found = 0
-        with closing(self.source.read(self.name, slots, rows[: len(slots)])) as blocks:
-            for is_there, name, row in zip(blocks, names, rows, strict=False):  # to the end of `blocks`
-                if not (is_there and self.index.is_good(name, row)):
-                    break
-                found += 1
-        return found
+        with closing(self.source.read(self.name, slots, rows)) as blocks:
+            for row, name in zip(blocks, names, strict=False):  # to the end of `blocks`
+                if row is None or not self.index.is_good(name, row):
+                    return
+                yield True
 
     def drop(self) -> None:
         """Remove the part. Raises OSError and ParcelError."""
@@ -243,7 +246,7 @@ class SharedStore:
         for source, known in self._sources:
             for part in known.values():
                 try:
-                    if part.get([name], [row]):
+                    if list(part.read([name], [row])):
                         return True
                 except FAULTS as error:  # noqa: PERF203 - another part may have it
                     self._fail(source, error)

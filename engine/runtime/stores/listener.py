@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import mmap
 import os
 import socket
 import struct
@@ -174,7 +175,11 @@ def _answer(connection: socket.socket, folders: list[Folder]) -> None:
 
 
 def _give(connection: socket.socket, folders: list[Folder], name: str, slots: list[int]) -> None:
-    """Send which blocks of a part are there, and these, straight from the file. Raises OSError."""
+    """Send which blocks of a part are there, and these, straight from the file's pages. Raises OSError.
+
+    Blocks that are adjacent go together. sendfile would halve this side's work, but on one machine the other side, which
+    also checks the blocks, would take 0.22 s for a GB that lies in single pages, instead of 0.14.
+    """
     size, stride = folders[0].block_bytes, parts.stride(folders[0].block_bytes)
     with ExitStack() as files:
         found = [files.enter_context(folder.opened(name)) for folder in folders]
@@ -182,8 +187,22 @@ def _give(connection: socket.socket, folders: list[Folder], name: str, slots: li
         length = os.fstat(file).st_size if file >= 0 else 0
         are_there = [slot * stride + size <= length for slot in slots]
         wire.send(connection, bytes(are_there), wire.Deadline(_REPLY_S))
+        if not any(are_there):
+            return
+        view = memoryview(mmap.mmap(file, length, access=mmap.ACCESS_READ))
+        begin = end = 0
         for slot in itertools.compress(slots, are_there):
-            wire.send_file(connection, file, slot * stride, size, wire.Deadline(_REPLY_S))
+            if slot * stride != end:
+                _send_pages(connection, view, begin, end)
+                begin = slot * stride
+            end = slot * stride + size
+        _send_pages(connection, view, begin, end)
+
+
+def _send_pages(connection: socket.socket, view: memoryview, begin: int, end: int) -> None:
+    """Send a part of a mapped file; an OSError if the file is shorter by now."""
+    for at in range(begin, end, wire.SENT_BYTES):
+        wire.send(connection, view[at : min(at + wire.SENT_BYTES, end)], wire.Deadline(_REPLY_S))
 
 
 _listeners: dict[Peer, Listener] = {}  # of this process

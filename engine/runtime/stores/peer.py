@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from engine.core.errors import ParcelError
@@ -27,34 +27,38 @@ class PeerFolder:
     def __str__(self) -> str:
         return str(self._peer)
 
+    def _connect(self) -> None:
+        """Connect, unless that was done before. Raises OSError and ParcelError."""
+        if self._connection is None:
+            deadline = self._deadline or wire.Deadline(wire.HANDSHAKE_S)
+            self._connection = wire.call(self._peer, self._fingerprint, self._key, deadline)
+
     def indexes(self, known: Mapping[str, bytes], only: str = "") -> dict[str, bytes]:
         """Return the index of each part, or of one. Raises OSError and ParcelError."""
         if self._is_closed:
             return {}
-        if self._connection is None:
-            deadline = self._deadline or wire.Deadline(wire.HANDSHAKE_S)
-            self._connection = wire.call(self._peer, self._fingerprint, self._key, deadline)
+        self._connect()
         with self._asked(wire.LOOK, only, wire.digests_of(known)) as (connection, deadline):
             length = _length(connection, deadline)
             if length > wire.MAX_LOOK:
                 raise ParcelError("its index is too long")
             return wire.update(known, memoryview(wire.receive(connection, length, deadline)))
 
-    def read(self, part: str, slots: Sequence[int], rows: Sequence[memoryview]) -> Generator[bool]:
+    def read(self, part: str, slots: Sequence[int], rows: Iterable[memoryview]) -> Generator[memoryview | None]:
         """Read blocks of a part, unchecked; none before the next look after an error. Raises OSError and ParcelError."""
         if self._connection is None or not slots:
             return
         with self._asked(wire.READ, part, struct.pack(f"<{len(slots)}Q", *slots)) as (connection, deadline):
-            for row, is_there in zip(rows, wire.receive(connection, len(slots), deadline), strict=True):
+            for is_there, row in zip(wire.receive(connection, len(slots), deadline), rows, strict=False):
                 if is_there:
                     wire.receive_into(connection, row, deadline)
-                yield is_there > 0
+                yield row if is_there else None
 
     def remove(self, part: str) -> None:
-        """Have a parcel removed that has arrived. Raises OSError and ParcelError."""
-        if self._connection is not None:
-            with self._asked(wire.DROP, part, b"") as (connection, deadline):
-                _length(connection, deadline)
+        """Have a parcel removed that has arrived, or is not wanted. Raises OSError and ParcelError."""
+        self._connect()
+        with self._asked(wire.DROP, part, b"") as (connection, deadline):
+            _length(connection, deadline)
 
     def close(self) -> None:
         """End the connection, also while another thread waits for it."""

@@ -22,8 +22,8 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import blake2b, sha256
 
 from engine.core.errors import ParcelError
@@ -50,7 +50,7 @@ MAX_LOOK = 1 << 28
 
 HANDSHAKE_S = 5.0
 IDLE_S = 10.0  # without a byte
-_SENT_BYTES = 1 << 20  # between two looks at the deadline
+SENT_BYTES = 1 << 20  # between two looks at the deadline
 
 
 class Deadline:
@@ -152,34 +152,16 @@ def shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def send(connection: socket.socket, content: bytes, deadline: Deadline) -> None:
-    """Send all of it. Raises OSError."""
+def send(connection: socket.socket, content: bytes | memoryview, deadline: Deadline) -> None:
+    """Send all of it: the kernel waits until it has taken a piece, but not for long. Raises OSError."""
+    connection.settimeout(None)
     view = memoryview(content)
     while view:
-        with _bounded(connection, deadline):
-            view = view[connection.send(view) :]
-
-
-def send_file(connection: socket.socket, file: int, offset: int, length: int, deadline: Deadline) -> None:
-    """Send a part of a file. Raises OSError."""
-    end = offset + length
-    while offset < end:
-        with _bounded(connection, deadline):
-            sent = os.sendfile(connection.fileno(), file, offset, min(_SENT_BYTES, end - offset))
-        if not sent:
-            raise OSError("the file was cut")
-        offset += sent
-
-
-@contextmanager
-def _bounded(connection: socket.socket, deadline: Deadline) -> Iterator[None]:
-    """Let the kernel wait until it has taken a piece, but not for long."""
-    connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline.timeval())
-    try:
-        yield
-    except BlockingIOError:
-        raise TimeoutError("the other daemon does not read") from None
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline.timeval())
+        try:
+            view = view[connection.send(view[:SENT_BYTES]) :]
+        except BlockingIOError:
+            raise TimeoutError("the other daemon does not read") from None
 
 
 def receive(connection: socket.socket, length: int, deadline: Deadline) -> bytes:
