@@ -28,7 +28,7 @@ from engine.core.rows import SequenceSlice
 from engine.core.step import Sample
 from engine.core.types import SamplingParams
 from engine.runtime.activation import Activation, Clamp
-from engine.runtime.attention.base import Batch
+from engine.runtime.attention.backend import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
 from engine.runtime.cuda.attention_tuning import Cut, choose_latent_tuning, choose_tuning

@@ -19,8 +19,8 @@ from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_eagle3, load_model, load_mtp, resolve_dtype
 from engine.runtime.pool.kv_cache import KVCache, block_bytes, resolve_kv_dtype
-from engine.runtime.speculation.base import Drafter, UpToLength
 from engine.runtime.speculation.draft_model import DraftModel
+from engine.runtime.speculation.drafter import Drafter, UpToLength
 from engine.runtime.speculation.heads import Head
 from engine.runtime.speculation.ngram import NgramDrafter
 from engine.settings.engine_config import EngineConfig

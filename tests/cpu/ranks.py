@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionBackend, Batch
+from engine.runtime.attention.backend import AttentionBackend, Batch
 from engine.runtime.attention.table import load_backend
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.runtime.attention import BACKENDS
-from engine.runtime.attention.base import AttentionBackend, Batch
+from engine.runtime.attention.backend import AttentionBackend, Batch
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import SMALLEST_PEAK, AttentionSpec, from_pool, to_pool

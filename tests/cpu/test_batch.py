@@ -8,7 +8,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.rows import SequenceSlice
 from engine.core.step import RowStart, Sample, StepPlan
 from engine.core.types import SamplingParams
-from engine.runtime.attention.base import Batch
+from engine.runtime.attention.backend import Batch
 from engine.runtime.pool.batch import BatchBuilder
 from engine.runtime.pool.tables import RowTables
 from tests.cpu.model_driver import CPU, settings

@@ -23,8 +23,8 @@ from engine.runtime.cuda import available
 from engine.runtime.execution.runner import warm_up_plan
 from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.pool.kv_cache import KVCache
-from engine.runtime.speculation.base import Drafter
 from engine.runtime.speculation.draft_model import DraftModel
+from engine.runtime.speculation.drafter import Drafter
 from engine.runtime.speculation.ngram import NgramDrafter
 from tests.cpu.model_driver import CPU, TinyModel, make_runner, request, serve, settings
 from tests.cpu.test_constraint import END, StepGrammar

@@ -25,8 +25,8 @@ from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.pool.tables import RowTables
-from engine.runtime.speculation.base import Drafter
 from engine.runtime.speculation.draft_model import DraftModel, KnownPositions
+from engine.runtime.speculation.drafter import Drafter
 from engine.runtime.speculation.ngram import NgramDrafter, continuation
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model

@@ -15,7 +15,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.rows import Rows
 from engine.core.step import RowStart, plan_prompts
 from engine.core.types import SamplingParams
-from engine.runtime.attention.base import Batch
+from engine.runtime.attention.backend import Batch
 from engine.runtime.execution.decode_inputs import DecodeInputs
 from engine.runtime.pool.batch import BatchBuilder
 from engine.runtime.pool.tables import RowTables

@@ -15,7 +15,7 @@ from engine.core.errors import ConfigError
 from engine.core.types import Request, SamplingParams, StepEvents
 from engine.loop import Engine
 from engine.runtime.attention import table
-from engine.runtime.attention.base import Batch
+from engine.runtime.attention.backend import Batch
 from engine.runtime.attention.reference import ReferenceAttention, dense_attention
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.attention_decode import MAX_SPLITS, Splits, attend_decodes, choose_splits

@@ -17,7 +17,7 @@ from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import RowStart, Sample, StepPlan
 from engine.core.types import Progress, Request, SamplingParams, TokenEvent, TokenLogprob
-from engine.runtime.attention.base import Batch
+from engine.runtime.attention.backend import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.drawn import Drawn
 from engine.runtime.execution import decode_graphs, decode_inputs

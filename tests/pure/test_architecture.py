@@ -68,7 +68,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("engine.runtime", ("engine.core.sequence", "engine.core.kv.prefix_cache", "loadtest.fake_runner"), ()),
     ("engine.runtime.attention", ("engine.runtime.layers", "engine.runtime.lora", "engine.runtime.models"), ()),
     ("engine.runtime.layers", ("engine.runtime.lora", "engine.runtime.models", "engine.runtime.pool"), ()),
-    ("engine.runtime.attention.base", ("engine.runtime.native",), ()),
+    ("engine.runtime.attention.backend", ("engine.runtime.native",), ()),
     ("engine.loop", (*THIRD_PARTY, "engine.runtime", "engine.startup.build"), ()),
     ("engine.inbox", (*THIRD_PARTY, "engine.runtime", "engine.startup.build"), ()),
     ("server", ("torch", "engine.runtime", "engine.core.scheduling.scheduler", "engine.core.kv.block_pool"), ()),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import Batch
+from engine.runtime.attention.backend import Batch
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
 from tools.gpu import names
 from tools.gpu.figures import Figure

@@ -1,6 +1,6 @@
 """Attention backends, by the names of --attention-backend: one file and one line each.
 
-base.py is their interface, table.py chooses. Standard library only.
+backend.py is their interface, table.py chooses. Standard library only.
 """
 
 BACKENDS = {

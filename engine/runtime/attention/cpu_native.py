@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch
+from engine.runtime.attention.backend import AttentionBackend, BackendCapabilities, Batch
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
 from engine.runtime.native.decoder import PagedLayer
 from engine.runtime.native.library import DTYPES, AttendArgs, Pool, StoreArgs, native

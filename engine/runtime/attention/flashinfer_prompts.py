@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import Batch
+from engine.runtime.attention.backend import Batch
 from engine.runtime.attention.prompt_library import HALVES
 from engine.runtime.kv_layout import AttentionSpec
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.runtime.attention.base import Batch
+from engine.runtime.attention.backend import Batch
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.kv_layout import AttentionSpec
 

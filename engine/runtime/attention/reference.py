@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionBackend
+from engine.runtime.attention.backend import AttentionBackend
 from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 
 

@@ -8,7 +8,7 @@ import torch
 
 from engine.core.errors import ConfigError
 from engine.runtime.attention import BACKENDS, GPU_BACKENDS, LIBRARIES
-from engine.runtime.attention.base import AttentionBackend
+from engine.runtime.attention.backend import AttentionBackend
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.native.library import native
 from engine.system.lazy import load

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import AttentionBackend, Batch
+from engine.runtime.attention.backend import AttentionBackend, Batch
 from engine.runtime.attention.slices import SliceView, attend_slice, view_slice
 from engine.runtime.kv_layout import AttentionSpec, store
 

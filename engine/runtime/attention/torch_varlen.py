@@ -13,7 +13,7 @@ from inspect import signature
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import Batch
+from engine.runtime.attention.backend import Batch
 from engine.runtime.attention.prompt_library import HALVES
 from engine.runtime.kv_layout import AttentionSpec
 

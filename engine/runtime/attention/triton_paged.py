@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.runtime.attention.base import AttentionBackend, BackendCapabilities, Batch, Rotation
+from engine.runtime.attention.backend import AttentionBackend, BackendCapabilities, Batch, Rotation
 from engine.runtime.attention.prompt_library import PromptLibrary, check_library
 from engine.runtime.cuda.attention_decode import attend_decodes, choose_splits
 from engine.runtime.cuda.attention_latent import attend_latent_decodes, attend_latent_prefills

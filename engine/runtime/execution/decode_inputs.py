@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.rows import SequenceSlice
-from engine.runtime.attention.base import Batch
+from engine.runtime.attention.backend import Batch
 from engine.runtime.cuda.sampling_row import Draws
 from engine.runtime.pool.batch import DecodeRows
 from engine.runtime.pool.tables import Changes, RowTables

@@ -12,7 +12,7 @@ from engine.core.scheduling.drafts import lower_hull
 from engine.core.step import StepPlan, plan_prompts
 from engine.core.types import SamplingParams
 from engine.runtime.execution.runner import ModelRunner, warm_up_plan
-from engine.runtime.speculation.base import Drafter
+from engine.runtime.speculation.drafter import Drafter
 
 _MIN_TIMES, _MAX_TIMES, _LONG_S = 3, 10, 0.05
 _ENOUGH = 4.0  # times the first; beyond, the cost is linear

@@ -26,7 +26,7 @@ from engine.core.rows import Rows, SequenceSlice
 from engine.core.stats import FailureCause
 from engine.core.step import Fault, Resources, RowStart, StepPlan, StepResult, plan_prompts
 from engine.core.types import Progress, SamplingParams, TokenLogprob
-from engine.runtime.attention.base import AttentionBackend, Batch
+from engine.runtime.attention.backend import AttentionBackend, Batch
 from engine.runtime.drawn import Drawn
 from engine.runtime.execution.pooling import Pooled, pool
 from engine.runtime.execution.ranks import ALONE, Ranks
@@ -39,7 +39,7 @@ from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.pool.tables import Changes, RowTables
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain, reads_text
-from engine.runtime.speculation.base import Drafter, fold, with_drafts
+from engine.runtime.speculation.drafter import Drafter, fold, with_drafts
 from engine.runtime.speculation.heads import Head, HeadDrafter
 from engine.runtime.stores.host import HostPool, MainMemoryPool
 from engine.runtime.transfer import to_device

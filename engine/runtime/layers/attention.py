@@ -7,7 +7,7 @@ from ctypes import Structure
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.base import Rotation
+from engine.runtime.attention.backend import Rotation
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
 from engine.runtime.layers.maker import Maker

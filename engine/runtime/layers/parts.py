@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.runtime.attention.base import Rotation
+from engine.runtime.attention.backend import Rotation
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.adapters import LayerAdapters
 from engine.runtime.native.decoder import PagedStep

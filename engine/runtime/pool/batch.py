@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.rows import SequenceSlice
-from engine.runtime.attention.base import Batch
+from engine.runtime.attention.backend import Batch
 from engine.runtime.pool.tables import NO_CHANGES, Changes, RowTables
 from engine.runtime.transfer import Staging
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.runtime import huge_pages
-from engine.runtime.attention.base import AttentionBackend, Batch, Rotation
+from engine.runtime.attention.backend import AttentionBackend, Batch, Rotation
 from engine.runtime.headroom import Headroom
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, movable
 from engine.runtime.layers.model_config import narrow_latents

@@ -1,1 +1,1 @@
-"""Drafters: guess tokens that the model then verifies. base.py is their interface."""
+"""Drafters: guess tokens that the model then verifies. drafter.py is their interface."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.rows import SequenceSlice
 from engine.core.step import StepPlan
-from engine.runtime.attention.base import AttentionBackend, Batch
+from engine.runtime.attention.backend import AttentionBackend, Batch
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.native.decoder import Streams
@@ -39,7 +39,7 @@ from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.pool.tables import RowTables
 from engine.runtime.sampling.draw import draw
 from engine.runtime.sampling.sampler import wishes
-from engine.runtime.speculation.base import draft_by_depth
+from engine.runtime.speculation.drafter import draft_by_depth
 from engine.runtime.transfer import to_device
 
 
