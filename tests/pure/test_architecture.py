@@ -41,7 +41,7 @@ def within(name: str, *roots: str) -> bool:
 
 
 # The fields of requests are declared once, for HTTP and for the offline API.
-FIELDS = tuple(f"engine.text.fields.{name}" for name in ("base", "chat", "sampling", "structured", "tools"))
+FIELDS = tuple(f"engine.text.fields.{name}" for name in ("body", "chat", "sampling", "structured", "tools"))
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     # who, must never import, except in these modules
     ("quire", ("server", "loadtest", "tools", "engine.core", "engine.runtime", "engine.text"), ("quire.__main__",)),
@@ -147,7 +147,7 @@ def test_every_module_says_what_it_is() -> None:
 OPENERS = {
     "engine.system.regular_file",
     "engine.files.gguf_header",  # checked, then mapped
-    "engine.system.control_groups",  # /proc and /sys
+    "engine.system.host_limits",  # /proc and /sys
     "engine.runtime.mapped_file",
     "engine.runtime.models.load",  # /proc/cpuinfo
     "engine.runtime.native.build",
