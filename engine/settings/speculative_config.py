@@ -21,9 +21,8 @@ FLAG = "--speculative-config"
 
 
 class Method(NamedTuple):
-    """A way to draft. A method is one class and one line of METHODS."""
+    """A way to draft. A method is one line of METHODS, and what engine/startup/speculation.py loads for it."""
 
-    place: str  # of its class, which imports torch
     keys: tuple[str, ...]  # that it takes, beside `method` and `num_speculative_tokens`
     has_model: bool = False  # beside the one that is served
     check: str = ""  # place of the function that checks config.json of draft and target; "": a model like any other
@@ -31,16 +30,10 @@ class Method(NamedTuple):
 
 _MODEL = ("model", "revision", "quantization", "max_model_len")
 METHODS = {
-    "ngram": Method("engine.startup.speculation:FromText", ("prompt_lookup_min", "prompt_lookup_max")),
-    "draft_model": Method("engine.startup.speculation:FromModel", _MODEL, has_model=True),
-    "mtp": Method(
-        "engine.startup.speculation:FromMTP",
-        ("model", "max_model_len"),
-        check="engine.runtime.models.config_file:check_mtp",
-    ),
-    "eagle3": Method(
-        "engine.startup.speculation:FromEagle3", _MODEL, True, "engine.runtime.models.eagle3_config:check_eagle3"
-    ),
+    "ngram": Method(("prompt_lookup_min", "prompt_lookup_max")),
+    "draft_model": Method(_MODEL, has_model=True),
+    "mtp": Method(("model", "max_model_len"), check="engine.runtime.models.config_file:check_mtp"),
+    "eagle3": Method(_MODEL, True, "engine.runtime.models.eagle3_config:check_eagle3"),
 }
 
 _CHOICES = f"{', '.join(METHODS)}, or name a model that drafts"
