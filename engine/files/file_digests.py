@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 from engine.core.errors import ModelLoadError
 from engine.system.cache_folder import cache_folder, keep
-from engine.system.host_cpus import usable_cpus
+from engine.system.host_limits import usable_cpus
 from engine.system.regular_file import check_regular, read_json, reason
 
 _PIECE_BYTES = 16 << 20
@@ -63,10 +62,8 @@ class FileDigests:
         """Note the files' states. Raises ModelLoadError."""
         self._states = {path: _state(path) for path in paths}
         self._known: dict[FileState, str] | None = None
-        self._todo: deque[tuple[Path, int]] = deque()  # pieces, by the byte that they begin at
-        self._pieces: dict[tuple[Path, int], bytes] = {}
-        self._threads: list[threading.Thread] = []
-        self._fault: ModelLoadError | None = None
+        self._pieces: dict[Path, list[Future[bytes]]] = {}  # of files whose digests are not in the cache
+        self._threads = ThreadPoolExecutor(min(_MAX_THREADS, max(usable_cpus() - 1, 1)), "file-digests")
 
     def begin(self) -> None:
         """Start to read the files whose digests are not kept in the cache."""
@@ -74,58 +71,35 @@ class FileDigests:
             return
         kept = _load()
         self._known = {state: kept[state.key] for state in self._states.values() if state.key in kept}
-        for path, state in self._states.items():
-            if state not in self._known:
-                self._todo.extend((path, begin) for begin in range(0, max(state.size, 1), _PIECE_BYTES))
-        count = min(len(self._todo), _MAX_THREADS, max(usable_cpus() - 1, 1))
-        self._threads = [threading.Thread(target=self._work, name="file-digests", daemon=True) for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
+        self._pieces = {
+            path: [
+                self._threads.submit(_piece, path, state, begin) for begin in range(0, max(state.size, 1), _PIECE_BYTES)
+            ]
+            for path, state in self._states.items()
+            if state not in self._known
+        }
 
     def stop(self) -> None:
         """End the threads."""
-        self._todo.clear()
-        self._join()
+        self._threads.shutdown(cancel_futures=True)
 
     def get(self) -> dict[Path, str]:
         """Return the digests, once they are computed. Raises ModelLoadError for a file that has changed."""
         self.begin()
         assert self._known is not None
-        self._work()
-        self._join()
-        if self._fault is not None:
-            raise self._fault
         made: dict[FileState, str] = {}
+        try:
+            for path, pieces in self._pieces.items():
+                made[self._states[path]] = _root(self._states[path], [piece.result() for piece in pieces])
+        finally:
+            self.stop()
         for path, state in self._states.items():
             if _state(path) != state:
                 raise _changed(path)
-            if state not in self._known:
-                made[state] = _root(
-                    state, [self._pieces[path, at] for at in range(0, max(state.size, 1), _PIECE_BYTES)]
-                )
         self._pieces.clear()
         _save({state.key: digest for state, digest in made.items() if state.is_settled})
         self._known |= made
         return {path: self._known[state] for path, state in self._states.items()}
-
-    def _join(self) -> None:
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
-
-    def _work(self) -> None:
-        """Compute digests of pieces until none is left. Any number of threads."""
-        room = memoryview(bytearray(_READ_BYTES))
-        while True:
-            try:
-                path, begin = self._todo.popleft()
-            except IndexError:
-                return
-            try:
-                self._pieces[path, begin] = _piece(path, self._states[path], begin, room)
-            except ModelLoadError as error:
-                self._fault = error
-                self._todo.clear()
 
 
 def _state(path: Path) -> FileState:
@@ -140,9 +114,10 @@ def _changed(path: Path) -> ModelLoadError:
     return ModelLoadError(f"{path} changed while it was being loaded; start again.")
 
 
-def _piece(path: Path, state: FileState, begin: int, room: memoryview) -> bytes:
+def _piece(path: Path, state: FileState, begin: int) -> bytes:
     """Return the digest of a piece of a file that has this state before and after. Raises ModelLoadError."""
     digest, end = sha256(), min(begin + _PIECE_BYTES, state.size)
+    room = memoryview(bytearray(_READ_BYTES))
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
