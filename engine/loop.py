@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from engine.control import Control
 from engine.core.errors import (
@@ -31,7 +31,6 @@ from engine.core.errors import (
     QuireError,
     ShuttingDownError,
 )
-from engine.core.kv.contents import Changes
 from engine.core.kv.tiers import Transport
 from engine.core.page_table import waste
 from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits, check_headless, check_request
@@ -43,7 +42,9 @@ from engine.handle import Command, Deliver, EngineFacts, EngineHealth, EventsSou
 from engine.inbox import Abort, EngineCall, Fail, Inbox, InboxMessage, Stop, Submission
 from engine.outbound.offload import Offload
 from engine.resources import EngineResources
-from engine.settings.kv_events_config import KVEventsConfig
+
+if TYPE_CHECKING:
+    from engine.outbound.kv_events import KVEvents
 
 log = logging.getLogger("quire.engine")
 
@@ -55,26 +56,11 @@ _PAUSE_S = 0.001  # between two parts of a check, in which other threads run
 _MAX_CHECK_S = 5.0  # of the check when the engine stops
 
 
-class EventPublisher(Protocol):
-    """Publishes what the prefix cache gains and loses; engine/outbound/kv_events.py has one."""
-
-    config: KVEventsConfig
-    endpoint: str
-    replay_endpoint: str | None
-    ask_snapshot: Callable[[], object]  # set by the engine: queues all that is cached
-
-    def start(self) -> None: ...
-
-    def put(self, changes: Changes) -> None: ...  # never waits
-
-    def close(self) -> None: ...
-
-
 class Outbound(NamedTuple):
     """What takes K/V, or news of it, out of the process."""
 
     transports: Mapping[str, Transport] = MappingProxyType({})
-    kv_events: EventPublisher | None = None
+    kv_events: KVEvents | None = None
 
 
 class _Open(NamedTuple):
@@ -398,7 +384,7 @@ class Engine:
         )
 
 
-def _close(part: Offload | EventPublisher | Runner | Control) -> None:
+def _close(part: Offload | KVEvents | Runner | Control) -> None:
     try:
         part.close()
     except Exception as error:  # any: the other parts are closed too

@@ -25,7 +25,7 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner, StepResult
 from engine.core.types import Progress, ReportProgress
 from engine.handle import EngineFacts
-from engine.loop import Engine, EventPublisher, Outbound
+from engine.loop import Engine, Outbound
 from engine.resources import EngineResources
 from engine.runtime.attention.table import describe_choice, load_backend
 from engine.runtime.cuda.available import has_triton
@@ -75,6 +75,7 @@ from engine.startup.stores import open_tiers
 from engine.system.progress import human_bytes
 
 if TYPE_CHECKING:
+    from engine.outbound.kv_events import KVEvents
     from engine.ranks.executor import Executor
 
 _MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
@@ -343,7 +344,7 @@ def _queue_limits(config: EngineConfig, settings: SchedulerConfig) -> QueueLimit
     )
 
 
-def _open_events(config: EngineConfig, settings: SchedulerConfig) -> EventPublisher | None:
+def _open_events(config: EngineConfig, settings: SchedulerConfig) -> KVEvents | None:
     """Return what publishes KV events, if that is configured. Raises ConfigError."""
     asked = config.kv_events
     if asked is None:

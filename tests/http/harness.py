@@ -27,7 +27,8 @@ from engine.core.rows import SequenceSlice
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.handle import EngineFacts
-from engine.loop import Engine, EventPublisher, Outbound
+from engine.loop import Engine, Outbound
+from engine.outbound.kv_events import KVEvents
 from engine.resources import EngineResources
 from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 from engine.text.types import SamplingDefaults
@@ -122,7 +123,7 @@ class Live:
         template: str = TEMPLATE,
         runner: type[FakeRunner] = FakeRunner,
         adapters: Adapters | None = None,
-        kv_events: EventPublisher | None = None,
+        kv_events: KVEvents | None = None,
         place: str = PLACE,
         **app: Any,
     ) -> None:
