@@ -59,23 +59,9 @@ class ChatTemplate:
             environment.compile(tree)  # here too, so that its errors are known at start
             self._template = _compiled(tree, special_tokens) if is_simple(tree, self._special_tokens) else None
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        template_kwargs: Mapping[str, Any],
-    ) -> str:
-        """Return the prompt, waiting for the process if that has to render it. Raises as `begin` does."""
-        begun = self.begin(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-        )
+    def render(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
+        """Return the prompt, waiting for the process if that has to render it; takes and raises what `begin` does."""
+        begun = self.begin(messages, **how)
         return begun if isinstance(begun, str) else begun()
 
     def begin(
