@@ -242,7 +242,7 @@ def serve(answer: Callable[[Parts], list[bytes]], *, memory: Callable[[int], int
         try:
             sizes = _read_head(stdin)
             if memory is not None:
-                _limit_memory(memory(sum(sizes)))
+                limit_memory(memory(sum(sizes)))
             parts = [_read(stdin, size) for size in sizes]
         except EOFError:
             return
@@ -259,7 +259,7 @@ def serve(answer: Callable[[Parts], list[bytes]], *, memory: Callable[[int], int
             trim(0)
 
 
-def _limit_memory(more: int) -> None:
+def limit_memory(more: int) -> None:
     """Let the process grow by so many bytes from now on, if its size is known."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])

@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.system.calls import on_thread
-from engine.system.child_process import Parts, serve
+from engine.system.child_process import Parts, limit_memory, serve
 
 MAX_BUILT_BYTES = 64 << 20  # of one grammar, with its first masks; a schema of 300 properties takes 42 MiB
 MAX_WALL_S = 20.0  # for a machine so busy that the process gets no CPU time
@@ -147,10 +147,7 @@ def _statm() -> bytes:
 
 def _limit(cpu_s: float) -> None:
     """Have the kernel end this process at its limits, each by its own signal."""
-    num_pages = int(_statm().split()[0])
-    if num_pages:
-        size = num_pages * _PAGE + MAX_BUILT_BYTES + _SPARE_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))  # the library aborts: SIGABRT
+    limit_memory(MAX_BUILT_BYTES + _SPARE_BYTES)  # the library aborts: SIGABRT
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF
     signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)  # SIGALRM
 
