@@ -35,7 +35,7 @@ from engine.runtime.parallel.group import SINGLE, Group, open_group
 from engine.runtime.parallel.ring import RingError, RingWriter, make_memory
 from engine.runtime.pool.batch import DecodeRows, Packet
 from engine.settings.engine_config import EngineConfig
-from engine.system.host_cpus import usable_cpus
+from engine.system.host_limits import usable_cpus
 
 Error = TypeVar("Error", bound=BaseException)
 PATIENCE_S = 60.0  # for a rank that takes part in nothing; longer than a step

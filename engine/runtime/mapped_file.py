@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.system.host_memory import available_memory
+from engine.system.host_limits import available_memory
 
 _GIB = 1 << 30
 _IN_MEMORY = ("tmpfs", "ramfs")

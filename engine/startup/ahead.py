@@ -21,7 +21,7 @@ from engine.runtime.native.backed_memory import BackedMemory
 from engine.runtime.native.rows import OpenFile
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import local_path
-from engine.system.host_memory import available_memory
+from engine.system.host_limits import available_memory
 
 # In the order in which torch loads them; the first makes those of a CUDA build visible to the second.
 _TORCH_LIBRARIES = ("libtorch_global_deps.so", "libtorch_cpu.so")

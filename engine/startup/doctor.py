@@ -21,9 +21,7 @@ from engine.runtime.cuda.toolchain import TOOLS
 from engine.runtime.native.build import find_compiler, installed_library
 from engine.sources.model_source import find_model
 from engine.system.cache_folder import cache_folder
-from engine.system.control_groups import read
-from engine.system.host_cpus import usable_cpus
-from engine.system.host_memory import available_memory
+from engine.system.host_limits import available_memory, read, usable_cpus
 from engine.system.progress import human_bytes
 from engine.system.version import VERSION
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 from engine.core.errors import ConfigError
@@ -25,7 +26,6 @@ from engine.settings.speculative_config import METHODS, SpeculativeConfig
 from engine.sources.adapter_source import check_adapters
 from engine.sources.draft_source import complete, naming_draft, read_source
 from engine.sources.model_source import check_entries, local_path
-from engine.system.lazy import load
 
 
 class ModelFacts(NamedTuple):
@@ -57,7 +57,7 @@ def _check_draft(config: EngineConfig, asked: SpeculativeConfig, facts: ModelFac
             if method.has_model:
                 _check_weights(source)
             if facts.config is not None or not facts.is_native:
-                load(method.check)(read_source(source), facts.config)
+                resolve_name(method.check)(read_source(source), facts.config)
         return facts
     if not method.has_model:
         return facts

@@ -19,7 +19,7 @@ from engine.runtime.stores.host import count_host_blocks
 from engine.runtime.stores.tier import Opening, Tier
 from engine.settings.engine_config import EngineConfig
 from engine.startup.fingerprint import ModelContent, fingerprint
-from engine.system.host_memory import available_memory
+from engine.system.host_limits import available_memory
 
 STORES: dict[str, Callable[[Opening], Tier | None]] = {
     "disk": disk.open_tier,

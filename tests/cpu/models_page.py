@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 
 from engine.files.formats import FORMATS
 from engine.files.quant_config import READERS
@@ -20,7 +21,6 @@ from engine.runtime.native.quantised import is_served_quantised
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.weights.gguf import KINDS
 from engine.runtime.weights.gguf_config import ARCHITECTURES
-from engine.system.lazy import load as load_class
 from tests.cpu import (
     test_engine_families,
     test_models_transformers,
@@ -116,8 +116,8 @@ def page() -> str:
     ]
     parts += [_GGUF.format(architectures=_listed(ARCHITECTURES)), *map(_row, _types())]
     parts += [_STORED, *map(_row, _methods())]
-    parts += [_SCHEMES, *(_row((f"`{name}`", _summary(load_class(place)))) for name, place in SCHEMES.items())]
-    parts += [_FORMATS, *(_row((f"`{name}`", _summary(load_class(each.reader)))) for name, each in FORMATS.items())]
+    parts += [_SCHEMES, *(_row((f"`{name}`", _summary(resolve_name(place)))) for name, place in SCHEMES.items())]
+    parts += [_FORMATS, *(_row((f"`{name}`", _summary(resolve_name(each.reader)))) for name, each in FORMATS.items())]
     return "\n".join(parts) + "\n"
 
 

@@ -6,13 +6,13 @@ import ctypes
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from engine.core.errors import ConfigError
 from engine.runtime.layers import layer
 from engine.runtime.native import build, library, structs
-from engine.system.lazy import load
 
 Compiler = Callable[[str], Path]
 WRITES_ITS_OUTPUT = """
@@ -161,7 +161,7 @@ def cut(mirror: type[ctypes.Structure]) -> type[ctypes.Structure]:
 def test_a_mirror_that_differs_from_its_structure_is_refused(
     name: str, change: Callable[[type[ctypes.Structure]], type[ctypes.Structure]], why: str
 ) -> None:
-    load(layer.MIXERS["attention"])
+    resolve_name(layer.MIXERS["attention"])
     path = build.find_library()
     if path is None:
         pytest.skip("no C compiler")
@@ -175,7 +175,7 @@ def test_a_mirror_that_differs_from_its_structure_is_refused(
 
 def test_every_shared_structure_has_a_mirror() -> None:
     for place in (*layer.MIXERS.values(), *layer.FEED_FORWARDS.values()):
-        load(place)  # the mirrors of parts are made by their modules
+        resolve_name(place)  # the mirrors of parts are made by their modules
     assert structs.MIRRORS.keys() == structs.shared_structs().keys()
     for mirror in structs.MIRRORS.values():
         with pytest.raises(AttributeError):

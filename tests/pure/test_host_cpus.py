@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.system.host_cpus import usable_cpus
+from engine.system.host_limits import usable_cpus
 
 
 @pytest.fixture(autouse=True)

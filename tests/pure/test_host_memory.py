@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.system.host_memory import available_memory
+from engine.system.host_limits import available_memory
 
 GIB = 1 << 30
 

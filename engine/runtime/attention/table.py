@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pkgutil import resolve_name
 
 import torch
 
@@ -11,7 +12,6 @@ from engine.runtime.attention import BACKENDS, GPU_BACKENDS, LIBRARIES
 from engine.runtime.attention.backend import AttentionBackend
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.native.library import native
-from engine.system.lazy import load
 
 _NO_KERNELS = "needs native kernels, and this machine has neither them nor a C compiler (cc, gcc, clang) to build them"
 
@@ -28,9 +28,9 @@ def load_backend(name: str, device: torch.device) -> AttentionBackend:
         )
     made: AttentionBackend
     if chosen in LIBRARIES:
-        made = load(GPU_BACKENDS["triton"])(library=load(LIBRARIES[chosen])(device))
+        made = resolve_name(GPU_BACKENDS["triton"])(library=resolve_name(LIBRARIES[chosen])(device))
     else:
-        made = load(table[chosen])()
+        made = resolve_name(table[chosen])()
     return made
 
 

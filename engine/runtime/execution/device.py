@@ -15,7 +15,7 @@ from engine.runtime.cuda.device import explain_absence
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.native.build import find_library, must_compile
 from engine.runtime.native.library import choose_kernels, native
-from engine.system.host_cpus import usable_cpus
+from engine.system.host_limits import usable_cpus
 
 
 def resolve_device(name: str) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from engine.runtime.layers.norms import NoNorm, RMSNorm
 from engine.runtime.layers.parts import Angles, FeedForward, LayerAttention, Mixer
 from engine.runtime.native.decoder import norm_args
 from engine.runtime.native.library import LayerArgs
-from engine.system.lazy import load
 
 MakeMixer = Callable[[ModelConfig, int, Maker, int], Mixer]  # settings, layer, tensors, number of states before its own
 MakeFeedForward = Callable[[ModelConfig, int, Maker], FeedForward]
@@ -58,8 +58,8 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, layer: int, make: Maker, *, state: int) -> None:
         """`state` is the number of states of all layers before."""
         settings = config.layers[layer]
-        make_mixer: MakeMixer = load(MIXERS[settings.mixer])
-        make_feed_forward: MakeFeedForward = load(FEED_FORWARDS[settings.feed_forward])
+        make_mixer: MakeMixer = resolve_name(MIXERS[settings.mixer])
+        make_feed_forward: MakeFeedForward = resolve_name(FEED_FORWARDS[settings.feed_forward])
         self._mixer, self._feed_forward = make_mixer(config, layer, make, state), make_feed_forward(config, layer, make)
         self._scale = config.residual_multiplier
         names = _NORM_NAMES[config.norm_placement]

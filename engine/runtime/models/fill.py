@@ -14,7 +14,7 @@ from engine.runtime.models.complete import COMPUTED, EMBEDDING, HEAD, listed
 from engine.runtime.native.library import native
 from engine.runtime.native.packer import Packer
 from engine.runtime.weights.checkpoint import Checkpoint, StoredTensor
-from engine.system.host_memory import available_memory
+from engine.system.host_limits import available_memory
 
 _GIB = 1 << 30
 _MARGIN = 1 << 24  # elements of difference up to which tensors are compared one by one

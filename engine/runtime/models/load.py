@@ -6,6 +6,7 @@ models/decoder.py serves the families that it implements; transformers' code, th
 from __future__ import annotations
 
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 
@@ -36,7 +37,6 @@ from engine.runtime.schemes.scheme import Circumstances, Scheme
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.stored.storage import Storage
 from engine.settings.engine_config import EngineConfig
-from engine.system.lazy import load
 
 _CPU_FEATURES = Path("/proc/cpuinfo")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -140,7 +140,7 @@ def _circumstances(
 
 def choose_scheme(asked: str, here: Circumstances) -> Scheme:
     """Return the scheme of --quantization. Raises ConfigError for one that is not available."""
-    schemes: dict[str, type[Scheme]] = {name: load(place) for name, place in SCHEMES.items()}
+    schemes: dict[str, type[Scheme]] = {name: resolve_name(place) for name, place in SCHEMES.items()}
     if asked == "auto":
         return next((scheme for scheme in schemes.values() if scheme.is_default(here)), Scheme)(here.storage)
     reason = schemes[asked].refusal(here)

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.core.errors import ConfigError
 from engine.runtime.native.library import GroupArgs, Library, native
 from engine.runtime.parallel.exchange import guarded, place
-from engine.system.host_cpus import usable_cpus
+from engine.system.host_limits import usable_cpus
 
 _SPINS = 10_000  # looks at another rank, a few hundred us, before a rank yields its core
 

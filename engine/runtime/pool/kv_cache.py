@@ -29,7 +29,7 @@ from engine.runtime.pool.groups import LayerGroups, one_group
 from engine.runtime.stores import pinned
 from engine.runtime.stores.host import split_rows
 from engine.runtime.transfer import to_device
-from engine.system.host_memory import available_memory
+from engine.system.host_limits import available_memory
 
 _MIB = 1 << 20
 _NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

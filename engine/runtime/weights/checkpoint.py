@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.files.formats import choose_format
@@ -15,7 +16,6 @@ from engine.files.hf_config import HFConfig
 from engine.files.quant_config import QuantConfig
 from engine.runtime.native.rows import StoredRows
 from engine.runtime.weights.headers import Headers
-from engine.system.lazy import load
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,5 +75,5 @@ class Checkpoint(Protocol):
 
 def open_checkpoint(load_format: str, path: Path, seed: int = 0) -> Checkpoint:
     """Return the checkpoint at a path, its config read; `seed` is of random weights. Raises ModelLoadError."""
-    checkpoint: Checkpoint = load(choose_format(load_format, path).reader)(path, seed)
+    checkpoint: Checkpoint = resolve_name(choose_format(load_format, path).reader)(path, seed)
     return checkpoint
