@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.errors import ConfigError, ParcelError
-from engine.core.kv.contents import DIGEST_BYTES, in_group
-from engine.core.kv.groups import places_at
+from engine.core.kv.contents import DIGEST_BYTES
+from engine.core.kv.groups import Place, PrefixImport, places_at
 from engine.core.kv.prefix_cache import name_block
 from engine.core.page_table import Layout
 from engine.core.scheduling.scheduler import Scheduler
@@ -123,7 +123,7 @@ class Handover:
                     parcel.put(names[done], row.data, done)
                     done += 1
                 if found < len(rows):  # the rest was evicted meanwhile
-                    done = 0 if self._engine.config.windows else done
+                    done = done if len(places) == num_blocks else 0
                     break
             parcel.resize(done)
         except BaseException:
@@ -158,41 +158,50 @@ class Handover:
         finally:
             parcel.source.close()
 
-    def _places(self, parcel: KnownPart) -> list[tuple[int, int]]:
-        """Return the places (group, index) of a parcel's blocks."""
+    def _places(self, parcel: KnownPart) -> list[Place]:
+        """Return the places of a parcel's blocks."""
         num_full = sum(len(entry.name) == DIGEST_BYTES for entry in parcel.index.entries.values())
         return places_at(self._engine.config, num_full)
 
-    def _take(
-        self, parcel: KnownPart, names: Sequence[bytes], places: Sequence[tuple[int, int]], prefix: Prefix
-    ) -> int:
+    def _take(self, parcel: KnownPart, names: Sequence[bytes], places: Sequence[Place], prefix: Prefix) -> int:
         """Write a parcel's blocks; returns how many of the prompt's the cache has."""
-        num_full = sum(not group for group, _ in places)
+        num_full, first = sum(not place.group for place in places), 0
         ends = [*range(0, num_full, self._piece), *range(num_full, len(names), self._piece), len(names)]
-        rows, first = self._rows(min(self._piece, len(names))), 0
+        rows, imported = self._rows(min(self._piece, len(names))), None
         into = (row.data for begin, stop in pairwise(ends) for row in rows[: stop - begin])
-        for done, _ in enumerate(parcel.read(names, into), 1):
-            if done not in ends:
-                continue
-            write = self._write if first < num_full else self._write_others
-            if not write(prefix, rows[: done - first], places[first:done]):
-                return first if num_full == len(names) else 0
-            first = done
-        if first < len(names):
-            raise ParcelError(f"the parcel of {parcel.source} is damaged")
-        return num_full
+        try:
+            for done, _ in enumerate(parcel.read(names, into), 1):
+                if done not in ends:
+                    continue
+                if first < num_full:
+                    if not self._write(prefix, rows[: done - first], places[first:done]):
+                        return first if num_full == len(names) else 0
+                else:
+                    imported = imported or self._import_others(prefix, places[num_full:])
+                    if imported is None:
+                        return 0
+                    self._write_others(imported, rows[: done - first], places[first:done])
+                first = done
+            if first < len(names):
+                raise ParcelError(f"the parcel of {parcel.source} is damaged")
+            if imported is not None:
+                self._between_steps(lambda scheduler, _: scheduler.kv.finish(imported))
+            return num_full
+        finally:
+            if imported is not None:
+                self._engine.between_steps(lambda scheduler, _: scheduler.kv.cancel(imported))
 
     def _rows(self, num_blocks: int) -> Rows:
         return np.empty((num_blocks, self._layout.block_bytes), np.uint8)
 
-    def _names(self, prefix: Prefix, places: Sequence[tuple[int, int]]) -> list[bytes]:
+    def _names(self, prefix: Prefix, places: Sequence[Place]) -> list[bytes]:
         """Return the names that a prompt's blocks have in a parcel, without the parts of them that are public."""
         chain = [prefix.root]
         for index in range(self.count_blocks(len(prefix.tokens))):
             name_block(chain, prefix.tokens, index, self._layout.block_size)
-        return [in_group(chain[index + 1], group) for group, index in places if index + 1 < len(chain)]
+        return [place.name(chain) for place in places if place.at + 1 < len(chain)]
 
-    def _read(self, prefix: Prefix, rows: Rows, places: Sequence[tuple[int, int]]) -> int:
+    def _read(self, prefix: Prefix, rows: Rows, places: Sequence[Place]) -> int:
         """Copy blocks of a prompt out; return how many of them there are."""
 
         def read(scheduler: Scheduler, runner: Runner) -> int:
@@ -202,9 +211,9 @@ class Handover:
 
         return self._between_steps(read)
 
-    def _write(self, prefix: Prefix, rows: Rows, places: Sequence[tuple[int, int]]) -> bool:
+    def _write(self, prefix: Prefix, rows: Rows, places: Sequence[Place]) -> bool:
         """Copy in what the cache lacks of a run of blocks; return True if it then has these and all before them."""
-        first, stop = places[0][1], places[-1][1] + 1
+        first, stop = places[0].at, places[-1].at + 1
 
         def write(scheduler: Scheduler, runner: Runner) -> bool:
             imported = scheduler.kv.import_prefix(prefix.names, prefix.tokens, stop, reserve=len(scheduler.running))
@@ -220,23 +229,23 @@ class Handover:
 
         return self._between_steps(write)
 
-    def _write_others(self, prefix: Prefix, rows: Rows, places: Sequence[tuple[int, int]]) -> bool:
-        """Copy in what the cache lacks of blocks of other groups; return False if there is no room."""
+    def _import_others(self, prefix: Prefix, places: Sequence[Place]) -> PrefixImport | None:
+        """Hold blocks for those of other groups that the cache lacks, until all are written; None if there is no room.
 
-        def write(scheduler: Scheduler, runner: Runner) -> bool:
-            reserve = len(scheduler.running)
-            imported = scheduler.kv.import_places(prefix.names, prefix.tokens, places, reserve=reserve)
-            if imported is None:
-                return False
-            try:
-                runner.write_blocks(imported.to_fill, rows[[places.index(place) for place in imported.others]])
-            except BaseException:
-                scheduler.kv.cancel(imported)
-                raise
-            scheduler.kv.finish(imported)
-            return True
+        A state is several blocks, none of which is worth anything alone.
+        """
 
-        return self._between_steps(write)
+        def begin(scheduler: Scheduler, _: Runner) -> PrefixImport | None:
+            return scheduler.kv.import_places(prefix.names, prefix.tokens, places, reserve=len(scheduler.running))
+
+        return self._between_steps(begin)
+
+    def _write_others(self, imported: PrefixImport, rows: Rows, places: Sequence[Place]) -> None:
+        """Copy in those of these blocks that an import holds."""
+        block_of = dict(zip(imported.others, imported.blocks, strict=True))
+        at = [index for index, place in enumerate(places) if place in block_of]
+        blocks = [block_of[places[index]] for index in at]
+        self._between_steps(lambda _, runner: runner.write_blocks(blocks, rows[at]))
 
     def _between_steps(self, task: Callable[[Scheduler, Runner], T]) -> T:
         try:

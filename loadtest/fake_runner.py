@@ -82,11 +82,9 @@ Choose = Callable[[abc.Sequence[int], int], int]
 class FakeStep:
     """A launched fake step."""
 
-    def __init__(
-        self, result: StepResult, before_wait: Callable[[], None], states_written: abc.Sequence[int] = ()
-    ) -> None:
+    def __init__(self, result: StepResult, before_wait: Callable[[], None], uncertain: abc.Sequence[int] = ()) -> None:
         self._result, self._before_wait = result, before_wait
-        self.states_written = states_written  # blocks
+        self.uncertain = uncertain  # blocks of states that it writes, and those that it loads
 
     def wait(self) -> StepResult:
         """Return the result, after the simulated time."""
@@ -170,11 +168,12 @@ class FakeRunner:
                 pooled[index] = [sum(column) for column in zip(*states, strict=True)]
         self.rows.learn(slices, result)
         seconds = self._cost.seconds(plan) if self._cost is not None else 0.0
-        return FakeStep(result, partial(self._sleep, seconds), written)
+        return FakeStep(result, partial(self._sleep, seconds), [*written, *(block for _, block in plan.swap_in)])
 
     def spoil(self, step: FakeStep) -> None:
-        """Lose the states that a step has written: when it runs out of memory, they may be of any position."""
-        for block in step.states_written:
+        """Lose the states that a step has written, which may be of any position, and what it has loaded: it had no memory."""
+        self._arriving = ()
+        for block in step.uncertain:
             assert self._pages is not None
             self._pages[block] = [-1] * self._block_size
 
@@ -273,9 +272,13 @@ class FakeRunner:
         self._states[piece.slot] = written, written
         assert bool(read) == (piece.start > 0), "a state is missing, or is not that of the beginning"
         for part, block in enumerate(read):
-            assert pages[block] == [mix(part, states[piece.start])] * self._block_size, "a state is of another position"
+            assert pages[block] == self._state(part, states[piece.start]), "a state is of another position"
         for part, block in enumerate(written):
-            pages[block] = [mix(part, states[-1])] * self._block_size
+            pages[block] = self._state(part, states[-1])
+
+    def _state(self, part: int, state: int) -> list[int]:
+        """Return the content of one of the blocks of a state."""
+        return [mix(part, state) % (1 << 31)] * self._block_size
 
     def _compute_window(
         self, states: list[int], start: int, window: int, table: abc.Sequence[int], pages: list[list[int]]

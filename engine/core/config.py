@@ -48,6 +48,14 @@ class StoreSize(NamedTuple):
     is_shared: bool = False  # others write to it, and it is only read here
 
 
+class GroupKind(NamedTuple):
+    """A group of layers. What computing a position needs of it is in the last `window` - 1 positions before that one."""
+
+    name: str  # of its kind, in metrics
+    window: int
+    num_parts: int = 1  # blocks of a content: of a state it is the position before, in several blocks
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """All that the scheduler needs to know of the machine, the model and the settings."""
@@ -79,6 +87,13 @@ class SchedulerConfig:
         return max(self.max_num_seqs, min(self.max_num_seqs * (1 + self.num_speculative_tokens), _MAX_DRAFTED_ROWS))
 
     @property
+    def groups(self) -> tuple[GroupKind, ...]:
+        """Return all groups of layers, by number: full attention, windows, recurrent state."""
+        windows = [GroupKind(f"window {window}", window) for window in self.windows]
+        states = [GroupKind("recurrent", 2, self.state_blocks)] if self.state_blocks else []
+        return (GroupKind("full", self.max_model_len), *windows, *states)
+
+    @property
     def num_groups(self) -> int:
         """Return how many groups of layers have a page table each; recurrent ones have none."""
         return 1 + len(self.windows)
@@ -102,10 +117,6 @@ class SchedulerConfig:
         return blocks_for(num_positions, self.block_size) + windows + num_states * self.state_blocks
 
     def _check_groups(self) -> None:
-        _require(
-            not (self.host_caching and self.state_blocks),
-            "Recurrent state is cached in the pool only; leave out the cache in host memory.",
-        )
         _require(
             not (self.num_speculative_tokens and self.state_blocks),
             "A recurrent state cannot go back to the last draft that was right; leave out speculation.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -121,19 +120,3 @@ class SequenceKV:
         self.chain = other.chain.copy()
         self.num_published = other.num_published
         self.next_publish = other.next_publish
-
-
-@dataclass(slots=True, eq=False)
-class PrefixImport:
-    """Blocks for K/V that another engine computed; none is in a page table."""
-
-    chain: list[bytes]
-    tokens: Seq[int]
-    blocks: list[int]
-    num_found: int  # the first of `blocks`, which were cached already
-    others: Seq[tuple[int, int]] = ()  # or of other groups: the places (group, index) of `blocks`
-
-    @property
-    def to_fill(self) -> list[int]:
-        """Return the blocks that the K/V is to be written to."""
-        return self.blocks[self.num_found :]

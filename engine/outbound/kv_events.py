@@ -110,7 +110,8 @@ class EventWriter:
             event["extra_keys"] = [content.extra or None for content in contents]
         if self._has_groups:
             event["group_idx"] = place.group
-            event["kv_cache_spec_kind"] = "sliding_window" if place.window else "full_attention"
+            kind = "sliding_window" if place.window else "full_attention"
+            event["kv_cache_spec_kind"] = "mamba" if place.is_state else kind
             if place.window:
                 event["kv_cache_spec_sliding_window"] = place.window
         return event

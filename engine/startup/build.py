@@ -355,7 +355,7 @@ def _open_events(config: EngineConfig, settings: SchedulerConfig) -> KVEvents | 
         raise ConfigError(
             f"--kv-events-config needs {error.name}, which is not installed; run pip install 'quire-serve[kv-events]'."
         ) from None
-    return KVEvents(asked, settings.block_size, has_groups=bool(settings.windows))
+    return KVEvents(asked, settings.block_size, has_groups=len(settings.groups) > 1)
 
 
 def _make_scheduler(config: EngineConfig, settings: SchedulerConfig) -> Scheduler:
@@ -519,7 +519,7 @@ def _describe(asked_len: int | None, config: SchedulerConfig, bytes_per_block: i
     if is_shorter:
         why.append(f"the model's own limit is {model.max_model_len}")
     reason = f" ({'; '.join(why)})" if why else ""
-    groups = f" in one of {config.num_groups} groups of layers" if config.windows else ""
+    groups = f" in one of {len(config.groups)} groups of layers" if len(config.groups) > 1 else ""
     return (
         f"{config.num_blocks} blocks of {config.block_size} tokens{groups}, {size}; "
         f"contexts up to {config.max_model_len} tokens{reason}"

@@ -107,9 +107,9 @@ def _replay(options: argparse.Namespace) -> int:
                 progress.advance(task)
     show(rows, targets)
     for variant in variants:
-        if variant.config.windows:
+        if len(variant.config.groups) > 1:
             print(
-                f"{variant.name}: blocks of {variant.config.num_groups} groups of layers: {groups_of(variant.config)}."
+                f"{variant.name}: blocks of {len(variant.config.groups)} groups of layers: {groups_of(variant.config)}."
             )
     _print_refusals(rows, histories)
     figures = [{"workload": row.workload, "variant": row.variant, **asdict(row.figures)} for row in rows]

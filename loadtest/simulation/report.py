@@ -88,8 +88,8 @@ def show_recordings(replayed: Mapping[str, Replayed]) -> None:
     print("Recordings, ms")
     print_table(("recording", "requests", "steps", "preempted", "TTFT p50", "p99", "ITL p50", "p99"), lines)
     for name, done in replayed.items():
-        if done.config.windows:
-            print(f"{name}: blocks of {done.config.num_groups} groups of layers: {groups_of(done.config)}.")
+        if len(done.config.groups) > 1:
+            print(f"{name}: blocks of {len(done.config.groups)} groups of layers: {groups_of(done.config)}.")
         verdict = (
             f"differs at {done.difference}" if done.difference else f"all {done.num_plans:,} plans are as recorded"
         )

@@ -74,7 +74,8 @@ def plain_settings(config: SchedulerConfig) -> dict[str, Any]:
 
 def groups_of(config: SchedulerConfig) -> str:
     """Return the groups of layers in words, for reports."""
-    return ", ".join(["full attention", *(f"windows of {window:,} tokens" for window in config.windows)])
+    states = [f"recurrent state of {config.state_blocks:,} blocks"] if config.state_blocks else []
+    return ", ".join(["full attention", *(f"windows of {window:,} tokens" for window in config.windows), *states])
 
 
 def _config(settings: dict[str, Any]) -> SchedulerConfig:

@@ -52,7 +52,7 @@ async def live(
         "time_s": context.engine.clock(),
         "block_size": config.block_size,
         "num_blocks": config.num_blocks,
-        "num_groups": config.num_groups,
+        "num_groups": len(config.groups),
         "blocks": {
             "held": snapshot.num_held_blocks,
             "cached": snapshot.num_cached_blocks,

@@ -97,7 +97,7 @@ METRICS = (
     _gauge("quire_kv_blocks", "KV blocks by state: held by sequences, cached for reuse, free.", _blocks, "state"),
     _gauge(
         "quire_kv_findable_blocks",
-        "KV blocks that prompts find, held or cached, by group of layers: full attention, or a window; as of the last step.",
+        "KV blocks that prompts find, held or cached, by group of layers: full attention, a window, or recurrent state; as of the last step.",
         "findable_blocks",
         "group",
     ),

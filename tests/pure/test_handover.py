@@ -100,14 +100,16 @@ def remote_pair(folder: Path, **settings: Any) -> tuple[Daemon, Daemon]:
     return prefill, decode
 
 
-@pytest.fixture(params=["shared memory", "tcp", "shared memory, windows", "tcp, windows"])
+@pytest.fixture(params=["shared memory", "tcp", "shared memory, windows", "tcp, windows and states"])
 def pair(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Daemon, Daemon]]:
     """A prefill daemon and a decode daemon."""
-    windows = {"windows": (6, 9)} if "windows" in request.param else {}
+    groups = {"windows": (6, 9)} if "windows" in request.param else {}
+    if "states" in request.param:
+        groups["state_blocks"] = 4  # more than a piece
     if "tcp" in request.param:
-        daemons = remote_pair(folder, **windows)
+        daemons = remote_pair(folder, **groups)
     else:
-        daemons = Daemon(folder, **windows), Daemon(folder, **windows)
+        daemons = Daemon(folder, **groups), Daemon(folder, **groups)
     for daemon in daemons:
         daemon.handover._piece = 3  # a prompt takes several
     yield daemons

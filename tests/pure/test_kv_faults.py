@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core.budget import StepTime
 from engine.core.in_flight import InFlightStep, roll_back
+from engine.core.kv.groups import PrefixImport
 from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.prefix_cache import name_block
 from engine.core.kv.tiers import Transfer
-from engine.core.page_table import PrefixImport
 from engine.core.sequence import Account, Sequence, Status
 from engine.core.stats import Stats, TransferKind
 from tests.pure.driver import check_all, config, request

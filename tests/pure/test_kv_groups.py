@@ -238,14 +238,14 @@ def test_a_prefix_is_resumed_where_every_group_can() -> None:
     names = driver.scheduler.kv.first_names(request("names", prompt))
     driver.scheduler.kv._cache.match(names, prompt, 32)
     wide, narrow = groups_of(driver)
-    narrow.forget(narrow.find(names[7]))  # of positions 24 .. 27; position 28 reads 26
-    wide.forget(wide.find(names[3]))  # of 8 .. 11; positions 12 and 16 read them
+    narrow.drop(names[7])  # of positions 24 .. 27; position 28 reads 26
+    wide.drop(names[3])  # of 8 .. 11; positions 12 and 16 read them
     assert prefill(driver, request("cut", prompt)) == 24
-    narrow.forget(narrow.find(names[7]))
-    narrow.forget(narrow.find(names[6]))
+    narrow.drop(names[7])
+    narrow.drop(names[6])
     assert prefill(driver, request("shorter", prompt)) == 20
     for name in (names[7], names[6], names[5]):
-        narrow.forget(narrow.find(name))
+        narrow.drop(name)
     assert prefill(driver, request("shortest", prompt)) == 8, "at 16 and 12 the wide window misses a block"
     driver.check_streams()
 
@@ -255,17 +255,17 @@ def test_a_prefix_is_resumed_where_every_group_can() -> None:
     window=st.integers(1, 20),
 )
 def test_the_boundary_is_the_longest_whose_window_is_cached(found: list[str], window: int) -> None:
-    group = WindowGroup(0, windowed([window], num_blocks=20), PrefixCache(20, 4))
+    group = WindowGroup(1, windowed([window], num_blocks=20), PrefixCache(20, 4))
     chain = [bytes([index]) for index in range(len(found) + 1)]
     for name, where in zip(chain[1:], found, strict=True):
         if where == "pool":
-            group.put(name, group.pool.alloc())
+            group.put(*group.names(name), group.pool.alloc())
 
     def can_resume(num_blocks: int) -> bool:
         reads = range(max(4 * num_blocks - window + 1, 0), 4 * num_blocks)
         return all(found[position // 4] for position in reads)
 
-    below = {group.below(name) for name, where in zip(chain[1:], found, strict=True) if where == "host"}
+    below = {group.names(name)[0] for name, where in zip(chain[1:], found, strict=True) if where == "host"}
     assert group.resumable(chain, len(found), below.__contains__) == max(
         num for num in range(len(found) + 1) if can_resume(num)
     )
@@ -364,10 +364,10 @@ def test_a_window_goes_with_the_block_of_the_first_group() -> None:
     kv, group = driver.scheduler.kv, groups_of(driver)[0]
     names = kv.first_names(request("names", prompt))
     full = kv._cache.match(names, prompt, 20)
-    assert group.find(names[5]) >= 0
+    assert group.has(names[5])
     while kv._cache.content(full[4]) is not None:
         kv.pool.alloc()
-    assert group.find(names[5]) < 0, "no prompt reaches it any more"
+    assert not group.has(names[5]), "no prompt reaches it any more"
 
 
 def crowd(driver: Driver, first: int = 0) -> None:
@@ -401,7 +401,7 @@ def test_a_prompt_resumes_in_no_group_if_a_block_of_one_window_is_gone(lost: int
     for index in range(7):
         name_block(names, prompt, index, 4)
     crowd(driver)
-    kv.tiers.host.forget(kv.tiers.host.find(groups_of(driver)[0].below(names[lost + 1])))
+    kv.tiers.host.drop(*groups_of(driver)[0].names(names[lost + 1]))
     assert prefill(driver, request("turn2", (*prompt[:28], 7, 8, 9, 10, 11))) == num_found
     driver.check_streams()
 

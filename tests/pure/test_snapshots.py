@@ -16,6 +16,7 @@ from hypothesis.stateful import initialize, invariant
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, NeverFitsError
 from engine.core.kv import snapshots
+from engine.core.kv.prefix_cache import name_block
 from engine.core.kv.snapshots import RecurrentGroup
 from engine.core.types import AbortCause, BeamParams, Pin
 from tests.pure.driver import EOS, Driver, config, request
@@ -54,15 +55,27 @@ class StateMachine(SchedulerMachine):
         windows=WINDOWS,
         state_blocks=st.integers(1, 3),
         num_blocks=st.integers(18, 60),
-        num_host_blocks=st.sampled_from([0, 0, 8, 40]),
+        tiers=st.sampled_from(
+            [(0, 0, False), (8, 0, False), (40, 0, False), (8, 0, True), (40, 0, True), (30, 80, True)]
+        ),
         budget=st.integers(6, 30),
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "fair"]),
         eviction=st.sampled_from(["lru", "slru", "lfu", "cost"]),
     )
     def start(  # type: ignore[override]
-        self, depth: int, windows: list[int], budget: int, caching: bool, **changes: str | float | None
+        self,
+        depth: int,
+        windows: list[int],
+        budget: int,
+        caching: bool,
+        tiers: tuple[int, int, bool],
+        **changes: str | float | None,
     ) -> None:
+        num_host_blocks, num_disk_blocks, host_caching = tiers
+        if caching:
+            changes |= {"host_caching": host_caching, "num_disk_blocks": num_disk_blocks}
+        changes["num_host_blocks"] = num_host_blocks
         sizes = {"max_num_batched_tokens": budget, "enable_prefix_caching": caching, "max_model_len": 40}
         self.driver = Driver(config(windows=tuple(windows), **sizes, **changes), depth)  # type: ignore[arg-type]
         self.aborted: set[str] = set()
@@ -292,9 +305,9 @@ def test_a_snapshot_is_whole_or_gone() -> None:
     driver = Driver(stateful(state_blocks=3))
     run(driver, "a", PROMPT)
     group, pool = group_of(driver), driver.scheduler.kv.pool
-    names = list(group._slot_of)
-    slot, taken = list(group.find(names[-1])), list[int]()
-    while group.find(names[-1]):
+    names = [name[:32] for name in group._block_of]
+    slot, taken = group.blocks_of(names[-1]), list[int]()
+    while group.has(names[-1]):
         taken.append(pool.alloc())
     assert len(set(slot).intersection(taken)) == 1
     assert not any(group.is_owner(block) for block in slot), "the rest is free"
@@ -312,13 +325,106 @@ def test_pinned_prefixes_keep_their_state() -> None:
     driver.check_streams()
 
 
+def crowd(driver: Driver, first: int = 0) -> None:
+    """Fill the pool several times with prompts that no request continues."""
+    for index in range(first, first + 8):
+        run(driver, f"other{index}", tuple(range(100 * index, 100 * index + 60)))
+
+
+def tiered(**changes: bool | str | float | None) -> SchedulerConfig:
+    return stateful(**{"num_host_blocks": 1000, "host_caching": True} | changes)
+
+
+@pytest.mark.parametrize("windows", [(), (5,)])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_next_turn_finds_its_state_in_host_memory(depth: int, windows: tuple[int, ...]) -> None:
+    driver = Driver(tiered(windows=windows), depth)
+    prompt = tuple(range(9000, 9030))
+    run(driver, "turn1", prompt, max_tokens=20)
+    crowd(driver)
+    group = group_of(driver)
+    assert not any(group.has(name[:32]) for name in driver.scheduler.tiers.host._block_of if len(name) > 32)
+    assert run(driver, "turn2", (*prompt[:28], 7, 8, 9, 10, 11)) == 28
+    said = driver.streams["turn1", 0]
+    crowd(driver, 8)
+    assert run(driver, "turn3", (*prompt, *said, 7, 8, 9)) == 48, "the end of the answer: 49 positions were computed"
+    assert driver.scheduler.stats.prefix_hits["host"] == 28 + 48
+    assert run(driver, "again", (*prompt, *said, 1)) == 48, "it is a snapshot of the pool again"
+    driver.check_streams()
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_a_state_of_which_a_block_is_gone_below_is_none(part: int) -> None:
+    driver = Driver(tiered())
+    prompt, names = tuple(range(9000, 9030)), driver.scheduler.kv.first_names(request("names"))
+    run(driver, "turn1", prompt)
+    for index in range(7):
+        name_block(names, prompt, index, 4)
+    crowd(driver)
+    driver.scheduler.tiers.host.drop(group_of(driver).names(names[7])[part])
+    assert run(driver, "turn2", (*prompt[:28], 7, 8)) == 0
+    driver.check_streams()
+
+
+def test_a_state_below_is_nothing_without_the_blocks_before_it() -> None:
+    driver = Driver(tiered())
+    prompt, names = tuple(range(9000, 9030)), driver.scheduler.kv.first_names(request("names"))
+    run(driver, "turn1", prompt)
+    for index in range(7):
+        name_block(names, prompt, index, 4)
+    crowd(driver)
+    driver.scheduler.tiers.host.drop(names[3])
+    assert run(driver, "turn2", (*prompt[:28], 7, 8)) == 0
+    driver.check_streams()
+
+
+@pytest.mark.parametrize("num_steps", range(1, 5))
+def test_a_state_that_did_not_arrive_is_no_snapshot(num_steps: int) -> None:
+    driver = Driver(tiered(), depth=1)
+    prompt = tuple(range(9000, 9030))
+    run(driver, "turn1", prompt)
+    crowd(driver)
+    driver.add(request("turn2", (*prompt[:28], 7, 8, 9, 10, 11), max_tokens=9, eos_token_ids=END))
+    for _ in range(num_steps):
+        driver.launch()
+    driver.run_out_of_memory()
+    driver.drain()
+    driver.check_streams()
+
+
+def test_a_daemon_that_starts_again_finds_states_on_the_disk() -> None:
+    settings_ = tiered(num_host_blocks=80, num_disk_blocks=400)
+    first, prompt = Driver(settings_), tuple(range(9000, 9030))
+    run(first, "turn1", prompt, max_tokens=20)
+    while first.spill():
+        pass
+    second = Driver(settings_)
+    second.slots = first.slots
+    second.scheduler.tiers.restore("disk", list(first.scheduler.tiers.stores["disk"]._block_of.items()))
+    second.add(request("turn2", (*prompt[:28], 7, 8, 9, 10, 11)))
+    assert second.scheduler.has_parked
+    second.transfer()
+    second.drain()
+    assert second.prompts["turn2", 0].num_cached_tokens == 28
+    assert second.scheduler.stats.prefix_hits["disk"] == 28
+    second.check_streams()
+
+
+def test_snapshots_are_counted_with_the_groups() -> None:
+    driver = Driver(stateful(windows=(4,)))
+    run(driver, "a", PROMPT)
+    stats = driver.scheduler.stats
+    assert stats.findable_blocks.keys() == {"full", "window 4", "recurrent"}
+    assert stats.findable_blocks["recurrent"] == 2, "one snapshot of two blocks"
+    assert sum(stats.findable_blocks.values()) == stats.blocks_cached
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"state_blocks": 2, "num_host_blocks": 4, "host_caching": True}, "in the pool only"),
         ({"state_blocks": 2, "num_speculative_tokens": 2}, "leave out speculation"),
     ],
-    ids=["host", "drafts"],
+    ids=["drafts"],
 )
 def test_what_states_do_not_combine_with_is_refused(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):

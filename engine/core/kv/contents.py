@@ -13,20 +13,29 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import chain
+from struct import Struct
 from typing import NamedTuple, TypeVar
 
+from engine.core.config import SchedulerConfig
 from engine.core.spans import Chain
 from engine.core.types import Request
 
 T = TypeVar("T")
 
 DIGEST_BYTES = 32  # of a block's name
+_SUFFIX = Struct("<BH")  # of a name: the group, and the part
 MAX_ROOTS = 1 << 16  # chains whose salts, owners and adapters are remembered
 
 
-def in_group(name: bytes, group: int) -> bytes:
-    """Return the name of a block of a group of layers where blocks of all groups are together: below the pool."""
-    return name + bytes([group]) if group else name
+def in_group(name: bytes, group: int, part: int = 0) -> bytes:
+    """Return the name of a block of a group of layers, which may be one of several parts of a content."""
+    return name + _SUFFIX.pack(group, part).rstrip(b"\0")
+
+
+def group_of(name: bytes) -> int:
+    """Return the group of layers that a block is of, by its name."""
+    return name[DIGEST_BYTES] if len(name) > DIGEST_BYTES else 0
 
 
 class BlockLocation(NamedTuple):
@@ -34,7 +43,8 @@ class BlockLocation(NamedTuple):
 
     medium: str  # GPU is the pool, on a CPU too; CPU is host memory, STORAGE a store behind it
     group: int = 0  # of layers, see groups.py
-    window: int = 0  # of the group; 0 is full attention
+    window: int = 0  # of the group; 0 is full attention, or recurrent state
+    is_state: bool = False
 
 
 class Origin(NamedTuple):
@@ -76,15 +86,21 @@ Changes = list[Change | Snapshot]
 class Contents:
     """The contents of every place whose tokens are known."""
 
-    def __init__(self, windows: Sequence[int], stores: Sequence[str], *, has_host: bool) -> None:
-        def places(medium: str) -> list[BlockLocation]:
-            return [BlockLocation(medium, group, window) for group, window in enumerate((0, *windows))]
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.suffixes = [
+            [in_group(b"", group, part) for part in range(kind.num_parts)] for group, kind in enumerate(config.groups)
+        ]
 
-        self.pool, *self.groups = [Holdings(self, [place]) for place in places("GPU")]
-        self.host = Holdings(self, places("CPU"))
-        self.stores = {name: Holdings(self, places("STORAGE")) for name in stores}
+        windows = 0, *[window if window < config.max_model_len else 0 for window in config.windows]
+
+        def places(medium: str) -> list[BlockLocation]:
+            found = [BlockLocation(medium, group, window) for group, window in enumerate(windows)]
+            return [*found, BlockLocation(medium, len(found), is_state=True)] if config.state_blocks else found
+
+        self.pool, self.host = Holdings(self, places("GPU")), Holdings(self, places("CPU"))
+        self.stores = {store.name: Holdings(self, places("STORAGE")) for store in config.stores}
         self.sink: Callable[[Changes], None] | None = None  # changes before it is set are in `snapshot` only
-        self._tiers = [self.host, *self.stores.values()] if has_host else []
+        self._tiers = [self.host, *self.stores.values()] if config.num_host_blocks else []
         self._changes: Changes = []
         self._origins: OrderedDict[bytes, Origin] = OrderedDict()
         self._owners: OrderedDict[bytes, str] = OrderedDict()
@@ -115,11 +131,12 @@ class Contents:
     def snapshot(self) -> list[tuple[BlockLocation, list[Content]]]:
         """Return the contents of each place."""
         found: dict[BlockLocation, dict[bytes, Content]] = {}
-        for each in (self.pool, *self.groups, self.host, *self.stores.values()):
+        for each in (self.pool, self.host, *self.stores.values()):
             for place in each.places:
                 found.setdefault(place, {})
             for name, content in each.known.items():
-                found[each.place_of(name)][name] = content
+                if each.has(name):
+                    found[each.place_of(name)][content.name] = content
         return [(place, list(contents.values())) for place, contents in found.items()]
 
     def describe(self, chain: Sequence[bytes], tokens: Sequence[int], index: int, size: int) -> Content | None:
@@ -138,7 +155,7 @@ class Contents:
     def find(self, name: bytes) -> Content | None:
         """Return a content that some place has."""
         name = name[:DIGEST_BYTES]
-        places = (self.pool, *self.groups, *self._tiers)
+        places = (self.pool, *self._tiers)
         return next((each.known[name] for each in places if name in each.known), None)
 
     def seen(self, content: Content) -> None:
@@ -147,37 +164,44 @@ class Contents:
             tier.seen(content)
 
     def changed(self, holdings: Holdings, name: bytes, content: Content, *, is_gain: bool) -> None:
-        """Note a change, unless another store has the same content: consumers know one medium STORAGE."""
-        if self.sink is None:
+        """Note a change of a content whose other parts are here; consumers know one medium STORAGE for all stores."""
+        if self.sink is None or not holdings.has(name, but=name):
             return
         place = holdings.place_of(name)
         if place.medium == "STORAGE":
             others = [each for each in self.stores.values() if each is not holdings]
-            if any(name in each.known for each in others):
+            if any(each.has(name) for each in others):
                 return
         self._changes.append(Change(place, content, is_gain))
 
 
 class Holdings:
-    """The contents of the pool, or of a tier. A tier has the blocks of all groups, under names of their groups."""
+    """The contents of the pool, or of a tier, in all groups. Consumers know a content of several blocks once all are here."""
 
     __slots__ = ("_all", "_coming", "_unseen", "known", "places")
 
     def __init__(self, contents: Contents, places: Sequence[BlockLocation]) -> None:
         self._all, self.places = contents, places
-        self.known: dict[bytes, Content] = {}
+        self.known: dict[bytes, Content] = {}  # by the names of blocks
         self._coming: dict[bytes, Content | None] = {}  # their copies have not ended
         self._unseen: set[bytes] = set()  # here, but their tokens are not known
 
     def place_of(self, name: bytes) -> BlockLocation:
         """Return where a block is, by its name here."""
-        return self.places[name[DIGEST_BYTES] if len(name) > DIGEST_BYTES else 0]
+        return self.places[group_of(name)]
 
-    def compute(self, chain: Sequence[bytes], tokens: Sequence[int], index: int, size: int) -> None:
-        """Note that full block `index` of a chain is here, computed."""
+    def has(self, name: bytes, but: bytes = b"") -> bool:
+        """Return whether all blocks of the content are here of which this is one, but for one of them."""
+        suffixes = self._all.suffixes[group_of(name)]
+        names = [name] if len(suffixes) == 1 else [name[:DIGEST_BYTES] + suffix for suffix in suffixes]
+        return all(each == but or each in self.known for each in names)
+
+    def compute(self, chain: Sequence[bytes], tokens: Sequence[int], index: int, size: int, group: int = 0) -> None:
+        """Note that full block `index` of a chain is here, computed, or what a group has for it."""
         content = self._all.describe(chain, tokens, index, size)
         if content is not None:
-            self._gain(content.name, content)
+            for suffix in self._all.suffixes[group]:
+                self._gain(content.name + suffix, content)
             self._all.seen(content)
 
     def expect(self, name: bytes) -> None:
@@ -196,8 +220,8 @@ class Holdings:
 
     def seen(self, content: Content) -> None:
         """Note what a content is that may be here, or on its way."""
-        for place in self.places if self._unseen or self._coming else ():
-            name = in_group(content.name, place.group)
+        for suffix in chain(*self._all.suffixes) if self._unseen or self._coming else ():
+            name = content.name + suffix
             if name in self._unseen:
                 self._unseen.remove(name)
                 self._gain(name, content)

@@ -2,19 +2,20 @@
 
 The layers of a group read the same positions, so they share a page table. All groups draw on one pool: the runner gives
 each as many layers as make a block the same bytes, so that a block of one serves any other, and no split of memory has to
-be guessed. Each WindowGroup is a group whose layers read the last `window` positions only; its table of a sequence is
-`seq.kv.tables[1 + index]`. Layers with recurrent state are in snapshots.py. KVCacheManager
-calls the methods of both for each group in turn:
+be guessed. A WindowGroup's table of a sequence is `seq.kv.tables[number]`. Layers with recurrent state are in
+snapshots.py. KVCacheManager calls the methods of both for each group in turn:
 
     admission        a sequence resumes at the longest boundary that every group can resume from: `resumable`, `begin`,
-                     `resume`, or `load` for what host memory has of it; `owed` says what it may still need
+                     `resume`, and `fill` for what host memory has of it, or `load` for a ticket; `owed` says what it may
+                     still need
     each chunk       `cover`: it takes the blocks that the chunk writes to, not those of its whole prompt
     each block       `extend`; of a recurrent state both are `advance`
     each commit      `publish`, then `slide`: blocks before the window of the next position are freed, as no step in
                      flight reads them
     rollback         `roll_back`: blocks for what was not computed are freed; they are taken again with the next chunk
 
-Blocks have the same names in all groups; with several groups every block is named when it is full. A block that slides
+A block has the name that it would have in the first group, and the number of its group behind it; with several groups
+every block is named when it is full. A block that slides
 out of a window is evicted before all others, unless prompts may branch there: it is in the window of a prompt's end, or a
 sequence has resumed from it. These, and the window of an answer's end, are what tiers get. A content that the first group
 loses goes to the tiers with it, and is forgotten by all others (`drop`): no prompt reaches it in the pool.
@@ -24,62 +25,88 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
-from engine.core.kv.contents import in_group
+from engine.core.kv.contents import DIGEST_BYTES, in_group
 from engine.core.kv.prefix_cache import BlockIndex, Listener, PrefixCache, name_block
 from engine.core.page_table import NO_BLOCK, blocks_for
 from engine.core.sequence import Sequence
 from engine.core.spans import longest_atomic
 
 
-class WindowGroup(BlockIndex):
-    """The blocks of one group: cached under their names, or held by tables."""
+class Group(BlockIndex):
+    """What is cached of one group beside the first, and where sequences can resume in it.
 
-    __slots__ = ("_block_size", "_branches", "_config", "_index", "_kept", "_listener", "_window")
+    A content is one block, or several that are worth nothing apart. A boundary is reached through the contents of the
+    blocks that the last `window` - 1 positions before it are in. Contents are named by the block at whose end they stand.
+    """
+
+    __slots__ = ("_block_size", "_branches", "_config", "_kept", "_listener", "_suffixes", "_window", "number")
 
     def __init__(
-        self, index: int, config: SchedulerConfig, cache: PrefixCache, listener: Listener | None = None
+        self, number: int, config: SchedulerConfig, cache: PrefixCache, listener: Listener | None = None
     ) -> None:
         """The pool is that of the layers with full attention; `listener` takes what prompts may branch from."""
         super().__init__(config.num_blocks, pool=cache.pool)
-        self._index, self._config, self._listener = index, config, listener
-        self._window, self._block_size = config.windows[index], config.block_size
+        kind = config.groups[number]
+        self.number, self._window, self._block_size = number, kind.window, config.block_size
+        self._suffixes = [in_group(b"", number, part) for part in range(kind.num_parts)]
+        self._config, self._listener = config, listener
         self._branches = set[int]()  # findable blocks that prompts may resume from
         self._kept = set[bytes]()  # contents that pinned prefixes are resumed from
 
-    # -- the index -----------------------------------------------------------------------------------------------------
+    def names(self, name: bytes) -> list[bytes]:
+        """Return the names of a content's blocks, here and below the pool."""
+        return [name + suffix for suffix in self._suffixes]
 
-    def put(self, name: bytes, block: int) -> None:
-        """Make a held block findable; no other block has this content."""
-        super().put(name, block)
-        if name in self._kept:
-            self.pool.pin(block)
+    def blocks_of(self, name: bytes) -> list[int]:
+        """Return the blocks of a content; none if it is not here."""
+        if name + self._suffixes[0] not in self._block_of:
+            return []
+        return [self._block_of[name + suffix] for suffix in self._suffixes]
+
+    def has(self, name: bytes) -> bool:
+        """Return whether a content is here."""
+        return name + self._suffixes[0] in self._block_of
+
+    def register(self, chain: list[bytes], tokens: Seq[int], index: int, blocks: Seq[int]) -> None:
+        """Make held blocks findable as the content at block `index` of some tokens, unless others are."""
+        name = name_block(chain, tokens, index, self._block_size)
+        if self.has(name) or self.content(blocks[0]) is not None:
+            return
+        for suffix, block in zip(self._suffixes, blocks, strict=True):
+            self.put(name + suffix, block)
+            if name in self._kept:
+                self.pool.pin(block)
+        if self.holdings is not None:
+            self.holdings.compute(chain, tokens, index, self._block_size, self.number)
 
     def keep(self, chain: Seq[bytes], index: int, num_tokens: int) -> None:
-        """Pin block `index` of a pinned prefix of so many tokens, if the prefix is resumed from it."""
-        num_blocks = num_tokens // self._block_size
-        if self._first_read(num_blocks * self._block_size) <= index < num_blocks:
+        """Pin the content at block `index` of a pinned prefix of so many tokens, if the prefix is resumed from it."""
+        if index in self.window_at(num_tokens // self._block_size):
             self._kept.add(chain[index + 1])
             self.pin(chain[index + 1])
 
     def pin(self, name: bytes) -> None:
         """Evict this content last, if it is here and a pinned prefix is resumed from it."""
-        if name in self._kept:
-            super().pin(name)
+        for block in self.blocks_of(name) if name in self._kept else ():
+            self.pool.pin(block)
 
     def unpin(self, name: bytes) -> None:
         """Treat this content like any other."""
         self._kept.discard(name)
-        super().unpin(name)
+        for block in self.blocks_of(name):
+            self.pool.unpin(block)
 
     def drop(self, name: bytes) -> None:
-        """Forget a content that no prompt reaches any more."""
-        block = self.find(name)
-        self._leave(block)
-        self.forget(block)
+        """Forget a content that no prompt reaches any more; the tiers get it if prompts may branch there."""
+        for suffix in self._suffixes:
+            block = self.find(name + suffix)
+            self._leave(block)
+            self.forget(block)
 
     def forget(self, block: int) -> None:
         """Make a block's content unfindable."""
@@ -87,58 +114,68 @@ class WindowGroup(BlockIndex):
         self._branches.discard(block)
 
     def _evicted(self, block: int) -> None:
-        self._leave(block)
-        super()._evicted(block)
-        self._branches.discard(block)
-
-    def below(self, name: bytes) -> bytes:
-        """Return the name of a block of this group below the pool."""
-        return in_group(name, self._index + 1)
-
-    def branch(self, block: int) -> None:
-        """Note that prompts may resume from a block, if it is findable."""
         name = self.content(block)
-        if name is not None and block not in self._branches:
-            self._branches.add(block)
-            if self._listener is not None:
-                self._listener.appeared(self.below(name), block)
+        if name is not None:
+            self._leave(block)
+            super()._evicted(block)
+            self._branches.discard(block)
+            if len(self._suffixes) > 1:
+                self.drop(name[:DIGEST_BYTES])
+
+    def branch(self, blocks: Iterable[int]) -> None:
+        """Note that prompts may resume from those of these blocks that are findable."""
+        for block in blocks:
+            name = self.content(block)
+            if name is not None and block not in self._branches:
+                self._branches.add(block)
+                if self._listener is not None:
+                    self._listener.appeared(name, block)
 
     def _leave(self, block: int) -> None:
         name = self.content(block)
         if self._listener is not None and name is not None and block in self._branches:
-            self._listener.leaves(self.below(name), block)
+            self._listener.leaves(name, block)
 
     def _first_read(self, position: int) -> int:
         """Return the index of the first block that computing a position reads."""
         return max(position - self._window + 1, 0) // self._block_size
 
     def window_at(self, num_blocks: int) -> range:
-        """Return the blocks that computing from a boundary on reads."""
+        """Return the blocks at which the contents stand that computing from a boundary on reads."""
         return range(self._first_read(num_blocks * self._block_size), num_blocks)
 
     def resumable(self, chain: Seq[bytes], num_blocks: int, is_below: Callable[[bytes], bool]) -> int:
-        """Return the last block boundary, `num_blocks` at most, whose window is cached here or below the pool."""
+        """Return the last block boundary, `num_blocks` at most, whose contents are cached here or below the pool."""
         index = num_blocks - 1
         while index >= self._first_read(num_blocks * self._block_size):
             name = chain[index + 1]
-            if self.find(name) < 0 and not is_below(self.below(name)):
+            if not (self.has(name) or all(map(is_below, self.names(name)))):
                 num_blocks = index
             index -= 1
         return num_blocks
 
-    def lacking(self, chain: Seq[bytes], num_blocks: int) -> list[int]:
-        """Return those blocks of the window at a boundary that are not here."""
-        return [index for index in self.window_at(num_blocks) if self.find(chain[index + 1]) < 0]
+    def size_at(self, num_blocks: int) -> int:
+        """Return how many blocks what is read at a boundary takes."""
+        return len(self.window_at(num_blocks)) * len(self._suffixes)
 
-    # -- a sequence's table --------------------------------------------------------------------------------------------
+    def lacking(self, chain: Seq[bytes], num_blocks: int) -> list[tuple[int, bytes]]:
+        """Return the contents of a boundary that are not here, as (block index, name below the pool)."""
+        lacking = [index for index in self.window_at(num_blocks) if not self.has(chain[index + 1])]
+        return [(index, name) for index in lacking for name in self.names(chain[index + 1])]
+
+
+class WindowGroup(Group):
+    """A group whose layers attend to the last positions only, and its page tables."""
+
+    __slots__ = ()
 
     def begin(self, seq: Sequence, num_blocks: int, *, loads: bool) -> int:
         """Give a sequence the window at a boundary, without holding it; returns the blocks that nothing holds yet.
 
         The table is empty if the sequence `loads` it instead.
         """
-        window = self.window_at(num_blocks)
-        hits = [] if loads else [self.find(seq.kv.chain[index + 1]) for index in window]
+        window, chain = self.window_at(num_blocks), seq.kv.chain
+        hits = [] if loads else [(self.blocks_of(chain[index + 1]) or [NO_BLOCK])[0] for index in window]
         seq.kv.tables = (*seq.kv.tables, [] if loads else [NO_BLOCK] * window.start + hits)
         return sum([block != NO_BLOCK and not self.pool.is_held(block) for block in hits])
 
@@ -147,20 +184,21 @@ class WindowGroup(BlockIndex):
         hits = [block for block in self._table(seq) if block != NO_BLOCK]
         self.hold(seq)
         self.pool.found(hits)
-        for block in hits:
-            self.branch(block)
+        self.branch(hits)
 
-    def fill(self, seq: Sequence, index: int) -> int:
-        """Return a new block for a place of the table that `begin` has left empty."""
+    def fill(self, seq: Sequence, num_blocks: int) -> list[int]:
+        """Return new blocks for what `begin` has not found at a boundary."""
         table = self._table(seq)
-        table[index] = self.pool.alloc()
-        return table[index]
+        lacking = [index for index in self.window_at(num_blocks) if table[index] == NO_BLOCK]
+        for index in lacking:
+            table[index] = self.pool.alloc()
+        return [table[index] for index in lacking]
 
     def load(self, seq: Sequence, hosts: Iterable[int]) -> None:
         """Allocate blocks for those of a ticket."""
         self._table(seq).extend([host if host == NO_BLOCK else self.pool.alloc() for host in hosts])
 
-    def max_blocks(self, seq: Sequence) -> int:
+    def _max_blocks(self, seq: Sequence) -> int:
         """Return the most blocks that a sequence needs here for its known tokens."""
         return self._config.window_blocks(self._window, len(seq.tokens), longest_atomic(seq.request.spans))
 
@@ -169,7 +207,7 @@ class WindowGroup(BlockIndex):
         table = self._table(seq)
         if len(table) >= max(blocks_for(len(seq.tokens), self._block_size), len(seq.kv.blocks)):
             return 0
-        return max(self.max_blocks(seq) - len(table) + table.count(NO_BLOCK), 0)
+        return max(self._max_blocks(seq) - len(table) + table.count(NO_BLOCK), 0)
 
     def cover(self, seq: Sequence, stop: int, step: InFlightStep) -> None:
         """Take the blocks that the next chunk of a prompt needs."""
@@ -183,7 +221,7 @@ class WindowGroup(BlockIndex):
             source, table[-1] = table[-1], self.pool.alloc()
             self.pool.free(source)
             step.copies.append((source, table[-1]))
-            step.entries.append((seq.slot, self._index + 1, len(table) - 1, table[-1]))
+            step.entries.append((seq.slot, self.number, len(table) - 1, table[-1]))
         self._grow(seq, len(seq.kv.blocks), step)
 
     def _grow(self, seq: Sequence, num_blocks: int, step: InFlightStep) -> None:
@@ -191,21 +229,15 @@ class WindowGroup(BlockIndex):
         num_before = len(table)
         if num_blocks > num_before:
             table += self.pool.alloc_many(num_blocks - num_before, after=table[-1] if table else NO_BLOCK)
-            slot, group = seq.slot, self._index + 1
+            slot, group = seq.slot, self.number
             step.entries += [(slot, group, at, table[at]) for at in range(num_before, num_blocks)]
 
     def publish(self, seq: Sequence, full: int) -> None:
         """Make those of a sequence's full, computed blocks findable that the table still has."""
         for index in range(seq.kv.num_published, full):
-            self.register(seq.kv.chain, seq.tokens, index, self._table(seq)[index])
-
-    def register(self, chain: list[bytes], tokens: Seq[int], index: int, block: int) -> None:
-        """Make a held block findable as block `index` of some tokens, unless another is."""
-        name = name_block(chain, tokens, index, self._block_size)
-        if block != NO_BLOCK and self.find(name) < 0 and self.content(block) is None:
-            self.put(name, block)
-            if self.holdings is not None:
-                self.holdings.compute(chain, tokens, index, self._block_size)
+            block = self._table(seq)[index]
+            if block != NO_BLOCK:
+                self.register(seq.kv.chain, seq.tokens, index, (block,))
 
     def slide(self, seq: Sequence) -> None:
         """Free the blocks that no position to compute reads."""
@@ -218,7 +250,7 @@ class WindowGroup(BlockIndex):
                 break
             table[index] = NO_BLOCK
             if first_kept <= index < last:
-                self.branch(block)
+                self.branch((block,))
             if block in self._branches:
                 self.pool.free(block)
             else:
@@ -239,29 +271,51 @@ class WindowGroup(BlockIndex):
     def free(self, seq: Sequence) -> None:
         """Remove a holder of the blocks of a sequence."""
         blocks = [block for block in reversed(self._table(seq)) if block != NO_BLOCK]
-        for block in blocks:
-            self.branch(block)
+        self.branch(blocks)
         self.pool.free(*blocks)
 
     def _table(self, seq: Sequence) -> list[int]:
-        return seq.kv.tables[self._index + 1]
+        return seq.kv.tables[self.number]
 
 
-def places_at(config: SchedulerConfig, num_blocks: int) -> list[tuple[int, int]]:
-    """Return the blocks that a sequence needs to resume at a boundary, (group, index): those of the first group first."""
-    size, found = config.block_size, [(0, index) for index in range(num_blocks)]
-    for group, window in enumerate(config.windows, start=1):
-        found += [(group, index) for index in range(max(num_blocks * size - window + 1, 0) // size, num_blocks)]
+class Place(NamedTuple):
+    """A block that a sequence needs to resume at a boundary."""
+
+    group: int
+    at: int  # the index of the block at whose end its content stands
+    part: int = 0  # of the content
+
+    def name(self, chain: Seq[bytes]) -> bytes:
+        """Return the block's name below the pool."""
+        return in_group(chain[self.at + 1], self.group, self.part)
+
+
+@dataclass(slots=True, eq=False)
+class PrefixImport:
+    """Blocks for K/V that another engine computed; none is in a page table."""
+
+    chain: list[bytes]
+    tokens: Seq[int]
+    blocks: list[int]
+    num_found: int  # the first of `blocks`, which were cached already
+    others: Seq[Place] = ()  # or of other groups: the places of `blocks`
+
+    @property
+    def to_fill(self) -> list[int]:
+        """Return the blocks that the K/V is to be written to."""
+        return self.blocks[self.num_found :]
+
+
+def places_at(config: SchedulerConfig, num_blocks: int) -> list[Place]:
+    """Return the blocks that a sequence needs to resume at a boundary, those of the first group first."""
+    size, found = config.block_size, [Place(0, index) for index in range(num_blocks)]
+    for number, group in enumerate(config.groups[1:], start=1):
+        window = range(max(num_blocks * size - group.window + 1, 0) // size, num_blocks)
+        found += [Place(number, index, part) for index in window for part in range(group.num_parts)]
     return found
 
 
-class Resumable(Protocol):
-    """A group that sequences resume from at some boundaries."""
-
-    def resumable(self, chain: Seq[bytes], num_blocks: int, is_below: Callable[[bytes], bool], /) -> int: ...
-
-
-def last_boundary(groups: Seq[Resumable], chain: Seq[bytes], num_blocks: int, is_below: Callable[[bytes], bool]) -> int:
+def last_boundary(groups: Seq[Group], chain: Seq[bytes], num_blocks: int, is_below: Callable[[bytes], bool]) -> int:
     """Return the last block boundary, `num_blocks` at most, from which all groups can resume."""
     while True:  # a boundary that one group lowers may be none for the others
         lowered = num_blocks

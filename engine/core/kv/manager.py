@@ -20,12 +20,12 @@ from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.contents import Contents
-from engine.core.kv.groups import WindowGroup, last_boundary
+from engine.core.kv.groups import Place, PrefixImport, WindowGroup, last_boundary
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, request_names
 from engine.core.kv.snapshots import RecurrentGroup
 from engine.core.kv.tiers import Tiers, TransferEnd
-from engine.core.page_table import NO_BLOCK, PrefixImport, Ticket, blocks_for
+from engine.core.page_table import NO_BLOCK, Ticket, blocks_for
 from engine.core.sequence import Sequence
 from engine.core.spans import divided, longest_atomic
 from engine.core.states import NEVER, StateSlots
@@ -52,9 +52,10 @@ class KVCacheManager:
         )
         self.pool = self._cache.pool
         self._windows = [
-            WindowGroup(index, config, self._cache, self._listener) for index in range(len(config.windows))
+            WindowGroup(number, config, self._cache, self._listener) for number in range(1, config.num_groups)
         ]
-        self._recurrent = RecurrentGroup(config, self._cache) if config.state_blocks else None
+        has_states, number = config.state_blocks > 0, config.num_groups
+        self._recurrent = RecurrentGroup(number, config, self._cache, self._listener) if has_states else None
         # All groups but the first, in the order in which a ticket has them.
         self._others: tuple[WindowGroup | RecurrentGroup, ...] = (
             *self._windows,
@@ -69,19 +70,15 @@ class KVCacheManager:
     @property
     def groups(self) -> list[tuple[str, BlockIndex]]:
         """Return the groups of layers, each with the name of its kind in metrics."""
-        windows = zip(self._config.windows, self._windows, strict=True)
-        return [("full", self._cache), *((f"window {window}", group) for window, group in windows)]
+        indexes = self._cache, *self._others
+        return [(kind.name, index) for kind, index in zip(self._config.groups, indexes, strict=True)]
 
     def _watch(self, config: SchedulerConfig) -> Contents:
         """Let the pool and every tier note what they hold."""
-        stores = [store.name for store in config.stores]
-        windows = [
-            window if window < config.max_model_len else 0 for window in config.windows
-        ]  # 0 keeps every position
-        contents = Contents(windows, stores, has_host=config.num_host_blocks > 0)
-        self._cache.holdings, self.tiers.host.holdings = contents.pool, contents.host
-        for group, holdings in zip(self._windows, contents.groups, strict=True):
-            group.holdings = holdings
+        contents = Contents(config)
+        self.tiers.host.holdings = contents.host
+        for index in (self._cache, *self._others):
+            index.holdings = contents.pool
         for name, store in self.tiers.stores.items():
             store.holdings = contents.stores[name]
         return contents
@@ -125,12 +122,12 @@ class KVCacheManager:
             return None
         num_hits, num_loaded = len(hits), num_found * size  # positions, with those before
         loads = list[tuple[int, int]]()
-        others = self._find_others(seq, num_found) if self._windows and ticket is None else []
+        others = self._find_others(seq, num_found) if self._others and ticket is None else []
         if ticket is not None:
             hosts, num_loaded = ticket.blocks[num_hits:], ticket.num_tokens
         pool.found(hits)
         if hosts or others:  # before the pool evicts blocks to host memory, which may evict these
-            self.tiers.take(seq, hosts, [host for _, _, host in others])
+            self.tiers.take(seq, hosts, [host for _, host in others])
         for group in self._others:
             group.resume(seq)
         blocks = seq.kv.blocks
@@ -138,10 +135,11 @@ class KVCacheManager:
         if self._others and ticket is not None:
             loads = self._load_others(seq, ticket)
         elif others:
-            loads = [(host, group.fill(seq, index)) for group, index, host in others]
+            filled = [block for group in self._others for block in group.fill(seq, num_found)]
+            loads = [(host, block) for (_, host), block in zip(others, filled, strict=True)]
             self._owe(seq)
         seq.num_computed = seq.num_planned = num_loaded
-        seq.kv.num_published = min([num_hits, *(index for _, index, _ in others)])
+        seq.kv.num_published = min([num_hits, *(index for index, _ in others)])
         seq.kv.writable_until = seq.kv.capacity
         if self._caching or self._others:
             seq.kv.next_publish = (seq.kv.num_published + 1) * size
@@ -153,14 +151,10 @@ class KVCacheManager:
         seq.take_slots([self._slots.pop() for _ in range(seq.num_slots)])
         return loads
 
-    def _find_others(self, seq: Sequence, num_blocks: int) -> list[tuple[WindowGroup, int, int]]:
-        """Return the blocks of other groups that host memory has for a boundary: (group, index, host block)."""
-        chain, find = seq.kv.chain, self.tiers.host.find
-        return [
-            (group, index, find(group.below(chain[index + 1])))
-            for group in self._windows
-            for index in group.lacking(chain, num_blocks)
-        ]
+    def _find_others(self, seq: Sequence, num_blocks: int) -> list[tuple[int, int]]:
+        """Return what host memory has of other groups for a boundary: (block index, host block)."""
+        lacking = [each for group in self._others for each in group.lacking(seq.kv.chain, num_blocks)]
+        return [(index, self.tiers.host.find(name)) for index, name in lacking]
 
     def _load_others(self, seq: Sequence, ticket: Ticket) -> list[tuple[int, int]]:
         """Allocate blocks of the other groups for those of a ticket; returns the loads (host block, block)."""
@@ -186,7 +180,7 @@ class KVCacheManager:
             return False
         num_found = sum(map(len, self._match(seq)))
         num_hits = len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1))
-        return self.tiers.prefetch(seq, self._windows, num_hits, num_found, now)
+        return self.tiers.prefetch(seq, self._others, num_hits, num_found, now)
 
     def lookup(self, seq: Sequence) -> int:
         """Return how many positions of a waiting sequence are cached, or on their way from a store."""
@@ -203,8 +197,8 @@ class KVCacheManager:
         kv, versions = seq.kv, (self.pool.version, self.tiers.host.pool.version)
         if kv.matched_at != (*versions, len(seq.tokens)):
             hits = self._cache.match(kv.chain, seq.tokens, len(seq.tokens) - 1)
-            kv.branch = len(hits) * self.block_size
-            hosts = self.tiers.find(seq, len(hits)) if self._has_host and self._recurrent is None else []
+            hosts = self.tiers.find(seq, len(hits)) if self._has_host else []
+            kv.branch = (len(hits) + len(hosts)) * self.block_size
             if self._others:
                 num_blocks = last_boundary(self._others, kv.chain, len(hits) + len(hosts), self.tiers.has)
                 hits, hosts = hits[:num_blocks], hosts[: max(num_blocks - len(hits), 0)]
@@ -343,16 +337,19 @@ class KVCacheManager:
         num_found = len(self._cache.match(chain, tokens, num_blocks * self.block_size))
         return last_boundary(self._others, chain, num_found, lambda _: False)
 
-    def find_places(self, names: Seq[bytes], tokens: Seq[int], places: Seq[tuple[int, int]]) -> list[int]:
-        """Return the cached blocks of a prompt at the first of some places (group, index), as far as they are there."""
+    def find_places(self, names: Seq[bytes], tokens: Seq[int], places: Seq[Place]) -> list[int]:
+        """Return the cached blocks of a prompt at the first of some places, as far as they are there."""
         chain, blocks = list(names), list[int]()
-        num_full = max([index + 1 for group, index in places if not group], default=0)
+        num_full = max([place.at + 1 for place in places if not place.group], default=0)
         hits = self._cache.match(chain, tokens, num_full * self.block_size)
-        for group, index in places:
-            found = hits[index : index + 1] if not group else [self._windows[group - 1].find(chain[index + 1])]
-            if not found or found[0] == NO_BLOCK:
+        for place in places:
+            if place.group:
+                block = self._others[place.group - 1].find(place.name(chain))
+            else:
+                block = hits[place.at] if place.at < len(hits) else NO_BLOCK
+            if block == NO_BLOCK:
                 break
-            blocks += found
+            blocks.append(block)
         return blocks
 
     def import_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, *, reserve: int) -> PrefixImport:
@@ -370,14 +367,14 @@ class KVCacheManager:
         return self._begin_import(imported)
 
     def import_places(
-        self, names: Seq[bytes], tokens: Seq[int], places: Seq[tuple[int, int]], *, reserve: int
+        self, names: Seq[bytes], tokens: Seq[int], places: Iterable[Place], *, reserve: int
     ) -> PrefixImport | None:
         """As `import_prefix`, for those blocks of other groups that are lacking; None if there is no room for all."""
-        lacking = [(group, index) for group, index in places if self._windows[group - 1].find(names[index + 1]) < 0]
+        chain = list(names)
+        lacking = [place for place in places if self._others[place.group - 1].find(place.name(chain)) < 0]
         if len(lacking) > self._num_spare(reserve):
             return None
-        blocks = self.pool.alloc_many(len(lacking))
-        return self._begin_import(PrefixImport(list(names), tokens, blocks, 0, lacking))
+        return self._begin_import(PrefixImport(chain, tokens, self.pool.alloc_many(len(lacking)), 0, lacking))
 
     def _num_spare(self, reserve: int) -> int:
         """Return how many blocks are for no sequence that runs."""
@@ -396,9 +393,12 @@ class KVCacheManager:
             return 0
         chain, tokens, blocks = imported.chain, imported.tokens, imported.blocks
         if imported.others:
-            for (group, index), block in zip(imported.others, blocks, strict=True):
-                self._windows[group - 1].register(chain, tokens, index, block)
-                self._windows[group - 1].branch(block)
+            contents = dict[tuple[int, int], list[int]]()
+            for place, block in zip(imported.others, blocks, strict=True):
+                contents.setdefault((place.group, place.at), []).append(block)
+            for (number, index), parts in contents.items():
+                self._others[number - 1].register(chain, tokens, index, parts)
+                self._others[number - 1].branch(parts)
         else:
             self._cache.register(chain, tokens, blocks, imported.num_found, len(blocks))
         self.cancel(imported)
@@ -502,12 +502,12 @@ class KVCacheManager:
         """Note that nothing of a step was done: its copies never arrived."""
         self._arrived(step)
         self.tiers.settle(step, is_done=False)
-        for index, seq in enumerate(step.sequences if self._others else ()):
-            for each in (seq, *step.children.get(index, ())):
-                self._roll_back_others(each, step.positions[index])
         for seq in step.arrivals if self._others else ():
             self._roll_back_others(seq, 0)
             seq.kv.is_lost = True
+        for index, seq in enumerate(step.sequences if self._others else ()):
+            for each in (seq, *step.children.get(index, ())):
+                self._roll_back_others(each, step.positions[index])
 
     def _roll_back_others(self, seq: Sequence, start: int) -> None:
         for group in self._others:

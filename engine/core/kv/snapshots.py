@@ -23,87 +23,21 @@ there. A boundary is kept only if no other sequence needs the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable
 
-from engine.core.config import SchedulerConfig
-from engine.core.kv.prefix_cache import PrefixCache, name_block
+from engine.core.kv.contents import DIGEST_BYTES
+from engine.core.kv.groups import Group
+from engine.core.kv.prefix_cache import name_block
 from engine.core.sequence import Sequence
 from engine.core.states import StateSlots
 
 EVERY = 256  # blocks of a long prompt between two snapshots
 
 
-class RecurrentGroup:
-    """The slots that sequences hold, and those that are cached under the name of a prefix."""
+class RecurrentGroup(Group):
+    """The slots that sequences hold. A snapshot's blocks are the parts of one content, at the boundary's last block."""
 
-    __slots__ = ("_block_size", "_kept", "_name_of", "_resumed", "_slot_of", "_slot_size", "pool")
-
-    def __init__(self, config: SchedulerConfig, cache: PrefixCache) -> None:
-        """The pool is that of the layers with full attention."""
-        self.pool = cache.pool
-        self.pool.on_evict(self._evicted)
-        self._block_size, self._slot_size = config.block_size, config.state_blocks
-        self._slot_of: dict[bytes, list[int]] = {}
-        self._name_of: dict[int, bytes] = {}  # of each block of a slot
-        self._resumed = set[bytes]()  # snapshots that a sequence has resumed from
-        self._kept = set[bytes]()  # names that pinned prefixes are resumed from
-
-    # -- the snapshots -------------------------------------------------------------------------------------------------
-
-    def find(self, name: bytes) -> list[int]:
-        """Return the slot with the state after a prefix; empty if there is none."""
-        return self._slot_of.get(name, [])
-
-    def resumable(self, chain: Seq[bytes], num_blocks: int, _is_below: Callable[[bytes], bool]) -> int:
-        """Return the last block boundary, `num_blocks` at most, that has a snapshot; there are none below the pool."""
-        while num_blocks and chain[num_blocks] not in self._slot_of:
-            num_blocks -= 1
-        return num_blocks
-
-    def _put(self, name: bytes, slot: list[int]) -> None:
-        self._slot_of[name] = slot
-        for block in slot:
-            self._name_of[block] = name
-            self.pool.index(block)
-        if name in self._kept:
-            self.pin(name)
-
-    def drop(self, name: bytes) -> None:
-        """Forget a snapshot; a part of a state is worth nothing."""
-        self._resumed.discard(name)
-        for block in self._slot_of.pop(name, ()):
-            del self._name_of[block]
-            self.pool.forget(block)
-
-    def _evicted(self, block: int) -> None:
-        if block in self._name_of:
-            slot = self._slot_of[self._name_of[block]]
-            slot.remove(block)
-            self.drop(self._name_of.pop(block))
-
-    def keep(self, chain: Seq[bytes], index: int, num_tokens: int) -> None:
-        """Pin the state behind block `index` of a pinned prefix of so many tokens, if the prefix is resumed from it."""
-        if index + 1 == num_tokens // self._block_size:
-            self._kept.add(chain[index + 1])
-            self.pin(chain[index + 1])
-
-    def pin(self, name: bytes) -> None:
-        """Evict this snapshot last, if it is here and a pinned prefix is resumed from it."""
-        for block in self.find(name) if name in self._kept else ():
-            self.pool.pin(block)
-
-    def unpin(self, name: bytes) -> None:
-        """Treat this snapshot like any other."""
-        self._kept.discard(name)
-        for block in self.find(name):
-            self.pool.unpin(block)
-
-    def is_owner(self, block: int) -> bool:
-        """Return whether a block is of a snapshot. Raises AssertionError unless its name leads to it."""
-        name = self._name_of.get(block)
-        assert name is None or block in self._slot_of[name], f"block {block} is not where its state is"
-        return name is not None
+    __slots__ = ()
 
     # -- where to keep one ---------------------------------------------------------------------------------------------
 
@@ -133,20 +67,29 @@ class RecurrentGroup:
     # -- a sequence's slots --------------------------------------------------------------------------------------------
 
     def begin(self, seq: Sequence, num_blocks: int, *, loads: bool) -> int:
-        """Give a sequence the state at a boundary, without holding it; returns the blocks that nothing holds yet.
+        """Give a sequence the state at a boundary, without holding it; returns the blocks that it takes from the pool.
 
-        There is none at the beginning, nor if the sequence `loads` it.
+        There is none at the beginning, nor if the sequence `loads` it. One that is below the pool needs blocks for it.
         """
-        slot = [] if loads or not num_blocks else self.find(seq.kv.chain[num_blocks])
+        is_new = loads or not num_blocks
+        slot = [] if is_new else self.blocks_of(seq.kv.chain[num_blocks])
         seq.kv.state = StateSlots(slot, is_shared=True)
-        return sum([not self.pool.is_held(block) for block in slot])
+        return sum([not self.pool.is_held(block) for block in slot]) if slot or is_new else len(self._suffixes)
 
     def resume(self, seq: Sequence) -> None:
         """Hold the state that `begin` has found."""
         if slot := seq.kv.state.slot:
             self.hold(seq)
             self.pool.found(slot)
-            self._resumed.add(self._name_of[slot[0]])
+            self.branch(slot)
+
+    def fill(self, seq: Sequence, num_blocks: int) -> list[int]:
+        """Return a new slot for the state at a boundary, if `begin` has not found it; it becomes a snapshot here."""
+        state = seq.kv.state
+        if state.slot or not num_blocks:
+            return []
+        state.slot = self.pool.alloc_many(len(self._suffixes))
+        return state.slot
 
     def load(self, seq: Sequence, hosts: Iterable[int]) -> None:
         """Allocate a slot for the state of a ticket."""
@@ -156,7 +99,7 @@ class RecurrentGroup:
         """Return how many blocks a sequence must find for its next chunk, and for a slot each once it forks."""
         state, num_rows = seq.kv.state, len(seq.kv.slots) or seq.num_slots
         num_slots = (state.is_shared or not state.slot) + (num_rows if num_rows > 1 else 0)
-        return num_slots * self._slot_size
+        return num_slots * len(self._suffixes)
 
     def advance(self, seq: Sequence, *, has_spare: bool) -> None:
         """Go on in the same slot, or leave it for a fresh one; `has_spare` is whether one may be kept."""
@@ -166,19 +109,18 @@ class RecurrentGroup:
             if state.slot:
                 state.held.append((start, state.slot))
                 seq.kv.next_publish = min(seq.kv.next_publish, state.due)
-            state.slot, state.is_shared, state.is_moved = self.pool.alloc_many(self._slot_size), False, True
+            state.slot, state.is_shared, state.is_moved = self.pool.alloc_many(len(self._suffixes)), False, True
 
     def publish(self, seq: Sequence, full: int) -> None:
         """Name the slots that were left at boundaries, once the steps that wrote them are committed."""
-        size, state = self._block_size, seq.kv.state
+        size, state, chain = self._block_size, seq.kv.state, seq.kv.chain
         for position, slot in state.held:
-            if position % size or position > full * size:
-                continue
-            for index in range(len(seq.kv.chain) - 1, position // size):
-                name_block(seq.kv.chain, seq.tokens, index, size)
-            name = seq.kv.chain[position // size]
-            if name not in self._slot_of and slot[0] not in self._name_of:
-                self._put(name, slot)
+            if position and not position % size and position <= full * size:
+                for index in range(len(chain) - 1, position // size):
+                    name_block(chain, seq.tokens, index, size)
+                self.register(chain, seq.tokens, position // size - 1, slot)
+                if position <= seq.num_prompt:
+                    self.branch(slot)
 
     def slide(self, seq: Sequence) -> None:
         """Release the slots that no step reads any more; of an answer's snapshots the last one stays."""
@@ -186,23 +128,23 @@ class RecurrentGroup:
         while state.due <= seq.num_computed:
             position, slot = state.held.pop(0)
             self.pool.free(*slot)
-            if position > seq.num_prompt and slot[0] in self._name_of:
-                if state.last not in self._resumed:
-                    self._pass_by(state.last)
-                state.last = self._name_of[slot[0]]
+            if position > seq.num_prompt and self.content(slot[0]) is not None:
+                self._pass_by(state.last)
+                state.last = self._name_of[slot[0]][:DIGEST_BYTES]
 
     def _pass_by(self, name: bytes) -> None:
-        """Evict a snapshot before all others, if it is cached."""
-        slot = self.find(name)
-        for block in slot:
-            self.pool.fork(block)
-        self.pool.pass_by(*slot)
+        """Evict a snapshot before all others, if it is cached and no prompt may branch there."""
+        slot = self.blocks_of(name)
+        if not self._branches.issuperset(slot):
+            for block in slot:
+                self.pool.fork(block)
+            self.pool.pass_by(*slot)
 
-    def roll_back(self, seq: Sequence, _start: int) -> None:
-        """Release all slots: that of the sequence is lost. What was left and computed can be found."""
+    def roll_back(self, seq: Sequence, start: int) -> None:
+        """Release all slots: that of the sequence is lost. What was left and computed, up to `start`, can be found."""
         if seq.kv.state.slot:
             if seq.kv.is_cacheable:
-                self.publish(seq, min(seq.num_computed, len(seq.tokens)) // self._block_size)
+                self.publish(seq, min(start, len(seq.tokens)) // self._block_size)
             self.free(seq)
             seq.kv.state, seq.kv.is_lost = StateSlots(), True
 
@@ -212,6 +154,8 @@ class RecurrentGroup:
             self.pool.fork(block)
 
     def free(self, seq: Sequence) -> None:
-        """Remove a holder of all slots of a sequence."""
+        """Remove a holder of all slots of a sequence, whose last snapshot others may go on from."""
+        self.branch(self.blocks_of(seq.kv.state.last))
         for slot in seq.kv.state.tables:
+            self.branch(slot)
             self.pool.free(*slot)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
-from engine.core.kv.groups import WindowGroup, last_boundary
+from engine.core.kv.groups import Group, last_boundary
 from engine.core.kv.host_tier import HostTier
 from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import BlockIndex, name_block
@@ -136,7 +136,7 @@ class Tiers:
 
     # -- host memory and the stores ------------------------------------------------------------------------------------
 
-    def prefetch(self, seq: Sequence, others: Seq[WindowGroup], first: int, num_found: int, now: float) -> bool:
+    def prefetch(self, seq: Sequence, others: Seq[Group], first: int, num_found: int, now: float) -> bool:
         """Start loading a prompt's blocks behind the first that stores have; returns whether to park it.
 
         It can begin with `num_found` blocks without them. It is parked for at most the time that computing them would take.
@@ -159,13 +159,13 @@ class Tiers:
         """Return how long computing blocks of a prompt from `first` on would take; infinite while that is not known."""
         return self._times.chunk_s(first * self._size, num_blocks * self._size) if self._times.is_known else inf
 
-    def _find_stored(self, seq: Sequence, others: Seq[WindowGroup], first: int) -> tuple[int, list[tuple[bytes, str]]]:
+    def _find_stored(self, seq: Sequence, others: Seq[Group], first: int) -> tuple[int, list[tuple[bytes, str]]]:
         """Return the last boundary that tiers let a sequence resume from, and the (name, store) that host memory lacks for it.
 
         The pool has the first blocks, up to `first`, of the first group.
         """
         stop, num_wanted = first, 0
-        most = self.host.pool.num_blocks // 2 - sum([group.max_blocks(seq) for group in others])
+        most = self.host.pool.num_blocks // 2 - sum([group.size_at(len(seq.tokens) // self._size) for group in others])
         for index in range(first, (len(seq.tokens) - 1) // self._size):
             name = name_block(seq.kv.chain, seq.tokens, index, self._size)
             if self.host.find(name) < 0:
@@ -179,7 +179,7 @@ class Tiers:
                 others, chain, stop, lambda name: self.host.find(name) >= 0 or bool(self._stored(name))
             )
         names = chain[first + 1 : stop + 1]
-        names += [group.below(chain[index + 1]) for group in others for index in group.lacking(chain, stop)]
+        names += [name for group in others for _, name in group.lacking(chain, stop)]
         return stop, [(name, self._stored(name)) for name in names if self.host.find(name) < 0]
 
     def _stored(self, name: bytes) -> str:

@@ -28,9 +28,9 @@ from engine.system.regular_file import open_file
 
 _PAGE = 4096  # slots begin at a multiple
 _ROW_BYTES = _PAGE + 8
-_ENTRY = struct.Struct("<33sQI")  # name, when, checksum
+_ENTRY = struct.Struct("<35sQI")  # name, when, checksum
 _CHECK = struct.Struct("<I")
-_DIGEST_BYTES = 32  # of a name; the byte behind it is the number of its group, if that is not 0
+_DIGEST_BYTES = 32  # of a name; the bytes behind it are its group and part, see engine/core/kv/contents.py, without zeros at the end
 ENTRY_BYTES = 64
 MAX_INDEX_BYTES = ENTRY_BYTES << 20  # of another daemon: a million blocks
 KINDS = (".kv", ".index")
@@ -57,7 +57,7 @@ def unpack(entry: bytes) -> Entry | None:
     (check,) = _CHECK.unpack_from(entry, _ENTRY.size)
     if not when or check != zlib.crc32(entry[: _ENTRY.size]):
         return None
-    return Entry(name if name[-1] else name[:_DIGEST_BYTES], when, checksum)
+    return Entry(name[:_DIGEST_BYTES] + name[_DIGEST_BYTES:].rstrip(b"\0"), when, checksum)
 
 
 def stride(block_bytes: int) -> int:
