@@ -1,37 +1,38 @@
 """The HTTP application: its parts, its endpoints, its start and end.
 
 Everything here runs on the event loop. The daemon (server/daemon.py) may drain the engine before the lifespan ends,
-through `app.state.context.client.stop`; the lifespan's stop is then immediate.
+through `app.state.client.stop`; the lifespan's stop is then immediate.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Collection, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
 
 from fastapi import APIRouter, FastAPI
+from starlette.datastructures import State
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from engine.core.types import Request
 from engine.handle import EngineHandle
 from engine.system.version import VERSION
 from engine.text.chat.limits import ModelLimits
 from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.tokenizer import TextTokenizer
 from server.answers.client import EngineClient
-from server.answers.context import Context
-from server.answers.grammars import Grammars
 from server.answers.handoff import Receiver, Sender
+from server.answers.model import ServedModel
+from server.answers.respond import Responder
 from server.answers.stored_responses import ResponseStore
 from server.batches.dispatch import Dispatcher
 from server.batches.service import BatchService
 from server.http.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
-from server.http.bodies import BodyReader
+from server.http.bodies import BodyReader, RequestReader
 from server.http.cross_site import Cors, CrossSiteGuard
 from server.http.middleware import AnswerLog, RequestScope
 from server.http.openapi import openapi_router
@@ -47,6 +48,7 @@ from server.telemetry.metrics import Metrics
 from server.telemetry.otlp_endpoints import find_endpoints
 from server.telemetry.recent_requests import RecentRequests
 from server.telemetry.request_log import RequestLog
+from server.tenancy.public_prefixes import PublicPrefixes
 from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import read_tenants
 
@@ -88,24 +90,24 @@ def create_app(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig
 
     Its lifespan starts the engine's thread and drains it.
     """
-    context = _context(engine, tokenizer, config)
-    prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, context)
-    context.public_prefixes.add(prefixes, engine.config.block_size)
+    parts = _parts(engine, tokenizer, config)
+    tenancy: Tenancy = parts["tenancy"]
+    responders = (
+        () if parts["batches"] is None else (replace(parts["responder"], is_background=True), parts["responder"])
+    )
     page = load_files() if config.page else {}
     open_paths = {*PROBE_PATHS, *page, *(() if config.protect_metrics else MONITORING_PATHS)}
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await _start(context, prefixes)
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await _start(app.state, [_routed({**parts, "responder": each}) for each in responders])
         yield
-        await _stop(context)
+        await _stop(app.state)
 
-    app = _routed(context, lifespan=lifespan, middleware=_middleware(context, open_paths))
+    app = _routed(parts, lifespan=lifespan, middleware=_middleware(parts, open_paths))
     if config.openapi:
         app.include_router(
-            openapi_router(
-                routers(), needs_key=context.tenancy.needs_key, open_paths=open_paths, root_path=config.root_path
-            )
+            openapi_router(routers(), needs_key=tenancy.needs_key, open_paths=open_paths, root_path=config.root_path)
         )
     app.include_router(unserved.router)
     if page:
@@ -114,20 +116,23 @@ def create_app(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig
     return app
 
 
-def _context(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> Context:
-    """Return the application's parts."""
+def _parts(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> dict[str, Any]:
+    """Return the application's parts by the names under which `app.state` has them."""
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
-    request_log = RequestLog()
+    request_log, live_view, recent = RequestLog(), LiveView(engine), RecentRequests()
     export = _open_export(config, engine)
     if export is not None:
         metrics.listeners += export.listeners
         metrics.add_span_counts(export.otlp.counts)
-    live_view, recent = LiveView(engine), RecentRequests()
     metrics.listeners += (live_view.observe, recent.observe)
-    telemetry = Telemetry(
-        request_log, *metrics.listeners, *([AnswerLog().observe] if config.enable_log_requests else [])
+    logged = [AnswerLog().observe] if config.enable_log_requests else []
+    emit = Telemetry(request_log, *metrics.listeners, *logged).emit
+    tenancy = Tenancy(
+        config.api_keys,
+        None if config.tenants is None else read_tenants(config.tenants, config.api_keys),
+        lambda tenant, limit: emit(TenantRefused(tenant, limit)),
+        shares_prefixes=config.share_prefix_cache,
     )
-    emit = telemetry.emit
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     limits = ModelLimits.of(
         engine.config,
@@ -138,36 +143,47 @@ def _context(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) 
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
     )
-    tenancy = Tenancy(
-        config.api_keys,
-        None if config.tenants is None else read_tenants(config.tenants, config.api_keys),
-        lambda tenant, limit: emit(TenantRefused(tenant, limit)),
-        shares_prefixes=config.share_prefix_cache,
-    )
-    return Context(
-        engine=engine,
+    model = ServedModel(engine, ChatPreprocessor(limits, config.default_chat_template_kwargs or {}), config)
+    prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, model, engine)
+    responder = Responder(
         client=EngineClient(engine),
         tokenizer=tokenizer,
-        config=config,
-        preprocessor=ChatPreprocessor(limits, config.default_chat_template_kwargs or {}),
-        metrics=metrics,
-        telemetry=telemetry,
-        tenancy=tenancy,
         live=live_view,
-        request_log=request_log,
-        recent=recent,
-        responses=ResponseStore(config.max_stored_responses),
-        started_s=int(time.time()),
-        grammars=Grammars(engine, tokenizer),
-        bodies=bodies,
-        batches=BatchService(config, engine, bodies, tenancy) if config.data_dir is not None else None,
-        otlp=None if export is None else export.otlp,
-        tracing=None if export is None else export.tracing,
+        emit=emit,
+        config=config,
+        call_id_length=limits.call_id_length,
+        has_tenants=tenancy.has_file,
+        public_prefixes=PublicPrefixes(prefixes, engine.config.block_size),
         sender=Sender(engine, config) if config.role == "prefill" else None,
         receiver=Receiver(engine, config, lambda outcome: emit(PrefillDelegated(outcome.value)))
         if config.role == "decode"
         else None,
     )
+    return {
+        "adapter_turn": asyncio.Lock(),
+        "batches": BatchService(config, engine, bodies, tenancy) if config.data_dir is not None else None,
+        "bodies": bodies,
+        "client": responder.client,
+        "config": config,
+        "emit": emit,
+        "engine": engine,
+        "instance_id": uuid4().hex,
+        "live": live_view,
+        "metrics": metrics,
+        "model": model,
+        "otlp": None if export is None else export.otlp,
+        "prefixes": prefixes,
+        "reader": RequestReader(bodies, engine, limits, config, emit),
+        "receiver": responder.receiver,
+        "recent": recent,
+        "request_log": request_log,
+        "responder": responder,
+        "responses": ResponseStore(config.max_stored_responses),
+        "sender": responder.sender,
+        "tenancy": tenancy,
+        "tokenizer": tokenizer,
+        "tracing": None if export is None else export.tracing,
+    }
 
 
 class _Export(NamedTuple):
@@ -194,32 +210,32 @@ def _open_export(config: AppConfig, engine: EngineHandle) -> _Export | None:
     return _Export(otlp, tracing, listeners)
 
 
-async def _start(context: Context, prefixes: Sequence[Request]) -> None:
-    context.client.start()
-    context.metrics.loop_lag.start()
-    if prefixes:
-        await compute_prefixes(prefixes, context)
-    if context.batches is not None and not context.client.is_draining:
-        background, emit = _routed(replace(context, is_background=True)), context.telemetry.emit
-        context.batches.start(Dispatcher(background, emit), Dispatcher(_routed(context), emit))
+async def _start(parts: State, batch_apps: Sequence[FastAPI]) -> None:
+    """Start the engine and what runs beside it; lines of batches go to `batch_apps`, in the background and not."""
+    parts.client.start()
+    parts.metrics.loop_lag.start()
+    if parts.prefixes:
+        await compute_prefixes(parts.prefixes, parts.client)
+    if parts.batches is not None and not parts.client.is_draining:
+        parts.batches.start(*(Dispatcher(app, parts.emit) for app in batch_apps))
 
 
-async def _stop(context: Context) -> None:
-    if context.batches is not None:
-        await context.batches.worker.stop()
-    await context.client.stop(context.config.shutdown_timeout_s)
-    if context.receiver is not None:
-        await context.receiver.close()
-    if context.batches is not None:
-        context.batches.close()
-    context.tokenizer.close()
-    context.bodies.close()
-    if context.otlp is not None:
-        await context.otlp.close()
-    context.metrics.loop_lag.stop()
+async def _stop(parts: State) -> None:
+    if parts.batches is not None:
+        await parts.batches.worker.stop()
+    await parts.client.stop(parts.config.shutdown_timeout_s)
+    if parts.receiver is not None:
+        await parts.receiver.close()
+    if parts.batches is not None:
+        parts.batches.close()
+    parts.tokenizer.close()
+    parts.bodies.close()
+    if parts.otlp is not None:
+        await parts.otlp.close()
+    parts.metrics.loop_lag.stop()
 
 
-def _routed(context: Context, **options: Any) -> FastAPI:
+def _routed(parts: Mapping[str, Any], **options: Any) -> FastAPI:
     """Return an application with the endpoints and nothing around them.
 
     The lines of batches are sent to such applications.
@@ -233,21 +249,22 @@ def _routed(context: Context, **options: Any) -> FastAPI:
         redirect_slashes=False,
         **options,
     )
-    app.state.context = context
+    for name, part in parts.items():
+        setattr(app.state, name, part)
     errors.install(app, [route.path for router in routers() for route in router.routes if isinstance(route, Route)])
     for router in routers():
         app.include_router(router)
     return app
 
 
-def _middleware(context: Context, open_paths: Collection[str]) -> list[Middleware]:
+def _middleware(parts: Mapping[str, Any], open_paths: Collection[str]) -> list[Middleware]:
     """Return the middlewares, outermost first.
 
     They log, refuse foreign web pages, allow origins, check the key, and wait for a turn of the event loop.
     """
-    config = context.config
-    stack = [Middleware(RequestScope, emit=context.telemetry.emit, tracing=context.tracing, root_path=config.root_path)]
-    allowed_hosts = None if context.tenancy.needs_key else config.allowed_hosts
+    config, tenancy = parts["config"], parts["tenancy"]
+    stack = [Middleware(RequestScope, emit=parts["emit"], tracing=parts["tracing"], root_path=config.root_path)]
+    allowed_hosts = None if tenancy.needs_key else config.allowed_hosts
     stack.append(Middleware(CrossSiteGuard, allowed_hosts=allowed_hosts, allowed_origins=config.allowed_origins))
     if config.allowed_origins:
         stack.append(
@@ -260,7 +277,7 @@ def _middleware(context: Context, open_paths: Collection[str]) -> list[Middlewar
                 expose_headers=EXPOSED_HEADERS,
             )
         )
-    if context.tenancy.needs_key:
-        stack.append(Middleware(KeyGuard, tenancy=context.tenancy, open_paths=open_paths))
-    stack.append(Middleware(TurnTaker, turns=context.bodies.turns, open_paths=PROBE_PATHS))
+    if tenancy.needs_key:
+        stack.append(Middleware(KeyGuard, tenancy=tenancy, open_paths=open_paths))
+    stack.append(Middleware(TurnTaker, turns=parts["bodies"].turns, open_paths=PROBE_PATHS))
     return stack

@@ -15,18 +15,23 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.datastructures import State
 
 from engine.core.errors import ConfigError, ShuttingDownError
 from engine.core.types import AbortCause
-from server.answers.context import Context
+from server.answers.client import EngineClient
+from server.answers.model import ServedModel
+from server.batches.service import BatchService
 from server.http.connection import Connection
 from server.settings.tls import Tls
 from server.state_log import log_state
+from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import read_tenants
 
 log = logging.getLogger("quire.serve")
@@ -58,14 +63,12 @@ def run(
         timeout_graceful_shutdown=FLUSH_S,
         **({} if tls is None else tls._asdict()),
     )
-    context = app.state.context
-    assert isinstance(context, Context)
-    daemon = Daemon(config, context, shutdown_timeout_s, on_ready, tls)
+    daemon = Daemon(config, app.state, shutdown_timeout_s, on_ready, tls)
     try:
         daemon.run(sockets=[listener])
     except SystemExit:  # uvicorn's, with a status of its own, where the application did not start; it is in the log
         return 1
-    return 0 if daemon.started and context.engine.health().error is None else 1
+    return 0 if daemon.started and app.state.engine.health().error is None else 1
 
 
 class Daemon(uvicorn.Server):
@@ -74,19 +77,19 @@ class Daemon(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        context: Context,
+        parts: State,
         shutdown_timeout_s: float,
         on_ready: Callable[[], None],
         tls: Tls | None = None,
     ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
-        self._context = context
-        self._client = context.client
-        self._batches = context.batches
-        self._tenancy = context.tenancy
-        self._tenants = context.config.tenants
-        self._api_keys = context.config.api_keys
+        self._client: EngineClient = parts.client
+        self._model: ServedModel = parts.model
+        self._batches: BatchService | None = parts.batches
+        self._tenancy: Tenancy = parts.tenancy
+        self._tenants, self._api_keys = parts.config.tenants, parts.config.api_keys
+        self._write_state = partial(log_state, parts.client, parts.live, parts.request_log)
         self._tls = tls
         self._timeout_s = shutdown_timeout_s
         self._num_signals = 0
@@ -139,7 +142,7 @@ class Daemon(uvicorn.Server):
         """Log the state of the engine and of every thread, as one record."""
         assert self._loop is not None
         self._tasks = [task for task in self._tasks if not task.done()]
-        self._tasks.append(self._loop.create_task(log_state(self._context)))
+        self._tasks.append(self._loop.create_task(self._write_state()))
 
     def _reread(self) -> None:
         """Read the tenants and the certificate again."""
@@ -199,9 +202,9 @@ class Daemon(uvicorn.Server):
     async def _warm_up(self) -> None:
         """Prepare grammars in an idle moment, so that the first structured request does not wait for it."""
         await asyncio.sleep(IDLE_S)
-        while self._context.engine.health().busy:  # noqa: ASYNC110 - there is no event for it
+        while self._client.engine.health().busy:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(IDLE_S)
-        await self._context.grammars.prepare(warms_up=True)
+        await self._model.prepare_grammars(warms_up=True)
 
     async def _watch(self) -> None:
         """Exit when the engine has died. Connections close once their streams, which the engine ended, are sent."""

@@ -6,13 +6,13 @@ import logging
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.core.stats import SequenceView, Snapshot
+from server.answers.client import EngineClient
 from server.protocol.errors import ApiError
-
-if TYPE_CHECKING:
-    from server.answers.context import Context
+from server.telemetry.live import LiveView
+from server.telemetry.request_log import RequestLog
 
 log = logging.getLogger("quire.state")
 
@@ -20,21 +20,21 @@ MAX_SEQUENCES = 256
 _QUEUED = {"waiting", "preempted"}  # values of engine.core.sequence.Status
 
 
-async def log_state(context: Context) -> None:
+async def log_state(client: EngineClient, live: LiveView, requests: RequestLog) -> None:
     """Log one record; an engine that does not answer is reported as such."""
     try:
-        snapshot = await context.live.snapshot()
-        state = _of_snapshot(snapshot, context.request_log.open_ids(), context.engine.clock())
+        snapshot = await live.snapshot()
+        state = _of_snapshot(snapshot, requests.open_ids(), client.engine.clock())
     except ApiError as error:
         state = {"engine_does_not_answer": error.message}
     log.info(
-        "state of the engine and of all threads", extra={"state": _of_engine(context) | state | {"threads": _threads()}}
+        "state of the engine and of all threads", extra={"state": _of_engine(client) | state | {"threads": _threads()}}
     )
 
 
-def _of_engine(context: Context) -> dict[str, Any]:
+def _of_engine(client: EngineClient) -> dict[str, Any]:
     """Return what is known without the engine's thread."""
-    health, stats, client = context.engine.health(), context.engine.stats, context.client
+    health, stats = client.engine.health(), client.engine.stats
     return {
         "is_alive": health.alive,
         "is_busy": health.busy,

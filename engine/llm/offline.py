@@ -56,7 +56,7 @@ from engine.text.prompt_results import Reduction, check_reduction, cosine, first
 from engine.text.reasoning import REASONING_TAGS
 from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.requests.default_sampling import check_sampling_source, default_sampling
-from engine.text.requests.sampling import sampling_params, seconds, text_rules, truncated
+from engine.text.requests.sampling import sampling_params, text_rules, truncated
 from engine.text.tokenizer import TextTokenizer, check_draft_tokenizer, load_tokenizer
 from engine.text.tools.formats import TOOL_FORMATS
 
@@ -411,8 +411,8 @@ class LLM:
             arrival_s=0.0,
             priority=body.priority,
             cache_salt=cache_salt,
-            deadline_s=seconds(body.deadline_ms),
-            max_queue_s=seconds(body.max_queue_ms),
+            deadline_s=body.deadline_ms and body.deadline_ms / 1e3,
+            max_queue_s=body.max_queue_ms and body.max_queue_ms / 1e3,
         )
         check_request(request, self._engine.config)
         return Job(text, request, rules, self._tokenizer, call_id_length=self._limits.call_id_length)

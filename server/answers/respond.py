@@ -11,7 +11,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,22 +25,24 @@ from starlette.types import Receive, Scope, Send
 
 from engine.core.errors import QuireError
 from engine.core.scheduling.admission import check_request
-from engine.core.types import Pin, Request, SamplingParams
+from engine.core.types import Adapter, Pin, Request, SamplingParams
 from engine.text.chat.choice import TextRules
-from engine.text.requests.sampling import seconds
+from engine.text.tokenizer import TextTokenizer
 from server.answers.body import EngineBody, KVTransferParams, SamplingBody
-from server.answers.client import Answer
-from server.answers.context import Context
+from server.answers.client import Answer, EngineClient
 from server.answers.formatter import ChunkMeta, ResponseFormatter
 from server.answers.generation import ChoiceDelta, Generation
-from server.http.middleware import caller_of
-from server.http.request_state import RequestState, state_of
+from server.answers.handoff import Receiver, Sender
+from server.http.middleware import RequestState, caller_of, state_of
 from server.http.threads import run_slowly
 from server.protocol.documents import Usage
-from server.protocol.errors import STATE, ApiError, to_api_error
-from server.telemetry.events import RequestOpened
+from server.protocol.errors import ApiError, to_api_error
+from server.settings.app_config import AppConfig
+from server.telemetry.events import Listener, RequestOpened
+from server.telemetry.live import LiveView
 from server.telemetry.request_log import RequestRecord
 from server.telemetry.timeline import AnswerMetrics, server_timing, with_metrics
+from server.tenancy.public_prefixes import PublicPrefixes
 
 logger = logging.getLogger(__name__)
 
@@ -52,153 +54,166 @@ STATUS_S = 1.0  # how often a stream that has not begun looks up its place in th
 Result = TypeVar("Result")
 
 
-def engine_requests(
-    context: Context, body: EngineBody, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-) -> list[Request]:
-    """Return one engine request a prompt. Raises a 404 for an unloaded adapter."""
-    answer_id = uuid.uuid4().hex
-    adapter = context.adapter(body.model)
-    if adapter is not None:
-        params = [replace(each, adapter=adapter) for each in params]
-    retained_s = body.retained_s
-    return [
-        Request(
-            request_id=f"{answer_id}-{index}",
-            prompt=tuple(prompt),
-            params=each,
-            arrival_s=context.engine.clock(),
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            pins=(Pin(len(prompt), retained_s),) if retained_s else (),
-            deadline_s=seconds(body.deadline_ms),
-            max_queue_s=seconds(body.max_queue_ms),
-            is_background=context.is_background,
-            tenant="" if context.tenancy.has_file else body.tenant,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Responder:
+    """Makes engine requests, submits them and answers. Made once by create_app, and once for batches."""
+
+    client: EngineClient
+    tokenizer: TextTokenizer
+    live: LiveView
+    emit: Listener
+    config: AppConfig
+    call_id_length: int  # of a tool call, where the model's template insists on one; else 0
+    has_tenants: bool  # of --tenants; else a request names its own
+    public_prefixes: PublicPrefixes
+    sender: Sender | None = None  # of a prefill daemon
+    receiver: Receiver | None = None  # of a decode daemon
+    is_background: bool = False  # its requests run while the engine is otherwise idle
+
+    def requests(
+        self,
+        body: EngineBody,
+        adapter: Adapter | None,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+    ) -> list[Request]:
+        """Return one engine request a prompt."""
+        answer_id = uuid.uuid4().hex
+        if adapter is not None:
+            params = [replace(each, adapter=adapter) for each in params]
+        retained_s, arrival_s = body.retained_s, self.client.engine.clock()
+        return [
+            Request(
+                request_id=f"{answer_id}-{index}",
+                prompt=tuple(prompt),
+                params=each,
+                arrival_s=arrival_s,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                pins=(Pin(len(prompt), retained_s),) if retained_s else (),
+                deadline_s=body.deadline_ms and body.deadline_ms / 1e3,
+                max_queue_s=body.max_queue_ms and body.max_queue_ms / 1e3,
+                is_background=self.is_background,
+                tenant="" if self.has_tenants else body.tenant,
+            )
+            for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+        ]
+
+    def meta(self, requests: Sequence[Request], *, id_prefix: str, model: str) -> ChunkMeta:
+        """Return the fields that all chunks of the requests' answer share."""
+        return ChunkMeta(
+            id_prefix=id_prefix,
+            model=model,
+            tokenizer=self.tokenizer,
+            prompts=[request.prompt for request in requests],
+            answer_id=answer_id(requests),
+            has_usage=self.config.enable_force_include_usage,
+            has_token_ids=self.config.return_tokens_as_token_ids,
         )
-        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
-    ]
+
+    def submit(
+        self, http: HttpRequest, requests: Sequence[Request], rules: TextRules, *, stream: bool = False
+    ) -> tuple[Answer, Generation]:
+        """Submit requests and record them.
+
+        Raises what the tenant's limits or the engine refuse with.
+        """
+        state = state_of(http.scope)
+        account, requests = state.account, self._admit(state, requests)
+        answer = self.client.submit(requests)
+        if account is not None:
+            account.charge_prompts(requests)
+        generation = Generation(answer, requests, self.tokenizer, rules)
+        adapter = requests[0].params.adapter
+        state.record = RequestRecord(
+            request_id=state.request_id,
+            answer_id=answer_id(requests),
+            endpoint=http.url.path,
+            stream=stream,
+            requests=requests,
+            adapter=None if adapter is None else adapter.name,
+            generation=generation,
+            account=account,
+            caller=None if state.begun_s is None else caller_of(http.scope),
+            ignored_fields=state.ignored_fields,
+        )
+        self.emit(RequestOpened(state.record))
+        return answer, generation
+
+    def _admit(self, state: RequestState, requests: Sequence[Request]) -> Sequence[Request]:
+        """Return the requests on the caller's account, if it has one. Raises OverloadedError."""
+        if state.account is None:
+            return requests
+        state.enter(self.client.engine.stats.e2e_s.mean)
+        return [self.public_prefixes.mark(request) for request in state.account.sign(requests)]
+
+    async def respond(
+        self,
+        http: HttpRequest,
+        body: SamplingBody,
+        requests: Sequence[Request],
+        rules: TextRules,
+        formatter: ResponseFormatter,
+    ) -> Response:
+        """Submit requests and return their answer.
+
+        Raises what the engine refuses with, before anything is sent.
+        """
+        transfer = body.kv_transfer_params
+        if transfer is not None and (transfer.do_remote_decode or transfer.do_remote_prefill):
+            requests = self._transferred(body, requests, transfer)
+        if self.receiver is not None:
+            for request in requests:
+                check_request(request, self.client.engine.config)
+            fetching = self.receiver.fetch(self._admit(state_of(http.scope), requests), transfer)
+            await unless_disconnected(http.receive, fetching)
+        answer, generation = self.submit(http, requests, rules, stream=body.stream)
+        if body.stream:
+            status = partial(self.live.status, [request.request_id for request in requests])
+            frames = _frames(generation, formatter, wants_metrics=body.include_metrics)
+            return EventStream(frames, answer, keep_alive_s=self.config.sse_keep_alive_interval_s, status=status)
+        with answer:
+            whole = generation.all_deltas(settled=body.include_metrics)
+            deltas = await unless_disconnected(http.receive, whole)
+        usage = generation.usage
+        write = partial(formatter.answer, deltas, usage)
+        num_logprobs = usage.completion_tokens * (1 + (requests[0].params.logprobs or 0))
+        is_long = max(num_logprobs, sum(len(request.prompt) for request in requests)) > MAX_INLINE_TOKENS
+        document = await run_slowly(write) if is_long else write()
+        if self.sender is not None and transfer is not None and transfer.do_remote_decode:
+            record = state_of(http.scope).record
+            assert record is not None, "left by `submit`"
+            (signed,) = record.requests
+            offered = await unless_disconnected(http.receive, self.sender.offer(signed))
+            document = document[:-1] + b',"kv_transfer_params":' + to_json(offered) + b"}"
+        return with_timings(document, generation, body)
+
+    def _transferred(
+        self, body: SamplingBody, requests: Sequence[Request], transfer: KVTransferParams
+    ) -> Sequence[Request]:
+        """Return the requests of a hand-over, on a prefill daemon for one token. Raises ApiError."""
+        if len(requests) > 1:
+            message = f"kv_transfer_params is of one prompt, and there are {len(requests)}; send each in a request."
+            raise ApiError(400, "invalid_value", message, "prompt")
+        if self.sender is None or not transfer.do_remote_decode:
+            return requests
+        if body.stream:
+            message = "A prompt that is computed for another daemon is not streamed; leave stream out."
+            raise ApiError(400, "invalid_value", message, "stream")
+        params = replace(requests[0].params, max_tokens=min(requests[0].params.max_tokens, 1), min_tokens=0)
+        if transfer.adapter:
+            loaded = (each.adapter for each in self.client.engine.adapters.values())
+            adapter = next((each for each in loaded if each.digest.hex() == transfer.adapter), None)
+            if adapter is None:
+                message = "The adapter of kv_transfer_params is not loaded here; load it on both daemons."
+                raise ApiError(404, "model_not_found", message, "kv_transfer_params.adapter")
+            params = replace(params, adapter=adapter)
+        return [replace(requests[0], params=params)]
 
 
 def answer_id(requests: Sequence[Request]) -> str:
     """Return the shared part of the request ids, which is in the answer's id."""
     return requests[0].request_id.partition("-")[0]
-
-
-def chunk_meta(context: Context, requests: Sequence[Request], *, id_prefix: str, model: str) -> ChunkMeta:
-    """Return the fields that all chunks of the requests' answer share."""
-    prompts = [request.prompt for request in requests]
-    return ChunkMeta(
-        id_prefix=id_prefix,
-        model=model,
-        tokenizer=context.tokenizer,
-        prompts=prompts,
-        answer_id=answer_id(requests),
-        has_usage=context.config.enable_force_include_usage,
-        has_token_ids=context.config.return_tokens_as_token_ids,
-    )
-
-
-def submit(
-    http: HttpRequest, context: Context, requests: Sequence[Request], rules: TextRules, *, stream: bool = False
-) -> tuple[Answer, Generation]:
-    """Submit requests and record them.
-
-    Raises what the tenant's limits or the engine refuse with.
-    """
-    state: RequestState = http.scope[STATE]
-    account, requests = state.account, _admit(state, context, requests)
-    answer = context.client.submit(requests)
-    if account is not None:
-        account.charge_prompts(requests)
-    generation = Generation(answer, requests, context.tokenizer, rules)
-    adapter = requests[0].params.adapter
-    state.record = RequestRecord(
-        request_id=state.request_id,
-        answer_id=answer_id(requests),
-        endpoint=http.url.path,
-        stream=stream,
-        requests=requests,
-        adapter=None if adapter is None else adapter.name,
-        generation=generation,
-        account=account,
-        caller=None if state.begun_s is None else caller_of(http.scope),
-        ignored_fields=state.ignored_fields,
-    )
-    context.telemetry.emit(RequestOpened(state.record))
-    return answer, generation
-
-
-def _admit(state: RequestState, context: Context, requests: Sequence[Request]) -> Sequence[Request]:
-    """Return the requests on the caller's account, if it has one. Raises OverloadedError."""
-    if state.account is None:
-        return requests
-    context.enter(state)
-    return [context.public_prefixes.mark(request) for request in state.account.sign(requests)]
-
-
-async def respond(
-    http: HttpRequest,
-    context: Context,
-    body: SamplingBody,
-    requests: Sequence[Request],
-    rules: TextRules,
-    formatter: ResponseFormatter,
-) -> Response:
-    """Submit requests and return their answer.
-
-    Raises what the engine refuses with, before anything is sent.
-    """
-    transfer = body.kv_transfer_params
-    if transfer is not None and (transfer.do_remote_decode or transfer.do_remote_prefill):
-        requests = transferred(context, body, requests, transfer)
-    if context.receiver is not None:
-        for request in requests:
-            check_request(request, context.engine.config)
-        fetching = context.receiver.fetch(_admit(state_of(http.scope), context, requests), transfer)
-        await unless_disconnected(http.receive, fetching)
-    answer, generation = submit(http, context, requests, rules, stream=body.stream)
-    if body.stream:
-        status = partial(context.live.status, [request.request_id for request in requests])
-        frames = _frames(generation, formatter, wants_metrics=body.include_metrics)
-        return EventStream(frames, answer, keep_alive_s=context.config.sse_keep_alive_interval_s, status=status)
-    with answer:
-        whole = generation.all_deltas(settled=body.include_metrics)
-        deltas = await unless_disconnected(http.receive, whole)
-    usage = generation.usage
-    write = partial(formatter.answer, deltas, usage)
-    num_logprobs = usage.completion_tokens * (1 + (requests[0].params.logprobs or 0))
-    is_long = max(num_logprobs, sum(len(request.prompt) for request in requests)) > MAX_INLINE_TOKENS
-    document = await run_slowly(write) if is_long else write()
-    if context.sender is not None and transfer is not None and transfer.do_remote_decode:
-        record = state_of(http.scope).record
-        assert record is not None, "left by `submit`"
-        (signed,) = record.requests
-        offered = await unless_disconnected(http.receive, context.sender.offer(signed))
-        document = document[:-1] + b',"kv_transfer_params":' + to_json(offered) + b"}"
-    return with_timings(document, generation, body)
-
-
-def transferred(
-    context: Context, body: SamplingBody, requests: Sequence[Request], transfer: KVTransferParams
-) -> Sequence[Request]:
-    """Return the requests of a hand-over, on a prefill daemon for one token. Raises ApiError."""
-    if len(requests) > 1:
-        message = f"kv_transfer_params is of one prompt, and there are {len(requests)}; send each in a request."
-        raise ApiError(400, "invalid_value", message, "prompt")
-    if context.sender is None or not transfer.do_remote_decode:
-        return requests
-    if body.stream:
-        message = "A prompt that is computed for another daemon is not streamed; leave stream out."
-        raise ApiError(400, "invalid_value", message, "stream")
-    params = replace(requests[0].params, max_tokens=min(requests[0].params.max_tokens, 1), min_tokens=0)
-    if transfer.adapter:
-        loaded = (each.adapter for each in context.engine.adapters.values())
-        adapter = next((each for each in loaded if each.digest.hex() == transfer.adapter), None)
-        if adapter is None:
-            message = "The adapter of kv_transfer_params is not loaded here; load it on both daemons."
-            raise ApiError(404, "model_not_found", message, "kv_transfer_params.adapter")
-        params = replace(params, adapter=adapter)
-    return [replace(requests[0], params=params)]
 
 
 def with_timings(document: bytes, generation: Generation, body: EngineBody) -> Response:

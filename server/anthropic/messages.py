@@ -11,17 +11,16 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from engine.core.errors import ContextLengthError, InvalidRequestError
+from engine.core.errors import ClientError, ContextLengthError, InvalidRequestError
 from engine.core.types import Pin
-from engine.core.types import Request as EngineRequest
-from engine.text.chat.limits import ModelLimits
+from engine.text.chat.limits import ModelLimits, num_common
 from engine.text.fields.body import Integer, Refused, RequestBody
 from engine.text.fields.chat import Message
 from engine.text.fields.structured import Schema
 from engine.text.fields.tools import ToolName, without_hosted
 from engine.text.requests.chat_preprocessor import PreparedChat
-from server.answers.context import Context, InContext, aside, json_body
-from server.answers.respond import chunk_meta, respond
+from server.answers.model import ServedModel
+from server.answers.parts import InEngine, InModel, InResponder
 from server.anthropic.blocks import (
     Block,
     Blocks,
@@ -37,8 +36,9 @@ from server.anthropic.blocks import (
 )
 from server.anthropic.edits import ContextManagement
 from server.anthropic.formatter import AnthropicError, AnthropicMessage, MessageFormatter
+from server.http.bodies import aside, json_body
 from server.http.openapi import answers
-from server.openai.chat import ChatBody, count_common, prepare, prompt_ids
+from server.openai.chat import ChatBody
 from server.openai.translated import TranslatedBody
 from server.protocol.errors import ApiError
 
@@ -313,36 +313,51 @@ FAILURES: dict[int | str, dict[str, Any]] = {
 
 @router.post("/v1/messages", responses={**answers(AnthropicMessage, streams=True), **FAILURES})
 async def create_message(
-    http: Request, context: InContext, body: Annotated[MessagesBody, Depends(json_body(MessagesBody, spends=True))]
+    http: Request,
+    model: InModel,
+    responder: InResponder,
+    engine: InEngine,
+    body: Annotated[MessagesBody, Depends(json_body(MessagesBody, spends=True))],
 ) -> Response:
     """Answer a conversation."""
-    model = context.check_model(body.model)
+    named = model.find(body.model)
     with body.own_names():
         chat = await aside(body.to_chat)
-        prepared, requests = await prepare(context, chat)
-        meta = chunk_meta(context, requests, id_prefix="msg", model=model)
-        requests = await _retaining(context, body, chat, prepared, requests)
-        formatter = MessageFormatter(meta, call_id_length=context.limits.call_id_length)
-        return await respond(http, context, chat, requests, prepared.rules, formatter)
+        prepared = await model.prepare(chat)
+        requests = responder.requests(chat, named.adapter, [prepared.prompt], [prepared.params])
+        meta = responder.meta(requests, id_prefix="msg", model=named.name)
+        if engine.config.pinned_share:
+            pins = requests[0].pins + await _pins(model, body, chat, prepared)
+            requests = [replace(request, pins=pins) for request in requests]
+        formatter = MessageFormatter(meta, call_id_length=responder.call_id_length)
+        return await responder.respond(http, chat, requests, prepared.rules, formatter)
 
 
-async def _retaining(
-    context: Context, body: MessagesBody, chat: ChatBody, prepared: PreparedChat, requests: list[EngineRequest]
-) -> list[EngineRequest]:
-    """Return the requests, with the pins that cache_control asks for."""
-    pins = requests[0].pins
-    if context.engine.config.pinned_share:
-        for seconds, beginning in await aside(lambda: body.retained(chat)):
-            whole = len(prepared.prompt)
-            num = whole if beginning is None else await count_common(context, beginning, prepared)
-            pins += (Pin(num, seconds),)
-    return [replace(request, pins=pins) for request in requests]
+async def _pins(model: ServedModel, body: MessagesBody, chat: ChatBody, prepared: PreparedChat) -> tuple[Pin, ...]:
+    """Return the pins that cache_control asks for."""
+    pins = []
+    for seconds, beginning in await aside(lambda: body.retained(chat)):
+        whole = len(prepared.prompt)
+        num = whole if beginning is None else await _count_common(model, beginning, prepared)
+        pins.append(Pin(num, seconds))
+    return tuple(pins)
+
+
+async def _count_common(model: ServedModel, body: ChatBody, chat: PreparedChat) -> int:
+    """Return how many tokens a prompt shares with another conversation; 0 on errors."""
+    try:
+        rendered = await model.render(body)
+        common = await aside(lambda: chat.text[: num_common(rendered, chat.text)])
+        [ids] = await model.encode([common], "messages", add_special_tokens=body.add_special_tokens)
+    except (ClientError, ApiError):
+        return 0
+    return num_common(ids, chat.prompt)
 
 
 @router.post("/v1/messages/count_tokens", responses=FAILURES)
-async def count_tokens(context: InContext, body: Annotated[CountBody, Depends(json_body(CountBody))]) -> dict[str, int]:
+async def count_tokens(model: InModel, body: Annotated[CountBody, Depends(json_body(CountBody))]) -> dict[str, int]:
     """Count the prompt's tokens."""
-    context.check_model(body.model)
+    model.find(body.model)
     with body.own_names():
-        ids = await prompt_ids(context, await aside(body.to_chat))
+        ids = await model.prompt_ids(await aside(body.to_chat))
     return {"input_tokens": len(ids)}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 
-from server.http.request_state import RequestState
+from server.http.middleware import RequestState
 from server.http.turns import CALLER
 from server.protocol.errors import STATE, to_api_error
 from server.telemetry.events import Listener, RequestEnded

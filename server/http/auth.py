@@ -13,7 +13,7 @@ from collections.abc import Collection
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.http.request_state import state_of
+from server.http.middleware import state_of
 from server.protocol.errors import ApiError
 from server.tenancy.tenancy import Tenancy
 

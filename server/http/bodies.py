@@ -1,5 +1,7 @@
 """Reads JSON bodies: small ones in turns of the event loop, large ones in a child process; callers are served in rotation.
 
+A route's dependency `json_body` checks a request's headers and limits, reads the body, and reports fields without effect.
+
 json and pydantic hold the GIL, so a thread would not help: parsing the largest body would stop every
 stream for 80 ms. The child (server/http/body_child.py) refuses invalid bodies and returns the document in compact parts. A
 worker thread then validates the parts again, which is cheap for a valid document of few objects, and makes the same model
@@ -8,22 +10,33 @@ that a small body becomes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 
+from engine.core.errors import shorten
+from engine.handle import EngineHandle
 from engine.system.child_process import ChildCrashError, ChildError, ChildProcess, ChildTimeoutError
+from engine.system.similar import closest
+from engine.text.chat.limits import ModelLimits
+from engine.text.fields.body import RequestBody
+from server.http.middleware import RequestState, state_of
 from server.http.packed_json import unpack
 from server.http.threads import Worker, run_slowly
 from server.http.turns import CALLER, Turns
 from server.protocol.errors import ApiError
+from server.settings.app_config import AppConfig
+from server.telemetry.events import FieldIgnored, Listener
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +51,40 @@ CONTAINER_WEIGHT = 32  # an object or a list, with its first item
 STRING_WEIGHT = 4  # a text or a field's name
 _PIECE_BYTES = 1 << 16
 
+MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread
+MAX_NAMED_FIELDS = 20
+_MAX_EXPLAINED = 3  # unknown fields for which a declared one is suggested
+
 Checked = TypeVar("Checked", bound=BaseModel)
+Body = TypeVar("Body", bound=RequestBody)
+Result = TypeVar("Result")
+
+_IS_LARGE: ContextVar[bool] = ContextVar("is_large", default=False)  # the body of this request
+
+
+def is_body_large() -> bool:
+    """Return whether the body of this request was too large for the event loop."""
+    return _IS_LARGE.get()
+
+
+async def aside(function: Callable[[], Result], num_chars: int = 0) -> Result:
+    """Run work on the body, or on so many characters; on another thread if that takes long."""
+    if _IS_LARGE.get():
+        return await run_slowly(function)
+    return function() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(function)
+
+
+def json_body(model: type[Body], *, spends: bool = False) -> Callable[[Request], Awaitable[Body]]:
+    """Return a dependency that reads and checks a JSON body.
+
+    With `spends` the request runs the engine, and its account's limits are checked before the body is read.
+    """
+
+    async def read(request: Request) -> Body:
+        reader: RequestReader = request.app.state.reader
+        return await reader.read(request, model, spends=spends)
+
+    return read
 
 
 def most_values(raw: bytes | bytearray) -> int:
@@ -215,3 +261,73 @@ def _refusal(error: ChildError) -> ApiError:
 
 def _not_read(message: str) -> ApiError:
     return ApiError(503, "body_not_read", message, type="server_error", headers={"retry-after": "1"})
+
+
+class RequestReader:
+    """Checks a request's headers and limits, and reads its body."""
+
+    def __init__(
+        self, bodies: BodyReader, engine: EngineHandle, limits: ModelLimits, config: AppConfig, emit: Listener
+    ) -> None:
+        self._bodies, self._engine, self._limits, self._emit = bodies, engine, limits, emit
+        self._max_bytes, self._is_strict = config.max_body_bytes, config.strict_fields
+        # What a daemon of this role does not do with a hand-over.
+        self._drops_decode, self._drops_prefill = config.role != "prefill", config.role != "decode"
+
+    async def read(self, request: Request, model: type[Body], *, spends: bool) -> Body:
+        """Return the body. Unknown fields and dropped hints are named in a header, or refused with --strict-fields."""
+        state = state_of(request.scope)
+        if spends and state.account is not None:
+            state.enter(self._engine.stats.e2e_s.mean)
+        too_large = f"The request body is larger than {self._max_bytes} bytes; send less (--max-body-bytes)."
+        pieces = limited(request, self._max_bytes, too_large)
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            shown = shorten(media_type) or "absent"
+            raise ApiError(400, "unsupported_media_type", f"The Content-Type is {shown}; send application/json.")
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.strip().lower() != "identity":
+            message = f"The Content-Encoding is {shorten(encoding)}; send the body as it is."
+            raise ApiError(400, "unsupported_media_type", message)
+        async with self._bodies.receive(pieces) as raw:
+            await self._bodies.turns.take()
+            _IS_LARGE.set(is_large(raw))
+            body = await self._bodies.read(model, raw) if _IS_LARGE.get() else self._bodies.read_small(model, raw)
+        names = await aside(lambda: [*body.ignored_fields(), *body.dropped_hints(self._limits)])
+        transfer = getattr(body, "kv_transfer_params", None)
+        if transfer is not None and self._drops(transfer):
+            names.append("kv_transfer_params")
+        if names:
+            self._report(state, model, names)
+        return body
+
+    def _drops(self, transfer: Any) -> bool:
+        """Return whether the field asks for what a daemon of another role would do."""
+        if not hasattr(transfer, "do_remote_decode"):
+            return False
+        return (transfer.do_remote_decode and self._drops_decode) or (
+            transfer.do_remote_prefill and self._drops_prefill
+        )
+
+    def _report(self, state: RequestState, model: type[RequestBody], names: list[str]) -> None:
+        """Report fields without effect, or refuse them."""
+        shown, hint = names[:MAX_NAMED_FIELDS], _meant(model, names)
+        if self._is_strict:
+            message = f"Fields without effect: {', '.join(shown)}; remove them (--strict-fields)."
+            raise ApiError(400, "unknown_parameter", message + hint, names[0])
+        state.ignored_fields = shown
+        logger.warning("ignored fields: %s.%s", ", ".join(shown), hint)
+        for name in shown:
+            self._emit(FieldIgnored(name))
+
+
+def _meant(model: type[RequestBody], names: list[str]) -> str:
+    """Return a hint at the declared fields that unknown ones were meant to be, or ""."""
+    hints = [f"{meant} for {name}" for name in names[:_MAX_EXPLAINED] if (meant := _close_field(model, name))]
+    return f" Did you mean {', '.join(hints)}?" if hints else ""
+
+
+@lru_cache(maxsize=256)  # clients send the same unknown fields with every request
+def _close_field(model: type[RequestBody], name: str) -> str:
+    fields = [each for each in model.model_fields if each != name]
+    return closest(name, fields)

@@ -1,4 +1,4 @@
-"""The outermost middleware: ids, the end of requests, unforeseen exceptions.
+"""The state of a request, and the outermost middleware: ids, the end of requests, unforeseen exceptions.
 
 Plain ASGI on the event loop: a streamed answer costs one wrapped `send` an event and nothing is buffered. Knows no
 route and no protocol.
@@ -11,18 +11,22 @@ import logging
 import re
 import time
 import uuid
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from fastapi import Depends, Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.core.errors import ShuttingDownError, shorten
-from server.http.request_state import RequestState, state_of
-from server.protocol.errors import STATE, is_disk_full, to_api_error
+from server.protocol.errors import STATE, ApiError, is_disk_full, to_api_error
 from server.protocol.printable import printable
 from server.telemetry.events import Event, HttpAnswered, Listener, RequestEnded
 from server.telemetry.logs import LineBudget
-from server.telemetry.request_log import Caller
+from server.telemetry.request_log import Caller, RequestRecord
+from server.tenancy.tenancy import Account
+from server.tenancy.tenant_file import DEFAULT
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -32,6 +36,59 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")  # a client's id is repeated in headers and logs only if it looks like this
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """Made by the outermost middleware, or for a line of a batch."""
+
+    request_id: str
+    begun_s: float | None = None  # Unix time of its arrival; None of a batch line
+    is_anthropic: bool = False  # a request of Anthropic's API
+    account: Account | None = None  # left by the guard
+    is_open: bool = False  # the account counts it
+    ignored_fields: Sequence[str] = ()
+    record: RequestRecord | None = None  # of one that runs the engine
+    error: ApiError | None = None  # that answered it
+
+    @property
+    def owner(self) -> str:
+        """Return the owner of what the request stores, see server/tenancy/tenancy.py."""
+        return DEFAULT if self.account is None else self.account.tenant.name
+
+    def enter(self, request_s: float) -> None:
+        """Count the request on its account, once; requests take `request_s` on average.
+
+        Raises OverloadedError at a limit, also if its tokens were used up meanwhile.
+        """
+        if self.account is None:
+            return
+        self.account.check(request_s, is_counted=self.is_open)
+        if not self.is_open:
+            self.is_open = True
+            self.account.num_open += 1
+
+    def leave(self) -> None:
+        """Count the request as open no longer. Idempotent."""
+        if self.is_open and self.account is not None:
+            self.is_open = False
+            self.account.num_open -= 1
+
+
+def state_of(scope: Scope) -> RequestState:
+    """Return the state of a request."""
+    state: Any = scope[STATE]
+    assert isinstance(state, RequestState)
+    return state
+
+
+def part(name: str) -> Any:
+    """Return a dependency: the part of the application that `app.state` has under a name."""
+
+    async def find(request: Request) -> Any:  # async, as FastAPI runs plain functions on a thread
+        return getattr(request.app.state, name)
+
+    return Depends(find)
 
 
 class RequestScope:

@@ -1,6 +1,6 @@
 """GET /openapi.json, made from the routes, their bodies and their answers.
 
-FastAPI describes paths and answers. Bodies are read by our dependency (server/answers/context.py), so they are added here, with
+FastAPI describes paths and answers. Bodies are read by our dependency (server/http/bodies.py), so they are added here, with
 what holds on every path: a field may be null, an error has one shape. Event loop; made at the first request.
 """
 

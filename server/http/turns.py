@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.http.request_state import RequestState
+from server.http.middleware import RequestState
 from server.protocol.errors import STATE
 
 SMALL_BYTES = 4096  # of a body; a caller's smaller requests do not wait for its larger ones

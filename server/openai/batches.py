@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import FileResponse, Response
 
 from engine.core.errors import shorten
-from server.answers.context import InContext, InOwner, json_body
+from server.answers.parts import InBatches, InConfig, InModel, InOwner
 from server.batches.objects import (
     OPEN,
     Batch,
@@ -27,9 +27,8 @@ from server.batches.objects import (
     window_seconds,
 )
 from server.batches.outputs import new_file_id
-from server.batches.service import BatchService
 from server.batches.upload import Form
-from server.http.bodies import limited
+from server.http.bodies import json_body, limited
 from server.protocol.errors import ApiError
 
 FORM_BYTES = 16 * 1024  # of a form, beside its file
@@ -40,19 +39,9 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/r
 router = APIRouter()
 
 
-async def _batches(context: InContext) -> BatchService:
-    if context.batches is None:
-        message = "Files and batches need a folder on disk; start the server with --data-dir FOLDER."
-        raise ApiError(501, "not_enabled", message, type="not_implemented_error")
-    return context.batches
-
-
-InBatches = Annotated[BatchService, Depends(_batches)]
-
-
 @router.post("/v1/batches")
 async def create_batch(
-    context: InContext, batches: InBatches, owner: InOwner, body: Annotated[BatchBody, Depends(json_body(BatchBody))]
+    model: InModel, batches: InBatches, owner: InOwner, body: Annotated[BatchBody, Depends(json_body(BatchBody))]
 ) -> Batch:
     """Create a batch that runs the requests of a file."""
     if body.endpoint not in ENDPOINTS:
@@ -69,7 +58,7 @@ async def create_batch(
     batch = Batch(
         id=f"batch_{uuid.uuid4().hex}",
         endpoint=body.endpoint,
-        model=context.config.served_model_names[0],
+        model=model.names[0],
         input_file_id=file.id,
         completion_window=body.completion_window,
         status=BatchStatus.VALIDATING,
@@ -127,9 +116,9 @@ _FORM = {
     "/v1/files",
     openapi_extra={"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}},
 )
-async def upload_file(http: Request, context: InContext, batches: InBatches, owner: InOwner) -> FileObject:
+async def upload_file(http: Request, config: InConfig, batches: InBatches, owner: InOwner) -> FileObject:
     """Upload a file, as a multipart form."""
-    most = context.config.max_file_bytes
+    most = config.max_file_bytes
     stream = limited(http, most + FORM_BYTES, f"The file is larger than {most} bytes; split it (--max-file-bytes).")
     if await batches.store(lambda store: store.num_files(owner)) >= MAX_FILES:
         message = f"{MAX_FILES} files are kept here already; delete some with DELETE /v1/files/{{id}}."

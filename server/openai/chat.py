@@ -8,28 +8,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Depends
-from fastapi import Request as HttpRequest
+from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from engine.core.errors import ClientError, InvalidRequestError
-from engine.core.types import FinishReason, Request
+from engine.core.errors import InvalidRequestError
+from engine.core.types import FinishReason
 from engine.text.chat.choice import CallDelta, Delta
-from engine.text.chat.limits import num_common
 from engine.text.fields.body import Integer, Refused
 from engine.text.fields.chat import ChatFields
 from engine.text.logprobs import PromptLogprobs
-from engine.text.requests.chat_preprocessor import PreparedChat
 from engine.text.tools.formats import new_call_id
 from server.answers.body import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
-from server.answers.context import Context, InContext, aside, json_body
 from server.answers.formatter import ChunkFormatter, ChunkMeta
-from server.answers.respond import chunk_meta, engine_requests, respond
+from server.answers.parts import InModel, InResponder
+from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.openai.logprobs import ChatLogprobs, chat_logprobs
 from server.protocol.documents import ResponseBody, Usage
-from server.protocol.errors import ApiError
 
 
 class ChatBody(SamplingBody, ChatFields):
@@ -199,42 +195,20 @@ class ChatFormatter(ChunkFormatter):
             answer.prompt_logprobs = logprobs
 
 
-async def prepare(context: Context, body: ChatBody) -> tuple[PreparedChat, list[Request]]:
-    """Return a prepared conversation and its engine requests."""
-    text = await context.render(body)
-    chat = await aside(lambda: context.preprocessor.prepare(body, text), len(text))
-    if chat.constraint is not None:
-        await context.grammars.compile(chat.constraint)
-    return chat, engine_requests(context, body, [chat.prompt], [chat.params])
-
-
-async def prompt_ids(context: Context, body: ChatBody) -> list[int]:
-    """Return the tokens of a conversation's prompt. Raises ClientError."""
-    text = await context.render(body)
-    return await aside(lambda: context.preprocessor.encode(body, text), len(text))
-
-
-async def count_common(context: Context, body: ChatBody, chat: PreparedChat) -> int:
-    """Return how many tokens a prompt shares with another conversation; 0 on errors."""
-    try:
-        rendered = await context.render(body)
-        common = await aside(lambda: chat.text[: num_common(rendered, chat.text)])
-        [ids] = await context.encode([common], "messages", add_special_tokens=body.add_special_tokens)
-    except (ClientError, ApiError):
-        return 0
-    return num_common(ids, chat.prompt)
-
-
 router = APIRouter()
 
 
 @router.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True))
 async def create_chat_completion(
-    http: HttpRequest, context: InContext, body: Annotated[ChatBody, Depends(json_body(ChatBody, spends=True))]
+    http: Request,
+    model: InModel,
+    responder: InResponder,
+    body: Annotated[ChatBody, Depends(json_body(ChatBody, spends=True))],
 ) -> Response:
     """Answer a conversation."""
-    model = context.check_model(body.model)
-    chat, requests = await prepare(context, body)
-    meta = chunk_meta(context, requests, id_prefix="chatcmpl", model=model)
-    formatter = ChatFormatter(body, meta, call_id_length=context.limits.call_id_length)
-    return await respond(http, context, body, requests, chat.rules, formatter)
+    named = model.find(body.model)
+    chat = await model.prepare(body)
+    requests = responder.requests(body, named.adapter, [chat.prompt], [chat.params])
+    meta = responder.meta(requests, id_prefix="chatcmpl", model=named.name)
+    formatter = ChatFormatter(body, meta, call_id_length=responder.call_id_length)
+    return await responder.respond(http, body, requests, chat.rules, formatter)

@@ -19,9 +19,9 @@ from engine.text.fields.sampling import MAX_N
 from engine.text.logprobs import PromptLogprobs
 from engine.text.requests.sampling import sampling_params, text_rules, truncated
 from server.answers.body import HINTS, SamplingBody
-from server.answers.context import InContext, aside, json_body
 from server.answers.formatter import ChunkFormatter, ChunkMeta
-from server.answers.respond import chunk_meta, engine_requests, respond
+from server.answers.parts import InModel, InResponder
+from server.http.bodies import aside, json_body
 from server.http.openapi import answers
 from server.openai.logprobs import CompletionLogprobs, completion_logprobs
 from server.openai.prompts import Prompts, prompt_ids
@@ -178,15 +178,18 @@ def completion_params(body: CompletionBody, limits: ModelLimits) -> SamplingPara
 
 @router.post("/v1/completions", responses=answers(Completion, streams=True))
 async def create_completion(
-    http: Request, context: InContext, body: Annotated[CompletionBody, Depends(json_body(CompletionBody, spends=True))]
+    http: Request,
+    model: InModel,
+    responder: InResponder,
+    body: Annotated[CompletionBody, Depends(json_body(CompletionBody, spends=True))],
 ) -> Response:
     """Continue one or several prompts."""
-    model = context.check_model(body.model)
-    params, constraints = await aside(lambda: (completion_params(body, context.limits), body.constraints()))
+    named = model.find(body.model)
+    params, constraints = await aside(lambda: (completion_params(body, model.limits), body.constraints()))
     if constraints and params.max_tokens:
-        params = replace(params, grammar=await context.grammars.compile(constraints[0]))
-    ids = await prompt_ids(context, body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
-    prompts = [truncated(body, prompt, context.limits) for prompt in ids]
-    requests = engine_requests(context, body, prompts, [params] * len(prompts))
-    formatter = CompletionFormatter(body, chunk_meta(context, requests, id_prefix="cmpl", model=model))
-    return await respond(http, context, body, requests, text_rules(body, params, echo=body.echo), formatter)
+        params = replace(params, grammar=await model.compile(constraints[0]))
+    ids = await prompt_ids(model, body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
+    prompts = [truncated(body, prompt, model.limits) for prompt in ids]
+    requests = responder.requests(body, named.adapter, prompts, [params] * len(prompts))
+    formatter = CompletionFormatter(body, responder.meta(requests, id_prefix="cmpl", model=named.name))
+    return await responder.respond(http, body, requests, text_rules(body, params, echo=body.echo), formatter)

@@ -14,8 +14,9 @@ from engine.core.errors import InvalidRequestError
 from engine.core.types import Pooling, SamplingParams
 from engine.text.fields.body import Integer, Refused
 from engine.text.prompt_results import unit_vector
-from server.answers.context import InContext, json_body
-from server.answers.respond import engine_requests, with_timings
+from server.answers.parts import InConfig, InModel, InResponder
+from server.answers.respond import with_timings
+from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.http.threads import run_slowly
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
@@ -83,19 +84,23 @@ class Embeddings(ResponseBody):
 
 @router.post("/v1/embeddings", responses=answers(Embeddings))
 async def create_embeddings(
-    http: Request, context: InContext, body: Annotated[EmbeddingBody, Depends(json_body(EmbeddingBody, spends=True))]
+    http: Request,
+    model: InModel,
+    responder: InResponder,
+    config: InConfig,
+    body: Annotated[EmbeddingBody, Depends(json_body(EmbeddingBody, spends=True))],
 ) -> Response:
     """Return the model's final hidden states, as one vector an input."""
-    model = context.check_model(body.model)
-    params = SamplingParams(max_tokens=0, pooling=Pooling(context.config.pooling))
-    prompts = await prompt_ids(context, body.input, "input", add_special_tokens=body.add_special_tokens)
-    body.check_lengths(prompts, "input", context.limits)
-    requests = engine_requests(context, body, prompts, [params] * len(prompts))
-    infos, generation = await shape_each(http, context, body, requests, lambda _, info: info)
+    named = model.find(body.model)
+    params = SamplingParams(max_tokens=0, pooling=Pooling(config.pooling))
+    prompts = await prompt_ids(model, body.input, "input", add_special_tokens=body.add_special_tokens)
+    body.check_lengths(prompts, "input", model.limits)
+    requests = responder.requests(body, named.adapter, prompts, [params] * len(prompts))
+    infos, generation = await shape_each(http, responder, body, requests, lambda _, info: info)
 
     def document() -> bytes:
         data = [body.shape(index, info.pooled or ()) for index, info in enumerate(infos)]
-        return Embeddings(object="list", model=model, data=data, usage=generation.usage).json_bytes()
+        return Embeddings(object="list", model=named.name, data=data, usage=generation.usage).json_bytes()
 
     made = document() if len(infos) <= MAX_INLINE_VECTORS else await run_slowly(document)
     return with_timings(made, generation, body)

@@ -9,9 +9,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from server.answers.context import Context, InContext, InOwner
+from engine.handle import EngineHandle
+from server.answers.model import ServedModel
+from server.answers.parts import InConfig, InEngine, InModel, InOwner
+from server.http.middleware import state_of
 from server.http.openapi import answers
-from server.http.request_state import state_of
 from server.protocol.documents import ResponseBody
 from server.tenancy.tenant_file import DEFAULT
 
@@ -92,18 +94,18 @@ class ModelPageQuery(BaseModel):
 router = APIRouter()
 
 
-def _card(context: Context, owner: str, name: str) -> ModelCard:
+def _card(engine: EngineHandle, model: ServedModel, root: str, owner: str, name: str) -> ModelCard:
     """Return the description of a served name, the model's or an adapter's; only the operator sees its path."""
-    loaded = context.engine.adapters.get(name)
-    path = context.config.model if loaded is None else loaded.path
+    loaded = engine.adapters.get(name)
+    path = root if loaded is None else loaded.path
     return ModelCard(
         id=name,
         object="model",
-        created=context.started_s if loaded is None else loaded.loaded_s,
+        created=model.started_s if loaded is None else loaded.loaded_s,
         owned_by="quire",
         root=path if owner == DEFAULT else name,
-        parent=None if loaded is None else context.config.served_model_names[0],
-        max_model_len=context.limits.max_model_len,
+        parent=None if loaded is None else model.names[0],
+        max_model_len=model.limits.max_model_len,
     )
 
 
@@ -112,17 +114,19 @@ def _json(answer: ResponseBody) -> Response:
 
 
 @router.get("/v1/models", responses=answers(ModelList))
-async def list_models(http: Request, context: InContext, owner: InOwner) -> Response:
+async def list_models(http: Request, engine: InEngine, model: InModel, config: InConfig, owner: InOwner) -> Response:
     """List the names that requests may use."""
-    names = [*context.config.served_model_names, *context.engine.adapters]
-    cards = [_card(context, owner, name) for name in names]
+    names = [*model.names, *engine.adapters]
+    cards = [_card(engine, model, config.model, owner, name) for name in names]
     if state_of(http.scope).is_anthropic:
         return _json(ModelPageQuery.model_validate(dict(http.query_params)).page(cards))
     return _json(ModelList(object="list", data=cards))
 
 
 @router.get("/v1/models/{name:path}", responses=answers(ModelCard))
-async def retrieve_model(http: Request, context: InContext, owner: InOwner, name: str) -> Response:
+async def retrieve_model(
+    http: Request, engine: InEngine, model: InModel, config: InConfig, owner: InOwner, name: str
+) -> Response:
     """Return a model, or a 404."""
-    card = _card(context, owner, context.check_model(name))
+    card = _card(engine, model, config.model, owner, model.find(name).name)
     return _json(card.for_anthropic() if state_of(http.scope).is_anthropic else card)

@@ -16,9 +16,8 @@ from engine.text.chat.choice import TextRules
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.body import Refused
 from server.answers.body import EngineBody
-from server.answers.context import Context
 from server.answers.generation import Generation
-from server.answers.respond import MAX_INLINE_TOKENS, submit, unless_disconnected
+from server.answers.respond import MAX_INLINE_TOKENS, Responder, unless_disconnected
 from server.http.threads import run_slowly
 
 MAX_INPUTS = 2048  # of one request; OpenAI's limit
@@ -59,7 +58,7 @@ Result = TypeVar("Result")
 
 async def shape_each(
     http: Request,
-    context: Context,
+    responder: Responder,
     body: PromptOnlyBody,
     requests: Sequence[EngineRequest],
     shape: Callable[[int, PromptInfo], Result],
@@ -69,7 +68,7 @@ async def shape_each(
     Each is shaped as soon as it is computed, so that the log probabilities of all prompts are never held together. A
     client that leaves ends it.
     """
-    answer, generation = submit(http, context, requests, TextRules())
+    answer, generation = responder.submit(http, requests, TextRules())
     results: dict[int, Result] = {}
 
     async def shape_all() -> None:

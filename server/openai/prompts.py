@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from pydantic import PlainValidator
 
 from engine.core.errors import InvalidRequestError
-from server.answers.context import Context, aside
+from server.answers.model import ServedModel
+from server.http.bodies import aside
 
 Prompt = str | list[int]
 
@@ -34,17 +35,17 @@ Prompts = Annotated[
 
 
 async def prompt_ids(
-    context: Context, prompts: Sequence[Prompt], param: str, *, add_special_tokens: bool
+    model: ServedModel, prompts: Sequence[Prompt], param: str, *, add_special_tokens: bool
 ) -> list[list[int]]:
     """Return the token ids of each prompt. Errors name `param`."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    encoded = iter(await context.encode(texts, param, add_special_tokens=add_special_tokens))
+    encoded = iter(await model.encode(texts, param, add_special_tokens=add_special_tokens))
 
     def check(prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             ids = next(encoded)
         else:
-            context.limits.check_ids(prompt, param)
+            model.limits.check_ids(prompt, param)
             ids = prompt
         if not ids:
             raise InvalidRequestError(f"The {param} has no tokens; send at least one.", param=param)

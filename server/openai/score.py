@@ -9,8 +9,8 @@ A model without an LM head has no likelihoods: its score is the cosine of the tw
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BeforeValidator, Field, model_validator
@@ -18,14 +18,15 @@ from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import Pooling, PromptInfo, SamplingParams
-from engine.core.types import Request as EngineRequest
 from engine.text.prompt_results import Reduction, check_reduction, cosine, first_scored, likelihood, unit_vector
-from server.answers.context import Context, InContext, aside, json_body
-from server.answers.generation import Generation
-from server.answers.respond import answer_id, engine_requests, with_timings
+from server.answers.model import ServedModel
+from server.answers.parts import InConfig, InModel, InResponder
+from server.answers.respond import answer_id, with_timings
+from server.http.bodies import aside, json_body
 from server.http.openapi import answers
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
 from server.protocol.documents import ResponseBody, Usage
+from server.settings.app_config import AppConfig
 
 router = APIRouter()
 
@@ -92,57 +93,65 @@ class Scores(ResponseBody):
 @router.post("/v1/score", responses=answers(Scores))
 @router.post("/score", responses=answers(Scores))
 async def create_score(
-    http: Request, context: InContext, body: Annotated[ScoreBody, Depends(json_body(ScoreBody, spends=True))]
+    http: Request,
+    model: InModel,
+    responder: InResponder,
+    config: InConfig,
+    body: Annotated[ScoreBody, Depends(json_body(ScoreBody, spends=True))],
 ) -> Response:
     """Return the log likelihood of each text_2 as the continuation of its text_1; without an LM head, their cosine."""
-    model = context.check_model(body.model)
-    score = _likelihoods if context.limits.generates else _cosines
-    values, requests, generation = await score(http, context, body)
+    named = model.find(body.model)
+    plan = await (_likelihoods if model.limits.generates else _cosines)(model, config, body)
+    requests = responder.requests(body, named.adapter, plan.prompts, [plan.params] * len(plan.prompts))
+    shaped, generation = await shape_each(http, responder, body, requests, plan.shape)
+    values = await aside(lambda: plan.finish(shaped))
     made = Scores(
         id=f"score-{answer_id(requests)}",
         object="list",
         created=int(time.time()),
-        model=model,
+        model=named.name,
         data=[Score(object="score", index=index, score=value) for index, value in enumerate(values)],
         usage=generation.usage,
     )
     return with_timings(made.json_bytes(), generation, body)
 
 
-_Scored = tuple[list[float], Sequence[EngineRequest], Generation]
+class _Plan(NamedTuple):
+    """Which prompts to read, and how scores are made of them."""
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    shape: Callable[[int, PromptInfo], Any]  # what to keep of a prompt
+    finish: Callable[[list[Any]], list[float]]
 
 
-async def _likelihoods(http: Request, context: Context, body: ScoreBody) -> _Scored:
-    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+async def _likelihoods(model: ServedModel, config: AppConfig, body: ScoreBody) -> _Plan:
     special = body.add_special_tokens
-    wholes = await aside(lambda: body.wholes(context.config.max_body_bytes))
-    contexts = await context.encode(body.text_1, "text_1", add_special_tokens=special)
-    prompts = await context.encode(wholes, "text_2", add_special_tokens=special)
-    body.check_lengths(prompts, "text_2", context.limits)
+    wholes = await aside(lambda: body.wholes(config.max_body_bytes))
+    contexts = await model.encode(body.text_1, "text_1", add_special_tokens=special)
+    prompts = await model.encode(wholes, "text_2", add_special_tokens=special)
+    body.check_lengths(prompts, "text_2", model.limits)
     alone = contexts * len(prompts) if len(contexts) == 1 else contexts
     firsts = await aside(lambda: list(map(first_scored, alone, prompts)))
-    requests = engine_requests(context, body, prompts, [params] * len(prompts))
 
     def shape(index: int, info: PromptInfo) -> float:
         return likelihood(info.logprobs or (), firsts[index], body.reduction)
 
-    scores, generation = await shape_each(http, context, body, requests, shape)
-    return scores, requests, generation
+    return _Plan(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0), shape, lambda scores: scores)
 
 
-async def _cosines(http: Request, context: Context, body: ScoreBody) -> _Scored:
+async def _cosines(model: ServedModel, config: AppConfig, body: ScoreBody) -> _Plan:
     check_reduction(body.reduction)
-    params = SamplingParams(max_tokens=0, pooling=Pooling(context.config.pooling))
     prompts = []
     for texts, name in ((body.text_1, "text_1"), (body.text_2, "text_2")):
-        read = await context.encode(texts, name, add_special_tokens=body.add_special_tokens)
-        body.check_lengths(read, name, context.limits)
+        read = await model.encode(texts, name, add_special_tokens=body.add_special_tokens)
+        body.check_lengths(read, name, model.limits)
         prompts += read
-    requests = engine_requests(context, body, prompts, [params] * len(prompts))
-    vectors, generation = await shape_each(
-        http, context, body, requests, lambda _, info: unit_vector(info.pooled or ())
-    )
-    firsts, seconds = vectors[: len(body.text_1)], vectors[len(body.text_1) :]
-    pairs = zip(firsts * (len(seconds) if len(firsts) == 1 else 1), seconds, strict=True)
-    scores = await aside(lambda: [cosine(first, second) for first, second in pairs])
-    return scores, requests, generation
+
+    def finish(vectors: list[Any]) -> list[float]:
+        firsts, seconds = vectors[: len(body.text_1)], vectors[len(body.text_1) :]
+        pairs = zip(firsts * (len(seconds) if len(firsts) == 1 else 1), seconds, strict=True)
+        return [cosine(first, second) for first, second in pairs]
+
+    params = SamplingParams(max_tokens=0, pooling=Pooling(config.pooling))
+    return _Plan(prompts, params, lambda _, info: unit_vector(info.pooled or ()), finish)

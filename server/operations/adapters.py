@@ -17,8 +17,10 @@ from starlette.responses import PlainTextResponse, Response
 from engine.core.errors import AdapterConflictError
 from engine.handle import LoadAdapter, UnloadAdapter
 from engine.text.fields.body import Refused, RequestBody
-from server.answers.context import Context, InContext, InOwner, check_operator, json_body
+from server.answers.parts import InAdapterTurn, InConfig, InEngine, InOwner, check_operator
+from server.http.bodies import json_body
 from server.protocol.errors import ApiError
+from server.settings.app_config import AppConfig
 
 MAX_NAME = 256  # characters
 
@@ -50,8 +52,8 @@ router = APIRouter()
 log = logging.getLogger("quire.adapters")
 
 
-def _check_allowed(context: Context, owner: str) -> None:
-    if not context.config.allow_runtime_lora_updating:
+def _check_allowed(config: AppConfig, owner: str) -> None:
+    if not config.allow_runtime_lora_updating:
         message = (
             "Adapters cannot be loaded or unloaded while this server runs; start it with --allow-runtime-lora-updating."
         )
@@ -61,27 +63,35 @@ def _check_allowed(context: Context, owner: str) -> None:
 
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
 async def load_lora_adapter(
-    context: InContext, owner: InOwner, body: Annotated[LoadAdapterBody, Depends(json_body(LoadAdapterBody))]
+    engine: InEngine,
+    turn: InAdapterTurn,
+    config: InConfig,
+    owner: InOwner,
+    body: Annotated[LoadAdapterBody, Depends(json_body(LoadAdapterBody))],
 ) -> Response:
     """Load an adapter from a folder of this machine; requests may then name it."""
-    _check_allowed(context, owner)
-    if body.lora_name in context.config.served_model_names:
+    _check_allowed(config, owner)
+    if body.lora_name in config.served_model_names:
         raise AdapterConflictError(
             f"{body.lora_name!r} is what the model itself is called; choose another name.", param="lora_name"
         )
-    async with context.adapter_turn:
-        await asyncio.wrap_future(context.engine.control(LoadAdapter(body.lora_name, body.lora_path)))
+    async with turn:
+        await asyncio.wrap_future(engine.control(LoadAdapter(body.lora_name, body.lora_path)))
     log.info("loaded the adapter %r from %r", body.lora_name, body.lora_path)
     return PlainTextResponse(f"The adapter {body.lora_name!r} is loaded.\n")
 
 
 @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
 async def unload_lora_adapter(
-    context: InContext, owner: InOwner, body: Annotated[UnloadAdapterBody, Depends(json_body(UnloadAdapterBody))]
+    engine: InEngine,
+    turn: InAdapterTurn,
+    config: InConfig,
+    owner: InOwner,
+    body: Annotated[UnloadAdapterBody, Depends(json_body(UnloadAdapterBody))],
 ) -> Response:
     """Unload an adapter; its memory is freed when the last request that uses it ends."""
-    _check_allowed(context, owner)
-    async with context.adapter_turn:
-        await asyncio.wrap_future(context.engine.control(UnloadAdapter(body.lora_name)))
+    _check_allowed(config, owner)
+    async with turn:
+        await asyncio.wrap_future(engine.control(UnloadAdapter(body.lora_name)))
     log.info("unloaded the adapter %r", body.lora_name)
     return PlainTextResponse(f"The adapter {body.lora_name!r} is unloaded.\n")

@@ -11,7 +11,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from engine.system.version import VERSION
-from server.answers.context import Context, InContext
+from server.answers.model import ServedModel
+from server.answers.parts import InEngine, InInstanceId, InModel
 from server.http.openapi import answers
 from server.protocol.documents import ResponseBody
 
@@ -68,50 +69,50 @@ class Load(ResponseBody):
 router = APIRouter()
 
 
-def _model(context: Context) -> ModelInfo:
-    name = context.config.served_model_names[0]
+def _model(model: ServedModel) -> ModelInfo:
+    name = model.names[0]
     return ModelInfo(
         model_path=name,
         served_model_name=name,
         tokenizer_path=name,
-        is_generation=context.limits.generates,
-        max_context_length=context.limits.max_model_len,
-        vocab_size=context.limits.vocab_size,
+        is_generation=model.limits.generates,
+        max_context_length=model.limits.max_model_len,
+        vocab_size=model.limits.vocab_size,
     )
 
 
 @router.get("/model_info", responses=answers(ModelInfo))
 @router.get("/get_model_info", responses=answers(ModelInfo))
-async def model_info(context: InContext) -> Response:
+async def model_info(model: InModel) -> Response:
     """Return the served model's name and limits, as SGLang does. Also at /get_model_info."""
-    return Response(_model(context).json_bytes(), media_type="application/json")
+    return Response(_model(model).json_bytes(), media_type="application/json")
 
 
 @router.get("/server_info", responses=answers(ServerInfo))
 @router.get("/get_server_info", responses=answers(ServerInfo))
-async def server_info(context: InContext) -> Response:
+async def server_info(engine: InEngine, model: InModel, instance_id: InInstanceId) -> Response:
     """Return the replica's identity and limits, as SGLang does. Also at /get_server_info."""
-    config = context.engine.config
+    config = engine.config
     info = ServerInfo(
-        **_model(context).model_dump(),
-        model_id=context.config.served_model_names[0],
-        instance_id=context.instance_id,
+        **_model(model).model_dump(),
+        model_id=model.names[0],
+        instance_id=instance_id,
         version=VERSION,
         kv_block_size=config.block_size,
         num_kv_blocks=config.num_blocks,
         max_total_num_tokens=config.num_blocks * config.block_size,
         max_running_requests=config.max_num_seqs,
         max_prefill_tokens=config.max_num_batched_tokens,
-        tp_size=context.engine.facts.num_ranks,
+        tp_size=engine.facts.num_ranks,
         dp_size=1,
     )
     return Response(info.json_bytes(), media_type="application/json")
 
 
 @router.get("/kv_event_sources")
-async def kv_event_sources(context: InContext) -> dict[str, EventSource]:
+async def kv_event_sources(engine: InEngine) -> dict[str, EventSource]:
     """Return where KV events are published, by data-parallel rank; nothing without --kv-events-config."""
-    events = context.engine.facts.kv_events
+    events = engine.facts.kv_events
     if events is None:
         return {}
     config = events.config
@@ -130,10 +131,10 @@ async def kv_event_sources(context: InContext) -> dict[str, EventSource]:
 
 
 @router.get("/get_load")
-async def get_load(context: InContext) -> list[Load]:
+async def get_load(engine: InEngine) -> list[Load]:
     """Return the requests and prompt and answer tokens that are being worked on or wait, as SGLang does."""
-    stats = context.engine.stats
-    held = stats.blocks_held * context.engine.config.block_size
+    stats = engine.stats
+    held = stats.blocks_held * engine.config.block_size
     waiting = stats.num_waiting + stats.num_preempted + stats.num_background_waiting
     return [
         Load(

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from engine.core.stats import SequenceView
-from server.answers.context import InContext, InOwner
+from server.answers.parts import InEngine, InLive, InOwner
 from server.operations.pool_cells import MAX_CELLS, runs, summarise
 from server.telemetry.live import EndedSequence
 from server.tenancy.tenant_file import DEFAULT
@@ -25,7 +25,8 @@ router = APIRouter()
 
 @router.get("/v1/engine/live")
 async def live(
-    context: InContext,
+    engine: InEngine,
+    view: InLive,
     owner: InOwner,
     cells: Annotated[int, Query(ge=1, le=MAX_CELLS)] = MAX_CELLS,
     blocks: Annotated[int | None, Query(ge=1)] = None,
@@ -36,8 +37,8 @@ async def live(
 
     With it come the sequences that ended `since` an earlier answer's `time_s`.
     """
-    snapshot = await context.live.snapshot()
-    config, stats = context.engine.config, context.engine.stats
+    snapshot = await view.snapshot()
+    config, stats = engine.config, engine.stats
     views = [view for view in snapshot.sequences if owner in (DEFAULT, view.tenant)]
     pool = summarise(
         snapshot,
@@ -49,7 +50,7 @@ async def live(
     )
     document = {
         "object": "engine.live",
-        "time_s": context.engine.clock(),
+        "time_s": engine.clock(),
         "block_size": config.block_size,
         "num_blocks": config.num_blocks,
         "num_groups": len(config.groups),
@@ -71,7 +72,7 @@ async def live(
         "ttft": {"sum_s": stats.ttft_s.sum, "count": stats.ttft_s.count},
         "itl": {"sum_s": stats.itl_s.sum, "count": stats.itl_s.count},
         "sequences": [_sequence(view) for view in views],
-        "ended": [_ended(end) for end in context.live.ended(since) if owner in (DEFAULT, end.owner)],
+        "ended": [_ended(end) for end in view.ended(since) if owner in (DEFAULT, end.owner)],
         "page_table": next((runs(view.all_blocks) for view in views if view.seq_id == sequence), None),
     }
     return Response(to_json(document), media_type="application/json", headers={"cache-control": "no-store"})

@@ -22,9 +22,11 @@ from pydantic import ValidationError
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, QuireError, ServerError
 from engine.core.scheduling.admission import check_request
 from engine.core.types import FinishReason, Pin, Request, SamplingParams
+from engine.handle import EngineHandle
 from engine.text.chat.limits import num_common
 from engine.text.fields.chat import Message
-from server.answers.context import Context
+from server.answers.client import EngineClient
+from server.answers.model import ServedModel
 from server.openai.chat import ChatBody
 from server.openai.completions import CompletionBody
 from server.protocol.errors import ApiError, to_api_error
@@ -36,7 +38,7 @@ LOG_EVERY_S = 10.0  # between two lines of progress
 _PROBES = ("-", "+")  # two beginnings of a user's message
 
 
-def read_prefixes(path: Path, context: Context) -> list[Request]:
+def read_prefixes(path: Path, model: ServedModel, engine: EngineHandle) -> list[Request]:
     """Return the requests that compute them. Raises ConfigError, with the line."""
     lines = read_setting_file("--pinned-prefixes", path).split("\n")  # JSON strings may have other line breaks
     requests: list[Request] = []
@@ -44,16 +46,16 @@ def read_prefixes(path: Path, context: Context) -> list[Request]:
         if not line.strip():
             continue
         try:
-            requests += _requests(line, context)
+            requests += _requests(line, model, engine)
         except (json.JSONDecodeError, ValidationError, ClientError, ApiError) as error:
             error_answer = str(error) if isinstance(error, json.JSONDecodeError) else to_api_error(error).message
             raise ConfigError(f"--pinned-prefixes {path}, line {number}: {error_answer}") from error
     return requests
 
 
-async def compute_prefixes(requests: Sequence[Request], context: Context) -> None:
+async def compute_prefixes(requests: Sequence[Request], client: EngineClient) -> None:
     """Compute the prefixes; log those that failed or found no room."""
-    clock, config = context.engine.clock, context.engine.config
+    clock, config = client.engine.clock, client.engine.config
     begun_s = logged_s = clock()
     num_tokens = num_pinned = num_failed = 0
     log.info("computing %d pinned prefixes, %d tokens", len(requests), sum(len(one.prompt) for one in requests))
@@ -62,10 +64,10 @@ async def compute_prefixes(requests: Sequence[Request], context: Context) -> Non
             logged_s = clock()
             log.info("%d of %d pinned prefixes are computed", number, len(requests))
         try:
-            num_pinned += await _compute(request, context)
+            num_pinned += await _compute(request, client)
             num_tokens += len(request.prompt) // config.block_size * config.block_size
         except QuireError as error:
-            if context.client.is_draining:
+            if client.is_draining:
                 log.info("Stopped before all pinned prefixes were computed.")
                 return
             num_failed += 1
@@ -74,13 +76,13 @@ async def compute_prefixes(requests: Sequence[Request], context: Context) -> Non
     log.info(message, len(requests) - num_failed, num_tokens, clock() - begun_s)
     if num_pinned < num_tokens:
         message = "Only %d of these tokens are pinned: --pinned-prefix-share is %g of a pool of %d tokens; raise either"
-        log.warning(message, num_pinned, config.pinned_share, context.limits.pool_tokens)
+        log.warning(message, num_pinned, config.pinned_share, config.num_blocks * config.block_size)
 
 
-async def _compute(request: Request, context: Context) -> int:
+async def _compute(request: Request, client: EngineClient) -> int:
     """Compute one and return its pinned tokens. Raises QuireError if it failed."""
     num_pinned = 0
-    answer = context.client.submit([request])
+    answer = client.submit([request])
     with answer:
         while True:
             event = (await answer.take())[-1].event
@@ -93,48 +95,48 @@ async def _compute(request: Request, context: Context) -> int:
                 raise ended if event.error is None else event.error.exception()
 
 
-def _requests(line: str, context: Context) -> list[Request]:
+def _requests(line: str, model: ServedModel, engine: EngineHandle) -> list[Request]:
     asked = json.loads(line)
     if not isinstance(asked, dict) or ("messages" in asked) == ("prompt" in asked):
         raise InvalidRequestError("it must be a JSON object with either messages or a prompt.")
     body = (ChatBody if "messages" in asked else CompletionBody).model_validate_json(line)
-    if ignored := [*body.ignored_fields(), *body.dropped_hints(context.limits)]:
+    if ignored := [*body.ignored_fields(), *body.dropped_hints(model.limits)]:
         raise InvalidRequestError(f"fields without effect: {', '.join(ignored)}; remove them.")
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequestError(
             "truncate_prompt_tokens cuts off beginnings, which are what is kept here; leave it out."
         )
-    adapter = context.adapter(body.model)
+    adapter = model.find(body.model).adapter
     requests = [
         Request(
             request_id=uuid.uuid4().hex,
             prompt=tuple(prompt),
             params=SamplingParams(max_tokens=0, adapter=adapter),
-            arrival_s=context.engine.clock(),
+            arrival_s=engine.clock(),
             cache_salt=body.cache_salt,
             pins=(Pin(len(prompt), inf),),
         )
-        for prompt in _prompts(body, context)
+        for prompt in _prompts(body, model)
     ]
     for request in requests:
-        check_request(request, context.engine.config)
+        check_request(request, engine.config)
     return requests
 
 
-def _prompts(body: ChatBody | CompletionBody, context: Context) -> list[list[int]]:
+def _prompts(body: ChatBody | CompletionBody, model: ServedModel) -> list[list[int]]:
     prompts: list[str | list[int]]
     if isinstance(body, CompletionBody):
         prompts = body.prompt
         for prompt in prompts:
             if not isinstance(prompt, str):
-                context.limits.check_ids(prompt, "prompt")
+                model.limits.check_ids(prompt, "prompt")
     else:
         shown = [
-            context.preprocessor.render(
+            model.preprocessor.render(
                 body.model_copy(update={"messages": [*body.messages, Message(role="user", content=word)]})
             )
             for word in _PROBES
         ]
         prompts = [shown[0][: num_common(*shown)]]
-    encode = partial(context.tokenizer.encode, add_special_tokens=body.add_special_tokens)
+    encode = partial(model.tokenizer.encode, add_special_tokens=body.add_special_tokens)
     return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 
 from engine.core.errors import shorten
 from engine.core.stats import SequenceView
-from server.answers.context import InContext, InOwner
+from server.answers.parts import InLive, InOwner, InRecent, InRequestLog
 from server.operations.live import TAG_CHARS
 from server.protocol.errors import ApiError, to_api_error
 from server.telemetry.events import HttpAnswered
@@ -23,18 +23,18 @@ router = APIRouter()
 
 
 @router.get("/v1/requests")
-async def list_requests(context: InContext, owner: InOwner) -> dict[str, Any]:
+async def list_requests(recent: InRecent, owner: InOwner) -> dict[str, Any]:
     """Return the last requests, newest first: open ones, answered POSTs, and every refused one.
 
     Tenants see their own. As in the live view, an id is only its first characters, too few to use another's answer.
     """
-    return {"object": "list", "data": [_entry(entry) for entry in context.recent.latest(owner)]}
+    return {"object": "list", "data": [_entry(entry) for entry in recent.latest(owner)]}
 
 
 @router.get("/v1/requests/{name:path}")
-async def retrieve_request(context: InContext, owner: InOwner, name: str) -> dict[str, Any]:
+async def retrieve_request(log: InRequestLog, live: InLive, owner: InOwner, name: str) -> dict[str, Any]:
     """Return an open request, or one of the last that ended; 404 for any other."""
-    record = context.request_log.find(owner, name)
+    record = log.find(owner, name)
     if record is None:
         message = (
             f"There is no request {shorten(name)!r} among those that are open and the last {RECENT} that ended; "
@@ -44,8 +44,8 @@ async def retrieve_request(context: InContext, owner: InOwner, name: str) -> dic
     if record.end is not None:
         return _document(record, (), None)
     ids = record.engine_ids
-    place = await context.live.place(ids)
-    views = await context.live.sequences(ids)
+    place = await live.place(ids)
+    views = await live.sequences(ids)
     return _document(record, views, place)  # it may have ended in between
 
 

@@ -13,7 +13,8 @@ from engine.core.errors import InvalidRequestError
 from engine.text.fields.body import Refused, RequestBody
 from engine.text.fields.chat import Conversation, Message
 from engine.text.logprobs import token_text
-from server.answers.context import InContext, aside, json_body
+from server.answers.parts import InModel
+from server.http.bodies import aside, json_body
 from server.http.openapi import answers
 from server.http.threads import run_slowly
 from server.protocol.documents import ResponseBody
@@ -64,18 +65,18 @@ MAX_INLINE_TOKENS = 2048  # about 2 ms; more are spelled on a worker thread
 
 
 @router.post("/tokenize", responses=answers(Tokenized))
-async def tokenize(context: InContext, body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]) -> Response:
+async def tokenize(model: InModel, body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]) -> Response:
     """Return the token ids of a text or of a rendered conversation."""
-    context.check_model(body.model)
-    text = await context.render(body) if body.prompt is None else body.prompt
+    model.find(body.model)
+    text = await model.render(body) if body.prompt is None else body.prompt
     special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
     param = "messages" if body.prompt is None else "prompt"
-    [ids] = await context.encode([text], param, add_special_tokens=special)
+    [ids] = await model.encode([text], param, add_special_tokens=special)
 
     def document() -> bytes:
-        answer = Tokenized(count=len(ids), max_model_len=context.limits.max_model_len, tokens=ids)
+        answer = Tokenized(count=len(ids), max_model_len=model.limits.max_model_len, tokens=ids)
         if body.return_token_strs:
-            answer.token_strs = [token_text(context.tokenizer, token_id) for token_id in ids]
+            answer.token_strs = [token_text(model.tokenizer, token_id) for token_id in ids]
         return answer.json_bytes()
 
     made = document() if len(ids) <= MAX_INLINE_TOKENS else await run_slowly(document)
@@ -83,22 +84,20 @@ async def tokenize(context: InContext, body: Annotated[TokenizeBody, Depends(jso
 
 
 @router.get("/tokenizer_info")
-async def tokenizer_info(context: InContext) -> dict[str, Any]:
+async def tokenizer_info(model: InModel) -> dict[str, Any]:
     """Return what lm-eval needs to use the server's tokenizer."""
-    limits = context.limits
+    limits = model.limits
     lengths = {"vocab_size": limits.vocab_size, "model_max_length": limits.max_model_len}
-    return {"tokenizer_class": "TextTokenizer", "eos_token": None, **lengths, **context.tokenizer.description}
+    return {"tokenizer_class": "TextTokenizer", "eos_token": None, **lengths, **model.tokenizer.description}
 
 
 @router.post("/detokenize", responses=answers(Detokenized))
-async def detokenize(
-    context: InContext, body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))]
-) -> Response:
+async def detokenize(model: InModel, body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))]) -> Response:
     """Return the text of token ids, with special tokens spelled out."""
-    context.check_model(body.model)
+    model.find(body.model)
 
     def document() -> bytes:
-        context.limits.check_ids(body.tokens, "tokens")
-        return Detokenized(prompt=context.tokenizer.decode(body.tokens, skip_special_tokens=False)).json_bytes()
+        model.limits.check_ids(body.tokens, "tokens")
+        return Detokenized(prompt=model.tokenizer.decode(body.tokens, skip_special_tokens=False)).json_bytes()
 
     return Response(await aside(document), media_type="application/json")

@@ -44,7 +44,7 @@ from engine.system.similar import closest
 from engine.text.fields.body import describe
 from server.protocol.printable import printable
 
-STATE = "quire"  # the key of a request's RequestState (server/http/request_state.py) in its ASGI scope
+STATE = "quire"  # the key of a request's RequestState (server/http/middleware.py) in its ASGI scope
 
 _MAX_LOGGED_CHARS = 400  # of a sentence
 _MAX_SUGGESTED_CHARS = 100  # of a path for which a served one is suggested

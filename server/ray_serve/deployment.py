@@ -19,9 +19,9 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from starlette.types import ASGIApp
 
 from engine.core.errors import EngineDeadError
-from server.answers.context import Context
+from server.answers.client import EngineClient
 from server.daemon import LEAVE_S, WATCH_S, leave
-from server.operations.health import health
+from server.operations.health import check_health
 from server.protocol.errors import ApiError
 from server.ray_serve.asgi import Forwarded, Ingress, Piece, respond
 from server.ray_serve.prefix_index import MAX_BLOCKS, PrefixIndex
@@ -110,38 +110,38 @@ class Daemon:
         self._app = await asyncio.to_thread(open_app, argv)
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
-        self._context: Context = self._app.state.context
+        self._client: EngineClient = self._app.state.client
         self._num_open = 0
         self._watcher = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         """End the process when the engine is dead or hangs and open requests have their error; Ray replaces the replica."""
-        while not (fault := await self._fault()):  # noqa: ASYNC110 - there is no event for it
+        while not (fault := self._fault()):  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(WATCH_S)
         log.critical("exiting: %s", fault)
-        self._context.engine.order_stop(0.0)  # refuses what the router still sends
-        self._context.client.abandon(EngineDeadError(f"{fault} Send the request again."))
+        self._client.engine.order_stop(0.0)  # refuses what the router still sends
+        self._client.abandon(EngineDeadError(f"{fault} Send the request again."))
         for _ in range(int(LEAVE_S / WATCH_S)):
             if self._num_open:
                 await asyncio.sleep(WATCH_S)
         leave()
 
-    async def _fault(self) -> str:
+    def _fault(self) -> str:
         """Return why /health is red, or ""."""
         try:
-            await health(self._context)
+            check_health(self._client, self._app.state.config.stall_limit_s)
         except ApiError as error:
             return error.message
         return ""
 
     async def check_health(self) -> None:
         """Raise RuntimeError where /health is red. Ray calls it, and replaces a replica that fails or does not answer."""
-        if fault := await self._fault():
+        if fault := self._fault():
             raise RuntimeError(fault)
 
     async def record_routing_stats(self) -> dict[str, str]:
         """Return what the router has to know of this replica now."""
-        return {FAULT_KEY: await self._fault()}
+        return {FAULT_KEY: self._fault()}
 
     async def respond(self, request: Forwarded, blocks: list[bytes]) -> AsyncIterator[Piece]:  # noqa: ARG002 - the router's
         """Yield the answer to a request."""
@@ -154,7 +154,7 @@ class Daemon:
 
     def record_replica_metadata(self) -> dict[str, int]:
         """Return what the router needs to know of this replica."""
-        config = self._context.engine.config
+        config = self._client.engine.config
         return {POOL_KEY: config.num_blocks * config.block_size}
 
     async def __del__(self) -> None:  # Ray awaits it when no request is open any more

@@ -15,18 +15,13 @@ _Key = tuple[str, bytes, tuple[int, ...]]  # salt, adapter, tokens
 
 
 class PublicPrefixes:
-    """Finds the longest public prefix of a prompt. Filled at the start."""
+    """Finds the longest public prefix of a prompt."""
 
-    def __init__(self) -> None:
-        self._known: set[_Key] = set()
-        self._lengths: list[int] = []  # the longest first
-
-    def add(self, requests: Iterable[Request], block_size: int) -> None:
-        """Make the whole blocks of these requests' prompts public."""
-        for request in requests:
-            if length := len(request.prompt) // block_size * block_size:
-                self._known.add(_key(request, length))
-        self._lengths = sorted({len(tokens) for _, _, tokens in self._known}, reverse=True)
+    def __init__(self, requests: Iterable[Request], block_size: int) -> None:
+        """The whole blocks of these requests' prompts are public."""
+        whole = [(request, len(request.prompt) // block_size * block_size) for request in requests]
+        self._known = {_key(request, length) for request, length in whole if length}
+        self._lengths = sorted({len(tokens) for _, _, tokens in self._known}, reverse=True)  # the longest first
 
     def mark(self, request: Request) -> Request:
         """Return the request with the number of its first tokens that are public."""

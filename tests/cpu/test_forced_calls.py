@@ -102,17 +102,15 @@ def test_every_forced_call_validates(app: Any) -> None:
 
 def test_thoughts_keep_their_budget_and_a_grammar_waits_for_their_end(app: Any) -> None:
     """SmolLM2 does not reason: two of its tokens play the tags, and it is taken to begin within them."""
-    context = app.state.context
+    model = app.state.model
     tags = ReasoningTags(name="played", opening="<file_sep>", closing="<jupyter_text>", always=True)
-    special = context.tokenizer.special_tokens
+    special = model.tokenizer.special_tokens
     chat_format = ChatFormat(
         tags=tags,
         tag_ids=TagIds(special[tags.opening], special[tags.closing]),
         hidden_ids=frozenset(special.values()) - {special[tags.opening], special[tags.closing]},
     )
-    app.state.context = replace(
-        context, preprocessor=ChatPreprocessor(replace(context.limits, chat_format=chat_format))
-    )
+    model.preprocessor = ChatPreprocessor(replace(model.limits, chat_format=chat_format))
     asked = {"messages": [{"role": "user", "content": "How is Rome?"}], "max_tokens": 60, "temperature": 0}
     forced = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**WEATHER, "additionalProperties": False}}}
@@ -188,8 +186,8 @@ class EachFormat(ChatPreprocessor):
 
 
 def test_calls_are_forced_in_the_format_of_any_family(app: Any) -> None:
-    context = app.state.context
-    app.state.context = replace(context, preprocessor=EachFormat(context.limits))
+    model = app.state.model
+    model.preprocessor = EachFormat(model.limits)
     named = {"type": "function", "function": {"name": "weather"}}
     asked = {
         "messages": [{"role": "user", "content": "How is Rome?"}],

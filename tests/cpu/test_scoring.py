@@ -22,7 +22,6 @@ from engine.sources.model_source import find_model
 from engine.startup.build import build_engine
 from engine.text.tokenizer import load_tokenizer
 from quire import LLM, SamplingParams
-from server.answers.context import Context
 from server.app import create_app
 from server.settings.app_config import AppConfig
 
@@ -153,12 +152,12 @@ def test_embeddings_are_the_last_hidden_state(http: TestClient, oracle: Oracle, 
 
 
 def test_embeddings_are_the_mean_hidden_state(http: TestClient, oracle: Oracle) -> None:
-    context: Context = http.app.state.context  # type: ignore[attr-defined]
-    http.app.state.context = replace(context, config=replace(context.config, pooling="mean"))  # type: ignore[attr-defined]
+    config = http.app.state.config  # type: ignore[attr-defined]
+    http.app.state.config = replace(config, pooling="mean")  # type: ignore[attr-defined]
     try:
         (entry,) = post(http, "/v1/embeddings", input=CONTEXT)["data"]
     finally:
-        http.app.state.context = context  # type: ignore[attr-defined]
+        http.app.state.config = config  # type: ignore[attr-defined]
     expected = torch.nn.functional.normalize(oracle.hidden(encode(http, CONTEXT)).mean(0), dim=0)
     assert torch.tensor(entry["embedding"]) == pytest.approx(expected, abs=1e-5)
 

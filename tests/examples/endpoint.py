@@ -9,7 +9,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from engine.text.fields.body import RequestBody
-from server.answers.context import InContext, json_body
+from server.answers.parts import InModel
+from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.protocol.documents import ResponseBody
 
@@ -32,9 +33,7 @@ router = APIRouter()
 
 
 @router.post("/v1/count_words", responses=answers(CountedWords))
-async def count_words(
-    context: InContext, body: Annotated[CountWordsBody, Depends(json_body(CountWordsBody))]
-) -> Response:
+async def count_words(model: InModel, body: Annotated[CountWordsBody, Depends(json_body(CountWordsBody))]) -> Response:
     """Count the words of a text."""
-    counted = CountedWords(model=context.check_model(body.model), num_words=len(body.text.split()))
+    counted = CountedWords(model=model.find(body.model).name, num_words=len(body.text.split()))
     return Response(counted.json_bytes(), media_type="application/json")

@@ -150,7 +150,7 @@ class Live:
         else:
             *self._parts, self.engine = make()
         self.app = create_app(self.engine, byte_tokenizer(template), replace(APP, **app))
-        self.context = self.app.state.context
+        self.context = self.app.state
         self.url = ""
 
     def require_thread(self) -> None:

@@ -19,7 +19,7 @@ from test_cli import LONG, outcome, quire, ready
 import server
 from engine.core.stats import SequenceView, Snapshot
 from server.http import connection as connection_module
-from server.http.request_state import RequestState
+from server.http.middleware import RequestState
 from server.protocol.errors import STATE, ApiError
 from server.state_log import _of_snapshot, log_state
 from server.telemetry.logs import MAX_REFUSALS, JsonFormatter, LineBudget, TextFormatter

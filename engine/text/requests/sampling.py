@@ -82,11 +82,6 @@ def text_rules(fields: SamplingFields, params: SamplingParams, *, echo: bool = F
     )
 
 
-def seconds(milliseconds: int | None) -> float | None:
-    """Return a time in the engine's unit."""
-    return None if milliseconds is None else milliseconds / 1e3
-
-
 def beam_params(fields: SamplingFields) -> BeamParams:
     """Return how to search, for a request that asks for a beam search."""
     return BeamParams(

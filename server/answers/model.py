@@ -1,0 +1,114 @@
+"""The served model: its names, the prompts of requests, and their grammars.
+
+Event loop; long texts are rendered and encoded on other threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from engine.core.errors import shorten
+from engine.core.types import Adapter, GrammarKey
+from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
+from engine.text.chat.limits import ModelLimits
+from engine.text.fields.chat import ChatFields, Conversation
+from engine.text.fields.sampling import Constraint
+from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
+from server.http.bodies import aside, is_body_large
+from server.http.threads import run_slowly
+from server.protocol.errors import ApiError
+from server.settings.app_config import AppConfig
+
+_RENDERING = ThreadPoolExecutor(1, "quire-rendering")  # waits for the process that renders chat templates
+
+
+class Named(NamedTuple):
+    """What a request names as its model."""
+
+    name: str  # to report
+    adapter: Adapter | None  # None is the model itself
+
+
+class ServedModel:
+    """Finds models by name, and makes prompts and grammars of what requests ask."""
+
+    def __init__(self, engine: EngineHandle, preprocessor: ChatPreprocessor, config: AppConfig) -> None:
+        self._engine = engine
+        self.preprocessor = preprocessor
+        self.tokenizer = preprocessor.limits.tokenizer
+        self.names, self._aliases = config.served_model_names, config.model_aliases
+        self.started_s = int(time.time())
+        self._prepared: asyncio.Future[None] | None = None  # once the engine has the vocabulary
+
+    @property
+    def limits(self) -> ModelLimits:
+        """The model's limits."""
+        return self.preprocessor.limits
+
+    def find(self, name: str | None) -> Named:
+        """Return the model or adapter of a name. Raises a 404 for an unknown one."""
+        if name is None or name in self.names:
+            return Named(name or self.names[0], None)
+        loaded = self._engine.adapters.get(name)
+        if loaded is not None or any(fnmatchcase(name, pattern) for pattern in self._aliases):
+            return Named(name, None if loaded is None else loaded.adapter)
+        served = (*self.names, *self._aliases, *self._engine.adapters)
+        message = f"The model {shorten(name)!r} is not served here; use {' or '.join(served)}."
+        raise ApiError(404, "model_not_found", message, "model")
+
+    # -- prompts -----------------------------------------------------------------------------------------------------
+
+    async def prepare(self, body: ChatFields) -> PreparedChat:
+        """Return a conversation as the engine takes it, once that has its grammar. Raises ClientError."""
+        text = await self.render(body)
+        chat = await aside(lambda: self.preprocessor.prepare(body, text), len(text))
+        if chat.constraint is not None:
+            await self.compile(chat.constraint)
+        return chat
+
+    async def prompt_ids(self, body: ChatFields) -> list[int]:
+        """Return the tokens of a conversation's prompt. Raises ClientError."""
+        text = await self.render(body)
+        return await aside(lambda: self.preprocessor.encode(body, text), len(text))
+
+    async def render(self, body: Conversation) -> str:
+        """Return a conversation's prompt; threads prepare a long one, and wait for the process that renders it.
+
+        Raises InvalidRequestError.
+        """
+        is_long = body.is_long or is_body_large()
+        begun = await run_slowly(lambda: self.preprocessor.begin(body)) if is_long else self.preprocessor.begin(body)
+        return begun if isinstance(begun, str) else await asyncio.get_running_loop().run_in_executor(_RENDERING, begun)
+
+    async def encode(self, texts: Sequence[str], param: str, *, add_special_tokens: bool) -> list[list[int]]:
+        """Return the token ids of each text. Raises ContextLengthError."""
+        for text in texts:
+            self.limits.check_length(len(text), param)
+
+        def encode_all() -> list[list[int]]:
+            return [self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        return await aside(encode_all, sum(map(len, texts)))
+
+    # -- grammars ----------------------------------------------------------------------------------------------------
+
+    async def compile(self, constraint: Constraint) -> GrammarKey:
+        """Return what names the grammar in a request. Raises InvalidRequestError or OverloadedError."""
+        await self.prepare_grammars(warms_up=False)
+        await asyncio.wrap_future(self._engine.control(CompileGrammar(*constraint)))
+        return GrammarKey(constraint.spec.digest)
+
+    async def prepare_grammars(self, *, warms_up: bool) -> None:
+        """Give the engine the vocabulary, once."""
+        if self._prepared is None:
+            self._prepared = asyncio.ensure_future(self._give_vocabulary(warms_up=warms_up))
+        await asyncio.shield(self._prepared)
+
+    async def _give_vocabulary(self, *, warms_up: bool) -> None:
+        source = await asyncio.to_thread(self.tokenizer.vocabulary, self._engine.facts.vocab_size)
+        await asyncio.wrap_future(self._engine.control(UseVocabulary(source, warms_up)))
