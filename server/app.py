@@ -46,7 +46,6 @@ from server.telemetry.events import Listener, PrefillDelegated, Telemetry, Tenan
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.otlp_endpoints import find_endpoints
-from server.telemetry.recent_requests import RecentRequests
 from server.telemetry.request_log import RequestLog
 from server.tenancy.public_prefixes import PublicPrefixes
 from server.tenancy.tenancy import Tenancy
@@ -119,14 +118,13 @@ def create_app(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig
 def _parts(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> dict[str, Any]:
     """Return the application's parts by the names under which `app.state` has them."""
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
-    request_log, live_view, recent = RequestLog(), LiveView(engine), RecentRequests()
+    request_log, live_view = RequestLog(), LiveView(engine)
     export = _open_export(config, engine)
     if export is not None:
-        metrics.listeners += export.listeners
         metrics.add_span_counts(export.otlp.counts)
-    metrics.listeners += (live_view.observe, recent.observe)
+    exported = [] if export is None else export.listeners
     logged = [AnswerLog().observe] if config.enable_log_requests else []
-    emit = Telemetry(request_log, *metrics.listeners, *logged).emit
+    emit = Telemetry(*metrics.listeners, *exported, live_view.observe, *logged, request_log.observe).emit
     tenancy = Tenancy(
         config.api_keys,
         None if config.tenants is None else read_tenants(config.tenants, config.api_keys),
@@ -175,7 +173,6 @@ def _parts(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) ->
         "prefixes": prefixes,
         "reader": RequestReader(bodies, engine, limits, config, emit),
         "receiver": responder.receiver,
-        "recent": recent,
         "request_log": request_log,
         "responder": responder,
         "responses": ResponseStore(config.max_stored_responses),

@@ -332,7 +332,7 @@ class LLM:
         """Return the job of a prompt. Raises ClientError."""
         limits, body = self._limits, params
         text, ids, salt = self._read(prompt)
-        ids = truncated(body, ids, limits)
+        ids = ids if body.truncate_prompt_tokens is None else truncated(body, ids, limits)
         limits.check_logprobs(body.logprobs, "logprobs")
         asked = body.max_tokens
         engine_params = sampling_params(

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from engine.core.errors import InvalidRequestError
-from engine.text.chat.limits import ModelLimits
-from engine.text.fields.body import Refused, RequestBody
+from engine.text.fields.body import IdleFields, Refused, RequestBody
 from engine.text.fields.sampling import QueueFields, SamplingFields
 
 MAX_CACHE_SALT = 128
@@ -145,6 +144,7 @@ class SamplingBody(EngineBody, SamplingFields):
     NO_OPS: ClassVar[frozenset[str]] = NO_OPS
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = HINTS
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = UNSUPPORTED
+    IDLE: ClassVar[IdleFields] = {**SamplingFields.IDLE, "stream_options": lambda body, _: not body.stream}
 
     return_token_ids: bool = Field(False, description="Return the ids of prompt and answer.")
     return_tokens_as_token_ids: bool = Field(False, description="Write tokens in log probabilities as token_id:N.")
@@ -174,8 +174,3 @@ class SamplingBody(EngineBody, SamplingFields):
             return 86_400.0
         options = self.prompt_cache_options
         return 1_800.0 if options is not None and options.mode == "implicit" and options.ttl == "30m" else 0.0
-
-    def dropped_hints(self, limits: ModelLimits) -> list[str]:
-        """Return also the options of a stream, without one."""
-        is_idle = self.stream_options is not None and not self.stream
-        return super().dropped_hints(limits) + (["stream_options"] if is_idle else [])

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from engine.core.errors import shorten
 from engine.core.types import Adapter, GrammarKey
@@ -19,12 +19,23 @@ from engine.text.chat.limits import ModelLimits
 from engine.text.fields.chat import ChatFields, Conversation
 from engine.text.fields.sampling import Constraint
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
-from server.http.bodies import aside, is_body_large
+from server.http.bodies import IS_LARGE
 from server.http.threads import run_slowly
 from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
 
+MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread
+
+Result = TypeVar("Result")
+
 _RENDERING = ThreadPoolExecutor(1, "quire-rendering")  # waits for the process that renders chat templates
+
+
+async def aside(function: Callable[[], Result], num_chars: int = 0) -> Result:
+    """Run work on the body, or on so many characters; on another thread if that takes long."""
+    if IS_LARGE.get():
+        return await run_slowly(function)
+    return function() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(function)
 
 
 class Named(NamedTuple):
@@ -81,7 +92,7 @@ class ServedModel:
 
         Raises InvalidRequestError.
         """
-        is_long = body.is_long or is_body_large()
+        is_long = body.is_long or IS_LARGE.get()
         begun = await run_slowly(lambda: self.preprocessor.begin(body)) if is_long else self.preprocessor.begin(body)
         return begun if isinstance(begun, str) else await asyncio.get_running_loop().run_in_executor(_RENDERING, begun)
 

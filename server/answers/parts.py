@@ -18,7 +18,6 @@ from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
-from server.telemetry.recent_requests import RecentRequests
 from server.telemetry.request_log import RequestLog
 from server.tenancy.tenant_file import DEFAULT
 
@@ -30,7 +29,6 @@ InConfig = Annotated[AppConfig, part("config")]
 InLive = Annotated[LiveView, part("live")]
 InMetrics = Annotated[Metrics, part("metrics")]
 InRequestLog = Annotated[RequestLog, part("request_log")]
-InRecent = Annotated[RecentRequests, part("recent")]
 InResponses = Annotated[ResponseStore, part("responses")]
 InAdapterTurn = Annotated[asyncio.Lock, part("adapter_turn")]  # adapters are read one at a time
 InInstanceId = Annotated[str, part("instance_id")]  # of this process, for routers

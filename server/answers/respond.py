@@ -36,11 +36,10 @@ from server.answers.handoff import Receiver, Sender
 from server.http.middleware import RequestState, caller_of, state_of
 from server.http.threads import run_slowly
 from server.protocol.documents import Usage
-from server.protocol.errors import ApiError, to_api_error
+from server.protocol.errors import STATE, ApiError, to_api_error
 from server.settings.app_config import AppConfig
-from server.telemetry.events import Listener, RequestOpened
+from server.telemetry.events import Listener, RequestOpened, RequestRecord
 from server.telemetry.live import LiveView
-from server.telemetry.request_log import RequestRecord
 from server.telemetry.timeline import AnswerMetrics, server_timing, with_metrics
 from server.tenancy.public_prefixes import PublicPrefixes
 
@@ -118,7 +117,7 @@ class Responder:
 
         Raises what the tenant's limits or the engine refuse with.
         """
-        state = state_of(http.scope)
+        state: RequestState = http.scope[STATE]
         account, requests = state.account, self._admit(state, requests)
         answer = self.client.submit(requests)
         if account is not None:

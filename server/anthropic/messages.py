@@ -14,12 +14,12 @@ from starlette.responses import Response
 from engine.core.errors import ClientError, ContextLengthError, InvalidRequestError
 from engine.core.types import Pin
 from engine.text.chat.limits import ModelLimits, num_common
-from engine.text.fields.body import Integer, Refused, RequestBody
+from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody
 from engine.text.fields.chat import Message
 from engine.text.fields.structured import Schema
-from engine.text.fields.tools import ToolName, without_hosted
+from engine.text.fields.tools import ToolName
 from engine.text.requests.chat_preprocessor import PreparedChat
-from server.answers.model import ServedModel
+from server.answers.model import ServedModel, aside
 from server.answers.parts import InEngine, InModel, InResponder
 from server.anthropic.blocks import (
     Block,
@@ -36,7 +36,7 @@ from server.anthropic.blocks import (
 )
 from server.anthropic.edits import ContextManagement
 from server.anthropic.formatter import AnthropicError, AnthropicMessage, MessageFormatter
-from server.http.bodies import aside, json_body
+from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.openai.chat import ChatBody
 from server.openai.translated import TranslatedBody
@@ -158,6 +158,15 @@ class CountBody(TranslatedBody):
         "response_format": Refused((), "send output_config: {format: ...}"),
         "stop": Refused(([],), "send stop_sequences"),
     }
+    IDLE: ClassVar[IdleFields] = {
+        **TranslatedBody.IDLE,
+        "thinking": lambda body, limits: body.thinking.type == "enabled" and limits.chat_format.tag_ids is None,
+        "output_config.effort": lambda body, limits: (
+            body.output_config.effort is not None and not limits.chat_format.takes_effort
+        ),
+        "context_management": lambda body, limits: body._edits_are_idle(limits),  # noqa: SLF001 - its own
+    }
+    OWN_TOOLS = ("custom", None)
     OWN_NAMES: ClassVar[Mapping[str, str]] = {
         "user": "metadata.user_id",
         "stop": "stop_sequences",
@@ -195,11 +204,6 @@ class CountBody(TranslatedBody):
                 error.message = _overflow(error.__cause__)
             raise
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_hosted_tools(cls, data: Any) -> Any:
-        return without_hosted(data, ("custom", None))
-
     @model_validator(mode="after")
     def _check(self) -> CountBody:
         choice = self.tool_choice
@@ -215,17 +219,11 @@ class CountBody(TranslatedBody):
         marks = [f"{at}cache_control.{name}" for at, _, mark in self._marks() if at for name in mark.ignored_fields()]
         return super().ignored_fields() + list(dict.fromkeys(marks))
 
-    def dropped_hints(self, limits: ModelLimits) -> list[str]:
-        """Return also thinking that the model lacks, and edits without effect."""
-        names, chat_format = super().dropped_hints(limits), limits.chat_format
-        if self.thinking.type == "enabled" and chat_format.tag_ids is None:
-            names.append("thinking")
-        if self.output_config.effort is not None and not chat_format.takes_effort:
-            names.append("output_config.effort")
+    def _edits_are_idle(self, limits: ModelLimits) -> bool:
+        """Return True: edits that would change something are refused."""
         if self.context_management is not None:
             self.context_management.check_idle(self.messages, limits.max_model_len)
-            names.append("context_management")
-        return names
+        return True
 
     def to_chat(self) -> ChatBody:
         """Return the chat. A last message of the assistant is continued."""

@@ -10,14 +10,13 @@ that a small body becomes.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -30,11 +29,11 @@ from engine.system.child_process import ChildCrashError, ChildError, ChildProces
 from engine.system.similar import closest
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.body import RequestBody
-from server.http.middleware import RequestState, state_of
+from server.http.middleware import RequestState
 from server.http.packed_json import unpack
 from server.http.threads import Worker, run_slowly
 from server.http.turns import CALLER, Turns
-from server.protocol.errors import ApiError
+from server.protocol.errors import STATE, ApiError
 from server.settings.app_config import AppConfig
 from server.telemetry.events import FieldIgnored, Listener
 
@@ -51,27 +50,13 @@ CONTAINER_WEIGHT = 32  # an object or a list, with its first item
 STRING_WEIGHT = 4  # a text or a field's name
 _PIECE_BYTES = 1 << 16
 
-MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread
 MAX_NAMED_FIELDS = 20
 _MAX_EXPLAINED = 3  # unknown fields for which a declared one is suggested
 
 Checked = TypeVar("Checked", bound=BaseModel)
 Body = TypeVar("Body", bound=RequestBody)
-Result = TypeVar("Result")
 
-_IS_LARGE: ContextVar[bool] = ContextVar("is_large", default=False)  # the body of this request
-
-
-def is_body_large() -> bool:
-    """Return whether the body of this request was too large for the event loop."""
-    return _IS_LARGE.get()
-
-
-async def aside(function: Callable[[], Result], num_chars: int = 0) -> Result:
-    """Run work on the body, or on so many characters; on another thread if that takes long."""
-    if _IS_LARGE.get():
-        return await run_slowly(function)
-    return function() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(function)
+IS_LARGE: ContextVar[bool] = ContextVar("is_large", default=False)  # whether the body of this request is
 
 
 def json_body(model: type[Body], *, spends: bool = False) -> Callable[[Request], Awaitable[Body]]:
@@ -276,7 +261,7 @@ class RequestReader:
 
     async def read(self, request: Request, model: type[Body], *, spends: bool) -> Body:
         """Return the body. Unknown fields and dropped hints are named in a header, or refused with --strict-fields."""
-        state = state_of(request.scope)
+        state: RequestState = request.scope[STATE]
         if spends and state.account is not None:
             state.enter(self._engine.stats.e2e_s.mean)
         too_large = f"The request body is larger than {self._max_bytes} bytes; send less (--max-body-bytes)."
@@ -291,9 +276,10 @@ class RequestReader:
             raise ApiError(400, "unsupported_media_type", message)
         async with self._bodies.receive(pieces) as raw:
             await self._bodies.turns.take()
-            _IS_LARGE.set(is_large(raw))
-            body = await self._bodies.read(model, raw) if _IS_LARGE.get() else self._bodies.read_small(model, raw)
-        names = await aside(lambda: [*body.ignored_fields(), *body.dropped_hints(self._limits)])
+            IS_LARGE.set(is_large(raw))
+            body = await self._bodies.read(model, raw) if IS_LARGE.get() else self._bodies.read_small(model, raw)
+        find = partial(body.without_effect, self._limits)
+        names = await run_slowly(find) if IS_LARGE.get() else find()
         transfer = getattr(body, "kv_transfer_params", None)
         if transfer is not None and self._drops(transfer):
             names.append("kv_transfer_params")

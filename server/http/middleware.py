@@ -19,12 +19,10 @@ from fastapi import Depends, Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.core.errors import ShuttingDownError, shorten
+from engine.core.errors import ShuttingDownError, printable, shorten
 from server.protocol.errors import STATE, ApiError, is_disk_full, to_api_error
-from server.protocol.printable import printable
-from server.telemetry.events import Event, HttpAnswered, Listener, RequestEnded
+from server.telemetry.events import Caller, Event, HttpAnswered, Listener, RequestEnded, RequestRecord
 from server.telemetry.logs import LineBudget
-from server.telemetry.request_log import Caller, RequestRecord
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 from starlette.responses import Response
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import FinishReason
 from engine.text.chat.choice import CallDelta, Delta
-from engine.text.fields.body import Integer, Refused
+from engine.text.fields.body import IdleFields, Integer, Refused
 from engine.text.fields.chat import ChatFields
 from engine.text.logprobs import PromptLogprobs
 from engine.text.tools.formats import new_call_id
@@ -41,6 +41,7 @@ class ChatBody(SamplingBody, ChatFields):
         "function_call": Refused(("none",)),
         "modalities": Refused((["text"],)),
     }
+    IDLE: ClassVar[IdleFields] = {**SamplingBody.IDLE, **ChatFields.IDLE}
 
     max_completion_tokens: Integer | None = Field(
         None, ge=1, description="Another name of max_tokens; send one of the two."
@@ -50,15 +51,16 @@ class ChatBody(SamplingBody, ChatFields):
     )
     include_reasoning: bool = Field(True, description="Return the reasoning beside the answer.")
 
-    @model_validator(mode="after")
-    def _check_max_tokens(self) -> ChatBody:
-        both = self.max_tokens, self.max_completion_tokens
-        if None not in both and both[0] != both[1]:
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _check_max_tokens(cls, value: int, info: ValidationInfo) -> int:
+        max_tokens = info.data.get("max_tokens")
+        if max_tokens not in (None, value):
             raise InvalidRequestError(
-                f"max_tokens is {both[0]} and max_completion_tokens {both[1]}; they mean the same, send one.",
+                f"max_tokens is {max_tokens} and max_completion_tokens {value}; they mean the same, send one.",
                 param="max_tokens",
             )
-        return self
+        return value
 
     @property
     def asked_max_tokens(self) -> int | None:

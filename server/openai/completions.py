@@ -20,8 +20,9 @@ from engine.text.logprobs import PromptLogprobs
 from engine.text.requests.sampling import sampling_params, text_rules, truncated
 from server.answers.body import HINTS, SamplingBody
 from server.answers.formatter import ChunkFormatter, ChunkMeta
+from server.answers.model import aside
 from server.answers.parts import InModel, InResponder
-from server.http.bodies import aside, json_body
+from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.openai.logprobs import CompletionLogprobs, completion_logprobs
 from server.openai.prompts import Prompts, prompt_ids
@@ -188,8 +189,9 @@ async def create_completion(
     params, constraints = await aside(lambda: (completion_params(body, model.limits), body.constraints()))
     if constraints and params.max_tokens:
         params = replace(params, grammar=await model.compile(constraints[0]))
-    ids = await prompt_ids(model, body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
-    prompts = [truncated(body, prompt, model.limits) for prompt in ids]
+    prompts = await prompt_ids(model, body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
+    if body.truncate_prompt_tokens is not None:
+        prompts = [truncated(body, prompt, model.limits) for prompt in prompts]
     requests = responder.requests(body, named.adapter, prompts, [params] * len(prompts))
     formatter = CompletionFormatter(body, responder.meta(requests, id_prefix="cmpl", model=named.name))
     return await responder.respond(http, body, requests, text_rules(body, params, echo=body.echo), formatter)

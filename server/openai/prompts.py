@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from pydantic import PlainValidator
 
 from engine.core.errors import InvalidRequestError
-from server.answers.model import ServedModel
-from server.http.bodies import aside
+from server.answers.model import ServedModel, aside
 
 Prompt = str | list[int]
 

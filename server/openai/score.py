@@ -19,10 +19,10 @@ from starlette.responses import Response
 from engine.core.errors import InvalidRequestError
 from engine.core.types import Pooling, PromptInfo, SamplingParams
 from engine.text.prompt_results import Reduction, check_reduction, cosine, first_scored, likelihood, unit_vector
-from server.answers.model import ServedModel
+from server.answers.model import ServedModel, aside
 from server.answers.parts import InConfig, InModel, InResponder
 from server.answers.respond import answer_id, with_timings
-from server.http.bodies import aside, json_body
+from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.openai.prompt_only import PromptOnlyBody, check_num_inputs, shape_each
 from server.protocol.documents import ResponseBody, Usage

@@ -15,8 +15,7 @@ from pydantic import Field, ValidationError
 
 from engine.core.errors import ClientError
 from engine.text.chat.choice import Delta
-from engine.text.chat.limits import ModelLimits
-from engine.text.fields.body import Refused, RequestBody
+from engine.text.fields.body import IdleFields, Refused, RequestBody
 from engine.text.types import CallArguments, CallBegin, Piece
 from server.answers.body import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
 from server.openai.chat import ChatBody
@@ -54,6 +53,9 @@ class TranslatedBody(RequestBody):
         "beam_width": Refused(UNSUPPORTED["beam_width"].neutral, _SEARCHES),
         "use_beam_search": Refused((False,), _SEARCHES),
     }
+    IDLE: ClassVar[IdleFields] = {
+        "priority": lambda body, limits: bool(body.model_extra["priority"]) and not limits.has_priorities
+    }
     # chat's field -> this API's field that it is made of, which errors name
     OWN_NAMES: ClassVar[Mapping[str, str]] = {}
 
@@ -69,11 +71,6 @@ class TranslatedBody(RequestBody):
     def ignored_fields(self) -> list[str]:
         """Return the ignored fields that chat does not have either."""
         return [name for name in super().ignored_fields() if name not in PASSED_ON]
-
-    def dropped_hints(self, limits: ModelLimits) -> list[str]:
-        """Return the priority, where the scheduling policy ignores it."""
-        priority = (self.model_extra or {}).get("priority")
-        return ["priority"] if priority and not limits.has_priorities else []
 
     def chat_body(self, fields: Mapping[str, Any]) -> ChatBody:
         """Return a chat of these fields, without null ones, and of the shared ones."""

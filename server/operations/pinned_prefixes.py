@@ -100,7 +100,7 @@ def _requests(line: str, model: ServedModel, engine: EngineHandle) -> list[Reque
     if not isinstance(asked, dict) or ("messages" in asked) == ("prompt" in asked):
         raise InvalidRequestError("it must be a JSON object with either messages or a prompt.")
     body = (ChatBody if "messages" in asked else CompletionBody).model_validate_json(line)
-    if ignored := [*body.ignored_fields(), *body.dropped_hints(model.limits)]:
+    if ignored := body.without_effect(model.limits):
         raise InvalidRequestError(f"fields without effect: {', '.join(ignored)}; remove them.")
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequestError(

@@ -9,12 +9,12 @@ from fastapi import APIRouter
 
 from engine.core.errors import shorten
 from engine.core.stats import SequenceView
-from server.answers.parts import InLive, InOwner, InRecent, InRequestLog
+from server.answers.parts import InLive, InOwner, InRequestLog
 from server.operations.live import TAG_CHARS
 from server.protocol.errors import ApiError, to_api_error
-from server.telemetry.events import HttpAnswered
+from server.telemetry.events import HttpAnswered, Outcome, RequestRecord
 from server.telemetry.live import QueuePosition
-from server.telemetry.request_log import RECENT, Outcome, RequestRecord
+from server.telemetry.request_log import RECENT
 from server.telemetry.timeline import AnswerMetrics
 
 _ORDER = ("running", "prefill", "preempted")  # a request has the state of its foremost sequence
@@ -23,12 +23,12 @@ router = APIRouter()
 
 
 @router.get("/v1/requests")
-async def list_requests(recent: InRecent, owner: InOwner) -> dict[str, Any]:
+async def list_requests(log: InRequestLog, owner: InOwner) -> dict[str, Any]:
     """Return the last requests, newest first: open ones, answered POSTs, and every refused one.
 
     Tenants see their own. As in the live view, an id is only its first characters, too few to use another's answer.
     """
-    return {"object": "list", "data": [_entry(entry) for entry in recent.latest(owner)]}
+    return {"object": "list", "data": [_entry(entry) for entry in log.latest(owner)]}
 
 
 @router.get("/v1/requests/{name:path}")

@@ -13,8 +13,9 @@ from engine.core.errors import InvalidRequestError
 from engine.text.fields.body import Refused, RequestBody
 from engine.text.fields.chat import Conversation, Message
 from engine.text.logprobs import token_text
+from server.answers.model import aside
 from server.answers.parts import InModel
-from server.http.bodies import aside, json_body
+from server.http.bodies import json_body
 from server.http.openapi import answers
 from server.http.threads import run_slowly
 from server.protocol.documents import ResponseBody

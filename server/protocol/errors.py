@@ -38,11 +38,11 @@ from engine.core.errors import (
     QuireError,
     ShuttingDownError,
     UnsupportedError,
+    printable,
     shorten,
 )
 from engine.system.similar import closest
 from engine.text.fields.body import describe
-from server.protocol.printable import printable
 
 STATE = "quire"  # the key of a request's RequestState (server/http/middleware.py) in its ASGI scope
 

@@ -1,157 +1,47 @@
-"""Records generating requests: all open ones, and the last RECENT ended ones.
+"""Keeps what GET /v1/requests shows: open requests, the last RECENT generating ones, and the last of each owner.
 
-Batch lines have a separate bound of the same size. A record has no prompt and no answer. GET /v1/requests/{id} finds it by
-the answer's id or by the `x-request-id` of its headers, within the owner's account; if an owner used an id twice, the later
-request is found. Event loop.
+Batch lines have a separate bound of the same size. A request is found by the answer's id or by the `x-request-id` of its
+headers, within the owner's account; if an owner used an id twice, the later request is found. Of each owner the last LISTED
+HTTP requests are listed: those that ask for work, and every refused one. Nothing has a prompt, an answer or a key. Event loop.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
-from engine.core.errors import QuireError
-from engine.core.types import AbortCause, FinishReason, Request
-from server.protocol.documents import Usage
-from server.telemetry.timeline import Spans, Timeline
-from server.tenancy.tenancy import Account
+from server.telemetry.events import Event, HttpAnswered, RequestEnded, RequestOpened, RequestRecord
 from server.tenancy.tenant_file import DEFAULT
 
 RECENT = 1000  # about a kilobyte each
-_BEGUN_OR_LEFT = (0, 200, 499)  # statuses of an answer that began, or whose client left before it did
+LISTED = 50
+_STRANGERS = ""  # owns the requests that were refused before their owner was known
+_LISTED_STRANGERS = 5  # a scan by clients without a key must not displace the operator's requests
+_UNKNOWN = (401, 403)
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
 
 
-class Caller(NamedTuple):
-    """The sender of an HTTP request, and its target."""
-
-    path: str  # as the agent, cut and without control characters
-    address: str
-    agent: str  # the User-Agent
-    tenant: str | None  # None where no account of --tenants is known
-    begun_s: float  # Unix time
-
-
-class Outcome(NamedTuple):
-    """The state of a request's answer, now or at its end."""
-
-    spans: Spans | None
-    finish_reasons: list[FinishReason | None]
-    is_dropped: bool
-    usage: Usage
-    num_cached_tokens: int
-    error: QuireError | None  # of the first choice that failed
-
-
-class Generating(Protocol):
-    """An open answer, as far as its record reads it; answers/generation.py has one."""
-
-    timeline: Timeline
-
-    @property
-    def usage(self) -> Usage: ...
-
-    @property
-    def num_cached_tokens(self) -> int: ...
-
-    @property
-    def num_drawn_tokens(self) -> int: ...  # what a tenant is charged for
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class RequestRecord:
-    """One generating request; mutable while it is open."""
-
-    request_id: str
-    answer_id: str
-    endpoint: str
-    stream: bool
-    requests: Sequence[Request]  # emptied at the end: they hold the prompts
-    adapter: str | None
-    generation: Generating | None  # None once it has ended
-    account: Account | None = None
-    caller: Caller | None = None  # None of a batch line
-    ignored_fields: Sequence[str] = ()
-    is_background: bool = field(init=False)
-    created: int = field(default_factory=lambda: int(time.time()))
-    end: tuple[Outcome, int, float] | None = None  # with the status and the seconds
-
-    def __post_init__(self) -> None:
-        self.is_background = self.requests[0].is_background
-
-    @property
-    def owner(self) -> str:
-        return DEFAULT if self.account is None else self.account.tenant.name
-
-    @property
-    def names(self) -> tuple[tuple[str, str], ...]:
-        """Return the keys that it is found by: its owner, and either id."""
-        return (self.owner, self.request_id), (self.owner, self.answer_id)
-
-    @property
-    def engine_ids(self) -> list[str]:
-        return [request.request_id for request in self.requests]
-
-    def log_fields(self, status: int) -> dict[str, int | float | str]:
-        """Return the log line's fields: counts, and the seconds of the slowest choice."""
-        if self.generation is None:
-            return {}
-        spans, finish_reasons, _, usage, num_cached, _ = self.outcome
-        fields: dict[str, int | float | str] = {} if self.account is None else {"tenant": self.account.tenant.name}
-        fields["prompt_tokens"] = usage.prompt_tokens
-        fields["cached_tokens"] = num_cached
-        fields["completion_tokens"] = usage.completion_tokens
-        reasons = {reason.value for reason in finish_reasons if reason is not None}
-        has_failed = reasons - {FinishReason.STOP.value, FinishReason.LENGTH.value}
-        if None in finish_reasons and status in _BEGUN_OR_LEFT and not has_failed:
-            reasons.add(AbortCause.DISCONNECT.value)
-        if reasons:  # a stream's status is 200 even if it fails or its client leaves
-            fields["finish_reason"] = "+".join(sorted(reasons))
-        if spans is not None:
-            fields["queue_s"] = round(spans.queue_s, 3)
-            fields["prefill_s"] = round(spans.prefill_s, 3)
-            fields["decode_s"] = round(spans.decode_s, 3)
-            if spans.num_preemptions is not None:
-                fields["preemptions"] = spans.num_preemptions
-        return fields
-
-    @property
-    def outcome(self) -> Outcome:
-        """Return the state of the answer."""
-        if self.end is not None:
-            return self.end[0]
-        assert self.generation is not None
-        timeline, usage = self.generation.timeline, self.generation.usage
-        cached = self.generation.num_cached_tokens
-        error = next((choice.error for choice in timeline.choices if choice.error is not None), None)
-        return Outcome(timeline.spans(), timeline.finish_reasons, timeline.is_dropped, usage, cached, error)
-
-    def close(self, status: int, seconds: float) -> None:
-        """Keep the state of the answer, and drop the prompts. Idempotent."""
-        if self.generation is None:
-            return
-        self.end = self.outcome, status, seconds
-        if self.account is not None:
-            self.account.charge(self.generation.num_drawn_tokens)
-        self.generation, self.requests = None, ()
-
-
 class RequestLog:
-    """Opens, closes and finds records; the owner with most loses its oldest."""
+    """A listener. Beyond a bound, the owner with most records loses its oldest."""
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, str], RequestRecord] = {}  # by owner and each of their names
         # By owner: of clients, and of the background.
         self._ended: tuple[dict[str, deque[RequestRecord]], dict[str, deque[RequestRecord]]] = {}, {}
+        self._answered: dict[str, deque[HttpAnswered]] = {}  # by owner
 
-    def open(self, record: RequestRecord) -> None:
-        """Add a record, so that it can be found."""
-        self._records.update(dict.fromkeys(record.names, record))
+    def observe(self, event: Event) -> None:
+        """Take an event; closes the record of a request that ended, so this listener is the last."""
+        if isinstance(event, RequestOpened):
+            self._records.update(dict.fromkeys(event.record.names, event.record))
+        elif isinstance(event, RequestEnded):
+            self._close(event.record, event.status, event.seconds)
+        elif isinstance(event, HttpAnswered) and event.is_notable and event.caller is not None:
+            is_stranger = event.caller.tenant is None and event.status in _UNKNOWN
+            owner = _STRANGERS if is_stranger else event.caller.tenant or DEFAULT
+            length = _LISTED_STRANGERS if is_stranger else LISTED
+            self._answered.setdefault(owner, deque(maxlen=length)).append(event)
 
-    def close(self, record: RequestRecord, status: int, seconds: float) -> None:
+    def _close(self, record: RequestRecord, status: int, seconds: float) -> None:
         """Close a record; beyond RECENT, forget the oldest that ended."""
         if record.generation is None:
             return
@@ -172,5 +62,23 @@ class RequestLog:
 
     def open_ids(self) -> dict[str, str]:
         """Return the `x-request-id` of each open request by its ids in the engine."""
-        opened = (record for record in self._records.values() if record.end is None)
-        return {engine_id: record.request_id for record in opened for engine_id in record.engine_ids}
+        return {engine_id: record.request_id for record in self._open() for engine_id in record.engine_ids}
+
+    def latest(self, owner: str) -> list[RequestRecord | HttpAnswered]:
+        """Return the last requests that an owner may see, newest first; the operator sees all."""
+        is_operator = owner == DEFAULT
+        found: list[RequestRecord | HttpAnswered] = [
+            record for record in self._open() if record.caller is not None and (is_operator or record.owner == owner)
+        ]
+        for answered in self._answered.values() if is_operator else [self._answered.get(owner, ())]:
+            found.extend(answered)
+        return sorted(found, key=_begun_s, reverse=True)[:LISTED]
+
+    def _open(self) -> dict[RequestRecord, None]:
+        """Return the open records, each once."""
+        return dict.fromkeys(record for record in self._records.values() if record.end is None)
+
+
+def _begun_s(entry: RequestRecord | HttpAnswered) -> float:
+    assert entry.caller is not None, "only requests of HTTP are listed"
+    return entry.caller.begun_s

@@ -17,7 +17,7 @@ from test_completions import stream
 
 from server.answers import respond
 from server.telemetry import request_log
-from server.telemetry.recent_requests import LISTED
+from server.telemetry.request_log import LISTED
 
 Post = Callable[..., dict[str, Any]]
 PATH = "/v1/completions"

@@ -236,10 +236,10 @@ async def test_a_signal_ends_the_computing_of_prefixes(tmp_path: Path, caplog: p
     path.write_text('{"prompt": "one two three"}')
     live = Live(config=PINNING)
     live.require_thread()
-    requests = read_prefixes(path, live.context) * 2
+    requests = read_prefixes(path, live.context.model, live.engine) * 2
     live.gate.close()
     live.context.client.start()
-    computing = asyncio.ensure_future(compute_prefixes(requests, live.context))
+    computing = asyncio.ensure_future(compute_prefixes(requests, live.context.client))
     while not live.context.client.num_open and not computing.done():  # noqa: ASYNC110 - no event reports it
         await asyncio.sleep(0)
     once_stopping(live.engine, live.gate.open)

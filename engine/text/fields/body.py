@@ -9,14 +9,14 @@ fields with the same classes, so both validate by the same rules and report the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
-from engine.core.errors import InvalidRequestError, shorten
+from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
 from engine.system.similar import closest
 from engine.text.chat.limits import ModelLimits
 
@@ -49,6 +49,29 @@ def check_num_fields(data: Any) -> None:
         raise ValueError(f"the object has {len(data)} fields; send at most {MAX_FIELDS}")
 
 
+def _without_hosted(data: dict[str, Any], own: Sequence[str | None]) -> dict[str, Any]:
+    """Return a body without a provider's tools, if some of the types `own` remain.
+
+    The model can do without them. Each dropped type remains as an unknown field, which is reported to the client.
+    """
+    tools = data.get("tools")
+    if not isinstance(tools, list):
+        return data
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    hosted = {kind for kind in kinds if isinstance(kind, str) and kind not in own}
+    if not hosted:
+        return data
+    kept = [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in hosted]
+    if not kept:
+        wanted = next(kind for kind in own if kind is not None)
+        raise UnsupportedError(
+            "tools",
+            f"nothing here runs tools of type {shorten(min(hosted))!r}, and no others stand beside them; send tools of "
+            f"type {wanted!r}, which the client runs.",
+        )
+    return {**data, "tools": kept, **{f"tools.{kind}": True for kind in sorted(hosted)}}
+
+
 def refused_field(name: str, reason: str, *, is_unsupported: bool = False) -> PydanticCustomError:
     """Return the error for a field that a validator refuses; "" is the value itself."""
     kind = "unsupported_parameter" if is_unsupported else "refused_field"
@@ -62,6 +85,9 @@ class Refused(NamedTuple):
     instead: str = ""  # what to do, where that is not to leave it out
 
 
+IdleFields = Mapping[str, Callable[[Any, ModelLimits], bool]]
+
+
 class RequestBody(BaseModel):
     """Base of every request body, and of every object in one."""
 
@@ -71,6 +97,10 @@ class RequestBody(BaseModel):
     # hint -> values that need no mention because they ask for nothing beyond what is done anyway
     HINTS: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     UNSUPPORTED: ClassVar[Mapping[str, Refused]] = {}
+    # the types of tools that the client runs, where the body has tools
+    OWN_TOOLS: ClassVar[Sequence[str | None]] = ()
+    # declared field -> whether a body that sets it sets it in vain, with this model and these settings
+    IDLE: ClassVar[IdleFields] = {}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -90,7 +120,11 @@ class RequestBody(BaseModel):
             if name in given and given[name] not in refused.neutral:
                 instead = refused.instead or "it would change the answer and this server cannot honour it; leave it out"
                 raise refused_field(name, f"is not supported: {instead}.", is_unsupported=True)
-        return given
+        return _without_hosted(given, cls.OWN_TOOLS) if cls.OWN_TOOLS and "tools" in given else given
+
+    def without_effect(self, limits: ModelLimits) -> list[str]:
+        """Return the fields that change nothing here, unknown ones and hints."""
+        return [*self.ignored_fields(), *self.dropped_hints(limits)]
 
     def ignored_fields(self) -> list[str]:
         """Return the unknown fields, also of objects in fields, and the hints that no model follows, fit for a header."""
@@ -104,9 +138,10 @@ class RequestBody(BaseModel):
         nested = [f"{at}.{name}" for at, part in parts for name in part.ignored_fields()]
         return [ascii(shorten(name))[1:-1] for name in names] + nested
 
-    def dropped_hints(self, limits: ModelLimits) -> list[str]:  # noqa: ARG002 - for bodies that have such hints
+    def dropped_hints(self, limits: ModelLimits) -> list[str]:
         """Return the declared fields that this model or server cannot follow."""
-        return []
+        given = self.model_fields_set
+        return [name for name, idle in self.IDLE.items() if name.partition(".")[0] in given and idle(self, limits)]
 
 
 Body = TypeVar("Body", bound=RequestBody)

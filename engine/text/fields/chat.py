@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
-from engine.text.chat.limits import ModelLimits
-from engine.text.fields.body import Integer, RequestBody
+from engine.text.fields.body import IdleFields, Integer, RequestBody
 from engine.text.fields.sampling import SamplingFields
-from engine.text.fields.tools import Tool, ToolCall, ToolChoice, ToolChoiceField, check_tools, without_hosted
+from engine.text.fields.tools import Tool, ToolCall, ToolChoice, ToolChoiceField, check_tools
 
 # Conversations with more take longer than 1 ms to render.
 _MANY_MESSAGES = 50
@@ -64,6 +63,8 @@ class Message(RequestBody):
 class Conversation(RequestBody):
     """A conversation, and how to make a prompt of it."""
 
+    OWN_TOOLS = ("function", None)
+
     messages: list[Message] = Field(min_length=1, description="The conversation, oldest turn first.")
     tools: list[Tool] | None = Field(None, description="The tools that the model may call.")
     add_generation_prompt: bool | None = Field(None, description="Whether the template opens the assistant's turn.")
@@ -71,11 +72,6 @@ class Conversation(RequestBody):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further variables for the chat template, such as enable_thinking."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_hosted_tools(cls, data: Any) -> Any:
-        return without_hosted(data, ("function", None)) if isinstance(data, dict) and "tools" in data else data
 
     @model_validator(mode="after")
     def _check_conversation(self) -> Conversation:
@@ -132,6 +128,14 @@ class Conversation(RequestBody):
 class ChatFields(SamplingFields, Conversation):
     """A conversation to answer; `top_logprobs` counts alternatives."""
 
+    IDLE: ClassVar[IdleFields] = {
+        **SamplingFields.IDLE,
+        "reasoning_effort": lambda body, limits: (
+            body.reasoning_effort != "none" and not limits.chat_format.takes_effort
+        ),
+        "thinking_token_budget": lambda _, limits: limits.chat_format.tag_ids is None,
+    }
+
     logprobs: bool = Field(False, description="Return log probabilities of the answer's tokens.")
     top_logprobs: Integer | None = Field(
         None, ge=0, description="How many of the most probable tokens to list at each position."
@@ -183,12 +187,3 @@ class ChatFields(SamplingFields, Conversation):
     def asked_max_tokens(self) -> int | None:
         """The most tokens of an answer, where the request names them."""
         return self.max_tokens
-
-    def dropped_hints(self, limits: ModelLimits) -> list[str]:
-        """Return also the fields about thoughts, if the model has no such thoughts."""
-        chat_format = limits.chat_format
-        is_idle = {
-            "reasoning_effort": self.reasoning_effort not in (None, "none") and not chat_format.takes_effort,
-            "thinking_token_budget": self.thinking_token_budget is not None and chat_format.tag_ids is None,
-        }
-        return super().dropped_hints(limits) + [name for name, idle in is_idle.items() if idle]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from engine.core.errors import ConfigError, InvalidRequestError, shorten
-from engine.text.chat.limits import ModelLimits
-from engine.text.fields.body import Integer, RequestBody
+from engine.text.fields.body import IdleFields, Integer, RequestBody
 from engine.text.fields.structured import Choices, ResponseFormat, Schema, StructuredOutputs, WhitespacePattern
 from engine.text.grammars.spec import GrammarSpec
 from engine.text.types import SamplingDefaults
@@ -55,6 +54,8 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 class QueueFields(RequestBody):
     """How a request waits for the engine."""
 
+    IDLE: ClassVar[IdleFields] = {"priority": lambda body, limits: body.priority != 0 and not limits.has_priorities}
+
     priority: int = Field(
         0, ge=-(2**31), lt=2**31, description="Lower goes first, under the policies priority and fair."
     )
@@ -67,11 +68,6 @@ class QueueFields(RequestBody):
     max_queue_ms: int | None = Field(
         None, ge=1, le=MAX_DEADLINE_MS, description="Drop the request if it cannot start this long after its arrival."
     )
-
-    def dropped_hints(self, limits: ModelLimits) -> list[str]:
-        """Return also the priority, where the scheduling policy ignores it."""
-        idle = ["priority"] if self.priority and not limits.has_priorities else []
-        return super().dropped_hints(limits) + idle
 
 
 class Constraint(NamedTuple):
@@ -122,6 +118,12 @@ class SamplingFields(QueueFields, ConstraintFields):
     `use_beam_search` searches with n beams and returns their answers best first, each at the end of the search;
     `length_penalty` and `early_stopping` are transformers'. `allowed_token_ids` and `bad_words` are vLLM's.
     """
+
+    IDLE: ClassVar[IdleFields] = {
+        **QueueFields.IDLE,
+        "length_penalty": lambda body, _: body.length_penalty != 1.0 and not body.use_beam_search,
+        "early_stopping": lambda body, _: body.early_stopping is not False and not body.use_beam_search,
+    }
 
     max_tokens: Integer | None = Field(None, ge=0)
     min_tokens: Integer = Field(
@@ -218,14 +220,6 @@ class SamplingFields(QueueFields, ConstraintFields):
     def num_drawn(self) -> int:
         """The answers that are drawn for each prompt; n of them are returned."""
         return self.n
-
-    def dropped_hints(self, limits: ModelLimits) -> list[str]:
-        """Return also the fields of a beam search, without one."""
-        is_idle = {
-            "length_penalty": self.length_penalty != 1.0 and not self.use_beam_search,
-            "early_stopping": self.early_stopping is not False and not self.use_beam_search,
-        }
-        return super().dropped_hints(limits) + [name for name, idle in is_idle.items() if idle]
 
 
 def check_defaults(defaults: SamplingDefaults) -> None:

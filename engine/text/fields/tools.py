@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
+from engine.core.errors import InvalidRequestError, shorten
 from engine.text.fields.body import RequestBody
 from engine.text.tools.tool_format import OfferedTool
 
@@ -45,29 +44,6 @@ class Tool(RequestBody):
 
     type: Literal["function"] = Field(description="Which kind of object this is.")
     function: Function = Field(description="The function.")
-
-
-def without_hosted(data: Any, own: Collection[str | None]) -> Any:
-    """Return a body without a provider's tools, if some of the types `own` remain.
-
-    The model can do without them. Each dropped type remains as an unknown field, which is reported to the client.
-    """
-    tools = data.get("tools") if isinstance(data, dict) else None
-    if not isinstance(tools, list):
-        return data
-    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-    hosted = {kind for kind in kinds if isinstance(kind, str) and kind not in own}
-    if not hosted:
-        return data
-    kept = [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in hosted]
-    if not kept:
-        wanted = next(kind for kind in own if kind is not None)
-        raise UnsupportedError(
-            "tools",
-            f"nothing here runs tools of type {shorten(min(hosted))!r}, and no others stand beside them; send tools of "
-            f"type {wanted!r}, which the client runs.",
-        )
-    return {**data, "tools": kept, **{f"tools.{kind}": True for kind in sorted(hosted)}}
 
 
 def check_tools(tools: list[Tool] | None) -> None:

@@ -59,7 +59,6 @@ class ChatPreprocessor:
                 "This model has no chat template; use /v1/completions, or start the server with --chat-template.",
                 param="messages",
             )
-        self.limits.check_length(chat.num_chars, "messages")
         messages: Sequence[Mapping[str, Any]] = [
             message.for_template(arguments_as_text=chat_format.earlier_calls.as_text) for message in chat.messages
         ]
@@ -71,6 +70,7 @@ class ChatPreprocessor:
             variables = {**chat_format.template_kwargs(chat.effort), **variables}
         if self._template_kwargs:
             variables = {**self._template_kwargs, **variables}
+        self.limits.check_length(chat.num_chars, "messages")
         return template.begin(
             messages,
             tools=tools,
@@ -83,7 +83,7 @@ class ChatPreprocessor:
         """Return the tokens of a rendered prompt. Raises ContextLengthError."""
         self.limits.check_length(len(text), "messages")
         ids = self._tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
-        return truncated(chat, ids, self.limits)
+        return ids if chat.truncate_prompt_tokens is None else truncated(chat, ids, self.limits)
 
     def prepare(self, chat: ChatFields, text: str | None = None) -> PreparedChat:
         """Return what the engine takes. `text` is the rendered prompt. Raises ClientError."""
@@ -111,7 +111,10 @@ class ChatPreprocessor:
     def _params(self, chat: ChatFields, num_prompt: int) -> SamplingParams:
         limits, asked = self.limits, chat.asked_max_tokens
         limits.check_logprobs(chat.top_logprobs, "top_logprobs")
-        longest = 0 if asked == 0 else self._longest(num_prompt)  # names `messages` if they leave no room
+        longest, default = 0, limits.tokenizer.sampling_defaults.max_tokens
+        if asked != 0:
+            longest = limits.rest_of_context(num_prompt, "messages")  # names them if they leave no room
+            longest = longest if default is None else min(longest, default)
         return sampling_params(
             chat,
             limits,
@@ -119,14 +122,6 @@ class ChatPreprocessor:
             logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
             prompt_logprobs=chat.prompt_logprobs,
         )
-
-    def _longest(self, num_prompt: int) -> int:
-        """Return the most tokens of an answer whose request names no bound. Raises ContextLengthError."""
-        rest, default = (
-            self.limits.rest_of_context(num_prompt, "messages"),
-            self._tokenizer.sampling_defaults.max_tokens,
-        )
-        return rest if default is None else min(rest, default)
 
     # -- tools -------------------------------------------------------------------------------------------------------
 

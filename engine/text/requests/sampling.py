@@ -21,10 +21,9 @@ _SHARED = SamplingFields.model_fields.keys() & {each.name for each in dataclasse
 
 
 def truncated(fields: SamplingFields, prompt: list[int], limits: ModelLimits) -> list[int]:
-    """Return the end of a prompt that truncate_prompt_tokens keeps; -1: what fits."""
+    """Return the end of a prompt that truncate_prompt_tokens, which is set, keeps; -1: what fits."""
     keep = fields.truncate_prompt_tokens
-    if keep is None:
-        return prompt
+    assert keep is not None
     room = limits.max_model_len - (1 if fields.max_tokens is None else fields.max_tokens)
     return prompt[-(keep if keep > 0 else max(room, 1)) :]
 

@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, shorten
-from engine.text.chat.limits import ModelLimits
-from engine.text.fields.body import Integer, Refused, RequestBody
+from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody
 from engine.text.fields.structured import Schema
-from engine.text.fields.tools import Function, without_hosted
+from engine.text.fields.tools import Function
 from server.openai.chat import ChatBody
 from server.openai.responses.items import Item, Items, chat_messages
 from server.openai.translated import TranslatedBody
@@ -143,6 +142,13 @@ class InputBody(TranslatedBody):
         "reasoning_effort": Refused((), "send reasoning: {effort: ...}"),
         "response_format": Refused((), "send text: {format: ...}"),
     }
+    IDLE: ClassVar[IdleFields] = {
+        **TranslatedBody.IDLE,
+        "reasoning.effort": lambda body, limits: (
+            body.reasoning.effort not in (None, "none") and not limits.chat_format.takes_effort
+        ),
+    }
+    OWN_TOOLS = ("function", None)
     OWN_NAMES: ClassVar[Mapping[str, str]] = {
         "messages": "input",
         "max_tokens": "max_output_tokens",
@@ -168,11 +174,6 @@ class InputBody(TranslatedBody):
         default_factory=ReasoningConfig, description="How much the model reasons before it answers."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_hosted_tools(cls, data: Any) -> Any:
-        return without_hosted(data, ("function", None))
-
     @model_validator(mode="after")
     def _check_names(self) -> InputBody:
         unknown = (self.tool_choice.names or frozenset()) - {tool.name for tool in self.tools}
@@ -181,11 +182,6 @@ class InputBody(TranslatedBody):
             message = f"tool_choice names {name!r}, which is not one of tools; send that tool, or leave it out."
             raise InvalidRequestError(message, param="tool_choice")
         return self
-
-    def dropped_hints(self, limits: ModelLimits) -> list[str]:
-        """Return also the effort, where the model has none."""
-        is_idle = self.reasoning.effort not in (None, "none") and not limits.chat_format.takes_effort
-        return super().dropped_hints(limits) + (["reasoning.effort"] if is_idle else [])
 
     def to_chat(self, earlier: Sequence[Item]) -> ChatBody:
         """Return the chat, after earlier items; earlier instructions are dropped."""
@@ -214,6 +210,8 @@ class InputBody(TranslatedBody):
 
 class ResponsesBody(InputBody):
     """The request."""
+
+    IDLE: ClassVar[IdleFields] = {**InputBody.IDLE, "stream_options": lambda body, _: not body.stream}
 
     max_output_tokens: Integer | None = Field(
         None, ge=1, description="The most tokens to generate, reasoning included."
@@ -245,11 +243,6 @@ class ResponsesBody(InputBody):
         """Return also the unknown values of `include`."""
         unknown = [ascii(shorten(name))[1:-1] for name in self.include if name not in EMPTY_INCLUDES | {LOGPROBS}]
         return super().ignored_fields() + [f"include.{name}" for name in unknown]
-
-    def dropped_hints(self, limits: ModelLimits) -> list[str]:
-        """Return also the options of a stream, without one."""
-        is_idle = self.stream_options is not None and not self.stream
-        return super().dropped_hints(limits) + (["stream_options"] if is_idle else [])
 
     def _answer_fields(self) -> dict[str, Any]:
         return {

@@ -15,9 +15,10 @@ from starlette.responses import Response
 
 from engine.core.errors import UnsupportedError, shorten
 from server.answers.formatter import ChunkMeta
+from server.answers.model import Result, aside
 from server.answers.parts import InModel, InOwner, InResponder, InResponses
 from server.answers.stored_responses import ResponseStore, StoredResponse
-from server.http.bodies import INLINE_BYTES, Result, aside, json_body
+from server.http.bodies import INLINE_BYTES, json_body
 from server.http.openapi import answers
 from server.http.threads import run_slowly
 from server.openai.chat import ChatBody
