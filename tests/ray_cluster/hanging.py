@@ -20,7 +20,7 @@ class HangingDaemon(deployment.Daemon):
 
     async def respond(self, request: Forwarded, blocks: list[bytes]) -> AsyncIterator[Piece]:
         if b"x-hang" in dict(Forwarded(*request).headers):
-            self._context.engine._runner.run = wait_forever  # type: ignore[method-assign]
+            self._client.engine._runner.run = wait_forever  # type: ignore[method-assign]
             deployment.leave = lambda: None  # type: ignore[assignment,return-value]
         async for piece in super().respond(request, blocks):
             yield piece
