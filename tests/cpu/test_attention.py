@@ -220,7 +220,7 @@ def test_the_definition_itself_equals_an_explicit_loop() -> None:
 def test_layers_with_different_windows_share_a_step() -> None:
     """Prepared once, a backend serves both kinds of layers of a model that alternates them."""
     torch.manual_seed(2)
-    backend = load_backend("cpu", CPU)
+    backend = load_backend("torch", CPU)
     steps, block_size = [(40, 1)] * 6, 16
     tables = make_tables(steps, block_size, is_scattered=True)
     backend.prepare(make_batch(steps, tables, block_size))

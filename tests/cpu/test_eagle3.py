@@ -230,7 +230,7 @@ def test_a_right_draft_is_accepted_and_answers_stay(bigrams: Path, model: Decode
 
 def test_a_target_with_windows_keeps_a_table_for_each_group(bigrams: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Preempted, swapped and forked; blocks that nothing holds are NaN."""
-    monkeypatch.setattr(groups, "TILE_KEYS", 4)  # the backend "cpu" reads no key before a window
+    monkeypatch.setattr(groups, "TILE_KEYS", 4)  # the backend "torch" reads no key before a window
     monkeypatch.setattr(groups, "_MAX_UNUSED", 2.0)
     target = load_model(EngineConfig(model=str(bigrams / "target")), CPU, torch.float32, lambda _: None)
     target._native = None  # type: ignore[attr-defined]
@@ -240,9 +240,9 @@ def test_a_target_with_windows_keeps_a_table_for_each_group(bigrams: Path, monke
     windows = groups.group_layers([*target.states, *head.states], 256, 1).windows
     assert len(windows) == 3
     asked, plain = requests(SAMPLING["several"]), settings()
-    expected = serve(target, plain, asked, apart=1, runner=make_runner(target, plain, "cpu"))
+    expected = serve(target, plain, asked, apart=1, runner=make_runner(target, plain, "torch"))
     config = replace(plain, num_blocks=44, num_host_blocks=200, num_speculative_tokens=4, windows=windows)
-    scheduler, runner = Scheduler(config), make_runner(target, config, "cpu", head=head)
+    scheduler, runner = Scheduler(config), make_runner(target, config, "torch", head=head)
     poisoner = Poisoner(runner, scheduler)
     served = serve(target, config, asked, apart=1, scheduler=scheduler, runner=poisoner)  # type: ignore[arg-type]
     assert served.ids == expected.ids

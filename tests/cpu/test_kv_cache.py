@@ -40,7 +40,7 @@ def test_layers_may_differ() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("name", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize("name", ["torch", "reference"])
 def test_the_tensors_weigh_what_the_formula_says(name: str, dtype: torch.dtype) -> None:
     specs = [AttentionSpec(4, 2, 8, 1.0), AttentionSpec(4, 1, 16, 1.0)]
     pool = KVCache(specs, load_backend(name, CPU), num_blocks=3, block_size=4, dtype=dtype, device=CPU)
@@ -127,7 +127,7 @@ def test_more_than_there_is_is_an_error() -> None:
     with pytest.raises(MemoryBudgetError, match="which cpu memory does not have"):
         KVCache(
             [AttentionSpec(8, 8, 128, 1.0)],
-            load_backend("cpu", CPU),
+            load_backend("torch", CPU),
             num_blocks=1 << 40,
             block_size=16,
             dtype=torch.float32,

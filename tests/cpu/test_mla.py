@@ -182,7 +182,7 @@ def test_absorbed_is_naive(query_rank: int | None, is_interleaved: bool) -> None
 
 
 @pytest.mark.parametrize(
-    "backend", ["cpu", pytest.param("cpu_native", marks=pytest.mark.skipif(native() is None, reason="no library"))]
+    "backend", ["torch", pytest.param("cpu_native", marks=pytest.mark.skipif(native() is None, reason="no library"))]
 )
 def test_bfloat16_is_bounded(backend: str) -> None:
     """With the sizes of V2-Lite's heads, rounding costs less than a hundredth of the results."""
@@ -218,7 +218,7 @@ def test_a_token_takes_576_numbers_a_layer() -> None:
     specs = [spec_of(config)] * 27
     assert config.layers[0].heads.head_dim == 576
     assert block_bytes(specs, 16, torch.bfloat16) == 16 * 27 * 576 * 2
-    for name in ("cpu", "reference", *(["cpu_native"] if native() else [])):
+    for name in ("torch", "reference", *(["cpu_native"] if native() else [])):
         pool = KVCache(
             specs[:2], load_backend(name, CPU), num_blocks=3, block_size=16, dtype=torch.bfloat16, device=CPU
         )
@@ -244,7 +244,7 @@ def test_narrow_pools_are_for_a_cpu() -> None:
         resolve_kv_dtype("fp8", torch.bfloat16, specs)
     cuda = torch.device("cuda")
     with pytest.raises(ConfigError, match="in int8 on a CPU only"):
-        KVCache(specs, load_backend("cpu", CPU), num_blocks=1, block_size=16, dtype=torch.int8, device=cuda)
+        KVCache(specs, load_backend("torch", CPU), num_blocks=1, block_size=16, dtype=torch.int8, device=cuda)
     assert resolve_kv_dtype("int8", torch.bfloat16, specs) is torch.int8
     assert resolve_kv_dtype("auto", torch.bfloat16, specs) is torch.bfloat16
 

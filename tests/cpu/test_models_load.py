@@ -146,18 +146,15 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
     assert not torch.equal(logits_of(other, IDS, [20]), logits)
 
 
-@pytest.mark.parametrize("kernel", ["native", "prepacked", "plain"])
+@pytest.mark.parametrize("kernel", ["native", "plain"])
 def test_a_packed_weight_multiplies_alike(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel != "native":
         monkeypatch.setattr(linear, "native", lambda: None)
-    if kernel == "plain":
-        monkeypatch.setattr(linear, "_prepacking_works", lambda dtype: False)
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((48, 32), (48,), (5, 32)))
     for dtype in (torch.float32, torch.bfloat16):
         product = linear.Linear(linear.pack(weight.to(dtype), bias.to(dtype)))
-        is_plain = kernel == "plain" or (kernel == "prepacked" and not linear._prepacking_works(dtype))
-        assert isinstance(product.product, linear.Dense) == is_plain
+        assert isinstance(product.product, linear.Dense) == (kernel == "plain")
         expected = F.linear(x.to(dtype), weight.to(dtype), bias.to(dtype))
         torch.testing.assert_close(product(x.to(dtype)), expected)
         assert product(x[:0].to(dtype)).shape == (0, 48)

@@ -5,7 +5,6 @@ backend.py is their interface, table.py chooses. Standard library only.
 
 BACKENDS = {
     "cpu_native": "engine.runtime.attention.cpu_native:CpuNativeAttention",
-    "cpu": "engine.runtime.attention.cpu_paged:CpuPagedAttention",
     "torch": "engine.runtime.attention.torch_paged:TorchPagedAttention",
     "reference": "engine.runtime.attention.reference:ReferenceAttention",
 }

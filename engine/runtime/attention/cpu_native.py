@@ -31,7 +31,7 @@ class CpuNativeAttention(AttentionBackend):
         """Raise ConfigError for an odd head_dim."""
         odd = next((dim for dim in (spec.head_dim, spec.out_dim) if dim % 2), None)
         if odd is not None:
-            raise ConfigError(f"--attention-backend 'cpu_native' needs an even head_dim, not {odd}; use 'cpu'.")
+            raise ConfigError(f"--attention-backend 'cpu_native' needs an even head_dim, not {odd}; use 'torch'.")
 
     def paged_layer(self, spec: AttentionSpec, k_pool: Tensor, v_pool: Tensor) -> PagedLayer:
         """Return a layer, for a forward pass that is one call."""

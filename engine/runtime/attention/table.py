@@ -45,10 +45,10 @@ def describe_choice(name: str, device: torch.device) -> str:
 
 def _absence(name: str, device: torch.device) -> str | None:
     """Return why a backend does not run here, as the end of a sentence; None if it does."""
-    if name in ("cpu", "cpu_native"):
+    if name == "cpu_native":
         if device.type != "cpu":
             return f"is for CPUs, and the device is {device.type!r}"
-        return _NO_KERNELS if name == "cpu_native" and native() is None else None
+        return _NO_KERNELS if native() is None else None
     if name in GPU_BACKENDS | LIBRARIES and not has_triton(device):
         return f"needs the package triton and a recent CUDA device, and the device is {device.type!r}"
     if name in LIBRARIES:
@@ -60,4 +60,4 @@ def _absence(name: str, device: torch.device) -> str | None:
 def _best(device: torch.device) -> str:
     if device.type != "cpu":
         return "triton" if has_triton(device) else "torch"
-    return "cpu" if native() is None else "cpu_native"
+    return "torch" if native() is None else "cpu_native"

@@ -1,13 +1,9 @@
 """The one matrix product of every model: y = x W^T + b.
 
 All linears go through `Linear`. How its weight is stored and multiplied is the business of a Product, which a scheme
-makes (engine/runtime/schemes/). `pack` makes the one of a weight of floats. On a CPU that is the first of these:
-
-- the native library's product. Each sum has one order, so a row's result has the same bits in any batch, and a seeded
-  request gives the same text alone and in a full batch.
-- oneDNN's layout, through private operators of torch, which are tried on a small matrix first: 23 ms a step of the
-  default model instead of 35.
-- F.linear, if none of these works, and on CUDA.
+makes (engine/runtime/schemes/). `pack` makes the one of a weight of floats. On a CPU that is the native library's, if it
+has the type: each sum has one order, so a row's result has the same bits in any batch, and a seeded request gives the same
+text alone and in a full batch. Otherwise it is F.linear.
 """
 
 from __future__ import annotations
@@ -173,13 +169,8 @@ def pack(
     The native library's packed weight goes to `arena`, if given.
     """
     library = native()
-    if weight.device.type != "cpu":
-        return Dense(weight, bias)
     if library and PackedLinear.fits(weight):
         return PackedLinear(library, weight, bias, CODES[activation], arena)
-    if _prepacking_works(weight.dtype):
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001 - probed
-        return lambda x: _prepacked_linear(x, packed, bias)
     return Dense(weight, bias)
 
 
@@ -194,20 +185,3 @@ def _has_float32_products(device: torch.device, dtype: torch.dtype) -> bool:
     except (TypeError, RuntimeError):  # an older torch, or a build or a device without
         return False
     return True
-
-
-def _prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # noqa: SLF001 - probed
-
-
-@cache
-def _prepacking_works(dtype: torch.dtype) -> bool:
-    """Return whether the private operators exist here and agree with F.linear."""
-    generator = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(96, 64, generator=generator).to(dtype), torch.randn(3, 64, generator=generator).to(dtype)
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001 - probed
-        found = _prepacked_linear(x, packed, None)
-    except (AttributeError, RuntimeError, NotImplementedError):  # no such operator, or not for this type or machine
-        return False
-    return torch.allclose(found.float(), F.linear(x, weight).float(), rtol=1e-2, atol=1e-2)
