@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from engine.runtime.native.library import native
-from engine.runtime.parallel.group import GlooGroup, Group, SharedMemoryGroup
+from engine.runtime.parallel.cpu_groups import GlooGroup, SharedMemoryGroup
+from engine.runtime.parallel.group import Group
 from loadtest.arguments import positive_int
 from loadtest.output import print_table
 

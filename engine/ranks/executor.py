@@ -29,9 +29,10 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, ModelLoadError, QuireError
 from engine.ranks.worker import Start
 from engine.runtime.execution.packet import Kind, Step, encode
+from engine.runtime.execution.ranks import Ranks
 from engine.runtime.native.library import GroupError, native
-from engine.runtime.parallel.exchange import least
-from engine.runtime.parallel.group import SINGLE, Group, open_group
+from engine.runtime.parallel.cpu_groups import open_group
+from engine.runtime.parallel.group import SINGLE, Group, least
 from engine.runtime.parallel.ring import RingError, RingWriter, make_memory
 from engine.runtime.pool.batch import DecodeRows, Packet
 from engine.settings.engine_config import EngineConfig
@@ -61,7 +62,7 @@ def start_ranks(config: EngineConfig, device: torch.device) -> Executor:
     return Executor(config, config.num_threads or max(usable_cpus() // config.tensor_parallel_size, 1))
 
 
-class Executor:
+class Executor(Ranks):
     """The other ranks of one model, as processes of this machine: the Ranks of a ModelRunner."""
 
     def __init__(self, config: EngineConfig, num_threads: int) -> None:

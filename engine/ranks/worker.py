@@ -28,8 +28,8 @@ from engine.runtime.execution.packet import Kind, RankMessage, Step, decode
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.library import GroupError, choose_kernels, native
-from engine.runtime.parallel.exchange import least
-from engine.runtime.parallel.group import Group, open_group
+from engine.runtime.parallel.cpu_groups import open_group
+from engine.runtime.parallel.group import Group, least
 from engine.runtime.parallel.ring import RingReader
 from engine.runtime.pool.batch import DecodeRows, Packet, PacketBuffers, scored_portions
 from engine.runtime.pool.groups import regroup

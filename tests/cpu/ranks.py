@@ -14,8 +14,8 @@ from engine.runtime.attention.table import load_backend
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import GroupError, native
-from engine.runtime.parallel.exchange import least
-from engine.runtime.parallel.group import SINGLE, GlooGroup, Group, SharedMemoryGroup
+from engine.runtime.parallel.cpu_groups import GlooGroup, SharedMemoryGroup
+from engine.runtime.parallel.group import SINGLE, Group, least
 from engine.runtime.pool.kv_cache import KVCache
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.dense_attention import DenseAttention

@@ -15,7 +15,7 @@ from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.models.load import load_eagle3, load_model, load_mtp
-from engine.runtime.parallel.group import SINGLE, Group, Single
+from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.settings.engine_config import EngineConfig
 from tests.cpu import packers
@@ -38,7 +38,7 @@ REFUSED = {
 }
 
 
-class Rank(Single):
+class Rank(Group):
     """A rank without others: for loading, in which nothing is sent."""
 
     def __init__(self, rank: int, size: int) -> None:

@@ -19,7 +19,7 @@ from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.stores import pinned
-from engine.runtime.stores.host import MainMemoryPool, count_host_blocks
+from engine.runtime.stores.host import HostPool, count_host_blocks
 from engine.runtime.stores.pinned import gather, runs, scatter
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
@@ -50,7 +50,7 @@ def test_blocks_come_back_as_they_went(backend: str, dtype: torch.dtype) -> None
     cache = filled(backend, dtype)
     assert sum(view.nbytes for view in cache.blocks) == sum(each.nbytes for each in (*cache._keys, *cache._values))
     before = [view.clone() for view in cache.blocks]
-    host = MainMemoryPool(cache.blocks, 4)
+    host = HostPool(cache.blocks, 4)
     host.begin(StepPlan(0, swap_out=OUT))
     for view in cache.blocks:
         view[[0, 6]] = 0  # whoever has them now writes to them
@@ -185,7 +185,7 @@ def test_an_engine_with_swap_space_says_what_one_without_says(tiny: partial[Engi
 
 def test_an_engine_whose_copies_fail_says_the_same(tiny: partial[EngineConfig]) -> None:
     without, broken = (build_engine(tiny(swap_space=gib), lambda _: None) for gib in (0.0, 0.001))
-    broken._runner._host_pool._rows.pop()  # type: ignore[attr-defined]  # so the last layer has nowhere to go
+    broken._runner._host_pool._views.pop()  # type: ignore[attr-defined]  # so the last layer has nowhere to go
     assert answers(broken) == answers(without)
     assert broken.stats.failed_copies == 1
     assert broken.stats.preempted[PreemptionKind.SWAP] > 0 == sum(broken.stats.swapped_blocks.values())
@@ -206,7 +206,7 @@ def test_more_than_there_is_is_refused(tmp_path: Path) -> None:
 
 
 def test_on_a_cpu_host_blocks_are_a_file_that_has_no_name(tmp_path: Path) -> None:
-    host = MainMemoryPool(filled("torch", torch.float32).blocks, 4, tmp_path)
+    host = HostPool(filled("torch", torch.float32).blocks, 4, tmp_path)
     assert not any(tmp_path.iterdir())
     maps = Path("/proc/self/maps").read_text()
     assert any(str(tmp_path) in line and line.endswith("(deleted)") for line in maps.splitlines())

@@ -1,12 +1,12 @@
-"""The other ranks of a model, seen from the first rank's runner; with `Alone` there are none, which costs nothing.
+"""The other ranks of a model, seen from the first rank's runner; `Ranks` itself has none, which costs nothing.
 
-engine/ranks/executor.py implements it with processes, and ends them. Engine thread, after the thread that builds the engine.
+engine/ranks/executor.py has them as processes, and ends them. Engine thread, after the thread that builds the engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,77 +18,36 @@ if TYPE_CHECKING:
     from torch.cuda import Event
 
 
-class Ranks(Protocol):
-    """The other ranks, which do what they are sent, in the same order."""
+class Ranks:
+    """The other ranks, which do what they are sent, in the same order; here none."""
 
-    @property
-    def group(self) -> Group:
-        """Return the group of all ranks."""
-        ...
+    group: Group = SINGLE  # of all ranks
 
     def send(self, work: Packet | DecodeRows, *, draws: bool) -> None:
         """Have them compute a step; `share` follows where it `draws` ids outside of a graph."""
-        ...
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Have them copy blocks, in a step without tokens."""
-        ...
 
     def share(self, last_ids: Tensor) -> None:
         """Send them the drawn ids, if they may need them before the host knows them."""
-        ...
 
     def configure(self, config: SchedulerConfig) -> None:
         """Have them allocate the pool with these sizes, and drop their graphs."""
-        ...
 
     def capture(self) -> None:
         """Have them capture the graphs of decode steps."""
-        ...
 
     def least_room(self, room: int) -> int:
         """Return the least of the bytes that all ranks' devices have left for K/V and steps, this one's being `room`."""
-        ...
-
-    def hold_to_share(self) -> None:
-        """Have them hold torch to their share of their devices' memory."""
-        ...
-
-    def await_event(self, event: Event) -> None:
-        """Wait until the device has reached an event. Raises GroupError if a rank is lost or hangs."""
-        ...
-
-
-class Alone:
-    """No other ranks."""
-
-    group: Group = SINGLE
-
-    def send(self, work: Packet | DecodeRows, *, draws: bool) -> None:
-        """Do nothing."""
-
-    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Do nothing."""
-
-    def share(self, last_ids: Tensor) -> None:
-        """Do nothing."""
-
-    def configure(self, config: SchedulerConfig) -> None:
-        """Do nothing."""
-
-    def capture(self) -> None:
-        """Do nothing."""
-
-    def least_room(self, room: int) -> int:
-        """Return `room`."""
         return room
 
     def hold_to_share(self) -> None:
-        """Do nothing."""
+        """Have them hold torch to their share of their devices' memory."""
 
     def await_event(self, event: Event) -> None:
-        """Wait for it."""
+        """Wait until the device has reached an event. Raises GroupError if a rank is lost or hangs."""
         event.synchronize()
 
 
-ALONE = Alone()
+ALONE = Ranks()

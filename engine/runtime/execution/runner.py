@@ -41,7 +41,7 @@ from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
 from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain, reads_text
 from engine.runtime.speculation.drafter import Drafter, fold, with_drafts
 from engine.runtime.speculation.heads import Head, HeadDrafter
-from engine.runtime.stores.host import HostPool, MainMemoryPool
+from engine.runtime.stores.host import HostPool
 from engine.runtime.transfer import to_device
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class ModelRunner:
 
             self._host_pool = PinnedPool(self._kv_cache.blocks, num_blocks, self._device)
         else:
-            self._host_pool = MainMemoryPool(self._kv_cache.blocks, num_blocks, folder)
+            self._host_pool = HostPool(self._kv_cache.blocks, num_blocks, folder)
         return self._host_pool
 
     @property

@@ -6,197 +6,67 @@ process; its engine thread makes all calls, in the same order as the other ranks
 
 from __future__ import annotations
 
-import mmap
-import os
-from ctypes import addressof, c_char
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.core.errors import ConfigError
-from engine.runtime.native.library import GroupArgs, Library, native
-from engine.runtime.parallel.exchange import guarded, place
-from engine.system.host_limits import usable_cpus
-
-_SPINS = 10_000  # looks at another rank, a few hundred us, before a rank yields its core
+from engine.runtime.native.library import GroupError
 
 
-class Group(Protocol):
-    """The ranks, seen from one of them. A call that waits too long for another rank raises GroupError."""
+class Group:
+    """The ranks, seen from one of them; this one is alone, and sends nothing.
 
-    rank: int
-    size: int
+    Of several ranks, a call that waits too long for another one raises GroupError.
+    """
 
-    @property
-    def address(self) -> int | None:
-        """Return the C group's address for the native decoder; None: the model reduces by `all_reduce`."""
-        ...
+    rank = 0
+    size = 1
+    address: int | None = None  # of the C group, for the native decoder; None: the model reduces by `all_reduce`
 
     def all_reduce(self, x: Tensor) -> None:
         """Replace contiguous x by the sum of all ranks' x."""
-        ...
 
     def gather(self, x: Tensor, out: Tensor | None) -> None:
         """Write the columns of x [R, n] of all ranks, n being the same on all, to rank 0's out [R, width].
 
-        Columns beyond the width are dropped. The other ranks have no out.
+        Columns beyond the width are dropped. The other ranks have no out. One rank's are written where they are wanted.
         """
-        ...
 
     def broadcast(self, x: Tensor) -> None:
         """Replace contiguous x by rank 0's."""
-        ...
 
     def abort(self) -> None:
         """Let the calls of all ranks fail that wait or follow. Any thread may call it."""
-        ...
 
     def close(self) -> None:
         """Release the group's memory or connections."""
-        ...
 
 
-class Single:
-    """The group of a model on one process: nothing is sent."""
-
-    rank, size, address = 0, 1, None
-
-    def all_reduce(self, x: Tensor) -> None:
-        """Do nothing."""
-
-    def gather(self, x: Tensor, out: Tensor | None) -> None:
-        """Do nothing: logits are written where they are wanted."""
-
-    def broadcast(self, x: Tensor) -> None:
-        """Do nothing."""
-
-    def abort(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+SINGLE = Group()
 
 
-SINGLE = Single()
+def least(group: Group, number: int, device: torch.device) -> int:
+    """Return the least of all ranks' numbers, which all ranks call for: a choice that one rank must not make alone."""
+    mine = torch.tensor([[number]], dtype=torch.int64, device=device)
+    everyones = mine.new_empty(1, group.size) if group.rank == 0 else None
+    group.gather(mine, everyones)
+    agreed = mine if everyones is None else everyones.amin(1, keepdim=True)
+    group.broadcast(agreed)
+    return int(agreed)
 
 
-def open_group(folder: Path, rank: int, size: int, device: torch.device, *, timeout_s: float) -> Group:
-    """Open the group with all other ranks, which call this too, with the same empty private folder."""
-    if size == 1:
-        return SINGLE
-    if device.type == "cuda":
-        from engine.runtime.parallel.nccl import NcclGroup
-
-        return NcclGroup(folder, rank, size, device, timeout_s=timeout_s)
-    library = native()
-    if library is None:
-        return GlooGroup(folder, rank, size, timeout_s=timeout_s)
-    return SharedMemoryGroup(library, folder, rank, size, timeout_s=timeout_s)
+def place(parts: Sequence[Tensor], out: Tensor | None) -> None:
+    """Write the ranks' columns side by side to `out`, as far as it is wide."""
+    if out is not None:
+        for columns, part in zip(out.split(parts[0].shape[1], 1), parts, strict=True):
+            columns.copy_(part[:, : columns.shape[1]])
 
 
-class SharedMemoryGroup:
-    """Ranks on the CPUs of one machine, which exchange numbers through the native library; `folder` is in memory."""
-
-    def __init__(self, library: Library, folder: Path, rank: int, size: int, *, timeout_s: float) -> None:
-        self.rank, self.size, self._library = rank, size, library
-        path, num_bytes = folder / "sums", library.group_bytes(size)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:  # every rank does this, for the first finds no file; a write to a full folder would be a SIGBUS
-            os.posix_fallocate(file, 0, num_bytes)
-            self._memory = mmap.mmap(file, num_bytes)
-        except OSError as error:
-            raise ConfigError(
-                f"--tensor-parallel-size {size} needs {num_bytes >> 10} KiB in {folder.parent}: {error.strerror}; make room "
-                "there, in a container with --shm-size."
-            ) from None
-        finally:
-            os.close(file)
-        is_crowded = size * library.num_threads > usable_cpus()
-        self._view = (c_char * num_bytes).from_buffer(self._memory)
-        self._args = GroupArgs(addressof(self._view), int(timeout_s * 1000), rank, size, 0 if is_crowded else _SPINS)
-        self.all_reduce(torch.empty(0))  # all ranks have the memory
-        path.unlink(missing_ok=True)
-
-    @property
-    def address(self) -> int | None:
-        """Return the address of the native library's description, valid while this object lives."""
-        return addressof(self._args)
-
-    def all_reduce(self, x: Tensor) -> None:
-        """Replace contiguous x by the float32 sum of all ranks' x."""
-        assert x.is_contiguous()
-        wide = x.float()  # x itself, if that is float32
-        self._library.group_sum(self._args, wide.data_ptr(), wide.numel())
-        if wide is not x:
-            x.copy_(wide)
-
-    def gather(self, x: Tensor, out: Tensor | None) -> None:
-        """Write the columns of all ranks to rank 0's out."""
-        assert x.is_contiguous()
-        assert out is None or (out.is_contiguous() and out.dtype == x.dtype)
-        at, width = (None, 0) if out is None else (out.data_ptr(), out.shape[1] * out.itemsize)
-        self._library.group_gather(self._args, x.data_ptr(), at, len(x), x.shape[1] * x.itemsize, width)
-
-    def broadcast(self, x: Tensor) -> None:
-        """Replace contiguous x by rank 0's."""
-        assert x.is_contiguous()
-        self._library.group_broadcast(self._args, x.data_ptr(), x.nbytes)
-
-    def abort(self) -> None:
-        """Let the calls of all ranks fail."""
-        self._library.group_abort(self._args)
-
-    def close(self) -> None:
-        """Let the calls of all ranks fail; the memory goes with this object."""
-        self.abort()
-
-
-class GlooGroup:
-    """Ranks that exchange tensors through torch.distributed's gloo: sockets, on any CPU."""
-
-    address = None
-
-    def __init__(self, folder: Path, rank: int, size: int, *, timeout_s: float) -> None:
-        import torch.distributed as dist  # takes time to import, and most models need no group
-
-        self.rank, self.size, self._options = rank, size, dist
-        limit = timedelta(seconds=timeout_s)
-        store = dist.FileStore(str(folder / "gloo"), size)  # type: ignore[attr-defined] # torch has it
-        self._ranks: Any = guarded(lambda: dist.ProcessGroupGloo(store, rank, size, limit))
-
-    def all_reduce(self, x: Tensor) -> None:
-        """Replace contiguous x by the float32 sum of all ranks' x."""
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        guarded(lambda: self._ranks.allgather([parts], [x]).wait())
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        x.copy_(total)
-
-    def gather(self, x: Tensor, out: Tensor | None) -> None:
-        """Write the columns of all ranks to rank 0's out."""
-        parts = [
-            torch.empty_like(x, memory_format=torch.contiguous_format)
-            for _ in range(self.size if out is not None else 0)
-        ]
-        options = self._options.GatherOptions()
-        options.rootRank = 0
-        guarded(lambda: self._ranks.gather([parts] if parts else [], [x.contiguous()], options).wait())
-        place(parts, out)
-
-    def broadcast(self, x: Tensor) -> None:
-        """Replace contiguous x by rank 0's."""
-        options = self._options.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        guarded(lambda: self._ranks.broadcast([x], options).wait())
-
-    def abort(self) -> None:
-        """Close the connections."""
-        self._ranks.abort()
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._ranks.abort()
+def guarded(call: Callable[[], Any]) -> Any:
+    """Return a call's result. Raises GroupError where torch.distributed raises RuntimeError."""
+    try:
+        return call()
+    except RuntimeError as error:
+        raise GroupError(f"A rank of the model did not take part in a step: {error}") from error

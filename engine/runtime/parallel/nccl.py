@@ -20,17 +20,15 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
-from engine.runtime.parallel.exchange import guarded, least, place
+from engine.runtime.parallel.group import Group, guarded, least, place
 
 ONE_SHOT_BYTES = 1 << 19  # sums of at most so many take one kernel; from published figures, never measured
 _ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)  # that torch's kernel adds; it raises for float16
 _log = logging.getLogger(__name__)
 
 
-class NcclGroup:
+class NcclGroup(Group):
     """Ranks with a GPU each; one such group a process."""
-
-    address = None
 
     def __init__(self, folder: Path, rank: int, size: int, device: torch.device, *, timeout_s: float) -> None:
         self.rank, self.size = rank, size

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,28 +17,6 @@ from engine.core.step import StepPlan
 from engine.runtime import huge_pages, mapped_file
 
 _GIB = 1 << 30
-
-
-class HostPool(Protocol):
-    """Host blocks; every plan calls `begin`, copies on write, calls `bring_in`."""
-
-    def begin(self, plan: StepPlan) -> None:
-        """Copy out `swap_out`, before the pool is written; complete earlier arrivals."""
-
-    def settle(self) -> None:
-        """Complete earlier arrivals before anything else is launched, between plans."""
-
-    def bring_in(self, plan: StepPlan) -> None:
-        """Copy in the plan's `swap_in`, before any slice that reads it."""
-
-    def row(self, host_block: int) -> memoryview:
-        """Return a host block's bytes, for a thread that called `finish_copies`."""
-
-    def finish_copies(self) -> None:
-        """Return when all copies of plans that were launched are done. Any thread."""
-
-    def close(self) -> None:
-        """Free the memory."""
 
 
 def host_rows(pool: Sequence[Tensor], num_blocks: int) -> Tensor:
@@ -65,37 +42,40 @@ def split_rows(rows: Tensor, pool: Sequence[Tensor]) -> list[Tensor]:
     return [part.unflatten(1, view.shape[1:]) for part, view in zip(parts, pool, strict=True)]
 
 
-class MainMemoryPool:
-    """Host blocks of a pool in main memory: in a file, which the system may page to."""
+class HostPool:
+    """Host blocks; every plan calls `begin`, copies on write, calls `bring_in`.
+
+    These are of a pool in main memory, and in a file, which the system may page to; copies end with their calls.
+    """
 
     def __init__(self, pool: Sequence[Tensor], num_blocks: int, folder: Path | None = None) -> None:
         self._pool = list(pool)
         size = sum(view[0].numel() for view in pool)
         rows = mapped_file.zeros((num_blocks, size), pool[0].dtype, folder)
         self._bytes = rows_as_bytes(rows)
-        self._rows = split_rows(rows, pool)
+        self._views = split_rows(rows, pool)
 
     def begin(self, plan: StepPlan) -> None:
-        """Copy the plan's `swap_out`."""
-        self._copy(self._pool, self._rows, plan.swap_out)
+        """Copy out `swap_out`, before the pool is written; complete earlier arrivals."""
+        self._copy(self._pool, self._views, plan.swap_out)
 
     def settle(self) -> None:
-        """Do nothing: copies are complete when their plan was launched."""
+        """Complete earlier arrivals before anything else is launched, between plans."""
 
     def bring_in(self, plan: StepPlan) -> None:
-        """Copy the plan's `swap_in`."""
-        self._copy(self._rows, self._pool, plan.swap_in)
+        """Copy in the plan's `swap_in`, before any slice that reads it."""
+        self._copy(self._views, self._pool, plan.swap_in)
 
     def row(self, host_block: int) -> memoryview:
-        """Return the bytes of a host block."""
+        """Return a host block's bytes, for a thread that called `finish_copies`."""
         return self._bytes[host_block]
 
     def finish_copies(self) -> None:
-        """Do nothing: copies are complete when their plan was launched."""
+        """Return when all copies of plans that were launched are done. Any thread."""
 
     def close(self) -> None:
         """Free the memory."""
-        self._pool, self._rows, self._bytes = [], [], []
+        self._pool, self._views, self._bytes = [], [], []
 
     def _copy(self, sources: list[Tensor], destinations: list[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:

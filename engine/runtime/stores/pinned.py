@@ -16,14 +16,14 @@ from torch import Tensor
 
 from engine.core.errors import MemoryBudgetError
 from engine.core.step import StepPlan
-from engine.runtime.stores.host import host_rows, rows_as_bytes, split_rows
+from engine.runtime.stores.host import HostPool, host_rows, rows_as_bytes, split_rows
 from engine.runtime.transfer import to_device
 
 STAGING_BYTES = 64 << 20  # of device memory, for each direction
 
 
-class PinnedPool:
-    """See engine/runtime/stores/host.py."""
+class PinnedPool(HostPool):
+    """Host blocks in pinned memory, copied beside the steps."""
 
     def __init__(self, pool: Sequence[Tensor], num_blocks: int, device: torch.device) -> None:
         self._pool, self._device = list(pool), device
