@@ -17,7 +17,7 @@ import torch
 
 from engine.core.errors import ConfigError
 from engine.runtime.native.library import GroupError
-from engine.runtime.parallel import group as groups
+from engine.runtime.parallel import cpu_groups as groups
 from engine.runtime.parallel import nccl
 from tests.cpu import ranks
 from tests.patience import PATIENCE_S

@@ -234,7 +234,9 @@ def test_what_does_not_run_here_is_refused_with_what_does(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "__version__", "2.13.0")
     with pytest.raises(ConfigError, match=r"'torch_varlen', which needs FlashAttention-3 .* this is torch 2\.13\.0"):
         table.load_backend("torch_varlen", cuda)
-    with pytest.raises(ConfigError, match="'cpu', which is for CPUs, and the device is 'cuda'; this machine has"):
+    with pytest.raises(
+        ConfigError, match="'cpu_native', which is for CPUs, and the device is 'cuda'; this machine has"
+    ):
         table.load_backend("cpu_native", cuda)
     told = table.describe_choice("auto", cuda)
     assert told.startswith("triton; torch_varlen needs FlashAttention-3")
