@@ -15,7 +15,7 @@ from engine.core.errors import ConfigError
 from engine.core.kv.eviction import EVICTION_POLICIES
 from engine.core.queues import POLICIES
 from engine.files.formats import FORMATS
-from engine.runtime.attention import BACKENDS, GPU_BACKENDS, LIBRARIES
+from engine.runtime.attention import BACKENDS
 from engine.runtime.schemes import SCHEMES
 from engine.settings.kv_events_config import KVEventsConfig
 from engine.settings.peer import Peer, is_peer
@@ -115,7 +115,7 @@ class EngineConfig:
         "auto",
         "",
         "attention implementation; auto takes the best one for the device",
-        choices=("auto", *BACKENDS, *GPU_BACKENDS, *LIBRARIES),
+        choices=("auto", *BACKENDS),
     )
     cpu_kernels: str = _device(
         "auto",

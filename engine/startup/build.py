@@ -136,8 +136,7 @@ class _Parts:
     def groups(self) -> LayerGroups:
         """Return the groups of layers; one where something reads K/V of all layers behind their windows."""
         specs, config = self.states, self.config
-        backend = load_backend(config.attention_backend, self.device)
-        if self._drafts_bytes or backend.needs_whole_contexts:
+        if self._drafts_bytes:
             return one_group(len(specs))
         num_heads = 0 if self.head is None else len(self.head.states)
         return group_layers(specs, config.max_model_len or self.model.max_model_len, num_heads)

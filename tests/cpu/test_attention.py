@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from engine.runtime.attention import BACKENDS
+from engine.core.errors import ConfigError
+from engine.runtime.attention import BACKENDS, table
 from engine.runtime.attention.backend import AttentionBackend, Batch
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
@@ -17,7 +18,9 @@ from engine.runtime.native.library import native
 CPU = torch.device("cpu")
 NUM_BLOCKS = 96
 needs_kernels = pytest.mark.skipif(native() is None, reason="no native kernels here and no C compiler to make them")
-HERE = [pytest.param(name, marks=needs_kernels if name == "cpu_native" else ()) for name in BACKENDS]
+HERE = [
+    pytest.param(name, marks=needs_kernels if name == "cpu_native" else ()) for name in BACKENDS if name != "triton"
+]
 SPECS = {
     "gqa": AttentionSpec(6, 2, 16, 0.25),
     "mha": AttentionSpec(4, 4, 8, 0.3),
@@ -232,3 +235,15 @@ def test_layers_with_different_windows_share_a_step() -> None:
             keys, values = (pool[:, tables[s]].flatten(1, 2)[:, :41].transpose(0, 1) for pool in (k_pool, v_pool))
             expected = dense_attention(spec, q[s : s + 1], keys, values, 40)
             torch.testing.assert_close(out[s : s + 1], expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_backend_that_does_not_run_here_is_refused_with_those_that_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(table, "has_triton", lambda device: True)
+    with pytest.raises(ConfigError) as caught:
+        load_backend("cpu_native", cuda)
+    assert str(caught.value) == (
+        "--attention-backend is 'cpu_native', which is for CPUs, and the device is 'cuda'; this machine has torch, reference, "
+        "triton, or use 'auto'."
+    )
+    assert table.describe_choice("auto", cuda) == "triton"

@@ -415,9 +415,9 @@ def test_a_captured_step_can_be_replayed() -> None:
 
 def test_a_head_that_is_too_wide_is_refused() -> None:
     with pytest.raises(ConfigError, match="a head_dim of at most 256, and the model's is 512; use 'torch'"):
-        TritonPagedAttention().check(make_spec(512, 1), torch.bfloat16, 16, DEVICE)
+        TritonPagedAttention().check(make_spec(512, 1), torch.bfloat16)
     with pytest.raises(ConfigError, match="serves bfloat16, float16, float32, and --dtype makes K and V float64"):
-        TritonPagedAttention().check(make_spec(64, 1), torch.float64, 16, DEVICE)
+        TritonPagedAttention().check(make_spec(64, 1), torch.float64)
 
 
 def test_triton_is_chosen_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_a_step_through_the_backend(spec: AttentionSpec, steps: list, block_size
     case.store_all(is_new_too=False)
     keys, _ = case.new()
     backend = TritonPagedAttention()
-    backend.check(spec, dtype, block_size, DEVICE)
+    backend.check(spec, dtype)
     backend.prepare(case.batch())
     out = backend.attend(spec, case.q, keys, keys[..., : spec.out_dim], case.k_pool, case.v_pool)
     assert out.shape == (len(case.q), spec.num_heads, spec.out_dim)
@@ -106,7 +106,7 @@ def test_a_prompt_in_parts() -> None:
 
 def test_latents_that_are_too_wide_are_refused() -> None:
     with pytest.raises(ConfigError, match="serves latents of at most 512, and the model's is 600; use 'torch'"):
-        TritonPagedAttention().check(AttentionSpec(16, 1, 640, 0.1, value_dim=600), torch.bfloat16, 16, DEVICE)
+        TritonPagedAttention().check(AttentionSpec(16, 1, 640, 0.1, value_dim=600), torch.bfloat16)
 
 
 def test_an_engine_says_what_it_says_with_the_reference(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class AttentionBackend(ABC):
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities()
     batch: Batch  # the step's, once it is prepared
 
-    def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:  # noqa: B027 - by default all
+    def check(self, spec: AttentionSpec, dtype: torch.dtype) -> None:  # noqa: B027 - by default all
         """Raise ConfigError for a layer and pool that the backend has no kernel for."""
 
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -99,11 +99,6 @@ class AttentionBackend(ABC):
     def paged_layer(self, spec: AttentionSpec, k_pool: Tensor, v_pool: Tensor) -> Any:
         """Return the PagedLayer of the native library: a layer's pool and the step."""
         raise NotImplementedError
-
-    @property
-    def needs_whole_contexts(self) -> bool:
-        """Return whether blocks before a layer's window have to be there, beyond those that begin TILE_KEYS before it."""
-        return False
 
     def another(self) -> AttentionBackend:
         """Return a backend like this one, for the batch of another group of layers."""

@@ -27,7 +27,7 @@ class CpuNativeAttention(AttentionBackend):
         self._library = library
         self._store, self._attend = StoreArgs(), AttendArgs()
 
-    def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:  # noqa: ARG002
+    def check(self, spec: AttentionSpec, dtype: torch.dtype) -> None:  # noqa: ARG002
         """Raise ConfigError for an odd head_dim."""
         odd = next((dim for dim in (spec.head_dim, spec.out_dim) if dim % 2), None)
         if odd is not None:

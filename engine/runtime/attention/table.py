@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pkgutil import resolve_name
 
 import torch
 
 from engine.core.errors import ConfigError
-from engine.runtime.attention import BACKENDS, GPU_BACKENDS, LIBRARIES
+from engine.runtime.attention import BACKENDS
 from engine.runtime.attention.backend import AttentionBackend
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.native.library import native
@@ -19,28 +18,19 @@ _NO_KERNELS = "needs native kernels, and this machine has neither them nor a C c
 def load_backend(name: str, device: torch.device) -> AttentionBackend:
     """Return the backend `name`, or the device's best with "auto". Raises ConfigError."""
     chosen = _best(device) if name == "auto" else name
-    table = BACKENDS | GPU_BACKENDS
     reason = _absence(chosen, device)
     if reason is not None:
-        usable = ", ".join(other for other in table | LIBRARIES if _absence(other, device) is None)
+        usable = ", ".join(other for other in BACKENDS if _absence(other, device) is None)
         raise ConfigError(
             f"--attention-backend is {chosen!r}, which {reason}; this machine has {usable}, or use 'auto'."
         )
-    made: AttentionBackend
-    if chosen in LIBRARIES:
-        made = resolve_name(GPU_BACKENDS["triton"])(library=resolve_name(LIBRARIES[chosen])(device))
-    else:
-        made = resolve_name(table[chosen])()
+    made: AttentionBackend = resolve_name(BACKENDS[chosen])()
     return made
 
 
 def describe_choice(name: str, device: torch.device) -> str:
-    """Return the chosen backend and the libraries that could replace it, for the log."""
-    chosen = _best(device) if name == "auto" else name
-    if device.type == "cpu":
-        return chosen
-    others = {other: _absence(other, device) for other in LIBRARIES if other != chosen}
-    return "; ".join([chosen, *(f"{other} {reason or 'is available, too'}" for other, reason in others.items())])
+    """Return the chosen backend, for the log."""
+    return _best(device) if name == "auto" else name
 
 
 def _absence(name: str, device: torch.device) -> str | None:
@@ -49,11 +39,8 @@ def _absence(name: str, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"is for CPUs, and the device is {device.type!r}"
         return _NO_KERNELS if native() is None else None
-    if name in GPU_BACKENDS | LIBRARIES and not has_triton(device):
+    if name == "triton" and not has_triton(device):
         return f"needs the package triton and a recent CUDA device, and the device is {device.type!r}"
-    if name in LIBRARIES:
-        reason: str | None = import_module(LIBRARIES[name].partition(":")[0]).absence(device)
-        return reason
     return None
 
 

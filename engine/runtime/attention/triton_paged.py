@@ -17,7 +17,6 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError
 from engine.runtime.attention.backend import AttentionBackend, BackendCapabilities, Batch, Rotation
-from engine.runtime.attention.prompt_library import PromptLibrary, check_library
 from engine.runtime.cuda.attention_decode import attend_decodes, choose_splits
 from engine.runtime.cuda.attention_latent import attend_latent_decodes, attend_latent_prefills
 from engine.runtime.cuda.attention_prefill import WorkTensors, attend_prefills, choose_tile, list_work
@@ -73,55 +72,27 @@ class TritonPagedAttention(AttentionBackend):
 
     capabilities = BackendCapabilities(graphs=True, rotates=True)
 
-    def __init__(
-        self,
-        tuning: Tuning | None = None,
-        library: PromptLibrary | None = None,
-        latent_tuning: LatentTuning | None = None,
-    ) -> None:
-        """`library` takes steps with prompts, if given; tunings replace the table's sizes."""
-        self._tuning, self._library, self._latent_tuning = tuning, library, latent_tuning
-        self._checked: set[tuple[object, ...]] = set()
+    def __init__(self, tuning: Tuning | None = None, latent_tuning: LatentTuning | None = None) -> None:
+        """Tunings replace the table's sizes."""
+        self._tuning, self._latent_tuning = tuning, latent_tuning
 
-    def check(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
-        """Raise ConfigError for unsupported layers and types; also check the library."""
+    def check(self, spec: AttentionSpec, dtype: torch.dtype) -> None:
+        """Raise ConfigError for unsupported layers and types."""
         largest = MAX_LATENT_DIM if spec.is_latent else MAX_HEAD_DIM
         if spec.out_dim > largest:
             raise ConfigError(
                 f"--attention-backend 'triton' serves {'latents' if spec.is_latent else 'a head_dim'} of at most "
                 f"{largest}, and the model's is {spec.out_dim}; use 'torch'."
             )
-        if spec.is_latent and self._library is not None:
-            raise ConfigError(
-                f"--attention-backend is {self._library.name!r}, but the model caches latents (MLA); use 'triton'."
-            )
         if dtype not in (*_DTYPES, *PEAKS):
             raise ConfigError(
                 f"--attention-backend 'triton' serves {', '.join(_DTYPES.values())}, and --dtype makes K and V "
                 f"{str(dtype).removeprefix('torch.')}; set another --dtype, or use 'torch'."
             )
-        kind = (
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.window,
-            spec.softcap,
-            spec.sinks is None,
-            block_size,
-        )
-        if self._library is not None and kind not in self._checked:
-            check_library(self._library, spec, dtype, block_size, device)
-            self._checked.add(kind)
-
-    @property
-    def needs_whole_contexts(self) -> bool:
-        """Return whether a library reads the pool: how far it reads is not documented."""
-        return self._library is not None
 
     def another(self) -> TritonPagedAttention:
         """Return a backend with the same tunings."""
-        assert self._library is None
-        return TritonPagedAttention(self._tuning, None, self._latent_tuning)
+        return TritonPagedAttention(self._tuning, self._latent_tuning)
 
     def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Block-major."""
@@ -138,8 +109,6 @@ class TritonPagedAttention(AttentionBackend):
         # If all slices have one query, the starts 0, 1, 2 ... are also the slices' numbers.
         listed = to_device(decodes, torch.int32, device) if prefills else batch.query_starts
         longest = max((batch.context_lens_host[s] for s in decodes), default=0)
-        if prefills and self._library is not None:
-            self._library.prepare(batch)
         self._step = _Step(batch, tensors, len(decodes), longest, listed, prefills, max(lens, default=0), {})
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
@@ -169,8 +138,6 @@ class TritonPagedAttention(AttentionBackend):
         return self._attend(spec, q, pool, step)
 
     def _attend(self, spec: AttentionSpec, q: Tensor, pool: PoolView, step: _Step) -> Tensor:
-        if step.prefills and self._library is not None:
-            return self._library.attend(spec, q, pool.k, pool.v)
         tensors, device = step.tensors, self._device
         tuning = self._tuning or choose_tuning(
             spec.head_dim, q.dtype.itemsize, device.capability, has_narrow_pool=pool.k_scales is not None

@@ -65,7 +65,7 @@ class KVCache:
         self._backend_of = [self._backends[group] for group in groups.group_of]  # by layer
         self.blocks: list[Tensor] = []  # views of the whole pool, block first, in a type that can be copied
         for spec in specs:
-            backend.check(spec, dtype, block_size, device)
+            backend.check(spec, dtype)
         self.headroom: Headroom | None = None
         places = [specs[layer] for layer in groups.layers_at]  # of a block
         try:
