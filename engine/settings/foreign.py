@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from engine.core.errors import ConfigError
 from engine.settings.setting import to_flag
@@ -31,43 +31,22 @@ class Takes(Enum):
     MANY = "one or more values"
 
 
-@dataclass(frozen=True, slots=True)
-class NoEffect:
-    """The flag changes nothing; with `only`, that holds for these values, and others are refused."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """One row: the flag is another name of a setting, has no effect, or is refused."""
 
-    why: str
-    only: tuple[str, ...] = ()
-    otherwise: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """The flag is another name of a setting, or of a key of a JSON setting."""
-
-    setting: str
-    key: str = ""
+    flags: tuple[str, ...]
+    takes: Takes = Takes.ONE
+    setting: str = ""  # that it is another name of ...
+    key: str = ""  # ... or of this key in it, which has JSON
     values: Mapping[str, Any] = field(default_factory=dict)  # translated; others are passed on
     convert: Callable[[Any], Any] | None = None  # of a value that is not in `values`
     note: str = ""
     wins: bool = False  # over the setting's own flag, which other servers give another meaning
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """The flag is refused."""
-
-    why: str
-
-
-Meaning: TypeAlias = NoEffect | Alias | Refusal
-
-
-class Foreign(NamedTuple):
-    """One row."""
-
-    flags: tuple[str, ...]
-    meaning: Meaning
-    takes: Takes = Takes.ONE
+    no_effect: str = ""  # why it changes nothing; with `only`, that holds for these values, and others are refused
+    only: tuple[str, ...] = ()
+    otherwise: str = ""
+    refused: str = ""  # why
 
     @property
     def name(self) -> str:
@@ -164,18 +143,13 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 def _read(row: Mapping[str, Any]) -> Foreign:
     """Return a row of the file."""
-    fields: dict[str, Any] = {name: tuple(value) if name == "only" else value for name, value in row.items()}
-    flags, takes = fields.pop("flags").split(), Takes[fields.pop("takes", "one").upper()]
-    if "convert" in fields:
-        fields["convert"] = _CONVERSIONS[fields["convert"]]
-    meaning: Meaning
-    if "refused" in fields:
-        meaning = Refusal(fields["refused"])
-    elif "no_effect" in fields:
-        meaning = NoEffect(fields.pop("no_effect"), **fields)
-    else:
-        meaning = Alias(**fields)
-    return Foreign(tuple(flags), meaning, takes)
+    named = {
+        "flags": tuple(row["flags"].split()),
+        "takes": Takes[row.get("takes", "one").upper()],
+        "only": tuple(row.get("only", ())),
+        "convert": _CONVERSIONS[row["convert"]] if "convert" in row else None,
+    }
+    return Foreign(**{**row, **named})
 
 
 # What other servers have under other names, or Quire has not: flags, values of settings, names of the offline API, routes.
@@ -282,16 +256,16 @@ def translate(given: Iterable[Given]) -> Translated:
     made = Translated({}, {}, [], [])
     without: dict[str, list[str]] = {}  # by the reason
     for each in given:
-        meaning = each.row.meaning
-        if isinstance(meaning, Alias):
-            _set(made, each, meaning)
-        elif isinstance(meaning, Refusal):
+        row = each.row
+        if row.setting:
+            _set(made, each)
+        elif row.refused:
             if each.value is not False:
-                made.faults.append(f"{each.text} is not served: {meaning.why}.")
-        elif meaning.only and not _is_harmless(each.value, meaning.only):
-            made.faults.append(f"{each.text} is not served: {meaning.otherwise}.")
+                made.faults.append(f"{each.text} is not served: {row.refused}.")
+        elif row.only and not _is_harmless(each.value, row.only):
+            made.faults.append(f"{each.text} is not served: {row.otherwise}.")
         else:
-            without.setdefault(meaning.why, []).append(each.text)
+            without.setdefault(row.no_effect, []).append(each.text)
     _share_context(made)
     made.remarks.extend(f"{', '.join(texts)} ({why})" for why, texts in without.items())
     return made
@@ -301,22 +275,22 @@ def _is_harmless(value: Any, harmless: tuple[str, ...]) -> bool:
     return all(str(each).lower() in harmless for each in (value if isinstance(value, list) else [value]))
 
 
-def _set(made: Translated, given: Given, meaning: Alias) -> None:
+def _set(made: Translated, given: Given) -> None:
     """Add the setting that a flag stands for, or a fault."""
+    row, value = given.row, given.value
     try:
-        value = given.value
-        if str(value) in meaning.values:
-            value = meaning.values[str(value)]
-        elif meaning.convert is not None:
-            value = meaning.convert(value)
+        if str(value) in row.values:
+            value = row.values[str(value)]
+        elif row.convert is not None:
+            value = row.convert(value)
     except (ValueError, TypeError) as error:
         made.faults.append(f"{given.text} is not understood: {error}.")
         return
     if value is None:
         return  # the default
-    name, other = meaning.setting, made.flags.get(meaning.setting)
-    if meaning.key:
-        made.values[name] = {**made.values.get(name, {}), meaning.key: value}
+    name, other = row.setting, made.flags.get(row.setting)
+    if row.key:
+        made.values[name] = {**made.values.get(name, {}), row.key: value}
     elif other is not None and made.values[name] != value:
         made.faults.append(
             f"{other.flag} and {given.flag} set {to_flag(name)} to different values; leave one of them out."
@@ -347,9 +321,7 @@ def refuse(faults: Sequence[str]) -> None:
 def check_same(made: Translated, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return Quire's flags and the translated ones together; a setting with two values is a fault."""
     for name, given in made.flags.items():
-        meaning = given.row.meaning
-        assert isinstance(meaning, Alias)
-        if name in flags and flags[name] != made.values[name] and not meaning.wins:
+        if name in flags and flags[name] != made.values[name] and not given.row.wins:
             own = "MODEL" if name == "model" else to_flag(name)
             made.faults.append(
                 f"{own} and {given.flag} mean the same and have different values; leave one of them out."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.settings.foreign import KEY_VARIABLES, PROGRAMS, REFUSED_VALUES, VALUES, Alias, Foreign, NoEffect, Takes
+from engine.settings.foreign import KEY_VARIABLES, PROGRAMS, REFUSED_VALUES, VALUES, Foreign, Takes
 from engine.settings.setting import to_flag
 from tests.reference.tables import MADE, cell, table
 
@@ -44,20 +44,19 @@ def _flags(row: Foreign) -> str:
 
 def _meaning(row: Foreign) -> tuple[str, str]:
     """Return what a flag does here, and why or how."""
-    meaning = row.meaning
-    if isinstance(meaning, Alias):
-        own = "`MODEL`" if meaning.setting == "model" else f"`{to_flag(meaning.setting)}`"
-        key = f", key `{meaning.key}`" if meaning.key else ""
-        named = [f"`{theirs}` is {_value(ours)}" for theirs, ours in meaning.values.items()]
+    if row.setting:
+        own = "`MODEL`" if row.setting == "model" else f"`{to_flag(row.setting)}`"
+        key = f", key `{row.key}`" if row.key else ""
+        named = [f"`{theirs}` is {_value(ours)}" for theirs, ours in row.values.items()]
         if row.takes is Takes.SWITCH:
-            named = [f"sets {_value(meaning.values.get('True', True))}"]
-        return own + key, cell("; ".join([*([meaning.note] if meaning.note else []), *named]))
-    if isinstance(meaning, NoEffect):
-        if not meaning.only:
-            return "no effect", cell(meaning.why)
-        values = ", ".join(f"`{value}`" for value in meaning.only)
-        return f"{values}: no effect", cell(f"{meaning.why}; others are refused: {meaning.otherwise}")
-    return "refused", cell(meaning.why)
+            named = [f"sets {_value(row.values.get('True', True))}"]
+        return own + key, cell("; ".join([*([row.note] if row.note else []), *named]))
+    if row.refused:
+        return "refused", cell(row.refused)
+    if not row.only:
+        return "no effect", cell(row.no_effect)
+    values = ", ".join(f"`{value}`" for value in row.only)
+    return f"{values}: no effect", cell(f"{row.no_effect}; others are refused: {row.otherwise}")
 
 
 def _value(value: object) -> str:
