@@ -122,7 +122,13 @@ ENDLESS = {
     + "') }}",
     "joined by a long text": "{{ messages[0].content | join('" + "b" * 3000 + "') }}",
     "texts of lists": "{{ messages" + " | string | list" * 9 + " }}",
-    "loops of 300 names": "{% set a = 1 %}" + "".join(f"{{% set a{i} = 1 %}}" for i in range(300)),
+    "a long sum": "{{ " + " + ".join(["messages[0].content"] * 99) + " }}",
+    "sums of sums": "{% set x = messages[0].content.replace('', 'ab') %}{{ " + " ~ ".join(["x"] * 99) + " }}",
+    "a loop of the client's": "{{ loop.index % 5 }}",
+    "a loop of the client's, behind one": "{% for m in messages %}{% else %}{{ loop.index % 5 }}{% endfor %}",
+    "a variable that grows in steps": "{% set x = messages[0].content + 'a' %}{% set x = x + x %}{{ x }}",
+    "a list of sums": "{% for x in [messages[0].content + 'a'] %}{{ x | upper | lower }}{% endfor %}",
+    "a long search": "{% set x = messages[0].content ~ 'a' %}{{ x in messages[1].content }}",
 }
 
 
@@ -134,14 +140,15 @@ PLAIN = """{%- if messages[0].role == 'system' -%}{%- set system = messages[0].c
     {%- set ns.found = true -%}{%- set ns.last = (rest | length - 1) - loop.index0 -%}{%- set ns.name = message.role -%}
   {%- endif -%}
 {%- endfor -%}
-{{ bos_token }}{{ ns.name }}{{ ns.last % 2 }}
+{{ bos_token }}{{ ns.name }}{{ ns.last - 2 }}
 {%- for message in rest if message.role != 'system' -%}
   {%- set content = message.content if message.content is string else '' -%}
   {%- if '</think>' in content -%}
-    {%- set content = content.split('</think>')[-1].lstrip('\\n').replace('\\n', ' ') -%}
+    {%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
   {%- endif -%}
+  {%- set plain = content.replace('\\n', ' ') + '.' -%}
   {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) and loop.index0 > 1000 -%}{{ raise_exception('alternate') }}{%- endif -%}
-  {{ '<|' + message.role + '|>' ~ content | trim + '<|end|>' }}
+  {{ '<|' + message.role + '|>' ~ plain ~ content | trim + '<|end|>' }}
   {%- for call in message.tool_calls or [] -%}
     {{ call.name }}{{ call.arguments | tojson }}{% for key, value in call.arguments.items() %}{{ key }}={{ value }}{% endfor %}
     {{- ', ' if not loop.last }}
@@ -201,12 +208,12 @@ def test_the_bound_counts_special_tokens() -> None:
     assert not is_simple(tree, {"bos_token": "s" * 100_000})
 
 
-def test_no_variable_of_a_loop_grows_from_turn_to_turn() -> None:
-    """The bound relies on jinja's scopes: what a turn sets, the next does not see."""
-    source = "{% set x = 'ab' %}{% for m in messages %}{% set x = x + x %}{{ x }}{% endfor %}"
+def test_a_made_variable_of_a_loop_is_made_of_parts_in_each_turn() -> None:
+    """The rule relies on jinja's scopes: what a turn sets, the next does not see."""
+    source = "{% set x = 'ab' %}{% for m in messages %}{{ x }}{% set x = m.role + m.role %}{% endfor %}"
     template = made(source)
     assert template._template is not None
-    assert render(template, MESSAGES * 5) == "abab" * 10
+    assert render(template, MESSAGES * 5) == "ab" * 10
 
 
 @pytest.mark.parametrize(
