@@ -744,9 +744,9 @@ def _rows(name: str, args: Any) -> tuple[int, Tensor] | None:
     if name in ("index_select", "index_copy_", "index_copy"):
         return args[1], args[2]
     if name in ("index", "index_put_"):
-        first, *others = args[1]
-        if not others and first is not None and first.dtype != torch.bool:
-            return 0, first
+        first = args[1][0]
+        if first is not None and first.dtype != torch.bool:
+            return 0, first  # further indices are of fewer bytes
     return (0, args[1]) if name == "embedding" else None
 
 

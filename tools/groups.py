@@ -6,7 +6,6 @@ The scheduler and the pool are real, with the sizes of the models; no tensors ar
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,15 +55,10 @@ class Phase(NamedTuple):
 PHASES = {"64 chats": Phase(64, 300, 200), "4 documents": Phase(4, 32_000, 100), "4 agents": Phase(4, 6000, 1400, 4)}
 
 
-def sized(specs: Sequence[AttentionSpec], groups: LayerGroups) -> SchedulerConfig:
+def sized(groups: LayerGroups) -> SchedulerConfig:
     """Return the settings of a scheduler over a pool of POOL_BYTES."""
-    import torch
-
-    from engine.runtime.pool.kv_cache import block_bytes
-
-    num_bytes = block_bytes([specs[layer] for layer in groups.layers_at], BLOCK_SIZE, torch.bfloat16)
     return SchedulerConfig(
-        num_blocks=POOL_BYTES // num_bytes,
+        num_blocks=POOL_BYTES // (BLOCK_SIZE * groups.cuts[-1]),
         block_size=BLOCK_SIZE,
         max_model_len=MAX_LENGTH,
         max_num_seqs=128,
@@ -107,19 +101,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Count and print."""
+    import torch
+
     from engine.runtime.pool.groups import group_layers, one_group
 
     held = {}
     for name, model in MODELS.items():
         specs = model.specs()
-        both = (sized(specs, groups) for groups in (one_group(len(specs)), group_layers(specs, MAX_LENGTH)))
+        both = map(sized, (one_group(specs, torch.bfloat16), group_layers(specs, torch.bfloat16, MAX_LENGTH)))
         held[name] = [config.num_blocks / config.max_blocks(LENGTH) for config in both]
     print_table(
         (f"sequences of {LENGTH} tokens", "one table", "groups", "ratio"),
         ((name, f"{one:.1f}", f"{more:.1f}", f"{more / one:.1f}") for name, (one, more) in held.items()),
     )
     specs = MODELS["Gemma-3-4B"].specs()
-    config = sized(specs, group_layers(specs, MAX_LENGTH))
+    config = sized(group_layers(specs, torch.bfloat16, MAX_LENGTH))
     mixed = Load(config)
     turns = {name: (mixed.run(name), Load(config).run(name)) for name in PHASES}
     print_table(

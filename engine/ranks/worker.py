@@ -126,7 +126,7 @@ class Worker:
             block_size=sizes.block_size,
             dtype=self._dtype,
             device=self._device,
-            groups=regroup(self._model.states, sizes.windows),
+            groups=regroup(self._model.states, self._dtype, sizes.windows),
         )
         self._tables = RowTables(sizes)
         self._buffers = PacketBuffers(sizes, self._device, self._tables)

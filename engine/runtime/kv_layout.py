@@ -1,9 +1,9 @@
-"""The head-major layout of a K or V pool, and the content of a narrow pool.
+"""What layers keep in the pool, the layout of K and V there, and the content of a narrow pool.
 
-The layout is [num_kv_heads, num_blocks, block_size, head_dim]. One head's run of adjacent blocks is one contiguous
-matrix, so attention reads it without a copy. In a narrow pool, of int8 or fp8 (e4m3), the last dimension is SCALE_BYTES
-longer in any layout: a token's row of one head has numbers up to the PEAK of their type, and a float32 scale. Engine
-thread.
+A layer's K, or V, is [num_blocks, num_kv_heads, block_size, head_dim]. One head's rows of a block are contiguous, and so
+are all heads'; blocks may be any number apart, because a block holds other layers too. In a narrow pool, of int8 or fp8
+(e4m3), the last dimension is SCALE_BYTES longer: a token's row of one head has numbers up to the PEAK of their type, and
+a float32 scale. Engine thread.
 
 fp8 has an exponent, and could do without a scale or with one a head. But keys of some models are larger than 448, and
 numbers below 2^-6 lose digits; a scale a head would require calibration. A scale a row is right for all, and the
@@ -35,6 +35,7 @@ class AttentionSpec:
     `window` w lets position p see p - w + 1 .. p; None sees all. `softcap` c replaces a score s by c * tanh(s / c).
     `sinks`, shape [num_heads], joins the softmax as one more score a head that carries no value.
 
+    With `source` the layer reads what another state of the model holds, K and V of the same sizes, and keeps none itself.
     With `value_dim` the layer caches latents: one row of `head_dim` numbers a token, shared by all heads. The row is
     the key, its first `value_dim` numbers are the value, and there is no V pool.
     """
@@ -47,6 +48,7 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: Tensor | None = None
     value_dim: int | None = None
+    source: int | None = None
 
     @property
     def is_latent(self) -> bool:
@@ -57,6 +59,12 @@ class AttentionSpec:
     def num_pools(self) -> int:
         """Return the number of pools: K and V, or one of latents."""
         return 1 if self.is_latent else 2
+
+    def bytes_a_token(self, dtype: torch.dtype) -> int:
+        """Return what the layer keeps of a token in a pool of `dtype`."""
+        if self.source is not None:
+            return 0
+        return self.num_pools * self.num_kv_heads * self.pool_dim(dtype) * dtype.itemsize
 
     def pool_dim(self, dtype: torch.dtype) -> int:
         """Return the width of a row in a pool of `dtype`, in numbers of that type, with a narrow one's scale."""
@@ -70,15 +78,21 @@ class AttentionSpec:
         return self.head_dim if self.value_dim is None else self.value_dim
 
 
-def head_major_shape(spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """Return the shape of one layer's K, or V, or latents."""
-    return (spec.num_kv_heads, num_blocks, block_size, spec.head_dim)
+def pool_shape(
+    spec: AttentionSpec, num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32
+) -> tuple[int, ...]:
+    """Return the shape of one layer's K, or V, or latents, in a pool of `dtype`."""
+    return (num_blocks, spec.num_kv_heads, block_size, spec.pool_dim(dtype))
 
 
-def store(spec: AttentionSpec, pool: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write rows [T, num_kv_heads, head_dim] at slots [T]."""
-    stored = to_pool(rows, pool.dtype, spec.value_dim).transpose(0, 1)
-    movable(pool).flatten(1, 2).index_copy_(1, slots, movable(stored))
+def store(spec: AttentionSpec, slots: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+    """Write rows k, v [T, num_kv_heads, head_dim] at slots [T], if the layer keeps any; of latents k alone."""
+    if spec.source is not None:
+        return
+    blocks, offsets = slots // k_pool.shape[2], slots % k_pool.shape[2]
+    for pool, rows in ((k_pool, k), (v_pool, v))[: spec.num_pools]:
+        stored = to_pool(rows, pool.dtype, spec.value_dim)
+        movable(pool).transpose(1, 2).index_put_((blocks, offsets), movable(stored))
 
 
 def to_pool(rows: Tensor, dtype: torch.dtype, latent_dim: int | None = None) -> Tensor:

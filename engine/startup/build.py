@@ -58,7 +58,6 @@ from engine.runtime.pool.groups import LayerGroups, group_layers, one_group
 from engine.runtime.pool.kv_cache import (
     KVCache,
     PoolBudget,
-    block_bytes,
     default_cpu_budget,
     fit_pool,
     resolve_kv_dtype,
@@ -135,11 +134,9 @@ class _Parts:
     @cached_property
     def groups(self) -> LayerGroups:
         """Return the groups of layers; one where something reads K/V of all layers behind their windows."""
-        specs, config = self.states, self.config
         if self._drafts_bytes:
-            return one_group(len(specs))
-        num_heads = 0 if self.head is None else len(self.head.states)
-        return group_layers(specs, config.max_model_len or self.model.max_model_len, num_heads)
+            return one_group(self.states, self.kv_dtype)
+        return group_layers(self.states, self.kv_dtype, self.config.max_model_len or self.model.max_model_len)
 
     @property
     def _drafts_bytes(self) -> int:
@@ -149,15 +146,13 @@ class _Parts:
     @property
     def bytes_per_block(self) -> int:
         """Return the bytes of a block of the pool, with the draft model's."""
-        specs = [self.states[layer] for layer in self.groups.layers_at]
-        return block_bytes(specs, self.config.block_size, self.kv_dtype) + self._drafts_bytes
+        return self.config.block_size * self.groups.cuts[-1] + self._drafts_bytes
 
     def make_runner(self, settings: SchedulerConfig) -> ModelRunner:
         """Return a runner with a new pool."""
-        backend = load_backend(self.config.attention_backend, self.device)
         kv_cache = KVCache(
             self.states,
-            backend,
+            load_backend(self.config.attention_backend, self.device),
             num_blocks=settings.num_blocks,
             block_size=settings.block_size,
             dtype=self.kv_dtype,
@@ -165,7 +160,7 @@ class _Parts:
             groups=self.groups,
         )
         self.ranks.configure(settings)
-        return ModelRunner(self.model, backend, kv_cache, settings, self.device, self.head, self.ranks, self.resources)
+        return ModelRunner(self.model, kv_cache, settings, self.device, self.head, self.ranks, self.resources)
 
 
 def build_engine(
@@ -331,7 +326,12 @@ def _fit_pool(parts: _Parts, settings: SchedulerConfig, budget: PoolBudget) -> S
         asked_len=config.max_model_len,
     )
     settings = replace(settings, num_blocks=num_blocks, max_model_len=max_model_len)
-    report(Progress("kv_pool", _describe(config.max_model_len, settings, bytes_per_block, model)))
+    groups = ""
+    if settings.windows:
+        used = sum(spec.bytes_a_token(parts.kv_dtype) for spec in parts.states)
+        unused = 1 - used / (settings.num_groups * parts.groups.cuts[-1])
+        groups = f" in one of {settings.num_groups} groups of layers ({unused:.0%} of their bytes unused)"
+    report(Progress("kv_pool", _describe(config.max_model_len, settings, bytes_per_block, groups, model)))
     return settings
 
 
@@ -441,7 +441,7 @@ def _pool_budget(parts: _Parts, settings: SchedulerConfig, adapter_bytes: int) -
         settings,
         device,
         share=config.gpu_memory_utilization,
-        num_tensors=2 * len(parts.groups.layers_at),
+        num_tensors=len(parts.groups.cuts),
         vocab_size=model.vocab_size,
         captures=parts.captures,
     )._replace(shortfall=shortfall)
@@ -510,7 +510,9 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-def _describe(asked_len: int | None, config: SchedulerConfig, bytes_per_block: int, model: CausalLM) -> str:
+def _describe(
+    asked_len: int | None, config: SchedulerConfig, bytes_per_block: int, groups: str, model: CausalLM
+) -> str:
     size = human_bytes(config.num_blocks * bytes_per_block)
     is_shorter, why = config.max_model_len < model.max_model_len, []
     if asked_len is None:
@@ -518,7 +520,6 @@ def _describe(asked_len: int | None, config: SchedulerConfig, bytes_per_block: i
     if is_shorter:
         why.append(f"the model's own limit is {model.max_model_len}")
     reason = f" ({'; '.join(why)})" if why else ""
-    groups = f" in one of {len(config.groups)} groups of layers" if len(config.groups) > 1 else ""
     return (
         f"{config.num_blocks} blocks of {config.block_size} tokens{groups}, {size}; "
         f"contexts up to {config.max_model_len} tokens{reason}"

@@ -16,7 +16,7 @@ from engine.runtime.execution.draft_costs import measure_draft_costs
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_eagle3, load_model, load_mtp, resolve_dtype
-from engine.runtime.pool.kv_cache import KVCache, block_bytes, resolve_kv_dtype
+from engine.runtime.pool.kv_cache import KVCache, resolve_kv_dtype
 from engine.runtime.speculation.draft_model import DraftModel
 from engine.runtime.speculation.drafter import Drafter, UpToLength
 from engine.runtime.speculation.heads import Head
@@ -37,7 +37,9 @@ class Speculation:
 
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of a block of the pool that a draft model has beside the target's."""
-        return 0 if self._model is None else block_bytes(self._model.states, block_size, self._kv_dtype)
+        if self._model is None:
+            return 0
+        return block_size * sum(spec.bytes_a_token(self._kv_dtype) for spec in self._model.states)
 
     def start(
         self, runner: ModelRunner, settings: SchedulerConfig, captures: bool, report: ReportProgress

@@ -29,8 +29,11 @@ class DenseAttention:
         assert q.shape[1:] == (spec.num_heads, spec.head_dim)
         assert k.shape == (q.shape[0], spec.num_kv_heads, spec.head_dim)
         assert v.shape == (*k.shape[:2], spec.out_dim)
-        keys = self._keys[layer] = torch.cat((self._keys[layer], k)) if layer in self._keys else k.clone()
-        values = self._values[layer] = torch.cat((self._values[layer], v)) if layer in self._values else v.clone()
+        if spec.source is None:
+            self._keys[layer] = torch.cat((self._keys[layer], k)) if layer in self._keys else k.clone()
+            self._values[layer] = torch.cat((self._values[layer], v)) if layer in self._values else v.clone()
+        holder = layer if spec.source is None else spec.source
+        keys, values = self._keys[holder], self._values[holder]
         group = spec.num_heads // spec.num_kv_heads
         scores = torch.einsum("qhd,khd->hqk", q.float(), keys.repeat_interleave(group, 1).float()) * spec.scale
         if spec.softcap is not None:

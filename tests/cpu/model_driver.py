@@ -47,8 +47,7 @@ def make_runner(
     head: Head | None = None,
 ) -> ModelRunner:
     backend = load_backend(backend_name, device)
-    drafting = () if head is None else head.states
-    specs = [*model.states, *drafting]
+    specs = [*model.states, *(() if head is None else head.states)]
     pool = KVCache(
         specs,
         backend,
@@ -56,9 +55,9 @@ def make_runner(
         block_size=config.block_size,
         dtype=kv_dtype or model.dtype,
         device=device,
-        groups=group_layers(specs, config.max_model_len, len(drafting)) if config.windows else None,
+        groups=group_layers(specs, kv_dtype or model.dtype, config.max_model_len) if config.windows else None,
     )
-    runner = ModelRunner(model, backend, pool, config, device, head, resources=NAMED)
+    runner = ModelRunner(model, pool, config, device, head, resources=NAMED)
     if runner.heads is not None:
         runner.speculate(runner.heads)
     if config.num_host_blocks:

@@ -12,7 +12,7 @@ from engine.runtime.attention import BACKENDS, table
 from engine.runtime.attention.backend import AttentionBackend, Batch
 from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
-from engine.runtime.kv_layout import SMALLEST_PEAK, AttentionSpec, from_pool, to_pool
+from engine.runtime.kv_layout import SMALLEST_PEAK, AttentionSpec, from_pool, pool_shape, to_pool
 from engine.runtime.native.library import native
 
 CPU = torch.device("cpu")
@@ -48,8 +48,7 @@ def empty_pools(
     backend: AttentionBackend, spec: AttentionSpec, num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """K and V full of NaN; int8 numbers are full of what they like, and their scales are NaN."""
-    *shape, _ = backend.kv_shape(spec, num_blocks, block_size)
-    shape.append(spec.pool_dim(dtype))
+    shape = pool_shape(spec, num_blocks, block_size, dtype)
     if dtype == torch.int8:
         return [torch.full(shape, -1, dtype=dtype) for _ in range(2)]
     return [torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)]
@@ -228,11 +227,11 @@ def test_layers_with_different_windows_share_a_step() -> None:
     tables = make_tables(steps, block_size, is_scattered=True)
     backend.prepare(make_batch(steps, tables, block_size))
     for spec in (SPECS["gqa"], SPECS["window"], SPECS["gqa"]):
-        k_pool, v_pool = (torch.randn(backend.kv_shape(spec, NUM_BLOCKS, block_size)) for _ in range(2))
+        k_pool, v_pool = (torch.randn(pool_shape(spec, NUM_BLOCKS, block_size)) for _ in range(2))
         q, k, v = torch.randn(6, 6, 16), torch.randn(6, 2, 16), torch.randn(6, 2, 16)
         out = backend.attend(spec, q, k, v, k_pool, v_pool)
         for s in range(6):
-            keys, values = (pool[:, tables[s]].flatten(1, 2)[:, :41].transpose(0, 1) for pool in (k_pool, v_pool))
+            keys, values = (pool[tables[s]].transpose(1, 2).flatten(0, 1)[:41] for pool in (k_pool, v_pool))
             expected = dense_attention(spec, q[s : s + 1], keys, values, 40)
             torch.testing.assert_close(out[s : s + 1], expected, atol=2e-5, rtol=2e-5)
 

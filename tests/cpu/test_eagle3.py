@@ -237,7 +237,7 @@ def test_a_target_with_windows_keeps_a_table_for_each_group(bigrams: Path, monke
     first, *others = target.states
     target.states = [first, *(replace(spec, window=12) for spec in others)]
     head = load(str(bigrams / "right"), target)  # type: ignore[arg-type]
-    windows = groups.group_layers([*target.states, *head.states], 256, 1).windows
+    windows = groups.group_layers([*target.states, *head.states], target.dtype, 256).windows
     assert len(windows) == 3
     asked, plain = requests(SAMPLING["several"]), settings()
     expected = serve(target, plain, asked, apart=1, runner=make_runner(target, plain, "torch"))

@@ -48,19 +48,24 @@ def test_a_tight_engine_says_what_transformers_says(kind: ModuleType, name: str,
         assert logits.argmax(-1).tolist() == answer
 
 
-WINDOWED = ("gemma2", "gemma3", "gpt-oss", "olmo3", "qwen2-window")
+WINDOWED = [(own, name) for name in ("gemma2", "gemma3", "gpt-oss", "olmo3", "qwen2-window")]
+WINDOWED += [(adapted, name) for name in ("gemma4", "gemma4-shared", "gemma3n")]  # whose full layers have other sizes
 LONG = [_random.randrange(3, 128) for _ in range(205)]
 LONG_PROMPTS = [LONG, [*LONG[:150], *LONG[:50]], LONG[30:190], LONG[:31], LONG[:5]]
 
 
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize(("kind", "name"), WINDOWED)
 @pytest.mark.parametrize("num_host_blocks", [0, 300])
-def test_groups_with_windows_say_what_transformers_says(name: str, num_host_blocks: int, tmp_path: Path) -> None:
-    case = own.CASES[name]
+def test_groups_with_windows_say_what_transformers_says(
+    kind: ModuleType, name: str, num_host_blocks: int, tmp_path: Path
+) -> None:
+    case = kind.CASES[name]
     theirs = own.save_tiny(own.Case(case.config, case.settings | {"max_position_embeddings": 256}), tmp_path)
-    model = own.load(tmp_path)
-    groups = group_layers(model.states, 256)
+    model = kind.load(tmp_path)
+    groups = group_layers(model.states, model.dtype, 256)
     assert groups.windows
+    num_kept = sum(spec.source is None for spec in model.states)
+    assert num_kept == {"gemma4-shared": 3, "gemma3n": 2}.get(name, len(model.states)), "the others have no place"
     config = settings(
         num_blocks=76 * (1 + len(groups.windows)),
         max_model_len=256,
@@ -74,4 +79,4 @@ def test_groups_with_windows_say_what_transformers_says(name: str, num_host_bloc
 @pytest.mark.parametrize("name", [name for name in adapted.CASES if name.startswith(("gemma4", "phimoe"))])
 def test_log_probabilities_of_transformers_code_are_its_own(name: str, tmp_path: Path) -> None:
     theirs = own.save_tiny(adapted.CASES[name], tmp_path)
-    assert largest_difference(adapted.load(tmp_path), theirs) < 1e-5
+    assert largest_difference(adapted.load(tmp_path), theirs) < 4e-5

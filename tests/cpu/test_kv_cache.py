@@ -13,11 +13,11 @@ from engine.core.page_table import blocks_for
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.pool import kv_cache
+from engine.runtime.pool.groups import one_group
 from engine.runtime.pool.kv_cache import (
     KVCache,
     PoolBudget,
     PoolSize,
-    block_bytes,
     default_cpu_budget,
     fit_pool,
     resolve_kv_dtype,
@@ -31,12 +31,12 @@ CPU = torch.device("cpu")
 
 def test_a_block_of_the_classic_example() -> None:
     specs = [AttentionSpec(32, 8, 128, 1.0)] * 32
-    assert block_bytes(specs, 16, torch.float16) == 2_097_152
+    assert 16 * one_group(specs, torch.float16).cuts[-1] == 2_097_152
 
 
 def test_layers_may_differ() -> None:
     specs = [AttentionSpec(4, 2, 8, 1.0), AttentionSpec(4, 1, 16, 1.0)]
-    assert block_bytes(specs, 4, torch.float32) == 2 * 4 * 4 * (2 * 8 + 1 * 16)
+    assert 4 * one_group(specs, torch.float32).cuts[-1] == 2 * 4 * 4 * (2 * 8 + 1 * 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
@@ -45,7 +45,7 @@ def test_the_tensors_weigh_what_the_formula_says(name: str, dtype: torch.dtype) 
     specs = [AttentionSpec(4, 2, 8, 1.0), AttentionSpec(4, 1, 16, 1.0)]
     pool = KVCache(specs, load_backend(name, CPU), num_blocks=3, block_size=4, dtype=dtype, device=CPU)
     weight = sum(tensor.nbytes for tensor in (*pool._keys, *pool._values))
-    assert weight == 3 * block_bytes(specs, 4, dtype)
+    assert weight == 3 * 4 * one_group(specs, dtype).cuts[-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
@@ -53,7 +53,7 @@ def test_blocks_go_out_and_in_by_a_gather(dtype: torch.dtype, monkeypatch: pytes
     """As on CUDA, where each copy costs a launch: a portion at a time, and the same bytes as block by block."""
     specs = [AttentionSpec(4, 2, 8, 1.0), AttentionSpec(4, 1, 16, 1.0)]
     pool = KVCache(specs, load_backend("reference", CPU), num_blocks=9, block_size=4, dtype=dtype, device=CPU)
-    size = block_bytes(specs, 4, dtype)
+    size = 4 * one_group(specs, dtype).cuts[-1]
     rows = np.random.default_rng(3).integers(0, 100, (5, size), np.uint8)
     blocks = [7, 2, 3, 8, 0]
     pool.write_blocks(blocks, rows)
@@ -85,7 +85,7 @@ def test_a_new_pool_has_no_nan(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 
 
 def test_int8_costs_a_byte_a_number_and_a_scale_a_row() -> None:
-    assert block_bytes([AttentionSpec(9, 3, 64, 1.0)] * 30, 16, torch.int8) == 30 * 2 * 3 * 16 * (64 + 4)
+    assert AttentionSpec(9, 3, 64, 1.0).bytes_a_token(torch.int8) == 2 * 3 * (64 + 4)
 
 
 def test_the_kv_dtype_that_is_asked_for() -> None:

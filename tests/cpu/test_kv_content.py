@@ -26,7 +26,7 @@ from engine.loop import Engine
 from engine.runtime.layers.adapters import AdaptedMatrix, Target
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.native.library import Isa, native
-from engine.runtime.pool.groups import one_group
+from engine.runtime.pool.groups import LayerGroups
 from engine.runtime.stores import tier
 from engine.runtime.stores.disk import DiskStore
 from engine.runtime.stores.folder import SharedStore
@@ -155,7 +155,7 @@ BLOCKS = [torch.zeros(3, 4)]
 
 def name(model: Path, dtype: str = "float32", blocks: list[torch.Tensor] = BLOCKS, **settings: Any) -> str:
     config = EngineConfig(model=str(model), **settings)
-    return fingerprint(config, dtype, blocks, ModelContent(config), one_group(2))
+    return fingerprint(config, dtype, blocks, ModelContent(config), LayerGroups((0, 0), (0, 8), (16,)))
 
 
 def test_the_fingerprint_is_of_every_setting_that_changes_kv(
@@ -340,7 +340,7 @@ def test_adapters_whose_bytes_are_cut_in_other_places_have_other_names(tmp_path:
         saved_adapter(tmp_path / "1", 1, {"a.A": bytes(32), "a.B": first_b, "bb.A": bytes(16), "bb.B": bytes(16)}),
         saved_adapter(tmp_path / "2", 2, {"a.A": stream[:64], "a.B": stream[77:]}),
     ]
-    loader = LoraLoader(targets, num_layers=1, max_rank=8, dtype=torch.float32, device=torch.device("cpu"))
+    loader = LoraLoader(targets, max_rank=8, dtype=torch.float32, device=torch.device("cpu"))
     first, second, again = (loader.load("one name", str(folder)).digest for folder in (*pair, pair[0]))
     assert first != second
     assert first == again

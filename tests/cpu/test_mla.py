@@ -30,7 +30,8 @@ from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.native.library import Library, native
-from engine.runtime.pool.kv_cache import KVCache, block_bytes, resolve_kv_dtype
+from engine.runtime.pool.groups import one_group
+from engine.runtime.pool.kv_cache import KVCache, resolve_kv_dtype
 from engine.runtime.schemes.scheme import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.settings.engine_config import EngineConfig
@@ -217,7 +218,7 @@ def test_a_token_takes_576_numbers_a_layer() -> None:
     config = config_of()
     specs = [spec_of(config)] * 27
     assert config.layers[0].heads.head_dim == 576
-    assert block_bytes(specs, 16, torch.bfloat16) == 16 * 27 * 576 * 2
+    assert one_group(specs, torch.bfloat16).cuts[-1] == 27 * 576 * 2
     for name in ("torch", "reference", *(["cpu_native"] if native() else [])):
         pool = KVCache(
             specs[:2], load_backend(name, CPU), num_blocks=3, block_size=16, dtype=torch.bfloat16, device=CPU
@@ -309,7 +310,7 @@ def test_narrow_latents_are_accurate() -> None:
     assert error(from_pool(to_pool(keys, torch.int8, 512), torch.float32, 512)) < 2e-4
     assert error(from_pool(to_pool(keys, torch.int8), torch.float32)) > 0.05
     assert spec.pool_dim(torch.int8) == 644
-    assert block_bytes([spec], 16, torch.int8) == 16 * 644
+    assert spec.bytes_a_token(torch.int8) == 644
 
 
 def test_split_kv_b_is_the_same_model(tmp_path: Path) -> None:

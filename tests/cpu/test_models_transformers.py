@@ -28,15 +28,31 @@ GEMMA4 = {
 }
 CASES = {
     "gemma4": Case("Gemma4TextConfig", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
-    "gemma4-shared": Case(  # the last two layers take K and V of the first two; an embedding a layer
+    "gemma4-shared": Case(  # the last three layers take K and V of the second and the third; an embedding a layer
         "Gemma4TextConfig",
-        GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        GEMMA4
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "num_hidden_layers": 6}
+        | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
     ),
     "gemma4-moe": Case(
         "Gemma4TextConfig",
         GEMMA4
         | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
         | {"final_logit_softcapping": 20.0},
+    ),
+    "gemma3n": Case(
+        "Gemma3nTextConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 128,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        },
     ),
     "phimoe": Case("PhimoeConfig", {"num_local_experts": 4, "sliding_window": 8}),  # its window is in the mask alone
     "modernbert-decoder": Case("ModernBertDecoderConfig", {"local_attention": 16, "layer_types": WINDOWS}),

@@ -20,12 +20,17 @@ from engine.core.step import StepPlan
 from engine.core.types import Request
 from engine.runtime.execution.runner import ModelStep
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.pool.groups import EVERY, TILE_KEYS, LayerGroups, group_layers, one_group, regroup
+from engine.runtime.pool.groups import EVERY, TILE_KEYS, LayerGroups, group_layers, regroup
 from tests.cpu.model_driver import Poisoner, TinyModel, make_runner, request, serve, settings, solo_greedy
 from tools.__main__ import main as tools
 from tools.groups import PHASES
 
 LENGTH = 400
+SIZE = 2 * 2 * 8 * 4  # bytes a token of a layer of `spec` in float32
+ONE, TWO = (
+    (SIZE // 2, SIZE),
+    (SIZE // 2, SIZE, 3 * SIZE // 2, 2 * SIZE),
+)  # where blocks of one and two layers can be cut
 WINDOWS = (None, 9, 9, 40, 9, None, 9)  # of the layers: 2, 4 and 1 of a kind
 
 
@@ -34,7 +39,7 @@ def spec(window: int | None = None, head_dim: int = 8) -> AttentionSpec:
 
 
 def windowed(**changes: int | bool | str) -> SchedulerConfig:
-    windows = group_layers([spec(window) for window in WINDOWS], LENGTH).windows
+    windows = group_layers([spec(window) for window in WINDOWS], torch.float32, LENGTH).windows
     sizes = {"max_model_len": LENGTH, "num_blocks": 900} | changes
     return settings(windows=windows, **sizes)  # type: ignore[arg-type]
 
@@ -99,37 +104,39 @@ def test_a_window_frees_what_it_has_passed() -> None:
 @pytest.mark.parametrize(
     ("windows", "expected"),
     [
-        ((None, None), one_group(2)),
-        ((9, 9), one_group(2)),
-        ((None, 9), LayerGroups((0, 1), (0, 0), (9 + 127,))),
-        ((None, 300), one_group(2)),
-        ((9, None, 9, None), LayerGroups((1, 0, 1, 0), (0, 0, 1, 1), (136,))),
-        ((9, 9, 9, None), LayerGroups((1, 2, 3, 0), (0, 0, 0, 0), (136, 136, 136))),
-        ((None, None, 9), LayerGroups((0, 1, 2), (0, 0, 0), (EVERY, 136))),
+        ((None, None), LayerGroups((0, 0), (0, SIZE), TWO)),
+        ((9, 9), LayerGroups((0, 0), (0, SIZE), TWO)),
+        ((None, 9), LayerGroups((0, 1), (0, 0), ONE, (9 + 127,))),
+        ((None, 300), LayerGroups((0, 0), (0, SIZE), TWO)),
+        ((9, None, 9, None), LayerGroups((1, 0, 1, 0), (0, 0, SIZE, SIZE), TWO, (136,))),
+        ((9, 9, 9, None), LayerGroups((1, 2, 3, 0), (0, 0, 0, 0), ONE, (136, 136, 136))),
+        ((None, None, 9), LayerGroups((0, 1, 2), (0, 0, 0), ONE, (EVERY, 136))),
     ],
 )
 def test_layers_are_divided_into_groups_of_equal_size(windows: tuple[int | None, ...], expected: LayerGroups) -> None:
     specs = [spec(window) for window in windows]
-    found = group_layers(specs, LENGTH)
+    found = group_layers(specs, torch.float32, LENGTH)
     assert found == expected
-    assert regroup(specs, found.windows) == found
+    assert regroup(specs, torch.float32, found.windows) == found
 
 
 def test_gemma_and_gpt_oss_are_divided_with_little_waste() -> None:
     for num_full, num_windowed, num_groups in ((5, 29, 7), (10, 52, 7), (12, 12, 2), (4, 22, 7), (8, 40, 6)):
-        found = group_layers([spec()] * num_full + [spec(512)] * num_windowed, 1 << 17)
+        found = group_layers([spec()] * num_full + [spec(512)] * num_windowed, torch.float32, 1 << 17)
         assert 1 + len(found.windows) == num_groups
         assert sorted(zip(found.group_of, found.place_of, strict=True)) == sorted(
             set(zip(found.group_of, found.place_of, strict=True))
         )
 
 
-def test_a_drafters_layers_and_layers_of_other_sizes_keep_every_position() -> None:
-    assert group_layers([spec(), spec(9), spec(9), spec(9)], LENGTH, num_heads=1).group_of == (0, 1, 1, 0)
-    assert group_layers([spec(), spec(9), spec(9)], LENGTH, num_heads=1) == one_group(3), (
-        "in two groups of full attention"
-    )
-    assert group_layers([spec(), spec(9, head_dim=16)], LENGTH) == one_group(2)
+def test_layers_of_other_sizes_share_blocks() -> None:
+    """A block has the bytes of the full layers: one of 24 numbers a head, or three of 8; K and V have other ends there."""
+    found = group_layers([spec(9), spec(9), spec(None, 24), spec(9), spec(9)], torch.float32, LENGTH)
+    assert found == LayerGroups((1, 1, 0, 1, 2), (0, SIZE, 0, 2 * SIZE, 0), (3 * SIZE // 2, 3 * SIZE), (136, 136))
+    # The full layer is smaller than the others: half of its block is unused, and a sequence still holds less.
+    assert group_layers([spec(9, 16)] * 5 + [spec()], torch.float32, LENGTH).cuts[-1] == 2 * SIZE
+    # Groups would hold more than one table for all does.
+    assert group_layers([spec(260, 64), spec(), spec()], torch.float32, LENGTH).windows == ()
 
 
 def test_a_pool_holds_more_sequences_and_no_phase_of_load_harms_the_next(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,9 @@ from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.attention_decode import MAX_SPLITS, Splits, attend_decodes, choose_splits
 from engine.runtime.cuda.attention_tuning import Cut, DecodeTile, choose_tuning
 from engine.runtime.cuda.store import store_kv, view_pool
-from engine.runtime.kv_layout import PEAKS, SMALLEST_PEAK, AttentionSpec, from_pool, movable, to_pool
+from engine.runtime.kv_layout import PEAKS, SMALLEST_PEAK, AttentionSpec, from_pool, movable, pool_shape, to_pool
 from engine.runtime.pool import kv_cache
+from engine.runtime.pool.groups import one_group
 from tests.cpu.test_models_families import CASES, save_tiny
 from tests.gpu.test_engine_cuda import build
 from tests.patience import PATIENCE_S
@@ -68,7 +69,7 @@ class Case:
         num_blocks = sum(widths) + 3
         blocks = random.Random(self.seed).sample(range(num_blocks), sum(widths))
         self.tables = [[blocks.pop() for _ in range(width)] for width in widths]
-        shape = TritonPagedAttention().kv_shape(spec, num_blocks, self.block_size)
+        shape = pool_shape(spec, num_blocks, self.block_size)
         self.k_pool, self.v_pool = (empty_pool(shape, self.pool_dtype or self.dtype) for _ in range(2))
 
     def slots(self, s: int, first: int) -> list[int]:
@@ -309,15 +310,15 @@ def test_it_errs_no_more_than_the_reference_backend_does() -> None:
     backend.prepare(case.batch())
     out = backend.attend(case.spec, case.q, *case.new(), case.k_pool, case.v_pool)
     reference.prepare(case.batch())
-    token_major = [pool.transpose(1, 2).contiguous() for pool in (case.k_pool, case.v_pool)]
-    expected = reference.attend(case.spec, case.q, *case.new(), *token_major)
+    pools = [case.k_pool.clone(), case.v_pool.clone()]
+    expected = reference.attend(case.spec, case.q, *case.new(), *pools)
     wide = Case(make_spec(128, 4), MIXED, 16, torch.float64, seed=11)
     wide.q, wide.keys, wide.values = (
         case.q.double(), [x.double() for x in case.keys], [x.double() for x in case.values]
     )  # fmt: skip
     reference.prepare(wide.batch())
-    token_major = [pool.double() for pool in token_major]
-    exact = reference.attend(wide.spec, wide.q, *wide.new(), *token_major)
+    pools = [pool.double() for pool in pools]
+    exact = reference.attend(wide.spec, wide.q, *wide.new(), *pools)
     ours, theirs = ((x.double() - exact).abs().max() for x in (out, expected))
     assert 0 < ours <= 3 * theirs
 
@@ -330,7 +331,7 @@ def test_rows_of_a_narrow_pool_are_within_half_a_step(dtype: torch.dtype, pool_d
     rows[7, 1] = 0
     rows[8] = torch.where(rows[6] > 0, 2e-37, -1e-37)  # the interpreter reads subnormal bfloat16 wrongly
     rows[9, 0, 3], rows[11, 0, 70] = torch.nan, torch.inf
-    pools = [empty_pool(TritonPagedAttention().kv_shape(spec, 5, 16), pool_dtype) for _ in range(2)]
+    pools = [empty_pool(pool_shape(spec, 5, 16), pool_dtype) for _ in range(2)]
     store_kv(rows, rows.flip(0), view_pool(*pools), torch.arange(50, device=DEVICE))
     for pool, expected in ((pools[0], rows), (pools[1], rows.flip(0))):
         runs = pool.flatten(2)  # of one head in one block: the numbers of all rows, then their scales
@@ -348,7 +349,7 @@ def test_rows_of_a_narrow_pool_are_within_half_a_step(dtype: torch.dtype, pool_d
 
 def test_a_slot_below_zero_stores_nothing() -> None:
     spec = make_spec(64, 1)
-    k_pool, v_pool = (empty_pool(TritonPagedAttention().kv_shape(spec, 2, 8), torch.float32) for _ in range(2))
+    k_pool, v_pool = (empty_pool(pool_shape(spec, 2, 8), torch.float32) for _ in range(2))
     k, v = torch.randn(2, 3, 2, 64, device=DEVICE).unbind(0)
     store_kv(k, v, view_pool(k_pool, v_pool), torch.tensor([-1, 11, -1], device=DEVICE))
     for pool, rows in ((k_pool, k), (v_pool, v)):
@@ -474,7 +475,7 @@ def test_a_card_without_fp8_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fp8_weighs_what_int8_weighs() -> None:
     specs = [make_spec(64, 4), make_spec(128, 1)]
     assert kv_cache.resolve_kv_dtype("fp8", torch.bfloat16, specs) is torch.float8_e4m3fn
-    assert kv_cache.block_bytes(specs, 16, torch.float8_e4m3fn) == 2 * 16 * (64 + 4 + 2 * (128 + 4))
+    assert 16 * one_group(specs, torch.float8_e4m3fn).cuts[-1] == 2 * 16 * (64 + 4 + 2 * (128 + 4))
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype is 'fp8', .* multiple of 4, and the model's is 10"):
         kv_cache.resolve_kv_dtype("fp8", torch.bfloat16, [make_spec(10, 1)])
 

@@ -105,7 +105,7 @@ def test_a_graph_says_what_the_steps_say(regime: dict, wishes: list[dict], depth
 @pytest.mark.parametrize("depth", [0, 1])
 def test_layers_with_windows_have_tables_of_their_own(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "TILE_KEYS", 64)  # as many as these kernels take
-    windows = groups.group_layers(MODEL.states, 256).windows
+    windows = groups.group_layers(MODEL.states, MODEL.dtype, 256).windows
     assert windows == (24 + 63,)
     requests = [request(f"r{length}", [length % 61] * length, max_tokens=12) for length in (100, 88, 3)]
     plain = settings(max_num_seqs=3, max_num_batched_tokens=60)

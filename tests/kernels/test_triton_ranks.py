@@ -199,7 +199,7 @@ class Pair:
         model, backend = self._load(0, self.executor.group)
         pool = KVCache(model.states, backend, num_blocks=config.num_blocks, block_size=4, dtype=model.dtype, device=CPU)
         self.executor.configure(config)
-        self.runner = ModelRunner(model, backend, pool, config, CPU, None, self.executor)
+        self.runner = ModelRunner(model, pool, config, CPU, None, self.executor)
 
     def _executor(self, writer: RingWriter, *, shares_ids: bool) -> Executor:
         executor = Executor.__new__(Executor)

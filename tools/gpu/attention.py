@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.attention.backend import Batch
-from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
+from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, pool_shape
 from tools.gpu import names
 from tools.gpu.figures import Figure
 from tools.gpu.limits import attention_flops
@@ -96,7 +96,7 @@ def time_latents(task: Task, device: torch.device, case: Latents) -> None:
     num_bytes = 2 * dim * sum(contexts)
     spec, backend = AttentionSpec(case.heads, 1, dim, dim**-0.5, value_dim=rank), TritonPagedAttention()
     batch = _batch(device, queries, contexts)
-    shape = backend.kv_shape(spec, batch.block_tables.numel(), _BLOCK_SIZE)
+    shape = pool_shape(spec, batch.block_tables.numel(), _BLOCK_SIZE)
     pools = [_random(shape, device) for _ in range(1 if case.is_prompt else num_copies(num_bytes))]
     q, k = _random((sum(queries), case.heads, dim), device), _random((sum(queries), 1, dim), device)
     backend.prepare(batch)
@@ -134,7 +134,7 @@ def attend_s(
     backend = TritonPagedAttention(tuning)
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
     batch = _batch(device, queries, contexts)
-    shape = backend.kv_shape(spec, batch.block_tables.numel(), _BLOCK_SIZE)
+    shape = pool_shape(spec, batch.block_tables.numel(), _BLOCK_SIZE)
     pools = [[_narrow(shape, kv, device) if kv else _random(shape, device) for _ in "kv"] for _ in range(copies)]
     q = _random((sum(queries), heads, dim), device)
     k, v = (_random((sum(queries), kv_heads, dim), device) for _ in "kv")

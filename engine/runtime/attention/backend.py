@@ -1,7 +1,7 @@
 """The base class of attention backends, what each can do, and the batch they work on.
 
-A backend owns the layout of the K/V pool; everything above it knows blocks and slots only. One `prepare` per step lets
-a backend build its metadata once for all layers. Knows no model. Engine thread.
+Backends read and write the layout of kv_layout.py; everything above them knows blocks and slots only. One `prepare` per
+step lets a backend build its metadata once for all layers. Knows no model. Engine thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runtime.kv_layout import AttentionSpec, head_major_shape
+from engine.runtime.kv_layout import AttentionSpec
 
 
 @dataclass(slots=True)
@@ -58,7 +58,6 @@ class BackendCapabilities:
     graphs: bool = False  # may be captured in a CUDA graph once prepared
     rotates: bool = False  # norms, rotates and stores in one pass: `rotate_and_attend`
     native: bool = False  # the native library attends by itself: `paged_layer`
-    interleaves: bool = False  # its tensors need not be contiguous, so a block of all layers can lie together
 
 
 class AttentionBackend(ABC):
@@ -70,15 +69,6 @@ class AttentionBackend(ABC):
     def check(self, spec: AttentionSpec, dtype: torch.dtype) -> None:  # noqa: B027 - by default all
         """Raise ConfigError for a layer and pool that the backend has no kernel for."""
 
-    def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Return the shape of one layer's K (and V) in this backend's layout, head_dim last; head-major by default.
-
-        Latents have the shape of keys.
-
-        With int8 K/V the tensors are int8 and their last dimension is longer, as described in engine/runtime/kv_layout.py.
-        """
-        return head_major_shape(spec, num_blocks, block_size)
-
     def prepare(self, batch: Batch) -> None:
         """Build what all layers of this step share."""
         self.batch = batch
@@ -87,7 +77,8 @@ class AttentionBackend(ABC):
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store k, v [T, kv heads, head_dim], then attend: q and the result [T, heads, head_dim].
 
-        A layer of latents stores k alone, does not read v and v_pool, and returns [T, heads, value_dim].
+        A layer of latents stores k alone, does not read v and v_pool, and returns [T, heads, value_dim]. One that reads
+        the state of another stores nothing: that layer has.
         """
 
     def rotate_and_attend(

@@ -1,6 +1,6 @@
 """The CPU backend in C: paged attention in place, for decode steps and prompt chunks alike.
 
-The pool has the head-major shape, but the layout inside a block of one head is that of native/quire_cpu.h, so only the
+The pool has the shape of kv_layout.py, but the layout inside a block of one head is that of native/quire_cpu.h, so only the
 library reads or writes it. Engine thread.
 """
 
@@ -19,7 +19,7 @@ from engine.runtime.native.library import DTYPES, AttendArgs, Pool, StoreArgs, n
 class CpuNativeAttention(AttentionBackend):
     """Few calls, no gathering, no padding."""
 
-    capabilities = BackendCapabilities(native=True, interleaves=True)
+    capabilities = BackendCapabilities(native=True)
 
     def __init__(self) -> None:
         library = native()
@@ -63,11 +63,12 @@ class CpuNativeAttention(AttentionBackend):
         pool.dtype = DTYPES[q.dtype]
         assert k.shape[1:] == v.shape[1:] == (pool.num_kv_heads, spec.head_dim)
         assert q.shape[1:] == (spec.num_heads, spec.head_dim)
-        store = self._store
-        store.pool = pool
-        store.k, store.k_stride = k.data_ptr(), k.stride(0)
-        store.v, store.v_stride = v.data_ptr(), v.stride(0)
-        self._library.store(store)
+        if spec.source is None:
+            store = self._store
+            store.pool = pool
+            store.k, store.k_stride = k.data_ptr(), k.stride(0)
+            store.v, store.v_stride = v.data_ptr(), v.stride(0)
+            self._library.store(store)
 
         out = torch.empty((*q.shape[:2], spec.out_dim), dtype=q.dtype)
         sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
@@ -88,20 +89,20 @@ def _pool_of(spec: AttentionSpec, k: Tensor, v: Tensor) -> Pool:
 
 def _pool(k: Tensor, v: Tensor) -> Pool:
     """Describe one layer's pool, without the type of its queries."""
-    heads, _, block_size, width = k.shape
+    _, heads, block_size, width = k.shape
     assert k.stride() == v.stride()
     assert k.stride()[2:] == (width, 1)  # blocks and heads may be anywhere
     is_int8 = k.dtype == torch.int8
     dim = width - SCALE_BYTES * is_int8
-    return Pool(k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), heads, dim, block_size, is_int8=is_int8)
+    return Pool(k.data_ptr(), v.data_ptr(), k.stride(1), k.stride(0), heads, dim, block_size, is_int8=is_int8)
 
 
 def _latent_pool(rows: Tensor, value_dim: int) -> Pool:
     """Describe one layer's pool of latents, without the type of its queries."""
-    heads, _, block_size, width = rows.shape
+    _, heads, block_size, width = rows.shape
     assert rows.stride()[2:] == (width, 1)
     is_int8 = rows.dtype == torch.int8
-    pool = Pool(rows.data_ptr(), None, rows.stride(0), rows.stride(1), heads, width, block_size, value_dim)
+    pool = Pool(rows.data_ptr(), None, rows.stride(1), rows.stride(0), heads, width, block_size, value_dim)
     pool.head_dim, pool.is_int8 = width - SCALE_BYTES * is_int8, is_int8
     return pool
 

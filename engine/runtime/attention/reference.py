@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.attention.backend import AttentionBackend
-from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
+from engine.runtime.kv_layout import AttentionSpec, from_pool, store
 
 
 def dense_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
@@ -38,27 +38,23 @@ def dense_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start:
 
 
 class ReferenceAttention(AttentionBackend):
-    """A backend whose pool is [num_blocks, block_size, num_kv_heads, head_dim]."""
-
-    def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Token-major: one slot is one row of all heads."""
-        return (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+    """A backend that gathers each slice's rows."""
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend slice by slice."""
         batch = self.batch
-        for pool, rows in ((k_pool, k), (v_pool, v))[: spec.num_pools]:
-            pool.flatten(0, 1)[batch.kv_slots] = to_pool(rows, pool.dtype, spec.value_dim)
+        store(spec, batch.kv_slots, k, v, k_pool, v_pool)
         pieces, row = [], 0
         for num_queries, context, table in zip(
             batch.query_lens_host, batch.context_lens_host, batch.block_tables_host, strict=True
         ):
-            size, start = k_pool.shape[1], context - num_queries
+            size, start = k_pool.shape[2], context - num_queries
             first = 0 if spec.window is None else max(start - spec.window + 1, 0) // size  # block
             num_keys, num_blocks = context - first * size, -(-context // size)
             blocks = torch.tensor(table[first:num_blocks], device=q.device)
             pools = (k_pool, v_pool)[: spec.num_pools]
-            keys, *rest = (from_pool(pool[blocks].flatten(0, 1)[:num_keys], q.dtype, spec.value_dim) for pool in pools)
+            rows = (pool[blocks].transpose(1, 2).flatten(0, 1)[:num_keys] for pool in pools)
+            keys, *rest = (from_pool(each, q.dtype, spec.value_dim) for each in rows)
             values = rest[0] if rest else keys[..., : spec.out_dim]
             queries = q[row : row + num_queries]
             pieces.append(dense_attention(spec, queries, keys, values, num_keys - num_queries))

@@ -1,14 +1,12 @@
-"""Attention of one slice at a time over a head-major pool.
+"""Attention of one slice at a time: its blocks are gathered.
 
-A slice whose blocks are adjacent in the pool is read through a view, without a copy; otherwise its blocks are gathered.
-Both then use torch's fused attention, or plain operations for softcap and sinks. Used on devices without a
-kernel. Engine thread.
+Then it is torch's fused attention, or plain operations for softcap and sinks. Used on devices without a kernel. Engine
+thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +24,8 @@ class SliceView(NamedTuple):
     row: int  # of its first query in the batch
     num_queries: int
     num_keys: int
-    first_slot: int  # of the first visible key: in the pool if `blocks` is None, else in the gathered blocks
-    blocks: Tensor | None  # [B] int64, to gather; None if the slots are adjacent
+    offset: int  # of the first visible key in the gathered blocks
+    blocks: Tensor  # [B] int64, to gather
     mask: Tensor | None  # [num_queries, num_keys] bool, True is visible; None for all, or the plain causal part
 
 
@@ -45,15 +43,13 @@ def view_slice(
     first = 0 if window is None else max(0, start - window + 1)
     first_block = first // block_size
     blocks = np.asarray(table[first_block : -(-context // block_size)]).tolist()
-    offset = first - first_block * block_size
-    is_run = blocks[-1] - blocks[0] == len(blocks) - 1 and all(b - a == 1 for a, b in pairwise(blocks))
     num_keys = context - first
     return SliceView(
         row,
         num_queries,
         num_keys,
-        blocks[0] * block_size + offset if is_run else offset,
-        None if is_run else to_device(blocks, torch.int64, device),
+        first - first_block * block_size,
+        to_device(blocks, torch.int64, device),
         _mask(num_queries, num_keys, start - first, window, device),
     )
 
@@ -103,8 +99,8 @@ def _attend(spec: AttentionSpec, view: SliceView, queries: Tensor, keys: Tensor,
 
 def _read(pool: Tensor, view: SliceView) -> Tensor:
     """Return the slice's visible keys or values, [num_kv_heads, num_keys, head_dim]."""
-    source = pool if view.blocks is None else pool.index_select(1, view.blocks)
-    return source.flatten(1, 2)[:, view.first_slot : view.first_slot + view.num_keys]
+    gathered = pool.transpose(0, 1).index_select(1, view.blocks)
+    return gathered.flatten(1, 2)[:, view.offset : view.offset + view.num_keys]
 
 
 def _plain(spec: AttentionSpec, view: SliceView, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from engine.runtime.kv_layout import AttentionSpec, store
 
 
 class TorchPagedAttention(AttentionBackend):
-    """Head-major pool; adjacent blocks are read through a view, others are gathered."""
+    """The blocks of each slice are gathered."""
 
     def prepare(self, batch: Batch) -> None:
         """Forget the last step; views are made for the first layer with each window."""
@@ -24,8 +24,7 @@ class TorchPagedAttention(AttentionBackend):
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend slice by slice."""
         batch = self.batch
-        for pool, rows in ((k_pool, k), (v_pool, v))[: spec.num_pools]:
-            store(spec, pool, batch.kv_slots, rows)
+        store(spec, batch.kv_slots, k, v, k_pool, v_pool)
         if spec.window not in self._views:
             self._views[spec.window] = _view_all(batch, k_pool.shape[2], spec.window)
         return torch.cat([attend_slice(spec, view, q, k_pool, v_pool) for view in self._views[spec.window]])

@@ -29,7 +29,7 @@ from engine.runtime.cuda.attention_tuning import (
     choose_tuning,
 )
 from engine.runtime.cuda.rope_store import rotate_and_store
-from engine.runtime.cuda.store import PoolView, block_major_shape, store_kv, view_pool
+from engine.runtime.cuda.store import PoolView, store_kv, view_pool
 from engine.runtime.kv_layout import PEAKS, AttentionSpec
 from engine.runtime.transfer import to_device
 
@@ -68,7 +68,7 @@ class _Device(NamedTuple):
 
 
 class TritonPagedAttention(AttentionBackend):
-    """Block-major pool; decodes are cut into splits, prompts into tiles."""
+    """Decodes are cut into splits, prompts into tiles."""
 
     capabilities = BackendCapabilities(graphs=True, rotates=True)
 
@@ -94,10 +94,6 @@ class TritonPagedAttention(AttentionBackend):
         """Return a backend with the same tunings."""
         return TritonPagedAttention(self._tuning, self._latent_tuning)
 
-    def kv_shape(self, spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Block-major."""
-        return block_major_shape(spec, num_blocks, block_size)
-
     def prepare(self, batch: Batch) -> None:
         """Separate decodes from prompts; tiles of prompts are made for the first layer."""
         device = batch.kv_slots.device
@@ -120,11 +116,13 @@ class TritonPagedAttention(AttentionBackend):
             assert k_pool.dtype == q.dtype
             assert spec.num_kv_heads == 1
             pool = view_pool(k_pool, k_pool)
-            store_kv(k, None, pool, step.tensors.kv_slots)
+            if spec.source is None:
+                store_kv(k, None, pool, step.tensors.kv_slots)
             return self._attend_latents(spec, q, pool, step)
         assert k_pool.dtype in (q.dtype, *PEAKS)
         pool = view_pool(k_pool, v_pool)
-        store_kv(k, v, pool, step.tensors.kv_slots)
+        if spec.source is None:
+            store_kv(k, v, pool, step.tensors.kv_slots)
         return self._attend(spec, q, pool, step)
 
     def rotate_and_attend(

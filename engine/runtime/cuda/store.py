@@ -1,8 +1,6 @@
-"""The K/V pool of the Triton backend: its layout, and the kernel that stores new rows.
+"""The K/V pool as the Triton kernels see it, and the kernel that stores new rows.
 
-The layout is [num_blocks, num_kv_heads, block_size, head_dim]. A program reads one head's rows of a block, a contiguous
-run (4 KiB for 16 x 128 numbers of 16 bits), and a whole block is contiguous too, so it is copied in one piece. In a
-narrow pool, whose rows are four bytes longer (kv_layout.py), a head's run has the numbers of all its rows first, then
+A program reads one head's rows of a block, a contiguous run (4 KiB for 16 x 128 numbers of 16 bits). In a narrow pool, whose rows are four bytes longer (kv_layout.py), a head's run has the numbers of all its rows first, then
 their float32 scales, so the numbers are aligned and read 16 at a time. Engine thread.
 """
 
@@ -15,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.kv_layout import PEAKS, SCALE_BYTES, SMALLEST_PEAK, AttentionSpec
+from engine.runtime.kv_layout import PEAKS, SCALE_BYTES, SMALLEST_PEAK
 
 
 class PoolView(NamedTuple):
@@ -29,18 +27,13 @@ class PoolView(NamedTuple):
     block_size: int
 
 
-def block_major_shape(spec: AttentionSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """Return the shape of one layer's K, or V."""
-    return (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
-
-
 def view_pool(k: Tensor, v: Tensor) -> PoolView:
-    """Return a view of one layer's K and V, which are contiguous; latents are both."""
-    _, heads, block_size, width = k.shape
-    assert k.is_contiguous()
-    assert v.is_contiguous()
+    """Return a view of one layer's K and V, whose blocks may be any number apart; latents are both."""
+    _, _, block_size, width = k.shape
+    assert k.stride() == v.stride()
+    assert k.stride()[1:] == (block_size * width, width, 1)
     scales = [x.view(torch.float32) if x.dtype in PEAKS else None for x in (k, v)]
-    return PoolView(k, v, scales[0], scales[1], (heads * block_size * width, block_size * width), block_size)
+    return PoolView(k, v, scales[0], scales[1], (k.stride(0), k.stride(1)), block_size)
 
 
 _ROUND = tl.constexpr(

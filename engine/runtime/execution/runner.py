@@ -26,7 +26,7 @@ from engine.core.rows import Rows, SequenceSlice
 from engine.core.stats import FailureCause
 from engine.core.step import Fault, Resources, RowStart, StepPlan, StepResult, plan_prompts
 from engine.core.types import Progress, SamplingParams, TokenLogprob
-from engine.runtime.attention.backend import AttentionBackend, Batch
+from engine.runtime.attention.backend import Batch
 from engine.runtime.drawn import Drawn
 from engine.runtime.execution.pooling import Pooled, pool
 from engine.runtime.execution.ranks import ALONE, Ranks
@@ -150,7 +150,6 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        backend: AttentionBackend,
         kv_cache: KVCache,
         config: SchedulerConfig,
         device: torch.device,
@@ -174,7 +173,7 @@ class ModelRunner:
         self._host_pool: HostPool | None = None
         self._graphs: DecodeGraphs | None = None
         self._drafter: Drafter | None = None
-        self.heads = None if head is None else HeadDrafter(head, backend, kv_cache, config, device, self._tables)
+        self.heads = None if head is None else HeadDrafter(head, kv_cache, config, device, self._tables)
         self._num_used_blocks = 0  # up to the last that was ever written
 
     def begin(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +158,16 @@ class _Overhear:
     def __init__(self, source: str) -> None:
         self._source = source
         self._specs: dict[int, AttentionSpec] = {}
+        self._heard: list[tuple[Tensor, Tensor, int]] = []
 
-    def hear(self, layer: int, spec: AttentionSpec) -> None:
+    def hear(self, layer: int, spec: AttentionSpec, key: Tensor, value: Tensor) -> None:
         if layer in self._specs:
             raise _refusal(self._source, f"layer {layer} attends more than once")
-        self._specs[layer] = spec
+        # A layer that reads the keys and values of another gets its very tensors.
+        source = next((each for k, v, each in self._heard if k is key and v is value), None)
+        self._specs[layer] = replace(spec, source=source)
+        if source is None:
+            self._heard.append((key, value, layer))
 
     @property
     def paged_step(self) -> None:
@@ -213,7 +218,7 @@ def _attend(
             softcap=softcap,
             sinks=s_aux,
         )
-        quire_attention.hear(layer, spec)
+        quire_attention.hear(layer, spec, key, value)
     if quire_attention is None:
         raise ValueError("its code does not hand keyword arguments down to attention")
     return quire_attention(layer, q, k, v)[None, ..., : value.shape[-1]], None

@@ -1,84 +1,128 @@
 """Divides a model's layers into groups with a page table each, whose blocks have the same bytes.
 
-The layers with full attention are the first group. Those with one sliding window would be another, but their number is
-different. So they are divided once more, into groups of as many layers as the first has: then a block of any group serves
-any other, and one pool of blocks holds all. Two layers of different groups have the same place in a block. A group with
-fewer layers leaves places of its blocks unused.
+The layers of a group keep the same positions, and a block of a group holds as many of its layers as the bytes of a block
+allow, each at its own place. So a block of one group serves any other, whatever the sizes of its layers, and one pool of
+blocks holds all. The first group has full attention; a kind of layers that does not fit one block takes several groups.
+What a group's layers leave of a block is unused. A layer that reads the state of another has no place of its own.
 
-A model whose layers all have windows, whose layers differ in size, or whose windows no sequence fills is one group.
+A model whose layers all have windows, or whose windows no sequence fills, is one group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
+
+import torch
 
 from engine.runtime.kv_layout import AttentionSpec
 
 TILE_KEYS = 128  # most keys that a kernel reads at once; before a window it reads up to so many, with weight 0
 EVERY = 1 << 30  # positions that a group keeps, if that is all
-# Largest share of a block's places that may be unused: in groups with windows, which hold few blocks, and in others.
+# Largest share of a block that may be unused: in groups with windows, which hold few blocks, and in others.
 _MAX_UNUSED = 0.2
 _MAX_UNUSED_FULL = 0.05
+_MAX_MORE = 1.1  # if more is unused anyway: what sequences hold, of the least that is possible
 
 
 class LayerGroups(NamedTuple):
-    """The group and the place in a block of each layer, and the positions that each group after the first keeps."""
+    """The group of each layer, its place in a block, and the positions that each group after the first keeps.
+
+    Places are bytes a token: those of the layers before it. `cuts` are the places at which no group has a layer's K or V
+    on both sides; the last one is the end of a block.
+    """
 
     group_of: tuple[int, ...]
     place_of: tuple[int, ...]
+    cuts: tuple[int, ...]
     windows: tuple[int, ...] = ()
 
-    @property
-    def layers_at(self) -> list[int]:
-        """Return a layer for each place."""
-        return [self.place_of.index(place) for place in range(max(self.place_of, default=-1) + 1)]
 
-
-def one_group(num_layers: int) -> LayerGroups:
+def one_group(specs: Sequence[AttentionSpec], dtype: torch.dtype) -> LayerGroups:
     """Return all layers as one group that keeps every position."""
-    return LayerGroups((0,) * num_layers, tuple(range(num_layers)))
+    return _divided([(EVERY, [index for index, spec in enumerate(specs) if spec.source is None])], specs, dtype)
 
 
-def group_layers(specs: Sequence[AttentionSpec], max_model_len: int, num_heads: int = 0) -> LayerGroups:
-    """Return the groups of a pool's layers; the last `num_heads` are a drafter's, which keep every position.
+def group_layers(specs: Sequence[AttentionSpec], dtype: torch.dtype, max_model_len: int) -> LayerGroups:
+    """Return the groups of a pool's layers, in a pool of `dtype`.
 
     A window that sequences of `max_model_len` positions do not fill is full attention.
     """
-    target = len(specs) - num_heads
-    layers: dict[int, list[int]] = {0: []}  # by the positions that they keep; 0 is all
+    kept_by: dict[int, int] = {}  # by layer, for all that read its state
     for index, spec in enumerate(specs):
-        kept = 0 if spec.window is None or index >= target else spec.window + TILE_KEYS - 1
-        layers.setdefault(kept if kept < max_model_len else 0, []).append(index)
-    full, *others = layers.values()
-    kinds = {(spec.num_kv_heads, spec.head_dim, spec.value_dim) for spec in specs}
-    if not (full and others) or len(kinds) > 1:
-        return one_group(len(specs))
-    size = _layers_a_block(len(full), [len(each) for each in others])
-    if num_heads and size < len(full):  # a drafter knows the first group's tables only
-        return one_group(len(specs))
-    parts = [(window, each[at : at + size]) for window, each in layers.items() for at in range(0, len(each), size)]
-    windows = tuple(window or EVERY for window, _ in parts[1:])  # full attention may take more than one group
-    group_of, place_of = [0] * len(specs), [0] * len(specs)
-    for group, (_, part) in enumerate(parts):
-        for place, layer in enumerate(part):
-            group_of[layer], place_of[layer] = group, place
-    return LayerGroups(tuple(group_of), tuple(place_of), windows)
+        kept, source = EVERY if spec.window is None else spec.window + TILE_KEYS - 1, _source(index, spec)
+        kept_by[source] = max(kept_by.get(source, 0), kept if kept < max_model_len else EVERY)
+    layers: dict[int, list[int]] = {EVERY: []}
+    for index, kept in kept_by.items():
+        layers.setdefault(kept, []).append(index)
+    if not layers[EVERY] or len(layers) == 1:
+        return one_group(specs, dtype)
+    sizes = [spec.bytes_a_token(dtype) for spec in specs]
+    size = _choose_size(layers, sizes, max_model_len)
+    parts = [(kept, part) for kept, each in layers.items() for part in _packed(each, sizes, size)]
+    held = size * sum(min(kept, max_model_len) for kept, _ in parts)
+    return _divided(parts, specs, dtype) if held < sum(sizes) * max_model_len else one_group(specs, dtype)
 
 
-def _layers_a_block(num_full: int, others: Sequence[int]) -> int:
-    """Return how many layers a block holds: as many as leave few places unused, because each group costs time."""
+def _source(index: int, spec: AttentionSpec) -> int:
+    """Return the layer that keeps what a layer reads."""
+    return index if spec.source is None else spec.source
 
-    def unused(num: int, size: int) -> float:
-        return -(-num // size) * size / num - 1
 
-    for size in range(num_full, 0, -1):
-        if unused(num_full, size) <= _MAX_UNUSED_FULL and all(unused(num, size) <= _MAX_UNUSED for num in others):
+def _choose_size(layers: dict[int, list[int]], sizes: Sequence[int], max_model_len: int) -> int:
+    """Return a block's bytes a token: as many as leave few unused, because each group costs time."""
+
+    def unused(kept: int, size: int) -> float:
+        used = sum(sizes[layer] for layer in layers[kept])
+        return len(_packed(layers[kept], sizes, size)) * size / used - 1
+
+    def held(size: int) -> int:
+        """Return what the longest sequence holds."""
+        return sum(len(_packed(each, sizes, size)) * size * min(kept, max_model_len) for kept, each in layers.items())
+
+    least = max(sizes)
+    found = {least, *(size for size in accumulate(sizes[layer] for layer in layers[EVERY]) if size > least)}
+    for size in sorted(found, reverse=True):
+        if all(unused(kept, size) <= (_MAX_UNUSED_FULL if kept == EVERY else _MAX_UNUSED) for kept in layers):
             return size
-    return 1
+    enough = _MAX_MORE * min(map(held, found))
+    return max(size for size in found if held(size) <= enough)
 
 
-def regroup(specs: Sequence[AttentionSpec], windows: Sequence[int]) -> LayerGroups:
+def _packed(layers: Sequence[int], sizes: Sequence[int], size: int) -> list[list[int]]:
+    """Return the layers in parts that fit a block each, in order."""
+    parts, room = list[list[int]](), 0
+    for layer in layers:
+        if not parts or sizes[layer] > room:
+            parts.append([])
+            room = size
+        parts[-1].append(layer)
+        room -= sizes[layer]
+    return parts
+
+
+def _divided(
+    parts: Sequence[tuple[int, Sequence[int]]], specs: Sequence[AttentionSpec], dtype: torch.dtype
+) -> LayerGroups:
+    """Return groups of the positions that they keep and their layers."""
+    group_of, place_of, ends, tensors = [0] * len(specs), [0] * len(specs), set[int](), list[tuple[int, int]]()
+    for group, (_, part) in enumerate(parts):
+        end = 0
+        for layer in part:
+            group_of[layer], place_of[layer] = group, end
+            size = specs[layer].bytes_a_token(dtype) // specs[layer].num_pools
+            for _ in range(specs[layer].num_pools):
+                tensors.append((end, end + size))
+                end += size
+            ends.update((place_of[layer] + size, end))
+    cuts = sorted(end for end in ends if not any(first < end < last for first, last in tensors))
+    sources = [_source(index, spec) for index, spec in enumerate(specs)]
+    group_of, place_of = ([of[source] for source in sources] for of in (group_of, place_of))
+    return LayerGroups(tuple(group_of), tuple(place_of), tuple(cuts), tuple(kept for kept, _ in parts[1:]))
+
+
+def regroup(specs: Sequence[AttentionSpec], dtype: torch.dtype, windows: Sequence[int]) -> LayerGroups:
     """Return the groups that another rank, with other heads of the same layers, has made with these windows."""
     limited = [window for window in windows if window < EVERY]
-    return group_layers(specs, max(limited) + 1) if limited else one_group(len(specs))
+    return group_layers(specs, dtype, max(limited) + 1) if limited else one_group(specs, dtype)

@@ -10,6 +10,7 @@ import math
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.runtime import huge_pages
 from engine.runtime.attention.backend import AttentionBackend, Batch, Rotation
 from engine.runtime.headroom import Headroom
-from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, movable
+from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, movable, pool_shape
 from engine.runtime.layers.model_config import narrow_latents
 from engine.runtime.layers.parts import FromProjected, LayerAttention
 from engine.runtime.native.decoder import PagedStep
@@ -59,57 +60,51 @@ class KVCache:
             require_fp8(device)
         if dtype == torch.int8 and device.type != "cpu" and any(spec.is_latent for spec in specs):
             raise narrow_latents("int8")
-        self.groups = groups = groups or one_group(len(specs))
+        self.groups = groups = groups or one_group(specs, dtype)
         self._specs, self._dtype, self._device = specs, dtype, device
         self._backends = [backend, *(backend.another() for _ in groups.windows)]  # one a group
         self._backend_of = [self._backends[group] for group in groups.group_of]  # by layer
-        self.blocks: list[Tensor] = []  # views of the whole pool, block first, in a type that can be copied
         for spec in specs:
             backend.check(spec, dtype)
-        self.headroom: Headroom | None = None
-        places = [specs[layer] for layer in groups.layers_at]  # of a block
+        # Block b of all layers is contiguous in main memory: then a new block is one piece of new memory. With one tensor a
+        # layer, all would reach a new huge page in the same step, which would wait until hundreds of pages are cleared.
+        # On a GPU the tensors of a block's places are apart.
+        cuts = groups.cuts[-1:] if device.type == "cpu" else groups.cuts
         try:
-            keys, values = self._allocate(places, backend, num_blocks, block_size)
+            # Zeros: a kernel that multiplies values after a context's end by a weight of 0 must not read NaN.
+            self._parts = [
+                _zeros((num_blocks, block_size * (end - first) // dtype.itemsize), dtype, device)
+                for first, end in pairwise((0, *cuts))
+            ]
         except (RuntimeError, MemoryError) as error:  # torch's is the former, on either device
-            needed = num_blocks * block_bytes(places, block_size, dtype) // _MIB
             raise MemoryBudgetError(
-                f"A KV pool of {num_blocks} blocks needs {needed} MiB, which {device.type} memory does not have; "
-                "lower --kv-cache-memory-bytes or --gpu-memory-utilization, --max-num-seqs or --max-model-len."
+                f"A KV pool of {num_blocks} blocks needs {num_blocks * block_size * cuts[-1] // _MIB} MiB, which {device.type} "
+                "memory does not have; lower --kv-cache-memory-bytes or --gpu-memory-utilization, --max-num-seqs or "
+                "--max-model-len."
             ) from error
-        self._keys, self._values = ([held[place] for place in groups.place_of] for held in (keys, values))
+        # Views of the whole pool, block first, in a type that can be copied.
+        self.blocks = [movable(part) for part in self._parts]
+        self.headroom = Headroom(self.blocks[0]) if device.type == "cpu" else None
+        holders = [spec if spec.source is None else specs[spec.source] for spec in specs]
+        tensors = [
+            self._tensors(spec, place, cuts, block_size) for spec, place in zip(holders, groups.place_of, strict=True)
+        ]
+        self._keys, self._values = [k for k, _ in tensors], [v for _, v in tensors]
         # The whole pool, for attention in the native library.
         self.paged_step: PagedStep | None = None
         if backend.capabilities.native:
             layers = zip(self._backend_of, specs, self._keys, self._values, strict=True)
             self.paged_step = [each.paged_layer(spec, k, v) for each, spec, k, v in layers]
 
-    def _allocate(
-        self, specs: Sequence[AttentionSpec], backend: AttentionBackend, num_blocks: int, block_size: int
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return K and V of each place in a block; sets `blocks` and `headroom`."""
-        shapes = [backend.kv_shape(spec, num_blocks, block_size) for spec in specs]
-        shapes = [(*shape[:-1], spec.pool_dim(self._dtype)) for spec, shape in zip(specs, shapes, strict=True)]
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        if backend.capabilities.interleaves:
-            held = [shape for spec, shape in zip(specs, shapes, strict=True) for _ in range(spec.num_pools)]
-            blocks, pools = _interleaved(held, self._dtype)
-            rest = iter(pools)
-            for spec in specs:
-                keys.append(next(rest))
-                values.append(_values_in(spec, keys[-1]) if spec.is_latent else next(rest))
-            self.blocks, self.headroom = [movable(blocks)], Headroom(blocks)
-            return keys, values
-        # Zeros: a kernel that multiplies values after a context's end by a weight of 0 must not read NaN.
-        keys = [torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in shapes]
-        values = [
-            _values_in(spec, each) if spec.is_latent else torch.zeros_like(each)
-            for spec, each in zip(specs, keys, strict=True)
-        ]
-        axis = _block_axis(backend, specs[0], block_size)
-        others = [each for spec, each in zip(specs, values, strict=True) if not spec.is_latent]
-        self.blocks = [movable(pool.movedim(axis, 0)) for pool in (*keys, *others)]
-        return keys, values
+    def _tensors(self, spec: AttentionSpec, place: int, cuts: Sequence[int], block_size: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's K and V at its place in a block: views of the parts."""
+        _, *shape = pool_shape(spec, 1, block_size, self._dtype)
+        found, size = list[Tensor](), spec.bytes_a_token(self._dtype) // spec.num_pools
+        for at in range(place, place + spec.num_pools * size, size):
+            index = bisect_right(cuts, at)
+            first = (at - (0, *cuts)[index]) * block_size // self._dtype.itemsize
+            found.append(self._parts[index][:, first : first + math.prod(shape)].unflatten(1, shape))
+        return found[0], found[0][..., : spec.out_dim] if spec.is_latent else found[1]
 
     def prepare(self, batch: Batch) -> None:
         """Prepare the attention of all layers for a step."""
@@ -138,7 +133,7 @@ class KVCache:
         if self._device.type == "cuda":
             pinned.read_blocks(self.blocks, blocks, self._as_numbers(rows))
             return
-        for view, part in self._parts(rows):
+        for view, part in self._split(rows):
             for block, row in zip(blocks, part, strict=True):
                 row.copy_(view[block])
 
@@ -147,11 +142,11 @@ class KVCache:
         if self._device.type == "cuda":
             pinned.write_blocks(self.blocks, blocks, self._as_numbers(rows))
             return
-        for view, part in self._parts(rows):
+        for view, part in self._split(rows):
             for block, row in zip(blocks, part, strict=True):
                 view[block].copy_(row)
 
-    def _parts(self, rows: NDArray[np.uint8]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _split(self, rows: NDArray[np.uint8]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each view of the pool and its part of the rows, in the view's shape."""
         return zip(self.blocks, split_rows(self._as_numbers(rows), self.blocks), strict=True)
 
@@ -191,37 +186,8 @@ class _LastLayers:
         return None if rotate is None else lambda layer, qkv, rotation: rotate(self._first + layer, qkv, rotation)
 
 
-def _values_in(spec: AttentionSpec, latents: Tensor) -> Tensor:
-    """Return the values in a pool of latents, whose numbers are last in every layout."""
-    return latents[..., : spec.out_dim]
-
-
-def _interleaved(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Allocate blocks in main memory, with block b of all layers contiguous.
-
-    A new block is then one piece of new memory. With one pool a layer, all pools would reach a new huge page in the
-    same step, which would wait until hundreds of pages are cleared.
-    """
-    num_blocks = shapes[0][1]
-    sizes = [math.prod(shape) // num_blocks for shape in shapes]
-    blocks = huge_pages.zeros((num_blocks, sum(sizes)), dtype)
-    return blocks, [
-        part.unflatten(1, (shape[0], *shape[2:])).transpose(0, 1)
-        for part, shape in zip(blocks.split(sizes, dim=1), shapes, strict=True)
-    ]
-
-
-def _block_axis(backend: AttentionBackend, spec: AttentionSpec, block_size: int) -> int:
-    """Return the dimension that counts blocks: the one that differs between 1 and 2 blocks."""
-    one, two = (backend.kv_shape(spec, num_blocks, block_size) for num_blocks in (1, 2))
-    return next(axis for axis, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
-
-
-def block_bytes(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block: K and V, or latents, of `block_size` positions in all layers."""
-    return (
-        block_size * dtype.itemsize * sum(spec.num_pools * spec.num_kv_heads * spec.pool_dim(dtype) for spec in specs)
-    )
+def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return huge_pages.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 def resolve_kv_dtype(setting: str, model_dtype: torch.dtype, specs: Sequence[AttentionSpec]) -> torch.dtype:

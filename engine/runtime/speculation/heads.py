@@ -21,7 +21,6 @@ A new kind of head is a class with the members of `Head`, made in engine/startup
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.rows import SequenceSlice
 from engine.core.step import StepPlan
-from engine.runtime.attention.backend import AttentionBackend, Batch
+from engine.runtime.attention.backend import Batch
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.native.decoder import Streams
@@ -84,16 +83,15 @@ class HeadDrafter:
     def __init__(
         self,
         head: Head,
-        backend: AttentionBackend,
         kv_cache: KVCache,
         config: SchedulerConfig,
         device: torch.device,
         tables: RowTables,
     ) -> None:
-        """The pool ends with the head's layers; backend, pool and tables are the target's."""
-        self._head, self._backend, self._device = head, backend, device
+        """The pool ends with the head's layers; pool and tables are the target's."""
+        self._head, self._kv_cache, self._device = head, kv_cache, device
         self._attention = kv_cache.last_layers(len(head.states))
-        self._batches = BatchBuilder(replace(config, windows=()), device, tables)  # its layers keep every position
+        self._batches = BatchBuilder(config, device, tables)
         self._num_rows = 1 + config.num_speculative_tokens  # that a slot draws from in a step
         shape = (config.max_num_seqs * self._num_rows, head.hidden_size)
         self._states = torch.zeros(shape, dtype=head.dtype, device=device)
@@ -116,7 +114,7 @@ class HeadDrafter:
     def observe(self, slices: Sequence[SequenceSlice], batch: Batch, states: Tensor, drawn: Tensor | None) -> None:
         """Run the head over a step: the target's states [T, ...] and the ids that were drawn, in plan order.
 
-        The backend is still prepared for the batch.
+        The pool is still prepared for the batch.
         """
         following, rows, places = self._follow(slices, batch, drawn)
         states = self._head.forward(following, batch.positions, self._head.project(states), self._attention)
@@ -174,7 +172,7 @@ class HeadDrafter:
             if depth:
                 behind = [slices[index].at(slices[index].start + depth - 1) for index in going]
                 batch = self._batches.build(behind, self._no_ids)
-                self._backend.prepare(batch)
+                self._kv_cache.prepare(batch)
                 read = ids[: len(going)], batch.positions, states[: len(going)]
                 states = self._head.forward(*read, self._attention)
             pieces = [slices[index].at(slices[index].start + depth) for index in going]
@@ -196,4 +194,4 @@ class HeadDrafter:
 
     def close(self) -> None:
         """Release weights and states."""
-        del self._head, self._backend, self._attention, self._states
+        del self._head, self._kv_cache, self._attention, self._states
