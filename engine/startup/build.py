@@ -54,7 +54,7 @@ from engine.runtime.native.backed_memory import BackedMemory
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.parallel.group import SINGLE
 from engine.runtime.pool import kv_cache
-from engine.runtime.pool.groups import LayerGroups, group_layers, one_group
+from engine.runtime.pool.groups import LayerGroups, group_layers
 from engine.runtime.pool.kv_cache import (
     KVCache,
     PoolBudget,
@@ -133,9 +133,7 @@ class _Parts:
 
     @cached_property
     def groups(self) -> LayerGroups:
-        """Return the groups of layers; one where something reads K/V of all layers behind their windows."""
-        if self._drafts_bytes:
-            return one_group(self.states, self.kv_dtype)
+        """Return the groups of layers."""
         return group_layers(self.states, self.kv_dtype, self.config.max_model_len or self.model.max_model_len)
 
     @property
@@ -147,6 +145,12 @@ class _Parts:
     def bytes_per_block(self) -> int:
         """Return the bytes of a block of the pool, with the draft model's."""
         return self.config.block_size * self.groups.cuts[-1] + self._drafts_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Return the bytes that layers have in one block of each group; a draft model's are in the first group's."""
+        states = sum(spec.bytes_a_token(self.kv_dtype) for spec in self.states)
+        return self.config.block_size * states + self._drafts_bytes
 
     def make_runner(self, settings: SchedulerConfig) -> ModelRunner:
         """Return a runner with a new pool."""
@@ -328,8 +332,7 @@ def _fit_pool(parts: _Parts, settings: SchedulerConfig, budget: PoolBudget) -> S
     settings = replace(settings, num_blocks=num_blocks, max_model_len=max_model_len)
     groups = ""
     if settings.windows:
-        used = sum(spec.bytes_a_token(parts.kv_dtype) for spec in parts.states)
-        unused = 1 - used / (settings.num_groups * parts.groups.cuts[-1])
+        unused = 1 - parts.used_bytes / (settings.num_groups * bytes_per_block)
         groups = f" in one of {settings.num_groups} groups of layers ({unused:.0%} of their bytes unused)"
     report(Progress("kv_pool", _describe(config.max_model_len, settings, bytes_per_block, groups, model)))
     return settings

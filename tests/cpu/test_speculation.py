@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from engine.runtime.execution.runner import warm_up_plan
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
+from engine.runtime.pool.groups import TILE_KEYS
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.pool.tables import RowTables
 from engine.runtime.speculation.draft_model import DraftModel, KnownPositions
@@ -59,6 +61,7 @@ REGIMES = {
     "tiny_pool": {"num_blocks": 22},
     "block_size_1": {"block_size": 1, "num_blocks": 600},
     "swapping": {"num_blocks": 22, "num_host_blocks": 100},
+    "groups": {"num_blocks": 44, "windows": (24 + TILE_KEYS - 1,), "num_host_blocks": 100},
 }
 
 
@@ -108,7 +111,7 @@ def plainly(name: str) -> Served:
     return run(ASKED[name], None)[0]
 
 
-def run(sampling: Mapping[str, object], drafter: Drafter | None, **regime: int) -> tuple[Served, Scheduler]:
+def run(sampling: Mapping[str, object], drafter: Drafter | None, **regime: Any) -> tuple[Served, Scheduler]:
     config = settings(**regime, num_speculative_tokens=4 if drafter else 0)
     scheduler, runner = Scheduler(config), make_runner(MODEL, config)
     if drafter is not None:

@@ -1,4 +1,4 @@
-"""Drafts by a smaller model, with separate K/V in the same block numbers as the target's.
+"""Drafts by a smaller model, with separate K/V in the same block numbers as the target's first group.
 
 It computes missing positions only when it is asked to draft: first those up to the last known token, then one token for
 each draft. Known positions are tracked by block, so K/V that sequences share, by the prefix cache or by forks, is
@@ -11,6 +11,7 @@ the token, at any temperature. Penalties, biases and grammars are applied by the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -46,7 +47,9 @@ class DraftModel:
         self._last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
         self._max_tokens = config.max_num_batched_tokens
         self._tables = RowTables(config)
-        self._batches, self._known = BatchBuilder(config, device, self._tables), KnownPositions(config, self._tables)
+        # Its layers keep every position: they have the blocks of the first group.
+        self._batches = BatchBuilder(replace(config, windows=()), device, self._tables)
+        self._known = KnownPositions(config, self._tables)
 
     def draft(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> dict[int, list[int]]:
         """See Drafter; sequences with many missing positions get no drafts yet."""
