@@ -2,7 +2,7 @@
 
 `max_loras` bounds how many adapters are in memory: loaded ones, and unloaded ones that requests still use. `load` reads
 files and takes a while, during which no other call but `unload` waits. A request names an adapter by name and digest; while
-it runs it holds the weights (`hold`), and the runner finds them by that name (`weights`).
+it runs it holds the weights (`hold`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class Adapters:
         self.loaded: Mapping[str, LoadedAdapter] = {}  # replaced as a whole, so that readers need no lock
         self._weights: dict[str, Any] = {}  # of the loaded ones
         self._held: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._found: weakref.WeakValueDictionary[Adapter, Any] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()  # one load or unload at a time
 
     def hold(self, adapter: Adapter) -> Any:
@@ -37,10 +36,6 @@ class Adapters:
         if weights is None or weights.digest != adapter.digest:
             raise AdapterNotFoundError(f"No adapter {adapter.name!r} is loaded.", param="model")
         return weights
-
-    def weights(self, adapter: Adapter) -> Any:
-        """Return the weights of an adapter that a request holds."""
-        return self._found[adapter]
 
     def load(self, name: str, path: str) -> LoadedAdapter:
         """Read an adapter; from now on requests may name it. Blocks.
@@ -65,7 +60,7 @@ class Adapters:
             adapter = Adapter(name, weights.digest)
             entry = LoadedAdapter(adapter, path, int(time.time()))
             self._held.add(weights)
-            self._found[adapter] = self._weights[name] = weights
+            self._weights[name] = weights
             self.loaded = MappingProxyType({**self.loaded, name: entry})
             return entry
 

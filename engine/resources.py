@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 from engine.adapters import Adapters
-from engine.core.types import Adapter, Grammar, GrammarKey, SamplingParams
+from engine.core.types import Adapter, GrammarKey, SamplingParams
 from engine.text.grammars.compiler import GrammarCompiler
 
 
@@ -14,20 +15,18 @@ class EngineResources:
 
     def __init__(self, adapters: Adapters | None = None) -> None:
         self.adapters, self.grammars = adapters or Adapters(), GrammarCompiler()
+        self._held: WeakValueDictionary[Adapter | GrammarKey, Any] = WeakValueDictionary()
 
     def hold(self, params: SamplingParams) -> tuple[object, ...]:
         """Return what keeps all that a request names until it ends. Raises AdapterNotFoundError or OverloadedError."""
-        held: tuple[object, ...] = ()
+        held: dict[Adapter | GrammarKey, Any] = {}
         if params.adapter is not None:
-            held = (self.adapters.hold(params.adapter),)
+            held[params.adapter] = self.adapters.hold(params.adapter)
         if params.grammar is not None:
-            held = (*held, self.grammars.hold(params.grammar))
-        return held
+            held[params.grammar] = self.grammars.hold(params.grammar)
+        self._held.update(held)
+        return tuple(held.values())
 
-    def adapter(self, adapter: Adapter) -> Any:
-        """Return the weights of an adapter."""
-        return self.adapters.weights(adapter)
-
-    def grammar(self, key: GrammarKey) -> Grammar:
-        """Return a grammar."""
-        return self.grammars.grammar(key)
+    def find(self, name: Adapter | GrammarKey) -> Any:
+        """Return the weights of an adapter, or a grammar, that a request holds."""
+        return self._held[name]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from engine.core.spans import Span
 from engine.core.stats import FailureCause
-from engine.core.types import Adapter, Grammar, GrammarKey, SamplingParams, TokenLogprob
+from engine.core.types import Adapter, GrammarKey, SamplingParams, TokenLogprob
 
 POOLED_UNIT = 2.0**-24  # as fine as float32 is for numbers near 1, about which normed hidden states are
 
@@ -216,12 +216,8 @@ class PendingStep(Protocol):
 class Resources(Protocol):
     """Finds what the parameters of a plan's requests name."""
 
-    def adapter(self, adapter: Adapter) -> Any:
-        """Return the weights of an adapter."""
-        ...
-
-    def grammar(self, key: GrammarKey) -> Grammar:
-        """Return a grammar."""
+    def find(self, name: Adapter | GrammarKey) -> Any:
+        """Return the weights of an adapter, or a grammar."""
         ...
 
 

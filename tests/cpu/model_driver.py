@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import StepPlan
-from engine.core.types import Adapter, Grammar, GrammarKey, Request, SamplingParams, TokenEvent
+from engine.core.types import Adapter, GrammarKey, Request, SamplingParams, TokenEvent
 from engine.runtime.attention.table import load_backend
 from engine.runtime.execution.runner import ModelRunner, ModelStep
 from engine.runtime.kv_layout import AttentionSpec
@@ -83,11 +83,8 @@ class Named:
             self.found[keys["adapter"]] = adapter
         return sampling | keys
 
-    def adapter(self, adapter: Adapter) -> Any:
-        return self.found[adapter]
-
-    def grammar(self, key: GrammarKey) -> Grammar:
-        return self.found[key]
+    def find(self, name: Adapter | GrammarKey) -> Any:
+        return self.found[name]
 
 
 NAMED = Named()

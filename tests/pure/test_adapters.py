@@ -59,7 +59,6 @@ def test_what_requests_still_use_takes_room() -> None:
     adapters.unload("a")
     with pytest.raises(AdapterConflictError, match="1 of them unloaded but still used by requests"):
         adapters.load("b", "2")
-    assert adapters.weights(Adapter("a", used.digest)) is used
     with pytest.raises(AdapterNotFoundError):
         adapters.hold(Adapter("a", used.digest))
     del used

@@ -305,7 +305,7 @@ class ModelRunner:
         if streams is None and all(piece.params.adapter is None for piece in slices):
             return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows)
         assert self._resources is not None, "only what has resources names an adapter"
-        groups = group_rows(slices, self._device, self._resources.adapter)
+        groups = group_rows(slices, self._device, self._resources.find)
         return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows, groups, streams)
 
     def _replay(self, graphs: DecodeGraphs, slices: Sequence[SequenceSlice], changes: Changes) -> Sampled:

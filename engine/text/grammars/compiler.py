@@ -15,7 +15,6 @@ import logging
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -64,7 +63,6 @@ class GrammarCompiler:
         self._loading = threading.Lock()  # guards the vocabulary
         self._lock = threading.Lock()  # guards the two below
         self._cache = GrammarCache()
-        self._held: weakref.WeakValueDictionary[GrammarKey, Grammar] = weakref.WeakValueDictionary()
         self._waiting: dict[GrammarSpec, Future[GuidanceGrammar]] = {}
 
     def use(self, source: VocabularySource, warms_up: bool = False) -> None:
@@ -95,7 +93,7 @@ class GrammarCompiler:
         return outcome
 
     def hold(self, key: GrammarKey) -> Grammar:
-        """Return what a key names, which `grammar` finds while any holder keeps it. Raises OverloadedError."""
+        """Return what a key names. Raises OverloadedError if it was dropped."""
         inner = self._cache.find(key.digest) if key.digest else None
         if key.digest and inner is None:
             message = "The request's grammar was dropped before the request came; send it again."
@@ -103,12 +101,7 @@ class GrammarCompiler:
         thinking = key.thinking
         grammar = inner if thinking is None else ThinkingGrammar(thinking, inner=inner, end_ids=key.end_ids)
         assert grammar is not None, "a key names a grammar or thoughts"
-        self._held[key] = grammar
         return grammar
-
-    def grammar(self, key: GrammarKey) -> Grammar:
-        """Return what a request holds."""
-        return self._held[key]
 
     def close(self) -> None:
         """End the workers and their processes. Idempotent."""
