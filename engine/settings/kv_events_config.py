@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from engine.core.errors import ConfigError
-from engine.settings.setting import read_object, unknown_key
+from engine.settings.setting import check_type, read_object, unknown_key
 
 FLAG = "--kv-events-config"
 PUBLISHERS = ("zmq", "null")
@@ -37,10 +37,7 @@ class KVEventsConfig:
         for key, value in given.items():
             if key not in types:
                 raise unknown_key(FLAG, key, types)
-            wanted = bool if types[key] == "bool" else int if types[key] == "int" else str
-            if type(value) is not wanted:
-                kind = {bool: "true or false", int: "a whole number", str: "a string"}[wanted]
-                raise ConfigError(f"{FLAG}: {key} is {value!r}; it must be {kind}.")
+            check_type(FLAG, key, value, types[key])
         config = cls(**given)
         config.check()
         return config

@@ -162,6 +162,16 @@ def read_object(flag: str, given: object) -> Mapping[str, Any]:
     return values
 
 
+_KINDS = {"bool": "true or false", "int": "a whole number", "str": "a string"}
+
+
+def check_type(flag: str, key: str, value: object, annotation: str) -> None:
+    """Raise ConfigError for a key's value of another type than its field has, such as `int | None`."""
+    kind = annotation.partition(" ")[0]
+    if type(value).__name__ != kind:
+        raise ConfigError(f"{flag}: {key} is {value!r}; it must be {_KINDS[kind]}.")
+
+
 def unknown_key(flag: str, key: object, known: Iterable[str]) -> ConfigError:
     """Return the error for a key that a JSON setting does not have."""
     known = list(known)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from engine.core.errors import ConfigError
 from engine.settings.foreign import ELSEWHERE
-from engine.settings.setting import read_object, unknown_key
+from engine.settings.setting import check_type, read_object, unknown_key
 
 MAX_DRAFTS = 32
 DEFAULT_DRAFTS = 4
@@ -65,7 +65,10 @@ class SpeculativeConfig:
         values, hints = {}, []
         for key, value in given.items():
             if key in _TYPES:
-                values[key] = _checked(key, value)
+                check_type(FLAG, key, value, _TYPES[key])
+                if isinstance(value, int):
+                    _check_bounds(key, value, None if key == "max_model_len" else MAX_DRAFTS)
+                values[key] = value
             elif key in _NO_EFFECT:
                 hints.append(f"{key} has no effect: {_NO_EFFECT[key]}")
             else:
@@ -108,18 +111,7 @@ class SpeculativeConfig:
 
 
 _COMMON = ("method", "num_speculative_tokens")
-_TYPES = {field.name: field.type for field in fields(SpeculativeConfig) if field.name != "hints"}
-
-
-def _checked(key: str, value: object) -> Any:
-    """Return a value of the type and in the bounds of its key. Raises ConfigError."""
-    wanted = int if "int" in str(_TYPES[key]) else str
-    if type(value) is not wanted:
-        kind = "a whole number" if wanted is int else "a string"
-        raise ConfigError(f"{FLAG}: {key} is {value!r}; it must be {kind}.")
-    if isinstance(value, int):
-        _check_bounds(key, value, None if key == "max_model_len" else MAX_DRAFTS)
-    return value
+_TYPES = {field.name: str(field.type) for field in fields(SpeculativeConfig) if field.name != "hints"}
 
 
 def _check_bounds(key: str, value: int, most: int | None) -> None:
