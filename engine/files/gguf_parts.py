@@ -22,11 +22,14 @@ def stem(path: Path) -> str:
 
 def part_paths(path: Path) -> list[Path]:
     """Return the files of a model that exist, by their names: the parts of a split one, else the file itself."""
-    name = _NAME.fullmatch(path.name)
-    if name is None:
-        return [path]
-    paths = (path.with_name(_part(name[1], index, int(name[3]))) for index in range(int(name[3])))
-    return [each for each in paths if each.exists()]
+    parts = [path.with_name(name) for name in part_names(path.name)]
+    return parts[:1] if len(parts) == 1 else [each for each in parts if each.exists()]
+
+
+def part_names(name: str) -> list[str]:
+    """Return the names of all parts of a split file, the first part's first; another file is its only part."""
+    split = _NAME.fullmatch(name)
+    return [name] if split is None else [_part(split[1], index, int(split[3])) for index in range(int(split[3]))]
 
 
 def read_parts(path: Path) -> dict[Path, GGUFHeader]:
@@ -47,7 +50,7 @@ def read_parts(path: Path) -> dict[Path, GGUFHeader]:
         )
     if number != 0:
         raise ModelLoadError(f"{path} is a part of a split model; name the first part, {_part(name[1], 0, count)}.")
-    paths = [path, *(path.with_name(_part(name[1], index, count)) for index in range(1, count))]
+    paths = [path.with_name(each) for each in part_names(path.name)]
     missing = [each.name for each in paths if not each.exists()]
     if missing:
         raise ModelLoadError(

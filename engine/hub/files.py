@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 
 from engine.core.errors import ModelLoadError
+from engine.files.gguf_parts import part_names
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -20,7 +21,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 # llama.cpp's rules: the words of GGUF files that are no language model, and the types it prefers.
 _OTHER_GGUF = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
 _PREFERRED = ("Q4_K_M", "Q8_0")
-_SPLIT = re.compile(r"(?P<prefix>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE)
+_LATER_PART = re.compile(r".+-(?!00001-)[0-9]{5}-of-[0-9]{5}\.gguf")
 
 
 def split_tag(model: str) -> tuple[str, str | None]:
@@ -70,31 +71,17 @@ def gguf_files(names: Sequence[str], tag: str | None, subject: str) -> list[str]
 
     A tag is a type such as Q4_K_M, or the name of a file. Raises ModelLoadError.
     """
-    models = [name for name in _gguf(names) if not _is_later_part(name)]
+    models = [name for name in _gguf(names) if not _LATER_PART.fullmatch(name)]
     for wanted in (tag,) if tag else _PREFERRED:
         pattern = re.compile(re.escape(wanted) + "[.-]", re.IGNORECASE)
         found = next((name for name in models if name == wanted or pattern.search(name)), None)
         if found is not None:
-            return _parts(found)
+            return part_names(found)
     if tag or not models:
         held = ", ".join(PurePosixPath(name).name for name in models) or "no GGUF model"
         asked = f"has no GGUF file for {tag!r}" if tag else "has no GGUF file of a language model"
         raise ModelLoadError(f"{subject} {asked}; it holds {held:.600}.")
-    return _parts(models[0])
-
-
-def _parts(first: str) -> list[str]:
-    """Return all parts of a split file, the first one first."""
-    split = _SPLIT.fullmatch(first)
-    if split is None:
-        return [first]
-    count = int(split["count"])
-    return [f"{split['prefix']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
-
-
-def _is_later_part(name: str) -> bool:
-    split = _SPLIT.fullmatch(name)
-    return split is not None and int(split["number"]) != 1
+    return part_names(models[0])
 
 
 def _gguf(names: Iterable[str]) -> list[str]:
