@@ -103,15 +103,19 @@ def _with_verifier(config: EngineConfig, speculator: HFConfig) -> EngineConfig:
 
 def read_source(config: EngineConfig) -> HFConfig:
     """Return the config.json of a folder or repository; an empty one for a GGUF file."""
-    path = local_path(config.model)
-    if path is None:
-        from engine.hub.model import open_model
+    path = config_path(config)
+    return _NO_CONFIG if path is None or path.is_file() else read_config(path)
 
-        found = open_model(config.model, config.revision, config.download_dir)
-        if not found.is_folder:
-            return _NO_CONFIG
-        path = found.fetch_config(weights=config.load_format != "dummy")
-    return read_config(path) if path.is_dir() else _NO_CONFIG
+
+def config_path(config: EngineConfig) -> Path | None:
+    """Return a model's folder or file, None for a GGUF file of a hub; of a folder there, the configs alone are fetched."""
+    path = local_path(config.model)
+    if path is not None:
+        return path
+    from engine.hub.model import open_model
+
+    found = open_model(config.model, config.revision, config.download_dir)
+    return found.fetch_config(weights=config.load_format != "dummy") if found.is_folder else None
 
 
 def _method(asked: SpeculativeConfig, draft: HFConfig) -> str:

@@ -66,8 +66,7 @@ from engine.runtime.speculation.heads import Head
 from engine.runtime.stores.pinned import STAGING_BYTES
 from engine.settings.engine_config import EngineConfig
 from engine.sources.adapter_config import check_folder, naming
-from engine.sources.draft_source import fetch_models
-from engine.sources.model_source import local_path
+from engine.sources.draft_source import config_path, fetch_models
 from engine.startup.fingerprint import ModelContent, fingerprint
 from engine.startup.speculation import Speculation, load_speculation
 from engine.startup.stores import open_tiers
@@ -87,15 +86,8 @@ _MAX_QUEUED_POOLS = 8  # prompt tokens that may wait, in multiples of the pool's
 
 def check_foreign(config: EngineConfig) -> None:
     """Raise ModelLoadError if the model needs transformers' code, which cannot run it; of a hub, fetches its config alone."""
-    path = local_path(config.model)
-    if path is None:
-        from engine.hub.model import open_model
-
-        found = open_model(config.model, config.revision, config.download_dir)
-        if not found.is_folder:
-            return
-        path = found.fetch_config(weights=config.load_format != "dummy")
-    if is_native(config, read_model_config(path, config.load_format, config.hf_overrides), path):
+    path = config_path(config)
+    if path is None or is_native(config, read_model_config(path, config.load_format, config.hf_overrides), path):
         return
     from engine.runtime.models.transformers_adapter import read_foreign_config
 
