@@ -205,7 +205,7 @@ class Engine:
     def _main(self) -> None:
         try:
             self._runner.begin()
-            while not self._is_done():
+            while self._stop_at_s is None or self._scheduler.has_work:
                 self._turn()
             self._check_all()
             if self._offload is not None:
@@ -225,9 +225,6 @@ class Engine:
         for part in (self._offload, self._kv_events, self._runner, self._control):
             if part is not None:
                 _close(part)
-
-    def _is_done(self) -> bool:
-        return self._stop_at_s is not None and not self._scheduler.has_work
 
     def _turn(self) -> None:
         """Take in messages, launch a step, commit the oldest, deliver the events."""
@@ -291,16 +288,13 @@ class Engine:
             checks = self._scheduler.checks()  # a message changes what is checked, and ends it
             while not messages and self._check_next(checks):
                 messages = self._inbox.take(wait_s=_PAUSE_S)
-            while not messages and self._use_idle_moment():
+            while not messages and ((self._offload and self._offload.spill()) or self._runner.use_idle_moment()):
                 messages = self._inbox.take(wait_s=0)
             if self._contents is not None:
                 self._contents.flush()
             messages = messages or self._inbox.take(wait_s=None)
         self._progress_s = self.clock()
         return messages
-
-    def _use_idle_moment(self) -> bool:
-        return (self._offload is not None and self._offload.spill()) or self._runner.use_idle_moment()
 
     def _tell(self, events: StepEvents) -> None:
         for event in events.ends:

@@ -102,7 +102,9 @@ class JsonFormat(ToolFormat):
         return bool(self.marks) and not self.is_bare
 
     def spelled(self, calls: Sequence[Message]) -> str:
-        written = [json.dumps(_call_of(call), ensure_ascii=False) for call in calls]
+        functions = [call["function"] for call in calls]
+        named = [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
+        written = [json.dumps(call, ensure_ascii=False) for call in named]
         opening, closing = self.marks[0]
         if self.is_listed:
             return f"{opening}[{', '.join(written)}]"
@@ -116,11 +118,6 @@ def forced_objects(tools: Sequence[OfferedTool]) -> list[str]:
         head = json.dumps(f'{{"name": "{tool.name}", "arguments": ')
         lines += [f'call_{index}: {head} arguments_{index} "}}"', f"arguments_{index}: {tool.arguments(SPACING)}"]
     return lines
-
-
-def _call_of(call: Message) -> dict[str, Any]:
-    function = call["function"]
-    return {"name": function["name"], "arguments": function["arguments"]}
 
 
 HERMES = JsonFormat(
