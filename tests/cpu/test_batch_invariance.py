@@ -20,11 +20,11 @@ from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
-from engine.runtime.native.ops import PackedLinear
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.text.tokenizer import load_tokenizer
 from tests.cpu.model_driver import make_runner, request, serve, settings
+from tests.cpu.native_linears import packed
 
 LENGTH = 700  # positions: nearly three spans
 CURIOUS = (0, 1, 15, 16, 127, 128, 129, 255, 256, 257, 500, 511, 512, 699)
@@ -88,7 +88,7 @@ def test_a_linears_row_is_one_result(shape: tuple[int, int], dtype: torch.dtype)
     assert library is not None
     torch.manual_seed(4)
     x = torch.randn(67, shape[1]).to(dtype)
-    linear = PackedLinear(library, torch.randn(shape).to(dtype))
+    linear = packed(library, torch.randn(shape).to(dtype))
     whole = linear(x)
     for start, stop in ((0, 1), (66, 67), (3, 5), (10, 27), (0, 64)):
         library.use_threads(1 + start % 2)

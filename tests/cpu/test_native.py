@@ -21,6 +21,7 @@ from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 from engine.runtime.native import ops
 from engine.runtime.native.library import Library, native
+from tests.cpu.native_linears import packed
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Half a unit in the last place, relative, and a little for float32 sums.
@@ -285,7 +286,7 @@ def test_packed_linear(
     weight, x = (torch.randn(n, inputs).to(dtype) for n in (outputs, num_rows))
     bias = torch.randn(outputs).to(dtype) if has_bias else None
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    linear = ops.PackedLinear(library, weight, bias)
+    linear = packed(library, weight, bias)
     torch.testing.assert_close(linear(x).double(), expected, rtol=ONE_ROUNDING[dtype], atol=1e-4)
     unrounded = linear(x, torch.float32)
     assert unrounded.dtype is torch.float32
@@ -312,7 +313,7 @@ def test_gates_and_ups(
     x[-1] *= 20  # an activation's flat ends
     bias = torch.randn(2 * width).to(dtype) if has_bias else None
     gates, ups = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).chunk(2, dim=1)
-    linear = ops.PackedLinear(library, weight, bias, code)
+    linear = packed(library, weight, bias, code)
     expected = activation(gates) * ups
     error = 2e-6 * expected.abs().max().item()
     torch.testing.assert_close(linear(x).double(), expected, rtol=ONE_ROUNDING[dtype], atol=error)

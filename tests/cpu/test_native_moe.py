@@ -18,9 +18,9 @@ from torch import Tensor
 
 from engine.runtime.native.library import Library, LinearArgs, RouterArgs
 from engine.runtime.native.moe import Experts, Mixture
-from engine.runtime.native.ops import NativeLinear, PackedLinear
-from engine.runtime.native.quantised import QuantisedLinear
+from engine.runtime.native.ops import NativeLinear
 from engine.runtime.native.rows import StoredRows
+from tests.cpu.native_linears import int8, packed, quantised
 
 HIDDEN, WIDTH, SHARED_WIDTH, NUM_EXPERTS, NUM_CHOSEN = 256, 256, 512, 8, 3
 SOFTMAX, SIGMOID, MAX, TOP2 = 0, 1, 0, 1
@@ -66,16 +66,16 @@ def make(library: Library, shape: tuple[int, int], name: str, *, activation: int
     bias = torch.randn(shape[0]).to(dtype) if has_bias else None
     wide = None if bias is None else bias.double()
     if name in ("float32", "bfloat16"):
-        return Weight(PackedLinear(library, values, bias, activation), values, wide, is_quantised=False)
+        return Weight(packed(library, values, bias, activation), values, wide, is_quantised=False)
     if name == "int8":
         scale = values.float().abs().amax(1, keepdim=True) / 127
-        packed = QuantisedLinear.int8(library, values, bias, activation)
-        return Weight(packed, (values / scale).round() * scale, wide, is_quantised=True)
+        rounded = int8(library, values, bias, activation)
+        return Weight(rounded, (values / scale).round() * scale, wide, is_quantised=True)
     kind = Kind[name]
     rows = random_rows(shape[0], shape[1], kind, scale=2**-9)
     rows = rows[torch.randperm(shape[0]).numpy()]  # each matrix of the test is another one
-    packed = QuantisedLinear.from_rows(library, [StoredRows(int(kind), rows)], shape[1], dtype, bias, activation)
-    return Weight(packed, dequantised(rows, kind), wide, is_quantised=True)
+    stored = quantised(library, [StoredRows(int(kind), rows)], shape[1], dtype, bias, activation)
+    return Weight(stored, dequantised(rows, kind), wide, is_quantised=True)
 
 
 def clamped(gate: Tensor, up: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def test_matrices_of_two_formats(library: Library) -> None:
 
 
 def test_ties_go_to_the_lowest_index(library: Library) -> None:
-    gate = PackedLinear(library, torch.ones(NUM_EXPERTS, HIDDEN))
+    gate = packed(library, torch.ones(NUM_EXPERTS, HIDDEN))
     one = make(library, (2 * WIDTH, HIDDEN), "float32", activation=1), make(library, (HIDDEN, WIDTH), "float32")
     for num_groups, scoring in ((1, SOFTMAX), (4, SOFTMAX), (4, SIGMOID)):
         router = RouterArgs(gate.args, None, NUM_EXPERTS, NUM_CHOSEN, num_groups, -(-num_groups // 2), scoring, TOP2)

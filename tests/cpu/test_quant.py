@@ -22,9 +22,10 @@ from engine.core.errors import ConfigError
 from engine.runtime.models import load as load_module
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Isa, Library, WeightFormat, native
-from engine.runtime.native.quantised import QuantisedLinear, dequantise, is_served_quantised
+from engine.runtime.native.quantised import dequantise, is_served_quantised
 from engine.runtime.native.rows import StoredRows
 from engine.settings.engine_config import EngineConfig
+from tests.cpu.native_linears import int8, quantised
 from tests.cpu.test_models_families import Case, load, logits_of, save_tiny
 from tests.cpu.test_weights_gguf import ARCHITECTURES, convert, tiny, write
 
@@ -88,7 +89,7 @@ def exact_bytes(num_rows: int, num_inputs: int) -> Tensor:
 def test_every_type_of_a_gguf_file(library: Library, kind: Kind, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     rows, bias = random_rows(75, 512, kind), torch.randn(75).to(dtype)
-    linear = QuantisedLinear.from_rows(library, [StoredRows(int(kind), rows)], 512, dtype, bias)
+    linear = quantised(library, [StoredRows(int(kind), rows)], 512, dtype, bias)
     name, size = FORMATS[kind]
     assert (linear.args.format, linear._packed.nbytes) == (name, 96 * 512 // 32 * size)
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 29):
@@ -106,7 +107,7 @@ def test_int8(library: Library, shape: tuple[int, int], dtype: torch.dtype) -> N
     weight = torch.randint(-127, 128, shape).float()
     weight[:, 3] = -127
     weight = (weight * 2.0 ** torch.randint(-3, 3, (shape[0], 1))).to(dtype)
-    linear = QuantisedLinear.int8(library, weight, None)
+    linear = int8(library, weight, None)
     assert linear.args.format == WeightFormat.INT8
     for num_rows in (1, 6, 13):
         x = exact_bytes(num_rows, shape[1]).to(dtype)
@@ -122,9 +123,7 @@ def test_gates_and_ups(library: Library, kinds: tuple[Kind, Kind] | None, width:
     bias, weight = torch.randn(2 * width), torch.randn(2 * width, 512)
     rows = [StoredRows(int(kind), random_rows(width, 512, kind)) for kind in kinds or ()]
     plain, gated = (
-        QuantisedLinear.from_rows(library, rows, 512, torch.float32, bias, code)
-        if rows
-        else QuantisedLinear.int8(library, weight, bias, code)
+        quantised(library, rows, 512, torch.float32, bias, code) if rows else int8(library, weight, bias, code)
         for code in (0, 1)
     )
     for num_rows in (1, 7):
@@ -137,10 +136,10 @@ def test_what_quantising_costs(library: Library) -> None:
     """On normal numbers, where it does cost: an error of some thousandths, and scales of K types rounded to float16."""
     torch.manual_seed(2)
     x, weight = torch.randn(9, 768), torch.randn(70, 768)
-    costs = {"int8": (QuantisedLinear.int8(library, weight, None)(x), weight.double())}
+    costs = {"int8": (int8(library, weight, None)(x), weight.double())}
     for kind in (Kind.Q8_0, Kind.Q4_K, Kind.Q6_K):
         rows = random_rows(70, 768, kind, scale=0.0123)
-        linear = QuantisedLinear.from_rows(library, [StoredRows(int(kind), rows)], 768, torch.float32, None)
+        linear = quantised(library, [StoredRows(int(kind), rows)], 768, torch.float32, None)
         costs[kind.name] = (linear(x), dequantised(rows, kind))
     for name, (y, reference) in costs.items():
         expected = x.double() @ reference.T
@@ -156,7 +155,7 @@ def test_parts_of_several_types_make_one_matrix(library: Library) -> None:
     x = exact_bytes(7, 256)
     for used in ((0, 1), (1, 3), (2, 3), (0, 1, 2, 3), (0, 2), (4, 7), (4, 2), (5, 1), (1, 6), (5, 8), tuple(range(9))):
         rows = [StoredRows(int(kinds[i]), parts[i]) for i in used]
-        linear = QuantisedLinear.from_rows(library, rows, 256, torch.float32, None)
+        linear = quantised(library, rows, 256, torch.float32, None)
         expected = x.double() @ torch.cat([dequantised(parts[i], kinds[i]) for i in used]).T
         torch.testing.assert_close(linear(x).double(), expected, rtol=1e-6, atol=2e-6 * expected.abs().max().item())
 
@@ -167,10 +166,10 @@ def test_a_row_is_one_result(library: Library, kind: Kind | None) -> None:
     torch.manual_seed(4)
     x = torch.randn(67, 512).bfloat16()
     if kind is None:
-        linear = QuantisedLinear.int8(library, torch.randn(600, 512).bfloat16(), None)
+        linear = int8(library, torch.randn(600, 512).bfloat16(), None)
     else:
         rows = [StoredRows(int(kind), random_rows(600, 512, kind))]
-        linear = QuantisedLinear.from_rows(library, rows, 512, torch.bfloat16, None)
+        linear = quantised(library, rows, 512, torch.bfloat16, None)
     whole = linear(x)
     for start, stop in ((0, 1), (66, 67), (3, 5), (10, 27), (0, 64)):
         library.use_threads(1 + start % 2)
@@ -182,7 +181,7 @@ def test_what_is_not_a_number_stays_in_its_row(library: Library) -> None:
     x[1, 40], x[3, 95], x[4] = torch.nan, -torch.inf, 0.0
     weight = torch.randn(40, 96)
     weight[7, 11], weight[8] = torch.nan, 0.0
-    y = QuantisedLinear.int8(library, weight, None)(x)
+    y = int8(library, weight, None)(x)
     assert y[:, 7].isnan().all()
     assert not y[[1, 3]].isfinite().any()
     rest = torch.arange(40) != 7

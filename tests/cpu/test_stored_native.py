@@ -21,7 +21,6 @@ from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Isa, native
 from engine.runtime.native.ops import stored_args
-from engine.runtime.native.quantised import QuantisedLinear
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.runtime.weights.stored.packed import Integers
 from engine.runtime.weights.stored.rows import repacked, rows_of
@@ -29,6 +28,7 @@ from engine.settings.engine_config import EngineConfig
 from tests.cpu import packers
 from tests.cpu.lora_folders import load_adapter, merge, save_adapter
 from tests.cpu.model_driver import request, serve, settings
+from tests.cpu.native_linears import quantised
 from tests.cpu.test_lora import forward
 from tests.cpu.test_models_families import CASES as FAMILIES
 from tests.cpu.test_models_families import Case, logits_of, save_tiny
@@ -109,7 +109,7 @@ def test_the_library_makes_the_same_rows(name: str, shape: tuple[int, int], tmp_
     assert library.repack(args, found.ctypes.data) == 0
     assert rows.kind == expected.kind
     np.testing.assert_array_equal(found, expected.rows)
-    both = [QuantisedLinear.from_rows(library, [part], shape[1], torch.float32, None) for part in (rows, expected)]
+    both = [quantised(library, [part], shape[1], torch.float32, None) for part in (rows, expected)]
     ids = torch.arange(shape[0])
     assert torch.equal(both[0].rows(ids), both[1].rows(ids))
 

@@ -11,10 +11,10 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.native.library import Library, native
-from engine.runtime.native.ops import PackedLinear
-from engine.runtime.native.quantised import QuantisedLinear
+from engine.runtime.native.library import Library, WeightFormat, native
+from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear
 from engine.runtime.native.rows import OpenFile, StoredRows, in_halves
+from tests.cpu.native_linears import int8, quantised
 from tests.cpu.test_quant import random_rows
 
 NUM_ROWS, NUM_INPUTS, SKIPPED = 80, 256, 64  # the last tile of 32 rows is not full
@@ -42,9 +42,9 @@ def test_quantised_rows(library: Library, kind: Kind, head_rows: int, tmp_path: 
     rows = random_rows(NUM_ROWS, NUM_INPUTS, kind)
     stored = in_file(rows, kind, tmp_path / "rows", head_rows)
     ids = torch.tensor([79, 0, 33, 79])
-    found = QuantisedLinear.from_rows(library, [stored], NUM_INPUTS, torch.float32, None).rows(ids)
+    found = quantised(library, [stored], NUM_INPUTS, torch.float32, None).rows(ids)
     ordered = StoredRows(int(kind), in_halves(rows, head_rows))
-    assert torch.equal(found, QuantisedLinear.from_rows(library, [ordered], NUM_INPUTS, torch.float32, None).rows(ids))
+    assert torch.equal(found, quantised(library, [ordered], NUM_INPUTS, torch.float32, None).rows(ids))
     expected = torch.from_numpy(dequantize(ordered.rows, kind))[ids]
     torch.testing.assert_close(found, expected, rtol=2**-9, atol=float(expected.abs().amax()) * 2**-9)
 
@@ -56,7 +56,7 @@ def test_floats(library: Library, kind: Kind, dtype: torch.dtype, tmp_path: Path
     weight = torch.randn(NUM_ROWS, NUM_INPUTS, generator=torch.Generator().manual_seed(0)).to(stored_as)
     weight[0, :3] = torch.tensor([torch.inf, -0.0, 1e-7])
     stored = in_file(weight.view(torch.uint8).numpy(), kind, tmp_path / "rows")
-    linear = PackedLinear.from_rows(library, [stored], NUM_INPUTS, dtype, None)
+    linear = NativeLinear(library, FLOAT_FORMATS[dtype], [stored], NUM_INPUTS, dtype)
     assert torch.equal(linear.rows(torch.arange(NUM_ROWS)), weight.to(dtype))
 
 
@@ -66,9 +66,9 @@ def test_floats_that_are_quantised(library: Library, activation: int, tmp_path: 
     parts = [
         in_file(half.view(torch.uint8).numpy(), Kind.BF16, tmp_path / str(i)) for i, half in enumerate(weight.chunk(2))
     ]
-    linear = QuantisedLinear.int8_from_rows(library, parts, NUM_INPUTS, torch.bfloat16, None, activation)
+    linear = NativeLinear(library, WeightFormat.INT8, parts, NUM_INPUTS, torch.bfloat16, None, activation)
     x = torch.randn(5, NUM_INPUTS, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert torch.equal(linear(x), QuantisedLinear.int8(library, weight, None, activation)(x))
+    assert torch.equal(linear(x), int8(library, weight, None, activation)(x))
 
 
 def test_a_file_that_was_cut(library: Library, tmp_path: Path) -> None:
@@ -76,4 +76,4 @@ def test_a_file_that_was_cut(library: Library, tmp_path: Path) -> None:
     stored = in_file(rows, Kind.Q8_0, tmp_path / "rows")
     (tmp_path / "rows").write_bytes(bytes(100))
     with pytest.raises(ModelLoadError, match="shorter"):
-        QuantisedLinear.from_rows(library, [stored], NUM_INPUTS, torch.float32, None)
+        quantised(library, [stored], NUM_INPUTS, torch.float32, None)

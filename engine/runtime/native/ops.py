@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import addressof, pointer
-from functools import partial
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
@@ -37,8 +38,9 @@ _BLOCK = 32  # inputs of a block
 _WORTH_A_THREAD = 1 << 20  # weights; fewer are packed sooner than another thread has the GIL again
 PANEL = 32  # weight rows that are interleaved, as in quire_cpu.h
 FLOAT_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # of floats in a file, by GGUF's numbers
+_FLOATS = {kind: dtype for dtype, kind in FLOAT_KINDS.items()}
 _TYPES = {code: dtype for dtype, code in DTYPES.items()}
-_FORMATS = {torch.float32: WeightFormat.F32, torch.bfloat16: WeightFormat.BF16}
+FLOAT_FORMATS = {torch.float32: WeightFormat.F32, torch.bfloat16: WeightFormat.BF16}
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, alpha: float = 1.0) -> Tensor:
@@ -118,11 +120,39 @@ class PackedAddend(NamedTuple):
 class NativeLinear:
     """A matrix [outputs, inputs] in a packed form of the library: y = x W^T + b, with the same bits in any batch."""
 
-    __slots__ = ("_bias", "_library", "_packed", "args")
+    __slots__ = ("_bias", "_library", "_packed", "_scales", "args")
 
-    _library: Library
-    _packed: Tensor
-    args: LinearArgs
+    def __init__(
+        self,
+        library: Library,
+        weight_format: WeightFormat,
+        parts: Sequence[StoredRows | RepackedRows],
+        num_inputs: int,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        activation: int = 0,
+        arena: Arena | None = None,
+    ) -> None:
+        """Pack the rows of one matrix into `arena` or the default one, for x and bias of `dtype`.
+
+        Parts may be of several types that the format holds: floats for F32 and BF16, of `dtype` for INT8, which rounds
+        them. With an activation (a code of quire_cpu.h) the weight is gates and then ups, and
+        y = activation(gates) * ups.
+        """
+        assert bias is None or (bias.dtype is dtype and bias.is_contiguous())
+        num_outputs, memory = sum(part.num_rows for part in parts), library.weights if arena is None else arena
+        num_rows = -(-num_outputs // PANEL) * PANEL
+        if weight_format in FLOAT_FORMATS.values():
+            self._packed = memory.zeros(num_rows, num_inputs, dtype=dtype)
+        else:
+            num_bytes = library.quant_bytes(weight_format, num_outputs, num_inputs)
+            self._packed = memory.zeros(num_bytes, dtype=torch.uint8)
+        self._scales = torch.zeros(num_rows) if weight_format is WeightFormat.INT8 else None
+        self._library, self._bias = library, bias
+        addresses = [None if each is None else each.data_ptr() for each in (self._packed, self._scales, bias)]
+        codes = (weight_format, DTYPES[dtype], activation)
+        self.args = LinearArgs(*addresses, num_outputs, num_inputs, *codes)
+        self._fill(parts)
 
     @property
     def num_bytes(self) -> int:
@@ -151,29 +181,31 @@ class NativeLinear:
         library.gemm(args)
         return y
 
-    def fill(self, parts: Sequence[tuple[RowsArgs, int]], source: Sequence[StoredRows | RepackedRows] = ()) -> None:
-        """Pack the matrix from rows in order, each with the rows of a head if those are stored in pairs, else 0.
-
-        If they lie in files, which `source` says, the library's packer may do it later, but not for a small matrix.
-        """
+    def _fill(self, parts: Sequence[StoredRows | RepackedRows]) -> None:
+        """Pack the parts in order; if all lie in files, the library's packer may do it later, but not for a small matrix."""
         first_row, calls = 0, []
-        for stored, head_rows in parts:
-            args = PackArgs(stored, self.args.packed, self.args.scales, first_row, self.args.n, self.args.k, head_rows)
+        for part in parts:
+            stored = stored_args(part)
+            if self._scales is not None:
+                stored.kind = DTYPES[_FLOATS[part.kind]]
+                assert stored.kind == self.args.dtype
+            args = PackArgs(
+                stored, self.args.packed, self.args.scales, first_row, self.args.n, self.args.k, part.head_rows
+            )
             args.format, args.activation = self.args.format, self.args.activation
             calls.append(args)
-            first_row += stored.num_rows
-        assert first_row == self.args.n
-        work = partial(_pack, self._library, calls, (self._packed, source))
+            first_row += part.num_rows
+        work = partial(_pack, self._library, calls, (self._packed, parts))
         is_large = self.args.n * self.args.k >= _WORTH_A_THREAD
-        if source and is_large and all(part.file is not None for part in source):
+        if is_large and all(part.file is not None for part in parts):
             self._library.packer.run(work)
         else:
             work()
 
     @property
     def has_rows(self) -> bool:
-        """Return whether `rows` can read the matrix."""
-        return True
+        """Return whether `rows` can read the matrix: not if it was rounded here."""
+        return self._scales is None
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return unpacked rows [T, inputs] for ids [T] int64, for an embedding."""
@@ -190,7 +222,7 @@ def _pack(library: Library, calls: Sequence[PackArgs], _keep: object) -> None:
 
 
 def stored_args(part: StoredRows | RepackedRows) -> RowsArgs:
-    """Return the library's description of rows: their file if they have one, else their address.
+    """Return the library's description of rows: their file if they have one, else their address, and their type's grid.
 
     It is valid while `part` lives.
     """
@@ -218,82 +250,31 @@ def stored_args(part: StoredRows | RepackedRows) -> RowsArgs:
     else:
         assert part.rows.flags.c_contiguous
         args.rows = part.rows.ctypes.data
+    grid = _grid(part.kind)
+    args.grid = None if grid is None else grid.ctypes.data
     return args
 
 
-class PackedLinear(NativeLinear):
-    """A matrix [outputs, inputs] in panels: y = x W^T + b, with the same bits in any batch."""
+@cache
+def _grid(kind: int) -> np.ndarray | None:
+    """Return the levels 0 to 7 of a type's grid, four for each entry; None for a type without one."""
+    if kind not in (18, 21):  # IQ3_XXS, IQ3_S
+        return None
+    from gguf import quants
 
-    __slots__ = ()
-
-    def __init__(
-        self,
-        library: Library,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: int = 0,
-        arena: Arena | None = None,
-    ) -> None:
-        """Pack `weight` [outputs, inputs], which must `fit`, into `arena` or the default one.
-
-        With an activation (a code of quire_cpu.h) the weight is gates and then ups, and y = activation(gates) * ups.
-        """
-        num_outputs, num_inputs = weight.shape
-        assert self.fits(weight)
-        assert bias is None or (bias.dtype is weight.dtype and bias.is_contiguous())
-        self._allocate(library, (num_outputs, num_inputs), weight.dtype, bias, activation, arena)
-        self.fill([(tensor_args(weight), 0)])
-
-    @classmethod
-    def from_rows(
-        cls,
-        library: Library,
-        parts: Sequence[StoredRows],
-        num_inputs: int,
-        dtype: torch.dtype,
-        bias: Tensor | None,
-        activation: int = 0,
-    ) -> PackedLinear:
-        """Pack the rows of one matrix, floats in a file, which `holds` accepts."""
-        made = cls.__new__(cls)
-        shape = (sum(len(part.rows) for part in parts), num_inputs)
-        made._allocate(library, shape, dtype, bias, activation, None)  # noqa: SLF001 - of this class
-        made.fill([(stored_args(part), part.head_rows) for part in parts], parts)
-        return made
-
-    def _allocate(
-        self,
-        library: Library,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        bias: Tensor | None,
-        activation: int,
-        arena: Arena | None,
-    ) -> None:
-        self._library, self._bias, (num_outputs, num_inputs) = library, bias, shape
-        memory = library.weights if arena is None else arena
-        self._packed = memory.zeros(-(-num_outputs // PANEL) * PANEL, num_inputs, dtype=dtype)
-        bias_at, kind = None if bias is None else bias.data_ptr(), _FORMATS[dtype]
-        codes = (kind, DTYPES[dtype], activation)
-        self.args = LinearArgs(self._packed.data_ptr(), None, bias_at, num_outputs, num_inputs, *codes)
-
-    @staticmethod
-    def holds(parts: Sequence[StoredRows], num_inputs: int, dtype: torch.dtype) -> bool:
-        """Return whether a matrix of these rows can be packed as `dtype`."""
-        return dtype in _FORMATS and num_inputs % 2 == 0 and all(part.kind in FLOAT_KINDS.values() for part in parts)
-
-    @staticmethod
-    def fits(weight: Tensor) -> bool:
-        """Return whether the library can multiply this matrix."""
-        is_known = weight.dtype in _FORMATS and weight.device.type == "cpu"
-        return is_known and weight.is_contiguous() and weight.shape[1] % 2 == 0
+    holder: Any = quants.IQ3_XXS if kind == 18 else quants.IQ3_S
+    holder.init_grid()
+    return np.searchsorted(holder.grid_map, holder.grid.ravel()).astype(np.uint8)
 
 
-def tensor_args(weight: Tensor) -> RowsArgs:
-    """Return the library's description of the rows of a contiguous tensor."""
-    stored = RowsArgs(weight.data_ptr(), row_bytes=weight.shape[1] * weight.itemsize, num_rows=len(weight))
-    stored.kind = FLOAT_KINDS[weight.dtype]
-    return stored
+def holds_floats(parts: Sequence[StoredRows], num_inputs: int, dtype: torch.dtype) -> bool:
+    """Return whether a matrix of these rows can be packed as floats of `dtype`."""
+    return dtype in FLOAT_FORMATS and num_inputs % 2 == 0 and all(part.kind in _FLOATS for part in parts)
+
+
+def rows_of(weight: Tensor) -> StoredRows:
+    """Return the rows of a contiguous tensor, in its memory."""
+    return StoredRows(FLOAT_KINDS[weight.dtype], weight.view(torch.uint8).numpy())
 
 
 class NativeHeads:

@@ -7,16 +7,13 @@ at start-up, called by the engine thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from engine.runtime.native.library import DTYPES, DequantArgs, Library, LinearArgs, RowsArgs, WeightFormat
-from engine.runtime.native.ops import FLOAT_KINDS, PANEL, NativeLinear, stored_args, tensor_args
-from engine.runtime.native.rows import RepackedRows, StoredRows, in_halves
+from engine.runtime.native.library import DTYPES, DequantArgs, Library, WeightFormat
+from engine.runtime.native.ops import stored_args
+from engine.runtime.native.rows import StoredRows, in_halves
 
 
 class _Needs(NamedTuple):
@@ -82,110 +79,10 @@ def format_for(kinds: Sequence[int]) -> WeightFormat:
     return next(name for name, has in _FORMATS.items() if all(a >= b for a, b in zip(has, wanted, strict=False)))
 
 
-@cache
-def _grid(kind: int) -> np.ndarray | None:
-    """Return the levels 0 to 7 of a type's grid, four for each entry; None for a type without one."""
-    from gguf import quants
-
-    known: dict[int, type[Any]] = {18: quants.IQ3_XXS, 21: quants.IQ3_S}
-    if kind not in known:
-        return None
-    known[kind].init_grid()
-    return np.searchsorted(known[kind].grid_map, known[kind].grid.ravel()).astype(np.uint8)
-
-
-def _stored(part: StoredRows | RepackedRows) -> RowsArgs:
-    """Return the library's description of rows, with their type's grid."""
-    args, grid = stored_args(part), _grid(part.kind)
-    args.grid = None if grid is None else grid.ctypes.data
-    return args
-
-
-def _with_kind(stored: RowsArgs, kind: int) -> RowsArgs:
-    stored.kind = kind
-    return stored
-
-
 def dequantise(library: Library, stored: StoredRows, out: Tensor) -> None:
     """Write rows as floats to `out` [rows, inputs]: contiguous, on the CPU, of one of DTYPES."""
     if stored.head_rows:
         stored = StoredRows(stored.kind, in_halves(stored.rows, stored.head_rows))
     assert out.is_contiguous()
     assert len(out) == len(stored.rows)
-    library.dequantise(DequantArgs(_stored(stored), out.data_ptr(), out.shape[1], DTYPES[out.dtype]))
-
-
-class QuantisedLinear(NativeLinear):
-    """A quantised matrix [outputs, inputs]: y = x W^T + b, with the same bits in any batch."""
-
-    __slots__ = ("_scales",)
-
-    def __init__(
-        self,
-        library: Library,
-        weight_format: WeightFormat,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        bias: Tensor | None,
-        activation: int = 0,
-    ) -> None:
-        """Allocate zeros, for x and bias of `dtype`. PackedLinear explains `activation`."""
-        assert bias is None or (bias.dtype is dtype and bias.is_contiguous())
-        num_outputs, num_inputs = shape
-        self._library, self._bias = library, bias
-        self._packed = library.weights.zeros(library.quant_bytes(weight_format, *shape), dtype=torch.uint8)
-        is_int8 = weight_format is WeightFormat.INT8
-        self._scales = torch.zeros(-(-num_outputs // PANEL) * PANEL) if is_int8 else None
-        self.args = LinearArgs(self._packed.data_ptr(), n=num_outputs, k=num_inputs, format=weight_format)
-        self.args.dtype, self.args.activation = DTYPES[dtype], activation
-        if self._scales is not None:
-            self.args.scales = self._scales.data_ptr()
-        if bias is not None:
-            self.args.bias = bias.data_ptr()
-
-    @classmethod
-    def from_rows(
-        cls,
-        library: Library,
-        parts: Sequence[StoredRows | RepackedRows],
-        num_inputs: int,
-        dtype: torch.dtype,
-        bias: Tensor | None,
-        activation: int = 0,
-    ) -> QuantisedLinear:
-        """Pack the rows of one matrix, in parts that may be of several types."""
-        shape = (sum(part.num_rows for part in parts), num_inputs)
-        made = cls(library, format_for([part.kind for part in parts]), shape, dtype, bias, activation)
-        made.fill([(_stored(part), part.head_rows) for part in parts], parts)
-        return made
-
-    @classmethod
-    def int8(cls, library: Library, weight: Tensor, bias: Tensor | None, activation: int = 0) -> QuantisedLinear:
-        """Quantise a float matrix, with one scale for each row."""
-        assert weight.is_contiguous()
-        made = cls(library, WeightFormat.INT8, (weight.shape[0], weight.shape[1]), weight.dtype, bias, activation)
-        made.fill([(_with_kind(tensor_args(weight), DTYPES[weight.dtype]), 0)])
-        return made
-
-    @classmethod
-    def int8_from_rows(
-        cls,
-        library: Library,
-        parts: Sequence[StoredRows],
-        num_inputs: int,
-        dtype: torch.dtype,
-        bias: Tensor | None,
-        activation: int = 0,
-    ) -> QuantisedLinear:
-        """Quantise the rows of one matrix, which are stored as `dtype`."""
-        assert all(part.kind == FLOAT_KINDS[dtype] for part in parts)
-        made = cls(
-            library, WeightFormat.INT8, (sum(len(part.rows) for part in parts), num_inputs), dtype, bias, activation
-        )
-        made.fill([(_with_kind(stored_args(part), DTYPES[dtype]), part.head_rows) for part in parts], parts)
-        return made
-
-    @property
-    def has_rows(self) -> bool:
-        """Return whether `rows` can read the matrix: not if it was rounded here."""
-        return self._scales is None
+    library.dequantise(DequantArgs(stored_args(stored), out.data_ptr(), out.shape[1], DTYPES[out.dtype]))

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from engine.runtime.native.library import Isa, native
 from engine.runtime.native.ops import NativeLinear
-from engine.runtime.native.quantised import QuantisedLinear, is_served_quantised
-from engine.runtime.schemes.linear import CODES, Product
-from engine.runtime.schemes.scheme import Circumstances, Matrix, Scheme, native_refusal, stored_rows
+from engine.runtime.native.quantised import format_for, is_served_quantised
+from engine.runtime.schemes.linear import Product
+from engine.runtime.schemes.scheme import Circumstances, Matrix, Scheme, native_product, native_refusal, stored_rows
 
 
 class GGUFScheme(Scheme):
@@ -40,9 +40,9 @@ class GGUFScheme(Scheme):
         """Return a matrix whose rows are looked up, quantised if the file's are."""
         return self._quantised(matrix) or super().embedding(matrix)
 
-    def _quantised(self, matrix: Matrix) -> QuantisedLinear | None:
+    def _quantised(self, matrix: Matrix) -> NativeLinear | None:
         library, parts = native(), stored_rows(matrix)
-        if library is None or parts is None or not is_served_quantised([part.kind for part in parts]):
+        kinds = [part.kind for part in parts or ()]
+        if library is None or parts is None or not is_served_quantised(kinds):
             return None
-        code = CODES[matrix.activation]
-        return QuantisedLinear.from_rows(library, parts, matrix.shape[1], matrix.dtype, matrix.bias, code)
+        return native_product(library, format_for(kinds), parts, matrix)

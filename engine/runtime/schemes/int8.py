@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from engine.runtime.native.library import native
-from engine.runtime.native.ops import FLOAT_KINDS
-from engine.runtime.native.quantised import QuantisedLinear
-from engine.runtime.schemes.linear import CODES, Product
-from engine.runtime.schemes.scheme import Circumstances, Matrix, Scheme, native_refusal, stored_rows
+from engine.runtime.native.library import WeightFormat, native
+from engine.runtime.native.ops import FLOAT_KINDS, rows_of
+from engine.runtime.schemes.linear import Product
+from engine.runtime.schemes.scheme import Circumstances, Matrix, Scheme, native_product, native_refusal, stored_rows
 
 
 class Int8Scheme(Scheme):
@@ -21,10 +20,9 @@ class Int8Scheme(Scheme):
 
     def product(self, matrix: Matrix) -> Product:
         """Return the product with the quantised rows."""
-        library, code = native(), CODES[matrix.activation]
+        library, parts = native(), stored_rows(matrix)
         if library is None:
             return super().product(matrix)
-        parts = stored_rows(matrix)
-        if parts is not None and all(part.kind == FLOAT_KINDS[matrix.dtype] for part in parts):
-            return QuantisedLinear.int8_from_rows(library, parts, matrix.shape[1], matrix.dtype, matrix.bias, code)
-        return QuantisedLinear.int8(library, self.dense(matrix), matrix.bias, code)
+        if parts is None or any(part.kind != FLOAT_KINDS[matrix.dtype] for part in parts):
+            parts = [rows_of(self.dense(matrix))]
+        return native_product(library, WeightFormat.INT8, parts, matrix)

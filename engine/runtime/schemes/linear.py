@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.runtime.activation import Activation
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import LinearArgs, native
-from engine.runtime.native.ops import NativeLinear, PackedAddend, PackedLinear
+from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, PackedAddend, rows_of
 from engine.runtime.parallel.group import Group
 from engine.runtime.schemes.activations import act_mul
 
@@ -169,9 +169,11 @@ def pack(
     The native library's packed weight goes to `arena`, if given.
     """
     library = native()
-    if library and PackedLinear.fits(weight):
-        return PackedLinear(library, weight, bias, CODES[activation], arena)
-    return Dense(weight, bias)
+    kind, num_inputs = FLOAT_FORMATS.get(weight.dtype), weight.shape[1]
+    is_fit = weight.device.type == "cpu" and weight.is_contiguous() and num_inputs % 2 == 0
+    if library is None or kind is None or not is_fit:
+        return Dense(weight, bias)
+    return NativeLinear(library, kind, [rows_of(weight)], num_inputs, weight.dtype, bias, CODES[activation], arena)
 
 
 @cache

@@ -16,9 +16,9 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.activation import Activation
-from engine.runtime.native.library import Library, native
-from engine.runtime.native.ops import PANEL, NativeHeads, NativeLinear, PackedLinear
-from engine.runtime.native.rows import StoredRows
+from engine.runtime.native.library import Library, WeightFormat, native
+from engine.runtime.native.ops import FLOAT_FORMATS, PANEL, NativeHeads, NativeLinear, holds_floats
+from engine.runtime.native.rows import RepackedRows, StoredRows
 from engine.runtime.schemes.linear import CODES, DenseHeads, HeadProducts, Product, pack
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.cut import Span
@@ -110,9 +110,8 @@ class Scheme:
         Rows of floats are packed as they are read, without a tensor in between.
         """
         library, stored = native(), stored_rows(matrix)
-        if library and stored is not None and PackedLinear.holds(stored, matrix.shape[1], matrix.dtype):
-            code = CODES[matrix.activation]
-            return PackedLinear.from_rows(library, stored, matrix.shape[1], matrix.dtype, matrix.bias, code)
+        if library and stored is not None and holds_floats(stored, matrix.shape[1], matrix.dtype):
+            return native_product(library, FLOAT_FORMATS[matrix.dtype], stored, matrix)
         return pack(self.dense(matrix), matrix.bias, matrix.activation)
 
     def embedding(self, matrix: Matrix) -> NativeLinear | Tensor:
@@ -141,6 +140,14 @@ class Scheme:
     def summary(self) -> str:
         """Return a line for the log after loading; "" for none."""
         return ""
+
+
+def native_product(
+    library: Library, weight_format: WeightFormat, parts: Sequence[StoredRows | RepackedRows], matrix: Matrix
+) -> NativeLinear:
+    """Return the native library's product with a matrix of these rows."""
+    code = CODES[matrix.activation]
+    return NativeLinear(library, weight_format, parts, matrix.shape[1], matrix.dtype, matrix.bias, code)
 
 
 def stored_rows(matrix: Matrix) -> list[StoredRows] | None:

@@ -14,11 +14,11 @@ import torch
 
 from engine.runtime.cuda.available import has_fp8, has_triton
 from engine.runtime.native.library import Isa, native
-from engine.runtime.native.quantised import QuantisedLinear, is_served_quantised
+from engine.runtime.native.quantised import format_for, is_served_quantised
 from engine.runtime.native.rows import RepackedRows, StoredRows
 from engine.runtime.schemes.fp8 import MULTIPLE, Fp8Scheme
-from engine.runtime.schemes.linear import CODES, Product
-from engine.runtime.schemes.scheme import FOREIGN, Circumstances, Matrix, Scheme, native_refusal
+from engine.runtime.schemes.linear import Product
+from engine.runtime.schemes.scheme import FOREIGN, Circumstances, Matrix, Scheme, native_product, native_refusal
 from engine.runtime.weights.stored.packed import Blocks
 from engine.runtime.weights.stored.rows import repacked, rows_of
 from engine.runtime.weights.stored.storage import Storage
@@ -84,12 +84,11 @@ class StoredScheme(Scheme):
             if rows is None:
                 return None
             parts.append(rows)
-        if not is_served_quantised([part.kind for part in parts]):
+        kinds = [part.kind for part in parts]
+        if not is_served_quantised(kinds):
             return None
-        for part in parts:
-            self._counts[f"in {_BITS[part.kind]} bits"] += 1
-        code = CODES[matrix.activation]
-        return QuantisedLinear.from_rows(library, parts, matrix.shape[1], matrix.dtype, matrix.bias, code)
+        self._counts.update(f"in {_BITS[kind]} bits" for kind in kinds)
+        return native_product(library, format_for(kinds), parts, matrix)
 
     def _fp8(self, matrix: Matrix) -> Product | None:
         """Return the product on tensor cores; None if the matrix is not FP8 with scales for rows."""
