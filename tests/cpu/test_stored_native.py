@@ -21,9 +21,10 @@ from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Isa, native
 from engine.runtime.native.ops import stored_args
+from engine.runtime.native.rows import RepackedRows
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
-from engine.runtime.weights.stored.packed import Integers
-from engine.runtime.weights.stored.rows import repacked, rows_of
+from engine.runtime.weights.stored.packed import Codes, Floats, Integers
+from engine.runtime.weights.stored.rows import repacked
 from engine.settings.engine_config import EngineConfig
 from tests.cpu import packers
 from tests.cpu.lora_folders import load_adapter, merge, save_adapter
@@ -81,13 +82,20 @@ def logits(model: nn.Module) -> Tensor:
         return found
 
 
+def made(rows: RepackedRows) -> np.ndarray:
+    library, found = native(), np.zeros((rows.num_rows, rows.row_bytes), np.uint8)
+    assert library is not None
+    assert library.repack(stored_args(rows), found.ctypes.data) == 0
+    return found
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_hold_the_same_weights(name: str, tmp_path: Path) -> None:
     packed, weight = unpacked(tmp_path, CASES[name], 72, 384)
-    rows = rows_of(packed)
+    rows = repacked(packed)
     assert rows is not None
     assert rows.kind == KINDS[name]
-    found = gguf.quants.dequantize(rows.rows, gguf.GGMLQuantizationType(rows.kind))
+    found = gguf.quants.dequantize(made(rows), gguf.GGMLQuantizationType(rows.kind))
     if name.startswith("fp8"):  # the only one that is rounded again, to 127 steps a block of 32
         peak = np.abs(weight).reshape(72, -1, 32).max(2).repeat(32, 1)
         assert (np.abs(found - weight) <= peak / 127 * 0.51).all()
@@ -98,18 +106,18 @@ def test_rows_hold_the_same_weights(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(72, 384), (136, 128)])
 @pytest.mark.parametrize("name", [name for name in KINDS if not name.startswith(("w3", "w5", "gptq-2", "gptq-3"))])
 def test_the_library_makes_the_same_rows(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
-    """Rows that are made in C while they are packed equal those of torch operations, to the byte."""
+    """Of codes where they lie in the file, and of those that were decoded in memory, to the byte."""
     library, packed = native(), unpacked(tmp_path, CASES[name], *shape)[0]
-    expected, rows = rows_of(packed), repacked(packed)
+    assert not isinstance(packed, Floats)
+    assert isinstance(packed.stored, Codes)
+    decoded = packed._replace(stored=packed.stored._replace(place=None))
+    rows, others = repacked(packed), repacked(decoded)
     assert library is not None
-    assert expected is not None
     assert rows is not None
-    found = np.zeros((rows.num_rows, rows.row_bytes), np.uint8)
-    args = stored_args(rows)
-    assert library.repack(args, found.ctypes.data) == 0
-    assert rows.kind == expected.kind
-    np.testing.assert_array_equal(found, expected.rows)
-    both = [quantised(library, [part], shape[1], torch.float32, None) for part in (rows, expected)]
+    assert others is not None
+    assert (rows.file is None, others.file is None) == (False, True)
+    np.testing.assert_array_equal(made(rows), made(others))
+    both = [quantised(library, [part], shape[1], torch.float32, None) for part in (rows, others)]
     ids = torch.arange(shape[0])
     assert torch.equal(both[0].rows(ids), both[1].rows(ids))
 
@@ -117,14 +125,13 @@ def test_the_library_makes_the_same_rows(name: str, shape: tuple[int, int], tmp_
 @pytest.mark.parametrize("name", DEQUANTISED)
 def test_other_weights_have_no_rows(name: str, tmp_path: Path) -> None:
     packed, _ = unpacked(tmp_path, CASES[name], 64, 384)
-    assert rows_of(packed) is None
     assert repacked(packed) is None
 
 
 def test_scales_that_float16_cannot_hold_have_no_rows() -> None:
     codes, zeros = torch.zeros(4, 64, dtype=torch.uint8), torch.full((1, 1), 8, dtype=torch.int16)
     for scale, kept in ((1e-3, True), (1e-7, False), (1e6, False), (0.0, True)):
-        assert (rows_of(Integers(codes, torch.full((4, 2), scale), zeros, 4, 32)) is not None) is kept
+        assert (repacked(Integers(codes, torch.full((4, 2), scale), zeros, 4, 32)) is not None) is kept
 
 
 # Documented arithmetic: a weight is multiplied exactly, and inputs are rounded, in float64.

@@ -15,12 +15,12 @@ import torch
 from engine.runtime.cuda.available import has_fp8, has_triton
 from engine.runtime.native.library import Isa, native
 from engine.runtime.native.quantised import format_for, is_served_quantised
-from engine.runtime.native.rows import RepackedRows, StoredRows
+from engine.runtime.native.rows import RepackedRows
 from engine.runtime.schemes.fp8 import MULTIPLE, Fp8Scheme
 from engine.runtime.schemes.linear import Product
 from engine.runtime.schemes.scheme import FOREIGN, Circumstances, Matrix, Scheme, native_product, native_refusal
 from engine.runtime.weights.stored.packed import Blocks
-from engine.runtime.weights.stored.rows import repacked, rows_of
+from engine.runtime.weights.stored.rows import repacked
 from engine.runtime.weights.stored.storage import Storage
 
 _BITS = {2: "4", 3: "4", 8: "8", 39: "4"}  # of a weight, by GGUF's numbers
@@ -74,13 +74,11 @@ class StoredScheme(Scheme):
         library = native()
         if library is None or matrix.dense is not None:
             return None
-        parts: list[StoredRows | RepackedRows] = []
+        parts: list[RepackedRows] = []
         for bundle in matrix.bundles:
             with _one_thread():
                 packed = self.storage.unpack(bundle.name, bundle.tensors)
-                rows: StoredRows | RepackedRows | None = None if packed is None else repacked(packed)
-            if packed is not None and rows is None:
-                rows = rows_of(packed)
+                rows = None if packed is None else repacked(packed)
             if rows is None:
                 return None
             parts.append(rows)

@@ -5,7 +5,7 @@ Q8_0, with a new scale for every 32 inputs: codes of 8 bits are finer than its t
 dequantised.
 
 The type and the scales are decided here. The library makes the rows from codes in the file (repack.c), in the layouts
-that it knows; `rows_of` makes the same by torch operations, for other layouts.
+that it knows; codes in other layouts are decoded to one of these in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.native.rows import CodeLayout, RepackedRows, StoredRows
-from engine.runtime.weights.stored.packed import Blocks, Codes, Floats, Integers, Microscaled, Packed
+from engine.runtime.weights.stored.packed import Blocks, CodeLocation, Codes, Floats, Integers, Microscaled, Packed
 
 _Q4_0, _Q4_1, _Q8_0, _MXFP4 = 2, 3, 8, 39  # GGUF's numbers
 _BLOCK_BYTES = {_Q4_0: 18, _Q4_1: 20, _Q8_0: 34, _MXFP4: 17}
@@ -36,30 +36,14 @@ class _Plan(NamedTuple):
     scale_rows: int = 1
 
 
-def rows_of(packed: Packed) -> StoredRows | None:
-    """Return rows with the same weights, made by torch operations; None if no type holds them."""
-    plan = _plan(packed)
-    if plan is None:
-        return None
-    if isinstance(packed, Microscaled):
-        return _rows(_MXFP4, plan.scales[:, :, None], _nibbles(packed.codes))
-    if isinstance(packed, Blocks):
-        return _of_blocks(packed)
-    assert isinstance(packed, Integers)
-    codes = _shifted(packed, plan.shift)
-    codes = codes.unflatten(1, (-1, _BLOCK)) if plan.kind == _Q8_0 else _nibbles(codes)
-    heads = [_by_block(found, packed) for found in (plan.scales, plan.minimums) if found is not None]
-    return _rows(plan.kind, *(_bytes(head, codes) for head in heads), codes)
-
-
 def repacked(packed: Packed) -> RepackedRows | None:
-    """Return the rows of `rows_of`, which the native library makes while it packs them; None if it cannot."""
-    if isinstance(packed, Floats) or not isinstance(packed.stored, Codes):
+    """Return rows with the same weights, which the native library makes while it packs them; None if no type holds them."""
+    plan = _plan(packed)
+    if plan is None or isinstance(packed, Floats):
         return None
-    place = packed.stored.place
-    plan = None if place is None else _plan(packed)
-    if place is None or plan is None:
-        return None
+    place = packed.stored.place if isinstance(packed.stored, Codes) else None
+    if place is None:
+        place = _decoded(packed)
     (num_rows, num_inputs), scales, shifts, shift = packed.shape, plan.scales, None, 0
     group = num_inputs if scales.shape[1] == 1 else plan.group
     if plan.shift is not None:
@@ -88,6 +72,19 @@ def repacked(packed: Packed) -> RepackedRows | None:
         group=group,
         scale_rows=plan.scale_rows,
     )
+
+
+def _decoded(packed: Integers | Blocks | Microscaled) -> CodeLocation:
+    """Return codes in memory, in a layout that the library reads."""
+    if isinstance(packed, Blocks):
+        layout, bits, stored = CodeLayout.FP8, 8, packed.values.view(torch.uint8)
+    elif isinstance(packed, Integers) and packed.bits > 4:
+        layout, bits, stored = CodeLayout.BYTES, 8, packed.codes
+    else:
+        layout, bits = CodeLayout.NIBBLES if isinstance(packed, Integers) else CodeLayout.MXFP4, 4
+        stored = packed.codes[:, 0::2] | packed.codes[:, 1::2] << 4
+    rows = StoredRows(-1, stored.contiguous().numpy())
+    return CodeLocation(layout, lambda: rows, bits)
 
 
 def _plan(packed: Packed) -> _Plan | None:
@@ -128,49 +125,8 @@ def _plan_integers(packed: Integers) -> _Plan | None:
     return _Plan(_Q8_0, scales, group, shift=-zeros) if lowest >= -128 and highest <= 127 else None
 
 
-def _shifted(packed: Integers, shift: Tensor | None) -> Tensor:
-    """Return codes plus a shift, modulo 256."""
-    if shift is None or not bool(shift.any()):
-        return packed.codes
-    codes, shift = packed.grouped(packed.codes, shift.to(torch.uint8))
-    return (codes + shift).view(packed.shape)
-
-
-def _of_blocks(packed: Blocks) -> StoredRows:
-    weight = packed.dequantise().unflatten(1, (-1, _BLOCK))
-    peak = torch.maximum(weight.amax(2), -weight.amin(2))
-    scales = (peak / 127).half()
-    inverse = torch.where(scales > 0, 1 / scales.float(), 0)
-    codes = weight.mul_(inverse[:, :, None]).round_().clamp_(-127, 127).nan_to_num_().to(torch.int8)
-    return _rows(_Q8_0, _bytes(scales, codes), codes.view(torch.uint8))
-
-
 def _as_float16(scales: Tensor) -> Tensor | None:
     """Return scales [rows, groups] as float16; None if it is too coarse for the largest of a row, or too small."""
     rounded = scales.half()
     is_near = (rounded.float() - scales).abs() <= scales.abs().amax(1, keepdim=True) * _PRECISION
     return rounded if bool(is_near.all()) else None
-
-
-def _by_block(values: Tensor, packed: Integers) -> Tensor:
-    """Return a value for each block, [rows, blocks], of one for each group."""
-    num_blocks = packed.shape[1] // _BLOCK
-    if values.shape[1] == 1:
-        return values.expand(-1, num_blocks)
-    return values.repeat_interleave(packed.group // _BLOCK, 1)[:, :num_blocks]
-
-
-def _nibbles(codes: Tensor) -> Tensor:
-    """Return bytes [rows, blocks, 16]: code i of a block is the low half of byte i, code i + 16 the high one."""
-    blocks = codes.unflatten(1, (-1, 2, _BLOCK // 2))
-    return blocks[:, :, 0] | blocks[:, :, 1] << 4
-
-
-def _rows(kind: int, *parts: Tensor) -> StoredRows:
-    """Return rows of blocks; parts are bytes [rows, blocks, n]."""
-    return StoredRows(kind, torch.cat(parts, 2).flatten(1).numpy())
-
-
-def _bytes(heads: Tensor, like: Tensor) -> Tensor:
-    """Return float16 heads, one for each block of `like` or for fewer, as bytes [rows, blocks, 2]."""
-    return heads.expand(like.shape[:2]).contiguous().view(torch.uint8).unflatten(1, (-1, 2))
