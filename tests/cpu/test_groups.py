@@ -102,90 +102,37 @@ def test_one_process_sends_nothing(tmp_path: Path) -> None:
 
 
 class Calls:
-    """Stands for torch.distributed on a machine without GPUs, and keeps the names of the calls.
+    """Stands for torch.distributed on a machine without GPUs, and keeps the names of the calls."""
 
-    `others` is the number that another rank brings wherever numbers are gathered in int64, for an agreement.
-    """
-
-    def __init__(self, others: int = 1) -> None:
+    def __init__(self) -> None:
         self.found: list[str] = []
-        self.others = others
-        self.group = SimpleNamespace(WORLD=SimpleNamespace(group_name="0", abort=lambda: self.found.append("abort")))
+        self.group = SimpleNamespace(WORLD=SimpleNamespace(abort=lambda: self.found.append("abort")))
 
     def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, **_: Any) -> Any:
+        def call(*args: Any, **_: Any) -> None:
             self.found.append(name)
             if name == "gather" and args[1] is not None:
                 for rank, part in enumerate(args[1]):
-                    is_number = args[0].dtype == torch.int64
-                    part.copy_(torch.tensor(self.others) if is_number and rank else args[0] + rank)
-            return SimpleNamespace(set_timeout=lambda _: None) if name == "FileStore" else None
+                    part.copy_(args[0] + rank)
 
         return call
 
 
-def open_nccl(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, calls: Calls, rank: int = 0, *, lacks: str = ""
-) -> tuple[nccl.NcclGroup, list[Any]]:
-    """Return a rank's group, of which the call `lacks` of symmetric memory fails, and the sums in one kernel."""
-    one_shot: list[Any] = []
+def test_what_nccl_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls()
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # as it sets it itself
     monkeypatch.setattr(nccl, "dist", calls)
-
-    def call(name: str, result: Any) -> Any:
-        calls.found.append(name)
-        if name == lacks:
-            raise RuntimeError("no peers")
-        return result
-
-    symmetric = SimpleNamespace(
-        empty=lambda size, **_: call("empty", torch.empty(size, dtype=torch.uint8)),
-        rendezvous=lambda *_: call("rendezvous", object()),
-    )
-    monkeypatch.setattr(nccl, "symmetric", symmetric)
-    operators = SimpleNamespace(one_shot_all_reduce_out=lambda part, *_: one_shot.append(part.tolist()))
-    monkeypatch.setattr(nccl, "_operators", lambda: operators)
-    group = nccl.NcclGroup(folder, rank, 2, torch.device("cpu"), timeout_s=1)
-    return group, one_shot
-
-
-AGREE = ["gather", "broadcast"]
-
-
-@pytest.mark.parametrize("has_shared", [True, False])
-def test_what_nccl_is_asked_for(has_shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = Calls()
-    group, one_shot = open_nccl(monkeypatch, tmp_path, calls, lacks="" if has_shared else "empty")
-    opened = ["empty", *AGREE, "rendezvous", *AGREE] if has_shared else ["empty", *AGREE]
-    assert calls.found == ["FileStore", "init_process_group", *opened]
+    group = nccl.NcclGroup(tmp_path, 0, 2, torch.device("cpu"), timeout_s=1)
+    assert calls.found == ["FileStore", "init_process_group"]
     calls.found.clear()
     group.all_reduce(torch.arange(8.0))
-    group.all_reduce(torch.arange(8.0).bfloat16())
-    group.all_reduce(torch.zeros(nccl.ONE_SHOT_BYTES))
-    group.all_reduce(torch.arange(8.0).half())  # which the kernel refuses
-    group.all_reduce(torch.arange(8))
     out = torch.empty(1, 3)
     group.gather(torch.tensor([[1.0, 2.0]]), out)
     assert out.tolist() == [[1, 2, 2]]
     group.broadcast(torch.ones(1))
     group.abort()
     group.close()
-    reduces = ["all_reduce"] * (3 if has_shared else 5)
-    assert calls.found == [*reduces, "gather", "broadcast", "abort", "destroy_process_group"]
-    assert one_shot == ([list(range(8))] * 2 if has_shared else [])
-
-
-@pytest.mark.parametrize("lacks", ["empty", "rendezvous", "", "another rank's"])
-def test_all_ranks_use_symmetric_memory_or_none_does(
-    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that has it falls back with one that has not, and each agrees before it goes on to a call that waits."""
-    calls = Calls(others=0 if lacks == "another rank's" else 1)
-    group, one_shot = open_nccl(monkeypatch, tmp_path, calls, lacks=lacks)
-    order = {"empty": ["empty", *AGREE], "another rank's": ["empty", *AGREE]}
-    assert calls.found[2:] == order.get(lacks, ["empty", *AGREE, "rendezvous", *AGREE])
-    group.all_reduce(torch.arange(8.0))
-    assert bool(one_shot) == (lacks == "")
+    assert calls.found == ["all_reduce", "gather", "broadcast", "abort", "destroy_process_group"]
 
 
 @pytest.mark.parametrize("kind", ["shared", "gloo"])
