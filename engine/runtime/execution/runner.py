@@ -64,16 +64,36 @@ class _Scores(NamedTuple):
     chunks: list[Logprobs]
 
 
+class _Computed(NamedTuple):
+    """What a step has computed."""
+
+    sampled: Sampled | None = None
+    scores: Sequence[_Scores] = ()
+    pooled: Pooled | None = None
+
+    def to_host(self) -> _Computed:
+        """Return copies in pinned memory, complete when the stream reaches them."""
+        sampled, pooled = self.sampled, self.pooled
+        if sampled is not None:
+            logprobs = None if sampled.logprobs is None else _to_host(sampled.logprobs)
+            sampled = sampled._replace(
+                ids=_pinned(sampled.ids), is_finite=_pinned(sampled.is_finite), logprobs=logprobs
+            )
+        if pooled is not None:
+            pooled = pooled._replace(sums=_pinned(pooled.sums), is_sane=_pinned(pooled.is_sane))
+        return _Computed(
+            sampled, [each._replace(chunks=[_to_host(chunk) for chunk in each.chunks]) for each in self.scores], pooled
+        )
+
+
 class ModelStep:
     """A launched step; its tensors are on their way to the host."""
 
     def __init__(
         self,
         slices: Sequence[SequenceSlice],
+        computed: _Computed,
         learn: Callable[[Sequence[SequenceSlice], StepResult], None],
-        sampled: Sampled | None,
-        scores: list[_Scores],
-        pooled: Pooled | None,
         event: torch.cuda.Event | None,
         ranks: Ranks,
     ) -> None:
@@ -87,11 +107,12 @@ class ModelStep:
         self._has_drafts = any(piece.drafts for piece in slices)
         self._result: StepResult | None = None
         self.is_over = False  # the host has waited for it
-        rows = () if sampled is None else sampled.logprob_rows
+        self._sampled, self._scores, self._pooled = computed
+        rows = () if self._sampled is None else self._sampled.logprob_rows
         self._num_top = {row: slices[self._owners[row]].params.logprobs or 0 for row in rows}
-        self._sampled, self._scores, self._pooled, self._event = sampled, scores, pooled, event
-        if sampled is not None and sampled.constrained is not None:
-            sampled.constrained.read = self._ids
+        self._event = event
+        if self._sampled is not None and self._sampled.constrained is not None:
+            self._sampled.constrained.read = self._ids
 
     def _ids(self) -> list[int]:
         """Return the drawn ids; waits until they are on the host."""
@@ -245,6 +266,26 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> ModelStep:
         """Launch a step."""
         slices, changes = self._rows.follow(plan), self._tables.follow(plan)
+        self._move_blocks(plan)
+        if self._drafter is not None:
+            slices = self._draft(self._drafter, plan, slices)
+        self._await_text(slices)
+        if not slices:
+            computed = _Computed()
+        elif self._graphs is not None and self._graphs.takes(slices):
+            computed = _Computed(self._replay(self._graphs, slices, changes))
+        else:
+            computed = self._compute(slices, changes, draws=plan.num_samples > 0)
+        event = None
+        if self._device.type == "cuda":
+            computed, event = computed.to_host(), torch.cuda.Event()
+            event.record()
+        step = ModelStep(slices, computed, self._rows.learn, event, self._ranks)
+        self._launched.append(step)
+        return step
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        """Copy blocks out, within the pool, and in."""
         if self._host_pool is not None:
             self._host_pool.begin(plan)
         if plan.copies:
@@ -252,15 +293,11 @@ class ModelRunner:
             self._kv_cache.copy_blocks(plan.copies)
         if self._host_pool is not None:
             self._host_pool.bring_in(plan)
-        if self._drafter is not None:
-            slices = self._draft(self._drafter, plan, slices)
-        if not slices:
-            return self._send(slices, None, [], None)
-        self._await_text(slices)
-        if self._graphs is not None and self._graphs.takes(slices):
-            return self._send(slices, self._replay(self._graphs, slices, changes), [], None)
+
+    def _compute(self, slices: Sequence[SequenceSlice], changes: Changes, *, draws: bool) -> _Computed:
+        """Launch a step kernel by kernel; `draws` says whether any row is drawn from."""
         packet = self._batches.prepare(slices, changes)
-        self._ranks.send(packet, draws=plan.num_samples > 0)
+        self._ranks.send(packet, draws=draws)
         batch = self._batches.to_batch(packet, self._last_ids)
         if self._kv_cache.headroom is not None:
             last = max(int(each.kv_slots.max()) for each in (batch, *batch.others))
@@ -273,14 +310,14 @@ class ModelRunner:
         scores = self._score(slices, packet, hidden) if packet.scored else []
         pooled = pool(slices, [*accumulate(packet.query_lens[:-1], initial=0)], hidden) if packet.keeps_all else None
         sampled = None
-        if plan.num_samples:
+        if draws:
             logits = self._model.logits(hidden.index_select(0, batch.sample_rows) if returns_all else hidden)
             sampled = self._sampler.sample(slices, logits, self._last_ids)
             self._ranks.share(self._last_ids)
         if heads is not None:
             states = hidden if streams is None else streams.out.flatten(1)
             heads.observe(slices, batch, states, None if sampled is None else sampled.ids)
-        return self._send(slices, sampled, scores, pooled)
+        return _Computed(sampled, scores, pooled)
 
     def _await_text(self, slices: Sequence[SequenceSlice]) -> None:
         """Wait for the ids of all steps but the last, if a draw depends on a text: only its last id may be missing.
@@ -354,29 +391,6 @@ class ModelRunner:
             ]
             scores.append(_Scores(index, num_top, chunks))
         return scores
-
-    def _send(
-        self,
-        slices: Sequence[SequenceSlice],
-        sampled: Sampled | None,
-        scores: list[_Scores],
-        pooled: Pooled | None,
-    ) -> ModelStep:
-        event = None
-        if self._device.type == "cuda":
-            if sampled is not None:
-                logprobs = None if sampled.logprobs is None else _to_host(sampled.logprobs)
-                sampled = sampled._replace(
-                    ids=_pinned(sampled.ids), is_finite=_pinned(sampled.is_finite), logprobs=logprobs
-                )
-            scores = [each._replace(chunks=[_to_host(chunk) for chunk in each.chunks]) for each in scores]
-            if pooled is not None:
-                pooled = pooled._replace(sums=_pinned(pooled.sums), is_sane=_pinned(pooled.is_sane))
-            event = torch.cuda.Event()
-            event.record()
-        step = ModelStep(slices, self._rows.learn, sampled, scores, pooled, event, self._ranks)
-        self._launched.append(step)
-        return step
 
 
 def _grammar_fault(error: str) -> Fault:
