@@ -84,7 +84,7 @@ class FakeStep:
 
     def __init__(self, result: StepResult, before_wait: Callable[[], None], uncertain: abc.Sequence[int] = ()) -> None:
         self._result, self._before_wait = result, before_wait
-        self.uncertain = uncertain  # blocks of states that it writes, and those that it loads
+        self.uncertain = uncertain  # blocks of states that it writes or brings up to date, and those that it loads
 
     def wait(self) -> StepResult:
         """Return the result, after the simulated time."""
@@ -117,6 +117,8 @@ class FakeRunner:
         self._pages = [[-1] * config.block_size for _ in range(config.num_blocks)] if memory else None
         self._windows = config.windows
         self._states: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # read and written, by row
+        self._drafted: dict[int, abc.Sequence[int]] = {}  # the last drafts of each row, whose inputs are kept
+        self._replays: dict[int, int] = {}  # of this step
         self._host_pages = [[-1] * config.block_size for _ in range(config.num_host_blocks)]
         self._arriving: abc.Sequence[tuple[int, int]] = ()  # swapped in by the last step, not there yet
         self.rows = Rows()
@@ -249,7 +251,7 @@ class FakeRunner:
         history = [token for block in first[: -(-stop // size)] for token in self._pages[block]][:stop]
         if self._windows or self._states:
             states = list(accumulate(history, mix))
-            if self._states:
+            if self._states and not piece.drafts:
                 self._compute_state([0, *states], piece, self._pages)
             for group, (window, table) in enumerate(zip(self._windows, others, strict=True)):
                 hashes = [mix(group, state) % (1 << 31) for state in states]
@@ -257,22 +259,29 @@ class FakeRunner:
         return history
 
     def _move_states(self, plan: StepPlan, slices: abc.Iterable[SequenceSlice]) -> list[int]:
-        """Note the slots of each row's state, and return what the step writes, which may be no other row's."""
-        moves = {move.slot: (move.read, move.written) for move in plan.states}
-        self._states |= moves
+        """Note the slots of each row's state, and return what the step changes; what it writes may be no other row's."""
+        self._states |= {move.slot: (move.read, move.written) for move in plan.states}
+        self._replays = dict(plan.replays)
         rows = {piece.slot: self._states[piece.slot] for piece in slices} if self._states else {}
         for slot, (_, written) in rows.items():
             others = [blocks for other, row in rows.items() if other != slot for blocks in row]
             assert set(written).isdisjoint(chain(*others)), "a row reads or writes a state that another one writes"
-        return [block for _, written in rows.values() for block in written]
+        brought_up = [block for slot in self._replays for block in rows[slot][0]]
+        return [*brought_up, *chain(*(written for _, written in rows.values()))]
 
     def _compute_state(self, states: list[int], piece: SequenceSlice, pages: list[list[int]]) -> None:
         """Go on from the state before the slice, which must be right, to the one after it."""
         read, written = self._states[piece.slot]
         self._states[piece.slot] = written, written
         assert bool(read) == (piece.start > 0), "a state is missing, or is not that of the beginning"
+        num_drafts = self._replays.pop(piece.slot, 0)
+        before, drafts = piece.start - num_drafts, self._drafted.pop(piece.slot, ())
+        assert list(drafts[:num_drafts]) == piece.tokens[before : piece.start], (
+            "a draft is taken in that was not accepted"
+        )
         for part, block in enumerate(read):
-            assert pages[block] == self._state(part, states[piece.start]), "a state is of another position"
+            assert pages[block] == self._state(part, states[before]), "a state is of another position"
+            pages[block] = self._state(part, states[piece.start])
         for part, block in enumerate(written):
             pages[block] = self._state(part, states[-1])
 
@@ -302,7 +311,8 @@ class FakeRunner:
             drafts.append(token if is_right else (token + 1) % self.vocab_size)
             future.append(drafts[-1])
         rows = [piece.at(start + ahead) for ahead in range(num_drafts + 1)]
-        read = self._write(piece._replace(tokens=[*piece.tokens, *drafts], num_tokens=num_drafts + 1))
+        read = self._write(piece._replace(tokens=[*piece.tokens, *drafts], num_tokens=num_drafts + 1, drafts=drafts))
+        self._drafted[piece.slot] = drafts
         drawn = [self._draw(row, read[: row.start + 1], seed) for row in rows]
         failed = (ahead for ahead, row in enumerate(rows) if self._fail is not None and self._fail(row) is not None)
         drawn = drawn[: next(failed, len(rows))]  # a row that fails does so when it is the first of a step

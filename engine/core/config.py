@@ -117,10 +117,6 @@ class SchedulerConfig:
         return blocks_for(num_positions, self.block_size) + windows + num_states * self.state_blocks
 
     def _check_groups(self) -> None:
-        _require(
-            not (self.num_speculative_tokens and self.state_blocks),
-            "A recurrent state cannot go back to the last draft that was right; leave out speculation.",
-        )
         for window in self.windows:
             _require(window >= 1, f"A window is {window} tokens; it must be at least 1.")
 

@@ -31,6 +31,7 @@ class InFlightStep:
     ids: list[KnownId] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     states: list[StateMove] = field(default_factory=list)
+    replays: list[tuple[int, int]] = field(default_factory=list)
     children: dict[int, list[Sequence]] = field(default_factory=dict)  # by slice index
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
@@ -64,6 +65,7 @@ class InFlightStep:
             swap_in=tuple(self.swap_in),
             drafts=tuple(self.num_drafts.items()),
             states=tuple(self.states),
+            replays=tuple(self.replays),
         )
 
     def sizes(self, index: int) -> tuple[int, int, int]:
@@ -111,6 +113,9 @@ class InFlightStep:
         if state.is_moved:
             state.is_moved = False
             self.states.append(StateMove(seq.slot, tuple(state.source), tuple(state.slot)))
+        if state.num_behind:
+            self.replays.append((seq.slot, state.num_behind))
+            state.num_behind = 0
 
     def add_beam(self, seq: Sequence, position: int) -> None:
         """Add a beam's last token, which the search has chosen."""

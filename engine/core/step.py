@@ -93,8 +93,10 @@ class StepPlan(NamedTuple):
     Blocks move in this order: `swap_out` before anything of the step is written to the pool, `copies` (copy-on-write),
     then `swap_in`, which has to be done before the first slice that reads it, and that may be a later step's.
 
-    `drafts`, pairs of a slice index and a number, are how many positions behind the slice the runner may draft and compute as well. What is
-    written there and not confirmed by a draw is written again by a later step.
+    `drafts`, pairs of a slice index and a number, are how many positions behind the slice the runner may draft and compute
+    as well. What is written there and not confirmed by a draw is written again by a later step. A recurrent state cannot
+    be: such a slice writes the state after its first position, and the runner keeps the inputs of its drafts. `replays`,
+    pairs of a runner row and a number, are how many of them the slot that the row reads takes in before the step.
     """
 
     step_id: int
@@ -111,6 +113,7 @@ class StepPlan(NamedTuple):
     swap_in: Pairs = ()  # (host block, physical block)
     drafts: Pairs = ()
     states: tuple[StateMove, ...] = ()
+    replays: Pairs = ()
 
     @property
     def num_slices(self) -> int:
@@ -136,6 +139,8 @@ class StepPlan(NamedTuple):
                 found.extend(table)
         for slot, read, written in self.states:
             found.extend((slot, len(read), *read, *written))
+        for replay in self.replays:
+            found.extend(replay)
         return found
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from engine.core.config import SchedulerConfig
-from engine.core.errors import ConfigError, NeverFitsError
+from engine.core.errors import NeverFitsError
 from engine.core.kv import snapshots
 from engine.core.kv.prefix_cache import name_block
 from engine.core.kv.snapshots import RecurrentGroup
@@ -62,6 +62,7 @@ class StateMachine(SchedulerMachine):
         caching=st.booleans(),
         policy=st.sampled_from(["fcfs", "fair"]),
         eviction=st.sampled_from(["lru", "slru", "lfu", "cost"]),
+        num_speculative_tokens=st.sampled_from([0, 1, 4]),
     )
     def start(  # type: ignore[override]
         self,
@@ -76,6 +77,7 @@ class StateMachine(SchedulerMachine):
         if caching:
             changes |= {"host_caching": host_caching, "num_disk_blocks": num_disk_blocks}
         changes["num_host_blocks"] = num_host_blocks
+        changes["num_speculative_tokens"] = 0 if depth else changes["num_speculative_tokens"]
         sizes = {"max_num_batched_tokens": budget, "enable_prefix_caching": caching, "max_model_len": 40}
         self.driver = Driver(config(windows=tuple(windows), **sizes, **changes), depth)  # type: ignore[arg-type]
         self.aborted: set[str] = set()
@@ -419,13 +421,57 @@ def test_snapshots_are_counted_with_the_groups() -> None:
     assert sum(stats.findable_blocks.values()) == stats.blocks_cached
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"state_blocks": 2, "num_speculative_tokens": 2}, "leave out speculation"),
-    ],
-    ids=["drafts"],
-)
-def test_what_states_do_not_combine_with_is_refused(changes: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        config(**changes)  # type: ignore[arg-type]
+@pytest.mark.parametrize("num_tokens", range(6, 20))
+def test_drafts_that_are_accepted_reach_the_state_in_the_next_step(num_tokens: int) -> None:
+    driver = Driver(stateful(num_speculative_tokens=3))
+    run(driver, "turn1", PROMPT, max_tokens=num_tokens)
+    assert driver.scheduler.stats.spec_accepted_tokens
+    said = tuple(driver.streams["turn1", 0])
+    # A step begins at each boundary, and the last token of an answer is never fed back.
+    boundary = (len(PROMPT) + num_tokens - 2) // 4 * 4
+    assert run(driver, "turn2", (*PROMPT, *said, 1, 2, 3)) == boundary
+    driver.check_streams()
+
+
+@pytest.mark.parametrize("windows", [(), (5,)])
+@pytest.mark.parametrize("num_steps", range(4, 11))
+def test_a_sequence_is_preempted_before_its_accepted_drafts(num_steps: int, windows: tuple[int, ...]) -> None:
+    """A ticket's state is one of fewer positions than its blocks."""
+    driver = Driver(stateful(num_speculative_tokens=3, num_host_blocks=60, windows=windows))
+    driver.add(request("a", PROMPT, max_tokens=20, eos_token_ids=END))
+    for _ in range(num_steps):
+        driver.step()
+    (seq,) = driver.scheduler._queue.requests["a"]
+    num_computed, num_behind = seq.num_computed, seq.kv.state.num_behind
+    driver.scheduler._output.preempt(seq)
+    if windows and num_behind:
+        assert seq.kv.ticket is None, "its windows may have passed what it computes again"
+    else:
+        assert seq.kv.ticket is not None
+        assert seq.kv.ticket.num_tokens == num_computed - num_behind
+    driver.drain()
+    driver.check_streams()
+
+
+@pytest.mark.parametrize("num_tokens", range(2, 9))
+def test_a_slot_that_lacks_its_drafts_is_no_snapshot_yet(num_tokens: int) -> None:
+    """Its step may be rolled back before it has taken them in."""
+    driver = Driver(stateful(num_speculative_tokens=3))
+    driver.add(request("a", PROMPT, max_tokens=20, eos_token_ids=END))
+    while len(driver.streams.get(("a", 0), ())) < num_tokens:
+        driver.step()
+    while driver.scheduler.has_work and not (driver.launch() and driver.launched[-1][0].replays):
+        driver.commit()
+    driver.run_out_of_memory()
+    driver.drain()
+    driver.check_streams()
+
+
+def test_a_draft_that_cannot_be_computed_loses_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The position is computed again, but the state has it."""
+    driver = Driver(stateful(num_speculative_tokens=3, num_host_blocks=60))
+    draw = driver.runner._draw_drafted
+    monkeypatch.setattr(driver.runner, "_draw_drafted", lambda piece, *args: draw(piece, *args)._replace(token_ids=[]))
+    run(driver, "a", PROMPT, max_tokens=9)
+    assert driver.scheduler.stats.preempted
+    driver.check_streams()

@@ -232,9 +232,9 @@ class WindowGroup(Group):
             slot, group = seq.slot, self.number
             step.entries += [(slot, group, at, table[at]) for at in range(num_before, num_blocks)]
 
-    def publish(self, seq: Sequence, full: int) -> None:
-        """Make those of a sequence's full, computed blocks findable that the table still has."""
-        for index in range(seq.kv.num_published, full):
+    def publish(self, seq: Sequence, num_known: int) -> None:
+        """Make those of the full blocks of known, computed positions findable that the table still has."""
+        for index in range(seq.kv.num_published, num_known // self._block_size):
             block = self._table(seq)[index]
             if block != NO_BLOCK:
                 self.register(seq.kv.chain, seq.tokens, index, (block,))

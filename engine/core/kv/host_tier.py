@@ -49,13 +49,16 @@ class HostTier(BlockIndex):
         Recomputing one block takes no longer than its copy. For more blocks, copying takes a hundredth of the time of
         computing on a CPU, and a quarter or less on a GPU.
         """
-        kv, num_blocks = seq.kv, blocks_for(seq.num_computed, seq.kv.block_size)
+        kv, num_behind = seq.kv, seq.kv.state.num_behind
+        num_saved = seq.num_computed - num_behind  # the state is that before the drafts which were accepted last
+        num_blocks = blocks_for(num_saved, kv.block_size)
         others = [table[:num_blocks] for table in kv.tables[1:]] + ([kv.state.slot] if kv.state.slot else [])
         num_needed = num_blocks + sum(len(table) - table.count(NO_BLOCK) for table in others)
         has_room = self.pool.num_available >= num_needed and not self.is_given_up
-        if num_blocks < 2 or not has_room or kv.is_lost or seq.needs_every_position:
+        is_lost = kv.is_lost or (num_behind > 0 and len(kv.tables) > 1)  # windows may have passed
+        if num_blocks < 2 or not has_room or is_lost or seq.needs_every_position:
             return None
-        num_named = min(seq.num_computed, len(seq.tokens)) // kv.block_size if kv.is_cacheable else 0
+        num_named = min(num_saved, len(seq.tokens)) // kv.block_size if kv.is_cacheable else 0
         blocks: list[int] = []
         for index in range(num_blocks):
             digest = name_block(kv.chain, seq.tokens, index, kv.block_size) if index < num_named else None
@@ -68,7 +71,7 @@ class HostTier(BlockIndex):
                 if digest is not None:
                     self._put_copy(digest, host)
             blocks.append(host)
-        ticket = Ticket(blocks, seq.num_computed, [[self._copy(block) for block in table] for table in others])
+        ticket = Ticket(blocks, num_saved, [[self._copy(block) for block in table] for table in others])
         self._tickets[ticket] = None
         return ticket
 

@@ -110,11 +110,12 @@ class KVCacheManager:
         for block in hits:
             pool.fork(block)
         ticket = seq.kv.useful_ticket(len(hits) * size)
-        missing = blocks_for(len(tokens), size) - len(hits) + reserve * self._num_groups + seq.headroom
+        missing = blocks_for(len(tokens), size) - len(hits) + reserve * self._num_groups
         seq.kv.tables = (hits,)
         num_found = len(hits) + len(hosts)
         missing += sum([group.begin(seq, num_found, loads=ticket is not None) for group in self._others])
         self._owe(seq)
+        missing += max(seq.headroom - seq.kv.num_owed, 0)  # the beams' blocks were those of all groups
         if pool.num_available < missing + self._num_owed:
             pool.free(*reversed(hits))
             seq.kv.tables, seq.kv.state = (), StateSlots()
@@ -413,11 +414,12 @@ class KVCacheManager:
     def publish(self, seq: Sequence) -> None:
         """Publish all full, computed blocks, and free what its other groups have left."""
         # With overlap, the K/V of a token may be there that an abort discarded: the token is unknown.
-        full = min(seq.num_computed, len(seq.tokens)) // self.block_size
+        num_known = min(seq.num_computed, len(seq.tokens))
+        full = num_known // self.block_size
         if seq.kv.is_cacheable:
             self._cache.register(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
             for group in self._others:
-                group.publish(seq, full)
+                group.publish(seq, num_known)
             if seq.request.pins:
                 self._pin(seq, seq.kv.num_published, full)
             seq.kv.num_published = full
@@ -445,10 +447,11 @@ class KVCacheManager:
 
     def leave(self, seq: Sequence) -> None:
         """Make all computed blocks of a sequence findable, before it frees them."""
-        full = min(seq.num_computed, len(seq.tokens)) // self.block_size
+        num_known = min(seq.num_computed, len(seq.tokens))
+        full = num_known // self.block_size
         if seq.kv.is_cacheable and not seq.kv.is_arriving:
             for group in self._others:
-                group.publish(seq, full)
+                group.publish(seq, num_known)
             if full > seq.kv.num_published:
                 self._cache.leave(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
 

@@ -15,6 +15,10 @@ So nothing is copied. A slot that was left is held until the step that reads it 
 prefix that ends there, and is cached. The slot that a sequence writes is never named: a step in flight may have advanced
 it. After a rollback it is lost, and the sequence resumes from its last snapshot.
 
+A step with drafts cannot know how many of them are right: it writes the state after its first position, and the runner
+keeps the inputs of the drafts. The next step first takes those that were accepted into the slot that it reads. So that
+this step begins at each boundary, drafts end there.
+
 A snapshot is kept where prompts are likely to branch: at the last two boundaries of an input (the last token of an equal
 prompt is computed, so it resumes one block earlier than a longer one), at pinned prefixes, where another prompt branched,
 every EVERY blocks, and at the last boundary of an answer, because its end is known one step late. Chunks of prompts end
@@ -29,7 +33,7 @@ from engine.core.kv.contents import DIGEST_BYTES
 from engine.core.kv.groups import Group
 from engine.core.kv.prefix_cache import name_block
 from engine.core.sequence import Sequence
-from engine.core.states import StateSlots
+from engine.core.states import LeftSlot, StateSlots
 
 EVERY = 256  # blocks of a long prompt between two snapshots
 
@@ -107,15 +111,15 @@ class RecurrentGroup(Group):
         state.source = state.slot
         if state.is_shared or not state.slot or (has_spare and self._is_kept(seq, start)):
             if state.slot:
-                state.held.append((start, state.slot))
+                state.held.append(LeftSlot(start, state.slot, start + (state.num_behind > 0)))
                 seq.kv.next_publish = min(seq.kv.next_publish, state.due)
             state.slot, state.is_shared, state.is_moved = self.pool.alloc_many(len(self._suffixes)), False, True
 
-    def publish(self, seq: Sequence, full: int) -> None:
+    def publish(self, seq: Sequence, num_known: int) -> None:
         """Name the slots that were left at boundaries, once the steps that wrote them are committed."""
         size, state, chain = self._block_size, seq.kv.state, seq.kv.chain
-        for position, slot in state.held:
-            if position and not position % size and position <= full * size:
+        for position, slot, ready_at in state.held:
+            if position and not position % size and ready_at <= num_known:
                 for index in range(len(chain) - 1, position // size):
                     name_block(chain, seq.tokens, index, size)
                 self.register(chain, seq.tokens, position // size - 1, slot)
@@ -126,7 +130,7 @@ class RecurrentGroup(Group):
         """Release the slots that no step reads any more; of an answer's snapshots the last one stays."""
         state = seq.kv.state
         while state.due <= seq.num_computed:
-            position, slot = state.held.pop(0)
+            position, slot, _ = state.held.pop(0)
             self.pool.free(*slot)
             if position > seq.num_prompt and self.content(slot[0]) is not None:
                 self._pass_by(state.last)
@@ -144,7 +148,7 @@ class RecurrentGroup(Group):
         """Release all slots: that of the sequence is lost. What was left and computed, up to `start`, can be found."""
         if seq.kv.state.slot:
             if seq.kv.is_cacheable:
-                self.publish(seq, min(start, len(seq.tokens)) // self._block_size)
+                self.publish(seq, min(start, len(seq.tokens)))
             self.free(seq)
             seq.kv.state, seq.kv.is_lost = StateSlots(), True
 

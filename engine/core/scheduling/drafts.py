@@ -30,12 +30,12 @@ _FADING = 0.997  # weight of a sequence's chance at each step without drafts: it
 class DraftPlanner:
     """Adds drafts to a plan that is otherwise complete, and learns from how many are accepted."""
 
-    __slots__ = ("_costs", "_kv", "_max_drafts", "_max_rows", "_num_checked", "_stats")
+    __slots__ = ("_costs", "_has_states", "_kv", "_max_drafts", "_max_rows", "_num_checked", "_stats")
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, stats: Stats) -> None:
         self._kv, self._stats = kv, stats
         self._max_drafts, self._costs = config.num_speculative_tokens, config.draft_costs
-        self._max_rows = config.max_num_rows
+        self._max_rows, self._has_states = config.max_num_rows, config.state_blocks > 0
         self._num_checked = 0  # drafts of all sequences
         stats.spec_accepted_at = [0] * self._max_drafts
 
@@ -68,7 +68,8 @@ class DraftPlanner:
     def _make_room(self, seq: Sequence, num_drafts: int, step: InFlightStep, num_reserved: int) -> int:
         """Allocate blocks for a sequence's drafts; returns how many drafts fit."""
         while seq.kv.writable_until < seq.num_planned + num_drafts:
-            if not self._kv.has_blocks_for(num_reserved + 1):
+            # A step begins at the end of each block, where its state may be kept.
+            if self._has_states or not self._kv.has_blocks_for(num_reserved + 1):
                 return seq.kv.writable_until - seq.num_planned
             self._kv.extend(seq, step)
             step.add_row(seq)

@@ -157,6 +157,11 @@ class OutputProcessor:
         drawn = drafted.token_ids
         if not drawn:
             seq.num_computed = seq.num_planned = start
+            if seq.kv.state.slot:  # it is behind `start`, and the position is computed again
+                seq.kv.is_lost = True
+                if seq.status is Status.RUNNING:
+                    self.preempt(seq)
+                    return
             self.settle(seq)  # it may have been preempted since it was planned
             return
         num = next((count for count, token in enumerate(drawn, start=1) if token in seq.ending_ids), len(drawn))
@@ -174,6 +179,8 @@ class OutputProcessor:
             self._finish(seq, token_ids, logprobs, is_end, None, now, events)
             return
         events.append(TokenEvent(seq.request_id, seq.choice, token_ids, logprobs))
+        if seq.kv.state.slot:
+            seq.kv.state.num_behind, seq.fast_path_until = num - 1, 0
         self.settle(seq)
 
     def _finish(
