@@ -220,14 +220,6 @@ def open_app(argv: Sequence[str]) -> FastAPI:
     return app
 
 
-def open_tokenizer(argv: Sequence[str]) -> TextTokenizer:
-    """Return the tokenizer that `quire serve` would use. Raises QuireError."""
-    from engine.system.progress import StartupProgress
-
-    with StartupProgress() as startup:
-        return _load_front(_fetch(prepare(load_settings(argv)), startup.report))
-
-
 def _make_app(plan: _Plan, undo: ExitStack) -> FastAPI:
     """Return the application with its engine loaded, which `undo` stops."""
     engine, tokenizer = _load(plan, undo)

@@ -45,8 +45,7 @@ class Head(NamedTuple):
 
 
 Piece = Head | bytes
-Answer = Callable[[Forwarded, list[bytes]], AsyncIterator[Piece]]  # the request, and the blocks of its prompt
-NameBlocks = Callable[[str, bytes, str], list[bytes]]  # path, body, key
+Answer = Callable[[Forwarded], AsyncIterator[Piece]]
 
 
 async def respond(app: ASGIApp, request: Forwarded) -> AsyncIterator[Piece]:
@@ -101,8 +100,8 @@ def _scope(request: Forwarded) -> Scope:
 class Ingress:
     """An ASGI application that sends requests on, and ends an answer properly if its replica is lost."""
 
-    def __init__(self, answer: Answer, name_blocks: NameBlocks, max_body_bytes: int) -> None:
-        self._answer, self._name_blocks, self._max_body_bytes = answer, name_blocks, max_body_bytes
+    def __init__(self, answer: Answer, max_body_bytes: int) -> None:
+        self._answer, self._max_body_bytes = answer, max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or the server's start and end."""
@@ -116,9 +115,7 @@ class Ingress:
         except ApiError as error:
             await error.response(scope)(scope, receive, send)
             return
-        key = dict(request.headers).get(b"authorization", b"").decode("latin-1")
-        blocks = await asyncio.to_thread(self._name_blocks, request.path, request.body, key) if request.body else []
-        task = asyncio.create_task(self._forward(request, blocks, scope, send))
+        task = asyncio.create_task(self._forward(request, scope, send))
         leaves = asyncio.create_task(_wait_for_end(receive))
         try:
             await asyncio.wait([task, leaves], return_when=asyncio.FIRST_COMPLETED)
@@ -150,10 +147,10 @@ class Ingress:
         client = scope.get("client")
         return Forwarded(method, path, scope["query_string"], headers, bytes(body), client and (client[0], client[1]))
 
-    async def _forward(self, request: Forwarded, blocks: list[bytes], scope: Scope, send: Send) -> None:
+    async def _forward(self, request: Forwarded, scope: Scope, send: Send) -> None:
         head: Head | None = None
         try:
-            async for piece in self._answer(request, blocks):
+            async for piece in self._answer(request):
                 if isinstance(piece, bytes):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                     continue

@@ -1,6 +1,6 @@
 """The deployments of Ray Serve: `serve run server.ray_serve.deployment:build model=MODEL`.
 
-Ray pickles what its processes send each other. `ray.serve.request_router` is alpha: the version is pinned.
+Ray pickles what its processes send each other. Requests are routed by Ray's power of two choices.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, Field
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.types import ASGIApp
 
 from engine.core.errors import EngineDeadError
@@ -24,19 +22,14 @@ from server.daemon import LEAVE_S, WATCH_S, leave
 from server.operations.health import check_health
 from server.protocol.errors import ApiError
 from server.ray_serve.asgi import Forwarded, Ingress, Piece, respond
-from server.ray_serve.prefix_index import MAX_BLOCKS, PrefixIndex
-from server.ray_serve.prompt_blocks import BLOCK_TOKENS, PromptBlocks
-from server.serve import open_app, open_tokenizer
+from server.serve import open_app
 from server.settings.flags import load_settings
 
 log = logging.getLogger("quire.ray")
 
 MAX_ONGOING = 4096  # of a replica: its own queue refuses, with a time to try again
 _CHECK_PERIOD_S = 10.0  # a replica that fails three checks, or does not answer them, is replaced
-_STATS_PERIOD_S = 1.0
 _AUTOSCALING = {"min_replicas": 1, "target_ongoing_requests": 16, "upscale_delay_s": 10, "downscale_delay_s": 360}
-POOL_KEY = "kv_pool_tokens"
-FAULT_KEY = "fault"
 
 
 class Options(BaseModel, extra="forbid"):
@@ -51,56 +44,6 @@ class Options(BaseModel, extra="forbid"):
     cpus: float = 1.0  # of each process of a replica
     gpus: float = 0.0
     tensor_parallel_size: int = Field(1, ge=1)
-    router: Literal["prefix", "pow2"] = "prefix"  # pow2: Ray's power of two choices
-
-
-class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray has no types here
-    """Sends a prompt where its beginning was computed before, unless that replica has too much to do."""
-
-    def initialize_state(self, **_: Any) -> None:
-        self._index: PrefixIndex[ReplicaID] = PrefixIndex()
-
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take in which replicas run."""
-        super().update_replicas(replicas)
-        rooms = {each.replica_id: each.replica_metadata.get(POOL_KEY, 0) // BLOCK_TOKENS for each in replicas}
-        self._index.hold_to({replica: room or MAX_BLOCKS for replica, room in rooms.items()})
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        """Return the replicas, each a rank of its own, the best one first; counts the request as sent there.
-
-        Ray reports it as sent only once the replica has taken it, and others are ranked meanwhile.
-        """
-        sound = [each for each in candidate_replicas if not each.routing_stats.get(FAULT_KEY)]
-        by_id = {each.replica_id: each for each in sound or candidate_replicas}
-        ranked = self._index.rank(by_id, _blocks_of(pending_request))
-        if pending_request is not None and ranked:
-            self._begin(pending_request, ranked[0])
-            pending_request.future.add_done_callback(
-                lambda future: self._index.end(_id_of(pending_request)) if future.cancelled() else None
-            )
-        return [[by_id[replica]] for replica in ranked]
-
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
-        """Note which replica has taken a request."""
-        self._begin(pending_request, replica_id)
-
-    def _begin(self, request: PendingRequest, replica: ReplicaID) -> None:
-        self._index.begin(_id_of(request), replica, _blocks_of(request))
-
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:  # noqa: ARG002
-        """Note that a request is over."""
-        self._index.end(internal_request_id)
-
-
-def _id_of(request: PendingRequest) -> str:
-    return str(request.metadata.internal_request_id)
-
-
-def _blocks_of(request: PendingRequest | None) -> list[bytes]:
-    return [] if request is None else request.kwargs.get("blocks", [])
 
 
 class Daemon:
@@ -139,11 +82,7 @@ class Daemon:
         if fault := self._fault():
             raise RuntimeError(fault)
 
-    async def record_routing_stats(self) -> dict[str, str]:
-        """Return what the router has to know of this replica now."""
-        return {FAULT_KEY: self._fault()}
-
-    async def respond(self, request: Forwarded, blocks: list[bytes]) -> AsyncIterator[Piece]:  # noqa: ARG002 - the router's
+    async def respond(self, request: Forwarded) -> AsyncIterator[Piece]:
         """Yield the answer to a request."""
         self._num_open += 1
         try:
@@ -151,11 +90,6 @@ class Daemon:
                 yield piece
         finally:
             self._num_open -= 1
-
-    def record_replica_metadata(self) -> dict[str, int]:
-        """Return what the router needs to know of this replica."""
-        config = self._client.engine.config
-        return {POOL_KEY: config.num_blocks * config.block_size}
 
     async def __del__(self) -> None:  # Ray awaits it when no request is open any more
         if lifespan := getattr(self, "_lifespan", None):
@@ -167,17 +101,15 @@ class Front:
     """The application that clients call."""
 
     def __init__(self, argv: list[str], daemons: DeploymentHandle) -> None:
-        """Blocks while the tokenizer is loaded."""
         self._daemons = daemons.options(stream=True)
         self._max_body_bytes = load_settings(argv).max_body_bytes
-        self._blocks = PromptBlocks(open_tokenizer(argv))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return what Ray calls for each request."""
-        return Ingress(self._answer, self._blocks.of, self._max_body_bytes)
+        return Ingress(self._answer, self._max_body_bytes)
 
-    async def _answer(self, request: Forwarded, blocks: list[bytes]) -> AsyncIterator[Piece]:
-        pieces = self._daemons.respond.remote(request, blocks=blocks)
+    async def _answer(self, request: Forwarded) -> AsyncIterator[Piece]:
+        pieces = self._daemons.respond.remote(request)
         try:
             async for piece in pieces:
                 yield piece
@@ -207,10 +139,6 @@ def _daemon_options(options: Options) -> dict[str, Any]:
         if options.autoscaling is None
         else {"autoscaling_config": {**_AUTOSCALING, **options.autoscaling}}
     )
-    if options.router == "prefix":
-        scaling["request_router_config"] = RequestRouterConfig(
-            request_router_class=PrefixRouter, request_routing_stats_period_s=_STATS_PERIOD_S
-        )
     return {
         "name": "Daemon",
         "max_ongoing_requests": MAX_ONGOING,

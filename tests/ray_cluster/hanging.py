@@ -18,9 +18,9 @@ def wait_forever(*_: object) -> NoReturn:
 class HangingDaemon(deployment.Daemon):
     """Ray's processes import it, so it is in a module of its own."""
 
-    async def respond(self, request: Forwarded, blocks: list[bytes]) -> AsyncIterator[Piece]:
+    async def respond(self, request: Forwarded) -> AsyncIterator[Piece]:
         if b"x-hang" in dict(Forwarded(*request).headers):
             self._client.engine._runner.run = wait_forever  # type: ignore[method-assign]
             deployment.leave = lambda: None  # type: ignore[assignment,return-value]
-        async for piece in super().respond(request, blocks):
+        async for piece in super().respond(request):
             yield piece

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -10,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from tests.cpu.test_rank_processes import workers
 from tests.patience import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
-FLAGS = ["--num-threads", "1", "--kv-cache-memory-bytes", "64MiB", "--served-model-name", "smol"]
+FLAGS = ["--num-threads", "1", "--kv-cache-memory-bytes", "128MiB", "--served-model-name", "smol"]
 LONG = {"model": "smol", "prompt": "hi", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 
@@ -189,7 +187,7 @@ def test_a_daemon_may_be_two_processes(cluster: str) -> None:
 
 
 def test_a_hung_engine_is_replaced(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process goes on answering Ray. After the stall limit its health is red: requests go elsewhere, and Ray replaces it."""
+    """Its process goes on answering Ray. After the stall limit its health is red: its requests end, and Ray replaces it."""
     from server.ray_serve import deployment
     from tests.ray_cluster.hanging import HangingDaemon
 
@@ -208,30 +206,6 @@ def test_a_hung_engine_is_replaced(cluster: str, monkeypatch: pytest.MonkeyPatch
         assert ask(json=body).status_code == 200
     eventually(lambda: bool(daemons() - before))
     eventually(lambda: len(daemons()) == 2 and len(before & daemons()) == 1 and num_running() == 2)
-
-
-def test_the_router_avoids_a_replica_whose_health_is_red() -> None:
-    from ray.serve._private.common import DeploymentID
-    from ray.serve.request_router import ReplicaID
-
-    from server.ray_serve.deployment import FAULT_KEY, PrefixRouter
-
-    @dataclass
-    class Replica:
-        replica_id: ReplicaID
-        routing_stats: dict[str, str]
-
-    async def choose(*faults: str) -> set[str]:
-        """Return the replicas that a request may go to."""
-        router = PrefixRouter.__new__(PrefixRouter)
-        router.initialize_state()
-        ids = [ReplicaID(str(place), DeploymentID("Daemon")) for place in range(len(faults))]
-        stats = [{FAULT_KEY: fault} if fault != "unknown" else {} for fault in faults]
-        ranks = await router.choose_replicas([Replica(*each) for each in zip(ids, stats, strict=True)])
-        return {each.replica_id.unique_id for rank in ranks for each in rank}
-
-    assert asyncio.run(choose("", "The engine has work but made no step for 61 s.", "unknown")) == {"0", "2"}
-    assert asyncio.run(choose("dead", "dead")) == {"0", "1"}, "Ray waits for a replica, and the client for Ray"
 
 
 def test_a_daemon_that_answers_no_check_is_replaced(cluster: str) -> None:
