@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from engine.core.stats import SequenceView
 from server.answers.parts import InEngine, InLive, InOwner
-from server.operations.pool_cells import MAX_CELLS, runs, summarise
+from server.operations.pool_cells import MAX_CELLS, summarise
 from server.telemetry.live import EndedSequence
 from server.tenancy.tenant_file import DEFAULT
 
@@ -30,12 +30,11 @@ async def live(
     owner: InOwner,
     cells: Annotated[int, Query(ge=1, le=MAX_CELLS)] = MAX_CELLS,
     blocks: Annotated[int | None, Query(ge=1)] = None,
-    sequence: Annotated[int | None, Query(ge=0)] = None,
     since: Annotated[float, Query(allow_inf_nan=False)] = 0.0,
 ) -> Response:
-    """Return the engine's state: its first `blocks` in at most `cells` cells, and the page table of one `sequence`.
+    """Return the engine's state: its first `blocks` in at most `cells` cells, and the sequences that ended `since` a time.
 
-    With it come the sequences that ended `since` an earlier answer's `time_s`.
+    The time is an earlier answer's `time_s`.
     """
     snapshot = await view.snapshot()
     config, stats = engine.config, engine.stats
@@ -73,7 +72,6 @@ async def live(
         "itl": {"sum_s": stats.itl_s.sum, "count": stats.itl_s.count},
         "sequences": [_sequence(view) for view in views],
         "ended": [_ended(end) for end in view.ended(since) if owner in (DEFAULT, end.owner)],
-        "page_table": next((runs(view.all_blocks) for view in views if view.seq_id == sequence), None),
     }
     return Response(to_json(document), media_type="application/json", headers={"cache-control": "no-store"})
 

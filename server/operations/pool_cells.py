@@ -5,7 +5,7 @@ A cell covers `blocks_per_cell` adjacent blocks. In a small pool that is one blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -87,14 +87,3 @@ def _encode(rows: Ints) -> list[list[int]]:
     lengths = np.diff(np.r_[starts, len(rows)])
     encoded: list[list[int]] = np.column_stack([lengths, rows[starts]]).tolist()
     return encoded
-
-
-def runs(blocks: Sequence[int]) -> list[list[int]]:
-    """Return [first, length] of each run of adjacent blocks, in order."""
-    found: list[list[int]] = []
-    for block in blocks:
-        if found and block == found[-1][0] + found[-1][1]:
-            found[-1][1] += 1
-        else:
-            found.append([block, 1])
-    return found

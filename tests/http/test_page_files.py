@@ -115,14 +115,9 @@ def test_what_runs_and_waits_is_shown_with_its_blocks_and_no_text(serve: Serve) 
         while not all(each["num_tokens"] > each["num_prompt"] for each in seen["sequences"][:2]):
             time.sleep(MIN_AGE_S)
             seen = look(live)
-        tables = [look(live, f"?sequence={each['seq_id']}")["page_table"] for each in seen["sequences"]]
     assert seen["requests"] == {"running": 2, "waiting": 1, "preempted": 0}
     assert [each["status"] for each in seen["sequences"]] == ["running", "running", "waiting"]
-    blocks = [[block for start, n in table or [] for block in range(start, start + n)] for table in tables]
-    for table, each in zip(blocks, seen["sequences"], strict=True):
-        assert len(set(table)) == len(table) >= each["num_blocks"], "it has grown since, or not"
-    assert blocks[2] == []
-    assert seen["page_table"] is None
+    assert [each["num_blocks"] > 0 for each in seen["sequences"]] == [True, True, False]
     assert seen["blocks"]["held"] + seen["blocks"]["cached"] + seen["blocks"]["free"] == 64 == seen["num_blocks"]
     runs = seen["cells"]["runs"]
     assert sum(n for n, *_ in runs) == 64

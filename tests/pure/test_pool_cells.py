@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.stats import SequenceView, Snapshot
-from server.operations.pool_cells import MAX_CELLS, NO_OWNER, OTHERS, runs, summarise
+from server.operations.pool_cells import MAX_CELLS, NO_OWNER, OTHERS, summarise
 
 SIZE = 4  # tokens a block
 
@@ -77,8 +76,3 @@ def test_a_large_pool_takes_a_bounded_number_of_cells() -> None:
     cells = summarise(snapshot, 100_000, SIZE)
     assert cells.blocks_per_cell == 25
     assert sum(run[0] for run in cells.runs) == 4000 <= MAX_CELLS
-
-
-@pytest.mark.parametrize(("blocks", "expected"), [([], []), ([3, 4, 5, 9, 8, 0, 1], [[3, 3], [9, 1], [8, 1], [0, 2]])])
-def test_runs_keep_the_order_and_join_neighbours(blocks: list[int], expected: list[list[int]]) -> None:
-    assert runs(blocks) == expected
