@@ -159,6 +159,7 @@ OPENERS = {
     "engine.settings.foreign",  # its table
     "engine.sources.model_source",  # the installed model, by its digest
     "server.operations.page",
+    "server.telemetry.metric_rows",  # its table
     "engine.text.grammars.trial_process",  # /proc
 }
 

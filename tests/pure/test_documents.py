@@ -50,7 +50,8 @@ def serve_help() -> str:
 def sources() -> str:
     """All code that may declare a flag of a script, or a metric."""
     files = [path for room in ("engine", "server", "loadtest", "tools") for path in (ROOT / room).rglob("*.py")]
-    return "".join(path.read_text(encoding="utf-8") for path in files)
+    rows = ROOT / "server/telemetry/metric_rows.json"
+    return "".join(path.read_text(encoding="utf-8") for path in [*files, rows])
 
 
 def anchors(path: Path) -> set[str]:
