@@ -6,14 +6,15 @@ the batch's owner stands in for the key; its limits hold.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
-from typing import Any, NamedTuple
+from contextlib import aclosing
+from typing import NamedTuple
 
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
+from server.http.in_process import Forwarded, Head, respond
 from server.http.middleware import RequestState
 from server.http.turns import CALLER
 from server.protocol.errors import STATE, to_api_error
@@ -43,25 +44,17 @@ class Dispatcher:
         state = RequestState(uuid.uuid4().hex, account=account)
         if account is not None:
             CALLER.set(account.tenant.name)
-        inbox: list[Message] = [{"type": "http.request", "body": document, "more_body": False}]
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(document)).encode())]
+        request = Forwarded("POST", path, b"", headers, document, None)
         status, parts = 0, list[bytes]()
-
-        async def receive() -> Message:
-            if inbox:
-                return inbox.pop()
-            await asyncio.Event().wait()  # this client never disconnects
-            raise AssertionError
-
-        async def send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                parts.append(message.get("body", b""))
-
         started_s = time.monotonic()
         try:
-            await self._app(_scope(path, document, state), receive, send)
+            async with aclosing(respond(self._app, request, {STATE: state})) as pieces:
+                async for piece in pieces:
+                    if isinstance(piece, Head):
+                        status = piece.status
+                    else:
+                        parts.append(piece)
         except Exception as error:  # any: it ends this line alone
             logger.exception("a request of a batch failed")
             error_answer = to_api_error(error)
@@ -71,21 +64,3 @@ class Dispatcher:
             if state.record is not None:
                 self._emit(RequestEnded(state.record, status, time.monotonic() - started_s, is_batch=True))
         return Reply(status, state.request_id, b"".join(parts), tuple(state.ignored_fields))
-
-
-def _scope(path: str, document: bytes, state: RequestState) -> dict[str, Any]:
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(document)).encode())],
-        "client": None,
-        "server": None,
-        STATE: state,
-    }

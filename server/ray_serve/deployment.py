@@ -19,9 +19,10 @@ from starlette.types import ASGIApp
 from engine.core.errors import EngineDeadError
 from server.answers.client import EngineClient
 from server.daemon import LEAVE_S, WATCH_S, leave
+from server.http.in_process import Forwarded, Piece, respond
 from server.operations.health import check_health
 from server.protocol.errors import ApiError
-from server.ray_serve.asgi import Forwarded, Ingress, Piece, respond
+from server.ray_serve.asgi import Ingress
 from server.serve import open_app
 from server.settings.flags import load_settings
 

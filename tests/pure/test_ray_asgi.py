@@ -10,7 +10,8 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from server.ray_serve.asgi import Answer, Forwarded, Head, Ingress, Piece, respond
+from server.http.in_process import Forwarded, Head, Piece, respond
+from server.ray_serve.asgi import Answer, Ingress
 
 
 def request(body: bytes = b"{}") -> Forwarded:

@@ -6,8 +6,8 @@ import threading
 from collections.abc import AsyncIterator
 from typing import NoReturn
 
+from server.http.in_process import Forwarded, Piece
 from server.ray_serve import deployment
-from server.ray_serve.asgi import Forwarded, Piece
 
 
 def wait_forever(*_: object) -> NoReturn:
