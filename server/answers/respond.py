@@ -158,6 +158,43 @@ class Responder:
 
         Raises what the engine refuses with, before anything is sent.
         """
+        if body.kv_transfer_params is not None or self.receiver is not None:
+            requests = await self._hand_over(http, body, requests)
+        answer, generation = self.submit(http, requests, rules, stream=body.stream)
+        if not body.stream:
+            return await self._whole(http, body, answer, generation, formatter)
+        status = partial(self.live.status, [request.request_id for request in requests])
+        frames = _frames(generation, formatter, wants_metrics=body.include_metrics)
+        return EventStream(frames, answer, keep_alive_s=self.config.sse_keep_alive_interval_s, status=status)
+
+    async def _whole(
+        self,
+        http: HttpRequest,
+        body: SamplingBody,
+        answer: Answer,
+        generation: Generation,
+        formatter: ResponseFormatter,
+    ) -> Response:
+        """Return the answer as one document."""
+        record, transfer = state_of(http.scope).record, body.kv_transfer_params
+        assert record is not None, "left by `submit`"
+        requests = record.requests
+        with answer:
+            deltas = await unless_disconnected(http.receive, generation.all_deltas(settled=body.include_metrics))
+        usage = generation.usage
+        write = partial(formatter.answer, deltas, usage)
+        num_logprobs = usage.completion_tokens * (1 + (requests[0].params.logprobs or 0))
+        is_long = max(num_logprobs, sum(len(request.prompt) for request in requests)) > MAX_INLINE_TOKENS
+        document = await run_slowly(write) if is_long else write()
+        if self.sender is not None and transfer is not None and transfer.do_remote_decode:
+            offered = await unless_disconnected(http.receive, self.sender.offer(requests[0]))
+            document = document[:-1] + b',"kv_transfer_params":' + to_json(offered) + b"}"
+        return with_timings(document, generation, body)
+
+    # -- hand-over ---------------------------------------------------------------------------------------------------
+
+    async def _hand_over(self, http: HttpRequest, body: SamplingBody, requests: Sequence[Request]) -> Sequence[Request]:
+        """Return the requests to submit, once K/V that another daemon computed is here. Raises ApiError."""
         transfer = body.kv_transfer_params
         if transfer is not None and (transfer.do_remote_decode or transfer.do_remote_prefill):
             requests = self._transferred(body, requests, transfer)
@@ -166,26 +203,7 @@ class Responder:
                 check_request(request, self.client.engine.config)
             fetching = self.receiver.fetch(self._admit(state_of(http.scope), requests), transfer)
             await unless_disconnected(http.receive, fetching)
-        answer, generation = self.submit(http, requests, rules, stream=body.stream)
-        if body.stream:
-            status = partial(self.live.status, [request.request_id for request in requests])
-            frames = _frames(generation, formatter, wants_metrics=body.include_metrics)
-            return EventStream(frames, answer, keep_alive_s=self.config.sse_keep_alive_interval_s, status=status)
-        with answer:
-            whole = generation.all_deltas(settled=body.include_metrics)
-            deltas = await unless_disconnected(http.receive, whole)
-        usage = generation.usage
-        write = partial(formatter.answer, deltas, usage)
-        num_logprobs = usage.completion_tokens * (1 + (requests[0].params.logprobs or 0))
-        is_long = max(num_logprobs, sum(len(request.prompt) for request in requests)) > MAX_INLINE_TOKENS
-        document = await run_slowly(write) if is_long else write()
-        if self.sender is not None and transfer is not None and transfer.do_remote_decode:
-            record = state_of(http.scope).record
-            assert record is not None, "left by `submit`"
-            (signed,) = record.requests
-            offered = await unless_disconnected(http.receive, self.sender.offer(signed))
-            document = document[:-1] + b',"kv_transfer_params":' + to_json(offered) + b"}"
-        return with_timings(document, generation, body)
+        return requests
 
     def _transferred(
         self, body: SamplingBody, requests: Sequence[Request], transfer: KVTransferParams

@@ -201,7 +201,9 @@ def test_a_hung_engine_is_replaced(cluster: str, monkeypatch: pytest.MonkeyPatch
     error = json.loads(events(iter(answer.text.splitlines()))[-2])["error"]
     assert error["code"] == "engine_dead"
     assert "made no step for 20 s" in error["message"]
-    eventually(lambda: ask(json=body).status_code == 200)  # of the other daemon; until it is replaced, this one answers 503
+    eventually(
+        lambda: ask(json=body).status_code == 200
+    )  # of the other daemon; until it is replaced, this one answers 503
     eventually(lambda: bool(daemons() - before))
     eventually(lambda: len(daemons()) == 2 and len(before & daemons()) == 1 and num_running() == 2)
 
