@@ -187,26 +187,20 @@ def put_calls_in_content(
     ]
 
 
-def spell_out_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def spell_out_tools(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], spelled: Callable[[Sequence[Message]], str]
+) -> list[dict[str, Any]]:
     """Return the conversation with tools, calls and results in plain text."""
-    spelled: list[dict[str, Any]] = []
-    for message in messages:
-        plain = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
-        if message.get("tool_calls"):
-            calls = [_spell_call(call["function"]) for call in message["tool_calls"]]
-            plain["content"] = "\n".join([text for text in (message["content"],) if text] + calls)
+    plain: list[dict[str, Any]] = []
+    for message in put_calls_in_content(messages, spelled):
+        message.pop("tool_call_id", None)
         if message["role"] == "tool":
-            plain = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-            if spelled and spelled[-1]["role"] == "user" and spelled[-1]["content"].startswith("<tool_response>"):
-                spelled[-1]["content"] += "\n" + plain["content"]  # templates want turns to alternate
+            message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+            if plain and plain[-1]["role"] == "user" and plain[-1]["content"].startswith("<tool_response>"):
+                plain[-1]["content"] += "\n" + message["content"]  # templates want turns to alternate
                 continue
-        spelled.append(plain)
-    return introduce_tools(spelled, tools, _INTRODUCTION)
-
-
-def _spell_call(function: Mapping[str, Any]) -> str:
-    call = {"name": function["name"], "arguments": function["arguments"]}
-    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+        plain.append(message)
+    return introduce_tools(plain, tools, _INTRODUCTION)
 
 
 def introduce_tools(

@@ -138,7 +138,7 @@ class ChatFormat:
         messages, tool_format = self.roles.fit(messages), self.tool_format
         introduction = tool_format.introduction if tool_format is not None else ""
         if not (self.shows_tools or introduction):
-            return spell_out_tools(messages, tools), []
+            return spell_out_tools(messages, tools, HERMES.spelled), []
         if tool_format is not None:
             messages = tool_format.fit(messages)
             if not self.earlier_calls.are_shown and tool_format.spells_calls:
