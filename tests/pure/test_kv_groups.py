@@ -59,7 +59,7 @@ class WindowMachine(SchedulerMachine):
     """The histories of test_scheduler_properties.py, aborts, beams and rollbacks included, with windows."""
 
     @initialize(
-        depth=st.integers(0, 1),
+        depth=st.integers(0, 3),
         windows=WINDOWS,
         num_blocks=st.integers(24, 60),
         tiers=st.sampled_from(
@@ -425,3 +425,17 @@ def test_a_daemon_that_starts_again_finds_windows_on_the_disk() -> None:
     assert second.prompts["turn2", 0].num_cached_tokens == 28
     assert second.scheduler.stats.prefix_hits["disk"] == 28
     second.check_streams()
+
+
+@pytest.mark.parametrize("num_steps", range(2, 30))
+def test_a_rollback_owes_no_more_than_it_frees(num_steps: int) -> None:
+    driver = Driver(windowed([17, 1], num_blocks=42, max_num_batched_tokens=30), depth=3)
+    for index in range(3):
+        driver.add(request(f"{index}", tuple(range(index, index + 10)), max_tokens=25, eos_token_ids=frozenset()))
+    for _ in range(num_steps):
+        driver.step()
+    driver.run_out_of_memory()
+    kv = driver.scheduler.kv
+    assert kv.pool.num_available >= kv._num_owed
+    driver.drain()
+    driver.check_streams()

@@ -475,3 +475,46 @@ def test_a_draft_that_cannot_be_computed_loses_the_state(monkeypatch: pytest.Mon
     run(driver, "a", PROMPT, max_tokens=9)
     assert driver.scheduler.stats.preempted
     driver.check_streams()
+
+
+def test_beams_that_swap_read_each_other_and_write_fresh_slots() -> None:
+    driver = Driver(stateful(num_blocks=120))
+    driver.add(request("n", (1, 2, 3), n=3, max_tokens=20, eos_token_ids=END, temperature=1.0))
+    for _ in range(3):
+        driver.step()
+    a, b, c = driver.scheduler.running
+    before = {seq: list(seq.kv.state.slot) for seq in (a, b)}
+    for number, (seq, other) in enumerate(((c, a), (a, b), (b, c)), start=1000):
+        driver.scheduler.kv.reassign(seq, other, number)
+        seq.fast_path_until = other.fast_path_until = 0
+    assert (a.kv.state.slot, b.kv.state.slot) == (before[b], before[a])
+    driver.launch()
+    moves = {move.slot: move for move in driver.launched[-1][0].states}
+    assert moves[a.slot].read == tuple(before[b])
+    assert moves[b.slot].read == moves[c.slot].read == tuple(before[a])
+    written = [block for move in moves.values() for block in move.written]
+    assert len(set(written)) == 6
+    assert not {block for move in moves.values() for block in move.read}.intersection(written)
+    driver.drain()
+
+
+def test_rows_that_pad_a_batch_write_to_no_slot_of_the_pool() -> None:
+    driver = Driver(stateful())
+    assert len(driver.runner.spare) == 2
+    assert min(driver.runner.spare) == driver.scheduler.config.num_blocks
+    run(driver, "a", PROMPT)
+    driver.runner.spare = range(driver.scheduler.config.num_blocks)
+    with pytest.raises(AssertionError, match="another position"):
+        run(driver, "b", (*PROMPT, 1, 2, 3))
+
+
+@pytest.mark.parametrize(("windows", "num_blocks"), [((), 15), ((5, 1), 23)])
+def test_a_search_starts_again_in_a_pool_that_just_holds_it(windows: tuple[int, ...], num_blocks: int) -> None:
+    """Its headroom has the blocks of all groups, some of which are owed to it as well."""
+    driver = Driver(stateful(windows=windows, num_blocks=num_blocks), depth=1)
+    driver.add(request("a", tuple(range(5)), beam=BeamParams(width=2), max_tokens=2, eos_token_ids=END))
+    for _ in range(4):
+        driver.step()
+    driver.scheduler._output.preempt(driver.scheduler.running[0])
+    driver.drain()
+    driver.check_streams()

@@ -204,10 +204,13 @@ class WindowGroup(Group):
 
     def owed(self, seq: Sequence) -> int:
         """Return how many blocks a sequence may still need here while its known tokens are computed."""
-        table = self._table(seq)
-        if len(table) >= max(blocks_for(len(seq.tokens), self._block_size), len(seq.kv.blocks)):
+        table, size = self._table(seq), self._block_size
+        num_left = max(blocks_for(len(seq.tokens), size), len(seq.kv.blocks)) - len(table)
+        if num_left <= 0:
             return 0
-        return max(self._max_blocks(seq) - len(table) + table.count(NO_BLOCK), 0)
+        num_held = len(table) - table.count(NO_BLOCK)
+        num_left += table[self._first_read(len(table) * size) :].count(NO_BLOCK)  # they are loaded
+        return min(max(self._max_blocks(seq) - num_held, 0), num_left)
 
     def cover(self, seq: Sequence, stop: int, step: InFlightStep) -> None:
         """Take the blocks that the next chunk of a prompt needs."""
