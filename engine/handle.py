@@ -174,13 +174,9 @@ class ReceivePrefix(Command[int]):
 class EngineHandle(Protocol):
     """Start it once, submit from any thread, stop it once."""
 
-    @property
-    def config(self) -> SchedulerConfig:
-        """Return the settings of the scheduler."""
-
-    @property
-    def facts(self) -> EngineFacts:
-        """Return what else does not change."""
+    config: SchedulerConfig
+    facts: EngineFacts  # what else does not change
+    clock: Callable[[], float]  # of all times that are not Unix times
 
     @property
     def stats(self) -> Stats:
@@ -189,10 +185,6 @@ class EngineHandle(Protocol):
     @property
     def adapters(self) -> Mapping[str, LoadedAdapter]:
         """Return the adapters that requests may name, in the order of loading."""
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        """Return the clock of all times that are not Unix times."""
 
     @property
     def is_running(self) -> bool:
