@@ -32,7 +32,6 @@ from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.llm.arguments import engine_config
 from engine.llm.job import Job, RequestOutput
 from engine.llm.params import BeamSearchParams, SamplingParams
-from engine.llm.plain_tokenizer import PlainTokenizer
 from engine.llm.prompt_outputs import (
     BeamSearchOutput,
     EmbeddingOutput,
@@ -216,7 +215,7 @@ class LLM:
         """Return the best continuations of each prompt, as vLLM's method does: texts and tokens begin with the prompt."""
         progress, lora = refuse_arguments("beam_search", others, progress=False, lora=lora)
         outputs = self.generate(prompts, params.to_sampling(), lora=lora, progress=progress)
-        return [beam_output(output, self.get_tokenizer()) for output in outputs]
+        return [beam_output(output, self._tokenizer) for output in outputs]
 
     def embed(
         self,
@@ -296,9 +295,9 @@ class LLM:
             for first, second in pairs
         ]
 
-    def get_tokenizer(self) -> PlainTokenizer:
-        """Return the model's tokenizer, with the methods of transformers' that scripts use."""
-        return PlainTokenizer(self._tokenizer)
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer as one of transformers', as vLLM's method does."""
+        return self._tokenizer.for_transformers()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling that the model recommends, as parameters to change and pass on."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.llm.job import RequestOutput
-from engine.llm.plain_tokenizer import PlainTokenizer
 from engine.text.logprobs import PromptLogprobs
+from engine.text.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def beam_output(output: RequestOutput, tokenizer: PlainTokenizer) -> BeamSearchOutput:
+def beam_output(output: RequestOutput, tokenizer: TextTokenizer) -> BeamSearchOutput:
     """Return the answers of a beam search as vLLM's `beam_search` returns them."""
     prompt = output.prompt
     if prompt is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,16 @@ class TextTokenizer:
         """Return what grammars need to know of the tokens; the model may have more. Takes 30 ms for 49,152 tokens."""
         size = max(vocab_size, self.vocab_size)
         return VocabularySource(self._backend.to_str(), size, self.eos_token_ids, tuple(self.special_tokens))
+
+    def for_transformers(self) -> Any:
+        """Return a copy as a tokenizer of transformers, whose `apply_chat_template` returns a text or a list of ids."""
+        from transformers import PreTrainedTokenizerFast  # seconds to import
+
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=self._backend, clean_up_tokenization_spaces=False, **self.description
+        )
+        made.apply_chat_template = partial(made.apply_chat_template, return_dict=False)  # as before its version 5
+        return made
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of an id; empty for an id without a token."""
