@@ -66,7 +66,7 @@ class LoadedAdapter:
 class Prefix(NamedTuple):
     """What blocks are of: how their chain of names begins (request_names), and the prompt's tokens."""
 
-    names: Sequence[bytes]
+    names: list[bytes]
     tokens: Sequence[int]
     root: bytes = b""  # of salt, adapter and owner (chain_root) as the daemon that packs a parcel knows them
 

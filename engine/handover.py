@@ -101,7 +101,7 @@ class Handover:
 
     def _named(self, prefix: Prefix) -> Prefix:
         """Return a prompt with the names of all its full blocks: the engine's thread would take 2 us for each."""
-        names = list(prefix.names)
+        names = prefix.names.copy()
         for index in range(self.count_blocks(len(prefix.tokens))):
             name_block(names, prefix.tokens, index, self._layout.block_size)
         return prefix._replace(names=names)
@@ -196,7 +196,8 @@ class Handover:
 
     def _names(self, prefix: Prefix, places: Sequence[Place]) -> list[bytes]:
         """Return the names that a prompt's blocks have in a parcel, without the parts of them that are public."""
-        chain = [prefix.root]
+        chain = prefix.names.copy()
+        chain[:] = [prefix.root]
         for index in range(self.count_blocks(len(prefix.tokens))):
             name_block(chain, prefix.tokens, index, self._layout.block_size)
         return [place.name(chain) for place in places if place.at + 1 < len(chain)]

@@ -42,7 +42,7 @@ def with_vectors(tokens: abc.Sequence[int], spans: abc.Iterable[Span]) -> list[i
     found = list(tokens)
     for span in spans:
         content = int.from_bytes(span.digest[:8], "little")
-        found[span.start : span.end] = [mix(content, offset) for offset in range(span.length)]
+        found[span.start : span.end] = [mix(content, offset) % (1 << 31) for offset in range(span.length)]
     return found
 
 

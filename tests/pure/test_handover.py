@@ -24,6 +24,7 @@ from engine.core.errors import ParcelError
 from engine.core.kv.prefix_cache import request_names
 from engine.core.page_table import Layout
 from engine.core.scheduling.scheduler import Scheduler
+from engine.core.spans import Span
 from engine.core.types import Request
 from engine.handle import EngineFacts
 from engine.handover import Handover, HandoverConfig, Offer, Prefix
@@ -160,6 +161,27 @@ def test_salts_are_kept_apart(pair: tuple[Daemon, Daemon]) -> None:
     assert sent is not None
     decode.take(sent, request("d", PROMPT, cache_salt="mine"))
     assert decode.handover.count_missing(decode.prefix(request("d", PROMPT))).num_blocks == 7
+
+
+def test_vectors_in_a_prompt_are_a_part_of_its_names(folder: Path) -> None:
+    prefill, decode = Daemon(folder), Daemon(folder)
+    try:
+        one, other = ((Span(6, 9, digest * 32),) for digest in (b"1", b"2"))
+        prefill.answer(request("p", PROMPT, max_tokens=0, spans=one))
+        assert prefill.handover.send(prefill.prefix(request("d", PROMPT))) is not None, "the block before the vectors"
+        sent = prefill.handover.send(prefill.prefix(request("d", PROMPT, spans=one)))
+        assert sent is not None
+        with pytest.raises(ParcelError, match="another prompt"):
+            decode.take(sent, request("d", PROMPT, spans=other))
+        asked = request("d", PROMPT, max_tokens=5, spans=one)
+        assert decode.take(sent, asked) == 7
+        for spans, num_missing in ((one, 0), (other, 6), ((), 6)):
+            missing = decode.handover.count_missing(decode.prefix(request("m", PROMPT, spans=spans)))
+            assert missing.num_blocks == num_missing
+        assert decode.answer(asked) == [solo(asked, 0)[0]]
+    finally:
+        prefill.close()
+        decode.close()
 
 
 def test_a_full_pool_takes_what_it_has_room_for(folder: Path) -> None:

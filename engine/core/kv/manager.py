@@ -332,15 +332,15 @@ class KVCacheManager:
 
     # -- K/V of other engines ----------------------------------------------------------------------------------------
 
-    def find_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int) -> int:
+    def find_prefix(self, names: list[bytes], tokens: Seq[int], num_blocks: int) -> int:
         """Return how many of a prompt's first blocks are cached, at most so many, with what resuming behind them needs."""
-        chain = list(names)
+        chain = names.copy()
         num_found = len(self._cache.match(chain, tokens, num_blocks * self.block_size))
         return last_boundary(self._others, chain, num_found, lambda _: False)
 
-    def find_places(self, names: Seq[bytes], tokens: Seq[int], places: Seq[Place]) -> list[int]:
+    def find_places(self, names: list[bytes], tokens: Seq[int], places: Seq[Place]) -> list[int]:
         """Return the cached blocks of a prompt at the first of some places, as far as they are there."""
-        chain, blocks = list(names), list[int]()
+        chain, blocks = names.copy(), list[int]()
         num_full = max([place.at + 1 for place in places if not place.group], default=0)
         hits = self._cache.match(chain, tokens, num_full * self.block_size)
         for place in places:
@@ -353,12 +353,12 @@ class KVCacheManager:
             blocks.append(block)
         return blocks
 
-    def import_prefix(self, names: Seq[bytes], tokens: Seq[int], num_blocks: int, *, reserve: int) -> PrefixImport:
+    def import_prefix(self, names: list[bytes], tokens: Seq[int], num_blocks: int, *, reserve: int) -> PrefixImport:
         """Hold blocks for a prompt's first K/V, at most so many, leaving `reserve` sequences a block of each group.
 
         The caller fills them, then calls `finish` or `cancel`. Until then no sequence finds or reuses them.
         """
-        chain, pool = list(names), self.pool
+        chain, pool = names.copy(), self.pool
         hits = self._cache.match(chain, tokens, num_blocks * self.block_size)
         for block in hits:
             pool.fork(block)
@@ -368,10 +368,10 @@ class KVCacheManager:
         return self._begin_import(imported)
 
     def import_places(
-        self, names: Seq[bytes], tokens: Seq[int], places: Iterable[Place], *, reserve: int
+        self, names: list[bytes], tokens: Seq[int], places: Iterable[Place], *, reserve: int
     ) -> PrefixImport | None:
         """As `import_prefix`, for those blocks of other groups that are lacking; None if there is no room for all."""
-        chain = list(names)
+        chain = names.copy()
         lacking = [place for place in places if self._others[place.group - 1].find(place.name(chain)) < 0]
         if len(lacking) > self._num_spare(reserve):
             return None
