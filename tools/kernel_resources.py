@@ -4,6 +4,10 @@ The launches of each kernel's host function are compiled instead of run; Triton 
 disassembler. A line shows registers a thread, bytes of spilled registers, shared memory a block, the kernel's
 instructions and, for attention, those that a warp runs for 64 keys. The exit status is 1 if a kernel spills too much or
 exceeds the shared memory. kernel_resources.txt is the output of one version of Triton, with which a test compares.
+
+A line ends with a digest of what was compiled: the sources of a kernel and of the functions that it calls, and how it is
+launched. With --known, a digest of the file is not compiled: the same compiler would make the same code, so its line is
+printed.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from struct import unpack_from
 from typing import Any, NamedTuple
@@ -56,18 +61,7 @@ _FIRST_WITH_FP8 = 89
 _INSTRUCTION_BYTES = 16
 _KEYS = 64  # for which instructions are counted
 _MOST_SPILLED = 80  # bytes of registers a thread; smaller tiles would cost more
-
-
-class Kernel(NamedTuple):
-    """One compiled kernel."""
-
-    name: str
-    shape: str
-    registers: int  # a thread
-    spilled: int  # bytes a thread
-    shared: int  # bytes a block
-    instructions: int
-    per_keys: float | None  # instructions a warp for 64 keys, in an attention kernel's longest loop
+_TOO_MUCH = " <- too much"
 
 
 class _Target:
@@ -89,49 +83,53 @@ class _Target:
 class Compiler:
     """Compiles the launches of functions for one compute capability."""
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, capability: int, known: dict[str, str]) -> None:
         self.capability = capability
-        self.kernels: list[Kernel] = []
+        self.lines: dict[str, str] = {}  # by digest
+        self._known = known
         self._shape = ""
-        self._known: set[str] = set()
 
     def compile(self, cases: Sequence[tuple[str, Callable[[], object]]]) -> None:
-        """Call the function of each case, and add the launched kernels to `kernels`."""
-        run = JITFunction.run
+        """Call the function of each case, and add the launched kernels to `lines`."""
+        run, compile_one = JITFunction.run, JITFunction._do_compile  # noqa: SLF001 - after it has looked for the kernel
         triton.runtime.driver.set_active(_Target(self.capability))
-        JITFunction.run = self._instead_of(run)
+        JITFunction.run = lambda *args, **kwargs: run(*args, **{**kwargs, "warmup": True})
+        JITFunction._do_compile = self._instead_of(compile_one)  # noqa: SLF001
         try:
             for self._shape, call in cases:
                 call()
         finally:
-            JITFunction.run = run
+            JITFunction.run, JITFunction._do_compile = run, compile_one  # noqa: SLF001
 
-    def _instead_of(self, run: Any) -> Any:
-        def compile_instead(kernel: Any, *args: object, **kwargs: object) -> None:
-            built = run(kernel, *args, **{**kwargs, "warmup": True})
-            if built.hash not in self._known:
-                self._known.add(built.hash)
-                self.kernels.append(self._describe(built, kwargs.get("BLOCK_N")))
+    def _instead_of(self, compile_one: Any) -> Any:
+        def compile_unless_known(kernel: Any, key: str, signature: Any, device: int, constants: Any, *rest: Any) -> Any:
+            digest = sha256(f"sm_{self.capability} {kernel.cache_key} {key}".encode()).hexdigest()[:16]
+            if digest in self._known:
+                self.lines[digest] = self._known[digest]
+                return None
+            built = compile_one(kernel, key, signature, device, constants, *rest)
+            block_n = next((value for (place,), value in constants.items() if kernel.arg_names[place] == "BLOCK_N"), None)
+            self.lines[digest] = f"{self._describe(built, block_n)} # {digest}"
+            return built
 
-        return compile_instead
+        return compile_unless_known
 
-    def _describe(self, built: Any, block_n: Any) -> Kernel:
+    def _describe(self, built: Any, block_n: int | None) -> str:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(built.asm["cubin"])
             file.flush()
             usage = _run_tool("cuobjdump", "--dump-resource-usage", file.name)
-            per_keys = None
+            loop = ""
             if block_n is not None and built.metadata.name in ("_decode_kernel", "_prefill_kernel"):
                 per_keys = longest_loop(_run_tool("nvdisasm", "-c", file.name)) * _KEYS / block_n
+                loop = f", {per_keys:.0f} a tile"
         found = dict(re.findall(r"(REG|STACK):(\d+)", usage))
-        return Kernel(
-            built.metadata.name,
-            self._shape,
-            int(found["REG"]),
-            int(found["STACK"]),
-            built.metadata.shared,
-            code_bytes(built.asm["cubin"]) // _INSTRUCTION_BYTES,
-            per_keys,
+        shared = built.metadata.shared
+        is_faulty = int(found["STACK"]) > _MOST_SPILLED or shared > SHARED_BYTES[self.capability]
+        return (
+            f"sm_{self.capability} {built.metadata.name} ({self._shape}): {found['REG']} registers, {found['STACK']} bytes "
+            f"spilled, {shared} bytes shared, {code_bytes(built.asm['cubin']) // _INSTRUCTION_BYTES} instructions{loop}"
+            f"{_TOO_MUCH if is_faulty else ''}"
         )
 
 
@@ -401,9 +399,9 @@ def _name(dtype: torch.dtype) -> str:
     return {BF16: "bf16", F16: "f16", F32: "f32", INT8: "int8", FP8: "fp8"}[dtype]
 
 
-def compile_all(capability: int, *, is_brief: bool) -> list[Kernel]:
-    """Compile for one compute capability, such as 90."""
-    compiler = Compiler(capability)
+def compile_all(capability: int, known: dict[str, str], *, is_brief: bool) -> list[str]:
+    """Compile for one compute capability, such as 90, and return a line for each kernel."""
+    compiler = Compiler(capability, known)
     if is_brief:
         compiler.compile(list(brief_cases(capability)))
     else:
@@ -416,7 +414,21 @@ def compile_all(capability: int, *, is_brief: bool) -> list[Kernel]:
             sampling_cases(),
         )
         compiler.compile([case for part in cases for case in part])
-    return compiler.kernels
+    return sorted(compiler.lines.values())
+
+
+def read_known(file: Path, version: str) -> dict[str, str]:
+    """Return the lines of a file by their digests, if the same compiler has made them."""
+    found, *lines = file.read_text(encoding="utf-8").splitlines()
+    return {line.rpartition("# ")[2]: line for line in lines} if found == version else {}
+
+
+def forget_places() -> None:
+    """Take the line of each kernel out of its hash: one that moves in its file is the same kernel."""
+    for name, module in list(sys.modules.items()):
+        for value in vars(module).values() if name.startswith("engine.runtime.cuda.") else ():
+            if isinstance(value, JITFunction):
+                value.starting_line_number = 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -424,19 +436,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.kernel_resources", description="Compile all kernels.")
     parser.add_argument("--sm", type=int, nargs="+", choices=SHARED_BYTES, default=list(SHARED_BYTES), metavar="XY")
     parser.add_argument("--brief", action="store_true", help="each kernel in one shape")
+    parser.add_argument("--known", type=Path, metavar="FILE", help="an output whose kernels are not compiled again")
     options = parser.parse_args(argv)
+    version = f"triton {triton.__version__}; a tile's instructions are a warp's, for {_KEYS} keys"
+    known = read_known(options.known, version) if options.known else {}
+    forget_places()
+    print(version)
     num_faulty = 0
-    print(f"triton {triton.__version__}; a tile's instructions are a warp's, for {_KEYS} keys")
     for capability in options.sm:
-        for kernel in sorted(compile_all(capability, is_brief=options.brief)):
-            is_faulty = kernel.spilled > _MOST_SPILLED or kernel.shared > SHARED_BYTES[capability]
-            num_faulty += is_faulty
-            loop = "" if kernel.per_keys is None else f", {kernel.per_keys:.0f} a tile"
-            print(
-                f"sm_{capability} {kernel.name} ({kernel.shape}): {kernel.registers} registers, {kernel.spilled} bytes "
-                f"spilled, {kernel.shared} bytes shared, {kernel.instructions} instructions{loop}"
-                f"{' <- too much' if is_faulty else ''}"
-            )
+        for line in compile_all(capability, known, is_brief=options.brief):
+            num_faulty += _TOO_MUCH in line
+            print(line)
     return int(num_faulty > 0)
 
 

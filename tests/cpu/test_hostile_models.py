@@ -108,16 +108,23 @@ def changed(values: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "qwen2-window", "smollm3-window", "gemma2", "gemma3", "granite", "olmo3", "glm4-moe"]
-)
-def test_any_value_of_a_config_loads_or_is_refused(name: str, tmp_path: Path) -> None:
-    save_tiny(CASES[name], tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    assert loads(tmp_path)
-    outcomes = [loads(changed(values | {key: value}, tmp_path)) for key in values for value in VALUES]
-    assert True in outcomes
-    assert False in outcomes
+def test_any_value_of_a_config_loads_or_is_refused(tmp_path: Path) -> None:
+    """Every key of some families has every value; one that an earlier family has too, some of them."""
+    seen: set[str] = set()
+    chooser = random.Random(3)
+    for name in ("llama", "qwen2-window", "smollm3-window", "gemma2", "gemma3", "granite", "olmo3", "glm4-moe"):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_tiny(CASES[name], folder)
+        values = json.loads((folder / "config.json").read_text())
+        assert loads(folder)
+        outcomes = [
+            loads(changed(values | {key: value}, folder))
+            for key in values
+            for value in (chooser.sample(VALUES, 3) if key in seen else VALUES)
+        ]
+        assert set(outcomes) == {True, False}
+        seen |= values.keys()
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=str)
