@@ -108,7 +108,9 @@ class Compiler:
                 self.lines[digest] = self._known[digest]
                 return None
             built = compile_one(kernel, key, signature, device, constants, *rest)
-            block_n = next((value for (place,), value in constants.items() if kernel.arg_names[place] == "BLOCK_N"), None)
+            block_n = next(
+                (value for (place,), value in constants.items() if kernel.arg_names[place] == "BLOCK_N"), None
+            )
             self.lines[digest] = f"{self._describe(built, block_n)} # {digest}"
             return built
 

@@ -15,22 +15,34 @@ import yaml
 from real_daemon import ROOT, SMALL, Daemon, refusal, serve
 
 from engine.sources.model_source import find_model
+from tests.cpu.served_models import save_servable
+from tests.cpu.test_models_families import CASES
 from tools import start_imports
 
-LONG = (
-    "Once upon a time there was a small paper mill by a river, and its owner counted every sheet. " * 8
-)  # ~170 tokens
+SHORT = "Once upon a time there was a small paper mill by a river, and its owner counted every sheet. "
+LONG = SHORT * 8  # ~170 tokens
+CROWDED = 104  # tokens of each of six texts
 COUNT = "1, 2, 3, 4,"
 REPETITIVE = "a b c d e a b c d e a b c"
-LONGER: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True}
-IN_FLOAT32 = ("--max-model-len", "512", "--kv-cache-memory-bytes", "128MiB", "--dtype", "float32")
+LONGER: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+# A start tries the steps of all sizes, which costs a draft model most.
+IN_FLOAT32 = (
+    "--max-model-len",
+    "512",
+    "--kv-cache-memory-bytes",
+    "128MiB",
+    "--dtype",
+    "float32",
+    "--max-num-seqs",
+    "4",
+)
 OTHER = "The harbour was quiet that morning, and three boats waited for a wind that would not come. " * 8
 
 
-def together(daemon: Daemon, number: int, **fields: Any) -> list[str]:
-    """Texts of different prompts, requested concurrently."""
-    with ThreadPoolExecutor(number) as pool:
-        return list(pool.map(lambda i: daemon.text(f"{i}: {LONG}", **fields), range(number)))
+def together(daemon: Daemon, max_tokens: int) -> list[str]:
+    """Texts of six different prompts, requested concurrently."""
+    with ThreadPoolExecutor(6) as pool:
+        return list(pool.map(lambda i: daemon.text(f"{i}: {SHORT}", max_tokens=max_tokens, ignore_eos=True), range(6)))
 
 
 class Plain(NamedTuple):
@@ -50,7 +62,7 @@ def default() -> Iterator[Daemon]:
 @pytest.fixture(scope="module")
 def plain(default: Daemon) -> Plain:
     assert default.metric("quire_kv_blocks", state="free") > 0
-    return Plain(default.text(), together(default, 6, max_tokens=112, ignore_eos=True))
+    return Plain(default.text(), together(default, CROWDED))
 
 
 def test_a_start_imports_no_more_than_its_table_allows(default: Daemon) -> None:
@@ -64,14 +76,14 @@ def test_a_small_pool_preempts_and_loses_no_text(plain: Plain) -> None:
     # --num-gpu-blocks-override, --max-num-seqs, --max-num-batched-tokens, --block-size: less of each, the same text.
     flags = ("--max-model-len", "512", "--num-gpu-blocks-override", "68", "--max-num-seqs", "4")
     with serve(*flags, "--max-num-batched-tokens", "64", "--block-size", "8") as daemon:
-        assert together(daemon, 6, max_tokens=112, ignore_eos=True) == plain.crowd
+        assert together(daemon, CROWDED) == plain.crowd
         assert daemon.metric("quire_preemptions_total") > 0
 
 
 def test_swapped_sequences_go_on_with_the_same_text(plain: Plain) -> None:
     flags = ("--max-model-len", "512", "--num-gpu-blocks-override", "34", "--swap-space", "0.1")
     with serve(*flags, "--no-enable-prefix-caching") as daemon:
-        assert together(daemon, 6, max_tokens=112, ignore_eos=True) == plain.crowd
+        assert together(daemon, CROWDED) == plain.crowd
         assert daemon.metric("quire_preemptions_total", kind="swap") > 0
 
 
@@ -124,9 +136,9 @@ def test_policies_of_the_queue_and_of_the_prefix_cache_change_no_text(policy: st
     flags = ("--scheduling-policy", policy, "--prefix-cache-eviction", eviction, "--max-num-seqs", "2")
     with serve(*SMALL, *flags) as daemon:
         assert daemon.text() == plain.short
-        texts = together(daemon, 6, max_tokens=16, ignore_eos=True)
+        texts = together(daemon, 8)
         assert all(whole.startswith(text) for text, whole in zip(texts, plain.crowd, strict=True))
-        assert daemon.cached(f"0: {LONG}")["cached_tokens"] > 100
+        assert [daemon.cached(LONG)["cached_tokens"] > 100 for _ in range(2)] == [False, True]
 
 
 def test_tenants_are_limited_by_their_file(tmp_path: Path) -> None:
@@ -216,12 +228,15 @@ def test_beam_search_answers_best_first(default: Daemon) -> None:
 
 
 def test_a_tuned_file_is_served(tmp_path: Path) -> None:
-    file = tmp_path / "quire.yaml"
-    tuning = [sys.executable, "-m", "server", "tune", "--context", "64", "--block-sizes", "16", "-o", str(file), "--"]
-    flags = ("--max-model-len", "512", "--kv-cache-memory-bytes", "32MiB")
+    """Of a tiny model, because each size is timed over many steps."""
+    file, model = tmp_path / "quire.yaml", tmp_path / "model"
+    model.mkdir()
+    save_servable(CASES["llama"], model)
+    tuning = [sys.executable, "-m", "server", "tune", "--context", "24", "--block-sizes", "16", "-o", str(file), "--"]
+    flags = (str(model), "--max-model-len", "64", "--kv-cache-memory-bytes", "256KiB")
     ended = subprocess.run([*tuning, *flags], cwd=ROOT, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     found = yaml.safe_load(file.read_text())
-    assert found["kv-cache-memory-bytes"] == 32 << 20
+    assert found["kv-cache-memory-bytes"] == 256 << 10
     with serve("--config", file) as daemon:
         assert daemon.metric("quire_config_info", max_num_seqs=str(found["max-num-seqs"]), block_size="16") == 1
