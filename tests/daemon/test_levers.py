@@ -74,7 +74,7 @@ def test_a_start_imports_no_more_than_its_table_allows(default: Daemon) -> None:
 
 def test_a_small_pool_preempts_and_loses_no_text(plain: Plain) -> None:
     # --num-gpu-blocks-override, --max-num-seqs, --max-num-batched-tokens, --block-size: less of each, the same text.
-    flags = ("--max-model-len", "512", "--num-gpu-blocks-override", "68", "--max-num-seqs", "4")
+    flags = ("--max-model-len", "256", "--num-gpu-blocks-override", "36", "--max-num-seqs", "4")
     with serve(*flags, "--max-num-batched-tokens", "64", "--block-size", "8") as daemon:
         assert together(daemon, CROWDED) == plain.crowd
         assert daemon.metric("quire_preemptions_total") > 0
@@ -238,5 +238,5 @@ def test_a_tuned_file_is_served(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     found = yaml.safe_load(file.read_text())
     assert found["kv-cache-memory-bytes"] == 256 << 10
-    with serve("--config", file) as daemon:
+    with serve(model, "--config", file) as daemon:
         assert daemon.metric("quire_config_info", max_num_seqs=str(found["max-num-seqs"]), block_size="16") == 1
