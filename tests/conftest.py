@@ -9,7 +9,8 @@ threads would wait for each other most of the time. Tests that need more threads
 Bytecode is kept even where the environment says otherwise: every worker collects all files, and hundreds of child processes
 import the same packages, which would otherwise be compiled each time.
 
-No test may depend on the machine's speed: Hypothesis gets no deadline, and httpx waits as long as every other test does.
+No test may depend on the machine's speed: Hypothesis gets no deadline, and httpx waits as long as every other test does. It
+reads its certificates once: it would do so for each request without a client, which takes longer than most requests.
 `make clients` runs tests in an environment without most of these libraries.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from importlib.util import find_spec
 
 from tests.patience import PATIENCE_S
@@ -39,6 +41,8 @@ if find_spec("hypothesis"):
 
 if find_spec("httpx"):
     from httpx._config import DEFAULT_TIMEOUT_CONFIG  # the one object behind every `timeout` that is not given: 5 s
+    from httpx._transports import default
 
+    default.create_ssl_context = cache(default.create_ssl_context)
     for phase in ("connect", "read", "write", "pool"):
         setattr(DEFAULT_TIMEOUT_CONFIG, phase, PATIENCE_S)
