@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,9 +52,6 @@ class GGUFHeader(NamedTuple):
     tensors: list[TensorInfo]
 
 
-_known: dict[tuple[str, int, int], GGUFHeader] = {}  # headers that were read, by path, time and size of the file
-
-
 def read_header(path: Path) -> GGUFHeader:
     """Return the header of a file. Raises ModelLoadError for a damaged one.
 
@@ -63,18 +61,16 @@ def read_header(path: Path) -> GGUFHeader:
         about = path.stat()
     except OSError as error:
         raise ModelLoadError(f"The model file {path} cannot be read: {reason(error)}.") from None
-    key = (str(path), about.st_mtime_ns, about.st_size)
-    if key not in _known:
-        _known[key] = _read(path)
-    return _known[key]
+    return _read(path, about.st_mtime_ns, about.st_size)
 
 
 def forget_headers() -> None:
     """Free the headers that were read: a tokenizer's strings take tens of megabytes."""
-    _known.clear()
+    _read.cache_clear()
 
 
-def _read(path: Path) -> GGUFHeader:
+@cache
+def _read(path: Path, _modified_ns: int, _size: int) -> GGUFHeader:
     try:
         check_regular(path)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

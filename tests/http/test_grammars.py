@@ -220,7 +220,7 @@ class Meter:
 @pytest.fixture
 def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
     made = Meter()
-    monkeypatch.setattr(guidance, "_meter", made)
+    monkeypatch.setattr(guidance, "_memory", made.read)
     return made
 
 

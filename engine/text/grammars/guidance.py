@@ -26,18 +26,12 @@ _SUSPECT_BYTES = 1 << 20  # by masks that were filled together
 _STATM = Path("/proc/self/statm")
 
 
-class _Meter:
-    """Reads the private memory of this process; 0 where the system does not report it."""
-
-    def __init__(self) -> None:
-        self._file = os.open(_STATM, os.O_RDONLY) if _STATM.exists() else None
-
-    def read(self) -> int:
-        """Return the bytes. Takes 2 us."""
-        return 0 if self._file is None else private_bytes(os.pread(self._file, 256, 0))
+_statm = os.open(_STATM, os.O_RDONLY) if _STATM.exists() else None
 
 
-_meter = _Meter()
+def _memory() -> int:
+    """Return the private memory of this process; 0 where the system does not report it. Takes 2 us."""
+    return 0 if _statm is None else private_bytes(os.pread(_statm, 256, 0))
 
 
 class GuidanceMatcher:
@@ -54,17 +48,17 @@ class GuidanceMatcher:
         if self.grammar.is_quiet:  # its masks are measured, and would grow too
             self.inner.consume_token(token_id)
             return
-        before = _meter.read()
+        before = _memory()
         self.inner.consume_token(token_id)
-        self.grammar.charge(_meter.read() - before)
+        self.grammar.charge(_memory() - before)
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
         """Return the length of the longest accepted prefix, without advancing."""
         if self.inner.is_stopped():
             return 0
-        before = _meter.read()
+        before = _memory()
         count = self.inner.validate_tokens(list(token_ids))
-        self.grammar.charge(_meter.read() - before)
+        self.grammar.charge(_memory() - before)
         return count
 
     def rollback(self, count: int) -> None:
@@ -156,13 +150,13 @@ class GuidanceGrammar:
         together = [(matcher, row) for matcher, row in rows if matcher.grammar.is_quiet] if len(rows) > _FEW else []
         for matcher, row in rows:
             if not together or not matcher.grammar.is_quiet:
-                before = _meter.read()
+                before = _memory()
                 matcher.inner.unsafe_compute_mask_ptr(address + row * num_bytes, num_bytes)
-                matcher.grammar.charge(_meter.read() - before)
+                matcher.grammar.charge(_memory() - before)
         if together:
-            before = _meter.read()
+            before = _memory()
             inner = [(matcher.inner, row) for matcher, row in together]
             self._executor.unsafe_compute_mask_ptr(inner, address, num_bytes, len(rows))
-            grown, grammars = _meter.read() - before, {matcher.grammar for matcher, _ in together}
+            grown, grammars = _memory() - before, {matcher.grammar for matcher, _ in together}
             for grammar in grammars:
                 grammar.share(grown, len(grammars))
