@@ -7,6 +7,7 @@ what another one reads, so a history that runs to its end proves that each state
 from __future__ import annotations
 
 from contextlib import suppress
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -16,10 +17,12 @@ from hypothesis.stateful import initialize, invariant
 from engine.core.config import SchedulerConfig
 from engine.core.errors import NeverFitsError
 from engine.core.kv import snapshots
+from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.prefix_cache import name_block
 from engine.core.kv.snapshots import RecurrentGroup
 from engine.core.types import AbortCause, BeamParams, Pin
-from tests.pure.driver import EOS, Driver, config, request
+from loadtest.fake_runner import FakeRunner
+from tests.pure.driver import EOS, VOCAB, Driver, config, request
 from tests.pure.test_scheduler_properties import SchedulerMachine
 
 WINDOWS = st.lists(st.sampled_from([1, 2, 4, 5, 9, 17]), max_size=2)
@@ -309,6 +312,10 @@ def test_a_snapshot_is_whole_or_gone() -> None:
     group, pool = group_of(driver), driver.scheduler.kv.pool
     names = [name[:32] for name in group._block_of]
     slot, taken = group.blocks_of(names[-1]), list[int]()
+    pool.weigh(slot, 0.1)
+    for block in slot:  # K/V would go before it, and it with that
+        pool.fork(block)
+    pool.free(*slot)
     while group.has(names[-1]):
         taken.append(pool.alloc())
     assert len(set(slot).intersection(taken)) == 1
@@ -518,3 +525,31 @@ def test_a_search_starts_again_in_a_pool_that_just_holds_it(windows: tuple[int, 
     driver.scheduler._output.preempt(driver.scheduler.running[0])
     driver.drain()
     driver.check_streams()
+
+
+def share_found(num_blocks: int, seed: int) -> float:
+    """Chats whose turns are short, and documents that are asked about again: the share of their tokens that is found."""
+    settings_ = stateful(state_blocks=16, num_blocks=num_blocks, max_model_len=400, max_num_batched_tokens=200)
+    driver, rng, found = Driver(settings_), Random(seed), 0
+    driver.runner = FakeRunner(settings_, vocab_size=VOCAB, memory=False)
+    chats = {each: tuple(range(1000 * each, 1000 * each + 20)) for each in range(4)}
+    for turn in range(150):
+        own = tuple(rng.randrange(50) for _ in range(6))
+        if is_chat := rng.random() < 0.5:
+            each = rng.randrange(4)
+            prompt = (*(chats[each] if len(chats[each]) < 200 else chats[each][:20]), *own)
+        else:
+            start = 5000 + 200 * rng.randrange(3)
+            prompt = (*range(start, start + 100), *own)
+        found += run(driver, f"{turn}", prompt, max_tokens=4)
+        if is_chat:
+            chats[each] = (*prompt, *driver.streams[f"{turn}", 0])
+    return found / sum(len(asked.prompt) for asked in driver.requests.values())
+
+
+@pytest.mark.parametrize("num_blocks", [200, 320])
+def test_snapshots_are_evicted_by_what_they_save_a_byte(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weighed = [share_found(num_blocks, seed) for seed in range(2)]
+    monkeypatch.setattr(BlockPool, "weigh", lambda *_: None)
+    by_age = [share_found(num_blocks, seed) for seed in range(2)]
+    assert all(a > 1.1 * b for a, b in zip(weighed, by_age, strict=True)), (weighed, by_age)

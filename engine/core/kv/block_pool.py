@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from engine.core.kv.eviction import EvictionOrder, Lru, make_order
+from engine.core.kv.eviction import EvictionOrder, Lru, Ranked, make_order
 
 
 class BlockPool:
@@ -148,6 +148,14 @@ class BlockPool:
         """Report to the eviction order that an admitted prompt begins with these blocks."""
         if self._notes_finds:
             self._cached.found(blocks)
+
+    def weigh(self, blocks: Iterable[int], weight: float) -> None:
+        """Report to the eviction order how much a content of these blocks saves, as a multiple of K/V in their place."""
+        if isinstance(self._cached, Lru):
+            self._cached = Ranked(lambda _: 0, self._cached)
+        if isinstance(self._cached, Ranked):
+            for block in blocks:
+                self._cached.weigh(block, weight)
 
     def pin(self, block: int) -> None:
         """Evict this findable block after all that are not pinned.

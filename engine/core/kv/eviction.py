@@ -7,6 +7,9 @@
 
 A sequence releases its tail before its head, and equals keep that order, so a chain is evicted from its end.
 
+Beside recurrent state, lru weighs what a block saves: a snapshot saves the computing since the snapshot before it, and
+takes several blocks. One that saves less a byte than K/V does is evicted sooner, by as much.
+
     add        a block has lost its last holder
     remove     a block has a holder again
     evict      remove and return the next block, of at least one, and drop its statistics
@@ -17,7 +20,7 @@ A sequence releases its tail before its head, and equals keep that order, so a c
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from engine.core.errors import ConfigError
@@ -112,25 +115,29 @@ class Slru:
 
 
 class Ranked:
-    """By a sort key: 1 plus the worth of its finds, above the key of the last evicted block.
+    """By a sort key: its weight, mostly 1, plus the worth of its finds, above the key of the last evicted block.
 
     Starting above the last evicted key ages the counts (GreedyDual): a released block starts above long unused ones.
     """
 
-    __slots__ = ("_entries", "_floor", "_heap", "_next_tick", "_worth", "_worth_of")
+    __slots__ = ("_entries", "_floor", "_heap", "_next_tick", "_weight_of", "_worth", "_worth_of")
 
-    def __init__(self, worth: Callable[[int], int]) -> None:
-        """`worth` is the value of finding a block, by the number of blocks found from it on."""
+    def __init__(self, worth: Callable[[int], int], blocks: Iterable[int] = ()) -> None:
+        """`worth` is the value of finding a block, by the number of blocks found from it on; `blocks` are added first."""
         self._worth = worth
         self._worth_of: dict[int, int] = {}  # of blocks that were found
-        self._floor = 0
+        self._weight_of: dict[int, float] = {}  # where it is not 1
+        self._floor = 0.0
         self._next_tick = 0
-        self._entries: dict[int, tuple[int, int, int]] = {}  # block -> (key, tick, block)
-        self._heap: list[tuple[int, int, int]] = []  # the same, with some outdated entries
+        self._entries: dict[int, tuple[float, int, int]] = {}  # block -> (key, tick, block)
+        self._heap: list[tuple[float, int, int]] = []  # the same, with some outdated entries
+        for block in blocks:
+            self.add(block)
 
     def add(self, block: int) -> None:
         """Add with its earned key; of equals the one released first is evicted first."""
-        entry = (self._floor + 1 + self._worth_of.get(block, 0), self._next_tick, block)
+        key = self._floor + self._weight_of.get(block, 1) + self._worth_of.get(block, 0)
+        entry = (key, self._next_tick, block)
         self._next_tick += 1
         self._entries[block] = entry
         heappush(self._heap, entry)
@@ -154,6 +161,11 @@ class Ranked:
     def forget(self, block: int) -> None:
         """Start the next content without any worth."""
         self._worth_of.pop(block, None)
+        self._weight_of.pop(block, None)
+
+    def weigh(self, block: int, weight: float) -> None:
+        """Set how much the content saves, as a multiple of what a block of K/V does."""
+        self._weight_of[block] = weight
 
     def found(self, blocks: Sequence[int]) -> None:
         """Count the finds; they apply at the blocks' next release."""

@@ -72,17 +72,18 @@ class Group(BlockIndex):
         """Return whether a content is here."""
         return name + self._suffixes[0] in self._block_of
 
-    def register(self, chain: list[bytes], tokens: Seq[int], index: int, blocks: Seq[int]) -> None:
-        """Make held blocks findable as the content at block `index` of some tokens, unless others are."""
+    def register(self, chain: list[bytes], tokens: Seq[int], index: int, blocks: Seq[int]) -> bool:
+        """Make held blocks findable as the content at block `index` of some tokens; False if others are, or they are."""
         name = name_block(chain, tokens, index, self._block_size)
         if self.has(name) or self.content(blocks[0]) is not None:
-            return
+            return False
         for suffix, block in zip(self._suffixes, blocks, strict=True):
             self.put(name + suffix, block)
             if name in self._kept:
                 self.pool.pin(block)
         if self.holdings is not None:
             self.holdings.compute(chain, tokens, index, self._block_size, self.number)
+        return True
 
     def keep(self, chain: Seq[bytes], index: int, num_tokens: int) -> None:
         """Pin the content at block `index` of a pinned prefix of so many tokens, if the prefix is resumed from it."""

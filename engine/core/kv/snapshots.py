@@ -28,6 +28,7 @@ there. A boundary is kept only if no other sequence needs the blocks.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from engine.core.kv.contents import DIGEST_BYTES
 from engine.core.kv.groups import Group
@@ -84,7 +85,8 @@ class RecurrentGroup(Group):
         """Hold the state that `begin` has found."""
         if slot := seq.kv.state.slot:
             self.hold(seq)
-            self.pool.found(slot)
+            for block in slot:
+                self.pool.found((block,))
             self.branch(slot)
 
     def fill(self, seq: Sequence, num_blocks: int) -> list[int]:
@@ -122,9 +124,15 @@ class RecurrentGroup(Group):
             if position and not position % size and ready_at <= num_known:
                 for index in range(len(chain) - 1, position // size):
                     name_block(chain, seq.tokens, index, size)
-                self.register(chain, seq.tokens, position // size - 1, slot)
+                if self.register(chain, seq.tokens, position // size - 1, slot):
+                    self._weigh(chain, position // size, slot)
                 if position <= seq.num_prompt:
                     self.branch(slot)
+
+    def _weigh(self, chain: Seq[bytes], num_blocks: int, slot: Seq[int]) -> None:
+        """Report what a snapshot saves, a byte: without it, prompts are computed from the snapshot before it on."""
+        before = next((index for index in range(num_blocks - 1, 0, -1) if self.has(chain[index])), 0)
+        self.pool.weigh(slot, (num_blocks - before) / len(slot))
 
     def slide(self, seq: Sequence) -> None:
         """Release the slots that no step reads any more; of an answer's snapshots the last one stays."""
