@@ -45,13 +45,12 @@ from engine.runtime.cuda.packed_linear import PackedProduct, decode
 from engine.runtime.cuda.rope_store import rotate_and_store
 from engine.runtime.cuda.routing import route
 from engine.runtime.cuda.sampling import Penalties, sample
-from engine.runtime.cuda.sampling_edits import TokenCounts, add_to_tokens, ban_tokens
 from engine.runtime.cuda.sampling_row import Draws
 from engine.runtime.cuda.store import PoolView, view_pool
+from engine.runtime.cuda.token_counts import TokenCounts
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
 from engine.runtime.layers.mixture_cuda import CudaExperts
 from engine.runtime.routing import RouterConfig
-from engine.runtime.sampling.bans import Ban
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -390,8 +389,6 @@ def _sample(num_rows: int, vocab_size: int) -> None:
     for is_drawing, is_ranking in ((False, False), (True, False), (True, True)):
         sample(logits, draws, None, is_drawing=is_drawing, is_ranking=is_ranking)
         sample(logits, draws, penalties, is_drawing=is_drawing, is_ranking=is_ranking)
-    add_to_tokens(logits, {(0, 3): 1.0})
-    ban_tokens(logits, [Ban(0, 3)], torch.zeros(2).long())
     mask_rows(logits, torch.zeros(1).long(), torch.zeros((1, -(-vocab_size // 32)), dtype=torch.int32))
     counted = SequenceSlice(0, 0, 1, SamplingParams(max_tokens=1), [1, 2, 2], (Sample(0, 0),), 2, 1)
     TokenCounts(2, vocab_size, logits.device).penalties([(0, counted)], num_rows, torch.zeros(2).long())

@@ -192,7 +192,8 @@ def edited(sampling: dict, tokens: list[int], num_prompt: int, logits: torch.Ten
     sampler = Sampler(CPU)
     pieces = [piece(0, params(**sampling), tokens=tokens, num_prompt=num_prompt)]
     out = logits.clone()[None]
-    sampler._edit(out, _rows(pieces), torch.zeros(1, dtype=torch.int64))
+    for edit in (sampler._edit, sampler._penalise):
+        edit(out, _rows(pieces), torch.zeros(1, dtype=torch.int64))
     return out[0].tolist()
 
 

@@ -155,7 +155,7 @@ def test_numbers_arrive_in_their_type(dtype: torch.dtype) -> None:
 # Modules that send numbers themselves: before steps, on CPUs alone, or out of pinned memory of their own.
 OTHERS = {
     "attention/reference.py",
-    "cuda/sampling_edits.py", "stores/pinned.py", "execution/runner.py", "models/decoder.py",
+    "cuda/token_counts.py", "stores/pinned.py", "execution/runner.py", "models/decoder.py",
     "layers/rope_config.py", "models/transformers_adapter.py", "transfer.py", "parallel/group.py", "weights/stored/packed.py",
 }  # fmt: skip
 

@@ -119,13 +119,13 @@ def test_a_failure_in_between_leaves_no_half_counted_line(monkeypatch: pytest.Mo
     sequence = Sequence(0, 0, params(**PENALTIES), [1, 2, 2])
     check(owner, [sequence], last_ids)
     sequence.tokens.append(8)
-    from engine.runtime.cuda import sampling_edits
+    from engine.runtime.cuda import token_counts
 
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(sampling_edits, "_to_device", fail)
+        patch.setattr(token_counts, "_to_device", fail)
         with pytest.raises(torch.OutOfMemoryError):
             check(owner, [sequence], last_ids)
     check(owner, [sequence], last_ids)

@@ -21,7 +21,7 @@ from engine.core.errors import ComputeError, ConfigError, ModelLoadError
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.build import find_library
 from engine.runtime.native.packer import Packer
-from engine.runtime.native.structs import check_layout, mirror
+from engine.runtime.native.structs import check_layout, mirror, structure
 
 _log = logging.getLogger(__name__)
 
@@ -87,9 +87,7 @@ class LinearArgs(Structure):
     """A packed weight and its bias; `activation` is 0 unless the weight is gates and ups."""
 
 
-@mirror("packed_codes")
-class CodesArgs(Structure):
-    """Codes in a weight file, of which rows are made."""
+CodesArgs = structure("packed_codes")  # codes in a weight file, of which rows are made
 
 
 @mirror("stored_rows", codes=POINTER(CodesArgs))
@@ -102,37 +100,16 @@ class PackArgs(Structure):
     """Rows of weights to be packed."""
 
 
-@mirror("dequant_args")
-class DequantArgs(Structure):
-    """Quantised rows to be written as floats."""
-
-
-@mirror("gemm_args")
-class GemmArgs(Structure):
-    """y = x w^T + bias."""
-
-
-@mirror("heads_args")
-class HeadsArgs(Structure):
-    """Each head's product with its matrix."""
-
-
-@mirror("norm_args")
-class NormArgs(Structure):
-    """residual += alpha * delta; out = norm(residual) * weight."""
-
-
-@mirror("rope_args")
-class RopeArgs(Structure):
-    """Head norms and rotation, in place."""
+DequantArgs = structure("dequant_args")  # quantised rows to be written as floats
+GemmArgs = structure("gemm_args")  # y = x w^T + bias
+HeadsArgs = structure("heads_args")  # each head's product with its matrix
+NormArgs = structure("norm_args")  # residual += alpha * delta; out = norm(residual) * weight
+RopeArgs = structure("rope_args")  # head norms and rotation, in place
 
 
 PLAIN = -1  # the format of rows that are not packed
 
-
-@mirror("embed_args")
-class EmbedArgs(Structure):
-    """out = scale * table[ids]; `format` is the WeightFormat of panels, or PLAIN."""
+EmbedArgs = structure("embed_args")  # out = scale * table[ids]; `format` is the WeightFormat of panels, or PLAIN
 
 
 @mirror("norm")
@@ -140,9 +117,7 @@ class NormWeight(Structure):
     """A norm's weight, or none."""
 
 
-@mirror("rotary")
-class RotaryArgs(Structure):
-    """Frequencies of one rotary embedding."""
+RotaryArgs = structure("rotary")  # frequencies of one rotary embedding
 
 
 @mirror("router")
@@ -150,14 +125,8 @@ class RouterArgs(Structure):
     """How rows choose experts."""
 
 
-@mirror("moe")
-class MixtureArgs(Structure):
-    """A mixture of experts."""
-
-
-@mirror("moe_args")
-class MixtureCall(Structure):
-    """The rows of a mixture's call."""
+MixtureArgs = structure("moe")  # a mixture of experts
+MixtureCall = structure("moe_args")  # the rows of a mixture's call
 
 
 @mirror("scores")
@@ -190,28 +159,16 @@ class AdaptersArgs(Structure):
     """The adapters of a step, and the adapter of each row."""
 
 
-@mirror("forward_args")
-class ForwardArgs(Structure):
-    """A step of a decoder."""
-
-
-@mirror("group")
-class GroupArgs(Structure):
-    """One process's view of the ranks that share memory."""
-
-
-@mirror("draw")
-class Draw(Structure):
-    """How one row is drawn."""
+ForwardArgs = structure("forward_args")  # a step of a decoder
+GroupArgs = structure("group")  # one process's view of the ranks that share memory
+Draw = structure("draw")  # how one row is drawn
 
 
 # Packs a Draw. There is one for each token of a step, and packing takes a tenth of the time of a Structure.
 DRAW = Struct("".join(kind._type_ for _, kind in Draw._fields_))  # type: ignore[misc,union-attr]
 
-
-@mirror("sample_args", draws=c_char_p)
-class SampleArgs(Structure):
-    """ids = one token for each row of logits; the logits are overwritten."""
+# ids = one token for each row of logits; the logits are overwritten.
+SampleArgs = structure("sample_args", draws=c_char_p)
 
 
 class Library:

@@ -54,14 +54,19 @@ def shared_structs() -> Mapping[str, Shared]:
     return {name: Shared(file, text, _fields(text)) for file, text, name in found}
 
 
-def mirror(name: str, **kinds: Any) -> Callable[[_Class], _Class]:
-    """Give a class the fields of a structure; `kinds` are the types of pointers to objects of Python's."""
+def structure(name: str, **kinds: Any) -> type[Structure]:
+    """Return a class with the fields of a structure; `kinds` are the types of pointers to objects of Python's."""
     fields = [(field, kinds.get(field) or _kind_of(kind)) for field, kind in shared_structs()[name].fields.items()]
+    MIRRORS[name] = type(name, (Structure,), {"__slots__": (), "_fields_": fields})  # a name that is no field fails
+    return MIRRORS[name]
+
+
+def mirror(name: str, **kinds: Any) -> Callable[[_Class], _Class]:
+    """Replace a class, which is a name for annotations, by that of a structure."""
 
     def fill(empty: _Class) -> _Class:
-        about = {"__doc__": empty.__doc__, "__module__": empty.__module__, "_fields_": fields}
-        made = type(empty.__name__, (Structure,), {"__slots__": (), **about})  # a name that is no field fails
-        MIRRORS[name] = made
+        made = structure(name, **kinds)
+        made.__name__, made.__doc__, made.__module__ = empty.__name__, empty.__doc__, empty.__module__
         return made  # type: ignore[return-value]
 
     return fill

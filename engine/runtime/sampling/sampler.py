@@ -2,9 +2,9 @@
 
 The order is OpenAI's and vLLM's: allowed_token_ids, logit_bias, bad_words and min_tokens, penalties, temperature,
 min_p, top_k, top_p, then the draw. Grammar masks (constraint.py, which alone may wait for the previous step) come
-before it, where their position does not matter. Rows without any of these cost one argmax. On CUDA the edits are
-kernels (cuda/mask.py, cuda/sampling_edits.py and cuda/sampling.py), elsewhere torch operations. Nothing else waits for
-a GPU. Engine thread.
+before it, where their position does not matter. Rows without any of these cost one argmax. On CUDA masks and penalties
+are kernels (cuda/mask.py, cuda/token_counts.py and cuda/sampling.py); all else is torch operations. Nothing else waits
+for a GPU. Engine thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.runtime.transfer import to_device
 
 if TYPE_CHECKING:
     from engine.runtime.cuda.sampling import Penalties  # imports Triton, which a CPU-only machine may lack
-    from engine.runtime.cuda.sampling_edits import TokenCounts
+    from engine.runtime.cuda.token_counts import TokenCounts
 
 
 class Sampled(NamedTuple):
@@ -85,12 +85,12 @@ class Sampler:
         penalties = None
         if edited:
             self._keep_allowed(logits, edited)
-            if uses_triton(logits) and not any(
-                piece.drafts for piece in slices
-            ):  # its counts are of one text for each slot
-                penalties = self._edit_in_triton(logits, edited, last_ids)
+            self._edit(logits, edited, last_ids)
+            # Its counts are of one text for each slot.
+            if uses_triton(logits) and not any(piece.drafts for piece in slices):
+                penalties = self._count(logits, edited, last_ids)
             else:
-                self._edit(logits, edited, last_ids)
+                self._penalise(logits, edited, last_ids)
         constrained = self._constrain(logits, [row for row in rows if row.params.grammar is not None])
         ids, is_finite = draw(logits, [_wish(row) for row in rows], penalties)
         last_ids.index_copy_(0, self._long([row.sample.slot for row in rows]), ids)
@@ -155,6 +155,9 @@ class Sampler:
             is_hit = (drawn < 0) | (last_ids[slots] == drawn)
             # A minimum, because a token may be banned by several entries of which one applies.
             flat.scatter_reduce_(0, at, torch.where(is_hit, -torch.inf, torch.inf), "amin")
+
+    def _penalise(self, logits: Tensor, rows: Sequence[_Row], last_ids: Tensor) -> None:
+        """Apply penalties, in place."""
         penalized = [
             Penalized(row.at, row.params, self._history.ids(row.piece, last_ids), row.piece.num_prompt)
             for row in rows
@@ -163,17 +166,11 @@ class Sampler:
         if penalized:
             apply_penalties(logits, penalized)
 
-    def _edit_in_triton(self, logits: Tensor, rows: Sequence[_Row], last_ids: Tensor) -> Penalties | None:
-        """Edit as above with kernels, except penalties, which are returned for the draw."""
-        from engine.runtime.cuda.sampling_edits import TokenCounts, add_to_tokens, ban_tokens
+    def _count(self, logits: Tensor, rows: Sequence[_Row], last_ids: Tensor) -> Penalties | None:
+        """Return the penalties for the kernels of the draw."""
+        from engine.runtime.cuda.token_counts import TokenCounts
 
         num_rows, vocab_size = logits.shape
-        amounts = {(row.at, token): bias for row in rows for token, bias in row.params.logit_bias}
-        if amounts:
-            add_to_tokens(logits, amounts)
-        bans = list(_bans(rows, vocab_size))
-        if bans:
-            ban_tokens(logits, bans, last_ids)
         penalized = [(row.at, row.piece) for row in rows if row.params.is_penalized]
         if not penalized:
             return None

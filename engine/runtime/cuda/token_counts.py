@@ -1,4 +1,4 @@
-"""Edits of single tokens before the draw: biases, bans, and the counts for penalties.
+"""The counts of tokens for penalties.
 
 cuda/sampling.py computes penalties from the number of occurrences of each token in a text. These counts stay on the
 device, one line of the vocabulary for each slot, and each step adds the new tokens. A line is cleared when another
@@ -8,7 +8,7 @@ read from `last_ids`. Nothing waits for the device. Engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,25 +22,6 @@ from engine.runtime.cuda.sampling import IN_PROMPT, Penalties
 
 _ENTRIES = 256  # a program's
 _DRAWN = -1  # in place of a token: the last one drawn for the slot
-
-
-def add_to_tokens(logits: Tensor, amounts: Mapping[tuple[int, int], float]) -> None:
-    """Add to logits [R, V] float32, in place, the amount for each (row, token)."""
-    rows, tokens = np.array(list(amounts), np.int32).T
-    values = np.array(list(amounts.values()), np.float32)
-    entries = _to_device(np.stack((rows, tokens, values.view(np.int32))), logits.device)
-    grid = (triton.cdiv(len(amounts), _ENTRIES),)
-    _add_to_tokens[grid](logits, logits.stride(0), entries, len(amounts), BLOCK=_ENTRIES)
-
-
-def ban_tokens(logits: Tensor, bans: Sequence[tuple[int, int, int, int]], last_ids: Tensor) -> None:
-    """Set logits [R, V] to -inf for each ban that applies, by `last_ids` [slots] int64.
-
-    A ban is (row, token, slot, drawn), as in sampling/bans.py.
-    """
-    entries = _to_device(np.array(bans, np.int32).T, logits.device)
-    grid = (triton.cdiv(len(bans), _ENTRIES),)
-    _ban_tokens[grid](logits, logits.stride(0), entries, len(bans), last_ids, BLOCK=_ENTRIES)
 
 
 class _Line(NamedTuple):
@@ -101,32 +82,6 @@ def _to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
     """Copy without waiting: pinned memory is not reused before the stream has passed."""
     tensor = torch.from_numpy(np.ascontiguousarray(numbers))
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
-
-
-@triton.jit(do_not_specialize=["num"])
-def _add_to_tokens(logits_ptr, row_stride, entries_ptr, num, BLOCK: tl.constexpr):
-    """Entries are of distinct tokens, so programs do not conflict."""
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_entry = entry < num
-    row = tl.load(entries_ptr + entry, is_entry, 0).to(tl.int64)
-    token = tl.load(entries_ptr + num + entry, is_entry, 0)
-    amount = tl.load(entries_ptr + 2 * num + entry, is_entry, 0).to(tl.float32, bitcast=True)
-    at = logits_ptr + row * row_stride + token
-    tl.store(at, tl.load(at, is_entry, 0.0) + amount, is_entry)
-
-
-@triton.jit(do_not_specialize=["num"])
-def _ban_tokens(logits_ptr, row_stride, entries_ptr, num, last_ids_ptr, BLOCK: tl.constexpr):
-    """Entries may be of the same token: all that apply write the same value."""
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_entry = entry < num
-    row = tl.load(entries_ptr + entry, is_entry, 0).to(tl.int64)
-    token = tl.load(entries_ptr + num + entry, is_entry, 0)
-    slot = tl.load(entries_ptr + 2 * num + entry, is_entry, 0)
-    drawn = tl.load(entries_ptr + 3 * num + entry, is_entry, 0)
-    last = tl.load(last_ids_ptr + slot, is_entry, 0)
-    ruled_out = tl.full((BLOCK,), float("-inf"), tl.float32)
-    tl.store(logits_ptr + row * row_stride + token, ruled_out, is_entry & ((drawn < 0) | (last == drawn)))
 
 
 @triton.jit(do_not_specialize=["num"])
