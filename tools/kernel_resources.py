@@ -35,7 +35,7 @@ from engine.core.types import SamplingParams
 from engine.runtime.activation import Activation, Clamp
 from engine.runtime.attention.backend import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
-from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
+from engine.runtime.cuda.activation import NAMES, act_mul
 from engine.runtime.cuda.attention_tuning import Cut, choose_latent_tuning, choose_tuning
 from engine.runtime.cuda.fp8_linear import quantise_rows
 from engine.runtime.cuda.mask import mask_rows
@@ -179,7 +179,7 @@ def brief_cases(capability: int) -> Iterator[Case]:
             yield from _attend(spec, query_len, context, BF16, kv_dtype, capability)
     yield from latent_cases(capability, (128,))
     yield "bf16, width 4096", partial(_norm, BF16, 4096)
-    yield "bf16, silu", partial(silu_mul, torch.zeros(3, 2 * 1536, dtype=BF16))
+    yield "bf16, silu", partial(act_mul, torch.zeros(3, 2 * 1536, dtype=BF16), Activation.SILU)
     for kv_dtype in (BF16, *narrow):
         yield f"bf16, K/V {_name(kv_dtype)}, heads of 128", partial(_rotate, BF16, kv_dtype, 128, 128, has_norm=True)
     if FP8 in narrow:
@@ -277,8 +277,8 @@ def layer_cases(capability: int) -> Iterator[Case]:
     for dtype in (BF16, F16, F32):
         for width in (576, 4096):
             yield f"{_name(dtype)}, width {width}", partial(_norm, dtype, width)
-        for name, act in (("silu", silu_mul), ("gelu", gelu_mul), ("gelu_tanh", gelu_tanh_mul)):
-            yield f"{_name(dtype)}, {name}", partial(act, torch.zeros(3, 2 * 1536, dtype=dtype))
+        for act, name in NAMES.items():
+            yield f"{_name(dtype)}, {name}", partial(act_mul, torch.zeros(3, 2 * 1536, dtype=dtype), act)
         for dim, rope_dim, has_norm in ((64, 64, False), (128, 128, True), (80, 32, False), (256, 0, True)):
             for kv_dtype in (dtype, *narrow) if dtype == BF16 else (dtype,):
                 shape = f"{_name(dtype)}, K/V {_name(kv_dtype)}, heads of {dim}"

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
+from engine.runtime.activation import Activation
+from engine.runtime.cuda.activation import act_mul
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.cuda.norm import add_rms_norm
 from engine.runtime.cuda.rope_store import rotate_and_store
@@ -86,9 +87,9 @@ def test_activations(num_rows: int, width: int, dtype: torch.dtype) -> None:
         gate_up = apart(gate_up)
         gate_up[0, 0], gate_up[-1, width - 1] = 60.0, -60.0  # where an exponential overflows, or nearly
     gate, up = gate_up.double().chunk(2, 1)
-    check(silu_mul(gate_up), F.silu(gate) * up)
-    check(gelu_mul(gate_up), F.gelu(gate) * up)
-    check(gelu_tanh_mul(gate_up), F.gelu(gate, approximate="tanh") * up)
+    check(act_mul(gate_up, Activation.SILU), F.silu(gate) * up)
+    check(act_mul(gate_up, Activation.GELU), F.gelu(gate) * up)
+    check(act_mul(gate_up, Activation.GELU_TANH), F.gelu(gate, approximate="tanh") * up)
 
 
 def reference_rotation(qk: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

@@ -126,12 +126,13 @@ def _time_rotation(task: Task, device: torch.device, num_rows: int) -> None:
 
 
 def _time_activation(task: Task, device: torch.device, num_rows: int) -> None:
-    from engine.runtime.cuda.activation import silu_mul
+    from engine.runtime.activation import Activation
+    from engine.runtime.cuda.activation import act_mul
 
     width = task.shape("llama-3.1-8b").ffn
 
     def make() -> Callable[[], Tensor]:
-        return partial(silu_mul, torch.randn(num_rows, 2 * width, dtype=torch.bfloat16, device=device))
+        return partial(act_mul, torch.randn(num_rows, 2 * width, dtype=torch.bfloat16, device=device), Activation.SILU)
 
     _report(task, f"gated activation, {num_rows} rows", 3 * 2 * num_rows * width, make)
 

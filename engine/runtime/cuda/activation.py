@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.runtime.activation import Activation
+
 _BLOCK = 1024  # 8 values a thread, a load of 16 bytes in bfloat16. To be tuned on a GPU.
 
 
-def _act_mul(gate_up: Tensor, activation: str) -> Tensor:
+NAMES = {Activation.SILU: "silu", Activation.GELU: "gelu", Activation.GELU_TANH: "gelu_tanh"}
+
+
+def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """Return act(gate) * up [T, width] of gate_up [T, 2 * width], rounded once from float32."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
         grid = (num_rows, triton.cdiv(width, _BLOCK))
-        _act_mul_kernel[grid](gate_up, out, gate_up.stride(0), width, ACTIVATION=activation, BLOCK=_BLOCK, num_warps=4)
+        _act_mul_kernel[grid](
+            gate_up, out, gate_up.stride(0), width, ACTIVATION=NAMES[activation], BLOCK=_BLOCK, num_warps=4
+        )
     return out
-
-
-silu_mul = partial(_act_mul, activation="silu")
-gelu_mul = partial(_act_mul, activation="gelu")
-gelu_tanh_mul = partial(_act_mul, activation="gelu_tanh")
 
 
 @triton.jit

@@ -16,14 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.runtime.activation import Activation, Clamp
-from engine.runtime.cuda.activation import share_of
+from engine.runtime.cuda.activation import NAMES, share_of
 from engine.runtime.cuda.attention_tile import PRECISION
 from engine.runtime.cuda.packed import Rows, block_of, load_weights, scale_rows
 from engine.runtime.cuda.routing import Order
 
 _NO_CLAMP = Clamp(0.0, 0.0)
 _BLOCK = 1024  # columns that a program of the sum adds up
-_ACTIVATIONS = {Activation.SILU: "silu", Activation.GELU: "gelu", Activation.GELU_TANH: "gelu_tanh"}
 
 
 class ExpertTile(NamedTuple):
@@ -74,7 +73,7 @@ def gate_and_up(
     x [T, inputs]; the matrices have gates, then as many ups.
     """
     clamp = activation if isinstance(activation, Clamp) else _NO_CLAMP
-    name = "clamped" if isinstance(activation, Clamp) else _ACTIVATIONS[activation]
+    name = "clamped" if isinstance(activation, Clamp) else NAMES[activation]
     width = stack.numbers.shape[1] // 2
     out = torch.empty((order.pairs.shape[0], width), dtype=x.dtype, device=x.device)
     multiply(x, stack, out, tile, order, num_chosen, name, clamp)

@@ -1,8 +1,4 @@
-"""A layer's experts on CUDA: loaded matrices in stacks, and the kernels for steps of any size.
-
-Decode steps and short prompts take the kernels of experts.py. With many tokens an expert, bfloat16 matrices take torch's
-grouped product where that is CUTLASS's; on other GPUs it loops over experts on the host. Engine thread.
-"""
+"""A layer's experts on CUDA: loaded matrices in stacks, and the kernels for steps of any size. Engine thread."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from engine.runtime.activation import Activation, Clamp
@@ -18,24 +13,18 @@ from engine.runtime.cuda.experts import choose_tile, combine, down, gate_and_up
 from engine.runtime.cuda.fp8_linear import Fp8Linear
 from engine.runtime.cuda.packed import Rows
 from engine.runtime.cuda.packed_linear import PackedProduct
-from engine.runtime.cuda.routing import Order, sort_by_expert
+from engine.runtime.cuda.routing import sort_by_expert
 from engine.runtime.kv_layout import movable
-from engine.runtime.schemes.activations import act_mul, clamped_mul
 from engine.runtime.schemes.linear import Dense, Linear, Product
-
-_ALIGNMENT = 16  # bytes, of the sides of a grouped product
-_GROUPED_GENERATIONS = (9, 10)  # of compute capability
-_GROUPED_TOKENS = 64  # of an expert, from which torch's product is taken. To be measured on a GPU.
 
 
 class CudaExperts:
     """The experts of one layer, without their router."""
 
-    __slots__ = ("_activation", "_down", "_gate_up", "_is_grouped")
+    __slots__ = ("_activation", "_down", "_gate_up")
 
     def __init__(self, gate_up: Rows, down: Rows, activation: Activation | Clamp) -> None:
         self._gate_up, self._down, self._activation = gate_up, down, activation
-        self._is_grouped = all(map(_has_grouped_product, (gate_up.numbers, down.numbers)))
 
     def __call__(
         self,
@@ -51,27 +40,13 @@ class CudaExperts:
         `shared_gate` [T, 1] float32, if given.
         """
         num_experts, num_pairs = len(self._down.numbers), chosen.numel()
-        is_grouped = self._is_grouped and num_pairs >= _GROUPED_TOKENS * num_experts
         first = choose_tile(num_pairs, self._gate_up, x.itemsize, is_gated=True)
         second = choose_tile(num_pairs, self._down, x.itemsize, is_gated=False)
         assert first.rows == second.rows
         order = sort_by_expert(chosen, num_experts, first.rows)
-        if is_grouped:
-            parts = self._in_groups(x, chosen, order)
-        else:
-            inner = gate_and_up(x, self._gate_up, order, chosen.shape[1], self._activation, first)
-            parts = down(inner, self._down, order, second)
+        inner = gate_and_up(x, self._gate_up, order, chosen.shape[1], self._activation, first)
+        parts = down(inner, self._down, order, second)
         return combine(parts, order, weights, x.dtype, shared, shared_gate)
-
-    def _in_groups(self, x: Tensor, chosen: Tensor, order: Order) -> Tensor:
-        """Return the products of sorted pairs by torch, rounded to x's type."""
-        experts = chosen.flatten().index_select(0, order.pairs)
-        inner = _grouped(x.index_select(0, order.pairs // chosen.shape[1]), self._gate_up, order, experts)
-        if isinstance(self._activation, Clamp):
-            inner = clamped_mul(inner, self._activation.alpha, self._activation.limit)
-        else:
-            inner = act_mul(inner, self._activation)
-        return _grouped(inner, self._down, order, experts)
 
 
 def stack_experts(
@@ -125,18 +100,3 @@ def _replace(product: Product, rows: Rows) -> None:
         product.weight, product.bias, product.scales = rows.numbers, rows.bias, rows.scales[:, 0]
     elif isinstance(product, PackedProduct):
         product.rows = rows
-
-
-def _has_grouped_product(weight: Tensor) -> bool:
-    """Return whether torch multiplies a stack in groups without asking the host for their sizes."""
-    if not weight.is_cuda or weight.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
-        return False
-    is_aligned = not any(side * weight.itemsize % _ALIGNMENT for side in weight.shape[1:])
-    return is_aligned and torch.cuda.get_device_capability(weight.device)[0] in _GROUPED_GENERATIONS
-
-
-def _grouped(x: Tensor, stack: Rows, order: Order, experts: Tensor) -> Tensor:
-    y = F.grouped_mm(x, stack.numbers.mT, offs=order.ends)
-    if stack.bias is not None:
-        y += stack.bias.index_select(0, experts)
-    return y

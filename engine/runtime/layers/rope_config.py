@@ -86,16 +86,8 @@ def describe_longrope(served_len: int, trained_len: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Unscaled:
-    """RoPE as first published."""
-
-    def frequencies(self, basis: Basis) -> Frequencies:
-        return Frequencies(basis.inverse())
-
-
-@dataclass(frozen=True, slots=True)
 class Linear:
-    """Position interpolation: all angles divided by `factor`."""
+    """Position interpolation: all angles divided by `factor`; as first published by 1."""
 
     factor: float
 
@@ -232,7 +224,7 @@ def _longrope(rope: RopeReader) -> Scaling:
 
 
 _SCALINGS: Mapping[str, Callable[[RopeReader], Scaling]] = {
-    "default": lambda _: Unscaled(),
+    "default": lambda _: Linear(1.0),
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,

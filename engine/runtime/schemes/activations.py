@@ -21,10 +21,9 @@ _TORCH_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_up [T, 2 * width], gates first -> activation(gates) * ups, [T, width]."""
     if uses_triton(gate_up):
-        from engine.runtime.cuda.activation import gelu_mul, gelu_tanh_mul, silu_mul
+        from engine.runtime.cuda import activation as kernel
 
-        kernels = {Activation.SILU: silu_mul, Activation.GELU: gelu_mul, Activation.GELU_TANH: gelu_tanh_mul}
-        return kernels[activation](gate_up)
+        return kernel.act_mul(gate_up, activation)
     gates, ups = gate_up.chunk(2, dim=1)
     return _TORCH_ACTIVATIONS[activation](gates).mul_(ups)
 
