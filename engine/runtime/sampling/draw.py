@@ -8,7 +8,7 @@ Engine thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -103,16 +103,13 @@ def _draw_rows(logits: Tensor, wishes: Sequence[Wish]) -> Tensor:
     """Apply temperature, filters and noise; scores are relative to the row's best."""
     temperature = _on(logits, [wish.temperature for wish in wishes])
     scores = (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
-    if any(wish.min_p > 0 for wish in wishes):
-        keep_min_p(scores, _on(logits, [lowest_score(wish.min_p) for wish in wishes]))
-    ranked = [row for row, wish in enumerate(wishes) if 0 < wish.top_k < scores.shape[1]]
-    if ranked:
-        top_k = [wishes[row].top_k for row in ranked]
-        _on_rows(scores, ranked, lambda part: keep_top_k(part, _on(part, top_k, torch.int64), max(top_k)))
-    nucleus = [row for row, wish in enumerate(wishes) if wish.top_p < 1]
-    if nucleus:
-        top_p = [wishes[row].top_p for row in nucleus]
-        _on_rows(scores, nucleus, lambda part: keep_top_p(part, _on(part, top_p, torch.float64)))
+    keep_min_p(scores, _on(logits, [lowest_score(wish.min_p) for wish in wishes]))
+    vocab_size = scores.shape[1]
+    if any(0 < wish.top_k < vocab_size for wish in wishes):
+        top_k = [min(wish.top_k or vocab_size, vocab_size) for wish in wishes]
+        keep_top_k(scores, _on(logits, top_k, torch.int64))
+    if any(wish.top_p < 1 for wish in wishes):
+        keep_top_p(scores, _on(logits, [wish.top_p if wish.top_p < 1 else math.inf for wish in wishes], torch.float64))
     return _best_with_noise(scores, to_keys([make_key(wish.seed, wish.position) for wish in wishes], scores.device))
 
 
@@ -123,17 +120,6 @@ def _best_with_noise(scores: Tensor, keys: Tensor) -> Tensor:
     candidates = gumbel_noise(keys, tokens).add_(scores).topk(min(_NUM_SETTLED, vocab_size)).indices
     values = exact_noise(keys, candidates.int()).add_(scores.gather(-1, candidates))
     return candidates.masked_fill(values < values.amax(-1, keepdim=True), vocab_size).amin(-1)
-
-
-def _on_rows(scores: Tensor, chosen: Sequence[int], change: Callable[[Tensor], None]) -> None:
-    """Apply an in-place change to the chosen rows."""
-    if len(chosen) == scores.shape[0]:
-        change(scores)
-        return
-    at = _on(scores, chosen, torch.int64)
-    part = scores.index_select(0, at)
-    change(part)
-    scores.index_copy_(0, at, part)
 
 
 def _on(like: Tensor, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:

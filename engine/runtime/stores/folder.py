@@ -14,32 +14,17 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 from engine.core.errors import ParcelError
 from engine.core.kv.tiers import News
 from engine.runtime.stores import parts
+from engine.runtime.stores.peer import PeerFolder
 
 log = logging.getLogger("quire.kv_store")
 
 Rows = Iterable[memoryview]
 FAULTS = (OSError, ParcelError)
 _ID = re.compile(r"[0-9a-f]{32}")  # of a parcel, as `pack` gives it
-
-
-class Source(Protocol):
-    """Parts that other daemons write to."""
-
-    def indexes(self, known: Mapping[str, bytes], only: str = "") -> dict[str, bytes]:
-        """Return the index of each part, or of one; `known` has them as they were at the last call."""
-
-    def read(self, part: str, slots: Sequence[int], rows: Rows) -> Generator[memoryview | None]:
-        """Read blocks of a part into rows, unchecked; yields the row of each, None if the block was not there."""
-
-    def remove(self, part: str) -> None:
-        """Remove a parcel that was taken."""
-
-    def close(self) -> None: ...
 
 
 class Folder:
@@ -53,7 +38,7 @@ class Folder:
         return str(self.path)
 
     def indexes(self, known: Mapping[str, bytes], only: str = "") -> dict[str, bytes]:  # noqa: ARG002 - reading is cheap
-        """Return the index of each part, or of one. Raises OSError."""
+        """Return the index of each part, or of one; `known` has them as they were at the last call. Raises OSError."""
         names = [only] if only else parts.names(self.path, self.fingerprint)
         return {name: parts.read_index(self.path, name) for name in names if self.has(name)}
 
@@ -62,7 +47,7 @@ class Folder:
         return part != self._own and self._name.fullmatch(part) is not None
 
     def read(self, part: str, slots: Sequence[int], rows: Rows) -> Generator[memoryview | None]:
-        """Read blocks of a part, unchecked. Raises OSError."""
+        """Read blocks of a part into rows, unchecked; yields the row of each, None if it is not there. Raises OSError."""
         with self.opened(part) as file:
             for slot, row in zip(slots, rows, strict=False):
                 is_there = file is not None and os.preadv(file, [row], slot * parts.stride(len(row))) == len(row)
@@ -153,6 +138,9 @@ class Parcels(Folder):
                     else:
                         taken += part.length
         return taken
+
+
+Source = Folder | PeerFolder  # parts that other daemons write to
 
 
 class KnownPart:
