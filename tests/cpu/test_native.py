@@ -20,7 +20,7 @@ from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 from engine.runtime.native import ops
-from engine.runtime.native.library import Library, native
+from engine.runtime.native.library import DTYPES, Library, RopeArgs, native
 from tests.cpu.native_linears import packed
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -269,7 +269,15 @@ def test_rotate_heads(library: Library, is_normed: bool, head_dim: int, rope_dim
     part, half = x[..., :rope_dim].double(), rope_dim // 2
     expected = x.double()
     expected[..., :rope_dim] = part * cos.double()[:, None] + part.roll(half, -1) * sin.double()[:, None]
-    ops.rotate_heads(qk, cos, sin, 3, norms, 1e-6)
+    if norms is None:
+        ops.rotate_heads(qk, cos, sin)
+    else:  # in a decoder alone
+        args = RopeArgs(qk.data_ptr(), cos.data_ptr(), sin.data_ptr(), dtype=DTYPES[dtype], eps=1e-6)
+        args.angle_dtype = args.weight_dtype = args.dtype
+        args.tokens, args.stride, args.head_dim, args.rope_dim = 7, qk.stride(0), head_dim, rope_dim
+        args.num_heads, args.num_kv_heads = 3, 2
+        args.q_weight, args.k_weight = norms[0].data_ptr(), norms[1].data_ptr()
+        library.rope(args)
     # A normed value that falls on the other side of a rounding moves by one unit before it is turned.
     rounding = ONE_ROUNDING[dtype] * (3 if is_normed else 1)
     torch.testing.assert_close(qk.double(), expected, rtol=rounding, atol=rounding if is_normed else 1e-6)
@@ -326,12 +334,12 @@ def test_torch_says_the_same_where_the_library_is_missing(monkeypatch: pytest.Mo
         pytest.skip("no native library and no C compiler")
     torch.manual_seed(0)
     x, delta, weight = (torch.randn(shape).to(dtype) for shape in ((4, 32), (4, 32), (32,)))
-    qk, angles, norms = torch.randn(4, 3, 16).to(dtype), torch.randn(2, 4, 16).to(dtype), torch.randn(2, 16).to(dtype)
+    qk, angles = torch.randn(4, 3, 16).to(dtype), torch.randn(2, 4, 16).to(dtype)
 
     def outcome() -> list[Tensor]:
         residual, heads = x.clone(), qk.clone()
         normed = ops.add_rms_norm(residual, delta, weight, 1e-5)
-        ops.rotate_heads(heads, angles[0], angles[1], 2, (norms[0], norms[1]), 1e-6)
+        ops.rotate_heads(heads, angles[0], angles[1])
         return [residual, normed, heads]
 
     with_library = outcome()

@@ -38,7 +38,7 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     x may be overwritten. `signed_sin` contains the sign of the negated half, which leaves three operations.
     """
     if x.device.type == "cpu":
-        rotate_heads(x, cos, signed_sin, x.shape[1])
+        rotate_heads(x, cos, signed_sin)
         return x
     dim, cos, signed_sin = cos.shape[-1], cos[:, None], signed_sin[:, None]
     if dim == x.shape[-1]:

@@ -68,41 +68,24 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
     return out
 
 
-def rotate_heads(
-    qk: Tensor,
-    cos: Tensor,
-    signed_sin: Tensor,
-    num_heads: int,
-    norms: tuple[Tensor, Tensor] | None = None,
-    eps: float = 0.0,
-) -> None:
-    """Normalise and rotate every head of qk, in place.
+def rotate_heads(qk: Tensor, cos: Tensor, signed_sin: Tensor) -> None:
+    """Rotate every head of qk [T, heads, head_dim], in place; tokens need not be adjacent.
 
-    `norms` are the weights [head_dim] of queries and keys, if heads are normalised. qk [T, heads, head_dim] has
-    num_heads query heads, then the key heads; tokens need not be adjacent. cos and signed_sin [T, rope_dim] are of qk's
-    type, as Rotary makes them; signed_sin contains the sign of the negated half.
+    cos and signed_sin [T, rope_dim] are of qk's type, as Rotary makes them; signed_sin contains the sign of the negated
+    half.
     """
     dim, rope_dim = qk.shape[2], cos.shape[-1]
-    library = _library_for(qk, cos, signed_sin, *(norms or ()))
+    library = _library_for(qk, cos, signed_sin)
     if library is None or qk.stride(1) != dim:
-        if norms is not None:
-            heads = qk.shape[1]
-            scale = torch.cat((norms[0].expand(num_heads, dim), norms[1].expand(heads - num_heads, dim)))
-            qk.copy_(F.rms_norm(qk.float(), (dim,), None, eps).mul_(scale))
         part = qk[..., :rope_dim]
         turned = torch.addcmul(part * cos[:, None], part.roll(rope_dim // 2, -1), signed_sin[:, None])
         part.copy_(turned)
         return
     assert cos.is_contiguous()
     assert signed_sin.is_contiguous()
-    args = RopeArgs(qk.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), dtype=DTYPES[qk.dtype], eps=eps)
-    args.angle_dtype = args.dtype
+    args = RopeArgs(qk.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), dtype=DTYPES[qk.dtype])
+    args.angle_dtype, args.num_heads = args.dtype, qk.shape[1]
     args.tokens, args.stride, args.head_dim, args.rope_dim = qk.shape[0], qk.stride(0), dim, rope_dim
-    args.num_heads, args.num_kv_heads = num_heads, qk.shape[1] - num_heads
-    if norms is not None:
-        assert norms[0].dtype == norms[1].dtype
-        args.q_weight, args.k_weight = norms[0].data_ptr(), norms[1].data_ptr()
-        args.weight_dtype = DTYPES[norms[0].dtype]
     library.rope(args)
 
 
