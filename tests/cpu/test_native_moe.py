@@ -17,7 +17,7 @@ from test_quant import dequantised, random_rows
 from torch import Tensor
 
 from engine.runtime.native.library import Library, LinearArgs, RouterArgs
-from engine.runtime.native.moe import Experts, Mixture
+from engine.runtime.native.moe import Mixture
 from engine.runtime.native.ops import NativeLinear
 from engine.runtime.native.rows import StoredRows
 from tests.cpu.native_linears import int8, packed, quantised
@@ -124,12 +124,12 @@ def make_model(
         down.append(make(library, (HIDDEN, WIDTH), down_name or name, has_bias=has_bias))
     gate = make(library, (NUM_EXPERTS, HIDDEN), "float32", has_bias=has_bias)
     correction = torch.randn(NUM_EXPERTS) / 4 if routing.get("scoring") == SIGMOID else None
-    shared = shared_gate = None
+    shared, shared_gate = [], None
     if has_shared:
-        shared = (
+        shared = [
             make(library, (2 * SHARED_WIDTH, HIDDEN), name, activation=code, has_bias=has_bias),
             make(library, (HIDDEN, SHARED_WIDTH), name, has_bias=has_bias),
-        )
+        ]
         shared_gate = make(library, (1, HIDDEN), "float32")
     router = RouterArgs(gate.packed.args, None, NUM_EXPERTS, NUM_CHOSEN, 1, 1, scale=1.0)
     for field, value in routing.items():
@@ -137,9 +137,10 @@ def make_model(
     mixture = Mixture(
         library,
         router,
-        Experts([weight.packed.args for weight in gate_up], [weight.packed.args for weight in down]),
+        [weight.packed.args for weight in (*gate_up, *shared[:1])],
+        [weight.packed.args for weight in (*down, *shared[1:])],
         correction=correction,
-        shared=shared and (shared[0].packed.args, shared[1].packed.args, shared_gate.packed.args),
+        shared_gate=None if shared_gate is None else shared_gate.packed.args,
         clamp=(1.702, 7.0) if is_clamped else None,
     )
 
@@ -212,7 +213,7 @@ def test_ties_go_to_the_lowest_index(library: Library) -> None:
         router = RouterArgs(gate.args, None, NUM_EXPERTS, NUM_CHOSEN, num_groups, -(-num_groups // 2), scoring, TOP2)
         router.scale = 1.0
         linears = ([weight.packed.args] * NUM_EXPERTS for weight in one)
-        _, chosen, weights = Mixture(library, router, Experts(*linears)).explain(torch.randn(5, HIDDEN))
+        _, chosen, weights = Mixture(library, router, *linears).explain(torch.randn(5, HIDDEN))
         assert chosen.tolist() == [[0, 1, 2]] * 5
         if scoring == SOFTMAX:
             assert torch.equal(weights, torch.full((5, NUM_CHOSEN), 1 / NUM_EXPERTS))
@@ -227,7 +228,7 @@ def test_experts_of_different_formats(library: Library) -> None:
     gate = make(library, (NUM_EXPERTS, HIDDEN), "float32")
     router = RouterArgs(gate.packed.args, None, NUM_EXPERTS, NUM_EXPERTS, 1, 1, scale=1.0)
     linears: list[list[LinearArgs]] = [[weight.packed.args for weight in weights] for weights in (gate_up, down)]
-    mixture, x = Mixture(library, router, Experts(*linears)), rows("int8")
+    mixture, x = Mixture(library, router, *linears), rows("int8")
     expected = torch.zeros(len(x), HIDDEN).double()
     for share, first, second in zip(torch.softmax(gate(x), 1).T, gate_up, down, strict=True):
         gates, ups = first(x).chunk(2, 1)
@@ -246,7 +247,7 @@ def test_sizes_that_fill_no_block(library: Library, name: str) -> None:
     down = [make(library, (hidden, width), name).packed for _ in range(NUM_EXPERTS)]
     gate = make(library, (NUM_EXPERTS, hidden), "float32")
     router = RouterArgs(gate.packed.args, None, NUM_EXPERTS, NUM_CHOSEN, 1, 1, is_normalised=1, scale=1.0)
-    mixture = Mixture(library, router, Experts([linear.args for linear in gate_up], [linear.args for linear in down]))
+    mixture = Mixture(library, router, [linear.args for linear in gate_up], [linear.args for linear in down])
     x = rows(name)[:, :hidden].contiguous()
     y, chosen, weights = mixture.explain(x)
     results = torch.stack([second(first(x), torch.float32) for first, second in zip(gate_up, down, strict=True)])

@@ -19,7 +19,7 @@ from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import ModelConfig, MoEConfig
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.library import LinearArgs, PartArgs, RouterArgs, native
-from engine.runtime.native.moe import Experts, Mixture
+from engine.runtime.native.moe import Mixture
 from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 from engine.runtime.schemes.activations import clamped_mul
 from engine.runtime.schemes.linear import Linear
@@ -69,13 +69,11 @@ class Router:
             weights = weights / scores.sum(-1, keepdim=True)
         return weights * config.scale, chosen
 
-    def describe(self) -> RouterArgs | None:
-        """Describe the router to the native library, or return None if that lacks its matrix."""
-        config, gate = self._config, self.linear.args
-        if gate is None:
-            return None
+    def describe(self) -> RouterArgs:
+        """Describe the router to the native library, which has its matrix."""
+        config = self._config
         return RouterArgs(
-            gate,
+            self.linear.args,
             num_experts=config.num_experts,
             num_chosen=config.num_chosen,
             num_groups=config.num_groups,
@@ -166,23 +164,17 @@ class MoE:
 
     def _complete(self) -> None:
         """Make the native library's mixture of the loaded one, if that holds every matrix."""
-        library, router = native(), self.router.describe()
-        gate_up, down = _args_of(self.gate_up), _args_of(self.down)
         self.lacking = next((name for name, linear in self._matrices() if linear.args is None), "")
-        if library is None or router is None or gate_up is None or down is None:
+        library = native()
+        if library is None or self.lacking:
             return
-        shared = None
-        if self.shared_gate_up is not None and self.shared_down is not None:
-            pair, gate = _args_of([self.shared_gate_up, self.shared_down]), self.shared_gate
-            if pair is None or (gate is not None and gate.args is None):
-                return
-            shared = (pair[0], pair[1], None if gate is None else gate.args)
         self.mixture = Mixture(
             library,
-            router,
-            Experts(gate_up, down),
+            self.router.describe(),
+            _args_of([*self.gate_up, self.shared_gate_up]),
+            _args_of([*self.down, self.shared_down]),
             correction=self.router.correction,
-            shared=shared,
+            shared_gate=None if self.shared_gate is None else self.shared_gate.args,
             clamp=None if self._clamp is None else (self._clamp.alpha, self._clamp.limit),
         )
 
@@ -255,10 +247,9 @@ def _expert(config: MoEConfig, width: int, hidden_size: int, make: Maker) -> tup
     return gate_up, make.linear({"down_proj": hidden_size}, width, bias=config.has_bias)
 
 
-def _args_of(linears: Sequence[Linear]) -> list[LinearArgs] | None:
-    """Return the native library's descriptions of matrices, None if one is missing."""
-    described = [linear.args for linear in linears if linear.args is not None]
-    return described if len(described) == len(linears) else None
+def _args_of(linears: Sequence[Linear | None]) -> list[LinearArgs]:
+    """Return the native library's descriptions of the matrices that there are."""
+    return [linear.args for linear in linears if linear is not None and linear.args is not None]
 
 
 def _top(choice: Tensor, count: int) -> Tensor:

@@ -8,20 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import addressof
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import DTYPES, Library, LinearArgs, MixtureArgs, MixtureCall, PartArgs, RouterArgs
-
-
-class Experts(NamedTuple):
-    """The matrices of experts, one of each an expert; gate_up applies the activation, unless it is a clamp."""
-
-    gate_up: Sequence[LinearArgs]
-    down: Sequence[LinearArgs]
 
 
 class Mixture:
@@ -33,24 +25,23 @@ class Mixture:
         self,
         library: Library,
         router: RouterArgs,
-        experts: Experts,
+        gate_up: Sequence[LinearArgs],
+        down: Sequence[LinearArgs],
         *,
         correction: Tensor | None = None,
-        shared: tuple[LinearArgs, LinearArgs, LinearArgs | None] | None = None,
+        shared_gate: LinearArgs | None = None,
         clamp: tuple[float, float] | None = None,
     ) -> None:
-        """`router` has its numbers and its matrix set; `shared` is gate_up, down and perhaps the gate of one more expert.
+        """`router` has its numbers and its matrix set; an expert more than it has is shared, and may have a gate.
 
-        A clamp is gpt-oss's alpha and limit.
+        gate_up applies the activation, unless that is a clamp: gpt-oss's alpha and limit.
         """
-        gate_up, down = list(experts.gate_up), list(experts.down)
-        assert len(gate_up) == len(down) == router.num_experts
+        has_shared = len(gate_up) > router.num_experts
+        assert len(gate_up) == len(down) == router.num_experts + has_shared
         assert router.num_chosen <= router.num_experts // router.num_groups * router.num_chosen_groups
-        description = MixtureArgs(router, has_shared=shared is not None)
-        if shared is not None:
-            gate_up.append(shared[0])
-            down.append(shared[1])
-            description.shared_gate = shared[2] or LinearArgs()
+        description = MixtureArgs(router, has_shared=has_shared)
+        if shared_gate is not None:
+            description.shared_gate = shared_gate
         if clamp is not None:
             description.clamp_alpha, description.clamp_limit = clamp
         if correction is not None:
