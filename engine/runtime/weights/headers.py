@@ -7,13 +7,21 @@ contradicts them is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.core.errors import ModelLoadError
 from engine.files.quant_config import QuantConfig
 
-FLOATS = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}  # bytes of an element
-CODES = {"I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E8M0": 1}
+if TYPE_CHECKING:
+    import torch
+
+TYPES = {  # bytes of an element, and torch's name
+    "F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16"), "I64": (8, "int64"),
+    "I32": (4, "int32"), "I16": (2, "int16"), "I8": (1, "int8"), "U8": (1, "uint8"), "BOOL": (1, "bool"),
+    "F8_E4M3": (1, "float8_e4m3fn"), "F8_E5M2": (1, "float8_e5m2"), "F8_E8M0": (1, "float8_e8m0fnu"),
+}  # fmt: skip
+FLOATS = ("F32", "BF16", "F16", "F64")
+CODES = ("I8", "U8", "I16", "I32", "I64", "F8_E4M3", "F8_E8M0")
 _WEIGHTS = (".weight_packed", ".qweight", "_blocks", ".weight")  # the names of a module's codes
 # Scales of activations and of the KV cache: Quire chooses its own. A packed weight's shape is known from the config.
 _UNUSED = (
@@ -41,6 +49,14 @@ class Header(NamedTuple):
 
 
 Headers = Mapping[str, Header]
+
+
+def dtype_of(kind: str) -> torch.dtype:
+    """Return torch's type for a stored one."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, TYPES[kind][1])
+    return dtype
 
 
 def is_unused(name: str) -> bool:

@@ -17,7 +17,7 @@ from engine.files.hf_config import HFConfig
 from engine.files.quant_config import BESIDE, QuantConfig, read_quantization
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.expert_names import expert_parts
-from engine.runtime.weights.headers import CODES, FLOATS, Header, Headers, check_packed, is_unused, module_of
+from engine.runtime.weights.headers import CODES, FLOATS, TYPES, Header, Headers, check_packed, is_unused, module_of
 from engine.runtime.weights.safetensors_file import SafetensorsFile, has_rows
 from engine.system import regular_file
 from engine.system.regular_file import check_regular, reason
@@ -26,8 +26,7 @@ _INDEX = "model.safetensors.index.json"
 _MAX_BYTES = 64 << 20  # the index of the largest checkpoints takes 10 MB
 _OTHER_TOWERS = ("vision_tower.", "multi_modal_projector.")
 _BODY = ("embed_tokens.", "layers.", "norm.")
-_BYTES = {**FLOATS, **CODES}
-_VOCABULARY = {"d2t": {"I64": 8, "I32": 4}, "t2d": {"BOOL": 1, "U8": 1}}  # of an EAGLE-3 draft, and their types
+_VOCABULARY = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8")}  # of an EAGLE-3 draft, and their types
 _MAX_CODES = {"I32": 16, "U8": 2}  # that an element may hold: of 2 bits and of 4
 
 
@@ -126,7 +125,7 @@ def _tensors(file: SafetensorsFile, config: HFConfig) -> Iterator[StoredTensor]:
         name = _language_name(stored_name)
         if name is None:
             continue
-        size = _BYTES.get(span.kind, 0)
+        size = TYPES[span.kind][0] if span.kind in TYPES else 0
         for part in expert_parts(config, name, span.shape):
             copy_to = partial(file.copy, span, part)
             rows = partial(file.rows, span, part) if has_rows(span, part) else None
@@ -139,7 +138,7 @@ def _tensors(file: SafetensorsFile, config: HFConfig) -> Iterator[StoredTensor]:
 def _require_readable(tensor: StoredTensor, *, is_quantised: bool) -> None:
     """Raise ModelLoadError for a type that is not read, or not for this tensor."""
     is_part = is_quantised and (module_of(tensor.name) is not None or not tensor.name.endswith((".weight", ".bias")))
-    readable = _VOCABULARY.get(tensor.name, _BYTES if is_part else FLOATS)
+    readable = _VOCABULARY.get(tensor.name, (*FLOATS, *CODES) if is_part else FLOATS)
     if tensor.kind not in readable:
         raise ModelLoadError(
             f"{tensor.file}: tensor {tensor.name!r} is stored as {tensor.kind}; Quire reads {', '.join(readable)} in "

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from engine.core.errors import ModelLoadError
 from engine.runtime.native.rows import OpenFile, StoredRows
 from engine.runtime.weights.expert_names import Part
+from engine.runtime.weights.headers import TYPES, dtype_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
 
 _MAX_HEADER = 100 << 20  # bytes
 _CHUNK = 1 << 20  # bytes that are converted at a time
-_TYPES = {  # bytes of an element, and torch's name
-    "F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16"), "I64": (8, "int64"),
-    "I32": (4, "int32"), "I16": (2, "int16"), "I8": (1, "int8"), "U8": (1, "uint8"), "BOOL": (1, "bool"),
-    "F8_E4M3": (1, "float8_e4m3fn"), "F8_E5M2": (1, "float8_e5m2"), "F8_E8M0": (1, "float8_e8m0fnu"),
-}  # fmt: skip
 _GGUF_KINDS = {"F32": 0, "F16": 1, "BF16": 30}
 
 
@@ -69,7 +65,7 @@ class SafetensorsFile:
     def rows(self, span: Span, part: Part) -> StoredRows:
         """Return the rows of a part, of any type that is known; `kind` is GGUF's of floats, else -1."""
         assert part.first is not None
-        size = _TYPES[span.kind][0]
+        size = TYPES[span.kind][0]
         num_rows, row_bytes = part.shape[0], math.prod(part.shape[1:]) * size
         begin, num_bytes = span.begin + part.first * size, ((num_rows - 1) * part.step + 1) * row_bytes
         rows = self._map[begin : begin + num_bytes].reshape(-1, row_bytes)[:: part.step]
@@ -79,8 +75,7 @@ class SafetensorsFile:
         """Copy a part of a tensor into one of its shape and any type. Raises ModelLoadError if the file was cut."""
         import torch
 
-        size, name = _TYPES[span.kind]
-        dtype = getattr(torch, name)
+        size, dtype = TYPES[span.kind][0], dtype_of(span.kind)
         if target.device.type != "cpu" or part.first is None or part.step != 1 or not target.is_contiguous():
             whole = torch.from_numpy(self._map[span.begin : span.end]).view(dtype).view(span.shape)
             target.copy_(part.view(whole))
@@ -91,7 +86,7 @@ class SafetensorsFile:
         """Copy some of the rows of `rows` into a tensor of any type."""
         import torch
 
-        dtype, is_dense = getattr(torch, _TYPES[kind][1]), stored.rows.strides[0] == stored.rows.shape[1]
+        dtype, is_dense = dtype_of(kind), stored.rows.strides[0] == stored.rows.shape[1]
         if is_dense and target.device.type == "cpu" and target.is_contiguous():
             self._fill(stored.offset, dtype, target)
         else:
@@ -127,7 +122,7 @@ class SafetensorsFile:
 
 def has_rows(span: Span, part: Part) -> bool:
     """Return whether `SafetensorsFile.rows` serves a part: a matrix, not transposed."""
-    return len(part.shape) > 1 and part.first is not None and span.kind in _TYPES and math.prod(part.shape) > 0
+    return len(part.shape) > 1 and part.first is not None and span.kind in TYPES and math.prod(part.shape) > 0
 
 
 def _read_header(number: int) -> dict[str, Span]:
@@ -160,6 +155,6 @@ def _span(name: str, entry: Any, base: int) -> Span:
     is_whole = all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
     if not isinstance(kind, str) or not is_whole or begin > end:
         raise ValueError(f"its header has a wrong type, shape or place of {name!r}")
-    if kind in _TYPES and math.prod(shape) * _TYPES[kind][0] != end - begin:
+    if kind in TYPES and math.prod(shape) * TYPES[kind][0] != end - begin:
         raise ValueError(f"tensor {name!r} of shape {shape} in {kind} does not have {end - begin} bytes")
     return Span(kind, tuple(shape), base + begin, base + end)

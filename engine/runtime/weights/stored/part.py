@@ -9,22 +9,8 @@ from torch import Tensor
 
 from engine.files.quant_config import Settings
 from engine.runtime.weights.checkpoint import StoredTensor
-from engine.runtime.weights.headers import Headers
+from engine.runtime.weights.headers import Headers, dtype_of
 from engine.runtime.weights.stored.packed import e8m0
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
 
 
 class Part(NamedTuple):
@@ -57,7 +43,7 @@ class Part(NamedTuple):
 
 def read(tensor: StoredTensor) -> Tensor:
     """Return a tensor in its stored type."""
-    found = torch.empty(tensor.shape, dtype=_DTYPES[tensor.kind])
+    found = torch.empty(tensor.shape, dtype=dtype_of(tensor.kind))
     tensor.copy_to(found)
     return found
 
