@@ -26,7 +26,7 @@ from typing_extensions import Self
 
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.scheduling.admission import check_request
-from engine.core.types import AbortCause, Adapter, GrammarKey, Pooling, PromptInfo, Request, StepEvents, TokenEvent
+from engine.core.types import AbortCause, Adapter, GrammarKey, Pooling, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.llm.arguments import engine_config
@@ -233,12 +233,12 @@ class LLM:
         params = EngineParams(max_tokens=0, pooling=Pooling(pooling), adapter=self._adapter(lora))
         makers = [partial(self._reading, prompt, params) for prompt in listed(prompts)]
         jobs = self._run(makers, progress)
-        vectors = [_pooled(job.info(), dimensions) for job in jobs]
+        vectors = [unit_vector(job.info().pooled or (), dimensions) for job in jobs]
         return [
             EmbeddingRequestOutput(
                 request_id=job.request.request_id,
                 prompt_token_ids=list(job.request.prompt),
-                outputs=EmbeddingOutput(unit_vector(vector).tolist()),
+                outputs=EmbeddingOutput(vector.tolist()),
             )
             for job, vector in zip(jobs, vectors, strict=True)
         ]
@@ -361,12 +361,7 @@ class LLM:
     def _reading(self, prompt: Prompt, params: EngineParams) -> Job:
         """Return the job of a prompt that is only read. Raises ClientError."""
         text, ids, salt = self._read(prompt)
-        longest = min(self._limits.max_model_len, self._limits.pool_tokens)
-        if len(ids) > longest:
-            raise InvalidRequestError(
-                f"At most {longest} tokens can be read at once here, but the prompt has {len(ids)}; shorten it.",
-                param="prompt",
-            )
+        self._limits.check_readable(len(ids), "prompts")
         return self._job(text, ids, params, TextRules(), SamplingParams(), salt)
 
     def _first_scored(self, contexts: Sequence[str], jobs: Sequence[Job]) -> list[int]:
@@ -490,16 +485,6 @@ def _with_priorities(each: list[SamplingParams], priority: Sequence[int] | None)
     for params, value in zip(changed, priority, strict=True):
         params.priority = value
     return changed
-
-
-def _pooled(info: PromptInfo, dimensions: int | None) -> Sequence[float]:
-    vector = info.pooled or ()
-    if dimensions is not None and not 1 <= dimensions <= len(vector):
-        raise InvalidRequestError(
-            f"dimensions is {dimensions}, but this model's vectors have {len(vector)}; give 1 to {len(vector)}.",
-            param="dimensions",
-        )
-    return vector[:dimensions]
 
 
 @contextmanager

@@ -14,8 +14,16 @@ from engine.text.logprobs import finite
 Reduction = Literal["mean", "sum"]  # of the tokens' log probabilities
 
 
-def unit_vector(values: Sequence[float]) -> array[float]:
-    """Return the vector scaled to length one, in float32; zero stays zero."""
+def unit_vector(values: Sequence[float], dimensions: int | None = None) -> array[float]:
+    """Return the first `dimensions` of a vector, or all, scaled to length one, in float32; zero stays zero.
+
+    Raises InvalidRequestError for dimensions that the vector does not have.
+    """
+    if dimensions is not None and not 1 <= dimensions <= len(values):
+        remedy = "lower it" if dimensions > 0 else "give 1 at least"
+        message = f"dimensions is {dimensions}, but this model's vectors have {len(values)}; {remedy}."
+        raise InvalidRequestError(message, param="dimensions")
+    values = values[:dimensions]
     length = math.hypot(*values) or 1.0
     return array("f", [value / length for value in values])
 

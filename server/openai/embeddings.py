@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from engine.core.errors import InvalidRequestError
 from engine.core.types import Pooling, SamplingParams
 from engine.text.fields.body import Integer, Refused
 from engine.text.prompt_results import unit_vector
@@ -55,13 +54,7 @@ class EmbeddingBody(PromptOnlyBody):
 
     def shape(self, index: int, pooled: Sequence[float]) -> Embedding:
         """Return an input's vector. Raises InvalidRequestError for too many dimensions."""
-        dimensions = len(pooled) if self.dimensions is None else self.dimensions
-        if dimensions > len(pooled):
-            raise InvalidRequestError(
-                f"dimensions is {dimensions}, but this model's vectors have {len(pooled)}; lower it.",
-                param="dimensions",
-            )
-        vector = unit_vector(pooled[:dimensions])
+        vector = unit_vector(pooled, self.dimensions)
         if self.encoding_format == "float":
             return Embedding(object="embedding", index=index, embedding=vector.tolist())
         return Embedding(object="embedding", index=index, embedding=b64encode(vector.tobytes()).decode())
@@ -94,7 +87,7 @@ async def create_embeddings(
     named = model.find(body.model)
     params = SamplingParams(max_tokens=0, pooling=Pooling(config.pooling))
     prompts = await prompt_ids(model, body.input, "input", add_special_tokens=body.add_special_tokens)
-    body.check_lengths(prompts, "input", model.limits)
+    model.limits.check_readable(max(map(len, prompts)), "input")
     requests = responder.requests(body, named.adapter, prompts, [params] * len(prompts))
     infos, generation = await shape_each(http, responder, body, requests, lambda _, info: info)
 

@@ -9,11 +9,10 @@ from typing import ClassVar, TypeVar
 from fastapi import Request
 from pydantic import Field
 
-from engine.core.errors import ContextLengthError, InvalidRequestError
+from engine.core.errors import InvalidRequestError
 from engine.core.types import PromptInfo
 from engine.core.types import Request as EngineRequest
 from engine.text.chat.choice import TextRules
-from engine.text.chat.limits import ModelLimits
 from engine.text.fields.body import Refused
 from server.answers.body import EngineBody
 from server.answers.generation import Generation
@@ -34,17 +33,6 @@ class PromptOnlyBody(EngineBody):
     }
 
     add_special_tokens: bool = Field(True, description="Whether the tokenizer adds its special tokens, such as BOS.")
-
-    def check_lengths(self, prompts: Sequence[Sequence[int]], param: str, limits: ModelLimits) -> None:
-        """Raise ContextLengthError for a prompt that does not fit."""
-        longest, most = max(map(len, prompts)), min(limits.max_model_len, limits.pool_tokens)
-        if longest > most:
-            raise ContextLengthError(
-                f"At most {most} tokens can be read at once here, but an item of {param} has {longest}; shorten it.",
-                param=param,
-                num_prompt=longest,
-                limit=most,
-            )
 
 
 def check_num_inputs(num: int, param: str) -> None:

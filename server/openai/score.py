@@ -130,7 +130,7 @@ async def _likelihoods(model: ServedModel, config: AppConfig, body: ScoreBody) -
     wholes = await aside(lambda: body.wholes(config.max_body_bytes))
     contexts = await model.encode(body.text_1, "text_1", add_special_tokens=special)
     prompts = await model.encode(wholes, "text_2", add_special_tokens=special)
-    body.check_lengths(prompts, "text_2", model.limits)
+    model.limits.check_readable(max(map(len, prompts)), "text_2")
     alone = contexts * len(prompts) if len(contexts) == 1 else contexts
     firsts = await aside(lambda: list(map(first_scored, alone, prompts)))
 
@@ -145,7 +145,7 @@ async def _cosines(model: ServedModel, config: AppConfig, body: ScoreBody) -> _P
     prompts = []
     for texts, name in ((body.text_1, "text_1"), (body.text_2, "text_2")):
         read = await model.encode(texts, name, add_special_tokens=body.add_special_tokens)
-        body.check_lengths(read, name, model.limits)
+        model.limits.check_readable(max(map(len, read)), name)
         prompts += read
 
     def finish(vectors: list[Any]) -> list[float]:

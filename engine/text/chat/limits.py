@@ -76,6 +76,17 @@ class ModelLimits:
                 limit=self.max_model_len,
             )
 
+    def check_readable(self, num_tokens: int, param: str) -> None:
+        """Raise ContextLengthError for a prompt that cannot be read in one request, even without an answer."""
+        most = min(self.max_model_len, self.pool_tokens)
+        if num_tokens > most:
+            raise ContextLengthError(
+                f"At most {most} tokens can be read at once here, but an item of {param} has {num_tokens}; shorten it.",
+                param=param,
+                num_prompt=num_tokens,
+                limit=most,
+            )
+
     def check_logprobs(self, wanted: int | None, param: str) -> None:
         """Raise InvalidRequestError for more alternatives than this server returns."""
         if wanted is not None and wanted > self.max_logprobs:
