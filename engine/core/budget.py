@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.sequence import Sequence
+from engine.core.spans import Span, count_vectors
 
 BACKGROUND_SHARE = 4  # a background step is this many times smaller: a request that arrives waits for its end
 RESERVE = 8  # one token in so many is kept for long prompts if a long one is first: it always makes progress
@@ -31,6 +32,7 @@ FLOOR = (
 _GROWTH = 8  # after out-of-memory the limit grows by one part of so many a step: it doubles in about six steps
 _DECODES_SKIPPED = 8  # one step without prompts of so many is observed: they are frequent and alike
 _FORGETTING = 0.993  # weight of the past at each observed step: of fewer than 140 steps the estimate is unsteady
+_LEAST_CHUNKS = 6  # steps with prompts, before the estimate is used
 _NUM_SWEEPS = 8  # over the costs at each observed step: 4 leave the first estimates 5 % off, 16 take twice the time
 
 
@@ -41,17 +43,24 @@ class Load(NamedTuple):
     decode_context: int = 0
     num_prompt_tokens: int = 0
     prompt_context: float = 0.0
+    num_states: int = 0  # chunks of prompts that go on from a recurrent state; a decode costs the same with each
+    num_vectors: int = 0  # prompt tokens that are vectors of spans
 
-    def with_chunk(self, start: int, count: int) -> Load:
+    def with_chunk(self, start: int, count: int, *, num_states: int = 0, num_vectors: int = 0) -> Load:
         """Return this load and `count` positions of a prompt from `start`."""
-        tokens, context = self.num_prompt_tokens + count, self.prompt_context + count * (start + count / 2)
-        return self._replace(num_prompt_tokens=tokens, prompt_context=context)
+        return self._replace(
+            num_prompt_tokens=self.num_prompt_tokens + count,
+            prompt_context=self.prompt_context + count * (start + count / 2),
+            num_states=self.num_states + num_states,
+            num_vectors=self.num_vectors + num_vectors,
+        )
 
     @property
     def features(self) -> tuple[float, ...]:
         """Return the factors of Costs."""
-        has_prompts = float(self.num_prompt_tokens > 0)
-        return self.prompt_context, self.num_prompt_tokens, 1.0, self.num_decodes, self.decode_context, has_prompts
+        prompts = self.prompt_context, self.num_prompt_tokens
+        decodes = 1.0, self.num_decodes, self.decode_context
+        return *prompts, *decodes, float(self.num_prompt_tokens > 0), self.num_states, self.num_vectors
 
 
 class Costs(NamedTuple):
@@ -66,6 +75,8 @@ class Costs(NamedTuple):
     decode_s: float = 0.0
     decode_context_s: float = 0.0
     chunked_s: float = 0.0  # once, if the step has any prompt token
+    state_s: float = 0.0  # of a chunk, if the model has recurrent state
+    vector_s: float = 0.0  # of a prompt token that is a vector, beyond token_s
 
 
 def decode_load(positions: abc.Collection[int]) -> Load:
@@ -90,7 +101,7 @@ class StepTime:
     @property
     def is_known(self) -> bool:
         """Return whether there were enough steps with prompts to tell the costs apart."""
-        return self._num_chunks >= len(self.costs)
+        return self._num_chunks >= _LEAST_CHUNKS
 
     def observe(self, load: Load, seconds: float) -> None:
         """Learn from a step of this load that took `seconds`."""
@@ -135,10 +146,11 @@ class StepTime:
 class StepBudget:
     """Sets the size of each step, and learns from its duration."""
 
-    __slots__ = ("_limit", "_max_tokens", "_num_skipped", "target_itl_s", "target_ttft_s", "times")
+    __slots__ = ("_limit", "_max_tokens", "_num_skipped", "num_states", "target_itl_s", "target_ttft_s", "times")
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.times = StepTime()
+        self.num_states = int(config.state_blocks > 0)  # of each chunk
         self._max_tokens = self._limit = config.max_num_batched_tokens
         self.target_ttft_s, self.target_itl_s = config.target_ttft_s, config.target_itl_s
         self._num_skipped = 0  # steps without prompts since one was observed
@@ -206,22 +218,28 @@ class Allowance:
         self.seconds += self._held_s
         self._num_held, self._held_s = 0, 0.0
 
-    def prompt(self, start: int, wanted: int, least: int = 0) -> int:
+    def prompt(self, start: int, wanted: int, spans: abc.Sequence[Span], least: int = 0) -> int:
         """Return how many of `wanted` positions of a prompt to compute.
 
         They are as many as the seconds allow, but no fewer than `least`, and at least 1 in the first chunk of a step.
         """
-        times, limit = self._budget.times, self.num_tokens
+        times, limit = self._budget.times, min(wanted, self.num_tokens)
         if self.seconds < inf:
             least = least or not self.load.num_prompt_tokens
-            limit = min(limit, max(int(min(times.tokens_within(self.seconds, start), limit)), least))
-        return min(wanted, limit)
+            seconds = self.seconds - self._budget.num_states * times.costs.state_s
+            count = int(min(times.tokens_within(seconds, start), limit))
+            if num_vectors := count_vectors(spans, start, start + count):
+                count = int(min(times.tokens_within(seconds - num_vectors * times.costs.vector_s, start), limit))
+            limit = min(limit, max(count, least))
+        return limit
 
-    def take_prompt(self, start: int, count: int) -> None:
+    def take_prompt(self, start: int, count: int, spans: abc.Sequence[Span]) -> None:
         """Subtract a chunk of a prompt."""
+        costs, num_vectors = self._budget.times.costs, count_vectors(spans, start, start + count)
         self.seconds -= self._budget.times.chunk_s(start, count)
+        self.seconds -= self._budget.num_states * costs.state_s + num_vectors * costs.vector_s
         self.num_tokens = max(self.num_tokens - count, 0)  # an atomic span may exceed a lowered limit
-        self._load = self.load.with_chunk(start, count)
+        self._load = self.load.with_chunk(start, count, num_states=self._budget.num_states, num_vectors=num_vectors)
 
     def long_s(self, long: abc.Sequence[Sequence], now: float) -> float:
         """Return the seconds that long prompts may take, beside decodes and short prompts."""

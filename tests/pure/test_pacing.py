@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.budget import AIM, ALONE, FLOOR, RESERVE, SHARE
+from engine.core.budget import AIM, ALONE, FLOOR, RESERVE, SHARE, Load
+from engine.core.spans import Span, count_vectors
 from engine.core.stats import Target
+from engine.core.step import StepPlan
 from tests.pure.driver import Driver, config, request
 from tests.pure.world import CONTEXT_S, FIXED_S, STREAMS, TOKEN_S, World, decode_s, seconds
 
@@ -181,3 +183,33 @@ def test_long_prompts_are_computed_right(budget: int) -> None:
         driver.step()
     driver.drain()
     driver.check_streams()
+
+
+@pytest.mark.parametrize("kind", ["states", "vectors"])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_target_holds_though_chunks_have_states_and_prompts_have_vectors(
+    kind: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk's state costs as much as 12 tokens, a vector as 8 ids; a model of the step without them misses the target."""
+    spans_of: dict[int, tuple[Span, ...]] = {}
+    target_s, has_states = 0.03, kind == "states"
+
+    def cost(plan: StepPlan) -> float:
+        spans_of.update({row.slot: row.spans for row in plan.rows})
+        num_vectors = sum(count_vectors(spans_of[slot], at, at + num) for slot, at, num, *_ in plan.chunks)
+        return seconds(plan) + 12 * TOKEN_S * len(plan.chunks) * has_states + 8 * TOKEN_S * num_vectors
+
+    if not is_known:
+        with_chunk = Load.with_chunk
+        monkeypatch.setattr(Load, "with_chunk", lambda self, start, count, **_: with_chunk(self, start, count))
+    world = World(cost=cost, state_blocks=int(has_states), target_itl_s=target_s)
+    for turn in range(40):
+        world.add(f"long{turn}", 300)
+        world.add(f"few{turn}", 40, spans=() if has_states else (Span(10, 20, b"a" * 32),))
+        world.run(8)
+    world.run(30)
+    for index in range(40):
+        spans = () if has_states else (Span(2, 60, b"b" * 32),)
+        world.add(f"late{index}", 4 if has_states else 64, spans=spans)
+    taken = world.until(*[f"late{index}" for index in range(40)])
+    assert (max(taken) <= target_s * 1.02) == is_known, max(taken)

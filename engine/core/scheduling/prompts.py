@@ -93,7 +93,7 @@ class PromptPlan:
         """Plan the next chunk of a prompt, of at least `least` positions."""
         start = seq.num_planned
         num_left = self._kv.reach(seq) - start
-        count = self._allowance.prompt(start, num_left, least) if num_left > 0 else 0
+        count = self._allowance.prompt(start, num_left, seq.request.spans, least) if num_left > 0 else 0
         self._is_full = self._is_full or start + count < len(seq.tokens)
         stop, span = start + count, divided(seq.request.spans, start + count)
         if span is not None:
@@ -105,7 +105,7 @@ class PromptPlan:
             return
         stop = self._kv.chunk_end(seq, stop)
         count = stop - start
-        self._allowance.take_prompt(start, count)
+        self._allowance.take_prompt(start, count, seq.request.spans)
         self._kv.cover(seq, stop, self._step)
         seq.num_planned = stop
         samples: tuple[Sample, ...] = ()
