@@ -23,7 +23,7 @@ from engine.runtime.native.library import Isa, native
 from engine.runtime.native.ops import stored_args
 from engine.runtime.native.rows import RepackedRows
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
-from engine.runtime.weights.stored.packed import Codes, Floats, Integers
+from engine.runtime.weights.stored.packed import Blocks, Codes, Floats, Integers
 from engine.runtime.weights.stored.rows import repacked
 from engine.settings.engine_config import EngineConfig
 from tests.cpu import packers
@@ -109,8 +109,10 @@ def test_the_library_makes_the_same_rows(name: str, shape: tuple[int, int], tmp_
     """Of codes where they lie in the file, and of those that were decoded in memory, to the byte."""
     library, packed = native(), unpacked(tmp_path, CASES[name], *shape)[0]
     assert not isinstance(packed, Floats)
-    assert isinstance(packed.stored, Codes)
-    decoded = packed._replace(stored=packed.stored._replace(place=None))
+    if isinstance(packed, Blocks):
+        decoded = packed._replace(values=packed.values._replace(place=None))
+    else:
+        decoded = packed._replace(codes=packed.codes._replace(place=None))
     rows, others = repacked(packed), repacked(decoded)
     assert library is not None
     assert rows is not None
@@ -131,7 +133,9 @@ def test_other_weights_have_no_rows(name: str, tmp_path: Path) -> None:
 def test_scales_that_float16_cannot_hold_have_no_rows() -> None:
     codes, zeros = torch.zeros(4, 64, dtype=torch.uint8), torch.full((1, 1), 8, dtype=torch.int16)
     for scale, kept in ((1e-3, True), (1e-7, False), (1e6, False), (0.0, True)):
-        assert (repacked(Integers(codes, torch.full((4, 2), scale), zeros, 4, 32)) is not None) is kept
+        assert (
+            repacked(Integers(Codes((4, 64), lambda: codes), torch.full((4, 2), scale), zeros, 4, 32)) is not None
+        ) is kept
 
 
 # Documented arithmetic: a weight is multiplied exactly, and inputs are rounded, in float64.

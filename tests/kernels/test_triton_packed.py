@@ -20,7 +20,7 @@ from engine.runtime.schemes import stored as stored_scheme
 from engine.runtime.schemes.scheme import Bundle, Matrix
 from engine.runtime.schemes.stored import StoredScheme
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
-from engine.runtime.weights.stored.packed import Microscaled
+from engine.runtime.weights.stored.packed import Codes, Microscaled
 from engine.runtime.weights.stored.storage import Storage
 from tests.cpu import packers
 from tests.cpu.packers import Packing
@@ -53,6 +53,10 @@ SERVED = {
     "bnb-int8": "int8",
 }
 NOT_SERVED = ("w4a16-actorder", "gptq-4-actorder")
+
+
+def in_memory(codes: Tensor) -> Codes:
+    return Codes((len(codes), codes.shape[1]), lambda: codes)
 
 
 def stored_matrix(packing: Packing, folder: Path, parts: int = 2) -> tuple[StoredScheme, Matrix, Tensor]:
@@ -142,7 +146,7 @@ def test_every_code_and_exponent_of_mxfp4() -> None:
     """Those of zero and of the smallest power of two, which no float32 has an exponent for, and the NaN."""
     codes = torch.arange(16, dtype=torch.uint8).repeat(4, 4)
     exponents = torch.tensor([[0, 1], [127, 128], [200, 240], [255, 126]], dtype=torch.uint8)
-    part = Microscaled(codes, exponents)
+    part = Microscaled(in_memory(codes), exponents)
     rows = pack_rows([part])
     assert rows is not None
     assert torch.equal(decode(rows.on(DEVICE), torch.float32).cpu().nan_to_num(7), part.dequantise().nan_to_num(7))
@@ -158,7 +162,7 @@ def test_experts_of_codes_equal_experts_of_floats() -> None:
             if kind == "mxfp4":
                 codes = torch.randint(0, 16, (num_rows, num_inputs), generator=numbers, dtype=torch.uint8)
                 exponents = torch.randint(122, 126, (num_rows, num_inputs // 32), generator=numbers, dtype=torch.uint8)
-                made.append(pack_rows([Microscaled(codes, exponents)]))
+                made.append(pack_rows([Microscaled(in_memory(codes), exponents)]))
                 continue
             shape = (num_rows, num_inputs // 32)
             codes = torch.randint(0, 256, (num_rows, num_inputs // 2), generator=numbers, dtype=torch.uint8)

@@ -89,24 +89,26 @@ def _zeros_of(rows: Rows) -> Tensor:
 def _pack(part: Packed) -> Rows | None:
     """Return one part's rows, without bias."""
     if isinstance(part, Microscaled):
-        return Rows(_nibbles(part.codes), kind="mxfp4", scales=part.exponents, group=32)
+        return Rows(_nibbles(part.codes.read()), kind="mxfp4", scales=part.exponents, group=32)
     if isinstance(part, Blocks):
         size, scales = part.block[1], part.scales
         if scales.shape[0] > 1:
-            scales = scales.repeat_interleave(part.block[0], 0)[: part.shape[0]]
-        scales = scales.expand(part.shape[0], -1).contiguous()
-        return Rows(part.values, kind="fp8", scales=scales, group=part.shape[1] if scales.shape[1] == 1 else size)
-    if not isinstance(part, Integers) or part.group_of is not None or part.shape[1] % 2:
+            scales = scales.repeat_interleave(part.block[0], 0)[: part.values.shape[0]]
+        scales = scales.expand(part.values.shape[0], -1).contiguous()
+        return Rows(
+            part.values.read(), kind="fp8", scales=scales, group=part.values.shape[1] if scales.shape[1] == 1 else size
+        )
+    if not isinstance(part, Integers) or part.group_of is not None or part.codes.shape[1] % 2:
         return None
-    num_rows, num_inputs = part.shape
+    num_rows, num_inputs = part.codes.shape
     scales = part.scales.expand(num_rows, -1).contiguous()
     group = num_inputs if scales.shape[1] == 1 else part.group
     zeros, zero = None, int(part.zeros.flatten()[0])
     if bool((part.zeros != zero).any()):
         zeros, zero = part.zeros.expand(scales.shape).to(torch.uint8).contiguous(), 0
     if part.bits <= 4:
-        return Rows(_nibbles(part.codes), kind="int4", scales=scales, zeros=zeros, group=group, zero=zero)
-    return Rows(part.codes.contiguous(), kind="int8", scales=scales, zeros=zeros, group=group, zero=zero)
+        return Rows(_nibbles(part.codes.read()), kind="int4", scales=scales, zeros=zeros, group=group, zero=zero)
+    return Rows(part.codes.read().contiguous(), kind="int8", scales=scales, zeros=zeros, group=group, zero=zero)
 
 
 def _nibbles(codes: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class StoredScheme(Scheme):
 
         product = Fp8Linear(torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device), matrix.bias)
         for bundle, part in zip(matrix.bundles, blocks, strict=True):
-            product.store(bundle.first_row, part.values, part.scales)
+            product.store(bundle.first_row, part.values.read(), part.scales)
         self._counts["in fp8"] += len(matrix.bundles)
         return product
 

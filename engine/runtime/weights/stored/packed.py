@@ -24,45 +24,26 @@ class CodeLocation(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Codes in a file, read when they are needed; `place` is for the native library, if it knows the layout."""
+    """Codes in a file, read whenever they are needed; `place` is for the native library, if it knows the layout."""
 
     shape: tuple[int, int]
     read: Callable[[], Tensor]  # [rows, inputs]
-    place: CodeLocation | None
-
-
-def _shape(stored: Tensor | Codes) -> tuple[int, int]:
-    rows, inputs = stored.shape
-    return rows, inputs
-
-
-def _read(stored: Tensor | Codes) -> Tensor:
-    return stored.read() if isinstance(stored, Codes) else stored
+    place: CodeLocation | None = None
 
 
 class Integers(NamedTuple):
     """weight[i, j] = scales[i, g] * (codes[i, j] - zeros[i, g]), where g is the group of input j."""
 
-    stored: Tensor | Codes  # uint8 [rows, inputs]
+    codes: Codes  # uint8 [rows, inputs]
     scales: Tensor  # floats [rows, groups]
     zeros: Tensor  # int16 [rows, groups], or [1, 1]
     bits: int  # of a code
     group: int  # inputs of a group
     group_of: Tensor | None = None  # int64 [inputs], if the groups are not in the order of the inputs
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Return rows and inputs."""
-        return _shape(self.stored)
-
-    @property
-    def codes(self) -> Tensor:
-        """Return the codes, read again from a file."""
-        return _read(self.stored)
-
     def dequantise(self) -> Tensor:
         """Return the weight, float32 [rows, inputs]."""
-        weight = self.codes.float()
+        weight = self.codes.read().float()
         for values, apply in ((self.zeros.float(), torch.Tensor.sub_), (self.scales.float(), torch.Tensor.mul_)):
             apply(*self.grouped(weight, values))
         return weight
@@ -81,27 +62,17 @@ class Integers(NamedTuple):
 class Blocks(NamedTuple):
     """weight[i, j] = values[i, j] * scales[i // block[0], j // block[1]]."""
 
-    stored: Tensor | Codes  # float8_e4m3fn [rows, inputs]
+    values: Codes  # float8_e4m3fn [rows, inputs]
     scales: Tensor  # float32 [blocks of rows, blocks of inputs], or with fewer of one for all
     block: tuple[int, int]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Return rows and inputs."""
-        return _shape(self.stored)
-
-    @property
-    def values(self) -> Tensor:
-        """Return the values without scales, read again from a file."""
-        return _read(self.stored)
 
     def dequantise(self) -> Tensor:
         """Return the weight, float32 [rows, inputs]; the last blocks may be cut off."""
         scales = self.scales
-        for dim, (side, size) in enumerate(zip(self.block, self.shape, strict=True)):
+        for dim, (side, size) in enumerate(zip(self.block, self.values.shape, strict=True)):
             if scales.shape[dim] > 1:
                 scales = scales.repeat_interleave(side, dim).narrow(dim, 0, size)
-        return self.values.float().mul_(scales)
+        return self.values.read().float().mul_(scales)
 
 
 class Floats(NamedTuple):
@@ -117,22 +88,12 @@ class Floats(NamedTuple):
 class Microscaled(NamedTuple):
     """MXFP4: weight[i, j] = e2m1(codes[i, j]) * e8m0(exponents[i, j // 32])."""
 
-    stored: Tensor | Codes  # uint8 [rows, inputs]
+    codes: Codes  # uint8 [rows, inputs]
     exponents: Tensor  # uint8 [rows, inputs / 32]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Return rows and inputs."""
-        return _shape(self.stored)
-
-    @property
-    def codes(self) -> Tensor:
-        """Return the codes, read again from a file."""
-        return _read(self.stored)
 
     def dequantise(self) -> Tensor:
         """Return the weight, float32 [rows, inputs]."""
-        return e2m1(self.codes) * e8m0(self.exponents).repeat_interleave(32, 1)
+        return e2m1(self.codes.read()) * e8m0(self.exponents).repeat_interleave(32, 1)
 
 
 Packed = Integers | Blocks | Microscaled | Floats

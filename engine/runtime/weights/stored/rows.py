@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.native.rows import CodeLayout, RepackedRows, StoredRows
-from engine.runtime.weights.stored.packed import Blocks, CodeLocation, Codes, Floats, Integers, Microscaled, Packed
+from engine.runtime.weights.stored.packed import Blocks, CodeLocation, Floats, Integers, Microscaled, Packed
 
 _Q4_0, _Q4_1, _Q8_0, _MXFP4 = 2, 3, 8, 39  # GGUF's numbers
 _BLOCK_BYTES = {_Q4_0: 18, _Q4_1: 20, _Q8_0: 34, _MXFP4: 17}
@@ -41,10 +41,9 @@ def repacked(packed: Packed) -> RepackedRows | None:
     plan = _plan(packed)
     if plan is None or isinstance(packed, Floats):
         return None
-    place = packed.stored.place if isinstance(packed.stored, Codes) else None
-    if place is None:
-        place = _decoded(packed)
-    (num_rows, num_inputs), scales, shifts, shift = packed.shape, plan.scales, None, 0
+    codes = packed.values if isinstance(packed, Blocks) else packed.codes
+    place = codes.place or _decoded(packed)
+    (num_rows, num_inputs), scales, shifts, shift = codes.shape, plan.scales, None, 0
     group = num_inputs if scales.shape[1] == 1 else plan.group
     if plan.shift is not None:
         wanted = (plan.shift + place.offset).to(torch.uint8).view(torch.int8)
@@ -77,12 +76,13 @@ def repacked(packed: Packed) -> RepackedRows | None:
 def _decoded(packed: Integers | Blocks | Microscaled) -> CodeLocation:
     """Return codes in memory, in a layout that the library reads."""
     if isinstance(packed, Blocks):
-        layout, bits, stored = CodeLayout.FP8, 8, packed.values.view(torch.uint8)
+        layout, bits, stored = CodeLayout.FP8, 8, packed.values.read().view(torch.uint8)
     elif isinstance(packed, Integers) and packed.bits > 4:
-        layout, bits, stored = CodeLayout.BYTES, 8, packed.codes
+        layout, bits, stored = CodeLayout.BYTES, 8, packed.codes.read()
     else:
         layout, bits = CodeLayout.NIBBLES if isinstance(packed, Integers) else CodeLayout.MXFP4, 4
-        stored = packed.codes[:, 0::2] | packed.codes[:, 1::2] << 4
+        codes = packed.codes.read()
+        stored = codes[:, 0::2] | codes[:, 1::2] << 4
     rows = StoredRows(-1, stored.contiguous().numpy())
     return CodeLocation(layout, lambda: rows, bits)
 
@@ -93,7 +93,7 @@ def _plan(packed: Packed) -> _Plan | None:
         return _plan_integers(packed)
     if isinstance(packed, Microscaled):
         return _Plan(_MXFP4, packed.exponents, _BLOCK)
-    if not isinstance(packed, Blocks) or packed.shape[1] % _BLOCK:
+    if not isinstance(packed, Blocks) or packed.values.shape[1] % _BLOCK:
         return None
     if not float(packed.scales.abs().amax()) * _FP8_MAX / 127 < _FLOAT16_MAX:
         return None
@@ -102,12 +102,12 @@ def _plan(packed: Packed) -> _Plan | None:
         _Q8_0,
         packed.scales.float(),
         packed.block[1],
-        scale_rows=packed.block[0] if num_scale_rows > 1 else packed.shape[0],
+        scale_rows=packed.block[0] if num_scale_rows > 1 else packed.values.shape[0],
     )
 
 
 def _plan_integers(packed: Integers) -> _Plan | None:
-    inputs, group = packed.shape[1], packed.group
+    inputs, group = packed.codes.shape[1], packed.group
     is_even = inputs % _BLOCK == 0 and (group % _BLOCK == 0 or group >= inputs)
     if packed.group_of is not None or not is_even:
         return None
