@@ -82,21 +82,12 @@ class Maker(NamedTuple):
 
         Adapters can change it if it has a place. `tied` is an embedding with the same matrix, which is loaded here.
         """
-        shape, parts = (sum(rows.values()), num_inputs), self._parts(rows, num_inputs)
+        empty = replace(self._empty(rows, num_inputs), activation=activation, is_head=is_head)
+        shape, parts = empty.shape, empty.bundles
         if place is not None and self.shards is None:
             for part in parts:
                 self.targets[part.name] = Target(self.layer, place, part.first_row, part.num_rows, shape, activation)
         linear = Linear(_not_loaded, activation)
-        empty = Matrix(
-            bundles=parts,
-            shape=shape,
-            dtype=self.dtype,
-            device=self.device,
-            bias=None,
-            activation=activation,
-            is_head=is_head,
-            dense=None,
-        )
 
         def take(stored: Mapping[str, StoredTensor]) -> None:
             matrix = replace(self._filled(empty, stored), bias=self._bias(parts, stored) if bias else None)
@@ -113,12 +104,12 @@ class Maker(NamedTuple):
 
     def matrix(self, name: str, num_rows: int, num_inputs: int, take: Callable[[Matrix], object]) -> None:
         """Hand a matrix [num_rows, num_inputs] to `take`, which makes its products, once its tensors are there."""
-        empty = self._one(name, num_rows, num_inputs)
+        empty = self._empty({name: num_rows}, num_inputs)
         self.loads.append(Load(self._shapes(empty), lambda stored: take(self._filled(empty, stored)), _share(empty)))
 
     def embedding(self, name: str, num_rows: int, num_inputs: int, embedding: Embedding) -> None:
         """Load an embedding [num_rows, num_inputs]."""
-        empty = self._one(name, num_rows, num_inputs)
+        empty = self._empty({name: num_rows}, num_inputs)
 
         def take(stored: Mapping[str, StoredTensor]) -> None:
             embedding.weight = self.scheme.embedding(self._filled(empty, stored))
@@ -128,17 +119,13 @@ class Maker(NamedTuple):
     def _division(self, module: str) -> Division:
         return self.plan.get(module.removeprefix(self.prefix), REPLICATED)
 
-    def _one(self, name: str, num_rows: int, num_inputs: int) -> Matrix:
-        """Return a matrix of one module, without its tensors."""
+    def _empty(self, rows: Mapping[str, int], num_inputs: int) -> Matrix:
+        """Return a matrix of modules merged row by row, without its tensors."""
         return Matrix(
-            bundles=self._parts({name: num_rows}, num_inputs),
-            shape=(num_rows, num_inputs),
+            bundles=self._parts(rows, num_inputs),
+            shape=(sum(rows.values()), num_inputs),
             dtype=self.dtype,
             device=self.device,
-            bias=None,
-            activation=None,
-            is_head=False,
-            dense=None,
         )
 
     def _parts(self, rows: Mapping[str, int], num_inputs: int) -> list[Bundle]:

@@ -46,10 +46,10 @@ class Matrix:
     shape: tuple[int, int]
     dtype: torch.dtype  # of inputs, outputs and bias
     device: torch.device
-    bias: Tensor | None
-    activation: Activation | None  # with one the rows are gates, then as many ups
-    is_head: bool
-    dense: Tensor | None  # the weight in `dtype`, if it is there already
+    bias: Tensor | None = None
+    activation: Activation | None = None  # with one the rows are gates, then as many ups
+    is_head: bool = False
+    dense: Tensor | None = None  # the weight in `dtype`, if it is there already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ def format_of(part: Part) -> type[Format]:
     if part.kind(".weight") == "F8_E4M3":
         return Fp8
     if part.kind(".weight") == "I8":
-        return BnbInt8 if part.has(".SCB") else Int8
+        return Int8
     return Nvfp4 if part.has(".weight_scale_2") else BnbNf4
 
 
@@ -132,11 +132,16 @@ class PackedIntegers:
 
 
 class Int8:
-    """Bytes with a scale for each row or for all, and zero points: int-quantized of compressed-tensors."""
+    """Bytes with a scale for each row or for all, and zero points: int-quantized of compressed-tensors.
+
+    Of bitsandbytes a scale is the row's largest magnitude, which is 127.
+    """
 
     @staticmethod
     def shapes(part: Part) -> Shapes:
         """Return the endings of their names, and shapes."""
+        if part.has(".SCB"):
+            return {".weight": (part.rows, part.inputs), ".SCB": (part.rows,)}
         groups = -(-part.inputs // part.group)
         allowed = [(part.rows, groups), *([(part.rows,), (1,), ()] if groups == 1 else [])]
         found = {".weight": (part.rows, part.inputs), ".weight_scale": part.shape(".weight_scale", *allowed)}
@@ -149,6 +154,8 @@ class Int8:
         """Return the codes, 128 above the stored ones, as are the zero points."""
         codes = _codes(part, tensors[".weight"], CodeLayout.BYTES, 8, _signed, 128)
         zeros = _middle(8)
+        if ".SCB" in tensors:
+            return Integers(codes, read(tensors[".SCB"]).float()[:, None] / 127, zeros, 8, part.inputs)
         if ".weight_zero_point" in tensors:
             zeros = _by_row(read(tensors[".weight_zero_point"]).short() + 128, part.rows)
         scales = _by_row(read_scales(tensors[".weight_scale"]), part.rows)
@@ -295,22 +302,6 @@ class Nvfp4:
         if part.has(".weight_packed"):
             return ".weight_packed", ".weight_global_scale"
         return ".weight", ".weight_scale_2"
-
-
-class BnbInt8:
-    """bitsandbytes' bytes: a row's largest magnitude is 127."""
-
-    @staticmethod
-    def shapes(part: Part) -> Shapes:
-        """Return the endings of their names, and shapes."""
-        return {".weight": (part.rows, part.inputs), ".SCB": (part.rows,)}
-
-    @staticmethod
-    def unpack(part: Part, tensors: Tensors) -> Packed:
-        """Return the codes, 128 above the stored ones."""
-        codes = _codes(part, tensors[".weight"], CodeLayout.BYTES, 8, _signed, 128)
-        scales = read(tensors[".SCB"]).float()[:, None] / 127
-        return Integers(codes, scales, _middle(8), 8, part.inputs)
 
 
 class BnbNf4:
