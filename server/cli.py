@@ -31,31 +31,6 @@ COMMANDS = {
     "completion": Command("print a script that completes commands and flags in a shell", "server.completion", False),
 }
 
-# Commands of other servers, the server, and what to do instead.
-_HUB = "`quire serve ORG/NAME` fetches a model of the hub into its cache, once"
-_PAGE = "open the page of a daemon at /, or write a script with the OpenAI SDK"
-ELSEWHERE = {
-    "chat": ("vLLM", _PAGE),
-    "complete": ("vLLM", "send requests to /v1/completions of a daemon"),
-    "run-batch": ("vLLM", "start `quire serve --data-dir DIR`, upload the file to /v1/files and post it to /v1/batches"),
-    "collect-env": ("vLLM", "run `quire doctor`"),
-    "launch": ("vLLM", "run `quire serve`"),
-    "launch_server": ("SGLang", "run `quire serve`"),
-    "launcher": ("TGI", "run `quire serve`"),
-    "download-weights": ("TGI", _HUB),
-    "run": ("Ollama", f"`quire serve MODEL` serves one; then {_PAGE}"),
-    "pull": ("Ollama", _HUB),
-    "list": ("Ollama", "one daemon serves one model, which /v1/models names; `ls ~/.cache/huggingface/hub` lists those of the cache"),
-    "ps": ("Ollama", "one daemon serves one model, which /v1/models names"),
-    "show": ("Ollama", "`quire doctor` and the first lines of `quire serve` describe the model"),
-    "stop": ("Ollama", "stop the daemon: Ctrl-C, or SIGTERM, lets streams finish"),
-    "rm": ("Ollama", "delete the model's folder in ~/.cache/huggingface/hub"),
-    "create": ("Ollama", "settings stand in flags or in a file for --config; `quire serve --help` shows them"),
-    "cp": ("Ollama", "`quire serve MODEL --served-model-name NAME OTHER` serves a model under several names"),
-    "push": ("Ollama", "Quire serves models and does not publish them"),
-    "signin": ("Ollama", "a hub's token is read from HF_TOKEN"),
-}  # fmt: skip
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status: 0 done, 1 failed, 2 misused."""
@@ -78,13 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _unknown(name: str) -> str:
     """Return the error for a word that is not a command."""
-    if name in ELSEWHERE:
-        server, instead = ELSEWHERE[name]
-        return f"quire: {name!r} is a command of {server}; {instead}.\n"
     if name.startswith("-"):
         return f"quire: {name} needs a command before it, such as `quire serve {name}`; see `quire --help`.\n"
+    from engine.settings.foreign import ELSEWHERE
     from engine.system.similar import closest
 
+    if name in ELSEWHERE["commands"]:
+        server, instead = ELSEWHERE["commands"][name]
+        return f"quire: {name!r} is a command of {server}; {instead}.\n"
     close = closest(name, COMMANDS)
     hint = f"did you mean `quire {close}`?" if close else f"choose one of {', '.join(COMMANDS)}, or see `quire --help`."
     return f"quire: {name!r} is not a command; {hint}\n"

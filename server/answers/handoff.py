@@ -26,7 +26,7 @@ from engine.settings.peer import Peer
 from server.answers.body import KVTransferParams
 from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
-from server.telemetry.propagation import TRACE_HEADERS
+from server.telemetry.events import TRACE_HEADERS
 
 log = logging.getLogger("quire.handoff")
 

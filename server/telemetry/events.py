@@ -6,7 +6,8 @@ A record has no prompt and no answer. Routes, middleware and the tenants' accoun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -193,6 +194,10 @@ class PrefillDelegated(NamedTuple):
 
     outcome: str
 
+
+# The headers that a request of ours carries so that its receiver continues the trace; none without traces. Set for the task
+# of an HTTP request, and for the tasks that it starts.
+TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("trace_headers", default={})  # noqa: B039 - never changed
 
 Event = RequestOpened | RequestEnded | HttpAnswered | TenantRefused | FieldIgnored | PrefillDelegated
 Listener = Callable[[Event], None]
