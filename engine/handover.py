@@ -164,32 +164,31 @@ class Handover:
         return places_at(self._engine.config, num_full)
 
     def _take(self, parcel: KnownPart, names: Sequence[bytes], places: Sequence[Place], prefix: Prefix) -> int:
-        """Write a parcel's blocks; returns how many of the prompt's the cache has."""
-        num_full, first = sum(not place.group for place in places), 0
-        ends = [*range(0, num_full, self._piece), *range(num_full, len(names), self._piece), len(names)]
-        rows, imported = self._rows(min(self._piece, len(names))), None
-        into = (row.data for begin, stop in pairwise(ends) for row in rows[: stop - begin])
+        """Write what the cache lacks of a parcel, found once all is there; returns how many of the prompt's blocks it has."""
+
+        def begin(scheduler: Scheduler, _: Runner) -> PrefixImport | None:
+            return scheduler.kv.import_places(prefix.names, prefix.tokens, places, reserve=len(scheduler.running))
+
+        imported, name_of = self._between_steps(begin), dict(zip(places, names, strict=True))
+        if imported is None:
+            return 0
         try:
-            for done, _ in enumerate(parcel.read(names, into), 1):
-                if done not in ends:
-                    continue
-                if first < num_full:
-                    if not self._write(prefix, rows[: done - first], places[first:done]):
-                        return first if num_full == len(names) else 0
-                else:
-                    imported = imported or self._import_others(prefix, places[num_full:])
-                    if imported is None:
-                        return 0
-                    self._write_others(imported, rows[: done - first], places[first:done])
-                first = done
-            if first < len(names):
-                raise ParcelError(f"the parcel of {parcel.source} is damaged")
-            if imported is not None:
-                self._between_steps(lambda scheduler, _: scheduler.kv.finish(imported))
-            return num_full
+            self._fill(parcel, [name_of[place] for place in imported.places], imported.blocks)
+            return self._between_steps(lambda scheduler, _: scheduler.kv.finish(imported))
         finally:
-            if imported is not None:
-                self._engine.between_steps(lambda scheduler, _: scheduler.kv.cancel(imported))
+            self._engine.between_steps(lambda scheduler, _: scheduler.kv.cancel(imported))
+
+    def _fill(self, parcel: KnownPart, names: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Copy blocks of a parcel in, piece by piece."""
+        ends, first = [*range(0, len(names), self._piece), len(names)], 0
+        rows = self._rows(min(self._piece, len(names)))
+        into = (row.data for begin, stop in pairwise(ends) for row in rows[: stop - begin])
+        for done, _ in enumerate(parcel.read(names, into), 1):
+            if done in ends:
+                self._write(blocks[first:done], rows[: done - first])
+                first = done
+        if first < len(names):
+            raise ParcelError(f"the parcel of {parcel.source} is damaged")
 
     def _rows(self, num_blocks: int) -> Rows:
         return np.empty((num_blocks, self._layout.block_bytes), np.uint8)
@@ -212,41 +211,8 @@ class Handover:
 
         return self._between_steps(read)
 
-    def _write(self, prefix: Prefix, rows: Rows, places: Sequence[Place]) -> bool:
-        """Copy in what the cache lacks of a run of blocks; return True if it then has these and all before them."""
-        first, stop = places[0].at, places[-1].at + 1
-
-        def write(scheduler: Scheduler, runner: Runner) -> bool:
-            imported = scheduler.kv.import_prefix(prefix.names, prefix.tokens, stop, reserve=len(scheduler.running))
-            try:
-                if imported.num_found < first:  # those before were evicted meanwhile
-                    scheduler.kv.cancel(imported)
-                    return False
-                runner.write_blocks(imported.to_fill, rows[imported.num_found - first : len(imported.blocks) - first])
-            except BaseException:
-                scheduler.kv.cancel(imported)
-                raise
-            return scheduler.kv.finish(imported) == stop
-
-        return self._between_steps(write)
-
-    def _import_others(self, prefix: Prefix, places: Sequence[Place]) -> PrefixImport | None:
-        """Hold blocks for those of other groups that the cache lacks, until all are written; None if there is no room.
-
-        A state is several blocks, none of which is worth anything alone.
-        """
-
-        def begin(scheduler: Scheduler, _: Runner) -> PrefixImport | None:
-            return scheduler.kv.import_places(prefix.names, prefix.tokens, places, reserve=len(scheduler.running))
-
-        return self._between_steps(begin)
-
-    def _write_others(self, imported: PrefixImport, rows: Rows, places: Sequence[Place]) -> None:
-        """Copy in those of these blocks that an import holds."""
-        block_of = dict(zip(imported.others, imported.blocks, strict=True))
-        at = [index for index, place in enumerate(places) if place in block_of]
-        blocks = [block_of[places[index]] for index in at]
-        self._between_steps(lambda _, runner: runner.write_blocks(blocks, rows[at]))
+    def _write(self, blocks: Sequence[int], rows: Rows) -> None:
+        self._between_steps(lambda _, runner: runner.write_blocks(blocks, rows))
 
     def _between_steps(self, task: Callable[[Scheduler, Runner], T]) -> T:
         try:

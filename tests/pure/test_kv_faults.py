@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core.budget import StepTime
 from engine.core.in_flight import InFlightStep, roll_back
-from engine.core.kv.groups import PrefixImport
+from engine.core.kv.groups import PrefixImport, places_at
 from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.prefix_cache import name_block
 from engine.core.kv.tiers import Transfer
@@ -300,7 +300,10 @@ class FaultMachine(RuleBasedStateMachine):
     def begin_import(self, prompt: list[int], reserve: int) -> None:
         names = self.kv.first_names(request("i", tuple(prompt)))
         if names[0]:
-            self.imports.append(self.kv.import_prefix(names, prompt, len(prompt) // SIZE, reserve=reserve))
+            places = places_at(self.kv._config, len(prompt) // SIZE)
+            imported = self.kv.import_places(names, prompt, places, reserve=reserve)
+            assert imported is not None
+            self.imports.append(imported)
 
     @precondition(lambda self: self.imports)
     @rule(data=st.data(), is_good=st.booleans())
@@ -309,9 +312,9 @@ class FaultMachine(RuleBasedStateMachine):
         imported = data.draw(st.sampled_from(self.imports))
         self.imports.remove(imported)
         self.device.catch_up()
-        for index, block in list(enumerate(imported.blocks))[imported.num_found :]:
+        for place, block in zip(imported.places, imported.blocks, strict=True):
             for at in range(SIZE):
-                content = "", tuple(imported.tokens[: index * SIZE + at + 1])
+                content = "", tuple(imported.tokens[: place.at * SIZE + at + 1])
                 self.device.blocks.setdefault(("pool", block), {})[at] = content if is_good else ("garbage", ())
         (self.kv.finish if is_good else self.kv.cancel)(imported)
         for index, name in enumerate(imported.chain[1:]):

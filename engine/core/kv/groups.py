@@ -300,14 +300,14 @@ class PrefixImport:
 
     chain: list[bytes]
     tokens: Seq[int]
-    blocks: list[int]
-    num_found: int  # the first of `blocks`, which were cached already
-    others: Seq[Place] = ()  # or of other groups: the places of `blocks`
+    hits: list[int]  # the prompt's first blocks, which were cached already
+    places: Seq[Place]  # of `blocks`
+    blocks: list[int]  # that the K/V is to be written to
 
     @property
-    def to_fill(self) -> list[int]:
-        """Return the blocks that the K/V is to be written to."""
-        return self.blocks[self.num_found :]
+    def held(self) -> list[int]:
+        """Return all blocks that it holds."""
+        return self.hits + self.blocks
 
 
 def places_at(config: SchedulerConfig, num_blocks: int) -> list[Place]:

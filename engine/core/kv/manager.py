@@ -353,63 +353,55 @@ class KVCacheManager:
             blocks.append(block)
         return blocks
 
-    def import_prefix(self, names: list[bytes], tokens: Seq[int], num_blocks: int, *, reserve: int) -> PrefixImport:
-        """Hold blocks for a prompt's first K/V, at most so many, leaving `reserve` sequences a block of each group.
+    def import_places(
+        self, names: list[bytes], tokens: Seq[int], places: Seq[Place], *, reserve: int
+    ) -> PrefixImport | None:
+        """Hold blocks for what is lacking of a prompt's places, leaving `reserve` sequences a block of each group.
 
-        The caller fills them, then calls `finish` or `cancel`. Until then no sequence finds or reuses them.
+        The caller fills them, then calls `finish` or `cancel`. Until then no sequence finds or reuses them. Without room
+        for all, the last are left out; None if some are of other groups.
         """
-        chain, pool = names.copy(), self.pool
-        hits = self._cache.match(chain, tokens, num_blocks * self.block_size)
+        chain, pool, num_full = names.copy(), self.pool, sum(not place.group for place in places)
+        hits = self._cache.match(chain, tokens, num_full * self.block_size)
         for block in hits:
             pool.fork(block)
-        count = min(num_blocks - len(hits), self._num_spare(reserve))
-        imported = PrefixImport(chain, tokens, hits, len(hits))
-        imported.blocks += pool.alloc_many(count, after=hits[-1] if hits else -1)
-        return self._begin_import(imported)
-
-    def import_places(
-        self, names: list[bytes], tokens: Seq[int], places: Iterable[Place], *, reserve: int
-    ) -> PrefixImport | None:
-        """As `import_prefix`, for those blocks of other groups that are lacking; None if there is no room for all."""
-        chain = names.copy()
-        lacking = [place for place in places if self._others[place.group - 1].find(place.name(chain)) < 0]
-        if len(lacking) > self._num_spare(reserve):
+        lacking = places[len(hits) : num_full]
+        others = [place for place in places[num_full:] if self._others[place.group - 1].find(place.name(chain)) < 0]
+        num_spare = max(pool.num_available - self._num_owed - reserve * self._num_groups, 0)
+        if others and len(lacking) + len(others) > num_spare:
+            pool.free(*reversed(hits))
             return None
-        return self._begin_import(PrefixImport(chain, tokens, self.pool.alloc_many(len(lacking)), 0, lacking))
-
-    def _num_spare(self, reserve: int) -> int:
-        """Return how many blocks are for no sequence that runs."""
-        return max(self.pool.num_available - self._num_owed - reserve * self._num_groups, 0)
-
-    def _begin_import(self, imported: PrefixImport) -> PrefixImport:
-        self.tiers.host.overwritten(imported.to_fill)
+        lacking = [*lacking, *others][:num_spare]
+        blocks = pool.alloc_many(len(lacking), after=hits[-1] if hits else -1)
+        self.tiers.host.overwritten(blocks)
         if self.contents is not None:
             self.contents.flush()  # what was in these blocks is gone before they are filled
+        imported = PrefixImport(chain, tokens, hits, lacking, blocks)
         self._imports[imported] = None
         return imported
 
     def finish(self, imported: PrefixImport) -> int:
-        """Make imported and filled blocks findable; returns how many blocks of the prompt are cached."""
+        """Make imported and filled blocks findable; returns how many of the prompt's first blocks are cached."""
         if imported not in self._imports:
             return 0
-        chain, tokens, blocks = imported.chain, imported.tokens, imported.blocks
-        if imported.others:
-            contents = dict[tuple[int, int], list[int]]()
-            for place, block in zip(imported.others, blocks, strict=True):
-                contents.setdefault((place.group, place.at), []).append(block)
-            for (number, index), parts in contents.items():
-                self._others[number - 1].register(chain, tokens, index, parts)
+        chain, tokens, found = imported.chain, imported.tokens, list(imported.hits)
+        contents = dict[tuple[int, int], list[int]]()
+        for place, block in zip(imported.places, imported.blocks, strict=True):
+            contents.setdefault((place.group, place.at), []).append(block)
+        found += [block for (number, _), (block, *_) in contents.items() if not number]
+        self._cache.register(chain, tokens, found, len(imported.hits), len(found))
+        for (number, at), parts in contents.items():
+            if number:
+                self._others[number - 1].register(chain, tokens, at, parts)
                 self._others[number - 1].branch(parts)
-        else:
-            self._cache.register(chain, tokens, blocks, imported.num_found, len(blocks))
         self.cancel(imported)
-        return len(blocks)
+        return len(found)
 
     def cancel(self, imported: PrefixImport) -> None:
         """Free an import's blocks, once nothing writes to them any more."""
         if imported in self._imports:
             del self._imports[imported]
-            self.pool.free(*reversed(imported.blocks))
+            self.pool.free(*reversed(imported.held))
 
     def publish(self, seq: Sequence) -> None:
         """Publish all full, computed blocks, and free what its other groups have left."""
@@ -537,7 +529,7 @@ class KVCacheManager:
         """
         slots = sorted(self._slots + [slot for seq in living for slot in seq.kv.slots])
         assert slots == list(range(self._max_num_seqs)), "a runner slot is lost or taken twice"
-        imported = [each.blocks for each in self._imports]
+        imported = [each.held for each in self._imports]
         tables = [table for seq in living for table in seq.kv.held]
         held = [[block for block in table if block != NO_BLOCK] for table in tables]
         yield from self._cache.checks([*held, *imported], self._others)
