@@ -1,6 +1,6 @@
 """Finds the tokens that top_k and top_p keep, without a sort.
 
-The result is the key of the worst score kept. The definition is that of sampling/filters.py: the fewest best tokens
+The result is the key of the worst score kept. The definition is that of sampling/draw.py: the fewest best tokens
 that are k, or have the mass p together, with equal scores kept together. There are three launches. The first counts and
 weighs the tokens above each of 32 fixed levels, tile by tile. The second copies those above the lowest relevant level,
 a few thousand at most, into a separate row. The third searches them for the limit, one program a row. If they are too

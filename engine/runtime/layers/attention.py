@@ -41,22 +41,6 @@ class AttentionArgs(Structure):
 class Attention:
     """Queries, keys and values from one matrix, rotated, attended, projected."""
 
-    __slots__ = (
-        "_args",
-        "_clip",
-        "_full_norm",
-        "_group",
-        "_head_norm",
-        "_heads",
-        "_num_heads",
-        "_o",
-        "_qkv",
-        "_shape",
-        "_sinks",
-        "_state",
-        "states",
-    )
-
     _args: AttentionArgs  # C keeps its address
 
     def __init__(

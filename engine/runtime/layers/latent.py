@@ -54,27 +54,6 @@ class LatentArgs(Structure):
 class LatentAttention:
     """Queries, and a latent for each token; attended, expanded, projected."""
 
-    __slots__ = (
-        "_args",
-        "_down",
-        "_group",
-        "_is_interleaved",
-        "_key_norm",
-        "_keys",
-        "_nope_dim",
-        "_num_heads",
-        "_o",
-        "_queries",
-        "_query_norm",
-        "_rank",
-        "_rope_dim",
-        "_state",
-        "_value_dim",
-        "_values",
-        "_widths",
-        "states",
-    )
-
     _args: LatentArgs  # C keeps its address
     _keys: HeadProducts  # of queries without positions, to the width of a latent
     _values: HeadProducts  # of mixed latents, to values

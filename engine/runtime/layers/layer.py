@@ -45,16 +45,6 @@ _NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, st
 class DecoderLayer:
     """A mixer and a feed-forward, each added to the residual stream."""
 
-    __slots__ = (
-        "_after_feed_forward",
-        "_after_mixer",
-        "_before_feed_forward",
-        "_before_mixer",
-        "_feed_forward",
-        "_mixer",
-        "_scale",
-    )
-
     def __init__(self, config: ModelConfig, layer: int, make: Maker, *, state: int) -> None:
         """`state` is the number of states of all layers before."""
         settings = config.layers[layer]

@@ -88,21 +88,6 @@ class Router:
 class MoE:
     """The weighted sum of each token's experts, plus the shared expert."""
 
-    __slots__ = (
-        "_activation",
-        "_clamp",
-        "_group",
-        "down",
-        "experts",
-        "gate_up",
-        "lacking",
-        "mixture",
-        "router",
-        "shared_down",
-        "shared_gate",
-        "shared_gate_up",
-    )
-
     def __init__(self, config: MoEConfig, hidden_size: int, make: Maker) -> None:
         self._clamp, self._activation, self._group = config.clamp, config.activation, make.group
         self.mixture: Mixture | None = None  # the native library's, which computes all of this

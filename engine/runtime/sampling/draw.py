@@ -17,7 +17,6 @@ from torch import Tensor
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.drawn import Drawn
 from engine.runtime.native.library import DRAW, Library, SampleArgs, native
-from engine.runtime.sampling.filters import keep_min_p, keep_top_k, keep_top_p
 from engine.runtime.sampling.noise import SEED_MASK, as_signed, exact_noise, gumbel_noise, make_key, to_keys
 from engine.runtime.transfer import to_device
 
@@ -103,14 +102,39 @@ def _draw_rows(logits: Tensor, wishes: Sequence[Wish]) -> Tensor:
     """Apply temperature, filters and noise; scores are relative to the row's best."""
     temperature = _on(logits, [wish.temperature for wish in wishes])
     scores = (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
-    keep_min_p(scores, _on(logits, [lowest_score(wish.min_p) for wish in wishes]))
+    _keep_min_p(scores, _on(logits, [lowest_score(wish.min_p) for wish in wishes]))
     vocab_size = scores.shape[1]
     if any(0 < wish.top_k < vocab_size for wish in wishes):
         top_k = [min(wish.top_k or vocab_size, vocab_size) for wish in wishes]
-        keep_top_k(scores, _on(logits, top_k, torch.int64))
+        _keep_top_k(scores, _on(logits, top_k, torch.int64))
     if any(wish.top_p < 1 for wish in wishes):
-        keep_top_p(scores, _on(logits, [wish.top_p if wish.top_p < 1 else math.inf for wish in wishes], torch.float64))
+        _keep_top_p(scores, _on(logits, [wish.top_p if wish.top_p < 1 else math.inf for wish in wishes], torch.float64))
     return _best_with_noise(scores, to_keys([make_key(wish.seed, wish.position) for wish in wishes], scores.device))
+
+
+# Filters of rows of scores relative to the best: each sets those that it removes to -inf, in place. Equal scores at the
+# limit are all kept, so the result does not depend on the order of a sort.
+
+
+def _keep_min_p(scores: Tensor, lowest: Tensor) -> None:
+    """Keep tokens at least min_p times as likely as the best; lowest is log(min_p)."""
+    scores.masked_fill_(scores < lowest[:, None], -torch.inf)
+
+
+def _keep_top_k(scores: Tensor, top_k: Tensor) -> None:
+    """Keep the top_k best tokens; scores [R, V], top_k [R] int64 from 1 to V."""
+    best = scores.sort(-1, descending=True).values
+    scores.masked_fill_(scores < best.gather(-1, top_k[:, None] - 1), -torch.inf)
+
+
+def _keep_top_p(scores: Tensor, top_p: Tensor) -> None:
+    """Keep the smallest set of best tokens whose mass reaches top_p [R] float64."""
+    best = scores.sort(-1, descending=True).values
+    share = best.exp().double() / scores.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    is_kept = share.cumsum(-1) - share < top_p[:, None]
+    is_kept[:, 0] = True  # the most likely token is always kept
+    border = best.masked_fill_(~is_kept, torch.inf).amin(-1, keepdim=True)
+    scores.masked_fill_(scores < border, -torch.inf)
 
 
 def _best_with_noise(scores: Tensor, keys: Tensor) -> Tensor:

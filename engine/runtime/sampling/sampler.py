@@ -22,7 +22,6 @@ from engine.core.step import Resources, Sample
 from engine.core.types import Grammar, SamplingParams
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.drawn import Drawn
-from engine.runtime.sampling.bans import Ban, bad_endings
 from engine.runtime.sampling.constraint import Constrained, ConstrainedStep, Constraints, apply_masks, pack_mask
 from engine.runtime.sampling.draw import Wish, draw
 from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
@@ -42,6 +41,15 @@ class Sampled(NamedTuple):
     logprobs: Logprobs | None  # for `logprob_rows` alone
     logprob_rows: Sequence[int]
     constrained: ConstrainedStep | None = None
+
+
+class _Ban(NamedTuple):
+    """A banned token of a row: always, or if `slot` drew the token `drawn` last, which the host may not know yet."""
+
+    row: int
+    token: int
+    slot: int = 0
+    drawn: int = -1
 
 
 class _Row(NamedTuple):
@@ -234,10 +242,23 @@ def _wish(row: _Row) -> Wish:
     return Wish(params.temperature, params.top_k, params.top_p, params.min_p, row.sample.seed, row.position)
 
 
-def _bans(rows: Iterable[_Row], vocab_size: int) -> Iterator[Ban]:
+def _bans(rows: Iterable[_Row], vocab_size: int) -> Iterator[_Ban]:
     for row in rows:
-        yield from (Ban(row.at, token) for token in _too_early(row.piece) if token < vocab_size)
-        yield from (ban for ban in bad_endings(row.at, row.piece) if ban.token < vocab_size)
+        yield from (_Ban(row.at, token) for token in _too_early(row.piece) if token < vocab_size)
+        yield from (ban for ban in _bad_endings(row.at, row.piece) if ban.token < vocab_size)
+
+
+def _bad_endings(row: int, piece: SequenceSlice) -> Iterator[_Ban]:
+    """Yield the bans of a slice whose answer may end with the start of a bad word."""
+    position = piece.start + piece.num_tokens
+    for word in piece.params.bad_words:
+        begin, num_before = position - len(word) + 1, len(word) - 1
+        if begin < piece.num_prompt:
+            continue  # the prompt is not part of the answer
+        known = piece.tokens[begin:position] if num_before else ()
+        if tuple(known) != word[: len(known)]:
+            continue
+        yield _Ban(row, word[-1]) if len(known) == num_before else _Ban(row, word[-1], piece.slot, word[-2])
 
 
 def _too_early(piece: SequenceSlice) -> frozenset[int]:
