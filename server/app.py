@@ -118,13 +118,13 @@ def create_app(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig
 def _parts(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> dict[str, Any]:
     """Return the application's parts by the names under which `app.state` has them."""
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
-    request_log, live_view = RequestLog(), LiveView(engine)
+    request_log, live_view = RequestLog(engine.clock), LiveView(engine)
     export = _open_export(config, engine)
     if export is not None:
         metrics.add_span_counts(export.otlp.counts)
     exported = [] if export is None else export.listeners
     logged = [AnswerLog().observe] if config.enable_log_requests else []
-    emit = Telemetry(*metrics.listeners, *exported, live_view.observe, *logged, request_log.observe).emit
+    emit = Telemetry(*metrics.listeners, *exported, *logged, request_log.observe).emit
     tenancy = Tenancy(
         config.api_keys,
         None if config.tenants is None else read_tenants(config.tenants, config.api_keys),

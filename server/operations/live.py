@@ -13,9 +13,9 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from engine.core.stats import SequenceView
-from server.answers.parts import InEngine, InLive, InOwner
+from server.answers.parts import InEngine, InLive, InOwner, InRequestLog
 from server.operations.pool_cells import MAX_CELLS, summarise
-from server.telemetry.live import EndedSequence
+from server.telemetry.request_log import EndedSequence
 from server.tenancy.tenant_file import DEFAULT
 
 TAG_CHARS = 8
@@ -27,6 +27,7 @@ router = APIRouter()
 async def live(
     engine: InEngine,
     view: InLive,
+    log: InRequestLog,
     owner: InOwner,
     cells: Annotated[int, Query(ge=1, le=MAX_CELLS)] = MAX_CELLS,
     blocks: Annotated[int | None, Query(ge=1)] = None,
@@ -71,7 +72,7 @@ async def live(
         "ttft": {"sum_s": stats.ttft_s.sum, "count": stats.ttft_s.count},
         "itl": {"sum_s": stats.itl_s.sum, "count": stats.itl_s.count},
         "sequences": [_sequence(view) for view in views],
-        "ended": [_ended(end) for end in view.ended(since) if owner in (DEFAULT, end.owner)],
+        "ended": [_ended(end) for end in log.ended(since) if owner in (DEFAULT, end.owner)],
     }
     return Response(to_json(document), media_type="application/json", headers={"cache-control": "no-store"})
 

@@ -6,17 +6,14 @@ All callers share one snapshot every MIN_AGE_S at most; without any, none is tak
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.core.stats import SequenceView, Snapshot
 from engine.handle import EngineHandle, TakeSnapshot
 from server.protocol.errors import ApiError
-from server.telemetry.events import Event, RequestEnded
 
 MIN_AGE_S = 0.1
-MAX_ENDED = 256  # sequences whose ends are known, a few hundred bytes each
 PATIENCE_S = 5.0  # a snapshot waits for the end of the running step
 
 
@@ -25,22 +22,6 @@ class QueuePosition(NamedTuple):
 
     position: int
     num_waiting: int
-
-
-class EndedSequence(NamedTuple):
-    """The end of a sequence, which is in no snapshot. Seconds as in Spans."""
-
-    at_s: float  # engine's clock
-    owner: str
-    request_id: str  # in the engine
-    choice: int
-    num_prompt: int
-    num_generated: int
-    num_preemptions: int
-    queue_s: float | None  # None if it was never scheduled
-    prefill_s: float
-    decode_s: float
-    finish_reason: str | None  # None if the client left
 
 
 class LiveView:
@@ -52,36 +33,6 @@ class LiveView:
         self._taking: asyncio.Task[Snapshot] | None = None
         self._read: Snapshot | None = None  # the snapshot that `_positions` were read from
         self._positions: dict[str, int] = {}
-        self._ended: deque[EndedSequence] = deque(maxlen=MAX_ENDED)
-
-    def observe(self, event: Event) -> None:
-        """Note how the sequences of an ended request ended."""
-        if not isinstance(event, RequestEnded) or event.record.generation is None:
-            return
-        record, now = event.record, self._engine.clock()
-        choices = event.record.generation.timeline.choices
-        n = len(choices) // len(record.requests)
-        for index, times in enumerate(choices[:MAX_ENDED]):
-            request = record.requests[index // n]
-            self._ended.append(
-                EndedSequence(
-                    now,
-                    record.owner,
-                    request.request_id,
-                    index % n,
-                    len(request.prompt),
-                    times.num_tokens,
-                    times.num_preemptions or 0,
-                    times.queue_s,
-                    times.prefill_s,
-                    times.decode_s,
-                    None if times.finish_reason is None else times.finish_reason.value,
-                )
-            )
-
-    def ended(self, since_s: float) -> list[EndedSequence]:
-        """Return the last sequences that ended after a time of the engine's clock, oldest first."""
-        return [each for each in self._ended if each.at_s > since_s]
 
     async def snapshot(self) -> Snapshot:
         """Return a snapshot that is at most MIN_AGE_S old."""

@@ -8,26 +8,48 @@ HTTP requests are listed: those that ask for work, and every refused one. Nothin
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
 
 from server.telemetry.events import Event, HttpAnswered, RequestEnded, RequestOpened, RequestRecord
 from server.tenancy.tenant_file import DEFAULT
 
 RECENT = 1000  # about a kilobyte each
 LISTED = 50
+MAX_ENDED = 256  # sequences whose ends are known, a few hundred bytes each
 _STRANGERS = ""  # owns the requests that were refused before their owner was known
 _LISTED_STRANGERS = 5  # a scan by clients without a key must not displace the operator's requests
 _UNKNOWN = (401, 403)
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "score-")
 
 
+class EndedSequence(NamedTuple):
+    """The end of a sequence, which is in no snapshot. Seconds as in Spans."""
+
+    at_s: float  # engine's clock
+    owner: str
+    request_id: str  # in the engine
+    choice: int
+    num_prompt: int
+    num_generated: int
+    num_preemptions: int
+    queue_s: float | None  # None if it was never scheduled
+    prefill_s: float
+    decode_s: float
+    finish_reason: str | None  # None if the client left
+
+
 class RequestLog:
     """A listener. Beyond a bound, the owner with most records loses its oldest."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` is the engine's."""
+        self._clock = clock
         self._records: dict[tuple[str, str], RequestRecord] = {}  # by owner and each of their names
         # By owner: of clients, and of the background.
         self._ended: tuple[dict[str, deque[RequestRecord]], dict[str, deque[RequestRecord]]] = {}, {}
         self._answered: dict[str, deque[HttpAnswered]] = {}  # by owner
+        self._sequences: deque[EndedSequence] = deque(maxlen=MAX_ENDED)  # that ended
 
     def observe(self, event: Event) -> None:
         """Take an event; closes the record of a request that ended, so this listener is the last."""
@@ -45,6 +67,25 @@ class RequestLog:
         """Close a record; beyond RECENT, forget the oldest that ended."""
         if record.generation is None:
             return
+        now, choices = self._clock(), record.generation.timeline.choices
+        n = len(choices) // len(record.requests)
+        for index, times in enumerate(choices[:MAX_ENDED]):
+            request, finish = record.requests[index // n], times.finish_reason
+            self._sequences.append(
+                EndedSequence(
+                    now,
+                    record.owner,
+                    request.request_id,
+                    index % n,
+                    len(request.prompt),
+                    times.num_tokens,
+                    times.num_preemptions or 0,
+                    times.queue_s,
+                    times.prefill_s,
+                    times.decode_s,
+                    None if finish is None else finish.value,
+                )
+            )
         record.close(status, seconds)
         ended = self._ended[record.is_background]
         ended.setdefault(record.owner, deque()).append(record)
@@ -54,6 +95,10 @@ class RequestLog:
         for name in oldest.names:
             if self._records.get(name) is oldest:
                 del self._records[name]
+
+    def ended(self, since_s: float) -> list[EndedSequence]:
+        """Return the last sequences that ended after a time of the engine's clock, oldest first."""
+        return [each for each in self._sequences if each.at_s > since_s]
 
     def find(self, owner: str, name: str) -> RequestRecord | None:
         """Return an owner's record by the request's id, or by the answer's."""
