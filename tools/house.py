@@ -164,9 +164,7 @@ def broad_excepts(path: Path) -> Iterator[BroadExcept]:
     """Find the handlers of Exception, BaseException or everything; one that ends in `raise` hides nothing."""
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.ExceptHandler):
-            continue
+    for node in (handler for each in _statements(ast.parse(text)) for handler in getattr(each, "handlers", ())):
         caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
         is_broad = any(each is None or ast.unparse(each) in ("Exception", "BaseException") for each in caught)
         if is_broad and not (isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None):
@@ -226,8 +224,17 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def _statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the statements within a node; expressions, the most nodes of a file, have none."""
+    for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, name, ()):
+            if isinstance(child, ast.stmt):
+                yield child
+            yield from _statements(child)
+
+
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _statements(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -259,7 +266,7 @@ def _lines(code: CodeType) -> range:
 
 
 def _count_statements(path: Path) -> int:
-    return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return sum(1 for _ in _statements(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def _long_functions(path: Path) -> Iterator[str]:
@@ -267,7 +274,7 @@ def _long_functions(path: Path) -> Iterator[str]:
     text = path.read_text(encoding="utf-8")
     if "import triton" in text:
         return
-    for node in ast.walk(ast.parse(text)):
+    for node in _statements(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if num_lines > MAX_FUNCTION_LINES:

@@ -18,6 +18,7 @@ from engine.core.errors import ConfigError, ModelLoadError
 from engine.runtime.models import servable
 from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.startup.model_check import check_model
+from quire import LLM
 from tests.cpu.served_models import ROOT, refusal, save_tokenizer
 from tests.cpu.test_models_families import SIZES, Case
 from tests.patience import PATIENCE_S
@@ -261,9 +262,8 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     backend = json.loads((folder / "tokenizer.json").read_text())
     backend["model"]["unk_token"] = "w100"  # what any other text becomes
     (folder / "tokenizer.json").write_text(json.dumps(backend))
-    status, written = refusal(str(folder), "--load-format", "dummy")
-    assert status == 2
-    assert "'w100', the tokenizer's id 100, and the model has 5 tokens" in written.splitlines()[-1]
+    with pytest.raises(ConfigError, match="'w100', the tokenizer's id 100, and the model has 5 tokens"):
+        LLM(str(folder), load_format="dummy", kv_cache_memory_bytes=4 << 20)
 
 
 def test_an_unknown_backend_is_refused() -> None:
