@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -17,16 +18,29 @@ FILES = sorted(
 THIRD_PARTY = {"torch", "numpy", "transformers", "fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"}
 
 
+@cache
 def module_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees() -> Iterator[None]:
+    """The trees of all files take too much memory to be kept for other tests."""
+    yield
+    tree_of.cache_clear()
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 @cache
 def imports_of(path: Path) -> frozenset[str]:
     """Every module a file imports, at any depth, spelled as far as the import says."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -95,19 +109,23 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_imports_respect_the_rooms(path: Path) -> None:
-    module, imports = module_of(path), imports_of(path)
-    for room, forbidden, exceptions in RULES:
-        if within(module, room) and module not in exceptions:
-            wrong = sorted(name for name in imports if within(name, *forbidden))
-            assert not wrong, f"{module} may not import {', '.join(wrong)}"
+def test_imports_respect_the_rooms() -> None:
+    wrong = [
+        f"{module_of(path)} may not import {name}"
+        for room, forbidden, exceptions in RULES
+        for path in FILES
+        if within(module_of(path), room) and module_of(path) not in exceptions
+        for name in imports_of(path)
+        if within(name, *forbidden)
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if within(module_of(path), "engine.core")], ids=module_of)
-def test_the_core_imports_the_standard_library_and_itself(path: Path) -> None:
-    for name in imports_of(path):
-        assert within(name, "engine.core") or name.split(".")[0] in sys.stdlib_module_names
+def test_the_core_imports_the_standard_library_and_itself() -> None:
+    for path in FILES:
+        if within(module_of(path), "engine.core"):
+            foreign = [name for name in imports_of(path) if not within(name, "engine.core")]
+            assert {name.split(".")[0] for name in foreign} <= sys.stdlib_module_names, path
 
 
 def test_there_is_no_import_circle() -> None:
@@ -138,7 +156,7 @@ def test_importing_the_scheduler_loads_no_third_party_module() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     for path in FILES:
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         assert not tree.body or ast.get_docstring(tree), f"{path} has no module docstring"
 
 
@@ -179,9 +197,12 @@ def opens_a_file(node: ast.AST) -> bool:
     return reads or (node.func.attr == "open" and mode in ("r", "rb", "w", "wb", "xb", "r+b"))
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if not within(module_of(path), "loadtest", "tools")], ids=module_of
-)
-def test_files_that_users_name_are_read_through_one_module(path: Path) -> None:
-    opened = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if opens_a_file(node)]
-    assert not opened or module_of(path) in OPENERS, f"{path}: lines {opened}; use engine/system/regular_file.py"
+def test_files_that_users_name_are_read_through_one_module() -> None:
+    opened = {
+        f"{path}:{node.lineno}"
+        for path in FILES
+        if module_of(path) not in OPENERS and not within(module_of(path), "loadtest", "tools")
+        for node in ast.walk(tree_of(path))
+        if opens_a_file(node)
+    }
+    assert not opened, "use engine/system/regular_file.py"
