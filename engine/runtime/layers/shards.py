@@ -53,14 +53,6 @@ _GROUPS = (".g_idx", ".weight_g_idx")  # the group of each input
 _DOWN = re.compile(r"\.mlp\.(experts\.\d+\.|shared_expert\.)?down_proj(\D+)$")
 
 
-class Share(NamedTuple):
-    """A rank's units `first` and on of the `total` that are divided."""
-
-    first: int
-    num: int
-    total: int
-
-
 class Shards:
     """One rank's part of a model; `blocks` are those of `blocks_of`."""
 
@@ -89,7 +81,7 @@ class Shards:
         first = rank * self.num_logits
         if config.vocab_size <= self.num_logits * (size - 1):
             raise _refusal(size, f"its vocabulary has {config.vocab_size} tokens")
-        self.vocabulary = Share(first, min(self.num_logits, config.vocab_size - first), config.vocab_size)
+        self.vocabulary = Cut(first, min(self.num_logits, config.vocab_size - first), config.vocab_size)
         self._shares["vocabulary"] = self.vocabulary
         self.config = replace(
             config,
@@ -179,34 +171,34 @@ def _refusal(size: int, reason: str) -> ConfigError:
     return ConfigError(f"--tensor-parallel-size is {size}, and the model does not allow it: {reason}; choose another.")
 
 
-def _heads(whole: HeadsConfig, rank: int, size: int) -> tuple[Share, Share]:
+def _heads(whole: HeadsConfig, rank: int, size: int) -> tuple[Cut, Cut]:
     """Return a rank's query heads, and the key and value heads that these read. Raises ConfigError."""
     num_heads, num_kv = whole.num_heads, whole.num_kv_heads if whole.latent is None else whole.num_heads
     if num_kv >= size:  # the first ranks have one more
         kv = _divided(num_kv, rank, size)
         ratio = num_heads // num_kv
-        return Share(kv.first * ratio, kv.num * ratio, num_heads), kv
+        return Cut(kv.first * ratio, kv.num * ratio, num_heads), kv
     if size % num_kv or num_heads % size:
         raise _refusal(size, f"it has {num_heads} heads, and {num_kv} of keys and values")
     num = num_heads // size
-    return Share(rank * num, num, num_heads), Share(rank * num_kv // size, 1, num_kv)
+    return Cut(rank * num, num, num_heads), Cut(rank * num_kv // size, 1, num_kv)
 
 
-def _width(width: int, rank: int, size: int, block: int) -> Share:
+def _width(width: int, rank: int, size: int, block: int) -> Cut:
     """Return a rank's part of an MLP's width: in equal parts if blocks allow it. Raises ConfigError."""
     unit = max(block, 2)  # the native library's products have an even number of inputs
     if width % (unit * size) == 0:
-        return Share(rank * (width // size), width // size, width)
+        return Cut(rank * (width // size), width // size, width)
     if width % unit or width // unit < size:
         raise _refusal(size, f"an MLP's width of {width} has too few blocks of {unit}")
     units = _divided(width // unit, rank, size)
-    return Share(units.first * unit, units.num * unit, width)
+    return Cut(units.first * unit, units.num * unit, width)
 
 
-def _divided(num: int, rank: int, size: int) -> Share:
+def _divided(num: int, rank: int, size: int) -> Cut:
     """Return a rank's units; the first ranks have one more if they do not divide."""
     each, more = divmod(num, size)
-    return Share(rank * each + min(rank, more), each + (rank < more), num)
+    return Cut(rank * each + min(rank, more), each + (rank < more), num)
 
 
 def _is_in_order(groups: StoredTensor) -> bool:
