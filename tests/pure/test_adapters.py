@@ -15,6 +15,7 @@ from engine.core.errors import AdapterConflictError, AdapterLoadError, AdapterNo
 from engine.core.kv.prefix_cache import chain_root
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import Adapter, Request, SamplingParams
+from engine.resources import EngineResources
 from loadtest.fake_runner import FakeRunner
 from tests.patience import PATIENCE_S
 
@@ -64,6 +65,22 @@ def test_what_requests_still_use_takes_room() -> None:
     del used
     gc.collect()
     adapters.load("b", "2")
+
+
+def test_one_that_is_loaded_again_is_found_as_long_as_a_request_uses_either() -> None:
+    adapters = Adapters(read, 2)
+    resources = EngineResources(adapters)
+    adapter = adapters.load("a", "1").adapter
+    params = SamplingParams(max_tokens=1, adapter=adapter)
+    first = resources.hold(params)
+    adapters.unload("a")
+    assert adapters.load("a", "1").adapter == adapter
+    second = resources.hold(params)
+    assert second[0] is not first[0]
+    adapters.unload("a")
+    del second
+    gc.collect()
+    assert resources.find(adapter) is first[0]
 
 
 def test_one_that_cannot_be_read_takes_no_room() -> None:
