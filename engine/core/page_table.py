@@ -9,6 +9,7 @@ from typing import NamedTuple
 from engine.core.states import NEVER, StateSlots
 
 NO_BLOCK = -1  # in a window table: the window has passed this block
+TO_LOAD = -2  # while a sequence is admitted: a block for this place comes from host memory
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -46,9 +47,14 @@ class Ticket:
     others: list[list[int]] = field(default_factory=list)
 
     @property
+    def other_blocks(self) -> list[int]:
+        """Return the host blocks of the other groups."""
+        return [host for table in self.others for host in table if host != NO_BLOCK]
+
+    @property
     def all_blocks(self) -> list[int]:
         """Return the host blocks of all tables."""
-        return self.blocks + [host for table in self.others for host in table if host != NO_BLOCK]
+        return self.blocks + self.other_blocks
 
 
 @dataclass(slots=True, eq=False)

@@ -6,8 +6,8 @@ be guessed. A WindowGroup's table of a sequence is `seq.kv.tables[number]`. Laye
 snapshots.py. KVCacheManager calls the methods of both for each group in turn:
 
     admission        a sequence resumes at the longest boundary that every group can resume from: `resumable`, `begin`,
-                     `resume`, and `fill` for what host memory has of it, or `load` for a ticket; `owed` says what it may
-                     still need
+                     `resume`, and `fill` for what host memory has of it, as of its ticket; `owed` says what it may still
+                     need
     each chunk       `cover`: it takes the blocks that the chunk writes to, not those of its whole prompt
     each block       `extend`; of a recurrent state both are `advance`
     each commit      `publish`, then `slide`: blocks before the window of the next position are freed, as no step in
@@ -30,9 +30,10 @@ from typing import NamedTuple
 
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
+from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.contents import DIGEST_BYTES, in_group
 from engine.core.kv.prefix_cache import BlockIndex, Listener, PrefixCache, name_block
-from engine.core.page_table import NO_BLOCK, blocks_for
+from engine.core.page_table import NO_BLOCK, TO_LOAD, blocks_for
 from engine.core.sequence import Sequence
 from engine.core.spans import longest_atomic
 
@@ -159,10 +160,10 @@ class Group(BlockIndex):
         """Return how many blocks what is read at a boundary takes."""
         return len(self.window_at(num_blocks)) * len(self._suffixes)
 
-    def lacking(self, chain: Seq[bytes], num_blocks: int) -> list[tuple[int, bytes]]:
-        """Return the contents of a boundary that are not here, as (block index, name below the pool)."""
+    def lacking(self, chain: Seq[bytes], num_blocks: int) -> list[bytes]:
+        """Return the names of what is read at a boundary and is not here."""
         lacking = [index for index in self.window_at(num_blocks) if not self.has(chain[index + 1])]
-        return [(index, name) for index in lacking for name in self.names(chain[index + 1])]
+        return [name for index in lacking for name in self.names(chain[index + 1])]
 
 
 class WindowGroup(Group):
@@ -170,34 +171,31 @@ class WindowGroup(Group):
 
     __slots__ = ()
 
-    def begin(self, seq: Sequence, num_blocks: int, *, loads: bool) -> int:
-        """Give a sequence the window at a boundary, without holding it; returns the blocks that nothing holds yet.
+    def begin(self, seq: Sequence, num_blocks: int, saved: Seq[int] | None) -> int:
+        """Give a sequence the window at a boundary, or that of its ticket; returns the blocks that it takes of the pool.
 
-        The table is empty if the sequence `loads` it instead.
+        It holds none of them yet.
         """
-        window, chain = self.window_at(num_blocks), seq.kv.chain
-        hits = [] if loads else [(self.blocks_of(chain[index + 1]) or [NO_BLOCK])[0] for index in window]
-        seq.kv.tables = (*seq.kv.tables, [] if loads else [NO_BLOCK] * window.start + hits)
-        return sum([block != NO_BLOCK and not self.pool.is_held(block) for block in hits])
+        if saved is not None:
+            table = [NO_BLOCK if host == NO_BLOCK else TO_LOAD for host in saved]
+        else:
+            window, chain = self.window_at(num_blocks), seq.kv.chain
+            hits = [(self.blocks_of(chain[index + 1]) or [TO_LOAD])[0] for index in window]
+            table = [NO_BLOCK] * window.start + hits
+        seq.kv.tables = (*seq.kv.tables, table)
+        return sum([block == TO_LOAD or (block >= 0 and not self.pool.is_held(block)) for block in table])
 
     def resume(self, seq: Sequence) -> None:
         """Hold the blocks that `begin` has found."""
-        hits = [block for block in self._table(seq) if block != NO_BLOCK]
-        self.hold(seq)
+        hits = [block for block in self._table(seq) if block >= 0]
+        for block in hits:
+            self.pool.fork(block)
         self.pool.found(hits)
         self.branch(hits)
 
-    def fill(self, seq: Sequence, num_blocks: int) -> list[int]:
-        """Return new blocks for what `begin` has not found at a boundary."""
-        table = self._table(seq)
-        lacking = [index for index in self.window_at(num_blocks) if table[index] == NO_BLOCK]
-        for index in lacking:
-            table[index] = self.pool.alloc()
-        return [table[index] for index in lacking]
-
-    def load(self, seq: Sequence, hosts: Iterable[int]) -> None:
-        """Allocate blocks for those of a ticket."""
-        self._table(seq).extend([host if host == NO_BLOCK else self.pool.alloc() for host in hosts])
+    def fill(self, seq: Sequence) -> list[int]:
+        """Return new blocks for what `begin` has not found."""
+        return fill(self._table(seq), self.pool)
 
     def _max_blocks(self, seq: Sequence) -> int:
         """Return the most blocks that a sequence needs here for its known tokens."""
@@ -205,12 +203,11 @@ class WindowGroup(Group):
 
     def owed(self, seq: Sequence) -> int:
         """Return how many blocks a sequence may still need here while its known tokens are computed."""
-        table, size = self._table(seq), self._block_size
-        num_left = max(blocks_for(len(seq.tokens), size), len(seq.kv.blocks)) - len(table)
+        table = self._table(seq)
+        num_left = max(blocks_for(len(seq.tokens), self._block_size), len(seq.kv.blocks)) - len(table)
         if num_left <= 0:
             return 0
         num_held = len(table) - table.count(NO_BLOCK)
-        num_left += table[self._first_read(len(table) * size) :].count(NO_BLOCK)  # they are loaded
         return min(max(self._max_blocks(seq) - num_held, 0), num_left)
 
     def cover(self, seq: Sequence, stop: int, step: InFlightStep) -> None:
@@ -280,6 +277,14 @@ class WindowGroup(Group):
 
     def _table(self, seq: Sequence) -> list[int]:
         return seq.kv.tables[self.number]
+
+
+def fill(table: list[int], pool: BlockPool) -> list[int]:
+    """Replace the places of a table that are to be loaded by new blocks; returns these."""
+    places = [index for index, block in enumerate(table) if block == TO_LOAD]
+    for index in places:
+        table[index] = pool.alloc()
+    return [table[index] for index in places]
 
 
 class Place(NamedTuple):

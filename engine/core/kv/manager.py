@@ -14,7 +14,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from itertools import chain
 
 from engine.core.budget import StepTime
 from engine.core.config import SchedulerConfig
@@ -25,7 +24,7 @@ from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, request_names
 from engine.core.kv.snapshots import RecurrentGroup
 from engine.core.kv.tiers import Tiers, TransferEnd
-from engine.core.page_table import NO_BLOCK, Ticket, blocks_for
+from engine.core.page_table import NO_BLOCK, blocks_for
 from engine.core.sequence import Sequence
 from engine.core.spans import divided, longest_atomic
 from engine.core.states import NEVER, StateSlots
@@ -113,7 +112,8 @@ class KVCacheManager:
         missing = blocks_for(len(tokens), size) - len(hits) + reserve * self._num_groups
         seq.kv.tables = (hits,)
         num_found = len(hits) + len(hosts)
-        missing += sum([group.begin(seq, num_found, loads=ticket is not None) for group in self._others])
+        saved = [None] * len(self._others) if ticket is None else ticket.others
+        missing += sum([group.begin(seq, num_found, table) for group, table in zip(self._others, saved, strict=True)])
         self._owe(seq)
         missing += max(seq.headroom - seq.kv.num_owed, 0)  # the beams' blocks were those of all groups
         if pool.num_available < missing + self._num_owed:
@@ -122,51 +122,35 @@ class KVCacheManager:
             self._owe(seq, 0)
             return None
         num_hits, num_loaded = len(hits), num_found * size  # positions, with those before
-        loads = list[tuple[int, int]]()
-        others = self._find_others(seq, num_found) if self._others and ticket is None else []
+        seq.kv.num_published = num_hits
         if ticket is not None:
-            hosts, num_loaded = ticket.blocks[num_hits:], ticket.num_tokens
+            hosts, num_loaded, others = ticket.blocks[num_hits:], ticket.num_tokens, ticket.other_blocks
+        elif others := self._find_others(seq, num_found):
+            seq.kv.num_published = min([num_hits, *(group.window_at(num_found).start for group in self._others)])
         pool.found(hits)
         if hosts or others:  # before the pool evicts blocks to host memory, which may evict these
-            self.tiers.take(seq, hosts, [host for _, host in others])
+            self.tiers.take(seq, hosts, others)
         for group in self._others:
             group.resume(seq)
         blocks = seq.kv.blocks
         blocks += pool.alloc_many(blocks_for(len(tokens), size) - num_hits, after=hits[-1] if hits else -1)
-        if self._others and ticket is not None:
-            loads = self._load_others(seq, ticket)
-        elif others:
-            filled = [block for group in self._others for block in group.fill(seq, num_found)]
-            loads = [(host, block) for (_, host), block in zip(others, filled, strict=True)]
-            self._owe(seq)
+        filled = [block for group in self._others for block in group.fill(seq)]
         seq.num_computed = seq.num_planned = num_loaded
-        seq.kv.num_published = min([num_hits, *(index for index, _ in others)])
         seq.kv.writable_until = seq.kv.capacity
         if self._caching or self._others:
             seq.kv.next_publish = (seq.kv.num_published + 1) * size
             if seq.request.pins:
                 self._pin(seq, 0, num_hits)
         self.discard(seq)
-        loads = [*zip(hosts, blocks[num_hits:], strict=False), *loads]
+        loads = [*zip(hosts, blocks[num_hits:], strict=False), *zip(others, filled, strict=True)]
         seq.kv.is_arriving = bool(loads)
         seq.take_slots([self._slots.pop() for _ in range(seq.num_slots)])
         return loads
 
-    def _find_others(self, seq: Sequence, num_blocks: int) -> list[tuple[int, int]]:
-        """Return what host memory has of other groups for a boundary: (block index, host block)."""
-        lacking = [each for group in self._others for each in group.lacking(seq.kv.chain, num_blocks)]
-        return [(index, self.tiers.host.find(name)) for index, name in lacking]
-
-    def _load_others(self, seq: Sequence, ticket: Ticket) -> list[tuple[int, int]]:
-        """Allocate blocks of the other groups for those of a ticket; returns the loads (host block, block)."""
-        for group, hosts in zip(self._others, ticket.others, strict=True):
-            group.load(seq, hosts)
-        self._owe(seq)
-        pairs = zip(chain(*ticket.others), chain(*seq.kv.held[1:]), strict=True)
-        loads = [(host, block) for host, block in pairs if host != NO_BLOCK]
-        for host, _ in loads:
-            self.tiers.host.pool.fork(host)
-        return loads
+    def _find_others(self, seq: Sequence, num_blocks: int) -> list[int]:
+        """Return the host blocks with what the pool lacks of other groups at a boundary."""
+        names = [name for group in self._others for name in group.lacking(seq.kv.chain, num_blocks)]
+        return [self.tiers.host.find(name) for name in names]
 
     def _owe(self, seq: Sequence, num_owed: int | None = None) -> None:
         """Bring up to date how many blocks of the other groups a sequence may still need."""

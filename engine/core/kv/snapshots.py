@@ -27,12 +27,12 @@ there. A boundary is kept only if no other sequence needs the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from engine.core.kv.contents import DIGEST_BYTES
-from engine.core.kv.groups import Group
+from engine.core.kv.groups import Group, fill
 from engine.core.kv.prefix_cache import name_block
+from engine.core.page_table import TO_LOAD
 from engine.core.sequence import Sequence
 from engine.core.states import LeftSlot, StateSlots
 
@@ -71,35 +71,28 @@ class RecurrentGroup(Group):
 
     # -- a sequence's slots --------------------------------------------------------------------------------------------
 
-    def begin(self, seq: Sequence, num_blocks: int, *, loads: bool) -> int:
-        """Give a sequence the state at a boundary, without holding it; returns the blocks that it takes from the pool.
+    def begin(self, seq: Sequence, num_blocks: int, saved: Seq[int] | None) -> int:
+        """Give a sequence the state at a boundary, or that of its ticket; returns the blocks that it takes of the pool.
 
-        There is none at the beginning, nor if the sequence `loads` it. One that is below the pool needs blocks for it.
+        It holds none of them yet. There is none at the beginning. One that is loaded is left like a snapshot.
         """
-        is_new = loads or not num_blocks
-        slot = [] if is_new else self.blocks_of(seq.kv.chain[num_blocks])
+        slot = [TO_LOAD] * len(self._suffixes) if num_blocks or saved is not None else []
+        if saved is None and num_blocks:
+            slot = self.blocks_of(seq.kv.chain[num_blocks]) or slot
         seq.kv.state = StateSlots(slot, is_shared=True)
-        return sum([not self.pool.is_held(block) for block in slot]) if slot or is_new else len(self._suffixes)
+        return sum([block == TO_LOAD or not self.pool.is_held(block) for block in slot])
 
     def resume(self, seq: Sequence) -> None:
         """Hold the state that `begin` has found."""
-        if slot := seq.kv.state.slot:
+        if TO_LOAD not in seq.kv.state.slot:
             self.hold(seq)
-            for block in slot:
+            for block in seq.kv.state.slot:
                 self.pool.found((block,))
-            self.branch(slot)
+            self.branch(seq.kv.state.slot)
 
-    def fill(self, seq: Sequence, num_blocks: int) -> list[int]:
-        """Return a new slot for the state at a boundary, if `begin` has not found it; it becomes a snapshot here."""
-        state = seq.kv.state
-        if state.slot or not num_blocks:
-            return []
-        state.slot = self.pool.alloc_many(len(self._suffixes))
-        return state.slot
-
-    def load(self, seq: Sequence, hosts: Iterable[int]) -> None:
-        """Allocate a slot for the state of a ticket."""
-        seq.kv.state = StateSlots([self.pool.alloc() for _ in hosts], is_moved=True)
+    def fill(self, seq: Sequence) -> list[int]:
+        """Return a new slot for a state that `begin` has not found."""
+        return fill(seq.kv.state.slot, self.pool)
 
     def owed(self, seq: Sequence) -> int:
         """Return how many blocks a sequence must find for its next chunk, and for a slot each once it forks."""

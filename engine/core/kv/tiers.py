@@ -179,7 +179,7 @@ class Tiers:
                 others, chain, stop, lambda name: self.host.find(name) >= 0 or bool(self._stored(name))
             )
         names = chain[first + 1 : stop + 1]
-        names += [name for group in others for _, name in group.lacking(chain, stop)]
+        names += [name for group in others for name in group.lacking(chain, stop)]
         return stop, [(name, self._stored(name)) for name in names if self.host.find(name) < 0]
 
     def _stored(self, name: bytes) -> str:
