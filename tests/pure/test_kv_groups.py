@@ -98,7 +98,7 @@ class WindowMachine(SchedulerMachine):
     def teardown(self) -> None:
         super().teardown()
         if hasattr(self, "driver"):
-            assert self.driver.scheduler.kv.pool.num_held == self.driver.scheduler.kv._num_owed == 0
+            assert self.driver.scheduler.kv.pool.num_held == self.driver.scheduler.kv.pool.num_owed == 0
 
 
 WindowMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
@@ -436,6 +436,6 @@ def test_a_rollback_owes_no_more_than_it_frees(num_steps: int) -> None:
         driver.step()
     driver.run_out_of_memory()
     kv = driver.scheduler.kv
-    assert kv.pool.num_available >= kv._num_owed
+    assert kv.pool.num_available >= kv.pool.num_owed
     driver.drain()
     driver.check_streams()

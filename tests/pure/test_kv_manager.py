@@ -293,7 +293,7 @@ class MixedManagerMachine(KVManagerMachine):
             assert not seq.kv.held
             return
         assert seq.num_computed == hint < len(seq.tokens)
-        assert self.kv.pool.num_available >= self.kv._num_owed
+        assert self.kv.pool.num_available >= self.kv.pool.num_owed
         self.waiting.remove(seq)
         self.living.append(seq)
         seq.move(Status.PREFILL)

@@ -100,7 +100,7 @@ class StateMachine(SchedulerMachine):
     def teardown(self) -> None:
         super().teardown()
         if hasattr(self, "driver"):
-            assert self.driver.scheduler.kv.pool.num_held == self.driver.scheduler.kv._num_owed == 0
+            assert self.driver.scheduler.kv.pool.num_held == self.driver.scheduler.kv.pool.num_owed == 0
 
 
 StateMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)

@@ -31,6 +31,7 @@ class BlockPool:
         "_spared",
         "max_pinned",
         "num_blocks",
+        "num_owed",
         "version",
     )
 
@@ -39,6 +40,7 @@ class BlockPool:
     ) -> None:
         self.num_blocks = num_blocks
         self.max_pinned = max_pinned
+        self.num_owed = 0  # available blocks that are kept for sequences, see SequenceKV
         self.version = 0  # changes with what can be found
         self._refs = [0] * num_blocks
         # A dict used as an ordered set: O(1) to remove a block from the middle or the end.
@@ -77,6 +79,11 @@ class BlockPool:
     def num_available(self) -> int:
         """Return how many blocks `alloc` can hand out: free ones, then cached ones by eviction."""
         return len(self._free) + len(self._passed) + len(self._cached) + len(self._spared)
+
+    @property
+    def num_spare(self) -> int:
+        """Return how many available blocks are kept for no sequence; below 0 if less is available than was kept."""
+        return self.num_available - self.num_owed
 
     @property
     def is_exhausted(self) -> bool:

@@ -9,7 +9,7 @@ snapshots.py. KVCacheManager calls the methods of both for each group in turn:
                      `resume`, and `fill` for what host memory has of it, as of its ticket; `owed` says what it may still
                      need
     each chunk       `cover`: it takes the blocks that the chunk writes to, not those of its whole prompt
-    each block       `extend`; of a recurrent state both are `advance`
+    each block       `extend`
     each commit      `publish`, then `slide`: blocks before the window of the next position are freed, as no step in
                      flight reads them
     rollback         `roll_back`: blocks for what was not computed are freed; they are taken again with the next chunk

@@ -61,7 +61,6 @@ class KVCacheManager:
             *([] if self._recurrent is None else [self._recurrent]),
         )
         self._config, self._num_groups = config, config.num_groups
-        self._num_owed = 0  # of all sequences, see SequenceKV
         self._pins.targets += (self._cache, *self._others)
         self._cache.dependents = self._others
         self.contents = self._watch(config) if config.kv_events else None
@@ -116,7 +115,7 @@ class KVCacheManager:
         missing += sum([group.begin(seq, num_found, table) for group, table in zip(self._others, saved, strict=True)])
         self._owe(seq)
         missing += max(seq.headroom - seq.kv.num_owed, 0)  # the beams' blocks were those of all groups
-        if pool.num_available < missing + self._num_owed:
+        if pool.num_spare < missing:
             pool.free(*reversed(hits))
             seq.kv.tables, seq.kv.state = (), StateSlots()
             self._owe(seq, 0)
@@ -156,7 +155,7 @@ class KVCacheManager:
         """Bring up to date how many blocks of the other groups a sequence may still need."""
         if num_owed is None:
             num_owed = sum([group.owed(seq) for group in self._others])
-        self._num_owed += num_owed - seq.kv.num_owed
+        self.pool.num_owed += num_owed - seq.kv.num_owed
         seq.kv.num_owed = num_owed
 
     def prefetch(self, seq: Sequence, now: float) -> bool:
@@ -194,7 +193,7 @@ class KVCacheManager:
         """Return the shortest prefix of victims that frees enough for a sequence; none if all do not."""
         num_slots, num_blocks, found = len(self._slots), self.pool.num_available, list[Sequence]()
         needed = self._config.max_blocks(len(seq.tokens), longest_atomic=longest_atomic(seq.request.spans))
-        needed += num_reserved * self._num_groups + seq.headroom + self._num_owed
+        needed += num_reserved * self._num_groups + seq.headroom + self.pool.num_owed
         for victim in victims:
             found.append(victim)
             num_slots += len(victim.kv.slots)
@@ -212,7 +211,7 @@ class KVCacheManager:
         # What a chunk takes beyond what is kept for the sequence must not be kept for others, or for its later chunks.
         num_available, owed = self.pool.num_available, [group.owed(seq) for group in self._windows]
         ahead = range(1, num_available // len(self._windows) + 1)
-        num_spare = max(num_available - self._num_owed, 0)
+        num_spare = max(num_available - self.pool.num_owed, 0)
         num_blocks = len(seq.kv.tables[1])
         num_blocks += bisect_right(ahead, num_spare, key=lambda num: sum([max(num - each, 0) for each in owed]))
         # From the prompt's end on, `extend` keeps all tables of a sequence equally long.
@@ -229,22 +228,14 @@ class KVCacheManager:
 
     def cover(self, seq: Sequence, stop: int, step: InFlightStep) -> None:
         """Take what a prompt's next chunk, up to `stop` within its reach, needs in the other groups."""
-        for group in self._windows:
+        for group in self._others:
             group.cover(seq, stop, step)
-        self._advance(seq)
-
-    def _advance(self, seq: Sequence) -> None:
-        """Choose the slots of its recurrent state for what a sequence computes next, and count what it is still owed."""
-        if self._recurrent is not None:
-            # Beyond what running sequences may need next there are blocks for a snapshot.
-            num_needed = self._config.state_blocks + self._num_groups * (self._max_num_seqs - len(self._slots))
-            self._recurrent.advance(seq, has_spare=self.pool.num_available - self._num_owed >= num_needed)
         if self._others:
             self._owe(seq)
 
     def has_blocks_for(self, num_sequences: int) -> bool:
         """Return whether so many sequences can each be extended by a block of each group."""
-        return self.pool.num_available - self._num_owed >= num_sequences * self._num_groups
+        return self.pool.num_spare >= num_sequences * self._num_groups
 
     def extend(self, seq: Sequence, step: InFlightStep) -> bool:
         """Give a sequence what its next position needs in each group; False if there is too little.
@@ -257,7 +248,7 @@ class KVCacheManager:
         missing = self._num_groups if needs_block else 0
         if needs_block and pool.is_exhausted:
             return False
-        if self._others and missing + kv.num_owed and pool.num_available - self._num_owed < missing:
+        if self._others and missing + kv.num_owed and pool.num_spare < missing:
             return False
         if needs_block:
             if not kv.shares_tail:
@@ -269,9 +260,9 @@ class KVCacheManager:
             step.entries.append((seq.slot, 0, len(blocks) - 1, blocks[-1]))
         kv.shares_tail, kv.writable_until = False, len(blocks) * self.block_size
         if self._others:
-            for group in self._windows:
+            for group in self._others:
                 group.extend(seq, copied, step)
-            self._advance(seq)
+            self._owe(seq)
         return True
 
     def fork(self, parent: Sequence, children: Collection[Sequence]) -> None:
@@ -351,7 +342,7 @@ class KVCacheManager:
             pool.fork(block)
         lacking = places[len(hits) : num_full]
         others = [place for place in places[num_full:] if self._others[place.group - 1].find(place.name(chain)) < 0]
-        num_spare = max(pool.num_available - self._num_owed - reserve * self._num_groups, 0)
+        num_spare = max(pool.num_spare - reserve * self._num_groups, 0)
         if others and len(lacking) + len(others) > num_spare:
             pool.free(*reversed(hits))
             return None
@@ -517,6 +508,6 @@ class KVCacheManager:
         tables = [table for seq in living for table in seq.kv.held]
         held = [[block for block in table if block != NO_BLOCK] for table in tables]
         yield from self._cache.checks([*held, *imported], self._others)
-        assert self._num_owed == sum(seq.kv.num_owed for seq in living), "what sequences are owed is miscounted"
+        assert self.pool.num_owed == sum(seq.kv.num_owed for seq in living), "what sequences are owed is miscounted"
         yield from self.tiers.checks([step.loaded_hosts for step in in_flight])
         yield from self._pins.checks()

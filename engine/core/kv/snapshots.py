@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from engine.core.in_flight import InFlightStep
 from engine.core.kv.contents import DIGEST_BYTES
 from engine.core.kv.groups import Group, fill
 from engine.core.kv.prefix_cache import name_block
@@ -100,9 +101,20 @@ class RecurrentGroup(Group):
         num_slots = (state.is_shared or not state.slot) + (num_rows if num_rows > 1 else 0)
         return num_slots * len(self._suffixes)
 
-    def advance(self, seq: Sequence, *, has_spare: bool) -> None:
-        """Go on in the same slot, or leave it for a fresh one; `has_spare` is whether one may be kept."""
+    def cover(self, seq: Sequence, _stop: int, _step: InFlightStep) -> None:
+        """Choose the slots for the next chunk of a prompt."""
+        self._advance(seq)
+
+    def extend(self, seq: Sequence, _copied: int, _step: InFlightStep) -> None:
+        """Choose the slots for the next position."""
+        self._advance(seq)
+
+    def _advance(self, seq: Sequence) -> None:
+        """Go on in the same slot, or leave it for a fresh one."""
         state, start = seq.kv.state, seq.num_planned
+        # A snapshot is kept in blocks beyond what running sequences may need next.
+        num_next = self._config.num_groups * self._config.max_num_seqs
+        has_spare = self.pool.num_spare >= len(self._suffixes) + num_next
         state.source = state.slot
         if state.is_shared or not state.slot or (has_spare and self._is_kept(seq, start)):
             if state.slot:
