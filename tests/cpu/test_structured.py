@@ -23,7 +23,7 @@ from engine.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.cpu.model_driver import make_runner, request, serve, settings
 from tests.cpu.test_speculation import Prophet
 
-NUM_SEEDS = 50
+NUM_SEEDS = 20
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -188,7 +188,7 @@ def test_a_model_is_loaded_into_fp8(name: str, load_format: str, tmp_path: Path)
     assert {type(linear.product) for linear in matrices(fp8)} == {Fp8Linear}
     assert not isinstance(fp8._head.product, Fp8Linear)
     assert [line.detail for line in told if line.stage == "quantization"] == ["fp8: 21 matrices"]
-    ids = torch.arange(3, 15, device=DEVICE)
+    ids = torch.arange(3, 8, device=DEVICE)
     found, expected = (run(model, ids) for model in (fp8, plain))
     # A product is 4 % off. Through 21 of them, and the sharp attention of random weights, it is a quarter.
     assert (found - expected).norm() <= 0.4 * expected.norm()
@@ -205,7 +205,7 @@ def test_matrices_of_odd_sides_stay_as_they_are(tmp_path: Path) -> None:
     assert [isinstance(linear.product, Fp8Linear) for linear in matrices(model)][:4] == [True, True, False, False]
     detail = next(line.detail for line in told if line.stage == "quantization")
     assert detail == "fp8: 12 matrices; 9, of sides that are no multiples of 16, stay as they are"
-    assert run(model, torch.arange(3, 15, device=DEVICE)).isfinite().all()
+    assert run(model, torch.arange(3, 8, device=DEVICE)).isfinite().all()
 
 
 def decoder(config: EngineConfig, path: Path, scheme: Scheme, told: list[Progress]) -> Decoder:
