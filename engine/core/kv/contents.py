@@ -154,9 +154,9 @@ class Contents:
 
     def find(self, name: bytes) -> Content | None:
         """Return a content that some place has."""
-        name = name[:DIGEST_BYTES]
         places = (self.pool, *self._tiers)
-        return next((each.known[name] for each in places if name in each.known), None)
+        names = (name[:DIGEST_BYTES] + suffix for suffix in chain(*self.suffixes))  # any group's block says what it is
+        return next((each.known[other] for other in names for each in places if other in each.known), None)
 
     def seen(self, content: Content) -> None:
         """Note in the tiers what a content is that they may have without knowing it."""
