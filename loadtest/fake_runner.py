@@ -117,7 +117,7 @@ class FakeRunner:
         num_blocks = config.num_blocks + config.state_blocks
         self._pages = [[-1] * config.block_size for _ in range(num_blocks)] if memory else None
         self.spare = range(config.num_blocks, num_blocks)  # the slot to which rows write that pad a batch
-        self._windows = config.windows
+        self._windows, self._has_full = config.windows, config.has_full
         self._states: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # read and written, by row
         self._drafted: dict[int, abc.Sequence[int]] = {}  # the last drafts of each row, whose inputs are kept
         self._replays: dict[int, int] = {}  # of this step
@@ -248,9 +248,12 @@ class FakeRunner:
         spans = self._spans[piece.slot]
         assert divided(spans, stop) is None, "an atomic span is divided"
         tokens = with_vectors(piece.tokens, spans) if spans else piece.tokens
-        for position in range(piece.start, stop):
+        for position in range(piece.start, stop) if self._has_full else ():
             self._pages[first[position // size]][position % size] = tokens[position]
-        history = [token for block in first[: -(-stop // size)] for token in self._pages[block]][:stop]
+        if self._has_full:
+            history = [token for block in first[: -(-stop // size)] for token in self._pages[block]][:stop]
+        else:  # nothing but windows and states tells what came before
+            history = list(tokens[:stop])
         if self._windows or self._states:
             states = list(accumulate(history, mix))
             if self._states and not piece.drafts:

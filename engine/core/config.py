@@ -79,6 +79,7 @@ class SchedulerConfig:
     kv_events: bool = False  # note what every tier gains and loses, see kv/contents.py
     # Groups of layers beside those with full attention, by the positions that a token attends to: see kv/groups.py.
     windows: tuple[int, ...] = ()
+    has_full: bool = True  # some layers keep every position; else the first group has no layers, and takes no blocks
     state_blocks: int = 0  # of the pool, that the recurrent state of a sequence takes: see kv/snapshots.py
 
     @property
@@ -95,8 +96,13 @@ class SchedulerConfig:
 
     @property
     def num_groups(self) -> int:
-        """Return how many groups of layers have a page table each; recurrent ones have none."""
+        """Return how many groups have a page table each, the first included; recurrent ones have none."""
         return 1 + len(self.windows)
+
+    @property
+    def num_paged_groups(self) -> int:
+        """Return how many groups of layers take a block for some positions."""
+        return self.has_full + len(self.windows)
 
     def window_blocks(self, window: int, num_positions: int, longest_atomic: int = 0) -> int:
         """Return the blocks that a sequence needs in a group with this window to go on from any of its positions.
@@ -114,9 +120,14 @@ class SchedulerConfig:
         A sequence that resumes reads one state and writes another.
         """
         windows = sum([self.window_blocks(window, num_positions, longest_atomic) for window in self.windows])
-        return blocks_for(num_positions, self.block_size) + windows + num_states * self.state_blocks
+        full = blocks_for(num_positions, self.block_size) if self.has_full else 0
+        return full + windows + num_states * self.state_blocks
 
     def _check_groups(self) -> None:
+        _require(
+            self.has_full or not (self.num_host_blocks or self.kv_events),
+            "Without layers that keep every position nothing is kept below the pool; leave out host memory and events.",
+        )
         for window in self.windows:
             _require(window >= 1, f"A window is {window} tokens; it must be at least 1.")
 

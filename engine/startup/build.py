@@ -125,8 +125,11 @@ class _Parts:
 
     @cached_property
     def groups(self) -> LayerGroups:
-        """Return the groups of layers."""
-        return group_layers(self.states, self.kv_dtype, self.config.max_model_len or self.model.max_model_len)
+        """Return the groups of layers; what is below the pool, or a draft model, needs one that keeps every position."""
+        config = self.config
+        needs_full = bool(self._drafts_bytes or config.swap_space or config.kv_events or self.content)
+        max_model_len = config.max_model_len or self.model.max_model_len
+        return group_layers(self.states, self.kv_dtype, max_model_len, needs_full=needs_full)
 
     @property
     def _drafts_bytes(self) -> int:
@@ -304,6 +307,7 @@ def _scheduler_config(parts: _Parts) -> SchedulerConfig:
         target_ttft_s=_seconds(config.target_ttft_ms),
         num_speculative_tokens=speculation.asked.num_speculative_tokens if speculation else 0,
         windows=parts.groups.windows,
+        has_full=parts.groups.has_full,
     )
 
 
@@ -324,8 +328,9 @@ def _fit_pool(parts: _Parts, settings: SchedulerConfig, budget: PoolBudget) -> S
     settings = replace(settings, num_blocks=num_blocks, max_model_len=max_model_len)
     groups = ""
     if settings.windows:
-        unused = 1 - parts.used_bytes / (settings.num_groups * bytes_per_block)
-        groups = f" in one of {settings.num_groups} groups of layers ({unused:.0%} of their bytes unused)"
+        num_groups = settings.num_groups - (not settings.has_full)
+        unused = 1 - parts.used_bytes / (num_groups * bytes_per_block)
+        groups = f" in one of {num_groups} groups of layers ({unused:.0%} of their bytes unused)"
     report(Progress("kv_pool", _describe(config.max_model_len, settings, bytes_per_block, groups, model)))
     return settings
 

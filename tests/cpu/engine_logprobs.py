@@ -38,7 +38,7 @@ def largest_difference(
         for i, prompt in enumerate(prompts)
     ]
     served = serve(model, config, requests, depth=1, apart=1, scheduler=scheduler)
-    assert scheduler.stats.preemptions > 0
+    assert scheduler.stats.preemptions > 0 or not config.has_full  # windows are kept for a sequence from its start
     assert scheduler.stats.prefix_hit_tokens > 0
     for run in range(len(runs)):
         for i, prompt in enumerate(prompts):

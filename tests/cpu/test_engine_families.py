@@ -48,7 +48,7 @@ def test_a_tight_engine_says_what_transformers_says(kind: ModuleType, name: str,
         assert logits.argmax(-1).tolist() == answer
 
 
-WINDOWED = [(own, name) for name in ("gemma2", "gemma3", "gpt-oss", "olmo3", "qwen2-window")]
+WINDOWED = [(own, name) for name in ("gemma2", "gemma3", "gpt-oss", "olmo3", "qwen2-window", "mistral", "phi3")]
 WINDOWED += [(adapted, name) for name in ("gemma4", "gemma4-shared", "gemma3n")]  # whose full layers have other sizes
 LONG = [_random.randrange(3, 128) for _ in range(205)]
 LONG_PROMPTS = [LONG, [*LONG[:150], *LONG[:50]], LONG[30:190], LONG[:31], LONG[:5]]
@@ -71,7 +71,8 @@ def test_groups_with_windows_say_what_transformers_says(
         max_model_len=256,
         max_num_batched_tokens=40,
         windows=groups.windows,  # type: ignore[arg-type]
-        num_host_blocks=num_host_blocks,
+        has_full=groups.has_full,
+        num_host_blocks=num_host_blocks if groups.has_full else 0,
     )
     assert largest_difference(model, theirs, LONG_PROMPTS, config) < 1e-4
 

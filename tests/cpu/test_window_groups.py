@@ -20,7 +20,7 @@ from engine.core.step import StepPlan
 from engine.core.types import Request
 from engine.runtime.execution.runner import ModelStep
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.pool.groups import EVERY, TILE_KEYS, LayerGroups, group_layers, regroup
+from engine.runtime.pool.groups import EVERY, TILE_KEYS, LayerGroups, group_layers, one_group, regroup
 from tests.cpu.model_driver import Poisoner, TinyModel, make_runner, request, serve, settings, solo_greedy
 from tools.__main__ import main as tools
 from tools.groups import PHASES
@@ -44,13 +44,19 @@ def windowed(**changes: int | bool | str) -> SchedulerConfig:
     return settings(windows=windows, **sizes)  # type: ignore[arg-type]
 
 
-def run(config: SchedulerConfig, requests: Sequence[Request], backend: str = "auto", depth: int = 0) -> Scheduler:
+def run(
+    config: SchedulerConfig,
+    requests: Sequence[Request],
+    backend: str = "auto",
+    depth: int = 0,
+    windows: Sequence[int | None] = WINDOWS,
+) -> Scheduler:
     """Serve requests with and without groups; their streams are equal, and those of a single dense forward pass."""
-    model, scheduler = TinyModel(windows=WINDOWS), Scheduler(config)
+    model, scheduler = TinyModel(windows=windows), Scheduler(config)
     runner = make_runner(model, config, backend)
     poisoner = Poisoner(runner, scheduler)
     served = serve(model, config, requests, depth=depth, apart=3, scheduler=scheduler, runner=poisoner)  # type: ignore[arg-type]
-    plain = replace(config, windows=(), num_blocks=900)
+    plain = replace(config, windows=(), has_full=True, num_blocks=900)
     alone = serve(model, plain, requests, depth=depth, apart=3, runner=make_runner(model, plain, backend))
     assert served.ids == alone.ids
     for each in requests:
@@ -80,6 +86,31 @@ def test_preempted_sequences_resume(num_host_blocks: int) -> None:
     assert (scheduler.stats.preempted[PreemptionKind.SWAP] > 0) == (num_host_blocks > 0)
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_layers_with_windows_alone_hold_nothing_else(backend: str, depth: int) -> None:
+    """A pool that could not hold the longest prompt, let alone all: through chunks, forks and cache hits."""
+    windows = (9, 40, 9, 9)
+    groups = group_layers([spec(window) for window in windows], torch.float32, LENGTH)
+    assert groups.windows == (167, 136, 136, 136)
+    specs = [spec(window) for window in windows]
+    assert group_layers(specs, torch.float32, LENGTH, needs_full=True) == one_group(specs, torch.float32)
+    config = settings(
+        windows=groups.windows,
+        has_full=groups.has_full,
+        max_model_len=LENGTH,
+        num_blocks=350,
+        max_num_batched_tokens=48,
+    )  # type: ignore[arg-type]
+    asked = [
+        *prompts(330, 330, 150, 30, max_tokens=60),
+        request("n", range(42), n=3, max_tokens=25, temperature=1.0, seed=2),
+    ]
+    scheduler = run(config, asked, backend, depth, windows)
+    assert scheduler.stats.prefix_hit_tokens > 0
+    assert [kind for kind, _ in scheduler.kv.groups] == ["window 167", *["window 136"] * 3]
+
+
 def test_a_prefix_is_found_again() -> None:
     scheduler = run(windowed(max_num_seqs=1), [*prompts(300, 300, 290, 200)])
     assert scheduler.stats.prefix_hit_tokens >= 299 // 4 * 4, "the same prompt resumes at its end"
@@ -105,7 +136,7 @@ def test_a_window_frees_what_it_has_passed() -> None:
     ("windows", "expected"),
     [
         ((None, None), LayerGroups((0, 0), (0, SIZE), TWO)),
-        ((9, 9), LayerGroups((0, 0), (0, SIZE), TWO)),
+        ((9, 9), LayerGroups((1, 1), (0, SIZE), TWO, (136,))),
         ((None, 9), LayerGroups((0, 1), (0, 0), ONE, (9 + 127,))),
         ((None, 300), LayerGroups((0, 0), (0, SIZE), TWO)),
         ((9, None, 9, None), LayerGroups((1, 0, 1, 0), (0, 0, SIZE, SIZE), TWO, (136,))),

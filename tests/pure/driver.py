@@ -275,8 +275,8 @@ class Driver:
             assert piece.start + num_tokens <= peak, "the last token is never fed back"
             seq = self.scheduler._in_flight[-1].sequences[index]
             stop = blocks_for(piece.start + num_tokens, settings.block_size)
-            windows = 1 << 30, *settings.windows
-            for window, held, table in zip(windows, seq.kv.tables, self.runner.tables[piece.slot], strict=True):
+            groups = zip((1 << 30, *settings.windows), seq.kv.tables, self.runner.tables[piece.slot], strict=True)
+            for window, held, table in list(groups)[not settings.has_full :]:  # the first group may have no blocks
                 read = slice(max(piece.start - window + 1, 0) // settings.block_size, stop)
                 assert held[read] == table[read], "a block was freed too early, or the runner lacks it"
                 assert len(table) >= stop

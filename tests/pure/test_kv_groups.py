@@ -288,7 +288,7 @@ def off_by_a_block(group: WindowGroup, position: int) -> int:
     return max(position - group._window + 5, 0) // group._block_size
 
 
-def share_and_write(group: WindowGroup, seq: Sequence, _: int, step: InFlightStep) -> None:
+def share_and_write(group: WindowGroup, seq: Sequence, step: InFlightStep, *, is_copied: bool) -> None:
     """Leave a shared tail in place."""
     group._grow(seq, len(seq.kv.blocks), step)
 

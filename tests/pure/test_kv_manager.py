@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.core.budget import StepTime
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.manager import KVCacheManager
+from engine.core.page_table import NO_BLOCK
 from engine.core.sequence import Account, Sequence, Status
 from engine.core.stats import Stats
 from tests.pure.driver import check_all, config, request
@@ -58,6 +59,16 @@ class Memory:
 
     def _cell(self, seq: Sequence, position: int) -> tuple[int, int]:
         return seq.kv.blocks[position // SIZE], position % SIZE
+
+
+class NoMemory(Memory):
+    """That of a model without full attention: its first group has no cells."""
+
+    def write(self, seq: Sequence, position: int) -> None:
+        assert seq.kv.blocks[position // SIZE] == NO_BLOCK
+
+    def check(self, seq: Sequence) -> None:
+        assert set(seq.kv.blocks) <= {NO_BLOCK}
 
 
 class KVManagerMachine(RuleBasedStateMachine):
@@ -203,7 +214,7 @@ class KVManagerMachine(RuleBasedStateMachine):
 
     def write(self, seq: Sequence, stop: int) -> None:
         """Compute positions up to `stop`; none of them may be another's, nor one that others can find."""
-        others = {block for each in self.living if each is not seq for block in each.kv.blocks}
+        others = {block for each in self.living if each is not seq for block in each.kv.blocks if block != NO_BLOCK}
         for position in range(seq.num_computed, stop):
             assert seq.kv.blocks[position // SIZE] not in others, "another holds what is written"
             self.memory.write(seq, position)
@@ -266,18 +277,21 @@ class OtherMemory:
 
 
 class MixedManagerMachine(KVManagerMachine):
-    """The same over random mixtures of groups: full, several windows, recurrent."""
+    """The same over random mixtures of groups: full or not, several windows, recurrent, or none at all."""
 
     @initialize(
         num_blocks=st.integers(16, 60),
         windows=st.lists(st.sampled_from([1, 3, 4, 9]), max_size=2),
         state_blocks=st.integers(0, 3),
+        has_full=st.booleans(),
     )
-    def start(self, num_blocks: int, windows: list[int], state_blocks: int) -> None:  # type: ignore[override]
+    def start(self, num_blocks: int, windows: list[int], state_blocks: int, has_full: bool) -> None:  # type: ignore[override]
         super().start(num_blocks)
-        sizes = {"windows": tuple(windows), "state_blocks": state_blocks, "max_num_seqs": SLOTS}
+        sizes = {"windows": tuple(windows), "state_blocks": state_blocks, "max_num_seqs": SLOTS, "has_full": has_full}
         self.kv = KVCacheManager(config(num_blocks=num_blocks, block_size=SIZE, **sizes), Stats(), StepTime())  # type: ignore[arg-type]
         self.other = OtherMemory(tuple(windows))
+        if not has_full:
+            self.memory = NoMemory()
 
     def held(self) -> set[int]:
         return {block for seq in self.living for table in seq.kv.held for block in table if block >= 0}

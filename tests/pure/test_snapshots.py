@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from engine.core.config import SchedulerConfig
-from engine.core.errors import NeverFitsError
+from engine.core.errors import ConfigError, NeverFitsError
 from engine.core.kv import snapshots
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.prefix_cache import name_block
@@ -56,6 +56,7 @@ class StateMachine(SchedulerMachine):
     @initialize(
         depth=st.integers(0, 3),
         windows=WINDOWS,
+        has_full=st.booleans(),
         state_blocks=st.integers(1, 3),
         num_blocks=st.integers(18, 60),
         tiers=st.sampled_from(
@@ -71,17 +72,23 @@ class StateMachine(SchedulerMachine):
         self,
         depth: int,
         windows: list[int],
+        has_full: bool,
         budget: int,
         caching: bool,
         tiers: tuple[int, int, bool],
         **changes: str | float | None,
     ) -> None:
-        num_host_blocks, num_disk_blocks, host_caching = tiers
+        num_host_blocks, num_disk_blocks, host_caching = tiers if has_full else (0, 0, False)
         if caching:
             changes |= {"host_caching": host_caching, "num_disk_blocks": num_disk_blocks}
         changes["num_host_blocks"] = num_host_blocks
         changes["num_speculative_tokens"] = 0 if depth else changes["num_speculative_tokens"]
-        sizes = {"max_num_batched_tokens": budget, "enable_prefix_caching": caching, "max_model_len": 40}
+        sizes = {
+            "has_full": has_full,
+            "max_num_batched_tokens": budget,
+            "enable_prefix_caching": caching,
+            "max_model_len": 40,
+        }
         self.driver = Driver(config(windows=tuple(windows), **sizes, **changes), depth)  # type: ignore[arg-type]
         self.aborted: set[str] = set()
         add = self.driver.add
@@ -117,6 +124,22 @@ def run(driver: Driver, name: str, prompt: tuple[int, ...], **changes: object) -
 
 
 PROMPT = tuple(range(30))
+
+
+@pytest.mark.parametrize("state_blocks", [0, 2])
+def test_a_model_without_attention_holds_its_states_alone(state_blocks: int) -> None:
+    """A pool of twenty blocks, which has no room for K/V of these prompts."""
+    driver = Driver(stateful(state_blocks=state_blocks, has_full=False, num_blocks=20))
+    driver.add(request("a", tuple(range(60)), eos_token_ids=END, max_tokens=30, n=2, temperature=1.0))
+    driver.add(request("b", tuple(range(70)), eos_token_ids=END, max_tokens=30))
+    driver.drain()
+    driver.check_streams()
+    driver.add(request("c", tuple(range(70)), eos_token_ids=END, max_tokens=2))
+    driver.drain()
+    assert driver.prompts["c", 0].num_cached_tokens == 68
+    assert [kind for kind, _ in driver.scheduler.kv.groups] == ["recurrent"] * (state_blocks > 0)
+    with pytest.raises(ConfigError, match="nothing is kept below the pool"):
+        stateful(has_full=False, num_host_blocks=8)
 
 
 def test_a_prompt_is_resumed_at_its_last_boundaries() -> None:

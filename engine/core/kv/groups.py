@@ -215,10 +215,10 @@ class WindowGroup(Group):
         is_end = stop == len(seq.tokens)
         self._grow(seq, len(seq.kv.blocks) if is_end else blocks_for(stop, self._block_size), step)
 
-    def extend(self, seq: Sequence, copied: int, step: InFlightStep) -> None:
-        """Make the next position writable; `copied` is the shared block that the first group copied, or NO_BLOCK."""
+    def extend(self, seq: Sequence, step: InFlightStep, *, is_copied: bool) -> None:
+        """Make the next position writable, in a copy of the last block if others hold that."""
         table = self._table(seq)
-        if copied != NO_BLOCK:  # the same sequences hold it here
+        if is_copied:
             source, table[-1] = table[-1], self.pool.alloc()
             self.pool.free(source)
             step.copies.append((source, table[-1]))

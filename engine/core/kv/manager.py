@@ -21,7 +21,7 @@ from engine.core.in_flight import InFlightStep
 from engine.core.kv.contents import Contents
 from engine.core.kv.groups import Place, PrefixImport, WindowGroup, last_boundary
 from engine.core.kv.pins import Pins
-from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, request_names
+from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, Unkept, request_names
 from engine.core.kv.snapshots import RecurrentGroup
 from engine.core.kv.tiers import Tiers, TransferEnd
 from engine.core.page_table import NO_BLOCK, blocks_for
@@ -46,7 +46,7 @@ class KVCacheManager:
         self._imports: dict[PrefixImport, None] = {}
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.block_size = config.block_size
-        self._cache = PrefixCache(
+        self._cache = (PrefixCache if config.has_full else Unkept)(
             config.num_blocks, config.block_size, config.eviction, self._listener, self._pins.until, max_pinned
         )
         self.pool = self._cache.pool
@@ -60,7 +60,7 @@ class KVCacheManager:
             *self._windows,
             *([] if self._recurrent is None else [self._recurrent]),
         )
-        self._config, self._num_groups = config, config.num_groups
+        self._config, self._num_groups = config, config.num_paged_groups
         self._pins.targets += (self._cache, *self._others)
         self._cache.dependents = self._others
         self.contents = self._watch(config) if config.kv_events else None
@@ -69,7 +69,10 @@ class KVCacheManager:
     def groups(self) -> list[tuple[str, BlockIndex]]:
         """Return the groups of layers, each with the name of its kind in metrics."""
         indexes = self._cache, *self._others
-        return [(kind.name, index) for kind, index in zip(self._config.groups, indexes, strict=True)]
+        groups: list[tuple[str, BlockIndex]] = [
+            (kind.name, index) for kind, index in zip(self._config.groups, indexes, strict=True)
+        ]
+        return groups if self._config.has_full else groups[1:]
 
     def _watch(self, config: SchedulerConfig) -> Contents:
         """Let the pool and every tier note what they hold."""
@@ -105,10 +108,10 @@ class KVCacheManager:
         size, tokens, pool = self.block_size, seq.tokens, self.pool
         is_reading = self._caching and not seq.needs_every_position
         hits, hosts = self._match(seq) if is_reading else ([], [])
-        for block in hits:
-            pool.fork(block)
+        self._cache.hold(hits)
         ticket = seq.kv.useful_ticket(len(hits) * size)
-        missing = blocks_for(len(tokens), size) - len(hits) + reserve * self._num_groups
+        missing = blocks_for(len(tokens), size) - len(hits) if self._config.has_full else 0
+        missing += reserve * self._num_groups
         seq.kv.tables = (hits,)
         num_found = len(hits) + len(hosts)
         saved = [None] * len(self._others) if ticket is None else ticket.others
@@ -116,7 +119,7 @@ class KVCacheManager:
         self._owe(seq)
         missing += max(seq.headroom - seq.kv.num_owed, 0)  # the beams' blocks were those of all groups
         if pool.num_spare < missing:
-            pool.free(*reversed(hits))
+            self._cache.release(hits)
             seq.kv.tables, seq.kv.state = (), StateSlots()
             self._owe(seq, 0)
             return None
@@ -126,13 +129,14 @@ class KVCacheManager:
             hosts, num_loaded, others = ticket.blocks[num_hits:], ticket.num_tokens, ticket.other_blocks
         elif others := self._find_others(seq, num_found):
             seq.kv.num_published = min([num_hits, *(group.window_at(num_found).start for group in self._others)])
-        pool.found(hits)
+        if self._config.has_full:
+            pool.found(hits)
         if hosts or others:  # before the pool evicts blocks to host memory, which may evict these
             self.tiers.take(seq, hosts, others)
         for group in self._others:
             group.resume(seq)
         blocks = seq.kv.blocks
-        blocks += pool.alloc_many(blocks_for(len(tokens), size) - num_hits, after=hits[-1] if hits else -1)
+        blocks += self._cache.take(blocks_for(len(tokens), size) - num_hits, after=hits[-1] if hits else -1)
         filled = [block for group in self._others for block in group.fill(seq)]
         seq.num_computed = seq.num_planned = num_loaded
         seq.kv.writable_until = seq.kv.capacity
@@ -242,16 +246,21 @@ class KVCacheManager:
 
         That is a block of each, or a copy of the last one if others hold it, and a slot for its state.
         """
-        kv, pool, copied = seq.kv, self.pool, NO_BLOCK
+        kv, pool, has_full = seq.kv, self.pool, self._config.has_full
         blocks = kv.tables[0]
-        needs_block = not kv.shares_tail or pool.is_shared(blocks[-1])
+        # All tables share their tails alike.
+        is_copied = kv.shares_tail and self._num_groups > 0 and pool.is_shared(kv.tables[not has_full][-1])
+        needs_block = is_copied or not kv.shares_tail
         missing = self._num_groups if needs_block else 0
-        if needs_block and pool.is_exhausted:
+        if missing and pool.is_exhausted:
             return False
         if self._others and missing + kv.num_owed and pool.num_spare < missing:
             return False
-        if needs_block:
-            if not kv.shares_tail:
+        if needs_block and not has_full:
+            if not is_copied:
+                blocks.append(NO_BLOCK)
+        elif needs_block:
+            if not is_copied:
                 blocks.append(pool.alloc(after=blocks[-1]))
             else:
                 copied, blocks[-1] = blocks[-1], pool.alloc()
@@ -261,7 +270,7 @@ class KVCacheManager:
         kv.shares_tail, kv.writable_until = False, len(blocks) * self.block_size
         if self._others:
             for group in self._others:
-                group.extend(seq, copied, step)
+                group.extend(seq, step, is_copied=is_copied)
             self._owe(seq)
         return True
 
@@ -288,14 +297,13 @@ class KVCacheManager:
 
     def _hold_all(self, seq: Sequence) -> None:
         """Add a holder to every block of a sequence."""
-        for block in seq.kv.blocks:
-            self.pool.fork(block)
+        self._cache.hold(seq.kv.blocks)
         for group in self._others:
             group.hold(seq)
 
     def _free_all(self, seq: Sequence) -> None:
         """Remove a holder of every block of a sequence; its tables are replaced or cleared next."""
-        self.pool.free(*reversed(seq.kv.blocks))
+        self._cache.release(seq.kv.blocks)
         for group in self._others if seq.kv.tables else ():
             group.free(seq)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 from engine.core.config import SchedulerConfig
 from engine.core.kv.block_pool import BlockPool, count_holders
 from engine.core.kv.contents import Holdings
+from engine.core.page_table import NO_BLOCK
 from engine.core.spans import Chain, Span
 from engine.core.types import Request
 
@@ -231,6 +232,19 @@ class PrefixCache(BlockIndex):
         self._unnamed: dict[bytes, _Run] = {}  # by the name of their first block
         self._run_of: dict[int, _Run] = {}  # by block
 
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Add a holder to blocks of a sequence."""
+        for block in blocks:
+            self.pool.fork(block)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Remove a holder of blocks of a sequence, the last ones first."""
+        self.pool.free(*reversed(blocks))
+
+    def take(self, count: int, *, after: int) -> list[int]:
+        """Return new blocks of a sequence."""
+        return self.pool.alloc_many(count, after=after)
+
     def match(self, chain: list[bytes], tokens: Sequence[int], max_tokens: int) -> list[int]:
         """Return the longest run of cached blocks that starts `tokens`, up to `max_tokens`.
 
@@ -355,3 +369,33 @@ def _begins_with(run: _Run, tokens: Sequence[int], block_size: int) -> bool:
     """Return whether the blocks of a run hold these tokens, and perhaps more."""
     is_long = len(run.blocks) * block_size >= len(tokens)
     return is_long and run.tokens[: len(tokens)] == tokens
+
+
+class Unkept(PrefixCache):
+    """The first group of a model without full attention: it has any block, and none takes memory."""
+
+    __slots__ = ()
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Do nothing."""
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def take(self, count: int, *, after: int) -> list[int]:  # noqa: ARG002 - for others
+        """Return places in a table."""
+        return [NO_BLOCK] * count
+
+    def match(self, chain: list[bytes], tokens: Sequence[int], max_tokens: int) -> list[int]:
+        """Return all places: whether a prompt can be resumed there is for the other groups to say."""
+        num_blocks = max_tokens // self.block_size
+        self.register(chain, tokens, (), 0, num_blocks)
+        return [NO_BLOCK] * num_blocks
+
+    def register(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:  # noqa: ARG002
+        """Name blocks."""
+        for index in range(max(first, len(chain) - 1), stop):
+            name_block(chain, tokens, index, self.block_size)
+
+    def leave(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:
+        """Do nothing."""

@@ -105,7 +105,7 @@ class RecurrentGroup(Group):
         """Choose the slots for the next chunk of a prompt."""
         self._advance(seq)
 
-    def extend(self, seq: Sequence, _copied: int, _step: InFlightStep) -> None:
+    def extend(self, seq: Sequence, _step: InFlightStep, *, is_copied: bool) -> None:  # noqa: ARG002 - for others
         """Choose the slots for the next position."""
         self._advance(seq)
 
@@ -113,7 +113,7 @@ class RecurrentGroup(Group):
         """Go on in the same slot, or leave it for a fresh one."""
         state, start = seq.kv.state, seq.num_planned
         # A snapshot is kept in blocks beyond what running sequences may need next.
-        num_next = self._config.num_groups * self._config.max_num_seqs
+        num_next = self._config.num_paged_groups * self._config.max_num_seqs
         has_spare = self.pool.num_spare >= len(self._suffixes) + num_next
         state.source = state.slot
         if state.is_shared or not state.slot or (has_spare and self._is_kept(seq, start)):

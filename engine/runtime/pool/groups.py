@@ -5,7 +5,8 @@ allow, each at its own place. So a block of one group serves any other, whatever
 blocks holds all. The first group has full attention; a kind of layers that does not fit one block takes several groups.
 What a group's layers leave of a block is unused. A layer that reads the state of another has no place of its own.
 
-A model whose layers all have windows, or whose windows no sequence fills, is one group.
+In a model whose layers all have windows the first group has no layers, and takes no blocks. A model whose windows no
+sequence fills is one group.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from engine.runtime.kv_layout import AttentionSpec
 
 TILE_KEYS = 128  # most keys that a kernel reads at once; before a window it reads up to so many, with weight 0
 EVERY = 1 << 30  # positions that a group keeps, if that is all
-# Largest share of a block that may be unused: in groups with windows, which hold few blocks, and in others.
+# Largest share of a block that may be unused: in groups with windows, which hold few blocks, and in those that keep most.
 _MAX_UNUSED = 0.2
 _MAX_UNUSED_FULL = 0.05
 _MAX_MORE = 1.1  # if more is unused anyway: what sequences hold, of the least that is possible
@@ -38,30 +39,41 @@ class LayerGroups(NamedTuple):
     cuts: tuple[int, ...]
     windows: tuple[int, ...] = ()
 
+    @property
+    def has_full(self) -> bool:
+        """Return whether the first group has layers."""
+        return 0 in self.group_of
+
 
 def one_group(specs: Sequence[AttentionSpec], dtype: torch.dtype) -> LayerGroups:
     """Return all layers as one group that keeps every position."""
     return _divided([(EVERY, [index for index, spec in enumerate(specs) if spec.source is None])], specs, dtype)
 
 
-def group_layers(specs: Sequence[AttentionSpec], dtype: torch.dtype, max_model_len: int) -> LayerGroups:
+def group_layers(
+    specs: Sequence[AttentionSpec], dtype: torch.dtype, max_model_len: int, *, needs_full: bool = False
+) -> LayerGroups:
     """Return the groups of a pool's layers, in a pool of `dtype`.
 
-    A window that sequences of `max_model_len` positions do not fill is full attention.
+    A window that sequences of `max_model_len` positions do not fill is full attention. With `needs_full` some layers keep
+    every position: all, if none has full attention.
     """
     kept_by: dict[int, int] = {}  # by layer, for all that read its state
     for index, spec in enumerate(specs):
         kept, source = EVERY if spec.window is None else spec.window + TILE_KEYS - 1, _source(index, spec)
         kept_by[source] = max(kept_by.get(source, 0), kept if kept < max_model_len else EVERY)
-    layers: dict[int, list[int]] = {EVERY: []}
+    layers: dict[int, list[int]] = {max(kept_by.values(), default=EVERY): []}
     for index, kept in kept_by.items():
         layers.setdefault(kept, []).append(index)
-    if not layers[EVERY] or len(layers) == 1:
+    has_full = EVERY in layers
+    if (has_full and len(layers) == 1) or (needs_full and not has_full):
         return one_group(specs, dtype)
     sizes = [spec.bytes_a_token(dtype) for spec in specs]
     size = _choose_size(layers, sizes, max_model_len)
     parts = [(kept, part) for kept, each in layers.items() for part in _packed(each, sizes, size)]
     held = size * sum(min(kept, max_model_len) for kept, _ in parts)
+    if not has_full:
+        parts.insert(0, (EVERY, []))
     return _divided(parts, specs, dtype) if held < sum(sizes) * max_model_len else one_group(specs, dtype)
 
 
@@ -81,10 +93,10 @@ def _choose_size(layers: dict[int, list[int]], sizes: Sequence[int], max_model_l
         """Return what the longest sequence holds."""
         return sum(len(_packed(each, sizes, size)) * size * min(kept, max_model_len) for kept, each in layers.items())
 
-    least = max(sizes)
-    found = {least, *(size for size in accumulate(sizes[layer] for layer in layers[EVERY]) if size > least)}
+    least, longest = max(sizes), max(layers)
+    found = {least, *(size for size in accumulate(sizes[layer] for layer in layers[longest]) if size > least)}
     for size in sorted(found, reverse=True):
-        if all(unused(kept, size) <= (_MAX_UNUSED_FULL if kept == EVERY else _MAX_UNUSED) for kept in layers):
+        if all(unused(kept, size) <= (_MAX_UNUSED_FULL if kept == longest else _MAX_UNUSED) for kept in layers):
             return size
     enough = _MAX_MORE * min(map(held, found))
     return max(size for size in found if held(size) <= enough)

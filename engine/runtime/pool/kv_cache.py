@@ -250,7 +250,7 @@ def fit_pool(
     that does not fit is a MemoryBudgetError, and so is a budget below one block.
     """
     num_blocks = max(budget.num_bytes // bytes_per_block, 0)
-    lengths = range(0, (num_blocks + 1) * block_size, block_size)
+    lengths = range(0, max(num_blocks * block_size, asked_len or model_len) + block_size, block_size)
     capacity = lengths[bisect_right(lengths, num_blocks, key=blocks_of) - 1]
     account = f" ({budget.account})" if budget.account else ""
     if not capacity:
