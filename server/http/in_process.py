@@ -62,8 +62,10 @@ async def respond(
         await task  # raises what the application raised
     finally:
         left.set()
-        await asyncio.wait([task], timeout=5)  # it ends by itself
-        task.cancel()
+        try:
+            await asyncio.wait([task], timeout=5)  # it ends by itself
+        finally:
+            task.cancel()
 
 
 def _scope(request: Forwarded) -> Scope:
