@@ -19,6 +19,11 @@ from server.telemetry.request_log import EndedSequence
 from server.tenancy.tenant_file import DEFAULT
 
 TAG_CHARS = 8
+_OF_SEQUENCE = (
+    *("seq_id", "status", "num_prompt", "num_tokens", "num_computed", "num_cached", "num_preemptions"),
+    *("arrival_s", "first_scheduled_s", "first_token_s"),
+)
+_OF_ENDED = ("at_s", "num_tokens", "num_preemptions", "queue_s", "prefill_s", "decode_s", "finish_reason")
 
 router = APIRouter()
 
@@ -83,30 +88,9 @@ def _name(request_id: str, choice: int) -> dict[str, Any]:
 
 
 def _ended(end: EndedSequence) -> dict[str, Any]:
-    return {
-        **_name(end.request_id, end.choice),
-        "at_s": end.at_s,
-        "num_tokens": end.num_prompt + end.num_generated,
-        "num_preemptions": end.num_preemptions,
-        "queue_s": end.queue_s,
-        "prefill_s": end.prefill_s,
-        "decode_s": end.decode_s,
-        "finish_reason": end.finish_reason,
-    }
+    return {**_name(end.request_id, end.choice), **{name: getattr(end, name) for name in _OF_ENDED}}
 
 
 def _sequence(view: SequenceView) -> dict[str, Any]:
-    return {
-        "seq_id": view.seq_id,
-        **_name(view.request_id, view.choice),
-        "status": view.status,
-        "num_prompt": view.num_prompt,
-        "num_tokens": view.num_tokens,
-        "num_computed": view.num_computed,
-        "num_cached": view.num_cached,
-        "num_preemptions": view.num_preemptions,
-        "num_blocks": len(view.all_blocks),
-        "arrival_s": view.arrival_s,
-        "first_scheduled_s": view.first_scheduled_s,
-        "first_token_s": view.first_token_s,
-    }
+    shown = {name: getattr(view, name) for name in _OF_SEQUENCE}
+    return {**_name(view.request_id, view.choice), **shown, "num_blocks": len(view.all_blocks)}

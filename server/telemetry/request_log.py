@@ -30,8 +30,7 @@ class EndedSequence(NamedTuple):
     owner: str
     request_id: str  # in the engine
     choice: int
-    num_prompt: int
-    num_generated: int
+    num_tokens: int  # of prompt and answer
     num_preemptions: int
     queue_s: float | None  # None if it was never scheduled
     prefill_s: float
@@ -77,8 +76,7 @@ class RequestLog:
                     record.owner,
                     request.request_id,
                     index % n,
-                    len(request.prompt),
-                    times.num_tokens,
+                    len(request.prompt) + times.num_tokens,
                     times.num_preemptions or 0,
                     times.queue_s,
                     times.prefill_s,
