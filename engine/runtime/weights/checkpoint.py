@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.files.formats import choose_format
 from engine.files.hf_config import HFConfig
@@ -39,38 +39,39 @@ class StoredTensor(NamedTuple):
     block: int = 1
 
 
-class Checkpoint(Protocol):
-    """A checkpoint; making one reads its config."""
+class Checkpoint:
+    """A checkpoint; making one reads its config. Here is what most have."""
 
     config: HFConfig
-    quantization: QuantConfig | None  # the settings of packed modules; None for plain weights, and for GGUF's rows
+    quantization: QuantConfig | None = (
+        None  # the settings of packed modules; None for plain weights, and for GGUF's rows
+    )
 
     def check(self) -> None:
         """Raise ModelLoadError for weights that cannot be opened; without torch."""
-        ...
 
     @property
     def files(self) -> Sequence[Path]:
         """Return the files that config and weights are read from, in the order of reading. Raises ModelLoadError."""
-        ...
+        raise NotImplementedError
 
     @property
     def is_body(self) -> bool:
         """Return whether the files hold a model that was saved without its LM head, for its vectors."""
-        ...
+        return False
 
     @property
     def num_weights(self) -> int | None:
         """Return how many elements the files hold; None for as many as asked for."""
-        ...
+        return None
 
     def headers(self) -> Headers:
         """Return the stored types and shapes of a quantised checkpoint's tensors."""
-        ...
+        return {}
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterable[StoredTensor]:
         """Yield every tensor, file by file; random weights yield those `wanted`, name to shape."""
-        ...
+        raise NotImplementedError
 
 
 def open_checkpoint(load_format: str, path: Path, seed: int = 0) -> Checkpoint:

@@ -7,12 +7,11 @@ billions would take a minute.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.runtime.weights.checkpoint import StoredTensor, open_checkpoint
-from engine.runtime.weights.headers import Headers
+from engine.runtime.weights.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,24 +21,16 @@ _NUM_DRAWN = (1 << 22) - 3  # odd, so that the rows of a matrix differ
 _ELEMENT_BYTES = 2  # as a file would have them
 
 
-class DummyCheckpoint:
+class DummyCheckpoint(Checkpoint):
     """Norms of 1, biases of 0, and random matrices, for a model of any other format."""
 
-    num_weights = None
-    quantization = None
-    is_body = False
+    files: Sequence[Path] = ()
 
     def __init__(self, path: Path, seed: int) -> None:
         self.config = open_checkpoint("auto", path).config
         self._seed = seed
         self.files = [path / "config.json" if path.is_dir() else path]
         self._drawn: Tensor | None = None
-
-    def check(self) -> None:
-        """Do nothing: the model's weights are not read."""
-
-    def headers(self) -> Headers:
-        return {}
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:
         for name, shape in wanted.items():

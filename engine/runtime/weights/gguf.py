@@ -23,10 +23,9 @@ from engine.files.gguf_header import TensorInfo
 from engine.files.gguf_parts import read_parts
 from engine.files.hf_config import HFConfig
 from engine.runtime.native.rows import OpenFile, StoredRows, in_halves
-from engine.runtime.weights.checkpoint import StoredTensor
+from engine.runtime.weights.checkpoint import Checkpoint, StoredTensor
 from engine.runtime.weights.gguf_config import hf_config
 from engine.runtime.weights.gguf_names import parts_of
-from engine.runtime.weights.headers import Headers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,11 +73,10 @@ class GGUFTensor(NamedTuple):
         return StoredRows(int(self.kind), self.rows, self.file, self.start, head_rows)
 
 
-class GGUFCheckpoint:
+class GGUFCheckpoint(Checkpoint):
     """One .gguf file, or the parts of a split one by the path of the first."""
 
-    quantization = None
-    is_body = False  # without a head the file's embedding is the head
+    files: Sequence[Path] = ()
 
     def __init__(self, path: Path, seed: int = 0) -> None:  # noqa: ARG002 - for random weights
         parts = read_parts(path)
@@ -94,17 +92,10 @@ class GGUFCheckpoint:
         self._arch, values = hf_config(header.metadata, shapes, ropes, str(path))
         self.config = HFConfig(values, str(path))
 
-    def check(self) -> None:
-        """Do nothing: the header has been checked."""
-
     @property
     def num_weights(self) -> int:
         """Return how many elements the file holds."""
         return sum(math.prod(tensor.shape) for tensor in self._stored.values())
-
-    def headers(self) -> Headers:
-        """Return nothing: rows say how they are quantised."""
-        return {}
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:  # noqa: ARG002 - the protocol's
         num_layers = self.config.size("num_hidden_layers")

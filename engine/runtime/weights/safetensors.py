@@ -15,7 +15,7 @@ from typing import Any
 from engine.core.errors import ModelLoadError
 from engine.files.hf_config import HFConfig
 from engine.files.quant_config import BESIDE, QuantConfig, read_quantization
-from engine.runtime.weights.checkpoint import StoredTensor
+from engine.runtime.weights.checkpoint import Checkpoint, StoredTensor
 from engine.runtime.weights.expert_names import expert_parts
 from engine.runtime.weights.headers import CODES, FLOATS, TYPES, Header, Headers, check_packed, is_unused, module_of
 from engine.runtime.weights.safetensors_file import SafetensorsFile, has_rows
@@ -30,7 +30,7 @@ _VOCABULARY = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8")}  # of an EAGLE-3 dr
 _MAX_CODES = {"I32": 16, "U8": 2}  # that an element may hold: of 2 bits and of 4
 
 
-class SafetensorsCheckpoint:
+class SafetensorsCheckpoint(Checkpoint):
     """A folder in the hub's layout; its weight files are opened when needed."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:  # noqa: ARG002 - for random weights
