@@ -310,9 +310,8 @@ def test_hostile_bodies_can_be_measured(large: Live, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert re.search(r"a million unknown fields .* \d+ x 400 \|\n", out)
     assert re.search(r"a thousand unknown fields .* \d+ x 200 \|\n", out)
-    for case in cases():
-        if case.name != "100,000 brackets" and "30 MB" not in case.name:
-            json.loads(case.make())
+    for make in {case.make for case in cases() if case.name != "100,000 brackets" and "30 MB" not in case.name}:
+        json.loads(make())
 
 
 def test_the_reader_can_be_used_from_any_thread_and_logs_what_failed(caplog: pytest.LogCaptureFixture) -> None:
