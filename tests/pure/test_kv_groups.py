@@ -1,4 +1,6 @@
-"""Groups of layers with sliding windows beside full attention: histories, footprint, resuming, and refusals.
+"""Groups of layers with sliding windows beside full attention: footprint, resuming, and refusals.
+
+Histories over mixtures of windows and recurrent state are in test_snapshots.py.
 
 FakeRunner asserts in every step that all positions of a window are there and right, so a history that runs to its end
 proves that no block was freed too early, shared without a copy, or found under a wrong name.
@@ -9,7 +11,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
@@ -20,7 +21,6 @@ from engine.core.page_table import NO_BLOCK, blocks_for
 from engine.core.sequence import Sequence
 from engine.core.types import AbortCause, Request
 from tests.pure.driver import Driver, config, request
-from tests.pure.test_scheduler_properties import SchedulerMachine
 
 WINDOWS = st.lists(st.sampled_from([1, 2, 4, 5, 9, 17]), min_size=1, max_size=2)
 
@@ -53,56 +53,6 @@ def check_findable(driver: Driver) -> None:
     kv = driver.scheduler.kv
     num_findable = sum(kv.pool.is_findable(block) for block in range(kv.pool.num_blocks))
     assert sum(group.num_findable for _, group in kv.groups) == num_findable
-
-
-class WindowMachine(SchedulerMachine):
-    """The histories of test_scheduler_properties.py, aborts, beams and rollbacks included, with windows."""
-
-    @initialize(
-        depth=st.integers(0, 3),
-        windows=WINDOWS,
-        num_blocks=st.integers(24, 60),
-        tiers=st.sampled_from(
-            [(0, 0, False), (8, 0, False), (40, 0, False), (8, 0, True), (40, 0, True), (30, 80, True)]
-        ),
-        budget=st.integers(6, 30),
-        caching=st.booleans(),
-        policy=st.sampled_from(["fcfs", "fair"]),
-        eviction=st.sampled_from(["lru", "slru", "lfu", "cost"]),
-        num_speculative_tokens=st.sampled_from([0, 1, 4]),
-    )
-    def start(  # type: ignore[override]
-        self,
-        depth: int,
-        windows: list[int],
-        budget: int,
-        caching: bool,
-        tiers: tuple[int, int, bool],
-        **changes: str | float | None,
-    ) -> None:
-        num_host_blocks, num_disk_blocks, host_caching = tiers
-        if caching:
-            changes |= {"host_caching": host_caching, "num_disk_blocks": num_disk_blocks}
-        changes["num_host_blocks"] = num_host_blocks
-        changes["num_speculative_tokens"] = 0 if depth else changes["num_speculative_tokens"]
-        sizes = {"max_num_batched_tokens": budget, "enable_prefix_caching": caching, "max_model_len": 40}
-        self.driver = Driver(windowed(windows, **sizes, **changes), depth)
-        self.aborted: set[str] = set()
-
-    @invariant()
-    def footprint_is_bounded(self) -> None:
-        if hasattr(self, "driver"):
-            check_footprint(self.driver)
-            check_findable(self.driver)
-
-    def teardown(self) -> None:
-        super().teardown()
-        if hasattr(self, "driver"):
-            assert self.driver.scheduler.kv.pool.num_held == self.driver.scheduler.kv.pool.num_owed == 0
-
-
-WindowMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
-TestWindowMachine = WindowMachine.TestCase
 
 
 turns = st.one_of(

@@ -23,6 +23,7 @@ from engine.core.kv.snapshots import RecurrentGroup
 from engine.core.types import AbortCause, BeamParams, Pin
 from loadtest.fake_runner import FakeRunner
 from tests.pure.driver import EOS, VOCAB, Driver, config, request
+from tests.pure.test_kv_groups import check_findable, check_footprint
 from tests.pure.test_scheduler_properties import SchedulerMachine
 
 WINDOWS = st.lists(st.sampled_from([1, 2, 4, 5, 9, 17]), max_size=2)
@@ -51,13 +52,13 @@ def check_held(driver: Driver) -> None:
 
 
 class StateMachine(SchedulerMachine):
-    """The histories of test_scheduler_properties.py, aborts, beams and rollbacks included, with states and windows."""
+    """The histories of test_scheduler_properties.py, aborts, beams and rollbacks included, with windows, states or both."""
 
     @initialize(
         depth=st.integers(0, 3),
         windows=WINDOWS,
         has_full=st.booleans(),
-        state_blocks=st.integers(1, 3),
+        state_blocks=st.integers(0, 3),
         num_blocks=st.integers(18, 60),
         tiers=st.sampled_from(
             [(0, 0, False), (8, 0, False), (40, 0, False), (8, 0, True), (40, 0, True), (30, 80, True)]
@@ -82,6 +83,8 @@ class StateMachine(SchedulerMachine):
         if caching:
             changes |= {"host_caching": host_caching, "num_disk_blocks": num_disk_blocks}
         changes["num_host_blocks"] = num_host_blocks
+        if not (has_full or windows):
+            changes["state_blocks"] = 1
         changes["num_speculative_tokens"] = 0 if depth else changes["num_speculative_tokens"]
         sizes = {
             "has_full": has_full,
@@ -100,9 +103,12 @@ class StateMachine(SchedulerMachine):
         self.driver.add = add_if_it_fits  # type: ignore[method-assign, assignment]
 
     @invariant()
-    def slots_are_held(self) -> None:
+    def books_of_groups_agree(self) -> None:
         if hasattr(self, "driver"):
-            check_held(self.driver)
+            check_footprint(self.driver)
+            check_findable(self.driver)
+            if self.driver.scheduler.config.state_blocks:
+                check_held(self.driver)
 
     def teardown(self) -> None:
         super().teardown()
@@ -110,7 +116,7 @@ class StateMachine(SchedulerMachine):
             assert self.driver.scheduler.kv.pool.num_held == self.driver.scheduler.kv.pool.num_owed == 0
 
 
-StateMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+StateMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestStateMachine = StateMachine.TestCase
 
 

@@ -61,24 +61,22 @@ class KVCacheManager:
             *([] if self._recurrent is None else [self._recurrent]),
         )
         self._config, self._num_groups = config, config.num_paged_groups
-        self._pins.targets += (self._cache, *self._others)
+        self._indexes: tuple[BlockIndex, ...] = (self._cache, *self._others)  # by the number of the group
+        self._pins.targets += self._indexes
         self._cache.dependents = self._others
         self.contents = self._watch(config) if config.kv_events else None
 
     @property
     def groups(self) -> list[tuple[str, BlockIndex]]:
         """Return the groups of layers, each with the name of its kind in metrics."""
-        indexes = self._cache, *self._others
-        groups: list[tuple[str, BlockIndex]] = [
-            (kind.name, index) for kind, index in zip(self._config.groups, indexes, strict=True)
-        ]
+        groups = [(kind.name, index) for kind, index in zip(self._config.groups, self._indexes, strict=True)]
         return groups if self._config.has_full else groups[1:]
 
     def _watch(self, config: SchedulerConfig) -> Contents:
         """Let the pool and every tier note what they hold."""
         contents = Contents(config)
         self.tiers.host.holdings = contents.host
-        for index in (self._cache, *self._others):
+        for index in self._indexes:
             index.holdings = contents.pool
         for name, store in self.tiers.stores.items():
             store.holdings = contents.stores[name]
@@ -322,15 +320,11 @@ class KVCacheManager:
         return last_boundary(self._others, chain, num_found, lambda _: False)
 
     def find_places(self, names: list[bytes], tokens: Seq[int], places: Seq[Place]) -> list[int]:
-        """Return the cached blocks of a prompt at the first of some places, as far as they are there."""
+        """Return the cached blocks of a prompt at the first of some places, as far as they are there; all have names."""
         chain, blocks = names.copy(), list[int]()
-        num_full = max([place.at + 1 for place in places if not place.group], default=0)
-        hits = self._cache.match(chain, tokens, num_full * self.block_size)
+        self._cache.match(chain, tokens, len(tokens))  # it names what has no names yet
         for place in places:
-            if place.group:
-                block = self._others[place.group - 1].find(place.name(chain))
-            else:
-                block = hits[place.at] if place.at < len(hits) else NO_BLOCK
+            block = self._indexes[place.group].find(place.name(chain))
             if block == NO_BLOCK:
                 break
             blocks.append(block)
@@ -349,7 +343,7 @@ class KVCacheManager:
         for block in hits:
             pool.fork(block)
         lacking = places[len(hits) : num_full]
-        others = [place for place in places[num_full:] if self._others[place.group - 1].find(place.name(chain)) < 0]
+        others = [place for place in places[num_full:] if self._indexes[place.group].find(place.name(chain)) < 0]
         num_spare = max(pool.num_spare - reserve * self._num_groups, 0)
         if others and len(lacking) + len(others) > num_spare:
             pool.free(*reversed(hits))
