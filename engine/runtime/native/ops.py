@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import addressof, pointer
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,15 +89,9 @@ def rotate_heads(qk: Tensor, cos: Tensor, signed_sin: Tensor) -> None:
     library.rope(args)
 
 
-class PackedAddend(NamedTuple):
-    """A term added to some rows of a product before bias and activation: low [R, rank] up^T.
-
-    rows [R] int64 ascend. `up` is packed like the matrix that it is added to: as many rows, the same activation.
-    """
-
-    rows: Tensor
-    low: Tensor
-    up: LinearArgs
+# A term added to some rows of a product before bias and activation, low [R, rank] up^T: rows [R] int64, which ascend, low,
+# and up, packed like the matrix that it is added to: as many rows, the same activation.
+PackedAddend = tuple[Tensor, Tensor, LinearArgs]
 
 
 class NativeLinear:
@@ -151,10 +145,9 @@ class NativeLinear:
         y = torch.empty(x.shape[0], num_columns, dtype=dtype or x.dtype)
         args = GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), x.shape[0], *x.stride()[:1], *y.stride()[:1])
         args.y_dtype = DTYPES[y.dtype]
-        lows = [addend.low.to(library.low_dtype(addend.up)).contiguous() for addend in addends]
-        of_rows = torch.zeros(
-            len(x) if addends else 0, 2, dtype=torch.int64
-        )  # addresses, in the layout of struct addend
+        lows = [low.to(library.low_dtype(up)).contiguous() for _, low, up in addends]
+        # Addresses, in the layout of struct addend.
+        of_rows = torch.zeros(len(x) if addends else 0, 2, dtype=torch.int64)
         for (rows, _, up), low in zip(addends, lows, strict=True):
             assert (up.n, up.activation, up.k) == (linear.n, linear.activation, low.shape[1])
             of_rows[rows, 0] = addressof(up)

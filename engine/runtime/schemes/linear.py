@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.runtime.activation import Activation
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import LinearArgs, native
-from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, PackedAddend, rows_of
+from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, rows_of
 from engine.runtime.parallel.group import Group
 from engine.runtime.schemes.activations import act_mul
 
@@ -58,7 +58,7 @@ class Linear:
         No row is in two addends.
         """
         if isinstance(self.product, NativeLinear):
-            packed = [PackedAddend(rows, low, up.args) for rows, low, up in addends if up.args is not None]
+            packed = [(rows, low, up.args) for rows, low, up in addends if up.args is not None]
             assert len(packed) == len(addends), "a matrix with addends is packed"
             return self.product(x, addends=packed)
         y = self.product(x)
