@@ -132,15 +132,7 @@ def _parts(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) ->
         shares_prefixes=config.share_prefix_cache,
     )
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
-    limits = ModelLimits.of(
-        engine.config,
-        engine.facts.vocab_size,
-        tokenizer,
-        max_logprobs=config.max_logprobs,
-        generates=engine.facts.generates,
-        tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
-    )
+    limits = _limits(engine, tokenizer, config)
     model = ServedModel(engine, ChatPreprocessor(limits, config.default_chat_template_kwargs or {}), config)
     prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, model, engine)
     responder = Responder(
@@ -181,6 +173,18 @@ def _parts(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) ->
         "tokenizer": tokenizer,
         "tracing": None if export is None else export.tracing,
     }
+
+
+def _limits(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> ModelLimits:
+    return ModelLimits.of(
+        engine.config,
+        engine.facts.vocab_size,
+        tokenizer,
+        max_logprobs=config.max_logprobs,
+        generates=engine.facts.generates,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
 
 
 class _Export(NamedTuple):
