@@ -330,7 +330,8 @@ def _fit_pool(parts: _Parts, settings: SchedulerConfig, budget: PoolBudget) -> S
     if settings.windows:
         num_groups = settings.num_groups - (not settings.has_full)
         unused = 1 - parts.used_bytes / (num_groups * bytes_per_block)
-        groups = f" in one of {num_groups} groups of layers ({unused:.0%} of their bytes unused)"
+        kinds = f"in one of {num_groups} groups of layers" if num_groups > 1 else "of the layers' window"
+        groups = f" {kinds} ({unused:.0%} of their bytes unused)"
     report(Progress("kv_pool", _describe(config.max_model_len, settings, bytes_per_block, groups, model)))
     return settings
 

@@ -131,6 +131,27 @@ def test_a_small_pool_shortens_the_context_and_says_so(folder: str) -> None:
     assert any(told in progress.detail for progress in report)
 
 
+def test_layers_with_windows_alone_serve_contexts_that_the_pool_does_not_hold(folder: str) -> None:
+    """Unless what is below the pool, or a draft model, needs every position."""
+    config = Path(folder) / "config.json"
+    values = json.loads(config.read_text()) | {"model_type": "mistral", "sliding_window": 8}
+    config.write_text(json.dumps(values))
+    report: list[Progress] = []
+    engine = build(folder, report, kv_cache_memory_bytes=20 * BLOCK_BYTES, max_num_seqs=4, max_num_batched_tokens=64)
+    assert (engine.config.num_blocks, engine.config.max_model_len) == (20, 512)
+    assert any("20 blocks of 16 tokens of the layers' window (0% of" in progress.detail for progress in report)
+    assert list(engine.stats.findable_blocks) == ["window 135"]
+    asked = Request(
+        request_id="r",
+        prompt=tuple(position % 90 for position in range(470)),
+        params=SamplingParams(max_tokens=30, temperature=0.0),
+        arrival_s=0.0,
+    )
+    whole = build(folder, swap_space=0.001)
+    assert whole.config.has_full
+    assert answer(engine, asked) == answer(whole, asked)
+
+
 def test_int8_kv_holds_more_blocks_in_the_same_memory(folder: str) -> None:
     num_blocks = [
         build(folder, kv_cache_dtype=kind, kv_cache_memory_bytes=64 * BLOCK_BYTES).config.num_blocks

@@ -27,6 +27,7 @@ class StatsRecorder:
         self._pool, self._groups = kv.pool, dict[str, list[BlockIndex]]()
         for kind, group in kv.groups:
             self._groups.setdefault(kind, []).append(group)
+        stats.findable_blocks = dict.fromkeys(self._groups, 0)
         self._host_pool = kv.tiers.host.pool
         self._store_pools = {name: store.pool for name, store in kv.tiers.stores.items()}
         self.gaps: dict[float, int] = {}  # time of the previous token -> sequences that drew their next since
