@@ -83,7 +83,8 @@ class SequenceKV:
     is_arriving: bool = False  # a step in flight loads what it was admitted with
     num_pinned: int = 0  # of the first positions
     num_from: dict[str, int] = field(default_factory=dict)  # positions first admitted with, by the tier below the pool
-    num_awaited: int = 0  # blocks that are being fetched from a store for it ...
+    num_awaited: int = 0  # blocks of all groups that are being fetched from a store for it ...
+    num_coming: int = 0  # ... how many of its first blocks it can begin with then ...
     awaits_until_s: float = 0.0  # ... and when it is admitted without them
     ticket: Ticket | None = None  # from being preempted until it resumes
     num_saved: int = 0  # positions that its ticket had when it was preempted last

@@ -441,6 +441,8 @@ def test_a_daemon_that_starts_again_finds_states_on_the_disk() -> None:
     second.scheduler.tiers.restore("disk", list(first.scheduler.tiers.stores["disk"]._block_of.items()))
     second.add(request("turn2", (*prompt[:28], 7, 8, 9, 10, 11)))
     assert second.scheduler.has_parked
+    (seq,) = second.scheduler._queue.waiting
+    assert second.scheduler.kv.lookup(seq) == 28, "a state is no position"
     second.transfer()
     second.drain()
     assert second.prompts["turn2", 0].num_cached_tokens == 28

@@ -172,7 +172,7 @@ class KVCacheManager:
         """Return how many positions of a waiting sequence are cached, or on their way from a store."""
         if not self._caching or seq.needs_every_position:
             return 0
-        num_blocks = sum(map(len, self._match(seq))) + seq.kv.num_awaited
+        num_blocks = max(sum(map(len, self._match(seq))), seq.kv.num_coming if seq.kv.num_awaited else 0)
         return min(num_blocks * self.block_size, len(seq.tokens) - 1)
 
     def _match(self, seq: Sequence) -> tuple[list[int], list[int]]:

@@ -151,6 +151,7 @@ class Tiers:
                 self._begin(TransferKind.LOAD, tier, name, self.host.pool.alloc(), slot)
             self._parked.setdefault(name, []).append(seq)
             seq.kv.num_awaited += 1
+        seq.kv.num_coming = stop
         computed_s = self.compute_s(num_found, max(stop - num_found, 0))
         seq.kv.awaits_until_s = now + (MAX_PARKED_S if computed_s == inf else computed_s)
         return seq.kv.num_awaited > 0
