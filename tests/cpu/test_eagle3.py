@@ -228,8 +228,11 @@ def test_a_right_draft_is_accepted_and_answers_stay(bigrams: Path, model: Decode
         assert stats.spec_accepted_tokens == stats.spec_draft_tokens > 20
 
 
-def test_a_target_with_windows_keeps_a_table_for_each_group(bigrams: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Preempted, swapped and forked; blocks that nothing holds are NaN."""
+@pytest.mark.parametrize(("of_head", "num_windows"), [(None, 3), (12, 7)])
+def test_a_target_with_windows_keeps_a_table_for_each_group(
+    bigrams: Path, monkeypatch: pytest.MonkeyPatch, of_head: int | None, num_windows: int
+) -> None:
+    """And so does a head. Preempted, swapped and forked; blocks that nothing holds are NaN."""
     monkeypatch.setattr(groups, "TILE_KEYS", 4)  # the backend "torch" reads no key before a window
     monkeypatch.setattr(groups, "_MAX_UNUSED", 2.0)
     target = load_model(EngineConfig(model=str(bigrams / "target")), CPU, torch.float32, lambda _: None)
@@ -237,11 +240,14 @@ def test_a_target_with_windows_keeps_a_table_for_each_group(bigrams: Path, monke
     first, *others = target.states
     target.states = [first, *(replace(spec, window=12) for spec in others)]
     head = load(str(bigrams / "right"), target)  # type: ignore[arg-type]
+    head.states = [replace(spec, window=of_head) for spec in head.states]
     windows = groups.group_layers([*target.states, *head.states], target.dtype, 256).windows
-    assert len(windows) == 3
+    assert len(windows) == num_windows
     asked, plain = requests(SAMPLING["several"]), settings()
     expected = serve(target, plain, asked, apart=1, runner=make_runner(target, plain, "torch"))
-    config = replace(plain, num_blocks=44, num_host_blocks=200, num_speculative_tokens=4, windows=windows)
+    config = replace(
+        plain, num_blocks=11 * (1 + num_windows), num_host_blocks=200, num_speculative_tokens=4, windows=windows
+    )
     scheduler, runner = Scheduler(config), make_runner(target, config, "torch", head=head)
     poisoner = Poisoner(runner, scheduler)
     served = serve(target, config, asked, apart=1, scheduler=scheduler, runner=poisoner)  # type: ignore[arg-type]

@@ -6,8 +6,10 @@ the tile in which the window begins, makes the answer fail.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +20,14 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.core.step import StepPlan
 from engine.core.types import Request
+from engine.files.hf_config import HFConfig
 from engine.runtime.execution.runner import ModelStep
 from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.layers.model_config import HeadsConfig, ModelConfig
+from engine.runtime.models import families
+from engine.runtime.models.load import load_model
 from engine.runtime.pool.groups import EVERY, TILE_KEYS, LayerGroups, group_layers, one_group, regroup
+from engine.settings.engine_config import EngineConfig
 from tests.cpu.model_driver import Poisoner, TinyModel, make_runner, request, serve, settings, solo_greedy
 from tools.__main__ import main as tools
 from tools.groups import PHASES
@@ -109,6 +116,36 @@ def test_layers_with_windows_alone_hold_nothing_else(backend: str, depth: int) -
     scheduler = run(config, asked, backend, depth, windows)
     assert scheduler.stats.prefix_hit_tokens > 0
     assert [kind for kind, _ in scheduler.kv.groups] == ["window 167", *["window 136"] * 3]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_layers_with_heads_of_their_own(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in Gemma 4: two layers with windows to one with wider heads, fewer of keys; in C layer by layer, or in torch."""
+
+    def mixed(hf: HFConfig) -> ModelConfig:
+        llama = families.llama(hf)
+        own = [replace(layer, window=9) for layer in llama.layers]
+        own[2] = replace(own[2], window=None, rope=None, heads=HeadsConfig(num_heads=2, num_kv_heads=1, head_dim=32))
+        return replace(llama, layers=tuple(own))
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    values = {
+        "model_type": "llama",
+        "vocab_size": 61,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": LENGTH,
+    } | sizes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    monkeypatch.setitem(families.FAMILIES, "llama", mixed)
+    asked = EngineConfig(model=str(tmp_path), load_format="dummy", dtype="float32")
+    model = load_model(asked, torch.device("cpu"), torch.float32, lambda progress: None)
+    groups = group_layers(model.states, torch.float32, LENGTH)
+    assert groups.windows == (136,)
+    config = settings(windows=groups.windows, max_model_len=LENGTH, num_blocks=250, max_num_batched_tokens=48)  # type: ignore[arg-type]
+    requests = prompts(330, 330, 150, 30)
+    served = serve(model, config, requests, depth=1, apart=2, runner=make_runner(model, config, backend))
+    for each in requests:
+        assert served.ids[each.request_id, 0] == solo_greedy(model, each.prompt, 20)
 
 
 def test_a_prefix_is_found_again() -> None:
