@@ -25,7 +25,8 @@ def test_a_fresh_pool_hands_out_runs_of_adjacent_blocks() -> None:
 
 def test_cached_blocks_are_taken_last_and_oldest_first() -> None:
     evicted: list[int] = []
-    pool = BlockPool(4, on_evict=evicted.append)
+    pool = BlockPool(4)
+    pool.on_evict(evicted.append)
     blocks = pool.alloc_many(4)
     for block in blocks[:2]:
         pool.index(block)
@@ -39,7 +40,7 @@ def test_cached_blocks_are_taken_last_and_oldest_first() -> None:
 @pytest.mark.parametrize("policy", list(EVICTION_POLICIES))
 @pytest.mark.parametrize("is_evicted", [True, False])
 def test_what_a_content_has_earned_is_not_the_next_ones(policy: str, is_evicted: bool) -> None:
-    pool = BlockPool(2, None, policy, 1)
+    pool = BlockPool(2, policy, 1)
     blocks = pool.alloc_many(2)
     pool.index(blocks[0])
     for _ in range(3):
@@ -82,7 +83,8 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(list(EVICTION_POLICIES)))
     def start(self, policy: str) -> None:
         self.evicted: list[int] = []
-        self.pool = BlockPool(7, self.evicted.append, policy)
+        self.pool = BlockPool(7, policy)
+        self.pool.on_evict(self.evicted.append)
         self.held: list[int] = []
         self.indexed: set[int] = set()
 
@@ -138,7 +140,8 @@ TestPoolMachine = PoolMachine.TestCase
 
 def test_a_pool_has_a_bound_on_its_pins_and_the_latest_stay() -> None:
     evicted: list[int] = []
-    pool = BlockPool(8, evicted.append, max_pinned=2)
+    pool = BlockPool(8, max_pinned=2)
+    pool.on_evict(evicted.append)
     blocks = pool.alloc_many(5)
     for block in blocks:
         pool.index(block)

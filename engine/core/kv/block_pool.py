@@ -35,9 +35,7 @@ class BlockPool:
         "version",
     )
 
-    def __init__(
-        self, num_blocks: int, on_evict: Callable[[int], None] | None = None, eviction: str = "lru", max_pinned: int = 0
-    ) -> None:
+    def __init__(self, num_blocks: int, eviction: str = "lru", max_pinned: int = 0) -> None:
         self.num_blocks = num_blocks
         self.max_pinned = max_pinned
         self.num_owed = 0  # available blocks that are kept for sequences, see SequenceKV
@@ -51,10 +49,10 @@ class BlockPool:
         self._pinned: dict[int, None] = {}  # cached or held, pinned longest ago first ...
         self._spared = Lru()  # ... and those of them that are cached
         self._indexed = bytearray(num_blocks)  # 1 for each findable block: copied in microseconds for the page
-        self._on_evict = [] if on_evict is None else [on_evict]
+        self._on_evict: list[Callable[[int], None]] = []
 
     def on_evict(self, call: Callable[[int], None]) -> None:
-        """Call this too with each cached block that is about to be reused."""
+        """Call this with each cached block that is about to be reused."""
         self._on_evict.append(call)
 
     @property

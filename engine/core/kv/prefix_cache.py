@@ -106,7 +106,7 @@ class BlockIndex:
         pool: BlockPool | None = None,
     ) -> None:
         """With `pool` the blocks are those of another index; only a block's owner finds it."""
-        self.pool = BlockPool(num_blocks, None, eviction, max_pinned) if pool is None else pool
+        self.pool = BlockPool(num_blocks, eviction, max_pinned) if pool is None else pool
         self.pool.on_evict(self._evicted)
         self._pins = pins
         self._block_of: dict[bytes, int] = {}
