@@ -11,15 +11,23 @@ import the same packages, which would otherwise be compiled each time.
 
 No test may depend on the machine's speed: Hypothesis gets no deadline, and httpx waits as long as every other test does. It
 reads its certificates once: it would do so for each request without a client, which takes longer than most requests.
+Nothing that collecting tests makes is garbage: the modules and items of ten thousand tests are most of a process, and no pass
+of the garbage collector looks at them again.
+
 `make clients` runs tests in an environment without most of these libraries.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Generator
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
+
+import pytest
 
 from tests.patience import PATIENCE_S
 
@@ -46,3 +54,13 @@ if find_spec("httpx"):
     default.create_ssl_context = cache(default.create_ssl_context)
     for phase in ("connect", "read", "write", "pool"):
         setattr(DEFAULT_TIMEOUT_CONFIG, phase, PATIENCE_S)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
