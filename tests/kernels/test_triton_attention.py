@@ -302,6 +302,20 @@ def step_through(
         case.check(backend.attend(spec, q, k, v, case.k_pool, case.v_pool))
 
 
+@pytest.mark.parametrize("pool_dtype", [pytest.param(None, id="same"), *NARROW])
+def test_blocks_may_be_any_number_apart(pool_dtype: torch.dtype | None) -> None:
+    """As where layers of other sizes share them: between two blocks of a layer is what others keep."""
+    case = Case(make_spec(64, 3, window=30), MIXED, 16, torch.bfloat16, seed=8, pool_dtype=pool_dtype)
+    whole = torch.stack([movable(pool) for pool in (case.k_pool, case.v_pool, case.k_pool)], 1)
+    before = whole.clone()
+    case.k_pool, case.v_pool, _ = whole.view(case.k_pool.dtype).unbind(1)
+    case.store_all(is_new_too=False)
+    backend = TritonPagedAttention()
+    backend.prepare(case.batch())
+    case.check(backend.attend(case.spec, case.q, *case.new(), case.k_pool, case.v_pool))
+    assert whole[:, 2].isnan().all() if pool_dtype is None else torch.equal(whole[:, 2], before[:, 2])
+
+
 def test_it_errs_no_more_than_the_reference_backend_does() -> None:
     """Whose only error is the rounding of its result to the queries' type; ours has the weights' as well."""
     case = Case(make_spec(128, 4), MIXED, 16, torch.bfloat16, seed=11)
