@@ -263,12 +263,6 @@ class WindowGroup(Group):
         self.pool.free(*[block for block in reversed(table[num_blocks:]) if block != NO_BLOCK])
         del table[num_blocks:]
 
-    def hold(self, seq: Sequence) -> None:
-        """Add a holder to the blocks of a sequence."""
-        for block in self._table(seq):
-            if block != NO_BLOCK:
-                self.pool.fork(block)
-
     def free(self, seq: Sequence) -> None:
         """Remove a holder of the blocks of a sequence."""
         blocks = [block for block in reversed(self._table(seq)) if block != NO_BLOCK]

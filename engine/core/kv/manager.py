@@ -294,10 +294,11 @@ class KVCacheManager:
             self._share_tail(sharer)
 
     def _hold_all(self, seq: Sequence) -> None:
-        """Add a holder to every block of a sequence."""
-        self._cache.hold(seq.kv.blocks)
-        for group in self._others:
-            group.hold(seq)
+        """Add a holder to every block of a sequence that another one goes on from."""
+        for table in (*seq.kv.tables, seq.kv.state.slot):
+            for block in table:
+                if block != NO_BLOCK:
+                    self.pool.fork(block)
 
     def _free_all(self, seq: Sequence) -> None:
         """Remove a holder of every block of a sequence; its tables are replaced or cleared next."""

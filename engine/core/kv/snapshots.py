@@ -86,8 +86,8 @@ class RecurrentGroup(Group):
     def resume(self, seq: Sequence) -> None:
         """Hold the state that `begin` has found."""
         if TO_LOAD not in seq.kv.state.slot:
-            self.hold(seq)
             for block in seq.kv.state.slot:
+                self.pool.fork(block)
                 self.pool.found((block,))
             self.branch(seq.kv.state.slot)
 
@@ -164,11 +164,6 @@ class RecurrentGroup(Group):
                 self.publish(seq, min(start, len(seq.tokens)))
             self.free(seq)
             seq.kv.state, seq.kv.is_lost = StateSlots(), True
-
-    def hold(self, seq: Sequence) -> None:
-        """Add a holder to the slot of a sequence."""
-        for block in seq.kv.state.slot:
-            self.pool.fork(block)
 
     def free(self, seq: Sequence) -> None:
         """Remove a holder of all slots of a sequence, whose last snapshot others may go on from."""
