@@ -127,7 +127,8 @@ class _Parts:
     def groups(self) -> LayerGroups:
         """Return the groups of layers; what is below the pool, or a draft model, needs one that keeps every position."""
         config = self.config
-        needs_full = bool(self._drafts_bytes or config.swap_space or config.kv_events or self.content)
+        below = config.swap_space or config.kv_offload_gib or config.kv_events or self.content
+        needs_full = bool(self._drafts_bytes or below)
         max_model_len = config.max_model_len or self.model.max_model_len
         return group_layers(self.states, self.kv_dtype, max_model_len, needs_full=needs_full)
 

@@ -147,9 +147,11 @@ def test_layers_with_windows_alone_serve_contexts_that_the_pool_does_not_hold(fo
         params=SamplingParams(max_tokens=30, temperature=0.0),
         arrival_s=0.0,
     )
-    whole = build(folder, swap_space=0.001)
-    assert whole.config.has_full
-    assert answer(engine, asked) == answer(whole, asked)
+    answers = answer(engine, asked)
+    for below in ({"swap_space": 0.001}, {"kv_offload_gib": 0.001}):
+        whole = build(folder, **below)
+        assert whole.config.has_full
+        assert answer(whole, asked) == answers
 
 
 def test_int8_kv_holds_more_blocks_in_the_same_memory(folder: str) -> None:
