@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from engine.text.piece_parser import PieceParser
@@ -29,3 +29,11 @@ def parsed(parser: PieceParser, *texts: str) -> list[Any]:
     pieces = [*(piece for text in texts for piece in parser.push(text)), *parser.finish()]
     assert all(piece.text for piece in pieces if isinstance(piece, Content | CallArguments))
     return merge(pieces)
+
+
+def check_in_pieces(parse: Callable[..., object], text: str, expected: object) -> None:
+    """A text is parsed alike whole, letter by letter, and in any two pieces."""
+    assert parse(text) == expected
+    assert parse(*text) == expected
+    for cut in range(len(text) + 1):
+        assert parse(text[:cut], text[cut:]) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from engine.text.tools.formats import TOOL_FORMATS
 from engine.text.tools.python_literals import LiteralReader, json_of_literal
 from engine.text.types import CallArguments, CallBegin
-from tests.pure.calls import parsed
+from tests.pure.calls import check_in_pieces, parsed
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -153,18 +154,12 @@ CONTENT = [
 
 @pytest.mark.parametrize(("tool_format", "text", "expected"), GOOD)
 def test_calls_in_any_two_pieces_and_letter_by_letter(tool_format: str, text: str, expected: list[Any]) -> None:
-    assert parse(tool_format, text) == expected
-    assert parse(tool_format, *text) == expected
-    for cut in range(len(text)):
-        assert parse(tool_format, text[:cut], text[cut:]) == expected
+    check_in_pieces(partial(parse, tool_format), text, expected)
 
 
 @pytest.mark.parametrize(("tool_format", "text"), CONTENT)
 def test_what_is_no_call_is_content_exactly(tool_format: str, text: str) -> None:
-    assert parse(tool_format, text) == [text]
-    assert parse(tool_format, *text) == [text]
-    for cut in range(len(text)):
-        assert parse(tool_format, text[:cut], text[cut:]) == [text]
+    check_in_pieces(partial(parse, tool_format), text, [text])
 
 
 WORDS = {

@@ -19,6 +19,7 @@ from engine.text.tools.formats import TOOL_FORMATS
 from engine.text.tools.tool_format import OfferedTool
 from engine.text.types import CallArguments, CallBegin, Content, Reasoning
 from tests.pure.byte_vocabulary import ByteVocabulary
+from tests.pure.calls import check_in_pieces
 
 ROME = '{"city": "Rome"}'
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -79,10 +80,7 @@ GOOD = [
 
 @pytest.mark.parametrize(("text", "expected"), GOOD)
 def test_in_any_two_pieces_and_letter_by_letter(text: str, expected: list[Any]) -> None:
-    assert parse(text) == expected
-    assert parse(*text) == expected
-    for cut in range(len(text)):
-        assert parse(text[:cut], text[cut:]) == expected
+    check_in_pieces(parse, text, expected)
 
 
 def test_a_tool_of_the_client_may_have_any_name() -> None:

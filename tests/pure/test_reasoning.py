@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.text.reasoning import REASONING_TAGS, ReasoningParser, ReasoningTags, detect_reasoning
 from engine.text.types import Content, Reasoning
+from tests.pure.calls import check_in_pieces
 
 TAGS = REASONING_TAGS["qwen3"]
 
@@ -42,9 +45,7 @@ CASES = [
 
 @pytest.mark.parametrize(("text", "within", "expected"), CASES)
 def test_split_in_any_two_pieces_and_letter_by_letter(text: str, within: bool, expected: tuple[str, str]) -> None:
-    assert split(*text, within=within) == expected
-    for cut in range(len(text) + 1):
-        assert split(text[:cut], text[cut:], within=within) == expected
+    check_in_pieces(partial(split, within=within), text, expected)
 
 
 parts = st.sampled_from(["<think>", "</think>", "<", "/", "think>", " ", "\n", "a"])
@@ -82,17 +83,14 @@ GRANITE = [
 @pytest.mark.parametrize(("text", "expected"), GRANITE)
 def test_thoughts_in_words_or_beside_a_tagged_answer(text: str, expected: tuple[str, str]) -> None:
     tags = REASONING_TAGS["granite"]
-    assert split(text, tags=tags) == split(*text, tags=tags) == expected
-    for cut in range(len(text) + 1):
-        assert split(text[:cut], text[cut:], tags=tags) == expected
+    check_in_pieces(partial(split, tags=tags), text, expected)
 
 
 @pytest.mark.parametrize("begin", ["<think>Hm. ", "<think>Hm.</think>", ""])
 def test_a_mark_of_calls_ends_thoughts(begin: str) -> None:
     text = f"{begin}<tool_call>x</think>"
     expected = ("Hm." if begin else "", "<tool_call>x</think>")
-    for cut in range(len(text) + 1):
-        assert split(text[:cut], text[cut:], enders=("<tool_call>",)) == expected
+    check_in_pieces(partial(split, enders=("<tool_call>",)), text, expected)
 
 
 def test_what_comes_next_is_known() -> None:

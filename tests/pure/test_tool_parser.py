@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from engine.text.tools.formats import TOOL_FORMATS
 from engine.text.tools.json_arguments import JsonScanner
 from engine.text.tools.json_calls import FORCED, JsonFormat
 from engine.text.types import CallArguments, CallBegin, Content
-from tests.pure.calls import merge, parsed
+from tests.pure.calls import check_in_pieces, merge, parsed
 
 TOOLS: dict[str, dict[str, Any]] = {"weather": {}, "add": {}}
 PARIS = '{"city": "Paris"}'
@@ -95,16 +96,12 @@ LATE = [
 
 @pytest.mark.parametrize(("tool_format", "text", "expected"), GOOD + LATE)
 def test_calls_in_any_two_pieces_and_letter_by_letter(tool_format: str, text: str, expected: list[Any]) -> None:
-    assert parse(tool_format, text) == expected
-    assert parse(tool_format, *text) == expected
-    for cut in range(len(text)):
-        assert parse(tool_format, text[:cut], text[cut:]) == expected
+    check_in_pieces(partial(parse, tool_format), text, expected)
 
 
 @pytest.mark.parametrize(("tool_format", "text"), CONTENT)
 def test_what_is_no_call_is_content_exactly(tool_format: str, text: str) -> None:
-    assert parse(tool_format, text) == [text]
-    assert parse(tool_format, *text) == [text]
+    check_in_pieces(partial(parse, tool_format), text, [text])
 
 
 def test_arguments_come_as_they_are_written_and_never_before_the_name() -> None:

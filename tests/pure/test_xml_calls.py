@@ -18,7 +18,7 @@ from engine.text.tools.schema_types import json_of, types_of
 from engine.text.tools.tool_format import OfferedTool
 from engine.text.types import CallArguments, CallBegin, Content
 from tests.pure.byte_vocabulary import ByteVocabulary
-from tests.pure.calls import parsed
+from tests.pure.calls import check_in_pieces, parsed
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -94,10 +94,7 @@ CONTENT = [
 
 @pytest.mark.parametrize(("text", "expected"), GOOD)
 def test_calls_in_any_two_pieces_and_letter_by_letter(text: str, expected: list[Any]) -> None:
-    assert parse(text) == expected
-    assert parse(*text) == expected
-    for cut in range(len(text)):
-        assert parse(text[:cut], text[cut:]) == expected
+    check_in_pieces(parse, text, expected)
 
 
 @pytest.mark.parametrize("text", CONTENT)
