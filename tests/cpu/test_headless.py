@@ -22,8 +22,9 @@ from engine.text.tokenizer import load_tokenizer
 from quire import LLM
 from server.app import create_app
 from server.settings.app_config import AppConfig
-from tests.cpu.served_models import refusal, save_tokenizer, say
+from tests.cpu.served_models import save_tokenizer, say
 from tests.cpu.test_models_families import Case
+from tests.daemon.real_daemon import refused
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_cache_memory_bytes": 8 << 20, "device": "cpu"}
 KINDS = {  # the class of the body, its config, whether the config names the causal class, as Qwen3-Embedding-8B's does
@@ -157,7 +158,7 @@ def test_missing_tensors_are_named_before_torch(name: str, tmp_path: Path) -> No
 
 def test_the_daemon_refuses_a_checkpoint_without_its_head_before_torch(tmp_path: Path) -> None:
     save(tmp_path, "qwen3-named-causal", "model.")
-    status, written = refusal(str(tmp_path), PYTHONPROFILEIMPORTTIME="1")
+    status, written = refused(str(tmp_path), PYTHONPROFILEIMPORTTIME="1")
     assert status != 0
     assert "it lacks 'lm_head.weight'" in written
     assert "import time" in written

@@ -19,8 +19,9 @@ from engine.runtime.models import servable
 from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.startup.model_check import check_model
 from quire import LLM
-from tests.cpu.served_models import ROOT, refusal, save_tokenizer
+from tests.cpu.served_models import save_tokenizer
 from tests.cpu.test_models_families import SIZES, Case
+from tests.daemon.real_daemon import ROOT, refused
 from tests.patience import PATIENCE_S
 
 LLAMA = SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"]}
@@ -250,7 +251,7 @@ def test_a_wrong_value_is_refused_before_torch_and_port(name: str, refusals: dic
 
 
 def test_a_config_file_that_is_a_fifo_is_refused(tmp_path: Path) -> None:
-    status, written = refusal("--config", str(fifo(tmp_path / "c")))
+    status, written = refused("--config", str(fifo(tmp_path / "c")))
     assert status == 2
     assert "--config is" in written
     assert "it is a FIFO, not a regular file" in written

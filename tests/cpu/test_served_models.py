@@ -11,18 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from quire import LLM, SamplingParams
-from tests.cpu.served_models import save_servable, save_tokenizer, say, serving
+from tests.cpu.served_models import save_servable, save_tokenizer, say
 from tests.cpu.test_models_families import CASES as NATIVE
 from tests.cpu.test_models_families import SIZES
 from tests.cpu.test_models_transformers import CASES
-from tests.patience import PATIENCE_S
+from tests.daemon.real_daemon import serve
 
 PROMPT, NUM_NEW = [5, 17, 99, 3, 64, 23, 41], 12
 
@@ -34,11 +33,8 @@ def offline(folder: Path, prompt: str) -> str:
 
 
 def in_a_daemon(folder: Path, prompt: str) -> str:
-    with serving(str(folder), "--kv-cache-memory-bytes", "4MiB") as url:
-        body = {"prompt": prompt, "max_tokens": NUM_NEW, "min_tokens": NUM_NEW, "temperature": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["text"]
+    with serve(folder, "--kv-cache-memory-bytes", "4MiB") as daemon:
+        return daemon.text(prompt, max_tokens=NUM_NEW, min_tokens=NUM_NEW)
 
 
 def check_served(model: Any, folder: Path, generate: Callable[[Path, str], str] = offline) -> None:
@@ -95,13 +91,13 @@ def test_tokens_beyond_the_models_vocabulary_are_refused_in_text(tmp_path: Path)
     tokenizer["added_tokens"] = [{"id": SIZES["vocab_size"], "content": "<image>"} | extra]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 128, -1, 10**9]}))
-    with serving(str(tmp_path), "--kv-cache-memory-bytes", "4MiB") as url:
+    with serve(str(tmp_path), "--kv-cache-memory-bytes", "4MiB") as daemon:
         body = {"prompt": "w5 <image> w7", "max_tokens": 3}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
+        answer = daemon.http.post("/v1/completions", json=body)
         assert answer.status_code == 400
         assert "'<image>', the tokenizer's id 128, and the model has 128 tokens" in answer.json()["error"]["message"]
         body = {"prompt": "w5 w7", "max_tokens": 3, "min_tokens": 3}
-        assert httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
+        assert daemon.http.post("/v1/completions", json=body).status_code == 200
 
 
 def test_an_adapter_that_is_no_file_is_refused_and_the_daemon_ends(tmp_path: Path) -> None:
@@ -113,7 +109,7 @@ def test_an_adapter_that_is_no_file_is_refused_and_the_daemon_ends(tmp_path: Pat
         "loop": lambda path: path.symlink_to(path),
         "folder": Path.mkdir,
     }
-    with serving(str(tmp_path), "--allow-runtime-lora-updating", "--kv-cache-memory-bytes", "4MiB") as url:
+    with serve(str(tmp_path), "--allow-runtime-lora-updating", "--kv-cache-memory-bytes", "4MiB") as daemon:
         for kind, make in kinds.items():
             for name in ("adapter_config.json", "adapter_model.safetensors"):
                 folder = tmp_path / kind / name
@@ -122,6 +118,6 @@ def test_an_adapter_that_is_no_file_is_refused_and_the_daemon_ends(tmp_path: Pat
                     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
                 make(folder / name)
                 body = {"lora_name": "a", "lora_path": str(folder)}
-                answer = httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=PATIENCE_S)
+                answer = daemon.http.post("/v1/load_lora_adapter", json=body)
                 assert answer.status_code == 400, answer.text
                 assert f"{name} cannot be read" in answer.json()["error"]["message"]

@@ -37,7 +37,8 @@ class Daemon:
         self._reader = threading.Thread(target=self.log.extend, args=(process.stderr,), daemon=True)
         self._reader.start()
         self._process, self.pid = process, process.pid
-        self.http = httpx.Client(base_url=found.group(1), timeout=PATIENCE_S)
+        self.url = found.group(1)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
 
     @property
     def written(self) -> str:
@@ -81,17 +82,22 @@ class Daemon:
         assert "Traceback" not in self.written, self.written
 
 
-@contextmanager
-def serve(*argv: str | Path, **variables: str) -> Iterator[Daemon]:
-    """A daemon that is ready, and stops in order at the end; `argv` are the arguments of `quire serve`."""
+def start(*argv: str | Path, **variables: str) -> subprocess.Popen[str]:
+    """Start `quire serve` with these arguments, on a free port."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", "server", "serve", "--port", "0", *map(str, argv)],
         cwd=ROOT,
         env={**kept, "PYTHONPATH": str(ROOT), **variables},
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@contextmanager
+def serve(*argv: str | Path, **variables: str) -> Iterator[Daemon]:
+    """A daemon that is ready, and stops in order at the end; `argv` are the arguments of `quire serve`."""
+    process = start(*argv, **variables)
     try:
         daemon = Daemon(process)
         yield daemon
@@ -103,17 +109,19 @@ def serve(*argv: str | Path, **variables: str) -> Iterator[Daemon]:
         process.stderr.close()
 
 
+def refused(*argv: str | Path, **variables: str) -> tuple[int, str]:
+    """Return the exit status of a daemon that does not start, and all that it logs."""
+    process = start(*argv, **variables)
+    try:
+        _, written = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode in (1, 2), written
+    assert "Traceback" not in written
+    return process.returncode, written
+
+
 def refusal(*argv: str | Path) -> str:
     """Return the last line that `quire serve` writes where it refuses to start."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "server", "serve", "--port", "0", *map(str, argv)],
-        cwd=ROOT,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert ended.returncode in (1, 2), ended.stderr
-    assert "Traceback" not in ended.stderr
-    return ended.stderr.splitlines()[-1]
+    return refused(*argv)[1].splitlines()[-1]

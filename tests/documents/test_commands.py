@@ -22,7 +22,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from engine.sources.model_source import find_model
-from tests.cpu.served_models import serving
+from tests.daemon.real_daemon import serve
 from tests.documents.pages import ADDRESS, PAGES, ROOT, Block, blocks, commands, name_of
 from tests.patience import PATIENCE_S
 
@@ -54,8 +54,8 @@ def url(folder: Path) -> Iterator[str]:
     (folder / "config.yaml").write_text(f"max-num-seqs: 48\nserved-model-name: [{MODEL}]\n")
     flags = ["--config", folder / "config.yaml", "--kv-cache-memory-bytes", "128MiB"]
     flags += ["--data-dir", folder / "data", "--lora-modules", f"french={folder / 'french'}"]
-    with serving(str(folder / "model.Q4_K_M.gguf"), *map(str, flags), QUIRE_MAX_MODEL_LEN="2048") as address:
-        yield address
+    with serve(folder / "model.Q4_K_M.gguf", *flags, QUIRE_MAX_MODEL_LEN="2048") as daemon:
+        yield daemon.url
 
 
 @pytest.fixture(scope="module")
