@@ -57,7 +57,7 @@ WISHES: list[dict] = [
 
 def asked(wishes: list[dict]) -> list[Request]:
     return [
-        request(f"r{i}", prompt, max_tokens=11, **wish)
+        request(f"r{i}", prompt, max_tokens=8, **wish)
         for i, (prompt, wish) in enumerate(zip(PROMPTS, wishes, strict=False))
     ]
 
