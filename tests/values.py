@@ -26,6 +26,7 @@ _NOT_VALUES = (
     types.PlainTokens,
     Enum,
     page_table.SequenceKV,
+    page_table.StateSlots,
     page_table.Ticket,
 )
 
