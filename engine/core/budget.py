@@ -238,7 +238,9 @@ class Allowance:
         costs, num_vectors = self._budget.times.costs, count_vectors(spans, start, start + count)
         self.seconds -= self._budget.times.chunk_s(start, count)
         self.seconds -= self._budget.num_states * costs.state_s + num_vectors * costs.vector_s
-        self.num_tokens = max(self.num_tokens - count, 0)  # an atomic span may exceed a lowered limit
+        excess = max(count - self.num_tokens, 0)  # of an atomic span that is computed alone
+        self._num_held = max(self._num_held - excess, 0)
+        self.num_tokens += excess - count
         self._load = self.load.with_chunk(start, count, num_states=self._budget.num_states, num_vectors=num_vectors)
 
     def long_s(self, long: abc.Sequence[Sequence], now: float) -> float:

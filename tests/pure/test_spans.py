@@ -200,6 +200,16 @@ def test_decodes_wait_a_step_for_a_span_that_fills_one_but_not_two_in_turn() -> 
     driver.check_streams()
 
 
+def test_one_that_fills_a_step_leaves_nothing_of_it_for_long_prompts() -> None:
+    driver = Driver(config(max_num_batched_tokens=8, num_blocks=80))
+    driver.add(request("long", tuple(range(40)), max_tokens=1, eos_token_ids=END))
+    driver.step()
+    driver.add(asked("image", (8, 1, True)))
+    assert chunks(driver, "image") == [(0, 8)]  # the driver compares every step with the budget
+    driver.drain()
+    driver.check_streams()
+
+
 @pytest.mark.parametrize("seed", [482, 853, 941])
 def test_a_window_has_room_for_all_of_an_atomic_span(seed: int) -> None:
     """Histories in which prompts that were each promised their window alone would wait for each other."""
