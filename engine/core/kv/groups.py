@@ -197,18 +197,15 @@ class WindowGroup(Group):
         """Return new blocks for what `begin` has not found."""
         return fill(self._table(seq), self.pool)
 
-    def _max_blocks(self, seq: Sequence) -> int:
-        """Return the most blocks that a sequence needs here for its known tokens."""
-        return self._config.window_blocks(self._window, len(seq.tokens), longest_atomic(seq.request.spans))
-
     def owed(self, seq: Sequence) -> int:
         """Return how many blocks a sequence may still need here while its known tokens are computed."""
-        table = self._table(seq)
-        num_left = max(blocks_for(len(seq.tokens), self._block_size), len(seq.kv.blocks)) - len(table)
+        table, spans, num_tokens = self._table(seq), seq.request.spans, len(seq.tokens)
+        num_left = max(blocks_for(num_tokens, self._block_size), len(seq.kv.tables[0])) - len(table)
         if num_left <= 0:
             return 0
-        num_held = len(table) - table.count(NO_BLOCK)
-        return min(max(self._max_blocks(seq) - num_held, 0), num_left)
+        most = self._config.window_blocks(self._window, num_tokens, longest_atomic(spans) if spans else 0)
+        held = table[-most:]  # and what the window has passed, which comes first
+        return min(most - len(held) + held.count(NO_BLOCK), num_left)
 
     def cover(self, seq: Sequence, stop: int, step: InFlightStep) -> None:
         """Take the blocks that the next chunk of a prompt needs."""

@@ -269,7 +269,8 @@ class KVCacheManager:
         if self._others:
             for group in self._others:
                 group.extend(seq, step, is_copied=is_copied)
-            self._owe(seq)
+            if kv.num_owed or self._recurrent is not None:  # else all tables are complete, as they were
+                self._owe(seq)
         return True
 
     def fork(self, parent: Sequence, children: Collection[Sequence]) -> None:
