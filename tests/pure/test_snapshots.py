@@ -391,27 +391,17 @@ def test_the_next_turn_finds_its_state_in_host_memory(depth: int, windows: tuple
     driver.check_streams()
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_a_state_of_which_a_block_is_gone_below_is_none(part: int) -> None:
+@pytest.mark.parametrize("lost", ["a part of the state", "its other part", "keys and values before it"])
+def test_a_state_below_is_nothing_unless_all_that_belongs_to_it_is_there(lost: str) -> None:
     driver = Driver(tiered())
     prompt, names = tuple(range(9000, 9030)), driver.scheduler.kv.first_names(request("names"))
     run(driver, "turn1", prompt)
     for index in range(7):
         name_block(names, prompt, index, 4)
     crowd(driver)
-    driver.scheduler.tiers.host.drop(group_of(driver).names(names[7])[part])
-    assert run(driver, "turn2", (*prompt[:28], 7, 8)) == 0
-    driver.check_streams()
-
-
-def test_a_state_below_is_nothing_without_the_blocks_before_it() -> None:
-    driver = Driver(tiered())
-    prompt, names = tuple(range(9000, 9030)), driver.scheduler.kv.first_names(request("names"))
-    run(driver, "turn1", prompt)
-    for index in range(7):
-        name_block(names, prompt, index, 4)
-    crowd(driver)
-    driver.scheduler.tiers.host.drop(names[3])
+    first, second = group_of(driver).names(names[7])
+    gone = {"a part of the state": first, "its other part": second, "keys and values before it": names[3]}
+    driver.scheduler.tiers.host.drop(gone[lost])
     assert run(driver, "turn2", (*prompt[:28], 7, 8)) == 0
     driver.check_streams()
 

@@ -382,7 +382,7 @@ class Unkept(PrefixCache):
     def release(self, blocks: Sequence[int]) -> None:
         """Do nothing."""
 
-    def take(self, count: int, *, after: int) -> list[int]:  # noqa: ARG002 - for others
+    def take(self, count: int, *, after: int) -> list[int]:  # noqa: ARG002 - PrefixCache's parameters
         """Return places in a table."""
         return [NO_BLOCK] * count
 
@@ -392,7 +392,7 @@ class Unkept(PrefixCache):
         self.register(chain, tokens, (), 0, num_blocks)
         return [NO_BLOCK] * num_blocks
 
-    def register(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:  # noqa: ARG002
+    def register(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, stop: int) -> None:  # noqa: ARG002 - as above
         """Name blocks."""
         for index in range(max(first, len(chain) - 1), stop):
             name_block(chain, tokens, index, self.block_size)

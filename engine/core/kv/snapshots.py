@@ -105,7 +105,7 @@ class RecurrentGroup(Group):
         """Choose the slots for the next chunk of a prompt."""
         self._advance(seq)
 
-    def extend(self, seq: Sequence, _step: InFlightStep, *, is_copied: bool) -> None:  # noqa: ARG002 - for others
+    def extend(self, seq: Sequence, _step: InFlightStep, *, is_copied: bool) -> None:  # noqa: ARG002 - WindowGroup's parameters
         """Choose the slots for the next position."""
         self._advance(seq)
 

@@ -3,7 +3,8 @@
 The layers of a group keep the same positions, and a block of a group holds as many of its layers as the bytes of a block
 allow, each at its own place. So a block of one group serves any other, whatever the sizes of its layers, and one pool of
 blocks holds all. The first group has full attention; a kind of layers that does not fit one block takes several groups.
-What a group's layers leave of a block is unused. A layer that reads the state of another has no place of its own.
+The rest of a block, too small for another layer of the group, is unused. A layer that reads another layer's keys and
+values keeps none itself.
 
 In a model whose layers all have windows the first group has no layers, and takes no blocks. A model whose windows no
 sequence fills is one group.
