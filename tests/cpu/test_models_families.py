@@ -145,6 +145,7 @@ CASES = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "qwen3_5-attention": Case("Qwen3_5TextConfig", {"head_dim": 32, "layer_types": ["full_attention"] * 3}),
     "granite": Case(
         "GraniteConfig",
         {

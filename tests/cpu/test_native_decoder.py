@@ -24,6 +24,7 @@ from tests.cpu.dense_attention import DenseAttention
 
 # One or two of each form: biases, kinds of norm and where they stand, windows, soft caps, partial and missing rotation.
 NAMES = ("llama-tied-biased", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "phi3", "granite", "smollm3")
+NAMES += ("qwen3_5-attention",)
 MOE_NAMES = ("qwen2-moe", "granitemoe", "gpt-oss", "glm4-moe", "olmoe")
 LATENT_NAMES = ("deepseek_v2", "deepseek_v2-lite", "deepseek_v3", "deepseek_v3-halves-biased")
 STEPS = [(0, 9), (30, 1), (3, 1), (17, 5)]  # (tokens cached, tokens now) of each sequence

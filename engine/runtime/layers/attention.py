@@ -52,9 +52,9 @@ class Attention:
         self._state = state
         self._num_heads = heads.num_heads
         self._heads = heads.num_heads + heads.num_kv_heads  # the heads that are normalised and rotated
-        self._shape = (-1, self._heads + heads.num_kv_heads, heads.head_dim)
+        self._shape, self._is_gated = (-1, self._heads + heads.num_kv_heads, heads.head_dim), heads.is_gated
         width, kv_width = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        rows = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
+        rows = {"q_proj": width * (1 + heads.is_gated), "k_proj": kv_width, "v_proj": kv_width}
         if config.merged_checkpoint:
             rows = {"qkv_proj": sum(rows.values())}
         self._qkv = make.linear(rows, num_inputs or config.hidden_size, bias=config.qkv_bias, place=AdaptedMatrix.QKV)
@@ -82,7 +82,10 @@ class Attention:
 
         The tensors that `attention` gets are views into wider rows: a token's heads are contiguous, tokens are not.
         """
-        qkv = adapted(self._qkv, AdaptedMatrix.QKV, x, adapters).view(self._shape)
+        qkv, gate = adapted(self._qkv, AdaptedMatrix.QKV, x, adapters), None
+        if self._is_gated:
+            qkv, gate = self._split(qkv)
+        qkv = qkv.view(self._shape)
         qk = qkv[:, : self._heads]
         if self._full_norm is not None:
             qk.copy_(self._full_norm(qk))
@@ -96,9 +99,18 @@ class Attention:
             if angles is not None:
                 qk = rotate(qk, *angles)
             out = attention(self._state, qk[:, : self._num_heads], qk[:, self._num_heads :], qkv[:, self._heads :])
-        y = adapted(self._o, AdaptedMatrix.O, out.flatten(1), adapters)
+        out = out.flatten(1)
+        if gate is not None:
+            out = (out.float() * gate.float().sigmoid()).to(out.dtype)
+        y = adapted(self._o, AdaptedMatrix.O, out, adapters)
         self._group.all_reduce(y)
         return y
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries, keys and values without gates between, and the gates [T, width]."""
+        width = self._num_heads * self._shape[2]
+        q, gate = projected[:, : 2 * width].unflatten(1, (self._num_heads, 2, -1)).unbind(2)
+        return torch.cat((q.flatten(1), projected[:, 2 * width :]), 1), gate.flatten(1)
 
     def _rotation(self, angles: Angles | None) -> Rotation:
         if self._head_norm is not None:
@@ -111,7 +123,7 @@ class Attention:
             return None
         num_kv_heads, head_dim = self._shape[1] - self._heads, self._shape[2]
         self._args = AttentionArgs(scores=scores_args(self.states[0]), num_kv_heads=num_kv_heads, head_dim=head_dim)
-        self._args.clip = self._clip or 0.0
+        self._args.clip, self._args.is_gated = self._clip or 0.0, self._is_gated
         norm = self._head_norm or self._full_norm
         if norm is not None:
             self._args.qk_norm = _FULL if norm is self._full_norm else _BY_HEAD

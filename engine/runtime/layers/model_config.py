@@ -81,12 +81,13 @@ class HeadsConfig:
     num_kv_heads: int
     head_dim: int
     latent: LatentConfig | None = None
+    is_gated: bool = False  # q_proj has a gate behind each head's query; its sigmoid multiplies what the head read
 
     def num_weights(self, hidden_size: int) -> int:
         """Return the elements of a mixer's matrices."""
         if self.latent is not None:
             return self.latent.num_weights(hidden_size, self.num_heads)
-        return hidden_size * (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return hidden_size * ((2 + self.is_gated) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)

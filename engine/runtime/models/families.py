@@ -273,6 +273,13 @@ def glm4_moe_lite(hf: HFConfig) -> ModelConfig:
     return _latent_common(hf, glm4_lite_experts(hf), is_interleaved=hf.flag("rope_interleave", True))
 
 
+def qwen3_5(hf: HFConfig) -> ModelConfig:
+    """Qwen 3.5: gated attention, of whose heads a quarter is rotated."""
+    hf = HFConfig({"partial_rotary_factor": 0.25, **hf.values}, hf.source)
+    layers = [replace(layer, heads=replace(layer.heads, is_gated=True)) for layer in _layers(hf)]
+    return replace(_common(hf), norm_offset=True, qk_norm=QKNorm.HEAD, layers=tuple(layers))
+
+
 FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "llama": llama,
     "mistral": mistral,
@@ -298,6 +305,7 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "granitemoehybrid": granitemoehybrid,
     "gpt_oss": gpt_oss,
     "glm4_moe": glm4_moe,
+    "qwen3_5_text": qwen3_5,
 }
 
 

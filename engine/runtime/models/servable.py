@@ -27,7 +27,7 @@ _RECURRENT = (
     "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma",
     "rwkv", "xlstm", "zamba", "zamba2",
 )  # fmt: skip
-_SOMETIMES_RECURRENT = ("granitemoehybrid",)  # of which some models have attention in every layer
+_SOMETIMES_RECURRENT = ("granitemoehybrid", "qwen3_5_text")  # of which some models have attention in every layer
 _SPARSE = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa")  # layers that choose the tokens they attend to
 # Their code in transformers computes attention itself, so it cannot use a paged pool.
 _OWN_ATTENTION = (

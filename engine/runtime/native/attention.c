@@ -1,6 +1,8 @@
 /* Attention over keys and values of each token: layers/attention.py in C. */
 #include "layer.h"
 
+#include <string.h>
+
 enum qk_norm { QK_NORM_NONE = 0, QK_NORM_HEAD = 1, QK_NORM_FULL = 2 }; /* by head, or all heads as one */
 
 SHARED struct attention {
@@ -8,12 +10,15 @@ SHARED struct attention {
     struct norm q, k;
     int64_t num_kv_heads, head_dim;
     int32_t qk_norm;
+    int32_t is_gated; /* a gate stands behind each head's query */
     float clip; /* bound of queries, keys and values before rotation; 0: none */
 };
 
 static size_t measure(const struct part *part, const struct decoder *d, int64_t rows, size_t *packed) {
+    const struct attention *a = part->args;
+    int64_t gates = a->is_gated ? a->scores.num_heads * a->head_dim : 0;
     (void)packed;
-    return (size_t)(rows * part->first.n) * size_of(d->dtype);
+    return (size_t)(rows * (part->first.n + gates)) * size_of(d->dtype);
 }
 
 /* Norms of all query heads as one vector, or of all key heads. */
@@ -29,11 +34,32 @@ static void norm_whole(const struct turn *t, struct norm norm, char *at, int64_t
 
 static void run_clip(const void *args, int64_t begin, int64_t end) { active_kernels()->clip(args, begin, end); }
 
-static void rotate(const struct turn *t, const struct attention *a) {
+static void run_gate(const void *args, int64_t begin, int64_t end) { active_kernels()->gate(args, begin, end); }
+
+/* Rows of queries with a gate behind each: the gates are moved out, and the queries together, up to the keys. */
+struct split {
+    char *projected, *gates;
+    size_t head, stride; /* bytes of a head, and from row to row */
+    int64_t num_heads;
+};
+
+static void split_rows(const void *args, int64_t begin, int64_t end) {
+    const struct split *s = args;
+    size_t width = (size_t)s->num_heads * s->head;
+    for (int64_t row = begin; row < end; row++) {
+        char *from = s->projected + (size_t)row * s->stride, *gates = s->gates + (size_t)row * width;
+        for (size_t at = width; at; at -= s->head) { /* the last head first: a query moves over those that have moved */
+            memcpy(gates + at - s->head, from + 2 * at - s->head, s->head);
+            memmove(from + width + at - s->head, from + 2 * (at - s->head), s->head);
+        }
+    }
+}
+
+static void rotate(const struct turn *t, const struct attention *a, char *q) {
     int per_head = a->qk_norm == QK_NORM_HEAD;
     if (!t->rope_dim && !per_head) return;
     struct rope_args args = {
-        .qk = t->room, .cos = t->cos, .signed_sin = t->signed_sin,
+        .qk = q, .cos = t->cos, .signed_sin = t->signed_sin,
         .q_weight = per_head ? a->q.weight : NULL, .k_weight = per_head ? a->k.weight : NULL,
         .tokens = t->rows, .stride = t->part->first.n, .num_heads = a->scores.num_heads, .num_kv_heads = a->num_kv_heads,
         .head_dim = a->head_dim, .rope_dim = t->rope_dim,
@@ -47,19 +73,29 @@ static int32_t run(const struct turn *t) {
     const struct linear *qkv = &t->part->first;
     size_t size = size_of(t->decoder->dtype);
     int64_t q_width = a->scores.num_heads * a->head_dim, kv_width = a->num_kv_heads * a->head_dim;
-    char *q = t->room, *k = q + (size_t)q_width * size, *v = k + (size_t)kv_width * size;
+    char *q = t->room, *gates = q + (size_t)(t->rows * qkv->n) * size;
     int32_t status = part_multiply(t, PLACE_QKV, qkv, t->x, q, t->decoder->dtype);
     if (status) return status;
+    if (a->is_gated) {
+        struct split split = {q, gates, (size_t)a->head_dim * size, (size_t)qkv->n * size, a->scores.num_heads};
+        run_ranges(split_rows, &split, t->rows, qkv->n, WORTH_SHARING);
+        q += (size_t)q_width * size;
+    }
+    char *k = q + (size_t)q_width * size, *v = k + (size_t)kv_width * size;
     if (a->qk_norm == QK_NORM_FULL) {
         norm_whole(t, a->q, q, q_width);
         norm_whole(t, a->k, k, kv_width);
     }
     if (a->clip != 0) {
-        struct clip_args clip = {q, qkv->n, a->clip, t->decoder->dtype};
+        struct clip_args clip = {t->room, qkv->n, a->clip, t->decoder->dtype};
         run_ranges(run_clip, &clip, t->rows, qkv->n, WORTH_SHARING);
     }
-    rotate(t, a);
-    return part_attend(t, &a->scores, k, v, qkv->n, q, qkv->n, t->out);
+    rotate(t, a, q);
+    status = part_attend(t, &a->scores, k, v, qkv->n, q, qkv->n, t->out);
+    if (status || !a->is_gated) return status;
+    struct gate_args gate = {t->out, gates, q_width, t->decoder->dtype};
+    run_ranges(run_gate, &gate, t->rows, q_width, WORTH_SHARING);
+    return 0;
 }
 
 EXPORT const struct kind kind_attention = {measure, run};

@@ -14,7 +14,7 @@
 
 #define DEFINE_KERNELS(isa)                                                                        \
     const struct kernels kernels_##isa = {                                                         \
-        #isa, store_int8, attend_scratch, attend, attend_merge, add_rms_norm, clip, rope, embed,      \
-        sample, gemm_num_groups, gemm_rows_bytes, gemm_pack_rows, gemm, widen, clamp, add_ranks,      \
-        narrow_halves, round_fp8,                                                                         \
+        #isa, store_int8, attend_scratch, attend, attend_merge, add_rms_norm, clip, gate, rope,       \
+        embed, sample, gemm_num_groups, gemm_rows_bytes, gemm_pack_rows, gemm, widen, clamp,          \
+        add_ranks, narrow_halves, round_fp8,                                                          \
     };

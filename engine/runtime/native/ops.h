@@ -70,6 +70,13 @@ INLINE void clip_as(const struct clip_args *a, int64_t begin, int64_t end, enum 
     }
 }
 
+/* Rows [begin, end). */
+INLINE void gate_as(const struct gate_args *a, int64_t begin, int64_t end, enum dtype dtype) {
+    struct view x = {a->x, 0, dtype}, gate = {(void *)a->gate, 0, dtype};
+    for (int64_t i = begin * a->width; i < end * a->width; i += W)
+        put(x, i, end * a->width, get(x, i, end * a->width) / (1.f + exp_f(-get(gate, i, end * a->width))));
+}
+
 INLINE void rope_as(const struct rope_args *a, int64_t begin, int64_t end, enum dtype dtype) {
     int64_t half = a->rope_dim / 2;
     for (int64_t token = begin; token < end; token++) {
@@ -104,6 +111,7 @@ INLINE void rope_as(const struct rope_args *a, int64_t begin, int64_t end, enum 
 
 FOR_EACH_TYPE(add_rms_norm, norm_args)
 FOR_EACH_TYPE(clip, clip_args)
+FOR_EACH_TYPE(gate, gate_args)
 FOR_EACH_TYPE(rope, rope_args)
 FOR_EACH_TYPE(embed, embed_args)
 

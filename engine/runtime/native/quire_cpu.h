@@ -288,6 +288,14 @@ struct clip_args {
     int32_t dtype;
 };
 
+/* x *= sigmoid(gate), in place. */
+struct gate_args {
+    void *x;          /* [rows, width], of `dtype` */
+    const void *gate; /* likewise */
+    int64_t width;
+    int32_t dtype;
+};
+
 /* Per head: norm (optional), then rotation of the first rope_dim dimensions, in place. */
 SHARED struct rope_args {
     void *qk;                     /* [tokens, heads, head_dim], heads = query heads, then key heads */
@@ -335,6 +343,7 @@ struct kernels {
     void (*attend_merge)(const struct attend_args *, const struct attend_task *parts, int64_t num_parts);
     void (*add_rms_norm)(const struct norm_args *, int64_t begin, int64_t end);
     void (*clip)(const struct clip_args *, int64_t begin, int64_t end);
+    void (*gate)(const struct gate_args *, int64_t begin, int64_t end);
     void (*rope)(const struct rope_args *, int64_t begin, int64_t end);
     void (*embed)(const struct embed_args *, int64_t begin, int64_t end);
     void (*sample)(const struct sample_args *, int64_t begin, int64_t end);
