@@ -26,6 +26,7 @@ from tests.cpu import (
     test_models_transformers,
     test_moe_stored,
     test_quant,
+    test_served_models,
     test_stored,
     test_weights_gguf,
 )
@@ -65,6 +66,10 @@ limit is 4096, equals it.
 """
 _OTHERS = """
 Other causal models run by transformers' own code over Quire's pool, from safetensors without quantization; tested:
+"""
+_WRAPPED = """
+Of checkpoints that take images or sound, too, the text is served, and the start says so; tested, in safetensors: {names}.
+Requests with images are refused.
 """
 _FEATURES = """
 On a GPU, `tests/gpu/` serves beside these families {features} ({state})."""
@@ -112,6 +117,7 @@ def page() -> str:
         *map(_row, _families(state)),
         _LENGTHS.rstrip("\n"),
         _OTHERS + _listed(_adapted()) + ".",
+        _WRAPPED.format(names=_listed(test_served_models.WRAPPERS)).rstrip("\n"),
         _FEATURES.format(features=_listed(FEATURES), state=state),
     ]
     parts += [_GGUF.format(architectures=_listed(ARCHITECTURES)), *map(_row, _types())]

@@ -34,8 +34,11 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "xlm-r": (Case("XLMRobertaConfig").build().to_dict(), "'xlm-roberta' is an encoder"),
     "t5": (transformers.T5Config(d_model=64, num_layers=2).to_dict(), "'t5' is an encoder-decoder; serve a decoder"),
     "bart": (transformers.BartConfig(d_model=64).to_dict(), "'bart' is an encoder-decoder"),
-    "qwen2_vl": (transformers.Qwen2VLConfig().to_dict(), "'qwen2_vl' takes images or sound beside text"),
-    "llava": (transformers.LlavaConfig().to_dict(), "'llava' takes images or sound beside text"),
+    "paligemma": (transformers.PaliGemmaConfig().to_dict(), "'paligemma' takes images or sound beside text"),
+    "llava": (
+        transformers.LlavaConfig(text_config={"model_type": "gpt_neox"}).to_dict(),
+        "'llava' takes images or sound beside text",
+    ),
     "mamba": (Case("MambaConfig").build().to_dict(), "'mamba' has layers of type"),
     "qwen3_next": (
         transformers.Qwen3NextConfig(num_hidden_layers=4).to_dict(),

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from quire import LLM, SamplingParams
 from tests.cpu.served_models import save_servable, save_tokenizer, say
 from tests.cpu.test_models_families import CASES as NATIVE
-from tests.cpu.test_models_families import SIZES
+from tests.cpu.test_models_families import QWEN3_MOE, SIZES
 from tests.cpu.test_models_transformers import CASES
 from tests.daemon.real_daemon import serve
 
@@ -52,25 +52,70 @@ def test_it_says_what_generate_says(name: str, tmp_path: Path) -> None:
     check_served(save_servable(CASES[name], tmp_path), tmp_path, in_a_daemon if name == "gpt2" else offline)
 
 
-def test_the_language_model_of_a_vision_checkpoint_is_served(tmp_path: Path) -> None:
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+WIDE_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}}
+GEMMA3 = {
+    "head_dim": 16,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 16,
+}
+# The class, the settings of the language model, and of the tower for images.
+WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("Gemma3", GEMMA3, VISION),
+    "internvl": ("InternVL", {"model_type": "qwen2"}, VISION | {"image_size": [32, 32], "patch_size": [8, 8]}),
+    "llava": ("Llava", {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model"}),
+    "llava_next": ("LlavaNext", {"model_type": "mistral"}, VISION | {"model_type": "clip_vision_model"}),
+    "mistral3": ("Mistral3", {"model_type": "mistral", "head_dim": 16}, VISION | {"model_type": "pixtral"}),
+    "qwen2_vl": ("Qwen2VL", AXES, {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}),
+    "qwen2_5_vl": ("Qwen2_5_VL", AXES, QWEN_VISION),
+    "qwen3_vl": ("Qwen3VL", WIDE_AXES | {"head_dim": 32}, QWEN_VISION | {"deepstack_visual_indexes": [0]}),
+    "qwen3_vl_moe": ("Qwen3VLMoe", WIDE_AXES | QWEN3_MOE, QWEN_VISION | {"deepstack_visual_indexes": [0]}),
+}
+
+
+def save_wrapper(name: str, folder: Path) -> Any:
+    """A random model that takes images, too, saved with a tokenizer."""
     torch.manual_seed(0)
-    windows = ["sliding_attention", "full_attention", "sliding_attention"]
-    text = SIZES | {"head_dim": 16, "sliding_window": 8, "layer_types": windows, "query_pre_attn_scalar": 16}
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 8,
-    }
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=127)
-    model = Gemma3ForConditionalGeneration(config).float().eval()
+    kind, text, vision = WRAPPERS[name]
+    config = getattr(transformers, f"{kind}Config")(text_config=SIZES | text, vision_config=vision, image_token_id=127)
+    config.tie_word_embeddings = name == "gemma3"
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.15)
-    model.save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_language_model_inside_another_is_served(name: str, tmp_path: Path) -> None:
+    check_served(save_wrapper(name, tmp_path), tmp_path)
+
+
+def test_settings_beside_those_of_a_tower_and_transposed_experts_are_read(tmp_path: Path) -> None:
+    """As Qwen 2 VL and Qwen 3 VL with experts were published; transformers saves neither so."""
+    model = save_wrapper("qwen2_vl", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    text = values.pop("text_config") | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    flat = {key: value for key, value in text.items() if key not in ("rope_parameters", "model_type")}
+    (tmp_path / "config.json").write_text(json.dumps(flat | values))
+    check_served(model, tmp_path)
+    model = save_wrapper("qwen3_vl_moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    turned = {name: each.transpose(1, 2).contiguous() for name, each in tensors.items() if ".experts." in name}
+    assert len(turned) == 6
+    save_file(tensors | turned, tmp_path / "model.safetensors")
     check_served(model, tmp_path)
 
 

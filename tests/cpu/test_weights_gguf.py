@@ -177,6 +177,9 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
     "llama/experts": (CASES["mixtral"], {}, {**EXPERTS, "expert_used_count": 2, "attention.sliding_window": 8}),
     "qwen2moe": (CASES["qwen2-moe"], {}, EXPERTS),
     "qwen3moe": (CASES["qwen3-moe"], {}, EXPERTS),
+    "qwen2vl": (CASES["qwen2"], {}, {"rope.dimension_sections": [2, 3, 3, 0]}),
+    "qwen3vl": (CASES["qwen3"], {}, {"rope.dimension_sections": [6, 5, 5, 0], "n_deepstack_layers": 1}),
+    "qwen3vlmoe": (CASES["qwen3-moe"], {}, EXPERTS),
     "olmoe": (Case("OlmoeConfig", CASES["olmoe"].settings | {"clip_qkv": None}), {}, EXPERTS),
     "granitemoe": (CASES["granitemoe"], {}, {**EXPERTS, **GRANITE, "logit_scale": 6.0}),
     "granitemoe/shared": (

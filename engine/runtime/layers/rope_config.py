@@ -225,6 +225,7 @@ def _longrope(rope: RopeReader) -> Scaling:
 
 _SCALINGS: Mapping[str, Callable[[RopeReader], Scaling]] = {
     "default": lambda _: Linear(1.0),
+    "mrope": lambda _: Linear(1.0),  # in three axes, which are one for text
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,

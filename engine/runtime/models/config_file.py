@@ -1,7 +1,7 @@
 """Reads a model's config, without torch: of a folder, or of a file that holds its metadata.
 
-A Gemma 3 checkpoint with vision holds the text model's settings under `text_config`; they replace the whole config,
-because the text model is served alone.
+A checkpoint that takes images or sound, too, holds the settings of its language model under `text_config`, or beside those of
+its towers. They replace the whole config, because the language model is served alone.
 """
 
 from __future__ import annotations
@@ -16,22 +16,55 @@ from engine.files.hf_config import HFConfig
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.models.families import FAMILIES, read_config
 from engine.runtime.models.overrides import override
-from engine.runtime.models.servable import refuse_unservable
+from engine.runtime.models.servable import OTHER_INPUTS, refuse_unservable
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.settings.engine_config import EngineConfig
 
-_ALIASES = {"kimi_k2": "deepseek_v3"}  # kinds of the hub that are another kind in everything
-# The sizes that Gemma 3's published checkpoints with vision leave out, as transformers' Gemma3TextConfig has them.
-_GEMMA3 = {
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-    "sliding_window": 4096,
+# Kinds of the hub that are another kind in everything. For text, a rotation in three axes is that in one.
+_ALIASES = {
+    "kimi_k2": "deepseek_v3",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+# Kinds with a language model inside that sees images or sound as tokens, and its kind where the config does not name it.
+_WRAPPERS = {
+    "gemma3": "gemma3_text",
+    "internvl": "qwen2",
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_onevision": "qwen2",
+    "mistral3": "mistral",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+}
+_LLAMA = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+# What published checkpoints leave out of `text_config`, as transformers has it.
+_LEFT_OUT: Mapping[str, Mapping[str, int]] = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+    },
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "intermediate_size": 14_336, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
 }
 
 
@@ -42,16 +75,32 @@ def read_model_config(path: Path, load_format: str = "auto", overrides: Mapping[
 
 def servable(config: HFConfig, overrides: Mapping[str, Any] | None = None) -> HFConfig:
     """Return the language model's settings, with --hf-overrides. Raises ModelLoadError for unservable kinds."""
-    config = override(config, overrides)
+    config = _text_half(override(config, overrides))
     values = config.values
     refuse_unservable(values, config.source)
-    if values["model_type"] in _ALIASES:
-        return HFConfig({**values, "model_type": _ALIASES[values["model_type"]]}, config.source)
-    if values.get("model_type") != "gemma3" or not config.has("text_config"):
+    if values["model_type"] not in _ALIASES:
         return config
-    stored = {key: values[key] for key in ("dtype", "torch_dtype") if values.get(key)}
-    text = config.section("text_config").values
-    return HFConfig({**_GEMMA3, **stored, **text, "model_type": "gemma3_text"}, config.source)
+    return HFConfig({**values, "model_type": _ALIASES[values["model_type"]]}, config.source)
+
+
+def _text_half(config: HFConfig) -> HFConfig:
+    """Return the settings of the language model inside another, with `text_of`, the kind of that; or the config itself."""
+    values = config.values
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in _WRAPPERS:
+        return config
+    text = {key: value for key, value in values.items() if key not in OTHER_INPUTS}  # of Qwen 2 VL, without an object
+    if config.has("text_config"):
+        text = dict(config.section("text_config").values)
+    text_kind = text.get("model_type")
+    text["model_type"] = text_kind if isinstance(text_kind, str) and text_kind != kind else _WRAPPERS[kind]
+    if _ALIASES.get(text["model_type"], text["model_type"]) not in FAMILIES:
+        return config
+    beside = {key: values[key] for key in ("dtype", "torch_dtype") if values.get(key)}
+    for key in ("architectures", "tie_word_embeddings"):  # of the whole, where it has them
+        if key in values:
+            text[key] = values[key]
+    return HFConfig({**_LEFT_OUT.get(text["model_type"], {}), **beside, **text, "text_of": kind}, config.source)
 
 
 def read_own(checkpoint: Checkpoint) -> ModelConfig:

@@ -219,6 +219,8 @@ def load_decoder(
     """Build Quire's decoder and fill it from a checkpoint."""
     model_config = read_own(checkpoint)
     config.check_length(model_config.max_positions)
+    if checkpoint.config.has("text_of"):
+        report(Progress("text", f"{checkpoint.config.text('text_of')} serves text alone; images and sound are refused"))
     if not model_config.has_head:
         _require_no_drafts(config)
         report(Progress("head", "the checkpoint has no LM head; the model makes vectors, and generation is refused"))

@@ -44,8 +44,7 @@ _OTHER_ATTENTION = {
     "nemotron": "does not pass to its attention what a paged cache needs",
 }
 SERVABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
-_OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "vq_config", "visual")
-_WITH_TEXT_TOWER = ("gemma3",)  # served as text models, see config_file.py
+OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "vq_config", "visual")
 # Endings of the class names under `architectures` whose heads do not predict the next token.
 _OTHER_HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MaskedLM", "RewardModel")
 
@@ -100,11 +99,11 @@ def _why(values: Mapping[str, Any]) -> str | None:
         )
     if kind in _OTHER_ATTENTION:
         return f"{kind!r} {_OTHER_ATTENTION[kind]}, which Quire cannot serve; serve a family such as Llama or Qwen3"
-    if kind not in _WITH_TEXT_TOWER and any(values.get(key) for key in _OTHER_INPUTS):
+    if any(values.get(key) for key in OTHER_INPUTS):
         return (
             f"{kind!r} takes images or sound beside text, which Quire does not; serve a text model of the same family"
         )
-    if kind not in _WITH_TEXT_TOWER and isinstance(values.get("text_config"), Mapping):
+    if isinstance(values.get("text_config"), Mapping):
         return f"{kind!r} has its language model inside another model; serve a text model of the same family"
     return None
 

@@ -67,6 +67,8 @@ def expert_parts(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterato
         return
     module, matrix, ending = stack.groups()
     is_transposed = kind == "gpt_oss" and not ending
+    if config.values.get("text_of") == "qwen3_vl_moe":  # as published; transformers may save them the other way round
+        is_transposed = shape[1 if matrix == "down_proj" else 2] != config.size("hidden_size")
     for expert in range(shape[0]):
         size = shape[:0:-1] if is_transposed else shape[1:]
         cuts = {"down_proj": slice(None)} if matrix == "down_proj" else _halves(size[0], interleaved=kind == "gpt_oss")

@@ -339,6 +339,9 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "granite": _granite,
     "olmo2": _olmo2,
     "mistral3": _mistral3,
+    "qwen2vl": lambda _: {"model_type": "qwen2"},
+    "qwen3vl": lambda _: {"model_type": "qwen3"},
+    "qwen3vlmoe": _qwen3moe,
     "qwen2moe": _qwen2moe,
     "qwen3moe": _qwen3moe,
     "olmoe": _olmoe,
@@ -348,5 +351,5 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "deepseek2": _deepseek2,
 }
 _WITH_EXPERTS = (
-    "llama", "mistral3", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "gpt-oss", "glm4moe", "deepseek2",
+    "llama", "mistral3", "qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe", "granitemoe", "gpt-oss", "glm4moe", "deepseek2",
 )  # fmt: skip
