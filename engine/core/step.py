@@ -144,8 +144,11 @@ class StepPlan(NamedTuple):
         return found
 
 
-def plan_prompts(rows: Iterable[RowStart], counts: Iterable[int]) -> StepPlan:
-    """Return a step that begins rows, computes so many last positions of each, and samples from each."""
+def plan_prompts(rows: Iterable[RowStart], counts: Iterable[int], state_blocks: int = 0) -> StepPlan:
+    """Return a step that begins rows, computes so many last positions of each, and samples from each.
+
+    Recurrent states begin at zero, and all are written to the first blocks.
+    """
     begun = tuple(rows)
     chunks = tuple(
         [
@@ -153,7 +156,9 @@ def plan_prompts(rows: Iterable[RowStart], counts: Iterable[int]) -> StepPlan:
             for row, count in zip(begun, counts, strict=True)
         ]
     )
-    return StepPlan(0, sum(each.num_tokens for each in chunks), len(chunks), chunks=chunks, rows=begun)
+    states = tuple(StateMove(row.slot, (), tuple(range(state_blocks))) for row in begun) if state_blocks else ()
+    num_tokens = sum(each.num_tokens for each in chunks)
+    return StepPlan(0, num_tokens, len(chunks), chunks=chunks, rows=begun, states=states)
 
 
 class Fault(NamedTuple):

@@ -15,9 +15,14 @@ are 16-bit integers of that scale: all low bytes, then all high bytes. So they l
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 SCALE_BYTES = 4
@@ -76,6 +81,50 @@ class AttentionSpec:
     def out_dim(self) -> int:
         """Return the width of a head's result."""
         return self.head_dim if self.value_dim is None else self.value_dim
+
+
+class Pieces(NamedTuple):
+    """Equal parts of a recurrent state, each contiguous in one block of the pool."""
+
+    num: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of one piece."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec:
+    """What one layer keeps of a sequence, of the same size after any number of positions.
+
+    `row` numbers of `dtype` are what a token changes it by, which is kept of drafts until it is known which are right.
+    """
+
+    pieces: tuple[Pieces, ...]
+    row: int
+    dtype: torch.dtype
+
+
+StateSpec: TypeAlias = AttentionSpec | RecurrentSpec
+
+
+def attends(specs: Sequence[StateSpec]) -> list[AttentionSpec]:
+    """Return the states of layers that attend."""
+    return [spec for spec in specs if isinstance(spec, AttentionSpec)]
+
+
+class StepStates(NamedTuple):
+    """The slots of recurrent state in a step of S slices, and how each goes on; on the host, int32."""
+
+    read: NDArray[np.int32]  # [S, blocks of a slot]; -1 at a sequence's beginning, where the state is zero
+    written: NDArray[np.int32]
+    starts: NDArray[np.int32]  # [S + 1], a slice's rows
+    kept: NDArray[np.int32]  # [S], of its rows, after how many the state is written; the others are drafts
+    replays: NDArray[np.int32]  # [S], accepted drafts of the step before, which come before its rows
+    rows: NDArray[np.int32]  # [S], runner rows
 
 
 def pool_shape(

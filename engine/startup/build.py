@@ -45,7 +45,7 @@ from engine.runtime.execution.device_memory import (
 from engine.runtime.execution.ranks import ALONE, Ranks
 from engine.runtime.execution.runner import ModelRunner, warm_up_plan
 from engine.runtime.guard import GuardedRunner
-from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.kv_layout import StateSpec, attends
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config
@@ -62,6 +62,7 @@ from engine.runtime.pool.kv_cache import (
     fit_pool,
     resolve_kv_dtype,
 )
+from engine.runtime.pool.states import place_states
 from engine.runtime.speculation.heads import Head
 from engine.runtime.stores.pinned import STAGING_BYTES
 from engine.settings.engine_config import EngineConfig
@@ -114,7 +115,7 @@ class _Parts:
         return None if self.speculation is None else self.speculation.head
 
     @property
-    def states(self) -> list[AttentionSpec]:
+    def states(self) -> list[StateSpec]:
         """Return the layers of the pool: the model's, then the head's."""
         return [*self.model.states, *(() if self.head is None else self.head.states)]
 
@@ -142,10 +143,15 @@ class _Parts:
         """Return the bytes of a block of the pool, with the draft model's."""
         return self.config.block_size * self.groups.cuts[-1] + self._drafts_bytes
 
+    @cached_property
+    def state_blocks(self) -> int:
+        """Return the blocks that recurrent state takes of the pool, a sequence; 0 in a model without."""
+        return place_states(self.states, self.config.block_size * self.groups.cuts[-1]).num_blocks
+
     @property
     def used_bytes(self) -> int:
         """Return the bytes that layers have in one block of each group; a draft model's are in the first group's."""
-        states = sum(spec.bytes_a_token(self.kv_dtype) for spec in self.states)
+        states = sum(spec.bytes_a_token(self.kv_dtype) for spec in attends(self.states))
         return self.config.block_size * states + self._drafts_bytes
 
     def make_runner(self, settings: SchedulerConfig) -> ModelRunner:
@@ -158,6 +164,8 @@ class _Parts:
             dtype=self.kv_dtype,
             device=self.device,
             groups=self.groups,
+            max_rows=settings.max_num_seqs,
+            max_drafts=settings.num_speculative_tokens,
         )
         self.ranks.configure(settings)
         return ModelRunner(self.model, kv_cache, settings, self.device, self.head, self.ranks, self.resources)
@@ -295,7 +303,7 @@ def _scheduler_config(parts: _Parts) -> SchedulerConfig:
     config, device, speculation = parts.config, parts.device, parts.speculation
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
     return SchedulerConfig(
-        num_blocks=max_num_batched_tokens // config.block_size + 1,
+        num_blocks=max(max_num_batched_tokens // config.block_size + 1, parts.state_blocks),
         block_size=config.block_size,
         max_model_len=config.max_model_len or parts.model.max_model_len,
         max_num_seqs=max_num_seqs,
@@ -309,6 +317,7 @@ def _scheduler_config(parts: _Parts) -> SchedulerConfig:
         num_speculative_tokens=speculation.asked.num_speculative_tokens if speculation else 0,
         windows=parts.groups.windows,
         has_full=parts.groups.has_full,
+        state_blocks=parts.state_blocks,
     )
 
 

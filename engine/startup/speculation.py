@@ -14,6 +14,7 @@ from engine.core.types import Progress, ReportProgress
 from engine.runtime.attention.table import load_backend
 from engine.runtime.execution.draft_costs import measure_draft_costs
 from engine.runtime.execution.runner import ModelRunner
+from engine.runtime.kv_layout import attends
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_eagle3, load_model, load_mtp, resolve_dtype
 from engine.runtime.pool.kv_cache import KVCache, resolve_kv_dtype
@@ -39,7 +40,7 @@ class Speculation:
         """Return the bytes of a block of the pool that a draft model has beside the target's."""
         if self._model is None:
             return 0
-        return block_size * sum(spec.bytes_a_token(self._kv_dtype) for spec in self._model.states)
+        return block_size * sum(spec.bytes_a_token(self._kv_dtype) for spec in attends(self._model.states))
 
     def start(
         self, runner: ModelRunner, settings: SchedulerConfig, captures: bool, report: ReportProgress

@@ -90,7 +90,7 @@ def other_steps(config: SchedulerConfig) -> list[StepPlan]:
     for num, temperature in ((8, 0.0), (128, 1.0)):
         length = min(num, context, config.max_num_batched_tokens)
         params = SamplingParams(max_tokens=1, temperature=temperature)
-        plans.append(plan_prompts([synthetic_row(config, 0, context, table, params)], [length]))
+        plans.append(plan_prompts([synthetic_row(config, 0, context, table, params)], [length], config.state_blocks))
     return plans
 
 

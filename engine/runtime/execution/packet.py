@@ -18,9 +18,9 @@ from engine.core.config import SchedulerConfig
 from engine.runtime.pool.batch import DecodeRows, Packet
 from engine.runtime.pool.tables import NO_CHANGES, Changes
 
-_NUM_HEADS = 8
+_NUM_HEADS = 9
 # What a forward pass depends on; the rest is the scheduler's.
-_SIZES = ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+_SIZES = ("num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "state_blocks")
 
 
 class Kind(IntEnum):
@@ -61,7 +61,7 @@ def encode(message: RankMessage) -> list[NDArray[Any]]:
     work, is_shared = message
     if isinstance(work, DecodeRows):
         return [_head(Kind.REPLAY, is_shared, *work.fields.shape), work.fields, work.changes]
-    counts = work.num_slices, work.num_tokens, work.num_samples, len(work.longs), len(work.scored)
+    counts = work.num_slices, work.num_tokens, work.num_samples, len(work.longs), len(work.scored), len(work.ints)
     scored, head = np.array(work.scored, np.int64), _head(Kind.STEP, is_shared, *counts, work.keeps_all)
     return [head, work.longs, scored, work.slots, work.ints, work.changes]
 
@@ -96,11 +96,12 @@ def _packet(
     num_samples: int,
     num_longs: int,
     num_scored: int,
+    num_ints: int,
     keeps_all: int,
 ) -> Packet:
     longs = np.frombuffer(rest, np.int64, num_longs + 2 * num_scored + num_slices)
-    ints = np.frombuffer(rest, np.int32, 2 * num_slices + 1, longs.nbytes)
-    starts, contexts = np.split(ints, (num_slices + 1,))
+    ints = np.frombuffer(rest, np.int32, num_ints, longs.nbytes)
+    starts, contexts, _ = np.split(ints, (num_slices + 1, 2 * num_slices + 1))
     return Packet(
         longs=longs[:num_longs],
         ints=ints,

@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.core.config import SchedulerConfig
 from engine.core.rows import Rows, SequenceSlice
 from engine.core.stats import FailureCause
-from engine.core.step import Fault, Resources, RowStart, StepPlan, StepResult, plan_prompts
+from engine.core.step import Fault, Pairs, Resources, RowStart, StepPlan, StepResult, plan_prompts
 from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.backend import Batch
 from engine.runtime.drawn import Drawn
@@ -275,7 +275,7 @@ class ModelRunner:
         elif self._graphs is not None and self._graphs.takes(slices):
             computed = _Computed(self._replay(self._graphs, slices, changes))
         else:
-            computed = self._compute(slices, changes, draws=plan.num_samples > 0)
+            computed = self._compute(slices, changes, plan.replays, draws=plan.num_samples > 0)
         event = None
         if self._device.type == "cuda":
             computed, event = computed.to_host(), torch.cuda.Event()
@@ -294,14 +294,16 @@ class ModelRunner:
         if self._host_pool is not None:
             self._host_pool.bring_in(plan)
 
-    def _compute(self, slices: Sequence[SequenceSlice], changes: Changes, *, draws: bool) -> _Computed:
+    def _compute(self, slices: Sequence[SequenceSlice], changes: Changes, replays: Pairs, *, draws: bool) -> _Computed:
         """Launch a step kernel by kernel; `draws` says whether any row is drawn from."""
-        packet = self._batches.prepare(slices, changes)
+        packet = self._batches.prepare(slices, changes, replays)
         self._ranks.send(packet, draws=draws)
         batch = self._batches.to_batch(packet, self._last_ids)
         if self._kv_cache.headroom is not None:
-            last = max(int(each.kv_slots.max()) for each in (batch, *batch.others))
-            self._num_used_blocks = max(self._num_used_blocks, last // self._config.block_size + 1)
+            last = max(int(each.kv_slots.max()) for each in (batch, *batch.others)) // self._config.block_size
+            if batch.states is not None:
+                last = max(last, int(batch.states.written.max()))
+            self._num_used_blocks = max(self._num_used_blocks, last + 1)
         self._kv_cache.prepare(batch)
         heads = self.heads
         returns_all = packet.keeps_all or (heads is not None and heads.needs_all)
@@ -407,7 +409,7 @@ def warm_up_plan(config: SchedulerConfig, num_seqs: int, num_tokens: int) -> Ste
         table = [(block + i) % config.num_blocks for i in range(num_blocks)]
         block += num_blocks
         rows.append(synthetic_row(config, slot, length, table, params))
-    return plan_prompts(rows, [len(row.ids) for row in rows])
+    return plan_prompts(rows, [len(row.ids) for row in rows], config.state_blocks)
 
 
 def synthetic_row(

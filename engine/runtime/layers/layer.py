@@ -7,12 +7,12 @@ from pkgutil import resolve_name
 
 from torch import Tensor
 
-from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.adapters import LayerAdapters
 from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig, NormPlacement
 from engine.runtime.layers.norms import NoNorm, RMSNorm
-from engine.runtime.layers.parts import Angles, FeedForward, LayerAttention, Mixer
+from engine.runtime.layers.parts import Angles, FeedForward, LayerStates, Mixer
 from engine.runtime.native.decoder import norm_args
 from engine.runtime.native.library import LayerArgs
 
@@ -23,6 +23,7 @@ MakeFeedForward = Callable[[ModelConfig, int, Maker], FeedForward]
 MIXERS = {
     "attention": "engine.runtime.layers.attention:Attention",
     "latent": "engine.runtime.layers.latent:LatentAttention",
+    "delta": "engine.runtime.layers.delta:DeltaNet",
 }
 FEED_FORWARDS = {
     "mlp": "engine.runtime.layers.mlp:MLP",
@@ -61,7 +62,7 @@ class DecoderLayer:
         x: Tensor,
         delta: Tensor | None,
         angles: Angles | None,
-        attention: LayerAttention,
+        attention: LayerStates,
         adapters: LayerAdapters | None,
     ) -> Tensor:
         """Add the previous layer's output `delta` to x [T, hidden]; return this layer's output.
@@ -73,8 +74,8 @@ class DecoderLayer:
         return self._after_feed_forward(self._feed_forward(normed, adapters))
 
     @property
-    def states(self) -> tuple[AttentionSpec, ...]:
-        """Return what the mixer keeps of each token."""
+    def states(self) -> tuple[StateSpec, ...]:
+        """Return what the mixer keeps."""
         return self._mixer.states
 
     @property

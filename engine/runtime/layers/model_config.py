@@ -90,6 +90,26 @@ class HeadsConfig:
         return hidden_size * ((2 + self.is_gated) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaConfig:
+    """Gated DeltaNet: a matrix for each value head, in place of keys and values of all positions."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    kernel: int  # tokens that the convolution reads
+
+    @property
+    def channels(self) -> int:
+        """Return the width of queries, keys and values, which the convolution reads."""
+        return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Return the elements of a mixer's matrices."""
+        return hidden_size * (self.channels + 2 * self.num_v_heads * (self.v_dim + 1))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """One layer's settings. `window` None attends to everything; `rope` None: no positions."""
@@ -99,6 +119,7 @@ class LayerConfig:
     rope: RopeConfig | None
     moe: MoEConfig | None = None  # None: a dense MLP
     mixer: str = "attention"  # a name in MIXERS (layer.py)
+    delta: DeltaConfig | None = None  # of a mixer without attention
 
     @property
     def feed_forward(self) -> str:
@@ -148,7 +169,7 @@ class ModelConfig:
     @property
     def num_weights(self) -> int:
         """Return the elements of all matrices, which are nearly all of the allocation."""
-        mixers = [layer.heads.num_weights(self.hidden_size) for layer in self.layers]
+        mixers = [(layer.delta or layer.heads).num_weights(self.hidden_size) for layer in self.layers]
         mlps = [
             layer.moe.num_weights(self.hidden_size) if layer.moe else 3 * self.hidden_size * self.intermediate_size
             for layer in self.layers

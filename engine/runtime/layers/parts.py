@@ -7,13 +7,13 @@ may compute the same, if `describe` describes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from engine.runtime.attention.backend import Rotation
-from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.adapters import LayerAdapters
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.native.library import PartArgs
@@ -22,6 +22,36 @@ Angles = tuple[Tensor, Tensor]  # cos and signed sin of a step, from Rotary
 
 # State, qkv [T, all heads, head_dim] as projected, and its rotation -> [T, num_heads, head_dim].
 FromProjected = Callable[[int, Tensor, Rotation], Tensor]
+
+
+class Slice(NamedTuple):
+    """Rows of one sequence in a step with recurrent states."""
+
+    first: int
+    stop: int
+    num_kept: int  # the state is written as it is after so many rows; the others are drafts
+    num_replays: int  # accepted drafts of the step before, which come before its rows
+
+
+class RecurrentState(Protocol):
+    """One layer's recurrent state in the slots of a step; kv_cache.py binds it to the pool."""
+
+    @property
+    def slices(self) -> Sequence[Slice]:
+        """Return the step's slices."""
+        ...
+
+    def read(self, index: int) -> list[Tensor]:
+        """Return copies of what a slice reads: [pieces, *shape] for each kind of pieces; zeros at a sequence's beginning."""
+        ...
+
+    def write(self, index: int, pieces: Sequence[Tensor], *, brings_up: bool = False) -> None:
+        """Write what a slice leaves; with `brings_up` where it has read, as it is after the replays."""
+        ...
+
+    def drafts(self, index: int) -> Tensor:
+        """Return the memory of a slice's drafts, until its row's next step: [most drafts, width] in the model's type."""
+        ...
 
 
 class LayerAttention(Protocol):
@@ -42,16 +72,24 @@ class LayerAttention(Protocol):
         ...
 
 
+class LayerStates(LayerAttention, Protocol):
+    """Attention, and the states of layers that do not attend."""
+
+    def recurrent(self, layer: int) -> RecurrentState:
+        """Return the state of a layer."""
+        ...
+
+
 class Mixer(Protocol):
     """The part of a layer in which a token sees others."""
 
     @property
-    def states(self) -> tuple[AttentionSpec, ...]:
-        """Return what it keeps of each token: K and V, or a latent."""
+    def states(self) -> tuple[StateSpec, ...]:
+        """Return what it keeps: K and V of each token, or a latent, or a recurrent state."""
         ...
 
     def __call__(
-        self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None
+        self, x: Tensor, angles: Angles | None, attention: LayerStates, adapters: LayerAdapters | None
     ) -> Tensor:
         """Return [T, hidden] of normed x [T, hidden]; `angles` are None in a layer without positions."""
         ...

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.adapters import Target
-from engine.runtime.layers.parts import LayerAttention
+from engine.runtime.layers.parts import LayerStates
 from engine.runtime.lora.adapter import AdapterRows
 from engine.runtime.native.decoder import Streams
 
@@ -30,7 +30,7 @@ class ModelCapabilities:
 class CausalLM(Protocol):
     """A model, Quire's own or transformers'."""
 
-    states: Sequence[AttentionSpec]  # the states of its layers, in order
+    states: Sequence[StateSpec]  # the states of its layers, in order
     vocab_size: int  # of the logits
     max_model_len: int  # positions the weights were made for
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class CausalLM(Protocol):
         self,
         ids: Tensor,
         positions: Tensor,
-        attention: LayerAttention,
+        attention: LayerStates,
         rows: Tensor | None = None,
         adapters: Sequence[AdapterRows] = (),
         streams: Streams | None = None,

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.adapters import Target
 from engine.runtime.layers.layer import DecoderLayer
 from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.norms import RMSNorm
-from engine.runtime.layers.parts import Angles, LayerAttention
+from engine.runtime.layers.parts import Angles, LayerStates
 from engine.runtime.layers.rope import Rotary
 from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, addends
@@ -62,12 +62,12 @@ class Decoder:
             make.embedding("model.embed_tokens", num_ids, config.hidden_size, self.embed)
         # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
-        self._layers, specs = list[DecoderLayer](), list[AttentionSpec]()
+        self._layers, specs = list[DecoderLayer](), list[StateSpec]()
         for index in range(len(config.layers)):
             layer = DecoderLayer(config, index, make.within(f"model.layers.{index}", index), state=len(specs))
             self._layers.append(layer)
             specs += layer.states
-        self.states: Sequence[AttentionSpec] = specs
+        self.states: Sequence[StateSpec] = specs
         self._norm = RMSNorm(make, "model.norm", config.hidden_size, config)
         head, tied = ("model.embed_tokens", self.embed) if config.tied_head else ("lm_head", None)
         self._head = (
@@ -107,7 +107,7 @@ class Decoder:
         self,
         ids: Tensor,
         positions: Tensor,
-        attention: LayerAttention,
+        attention: LayerStates,
         rows: Tensor | None = None,
         adapters: Sequence[AdapterRows] = (),
         streams: Streams | None = None,

@@ -17,13 +17,13 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.attention import Attention
 from engine.runtime.layers.layer import DecoderLayer
 from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.mlp import MLP
 from engine.runtime.layers.norms import RMSNorm
-from engine.runtime.layers.parts import Angles, LayerAttention
+from engine.runtime.layers.parts import Angles, LayerStates
 from engine.runtime.layers.rope import Rotary
 from engine.runtime.models.eagle3_config import Eagle3Config
 from engine.runtime.schemes.scheme import Scheme
@@ -47,12 +47,12 @@ class _FirstLayer:
         self._mlp = MLP(model, 0, make)
 
     @property
-    def states(self) -> tuple[AttentionSpec, ...]:
+    def states(self) -> tuple[StateSpec, ...]:
         """Return what its attention keeps."""
         return self._attention.states
 
     def __call__(
-        self, tokens: Tensor, states: Tensor, angles: Angles | None, attention: LayerAttention
+        self, tokens: Tensor, states: Tensor, angles: Angles | None, attention: LayerStates
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream [T, hidden] and the term to add to it."""
         normed = self._state_norm(states)
@@ -105,7 +105,7 @@ class Eagle3:
         self._head = make.linear({"lm_head": config.draft_vocab_size}, hidden, is_head=True)
         self._ids = self._target_ids(make, stored)
         further = (state for layer in self._layers for state in layer.states)
-        self.states: Sequence[AttentionSpec] = [*self._first.states, *further]
+        self.states: Sequence[StateSpec] = [*self._first.states, *further]
         ropes = [layer.rope for layer in model.layers]
         self._rotaries = {
             rope: Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes if rope is not None
@@ -120,7 +120,7 @@ class Eagle3:
             states = torch.cat([norm(part) for norm, part in zip(self._part_norms, parts, strict=True)], -1)
         return self._fc(states)
 
-    def forward(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerAttention) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerStates) -> Tensor:
         """Return the next states [T, hidden]; `ids` [T] are the tokens at positions + 1, `states` g of positions."""
         rope = {rope: rotary(positions) for rope, rotary in self._rotaries.items()}
         angles = [None if layer.rope is None else rope[layer.rope] for layer in self._config.model.layers]

@@ -15,11 +15,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.layer import DecoderLayer
 from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.norms import RMSNorm
-from engine.runtime.layers.parts import LayerAttention
+from engine.runtime.layers.parts import LayerStates
 from engine.runtime.layers.rope import Rotary
 from engine.runtime.models.decoder import Decoder
 
@@ -43,7 +43,7 @@ class MTPHead:
         self._rotary = None
         if settings.rope is not None:
             self._rotary = Rotary(settings.rope, served_len, dtype=make.dtype, device=make.device)
-        self.states: Sequence[AttentionSpec] = self._layer.states
+        self.states: Sequence[StateSpec] = self._layer.states
         self.hidden_size = self.target_hidden_size = hidden
         self.dtype = make.dtype
 
@@ -51,7 +51,7 @@ class MTPHead:
         """Return the target's states, which are read as they are."""
         return states
 
-    def forward(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerAttention) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerStates) -> Tensor:
         """Return normed states [T, hidden]; see Head."""
         x = self._join(torch.cat((self._embedding_norm(self._target.embed(ids)), self._state_norm(states)), 1))
         angles = None if self._rotary is None else self._rotary(positions)

@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress, ReportProgress
-from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.kv_layout import AttentionSpec, StateSpec
 from engine.runtime.layers.adapters import Target
 from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.layers.rope_config import describe_longrope
@@ -87,7 +87,7 @@ class TransformersModel:
         model.set_submodule(_name_of(self._body, model), self._given)
         self.vocab_size, self.states = self._overhear(next(model.parameters()).device, source)
 
-    def _overhear(self, device: torch.device, source: str) -> tuple[int, Sequence[AttentionSpec]]:
+    def _overhear(self, device: torch.device, source: str) -> tuple[int, Sequence[StateSpec]]:
         """Return the width of the logits and each layer's attention settings, from a forward pass."""
         ears, positions = _Overhear(source), torch.arange(2, device=device)
 

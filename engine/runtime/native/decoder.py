@@ -11,7 +11,9 @@ from ctypes import Structure, addressof, c_int64
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.runtime.kv_layout import AttentionSpec
@@ -44,7 +46,16 @@ class PagedLayer:
     attend: AttendArgs
 
 
-PagedStep = Sequence[PagedLayer]
+@dataclass(frozen=True, slots=True)
+class PagedState:
+    """The same for a layer with recurrent state."""
+
+    step: Structure  # StepStatesArgs, the same object in every step and for all layers
+    places: NDArray[np.int32]
+    drafts: Tensor
+
+
+PagedStep = Sequence[PagedLayer | PagedState]
 
 
 class Streams(NamedTuple):
@@ -144,6 +155,10 @@ class NativeDecoder:
 
     def _bind(self, step: PagedStep) -> None:
         for layer, paged in zip(self._layers, step, strict=False):  # a head's layers follow in the pool
+            if isinstance(paged, PagedState):
+                layer.states, layer.places = addressof(paged.step), paged.places.ctypes.data
+                layer.drafts = paged.drafts.data_ptr()
+                continue
             layer.pool, layer.store, layer.attend = paged.pool, addressof(paged.store), addressof(paged.attend)
             layer.pool.dtype = self._decoder.dtype  # the type of the pool does not matter
         self._bound = step

@@ -26,12 +26,27 @@ SHARED struct part {
     struct linear last;  /* a mixer's is multiplied by the decoder */
 };
 
+/* The slots of recurrent state in a step of S slices, the same for all layers; StepStates in kv_layout.py. */
+SHARED struct step_states {
+    char *base;                    /* of block 0 */
+    const int32_t *read, *written; /* [S][width], blocks; read[0] of a slice below 0: the state is zero */
+    const int32_t *starts;         /* [S + 1]: rows of each slice */
+    const int32_t *kept;           /* [S]: of its rows, after how many the state is written; the others are drafts */
+    const int32_t *replays;        /* [S]: drafts of the step before that come before its rows */
+    const int32_t *rows;           /* [S]: runner rows */
+    int64_t block_bytes, width;    /* blocks of a slot */
+    int64_t num_slices, max_drafts;
+};
+
 SHARED struct layer {
     struct part mixer, feed_forward;
     struct norm before_mixer, after_mixer, before_feed_forward, after_feed_forward;
     struct pool pool; /* the mixer's state */
     const struct store_args *store;   /* the step's slots in that; pool, k and v are set for each layer */
     const struct attend_args *attend; /* its slices, contexts and tables; the rest is set for each layer */
+    const struct step_states *states; /* of a recurrent mixer, which has no pool, store and attend */
+    const int32_t *places;            /* [pieces][2]: the block of a slot, and the first byte there */
+    char *drafts;                     /* [runner rows][max_drafts], projected rows of drafts */
     int64_t rotary; /* the index of its rotary; -1: the layer has no positions */
 };
 

@@ -118,6 +118,7 @@ class NormWeight(Structure):
 
 
 RotaryArgs = structure("rotary")  # frequencies of one rotary embedding
+StepStatesArgs = structure("step_states")  # the slots of recurrent state in a step
 
 
 @mirror("router")

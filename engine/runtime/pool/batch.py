@@ -20,7 +20,9 @@ from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.rows import SequenceSlice
+from engine.core.step import Pairs
 from engine.runtime.attention.backend import Batch
+from engine.runtime.kv_layout import StepStates
 from engine.runtime.pool.tables import NO_CHANGES, Changes, RowTables
 from engine.runtime.transfer import Staging
 
@@ -31,7 +33,7 @@ class Packet(NamedTuple):
     """A step's forward pass of T tokens in S slices: all that a rank needs, as arrays on the host."""
 
     longs: NDArray[np.int64]  # ids, positions [T], kv_slots [groups, T]; sample rows [R]; carry rows and their slots
-    ints: NDArray[np.int32]  # query_starts [S + 1], context_lens [S]
+    ints: NDArray[np.int32]  # query_starts [S + 1], context_lens [S]; with recurrent layers drafts and replays [S]
     slots: NDArray[np.int64]  # [S], whose rows of the block tables are read
     changes: Changes  # of the block tables, before the step
     num_slices: int
@@ -69,7 +71,8 @@ class PacketBuffers:
         seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._num_groups, self._block_size, self._tables = config.num_groups, config.block_size, tables
         self.num_longs = (3 + config.num_groups) * tokens + 3 * seqs  # with drafts, every token may draw
-        self.num_ints = 2 * seqs + 1 + config.num_groups * seqs * tables.width
+        self._has_states = config.state_blocks > 0
+        self.num_ints = 4 * seqs + 1 + config.num_groups * seqs * tables.width
         pair = [
             (Staging((self.num_longs,), torch.int64, device), Staging((self.num_ints,), torch.int32, device))
             for _ in range(2)
@@ -94,7 +97,7 @@ class PacketBuffers:
     def to_batch(self, packet: Packet, last_ids: Tensor) -> Batch:
         """Return the tensors of a packet in the memory of `begin`; `last_ids` [max_num_seqs] int64 are the slots'."""
         num_slices, num_tokens = packet.num_slices, packet.num_tokens
-        num_heads, num_groups = 2 * num_slices + 1, self._num_groups
+        num_heads, num_groups = len(packet.ints), self._num_groups
         shape = num_groups, num_slices, -(-max(packet.contexts) // self._block_size)
         num_ints = num_heads + prod(shape)
         host_tables = self._host_ints[num_heads:num_ints].reshape(shape)
@@ -113,18 +116,29 @@ class PacketBuffers:
             kv_slots=kv_slots[0],
             block_tables=tables[0],
             query_starts=ints[: num_slices + 1],
-            context_lens=ints[num_slices + 1 : num_heads],
+            context_lens=ints[num_slices + 1 : 2 * num_slices + 1],
             sample_rows=longs[first_row:first_carry],
             query_lens_host=packet.query_lens,
             context_lens_host=packet.contexts,
             block_tables_host=_rows(host_tables[0]),
         )
+        if self._has_states:
+            batch.states = self._states(packet)
         if num_groups > 1:
             batch.others = [
                 batch.of_group(slots, table, _rows(host))
                 for slots, table, host in zip(kv_slots[1:], tables[1:], host_tables[1:], strict=True)
             ]
         return batch
+
+    def _states(self, packet: Packet) -> StepStates:
+        """Return the slots of a step, which is launched once."""
+        starts = packet.ints[: packet.num_slices + 1].copy()
+        drafts, replays = packet.ints[2 * packet.num_slices + 1 :].reshape(2, -1).copy()
+        slots = packet.slots
+        return StepStates(
+            *self._tables.read_states(slots), starts, np.diff(starts) - drafts, replays, slots.astype(np.int32)
+        )
 
 
 def _rows(table: NDArray[np.int32]) -> Sequence[Sequence[int]]:
@@ -147,6 +161,7 @@ class BatchBuilder:
 
     def __init__(self, config: SchedulerConfig, device: torch.device, tables: RowTables) -> None:
         self._block_size, self._num_groups, self._tables = config.block_size, config.num_groups, tables
+        self._has_states = config.state_blocks > 0
         self._buffers = PacketBuffers(config, device, tables)
 
     def build(self, slices: Sequence[SequenceSlice], last_ids: Tensor) -> Batch:
@@ -157,10 +172,10 @@ class BatchBuilder:
         """Return the tensors of the packet that was prepared last."""
         return self._buffers.to_batch(packet, last_ids)
 
-    def prepare(self, slices: Sequence[SequenceSlice], changes: Changes = NO_CHANGES) -> Packet:
+    def prepare(self, slices: Sequence[SequenceSlice], changes: Changes = NO_CHANGES, replays: Pairs = ()) -> Packet:
         """Return what a step's forward pass needs, in memory that the packet after the next overwrites.
 
-        Other ranks make the `changes` of the tables, which are made here already.
+        `replays` are the plan's. Other ranks make the `changes` of the tables, which are made here already.
         """
         longs, ints = self._buffers.begin()
         ids, positions, sample_rows, carry_rows, carry_slots, starts, contexts = _walk(slices)
@@ -175,8 +190,12 @@ class BatchBuilder:
         kv_slots *= self._block_size
         kv_slots += offsets
         longs[first : first + len(others)] = others
-        num_heads = 2 * len(slices) + 1
-        ints[:num_heads] = starts + contexts
+        heads = starts + contexts
+        if self._has_states:
+            num_replays = dict(replays)
+            heads += [len(piece.drafts) for piece in slices] + [num_replays.get(piece.slot, 0) for piece in slices]
+        num_heads = len(heads)
+        ints[:num_heads] = heads
         return Packet(
             longs=longs[: first + len(others)],
             ints=ints[:num_heads],

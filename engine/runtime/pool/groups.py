@@ -7,7 +7,7 @@ The rest of a block, too small for another layer of the group, is unused. A laye
 values keeps none itself.
 
 In a model whose layers all have windows the first group has no layers, and takes no blocks. A model whose windows no
-sequence fills is one group.
+sequence fills is one group. Layers with recurrent state are in no group: states.py places that in whole blocks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.kv_layout import AttentionSpec, StateSpec
 
+NO_GROUP = -1
 TILE_KEYS = 128  # most keys that a kernel reads at once; before a window it reads up to so many, with weight 0
 EVERY = 1 << 30  # positions that a group keeps, if that is all
 # Largest share of a block that may be unused: in groups with windows, which hold few blocks, and in those that keep most.
@@ -31,7 +32,7 @@ _MAX_MORE = 1.1  # if more is unused anyway: what sequences hold, of the least t
 class LayerGroups(NamedTuple):
     """The group of each layer, its place in a block, and the positions that each group after the first keeps.
 
-    Places are bytes a token: those of the layers before it. `cuts` are the places at which no group has a layer's K or V
+    A layer with recurrent state has the group NO_GROUP. Places are bytes a token: those of the layers before it. `cuts` are the places at which no group has a layer's K or V
     on both sides; the last one is the end of a block.
     """
 
@@ -46,13 +47,13 @@ class LayerGroups(NamedTuple):
         return 0 in self.group_of
 
 
-def one_group(specs: Sequence[AttentionSpec], dtype: torch.dtype) -> LayerGroups:
+def one_group(specs: Sequence[StateSpec], dtype: torch.dtype) -> LayerGroups:
     """Return all layers as one group that keeps every position."""
-    return _divided([(EVERY, [index for index, spec in enumerate(specs) if spec.source is None])], specs, dtype)
+    return _divided([(EVERY, [index for index, spec in _paged(specs) if spec.source is None])], specs, dtype)
 
 
 def group_layers(
-    specs: Sequence[AttentionSpec], dtype: torch.dtype, max_model_len: int, *, needs_full: bool = False
+    specs: Sequence[StateSpec], dtype: torch.dtype, max_model_len: int, *, needs_full: bool = False
 ) -> LayerGroups:
     """Return the groups of a pool's layers, in a pool of `dtype`.
 
@@ -60,7 +61,7 @@ def group_layers(
     every position: all, if none has full attention.
     """
     kept_by: dict[int, int] = {}  # by layer, for all that read its state
-    for index, spec in enumerate(specs):
+    for index, spec in _paged(specs):
         kept, source = EVERY if spec.window is None else spec.window + TILE_KEYS - 1, _source(index, spec)
         kept_by[source] = max(kept_by.get(source, 0), kept if kept < max_model_len else EVERY)
     layers: dict[int, list[int]] = {max(kept_by.values(), default=EVERY): []}
@@ -69,13 +70,18 @@ def group_layers(
     has_full = EVERY in layers
     if (has_full and len(layers) == 1) or (needs_full and not has_full):
         return one_group(specs, dtype)
-    sizes = [spec.bytes_a_token(dtype) for spec in specs]
+    sizes = [spec.bytes_a_token(dtype) if isinstance(spec, AttentionSpec) else 0 for spec in specs]
     size = _choose_size(layers, sizes, max_model_len)
     parts = [(kept, part) for kept, each in layers.items() for part in _packed(each, sizes, size)]
     held = size * sum(min(kept, max_model_len) for kept, _ in parts)
     if not has_full:
         parts.insert(0, (EVERY, []))
     return _divided(parts, specs, dtype) if held < sum(sizes) * max_model_len else one_group(specs, dtype)
+
+
+def _paged(specs: Sequence[StateSpec]) -> list[tuple[int, AttentionSpec]]:
+    """Return the layers that attend, by number."""
+    return [(index, spec) for index, spec in enumerate(specs) if isinstance(spec, AttentionSpec)]
 
 
 def _source(index: int, spec: AttentionSpec) -> int:
@@ -115,27 +121,29 @@ def _packed(layers: Sequence[int], sizes: Sequence[int], size: int) -> list[list
     return parts
 
 
-def _divided(
-    parts: Sequence[tuple[int, Sequence[int]]], specs: Sequence[AttentionSpec], dtype: torch.dtype
-) -> LayerGroups:
+def _divided(parts: Sequence[tuple[int, Sequence[int]]], specs: Sequence[StateSpec], dtype: torch.dtype) -> LayerGroups:
     """Return groups of the positions that they keep and their layers."""
-    group_of, place_of, ends, tensors = [0] * len(specs), [0] * len(specs), set[int](), list[tuple[int, int]]()
+    paged = dict(_paged(specs))
+    group_of, place_of, ends, tensors = [NO_GROUP] * len(specs), [0] * len(specs), set[int](), list[tuple[int, int]]()
     for group, (_, part) in enumerate(parts):
         end = 0
         for layer in part:
             group_of[layer], place_of[layer] = group, end
-            size = specs[layer].bytes_a_token(dtype) // specs[layer].num_pools
-            for _ in range(specs[layer].num_pools):
+            size = paged[layer].bytes_a_token(dtype) // paged[layer].num_pools
+            for _ in range(paged[layer].num_pools):
                 tensors.append((end, end + size))
                 end += size
             ends.update((place_of[layer] + size, end))
     cuts = sorted(end for end in ends if not any(first < end < last for first, last in tensors))
-    sources = [_source(index, spec) for index, spec in enumerate(specs)]
-    group_of, place_of = ([of[source] for source in sources] for of in (group_of, place_of))
+    if len(paged) < len(specs):  # a state takes whole blocks
+        cuts = cuts[-1:]
+    for index, spec in paged.items():
+        source = _source(index, spec)
+        group_of[index], place_of[index] = group_of[source], place_of[source]
     return LayerGroups(tuple(group_of), tuple(place_of), tuple(cuts), tuple(kept for kept, _ in parts[1:]))
 
 
-def regroup(specs: Sequence[AttentionSpec], dtype: torch.dtype, windows: Sequence[int]) -> LayerGroups:
+def regroup(specs: Sequence[StateSpec], dtype: torch.dtype, windows: Sequence[int]) -> LayerGroups:
     """Return the groups that another rank, with other heads of the same layers, has made with these windows."""
     limited = [window for window in windows if window < EVERY]
     return group_layers(specs, dtype, max(limited) + 1) if limited else one_group(specs, dtype)

@@ -22,11 +22,12 @@ from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.runtime import huge_pages
 from engine.runtime.attention.backend import AttentionBackend, Batch, Rotation
 from engine.runtime.headroom import Headroom
-from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, movable, pool_shape
+from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, StateSpec, attends, movable, pool_shape
 from engine.runtime.layers.model_config import narrow_latents
-from engine.runtime.layers.parts import FromProjected, LayerAttention
-from engine.runtime.native.decoder import PagedStep
-from engine.runtime.pool.groups import LayerGroups, one_group
+from engine.runtime.layers.parts import FromProjected, LayerStates, RecurrentState
+from engine.runtime.native.decoder import PagedLayer, PagedState, PagedStep
+from engine.runtime.pool.groups import NO_GROUP, LayerGroups, one_group
+from engine.runtime.pool.states import StatePool
 from engine.runtime.stores import pinned
 from engine.runtime.stores.host import split_rows
 from engine.runtime.transfer import to_device
@@ -38,11 +39,11 @@ _FIRST_WITH_FP8 = (8, 9)
 
 
 class KVCache:
-    """K and V of every layer, and the LayerAttention over them."""
+    """K and V of every layer, or its recurrent state, and the LayerStates over them."""
 
     def __init__(
         self,
-        specs: Sequence[AttentionSpec],
+        specs: Sequence[StateSpec],
         backend: AttentionBackend,
         *,
         num_blocks: int,
@@ -50,21 +51,28 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         groups: LayerGroups | None = None,
+        max_rows: int = 0,
+        max_drafts: int = 0,
     ) -> None:
         """Allocate the pool in `dtype`; a narrow type has a scale for every row.
 
-        `groups` have a batch each; by default all layers are one. Raises ConfigError if the device does not support the
+        `groups` have a batch each; by default all layers are one. With recurrent layers each of `max_rows` runner rows has
+        memory for so many drafts beside the pool. Raises ConfigError if the device does not support the
         type, MemoryBudgetError if it lacks the memory.
         """
         if dtype == torch.float8_e4m3fn:
             require_fp8(device)
-        if dtype == torch.int8 and device.type != "cpu" and any(spec.is_latent for spec in specs):
+        if dtype == torch.int8 and device.type != "cpu" and any(spec.is_latent for spec in attends(specs)):
             raise narrow_latents("int8")
         self.groups = groups = groups or one_group(specs, dtype)
-        self._specs, self._dtype, self._device = specs, dtype, device
+        self._dtype, self._device = dtype, device
+        self._specs = {index: spec for index, spec in enumerate(specs) if isinstance(spec, AttentionSpec)}
+        self._num_states = len(specs)
         self._backends = [backend, *(backend.another() for _ in groups.windows)]  # one a group
-        self._backend_of = [self._backends[group] for group in groups.group_of]  # by layer
-        for spec in specs:
+        self._backend_of = {  # by layer
+            index: self._backends[group] for index, group in enumerate(groups.group_of) if group != NO_GROUP
+        }
+        for spec in self._specs.values():
             backend.check(spec, dtype)
         # Block b of all layers is contiguous in main memory: then a new block is one piece of new memory. With one tensor a
         # layer, all would reach a new huge page in the same step, which would wait until hundreds of pages are cleared.
@@ -85,16 +93,26 @@ class KVCache:
         # Views of the whole pool, block first, in a type that can be copied.
         self.blocks = [movable(part) for part in self._parts]
         self.headroom = Headroom(self.blocks[0]) if device.type == "cpu" else None
-        holders = [spec if spec.source is None else specs[spec.source] for spec in specs]
-        tensors = [
-            self._tensors(spec, place, cuts, block_size) for spec, place in zip(holders, groups.place_of, strict=True)
-        ]
-        self._keys, self._values = [k for k, _ in tensors], [v for _, v in tensors]
-        # The whole pool, for attention in the native library.
+        tensors = {
+            index: self._tensors(
+                spec if spec.source is None else self._specs[spec.source], groups.place_of[index], cuts, block_size
+            )
+            for index, spec in self._specs.items()
+        }
+        self._keys, self._values = ({index: pair[at] for index, pair in tensors.items()} for at in (0, 1))
+        self._states: StatePool | None = None
+        if len(self._specs) < len(specs):
+            self._states = StatePool(specs, self._parts[0].view(torch.uint8), max_rows, max_drafts)
+        # The whole pool, for the native library.
         self.paged_step: PagedStep | None = None
         if backend.capabilities.native:
-            layers = zip(self._backend_of, specs, self._keys, self._values, strict=True)
-            self.paged_step = [each.paged_layer(spec, k, v) for each, spec, k, v in layers]
+            self.paged_step = [self._paged(index) for index in range(len(specs))]
+
+    def _paged(self, layer: int) -> PagedLayer | PagedState:
+        if self._states is not None and layer in self._states.of_layer:
+            return self._states.paged(layer)
+        keys, values = self._keys[layer], self._values[layer]
+        return self._backend_of[layer].paged_layer(self._specs[layer], keys, values)
 
     def _tensors(self, spec: AttentionSpec, place: int, cuts: Sequence[int], block_size: int) -> tuple[Tensor, Tensor]:
         """Return a layer's K and V at its place in a block: views of the parts."""
@@ -107,9 +125,16 @@ class KVCache:
         return found[0], found[0][..., : spec.out_dim] if spec.is_latent else found[1]
 
     def prepare(self, batch: Batch) -> None:
-        """Prepare the attention of all layers for a step."""
+        """Prepare the attention and the states of all layers for a step."""
+        if self._states is not None:
+            self._states.prepare(batch.states)
         for backend, each in zip(self._backends, (batch, *batch.others), strict=True):
             backend.prepare(each)
+
+    def recurrent(self, layer: int) -> RecurrentState:
+        """Return the state of a layer in the prepared batch."""
+        assert self._states is not None, "the layer's spec is recurrent"
+        return self._states.of_layer[layer]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one layer over the prepared batch."""
@@ -124,9 +149,9 @@ class KVCache:
         keys, values = self._keys[layer], self._values[layer]
         return self._backend_of[layer].rotate_and_attend(self._specs[layer], qkv, rotation, keys, values)
 
-    def last_layers(self, num: int) -> LayerAttention:
+    def last_layers(self, num: int) -> LayerStates:
         """Return attention over the last layers of the pool alone, which then count from 0."""
-        return _LastLayers(self, len(self._specs) - num)
+        return _LastLayers(self, self._num_states - num)
 
     def read_blocks(self, blocks: Sequence[int], rows: NDArray[np.uint8]) -> None:
         """Copy blocks out as bytes: rows [blocks, bytes of a block], in main memory."""
@@ -169,12 +194,16 @@ class KVCache:
 
 
 class _LastLayers:
-    """The LayerAttention over the layers of a pool from one on, outside of the library's forward pass."""
+    """The LayerStates over the layers of a pool from one on, outside of the library's forward pass."""
 
     paged_step = None
 
     def __init__(self, cache: KVCache, first: int) -> None:
         self._cache, self._first = cache, first
+
+    def recurrent(self, layer: int) -> RecurrentState:
+        """See KVCache."""
+        return self._cache.recurrent(self._first + layer)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._cache(self._first + layer, q, k, v)
@@ -190,13 +219,13 @@ def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> 
     return huge_pages.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
-def resolve_kv_dtype(setting: str, model_dtype: torch.dtype, specs: Sequence[AttentionSpec]) -> torch.dtype:
+def resolve_kv_dtype(setting: str, model_dtype: torch.dtype, specs: Sequence[StateSpec]) -> torch.dtype:
     """Return the type of --kv-cache-dtype. Raises ConfigError without room for scales, and for latents in fp8."""
     if setting not in _NARROW:
         return model_dtype
-    if setting != "int8" and any(spec.is_latent for spec in specs):
+    if setting != "int8" and any(spec.is_latent for spec in attends(specs)):
         raise narrow_latents(setting)
-    odd = next((spec.head_dim for spec in specs if spec.pool_dim(torch.int8) % SCALE_BYTES), None)
+    odd = next((spec.head_dim for spec in attends(specs) if spec.pool_dim(torch.int8) % SCALE_BYTES), None)
     if odd is not None:
         raise ConfigError(
             f"--kv-cache-dtype is {setting!r}, which needs a head_dim that is a multiple of {SCALE_BYTES}, and the "

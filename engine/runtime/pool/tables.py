@@ -1,6 +1,6 @@
-"""The block tables of a pool's rows, by group, as one array; plans report what changes. Engine thread.
+"""The block tables of a pool's rows, by group, and their slots of recurrent state; plans report what changes. Engine thread.
 
-Each rank keeps them. In place of blocks that a window has passed stand any others, because kernels may read them.
+Each rank keeps them. The slots are two more tables, of the blocks that a row reads and of those that it writes. In place of blocks that a window has passed stand any others, because kernels may read them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ NO_CHANGES: Changes = np.empty((0, 2), np.int32)
 
 
 class RowTables:
-    """`rows` [groups, slots, width] int32; entries after a table's end are undefined."""
+    """`rows` [tables, slots, width] int32; entries after a table's end are undefined."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.width = -(-config.max_model_len // config.block_size)
-        self.rows = np.zeros((config.num_groups, config.max_num_seqs, self.width), np.int32)
+        self.width = max(-(-config.max_model_len // config.block_size), config.state_blocks)
+        self._num_groups, self._state_blocks = config.num_groups, config.state_blocks
+        num_tables = config.num_groups + (2 if config.state_blocks else 0)
+        self.rows = np.zeros((num_tables, config.max_num_seqs, self.width), np.int32)
         self.num_sent = np.zeros(
             config.max_num_seqs, np.int64
         )  # by slot: entries that a device has, see decode_inputs.py
@@ -35,6 +37,9 @@ class RowTables:
         ]
         if plan.entries:
             parts.append(np.array([(self._place(slot, group) + at, block) for slot, group, at, block in plan.entries]))
+        for move in plan.states:
+            for table, slot in enumerate((move.read or (-1,), move.written), self._num_groups):
+                parts.append(np.stack((self._place(move.slot, table) + np.arange(len(slot)), slot), axis=1))
         changes = np.concatenate(parts).astype(np.int32) if parts else NO_CHANGES
         self.write(changes)
         return changes
@@ -50,6 +55,12 @@ class RowTables:
             self.rows.reshape(-1)[places] = blocks
             _, slots, indices = np.unravel_index(places, self.rows.shape)
             np.minimum.at(self.num_sent, slots, indices)
+
+    def read_states(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the blocks that rows read in a step, and write; in the next they read what they have written."""
+        read, written = self.rows[self._num_groups :, slots, : self._state_blocks]
+        self.rows[self._num_groups, slots] = self.rows[self._num_groups + 1, slots]
+        return read, written
 
     def read(self, slots: NDArray[np.int64], into: NDArray[np.int32]) -> None:
         """Copy the slots' rows into [groups, slots, width], as many groups and entries as that has."""

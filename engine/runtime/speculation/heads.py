@@ -30,8 +30,8 @@ from engine.core.config import SchedulerConfig
 from engine.core.rows import SequenceSlice
 from engine.core.step import StepPlan
 from engine.runtime.attention.backend import Batch
-from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.layers.parts import LayerAttention
+from engine.runtime.kv_layout import StateSpec
+from engine.runtime.layers.parts import LayerStates
 from engine.runtime.native.decoder import Streams
 from engine.runtime.pool.batch import BatchBuilder
 from engine.runtime.pool.kv_cache import KVCache
@@ -47,7 +47,7 @@ class Head(Protocol):
 
     streams: Sequence[int]  # the target's streams that it reads, see native/decoder.py; none: final normed states
     needs_all: bool  # it reads the final states, or the stream after the last layer, of all rows
-    states: Sequence[AttentionSpec]  # of its layers, in the pool behind the target's
+    states: Sequence[StateSpec]  # of its layers, in the pool behind the target's
     target_hidden_size: int  # of a stream
     hidden_size: int  # of its states
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class Head(Protocol):
         """Return [T, hidden] of the target's states [T, hidden], or of its streams [T, number * target's hidden]."""
         ...
 
-    def forward(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerAttention) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerStates) -> Tensor:
         """Return the states [T, hidden] that the next draft reads.
 
         `ids` [T] are the tokens at positions + 1, `states` [T, hidden] projected ones or a previous result. Its layers

@@ -1,0 +1,123 @@
+"""Gated DeltaNet (Qwen3-Next, Qwen3.5): a matrix for each value head, which every token changes by a delta rule.
+
+A token's projection is [queries, keys, values | gates z | b | a]. A convolution over the last tokens and SiLU change the
+first part; then, with unit queries and keys, for each head, in float32 and token by token, whatever the chunks:
+
+    S = exp(g) S        S += k (beta (v - S' k))'        o = S' q        y = norm(o) silu(z)
+
+The torch operations here define the arithmetic; delta.c has the same, in one order. Engine thread.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor
+
+from engine.runtime.kv_layout import Pieces, RecurrentSpec
+from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
+from engine.runtime.layers.maker import Load, Maker
+from engine.runtime.layers.model_config import ModelConfig
+from engine.runtime.layers.parts import Angles, LayerStates, RecurrentState, Slice
+from engine.runtime.native.library import PartArgs
+
+COLUMNS = 32  # of a head's matrix in one piece, which stays in the nearest cache while all tokens of a slice change it
+SEGMENT = 64  # channels of the convolution's tail in one piece
+_EPS = 1e-6  # of unit queries and keys
+
+
+class DeltaNet:
+    """Queries, keys, values and gates from one matrix; a convolution, the delta rule, a gated norm, a projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
+        make, delta = make.within("linear_attn"), config.layers[layer].delta
+        assert delta is not None, "the family has sizes of the matrices"
+        self._state, self._delta, self._eps, self._group = state, delta, config.norm_eps, make.group
+        width = delta.num_v_heads * delta.v_dim
+        rows = {"in_proj_qkv": delta.channels, "in_proj_z": width}
+        rows |= {"in_proj_b": delta.num_v_heads, "in_proj_a": delta.num_v_heads}
+        self._widths = tuple(rows.values())
+        self._in = make.linear(rows, config.hidden_size, place=AdaptedMatrix.QKV)
+        self._conv = make.tensor("conv1d.weight", delta.channels, 1, delta.kernel, dtype=torch.float32)
+        self._decay = make.tensor("A_log", delta.num_v_heads, dtype=torch.float32)
+        make.loads.append(Load({}, lambda _: self._decay.exp_().neg_()))
+        self._bias = make.tensor("dt_bias", delta.num_v_heads, dtype=torch.float32)
+        self._norm = make.tensor("norm.weight", delta.v_dim, dtype=torch.float32)
+        self._o = make.linear({"out_proj": config.hidden_size}, width, place=AdaptedMatrix.O)
+        self._columns, segment = math.gcd(COLUMNS, delta.v_dim), math.gcd(SEGMENT, delta.channels)
+        num_matrices = delta.num_v_heads * delta.v_dim // self._columns
+        matrices = Pieces(num_matrices, (delta.k_dim, self._columns), torch.float32)
+        tails = Pieces(delta.channels // segment, (delta.kernel - 1, segment), make.dtype)
+        self.states = (RecurrentSpec((matrices, tails), row=sum(self._widths), dtype=make.dtype),)
+
+    def __call__(
+        self,
+        x: Tensor,
+        angles: Angles | None,  # noqa: ARG002 - only the order of tokens counts here
+        attention: LayerStates,
+        adapters: LayerAdapters | None = None,
+    ) -> Tensor:
+        """Return [T, hidden] of x [T, hidden]."""
+        rows, state = adapted(self._in, AdaptedMatrix.QKV, x, adapters), attention.recurrent(self._state)
+        mixed = x.new_empty(len(x), self._delta.num_v_heads * self._delta.v_dim)
+        for index, piece in enumerate(state.slices):
+            mixed[piece.first : piece.stop] = self._advance(state, index, piece, rows[piece.first : piece.stop])
+        y = adapted(self._o, AdaptedMatrix.O, mixed, adapters)
+        self._group.all_reduce(y)
+        return y
+
+    def _advance(self, state: RecurrentState, index: int, piece: Slice, rows: Tensor) -> Tensor:
+        """Return the outputs of a slice's rows, and write what it leaves."""
+        delta, num_replays = self._delta, piece.num_replays
+        matrices, tails = state.read(index)
+        if num_replays:
+            rows = torch.cat((state.drafts(index)[:num_replays], rows))
+        num_written = num_replays + piece.num_kept
+        if len(rows) > num_written:
+            state.drafts(index)[: len(rows) - num_written] = rows[num_written:]
+        qkv, z, b, a = rows.split(self._widths, 1)
+        # Raw rows of the convolution, those before the slice first.
+        raw = torch.cat((tails.transpose(0, 1).flatten(1), qkv))
+        q, k, v = self._convolved(raw)
+        decay = (self._decay * F.softplus(a.float() + self._bias)).exp()
+        beta = b.float().sigmoid()
+        s = matrices.unflatten(0, (delta.num_v_heads, -1)).transpose(1, 2).flatten(2)  # [heads, k_dim, v_dim]
+        out = v.new_empty(v.shape)
+
+        def leave(num: int, *, brings_up: bool = False) -> None:
+            pieces = s.unflatten(2, (-1, self._columns)).transpose(1, 2).flatten(0, 1)
+            tail = raw[num : num + delta.kernel - 1].unflatten(1, (-1, tails.shape[2])).transpose(0, 1)
+            state.write(index, (pieces, tail), brings_up=brings_up)
+
+        for t in range(len(rows)):
+            s = s * decay[t, :, None, None]
+            change = (v[t] - torch.einsum("hkv,hk->hv", s, k[t])) * beta[t, :, None]
+            s = s + k[t, :, :, None] * change[:, None]
+            out[t] = torch.einsum("hkv,hk->hv", s, q[t])
+            if t + 1 == num_replays:
+                leave(num_replays, brings_up=True)
+            if t + 1 == num_written:
+                leave(num_written)
+        normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + self._eps) * self._norm
+        return (normed.flatten(1) * F.silu(z.float())).to(rows.dtype)[num_replays:]
+
+    def _convolved(self, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return float32 queries and keys [T, value heads, k_dim], of length 1 but for a scale, and values."""
+        delta = self._delta
+        mixed = F.silu(torch.einsum("tck,ck->tc", raw.float().unfold(0, delta.kernel, 1), self._conv[:, 0]))
+        width = delta.num_k_heads * delta.k_dim
+        q, k, v = mixed.split((width, width, delta.num_v_heads * delta.v_dim), 1)
+        q, k = (_unit(part.unflatten(1, (-1, delta.k_dim))) for part in (q, k))
+        shared = delta.num_v_heads // delta.num_k_heads
+        q = q * delta.k_dim**-0.5
+        return q.repeat_interleave(shared, 1), k.repeat_interleave(shared, 1), v.unflatten(1, (-1, delta.v_dim))
+
+    def describe(self) -> PartArgs | None:
+        """Return None: the native library has no such part yet."""
+        return None
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
