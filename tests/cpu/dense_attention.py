@@ -5,12 +5,15 @@ It shares no code with the engine's backends, so it can stand beside them as an 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.runtime.kv_layout import AttentionSpec
+from engine.runtime.kv_layout import RecurrentSpec, StateSpec
+from engine.runtime.layers.parts import Slice
 
 
 class DenseAttention:
@@ -19,10 +22,14 @@ class DenseAttention:
     paged_step = None
     from_projected = None
 
-    def __init__(self, specs: Sequence[AttentionSpec]) -> None:
-        self._specs = specs
+    def __init__(self, specs: Sequence[StateSpec]) -> None:
+        self._specs: Any = specs
+        self._states: dict[int, _State] = {}
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+
+    def recurrent(self, layer: int) -> _State:
+        return self._states.setdefault(layer, _State(self._specs[layer]))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spec = self._specs[layer]
@@ -51,3 +58,18 @@ class DenseAttention:
             weights = scores.softmax(-1)
         out = torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1).float())
         return out.to(q.dtype)
+
+
+class _State:
+    """The state of one sequence, whose chunks have any number of rows."""
+
+    slices = (Slice(0, sys.maxsize, 0, 0),)
+
+    def __init__(self, spec: RecurrentSpec) -> None:
+        self._kept = [torch.zeros((kind.num, *kind.shape), dtype=kind.dtype) for kind in spec.pieces]
+
+    def read(self, index: int) -> list[Tensor]:
+        return self._kept
+
+    def write(self, index: int, pieces: Sequence[Tensor], *, brings_up: bool = False) -> None:
+        self._kept = [piece.clone() for piece in pieces]

@@ -18,8 +18,9 @@ from engine.runtime.execution.runner import ModelRunner, ModelStep
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.models.causal_lm import CausalLM
-from engine.runtime.pool.groups import group_layers
+from engine.runtime.pool.groups import group_layers, one_group
 from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.states import place_states
 from engine.runtime.speculation.heads import Head
 from tests.cpu.dense_attention import DenseAttention
 
@@ -56,6 +57,8 @@ def make_runner(
         dtype=kv_dtype or model.dtype,
         device=device,
         groups=group_layers(specs, kv_dtype or model.dtype, config.max_model_len) if config.windows else None,
+        max_rows=config.max_num_seqs,
+        max_drafts=config.num_speculative_tokens,
     )
     runner = ModelRunner(model, pool, config, device, head, resources=NAMED)
     if runner.heads is not None:
@@ -197,3 +200,8 @@ def solo_greedy(model: CausalLM, prompt: Sequence[int], num: int) -> list[int]:
         hidden = model.forward(ids, torch.arange(len(tokens)), DenseAttention(model.states))
         tokens.append(int(model.logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]
+
+
+def state_blocks(model: CausalLM, block_size: int) -> int:
+    """The blocks of a slot of the model's recurrent state."""
+    return place_states(model.states, block_size * one_group(model.states, model.dtype).cuts[-1]).num_blocks

@@ -44,7 +44,7 @@ def test_layers_may_differ() -> None:
 def test_the_tensors_weigh_what_the_formula_says(name: str, dtype: torch.dtype) -> None:
     specs = [AttentionSpec(4, 2, 8, 1.0), AttentionSpec(4, 1, 16, 1.0)]
     pool = KVCache(specs, load_backend(name, CPU), num_blocks=3, block_size=4, dtype=dtype, device=CPU)
-    weight = sum(tensor.nbytes for tensor in (*pool._keys, *pool._values))
+    weight = sum(tensor.nbytes for tensor in (*pool._keys.values(), *pool._values.values()))
     assert weight == 3 * 4 * one_group(specs, dtype).cuts[-1]
 
 
@@ -81,7 +81,7 @@ def test_a_new_pool_has_no_nan(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(kv_cache, "require_fp8", lambda device: None)
     specs = [AttentionSpec(4, 2, 8, 1.0)]
     pool = KVCache(specs, load_backend("torch", CPU), num_blocks=64, block_size=16, dtype=dtype, device=CPU)
-    assert not any(view.view(torch.uint8).any() for view in (*pool._keys, *pool._values))
+    assert not any(view.view(torch.uint8).any() for view in (*pool._keys.values(), *pool._values.values()))
 
 
 def test_int8_costs_a_byte_a_number_and_a_scale_a_row() -> None:

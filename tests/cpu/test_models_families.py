@@ -71,6 +71,14 @@ LATENT_YARN = rope("yarn", factor=40.0, original_max_position_embeddings=16, msc
 LONG = {"short_factor": [1.0 + i / 10 for i in range(6)], "long_factor": [2.0 + i for i in range(6)]}
 
 QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 32}
+QWEN3_5 = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 GPT_OSS = {
     "num_local_experts": 8,
     "num_experts_per_tok": 3,
@@ -146,6 +154,7 @@ CASES = {
         },
     ),
     "qwen3_5-attention": Case("Qwen3_5TextConfig", {"head_dim": 32, "layer_types": ["full_attention"] * 3}),
+    "qwen3_5": Case("Qwen3_5TextConfig", QWEN3_5),
     "granite": Case(
         "GraniteConfig",
         {

@@ -39,7 +39,7 @@ def filled(backend: str, dtype: torch.dtype, device: torch.device = CPU) -> KVCa
     pool = KVCache(
         SPECS, load_backend(backend, device), num_blocks=NUM_BLOCKS, block_size=4, dtype=dtype, device=device
     )
-    for tensor in (*pool._keys, *pool._values):
+    for tensor in (*pool._keys.values(), *pool._values.values()):
         tensor.copy_(torch.randint(-100, 100, tensor.shape, device=device))
     return pool
 
@@ -48,7 +48,9 @@ def filled(backend: str, dtype: torch.dtype, device: torch.device = CPU) -> KVCa
 @pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
 def test_blocks_come_back_as_they_went(backend: str, dtype: torch.dtype) -> None:
     cache = filled(backend, dtype)
-    assert sum(view.nbytes for view in cache.blocks) == sum(each.nbytes for each in (*cache._keys, *cache._values))
+    assert sum(view.nbytes for view in cache.blocks) == sum(
+        each.nbytes for each in (*cache._keys.values(), *cache._values.values())
+    )
     before = [view.clone() for view in cache.blocks]
     host = HostPool(cache.blocks, 4)
     host.begin(StepPlan(0, swap_out=OUT))
@@ -65,7 +67,10 @@ def test_blocks_come_back_as_they_went(backend: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
 def test_copies_whole_blocks_of_every_layer(backend: str, dtype: torch.dtype) -> None:
     cache = filled(backend, dtype)
-    pools, before = [*cache._keys, *cache._values], [pool.clone() for pool in (*cache._keys, *cache._values)]
+    pools, before = (
+        [*cache._keys.values(), *cache._values.values()],
+        [pool.clone() for pool in (*cache._keys.values(), *cache._values.values())],
+    )
     cache.copy_blocks([(1, 5), (2, 0)])
     for pool, old in zip(pools, before, strict=True):
         axis = list(pool.shape).index(NUM_BLOCKS)

@@ -207,7 +207,7 @@ def test_long_contexts_have_graphs_that_are_cut_for_them(monkeypatch: pytest.Mon
 
 def test_rows_of_nobody_leave_no_trace() -> None:
     runner = with_graphs(settings(max_num_seqs=8))
-    tensors = [*runner._kv_cache._keys, *runner._kv_cache._values, runner._last_ids[:8]]
+    tensors = [*runner._kv_cache._keys.values(), *runner._kv_cache._values.values(), runner._last_ids[:8]]
     for tensor in tensors:
         tensor.fill_(3)
     with torch.inference_mode():

@@ -74,9 +74,9 @@ class DeltaNet:
         matrices, tails = state.read(index)
         if num_replays:
             rows = torch.cat((state.drafts(index)[:num_replays], rows))
-        num_written = num_replays + piece.num_kept
-        if len(rows) > num_written:
-            state.drafts(index)[: len(rows) - num_written] = rows[num_written:]
+        num_written = len(rows) - piece.num_drafts
+        if piece.num_drafts:
+            state.drafts(index)[: piece.num_drafts] = rows[num_written:]
         qkv, z, b, a = rows.split(self._widths, 1)
         # Raw rows of the convolution, those before the slice first.
         raw = torch.cat((tails.transpose(0, 1).flatten(1), qkv))

@@ -29,7 +29,7 @@ class Slice(NamedTuple):
 
     first: int
     stop: int
-    num_kept: int  # the state is written as it is after so many rows; the others are drafts
+    num_drafts: int  # last rows, before which the state is written
     num_replays: int  # accepted drafts of the step before, which come before its rows
 
 

@@ -7,7 +7,7 @@ refuses by name every setting that it does not implement and that would change t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from engine.core.errors import ModelLoadError
 from engine.files.hf_config import HFConfig
 from engine.runtime.activation import Activation
 from engine.runtime.layers.model_config import (
+    DeltaConfig,
     HeadsConfig,
     LatentConfig,
     LayerConfig,
@@ -44,7 +45,7 @@ _ACTIVATIONS = {
     "gelu": Activation.GELU,
 }
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 def read_config(values: Mapping[str, Any], source: str) -> ModelConfig:
@@ -274,9 +275,24 @@ def glm4_moe_lite(hf: HFConfig) -> ModelConfig:
 
 
 def qwen3_5(hf: HFConfig) -> ModelConfig:
-    """Qwen 3.5: gated attention, of whose heads a quarter is rotated."""
+    """Qwen 3.5: Gated DeltaNet, and in every fourth layer gated attention, of whose heads a quarter is rotated."""
     hf = HFConfig({"partial_rotary_factor": 0.25, **hf.values}, hf.source)
-    layers = [replace(layer, heads=replace(layer.heads, is_gated=True)) for layer in _layers(hf)]
+    types = [_FULL if (i + 1) % 4 == 0 else _LINEAR for i in range(_num_layers(hf))]
+    delta = DeltaConfig(
+        num_k_heads=hf.size("linear_num_key_heads", 16),
+        num_v_heads=hf.size("linear_num_value_heads", 32),
+        k_dim=hf.size("linear_key_head_dim", 128),
+        v_dim=hf.size("linear_value_head_dim", 128),
+        kernel=hf.size("linear_conv_kernel_dim", 4),
+    )
+    if delta.num_v_heads % delta.num_k_heads:
+        raise hf.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {delta.num_k_heads}")
+    layers = [
+        replace(layer, heads=replace(layer.heads, is_gated=True))
+        if kind == _FULL
+        else replace(layer, rope=None, mixer="delta", delta=delta)
+        for kind, layer in zip(_layer_types(hf, types, (_LINEAR, _FULL)), _layers(hf), strict=True)
+    ]
     return replace(_common(hf), norm_offset=True, qk_norm=QKNorm.HEAD, layers=tuple(layers))
 
 
@@ -422,11 +438,11 @@ def _layers(
     return tuple(LayerConfig(heads, *settings) for settings in zip(windows, ropes, moes, strict=True))
 
 
-def _layer_types(hf: HFConfig, types: Sequence[str]) -> Sequence[str]:
+def _layer_types(hf: HFConfig, types: Sequence[str], kinds: Collection[str] = (_SLIDING, _FULL)) -> Sequence[str]:
     """Return `layer_types`, or the family's default `types`."""
     types = hf.texts("layer_types") if hf.has("layer_types") else types
-    if len(types) != _num_layers(hf) or not {_SLIDING, _FULL}.issuperset(types):
-        raise hf.error("layer_types", f"{_num_layers(hf)} entries, each {_SLIDING} or {_FULL}")
+    if len(types) != _num_layers(hf) or not set(kinds).issuperset(types):
+        raise hf.error("layer_types", f"{_num_layers(hf)} entries, each {' or '.join(kinds)}")
     return types
 
 

@@ -97,7 +97,8 @@ class LayerState:
     def slices(self) -> list[Slice]:
         """Return the step's slices."""
         step = self._pool.step
-        columns = (step.starts[:-1], step.starts[1:], step.kept, step.replays)
+        drafts = np.diff(step.starts) - step.kept
+        columns = (step.starts[:-1], step.starts[1:], drafts, step.replays)
         return [Slice(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
 
     def read(self, index: int) -> list[Tensor]:
