@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from engine.handle import EngineHandle
 from engine.system.version import VERSION
+from engine.text.chat.history import AnswerHistory
 from engine.text.chat.limits import ModelLimits
 from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.tokenizer import TextTokenizer
@@ -133,7 +134,10 @@ def _parts(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) ->
     )
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     limits = _limits(engine, tokenizer, config)
-    model = ServedModel(engine, ChatPreprocessor(limits, config.default_chat_template_kwargs or {}), config)
+    history = _history(engine, tokenizer, config)
+    if history is not None:
+        metrics.add_history_counts(history.counts)
+    model = ServedModel(engine, ChatPreprocessor(limits, config.default_chat_template_kwargs or {}, history), config)
     prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, model, engine)
     responder = Responder(
         client=EngineClient(engine),
@@ -185,6 +189,12 @@ def _limits(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
     )
+
+
+def _history(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> AnswerHistory | None:
+    """Return what remembers answers; None where it is off, or of no use: another daemon has no part in it."""
+    is_used = config.history_cache and engine.config.enable_prefix_caching and config.role == "both"
+    return AnswerHistory(tokenizer, config.history_cache) if is_used else None
 
 
 class _Export(NamedTuple):

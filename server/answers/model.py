@@ -19,6 +19,7 @@ from engine.text.chat.limits import ModelLimits
 from engine.text.fields.chat import ChatFields, Conversation
 from engine.text.fields.sampling import Constraint
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
+from server.answers.body import EngineBody
 from server.http.bodies import IS_LARGE
 from server.http.threads import run_slowly
 from server.protocol.errors import ApiError
@@ -43,6 +44,10 @@ class Named(NamedTuple):
 
     name: str  # to report
     adapter: Adapter | None  # None is the model itself
+
+    def history_owner(self, owner: str, body: EngineBody) -> str:
+        """Return whose answers a request of an owner may find again: those to requests that share its cached K/V."""
+        return "\0".join((owner, body.tenant, body.cache_salt, "" if self.adapter is None else self.adapter.name))
 
 
 class ServedModel:
@@ -74,18 +79,21 @@ class ServedModel:
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
-    async def prepare(self, body: ChatFields) -> PreparedChat:
-        """Return a conversation as the engine takes it, once that has its grammar. Raises ClientError."""
+    async def prepare(self, body: ChatFields, owner: str) -> PreparedChat:
+        """Return a conversation as the engine takes it, once that has its grammar. Raises ClientError.
+
+        `owner` is whose earlier answers are found again.
+        """
         text = await self.render(body)
-        chat = await aside(lambda: self.preprocessor.prepare(body, text), len(text))
+        chat = await aside(lambda: self.preprocessor.prepare(body, text, owner), len(text))
         if chat.constraint is not None:
             await self.compile(chat.constraint)
         return chat
 
-    async def prompt_ids(self, body: ChatFields) -> list[int]:
-        """Return the tokens of a conversation's prompt. Raises ClientError."""
+    async def prompt_ids(self, body: ChatFields, owner: str) -> list[int]:
+        """Return the tokens of a conversation's prompt, as `prepare`. Raises ClientError."""
         text = await self.render(body)
-        return await aside(lambda: self.preprocessor.encode(body, text), len(text))
+        return await aside(lambda: self.preprocessor.encode(body, text, owner), len(text))
 
     async def render(self, body: Conversation) -> str:
         """Return a conversation's prompt; threads prepare a long one, and wait for the process that renders it.

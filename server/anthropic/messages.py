@@ -20,7 +20,7 @@ from engine.text.fields.structured import Schema
 from engine.text.fields.tools import ToolName
 from engine.text.requests.chat_preprocessor import PreparedChat
 from server.answers.model import ServedModel, aside
-from server.answers.parts import InEngine, InModel, InResponder
+from server.answers.parts import InEngine, InModel, InOwner, InResponder
 from server.anthropic.blocks import (
     Block,
     Blocks,
@@ -37,6 +37,7 @@ from server.anthropic.blocks import (
 from server.anthropic.edits import ContextManagement
 from server.anthropic.formatter import AnthropicError, AnthropicMessage, MessageFormatter
 from server.http.bodies import json_body
+from server.http.middleware import state_of
 from server.http.openapi import answers
 from server.openai.chat import ChatBody
 from server.openai.translated import TranslatedBody
@@ -321,41 +322,47 @@ async def create_message(
     named = model.find(body.model)
     with body.own_names():
         chat = await aside(body.to_chat)
-        prepared = await model.prepare(chat)
+        answers_of = named.history_owner(state_of(http.scope).owner, chat)
+        prepared = await model.prepare(chat, answers_of)
         requests = responder.requests(chat, named.adapter, [prepared.prompt], [prepared.params])
         meta = responder.meta(requests, id_prefix="msg", model=named.name)
         if engine.config.pinned_share:
-            pins = requests[0].pins + await _pins(model, body, chat, prepared)
+            pins = requests[0].pins + await _pins(model, body, chat, prepared, answers_of)
             requests = [replace(request, pins=pins) for request in requests]
         formatter = MessageFormatter(meta, call_id_length=responder.call_id_length)
         return await responder.respond(http, chat, requests, prepared.rules, formatter)
 
 
-async def _pins(model: ServedModel, body: MessagesBody, chat: ChatBody, prepared: PreparedChat) -> tuple[Pin, ...]:
+async def _pins(
+    model: ServedModel, body: MessagesBody, chat: ChatBody, prepared: PreparedChat, answers_of: str
+) -> tuple[Pin, ...]:
     """Return the pins that cache_control asks for."""
     pins = []
     for seconds, beginning in await aside(lambda: body.retained(chat)):
         whole = len(prepared.prompt)
-        num = whole if beginning is None else await _count_common(model, beginning, prepared)
+        num = whole if beginning is None else await _count_common(model, beginning, prepared, answers_of)
         pins.append(Pin(num, seconds))
     return tuple(pins)
 
 
-async def _count_common(model: ServedModel, body: ChatBody, chat: PreparedChat) -> int:
+async def _count_common(model: ServedModel, body: ChatBody, chat: PreparedChat, answers_of: str) -> int:
     """Return how many tokens a prompt shares with another conversation; 0 on errors."""
     try:
         rendered = await model.render(body)
         common = await aside(lambda: chat.text[: num_common(rendered, chat.text)])
-        [ids] = await model.encode([common], "messages", add_special_tokens=body.add_special_tokens)
+        ids = await aside(lambda: model.preprocessor.encode(body, common, answers_of), len(common))
     except (ClientError, ApiError):
         return 0
     return num_common(ids, chat.prompt)
 
 
 @router.post("/v1/messages/count_tokens", responses=FAILURES)
-async def count_tokens(model: InModel, body: Annotated[CountBody, Depends(json_body(CountBody))]) -> dict[str, int]:
+async def count_tokens(
+    model: InModel, owner: InOwner, body: Annotated[CountBody, Depends(json_body(CountBody))]
+) -> dict[str, int]:
     """Count the prompt's tokens."""
-    model.find(body.model)
+    named = model.find(body.model)
     with body.own_names():
-        ids = await model.prompt_ids(await aside(body.to_chat))
+        chat = await aside(body.to_chat)
+        ids = await model.prompt_ids(chat, named.history_owner(owner, chat))
     return {"input_tokens": len(ids)}

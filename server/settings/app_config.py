@@ -70,6 +70,14 @@ class AppConfig:
         unset="none",
     )
 
+    history_cache: int = _scheduling(
+        4096,
+        "N",
+        "answers whose generated tokens are kept, so that a conversation that comes back as text is found in the prefix cache; "
+        "0 keeps none",
+        at_least=0,
+    )
+
     role: str = _transfer(
         "role",
         "both",

@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 
 from engine.handle import EngineHandle
 from engine.system.version import VERSION
+from engine.text.chat.history import HistoryCounts
 from server.telemetry.event_metrics import EventMetrics, VllmEventMetrics
 from server.telemetry.events import Listener
 from server.telemetry.loop_lag import LoopLag
@@ -82,6 +83,19 @@ class SpanCollector(Collector):
         yield dropped
 
 
+class HistoryCollector(Collector):
+    """How many answers in prompts got the tokens that they were generated in."""
+
+    def __init__(self, counts: HistoryCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Family]:
+        text = "Earlier answers in the prompts of chats."
+        yield CounterMetricFamily("quire_history_answers", text, self._counts.num_sought)
+        text = "Earlier answers in prompts that got the tokens they were generated in."
+        yield CounterMetricFamily("quire_history_answers_used", text, self._counts.num_used)
+
+
 class Metrics:
     """Everything that /metrics shows; `listeners` count events. Event loop."""
 
@@ -114,6 +128,10 @@ class Metrics:
     def add_span_counts(self, counts: SpanCounts) -> None:
         """Export what became of spans; without traces these metrics do not exist."""
         self._registry.register(SpanCollector(counts))
+
+    def add_history_counts(self, counts: HistoryCounts) -> None:
+        """Export how many answers were found again; with --history-cache 0 these metrics do not exist."""
+        self._registry.register(HistoryCollector(counts))
 
     def _add_engine(self, engine: EngineHandle) -> None:
         """Add the engine's health, adapters and settings."""

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -58,12 +58,13 @@ CONFIG = SchedulerConfig(
 APP = AppConfig(model="some/parrot", served_model_names=("parrot", "bird"), shutdown_timeout_s=0.0)
 
 
-def byte_tokenizer(template: str = TEMPLATE) -> TextTokenizer:
-    """One token a byte, in byte order, and an end token."""
+def byte_tokenizer(template: str = TEMPLATE, pairs: Mapping[str, int] = {}) -> TextTokenizer:
+    """One token a byte, in byte order, and an end token; `pairs` of letters are tokens in place of other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    backend = Tokenizer(models.BPE({letters[byte]: byte for byte in range(256)}, []))
+    ids = {letters[byte]: byte for byte in range(256) if byte not in pairs.values()} | pairs
+    backend = Tokenizer(models.BPE(dict(ids), [(pair[0], pair[1]) for pair in pairs]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<end>", special=True)])
@@ -121,6 +122,7 @@ class Live:
         step_s: float = 0.0,
         depth: int = 0,
         template: str = TEMPLATE,
+        pairs: Mapping[str, int] = {},
         runner: type[FakeRunner] = FakeRunner,
         adapters: Adapters | None = None,
         kv_events: KVEvents | None = None,
@@ -149,7 +151,7 @@ class Live:
             NOT_SERVED.add(self.engine)
         else:
             *self._parts, self.engine = make()
-        self.app = create_app(self.engine, byte_tokenizer(template), replace(APP, **app))
+        self.app = create_app(self.engine, byte_tokenizer(template, pairs), replace(APP, **app))
         self.context = self.app.state
         self.url = ""
 

@@ -311,6 +311,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         "--tool-call-parser", "json", "--reasoning-parser", "qwen3", "--pooling", "mean",
         "--data-dir", "/var/quire", "--max-file-bytes", "2MiB", "--allow-runtime-lora-updating",
         "--tenants", "/etc/tenants.yaml", "--share-prefix-cache", "--pinned-prefixes", "/etc/prefixes.jsonl",
+        "--history-cache", "9",
         "--kv-transfer-config",
         ('{"role": "decode", "prefill_url": "http://a:1", "timeout_s": 9, "folder": "/dev/shm/x", "gib": 1, '
         '"expiry_s": 5, "listen": "127.0.0.1:5600", "host": "a", "peers": ["a:5600", "[::1]:5600"], "key": "s"}'),
@@ -343,6 +344,7 @@ def test_every_application_setting_reaches_the_application() -> None:
         tenants=Path("/etc/tenants.yaml"),
         share_prefix_cache=True,
         pinned_prefixes=Path("/etc/prefixes.jsonl"),
+        history_cache=9,
         max_file_bytes=2 << 20,
         allow_runtime_lora_updating=True,
         role="decode",

@@ -20,6 +20,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
 from engine.handle import EngineFacts
 from engine.loop import Engine
+from engine.text.chat.history import HistoryCounts
 from loadtest.fake_runner import FakeRunner
 from server.telemetry.metrics import Metrics
 
@@ -55,6 +56,7 @@ def families() -> dict[str, tuple[str, set[str]]]:
     config = SchedulerConfig(num_blocks=8, block_size=4, max_model_len=16, max_num_seqs=2, max_num_batched_tokens=8)
     metrics = Metrics(Engine(Scheduler(config), FakeRunner(config), EngineFacts(16)), "m", compat_vllm=False)
     metrics.add_span_counts(Counts())
+    metrics.add_history_counts(HistoryCounts())
     found: dict[str, tuple[str, set[str]]] = {}
     for line in metrics.render()[0].decode().splitlines():
         if line.startswith("# TYPE"):

@@ -11,6 +11,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
 from engine.handle import EngineFacts
 from engine.loop import Engine
+from engine.text.chat.history import HistoryCounts
 from loadtest.fake_runner import FakeRunner
 from server.telemetry.metrics import EngineCollector, Metrics
 from server.telemetry.otlp import SpanCounts
@@ -34,6 +35,7 @@ def metrics_page() -> str:
     engine = Engine(Scheduler(config), FakeRunner(config), EngineFacts(16))
     metrics = Metrics(engine, "MODEL", compat_vllm=True)
     metrics.add_span_counts(SpanCounts())
+    metrics.add_history_counts(HistoryCounts())
     rows = list(dict.fromkeys(_rows(metrics, engine)))
     heads = ("metric", "type", "labels", "meaning")
     lines = [_HEAD]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from engine.core.errors import HeadlessModelError, InvalidRequestError, UnsupportedError
 from engine.core.types import GrammarKey, SamplingParams, Thinking
 from engine.text.chat.choice import TextRules
+from engine.text.chat.history import AnswerHistory, AnswerPlace
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.chat import ChatFields, Conversation
 from engine.text.fields.sampling import Constraint
@@ -37,9 +39,14 @@ class PreparedChat:
 class ChatPreprocessor:
     """`prepare` a conversation, or only `render` and `encode` its prompt."""
 
-    def __init__(self, limits: ModelLimits, template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        limits: ModelLimits,
+        template_kwargs: Mapping[str, Any] | None = None,
+        history: AnswerHistory | None = None,
+    ) -> None:
         """`template_kwargs` are variables of the chat template where a request names none."""
-        self.limits = limits
+        self.limits, self._history = limits, history
         self._template_kwargs = template_kwargs or {}
         self._tokenizer = limits.tokenizer
         self._format = limits.chat_format
@@ -79,16 +86,25 @@ class ChatPreprocessor:
             template_kwargs=variables,
         )
 
-    def encode(self, chat: ChatFields, text: str) -> list[int]:
-        """Return the tokens of a rendered prompt. Raises ContextLengthError."""
-        self.limits.check_length(len(text), "messages")
-        ids = self._tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
-        return ids if chat.truncate_prompt_tokens is None else truncated(chat, ids, self.limits)
+    def encode(self, chat: ChatFields, text: str, owner: str = "") -> list[int]:
+        """Return the tokens of a rendered prompt, whose earlier answers are an owner's. Raises ContextLengthError."""
+        return self._encode(chat, text, owner)[0]
 
-    def prepare(self, chat: ChatFields, text: str | None = None) -> PreparedChat:
-        """Return what the engine takes. `text` is the rendered prompt. Raises ClientError."""
+    def _encode(self, chat: ChatFields, text: str, owner: str) -> tuple[list[int], AnswerPlace | None]:
+        """Return the tokens of a prompt, and the place of an answer that is to be remembered."""
+        self.limits.check_length(len(text), "messages")
+        if self._history is not None and not chat.add_special_tokens and chat.truncate_prompt_tokens is None:
+            return self._history.encode(owner, text)
+        ids = self._tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
+        return ids if chat.truncate_prompt_tokens is None else truncated(chat, ids, self.limits), None
+
+    def prepare(self, chat: ChatFields, text: str | None = None, owner: str = "") -> PreparedChat:
+        """Return what the engine takes. `text` is the rendered prompt, whose earlier answers are an owner's.
+
+        Raises ClientError.
+        """
         text = self.render(chat) if text is None else text
-        prompt = self.encode(chat, text)
+        prompt, place = self._encode(chat, text, owner)
         params = self._params(chat, len(prompt))
         constraint, tool_format = next(iter(chat.constraints()), None), None
         if chat.shown_tools:
@@ -101,6 +117,10 @@ class ChatPreprocessor:
         rules = text_rules(chat, params)
         if tool_format is not None or self._format.tags is not None or self._format.has_channels:
             rules = self._with_parser(rules, chat, tool_format, begins_within=begins_within)
+        if self._history is not None and place is not None:
+            num_answers = sum([message.role == "assistant" for message in chat.messages])
+            self._history.count(num_answers, min(place.num_found, num_answers))
+            rules = replace(rules, remember=partial(self._history.remember, place))
         constraint = constraint if params.max_tokens else None
         key = None if constraint is None else GrammarKey(constraint.spec.digest)
         if thinking is not None and (key is not None or thinking.budget is not None):

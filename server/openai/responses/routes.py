@@ -58,7 +58,7 @@ async def create_response(
     with body.own_names():
         body = await _with_stored_items(responses, owner, body)
         chat = await _chat(responses, owner, body)
-        prepared = await model.prepare(chat)
+        prepared = await model.prepare(chat, named.history_owner(owner, chat))
         requests = responder.requests(chat, named.adapter, [prepared.prompt], [prepared.params])
         meta = responder.meta(requests, id_prefix="resp", model=named.name)
         make = partial(ResponsesFormatter, body, meta, prepared.params, call_id_length=responder.call_id_length)
@@ -72,10 +72,11 @@ async def count_input_tokens(
     model: InModel, responses: InResponses, owner: InOwner, body: Annotated[InputBody, Depends(json_body(InputBody))]
 ) -> dict[str, Any]:
     """Count the prompt's tokens."""
-    model.find(body.model)
+    named = model.find(body.model)
     with body.own_names():
         body = await _with_stored_items(responses, owner, body)
-        ids = await model.prompt_ids(await _chat(responses, owner, body))
+        chat = await _chat(responses, owner, body)
+        ids = await model.prompt_ids(chat, named.history_owner(owner, chat))
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
