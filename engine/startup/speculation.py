@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from engine.core.config import SchedulerConfig
+from engine.core.errors import ConfigError
 from engine.core.types import Progress, ReportProgress
 from engine.runtime.attention.table import load_backend
 from engine.runtime.execution.draft_costs import measure_draft_costs
@@ -103,6 +104,11 @@ def load_speculation(
         elif asked.method == "draft_model":
             own = config.of_draft(asked)
             model = load_model(own, device, resolve_dtype(own, device), report)
+            if len(attends(model.states)) < len(model.states):
+                raise ConfigError(
+                    f"{own.model} has layers with recurrent state, from which rejected drafts cannot be taken back; choose "
+                    "a draft model whose layers all attend, or the method mtp or ngram."
+                )
     if model is not None:
         asked.check_vocabulary(model.vocab_size, target.vocab_size)
     return Speculation(config, device, head=head, model=model)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 Stored = dict[str, Tensor]
 Packer = Callable[[np.random.Generator, int, int], tuple[Stored, np.ndarray]]
@@ -246,9 +246,15 @@ def mxfp8() -> Packing:
 
 
 def save(
-    folder: Path, packing: Packing | dict[str, Packing], *, hidden: int = 256, inner: int = 384, **settings: Any
+    folder: Path,
+    packing: Packing | dict[str, Packing],
+    *,
+    kind: type[PretrainedConfig] = LlamaConfig,
+    hidden: int = 256,
+    inner: int = 384,
+    **settings: Any,
 ) -> torch.nn.Module:
-    """Save a tiny packed Llama; return transformers' with the weights as they are dequantised here, in float32.
+    """Save a tiny packed model, a Llama by default; return transformers' with the weights as they are dequantised here, in float32.
 
     Several packings are by endings of module names, and the first has the config.
     """
@@ -256,7 +262,7 @@ def save(
     torch.manual_seed(0)
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
     sizes |= {"max_position_embeddings": 256, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
-    config = LlamaConfig(hidden_size=hidden, intermediate_size=inner, **(sizes | settings))
+    config = kind(hidden_size=hidden, intermediate_size=inner, **(sizes | settings))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_(std=0.3)

@@ -32,6 +32,7 @@ from engine.runtime.speculation.ngram import NgramDrafter
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from tests.cpu import test_models_families as families
+from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.lora_folders import load_adapter, merge, save_adapter
 from tests.cpu.model_driver import make_runner, request, serve, settings
 
@@ -118,6 +119,22 @@ def test_what_is_added_is_what_merged_weights_have_more(name: str, tmp_path: Pat
     with torch.no_grad():
         apart = [each(prompts[0][0][None]).logits for each in (theirs, *merged)]
     assert min((apart[i] - apart[j]).abs().max() for i, j in ((0, 1), (0, 2), (1, 2))) > 0.05
+
+
+def test_adapters_change_layers_with_recurrent_state(tmp_path: Path) -> None:
+    theirs = families.save_tiny(families.CASES["qwen3_5"], tmp_path / "model")
+    delta = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj")
+    folder = save_adapter(theirs, tmp_path / "all", targets=delta)
+    model = families.load(tmp_path / "model")
+    adapter, ids = load_adapter(model, folder), torch.arange(3, 3 + LENGTH)
+    with torch.inference_mode():
+        plain = theirs(ids[None], use_cache=False).logits[0]
+        merge(theirs, folder)
+        expected = theirs(ids[None], use_cache=False).logits[0]
+        rows, attention = [AdapterRows(adapter, torch.arange(LENGTH))], DenseAttention(model.states)
+        found = model.logits(model.forward(ids, torch.arange(LENGTH), attention, adapters=rows))
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    assert (found - plain).abs().max() > 0.1
 
 
 SCALES = [

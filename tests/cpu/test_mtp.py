@@ -32,7 +32,7 @@ from tests.cpu import test_moe_stored
 from tests.cpu import test_weights_gguf as gguf
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.lora_folders import load_adapter, save_adapter
-from tests.cpu.model_driver import CPU, Served, make_runner, request, serve, settings
+from tests.cpu.model_driver import CPU, Served, make_runner, request, serve, settings, state_blocks
 
 _NUM_LAYERS = 2
 _LITE = families.LATENT | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
@@ -40,6 +40,17 @@ CASES = {
     "glm4_moe": families.Case("Glm4MoeConfig", families.GLM4 | {"use_qk_norm": True}),
     "glm4_moe_lite": families.Case("Glm4MoeLiteConfig", _LITE),
     "deepseek_v3": families.Case("DeepseekV3Config", families.LATENT | families.LATENT_YARN),
+    "qwen3_5": families.Case(
+        "Qwen3_5TextConfig",
+        families.QWEN3_5 | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
+    ),
+}
+QWEN = {  # its names, and its norms scale by 1 + weight
+    "count": "mtp_num_hidden_layers",
+    "enorm.weight": "pre_fc_norm_embedding.weight",
+    "hnorm.weight": "pre_fc_norm_hidden.weight",
+    "eh_proj.weight": "fc.weight",
+    "shared_head.norm.weight": "norm.weight",
 }
 _random = random.Random(3)
 PROMPTS = [[_random.randrange(3, 128) for _ in range(length)] for length in (1, 3, 17, 30)]
@@ -75,12 +86,17 @@ def save(case: families.Case, folder: Path, change: Any = None) -> Saved:
             change(theirs, head)
         theirs.save_pretrained(folder)
     file = folder / "model.safetensors"
-    tensors = load_file(file) | {prefix + name: tensor for name, tensor in head.items()}
-    tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    tensors, is_qwen = load_file(file), case.config.startswith("Qwen")
+    if is_qwen:
+        tensors = {name.replace(prefix, "mtp.layers.0."): tensor for name, tensor in tensors.items()}
+        tensors |= {f"mtp.{QWEN[name]}": tensor - float("norm" in name) for name, tensor in head.items()}
+    else:
+        tensors |= {prefix + name: tensor for name, tensor in head.items()}
+        tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, file, {"format": "pt"})
     values = json.loads((folder / "config.json").read_text())
-    values |= {"num_hidden_layers": _NUM_LAYERS, "num_nextn_predict_layers": 1}
+    values |= {"num_hidden_layers": _NUM_LAYERS, QWEN["count"] if is_qwen else "num_nextn_predict_layers": 1}
     values.pop("num_mtp_layers", None)
     if "mlp_layer_types" in values:
         values["mlp_layer_types"] = values["mlp_layer_types"][:_NUM_LAYERS]
@@ -114,6 +130,8 @@ class Noted(NamedTuple):
 def run(
     target: Decoder, head: Head | None, sampling: dict[str, object], noted: list[Noted] | None = None, **regime: int
 ) -> tuple[Served, Scheduler]:
+    size = state_blocks(target, 4)
+    regime |= {"state_blocks": size, "num_blocks": regime.get("num_blocks", 200) + 3 * size}
     config = settings(**regime, num_speculative_tokens=3 if head else 0)
     scheduler, runner = Scheduler(config), make_runner(target, config, head=head)
     if noted is not None:
@@ -195,8 +213,9 @@ def test_drafts_are_those_of_the_oracle(name: str) -> None:
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_answers_stay_the_same(regime: str) -> None:
-    target, head = load(saved("deepseek_v3").folder)
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5"])
+def test_answers_stay_the_same(name: str, regime: str) -> None:
+    target, head = load(saved(name).folder)
     sampling = {"temperature": 1.0, "n": 2}
     served, scheduler = run(target, head, sampling, **REGIMES[regime])
     assert served.ids == run(target, None, sampling)[0].ids

@@ -15,9 +15,12 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.kv_layout import Pieces, RecurrentSpec
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.pool.states import place_states
+from engine.runtime.speculation.drafter import Drafter
+from engine.runtime.speculation.ngram import NgramDrafter
 from tests.cpu.engine_logprobs import largest_difference
-from tests.cpu.model_driver import request, serve, settings, solo_greedy, state_blocks
+from tests.cpu.model_driver import Served, make_runner, request, serve, settings, solo_greedy, state_blocks
 from tests.cpu.test_models_families import CASES, Case, load, save_tiny
+from tests.cpu.test_speculation import Prophet
 
 NAMES = ("qwen3_5",)
 _random = random.Random(5)
@@ -65,6 +68,47 @@ def test_preemption_changes_no_token(name: str, num_host_blocks: int, tmp_path: 
     assert scheduler.stats.preemptions > 0
     for i, prompt in enumerate(prompts):
         assert served.ids[f"r{i}", 0] == solo_greedy(model, prompt, 10)
+
+
+# By regime; the least room is one sequence's, and some blocks.
+DRAFTS: dict[str, dict[str, int]] = {
+    "roomy": {"num_blocks": 100},
+    "chunked": {"num_blocks": 100, "max_num_batched_tokens": 8},
+    "tiny_pool": {"num_blocks": 12},
+    "swapping": {"num_blocks": 12, "num_host_blocks": 100},
+    "block_size_8": {"num_blocks": 100, "block_size": 8},
+}
+
+
+@pytest.mark.parametrize("regime", DRAFTS)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "n": 2}], ids=["greedy", "sampled"])
+def test_right_and_wrong_drafts_change_no_answer(sampling: dict[str, Any], regime: str, tmp_path: Path) -> None:
+    """A step takes in as many drafts of the one before as were right."""
+    model, _ = tiny("qwen3_5", tmp_path)
+    prompts, changes = [LONG[:length] for length in (1, 5, 23, 30, 12)], DRAFTS[regime]
+    size, num_states = state_blocks(model, changes.get("block_size", 4)), 4 if "n" in sampling else 2
+    changes = changes | {
+        "num_blocks": changes["num_blocks"] + num_states * size,
+        "state_blocks": size,
+        "max_model_len": 64,
+    }
+    asked = [request(f"r{i}", each, **{"max_tokens": 14, "seed": i} | sampling) for i, each in enumerate(prompts)]
+
+    def run(drafter: Drafter | None) -> tuple[Served, Scheduler]:
+        config = settings(**changes, num_speculative_tokens=4 if drafter else 0)
+        scheduler, runner = Scheduler(config), make_runner(model, config)
+        if drafter is not None:
+            runner.speculate(drafter)
+        return serve(model, config, asked, apart=1, scheduler=scheduler, runner=runner), scheduler
+
+    plain, before = run(None)
+    assert before.stats.preemptions > 0 or sampling or regime not in ("tiny_pool", "swapping")
+    futures = [[*prompts[int(name[1:])], *ids] for (name, _), ids in plain.ids.items()]
+    for drafter in (Prophet(futures), Prophet(futures, is_wrong_at=()), NgramDrafter(1, 3)):
+        served, scheduler = run(drafter)
+        assert served.ids == plain.ids
+        if isinstance(drafter, Prophet):
+            assert scheduler.stats.spec_accepted_tokens > 10
 
 
 def test_pieces_are_apart_and_never_across_blocks() -> None:

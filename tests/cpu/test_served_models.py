@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from tests.cpu.served_models import save_servable, save_tokenizer, say
 from tests.cpu.test_models_families import CASES as NATIVE
-from tests.cpu.test_models_families import QWEN3_MOE, SIZES
+from tests.cpu.test_models_families import QWEN3_5, QWEN3_MOE, SIZES
 from tests.cpu.test_models_transformers import CASES
 from tests.daemon.real_daemon import serve
 
@@ -28,7 +28,9 @@ PROMPT, NUM_NEW = [5, 17, 99, 3, 64, 23, 41], 12
 
 def offline(folder: Path, prompt: str) -> str:
     params = SamplingParams(max_tokens=NUM_NEW, min_tokens=NUM_NEW, temperature=0)
-    with LLM(str(folder), kv_cache_memory_bytes=4 << 20) as llm:
+    words = folder / "words"  # beside models for whose kind transformers has a tokenizer of its own
+    tokenizer = str(words) if words.exists() else None
+    with LLM(str(folder), tokenizer=tokenizer, kv_cache_memory_bytes=4 << 20) as llm:
         return llm.generate(prompt, params, progress=False)[0].outputs[0].text
 
 
@@ -78,6 +80,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral3": ("Mistral3", {"model_type": "mistral", "head_dim": 16}, VISION | {"model_type": "pixtral"}),
     "qwen2_vl": ("Qwen2VL", AXES, {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}),
     "qwen2_5_vl": ("Qwen2_5_VL", AXES, QWEN_VISION),
+    "qwen3_5": ("Qwen3_5", QWEN3_5, QWEN_VISION),
     "qwen3_vl": ("Qwen3VL", WIDE_AXES | {"head_dim": 32}, QWEN_VISION | {"deepstack_visual_indexes": [0]}),
     "qwen3_vl_moe": ("Qwen3VLMoe", WIDE_AXES | QWEN3_MOE, QWEN_VISION | {"deepstack_visual_indexes": [0]}),
 }
@@ -94,7 +97,9 @@ def save_wrapper(name: str, folder: Path) -> Any:
         for parameter in model.parameters():
             parameter.normal_(std=0.15)
     model.save_pretrained(folder)
-    save_tokenizer(folder)
+    words = folder / "words" if name == "qwen3_5" else folder
+    words.mkdir(exist_ok=True)
+    save_tokenizer(words)
     return model
 
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3_5TextConfig
 
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.runtime.weights.stored.packed import Packed, e8m0
 from engine.runtime.weights.stored.storage import Storage
 from tests.cpu import packers
-from tests.cpu.test_models_families import load, logits_of
+from tests.cpu.test_models_families import QWEN3_5, load, logits_of
 
 IDS = torch.arange(3, 43)
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -127,6 +128,18 @@ def test_a_model_equals_the_dequantised_one(name: str, tmp_path: Path) -> None:
     """--quantization none in float32 is within 1e-4 of transformers over weights dequantised by packers.py."""
     expected = log_probabilities(packers.save(tmp_path, CASES[name]))
     torch.testing.assert_close(found(tmp_path, quantization="none"), expected, atol=1e-4, rtol=0)
+    assert expected.std() > 0.1
+
+
+def test_the_gates_of_delta_layers_may_be_left_as_floats(tmp_path: Path) -> None:
+    """As published: their rows are in one matrix with others that are packed."""
+    plain = [f"model.layers.{layer}.linear_attn.in_proj_{gate}" for layer in (0, 2) for gate in "ab"]
+    packing = CASES["fp8-block"]._replace(config=BLOCKS | {"modules_to_not_convert": plain})
+    packings = dict.fromkeys(("_proj", "in_proj_qkv", "in_proj_z"), packing)
+    sizes = QWEN3_5 | {"num_hidden_layers": 3}
+    expected = log_probabilities(packers.save(tmp_path, packings, kind=Qwen3_5TextConfig, **sizes))
+    torch.testing.assert_close(found(tmp_path, quantization="none"), expected, atol=1e-4, rtol=0)
+    assert (found(tmp_path, quantization="stored") - expected).abs().max() < 0.2
     assert expected.std() > 0.1
 
 

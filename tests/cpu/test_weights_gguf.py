@@ -59,9 +59,20 @@ NAMES = {
         for role in ("gate", "up", "down")
     },
 }
+DELTA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 SANDWICH = AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
 
+OFFSET = ("gemma", "qwen35")  # whose norms are stored as 1 + weight
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}
 GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.1}
 BEFORE_MLP = {"post_attention_layernorm": "post_attention_norm"}
@@ -214,6 +225,19 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
     "deepseek2/v2": deepseek("deepseek_v2", is_split=True),
     "deepseek2/lite": deepseek("deepseek_v2-lite", is_split=False, n_group=1, topk_group=1, **DEEPSEEK_YARN),
     "deepseek2/glm": deepseek("glm4_moe_lite", is_split=True, mlp_layer_types=["dense", "sparse", "sparse"]),
+    "qwen35": (
+        CASES["qwen3_5"],
+        DELTA,
+        {
+            "rope.dimension_count": 8,
+            "attention.recurrent_layers": [True, False, True],
+            "ssm.conv_kernel": 4,
+            "ssm.inner_size": 4 * 24,
+            "ssm.state_size": 16,
+            "ssm.time_step_rank": 4,
+            "ssm.group_count": 2,
+        },
+    ),
     "glm4moe/air": (CASES["glm4-moe-air"], BEFORE_MLP, {**GLM4, "expert_shared_count": 2}),
 }
 
@@ -269,7 +293,7 @@ def convert(model: torch.nn.Module, arch: str, names: Mapping[str, str]) -> dict
         values = parameter.detach().numpy()
         if not name.startswith("model.layers."):
             stem, ending = name.rsplit(".", 1)
-            stored[f"{table[stem]}.{ending}"] = (values + (arch.startswith("gemma") and "norm" in stem), Kind.F32)
+            stored[f"{table[stem]}.{ending}"] = (values + (arch.startswith(OFFSET) and "norm" in stem), Kind.F32)
             continue
         index, role = name.removeprefix("model.layers.").split(".", 1)
         for found, part in converted_in_layer(role, values, model.config, arch, table):
@@ -299,14 +323,36 @@ def converted_in_layer(
         yield "attn_k_b.weight", heads[:, :keys].swapaxes(1, 2)
         yield "attn_v_b.weight", heads[:, keys:]
         return
+    if name.startswith("linear_attn."):
+        values = tiled(name, values, config)
+    if name.endswith("A_log"):
+        yield "ssm_a", -np.exp(values)
+        return
+    if name.endswith("dt_bias"):
+        yield "ssm_dt.bias", values
+        return
     stem, ending = name.rsplit(".", 1)
     if stem.endswith(("q_proj", "k_proj")) and arch in ("llama", "mistral3", "granite", "granitemoe", "smollm3"):
         heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
         halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
         values = halves.swapaxes(1, 2).reshape(values.shape)
-    if arch.startswith("gemma") and name.endswith("norm.weight"):
+    if arch.startswith(OFFSET) and name.endswith("norm.weight") and not name.startswith("linear_attn."):
         values = values + 1
     yield f"{table[stem]}.{ending}", values[0] if stem.endswith("shared_expert_gate") else values
+
+
+def tiled(name: str, values: np.ndarray, config: Any) -> np.ndarray:
+    """Move the value heads of Gated DeltaNet: the first of each key head, then the second of each."""
+    num_k, num_v = config.linear_num_key_heads, config.linear_num_value_heads
+    values = values.squeeze()
+    if "norm" in name:
+        return values
+    axis = 1 if "out_proj" in name else 0
+    keys = 2 * num_k * config.linear_key_head_dim if "qkv" in name or "conv1d" in name else 0
+    heads = np.arange(num_v).reshape(num_k, -1).T.ravel()
+    width = (values.shape[axis] - keys) // num_v
+    order = keys + (heads[:, None] * width + np.arange(width)).ravel()
+    return values.take(np.concatenate((np.arange(keys), order)), axis)
 
 
 def experts_of(name: str, values: np.ndarray, arch: str) -> Iterator[tuple[str, np.ndarray]]:

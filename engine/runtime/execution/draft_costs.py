@@ -61,7 +61,7 @@ def _drafting(
             # The last draft's entry is noted and not read.
             tables = tuple([(*table, table[-1])[:width] for table in row.tables])
             rows.append(row._replace(params=params, ids=(0,), num_prompt=1, tables=tables))
-        plan = plan_prompts(rows, [1] * num_seqs)
+        plan = plan_prompts(rows, [1] * num_seqs, config.state_blocks)
         run(plan)  # for the states that a head reads
         slices = [piece._replace(tokens=[0, 0], start=1) for piece in Rows().follow(plan)]
         plan = plan._replace(drafts=tuple([(index, num_drafts) for index in range(num_seqs)]))

@@ -39,13 +39,15 @@ class DeltaNet:
         rows = {"in_proj_qkv": delta.channels, "in_proj_z": width}
         rows |= {"in_proj_b": delta.num_v_heads, "in_proj_a": delta.num_v_heads}
         self._widths = tuple(rows.values())
-        self._in = make.linear(rows, config.hidden_size, place=AdaptedMatrix.QKV)
+        # Adapters know the order of heads in the checkpoint that a file with another was made from.
+        places = (None, None) if delta.is_tiled else (AdaptedMatrix.QKV, AdaptedMatrix.O)
+        self._in = make.linear(rows, config.hidden_size, place=places[0])
         self._conv = make.tensor("conv1d.weight", delta.channels, 1, delta.kernel, dtype=torch.float32)
         self._decay = make.tensor("A_log", delta.num_v_heads, dtype=torch.float32)
         make.loads.append(Load({}, lambda _: self._decay.exp_().neg_()))
         self._bias = make.tensor("dt_bias", delta.num_v_heads, dtype=torch.float32)
         self._norm = make.tensor("norm.weight", delta.v_dim, dtype=torch.float32)
-        self._o = make.linear({"out_proj": config.hidden_size}, width, place=AdaptedMatrix.O)
+        self._o = make.linear({"out_proj": config.hidden_size}, width, place=places[1])
         self._columns, segment = math.gcd(COLUMNS, delta.v_dim), math.gcd(SEGMENT, delta.channels)
         num_matrices = delta.num_v_heads * delta.v_dim // self._columns
         matrices = Pieces(num_matrices, (delta.k_dim, self._columns), torch.float32)
@@ -110,9 +112,9 @@ class DeltaNet:
         width = delta.num_k_heads * delta.k_dim
         q, k, v = mixed.split((width, width, delta.num_v_heads * delta.v_dim), 1)
         q, k = (_unit(part.unflatten(1, (-1, delta.k_dim))) for part in (q, k))
-        shared = delta.num_v_heads // delta.num_k_heads
+        heads = torch.arange(delta.num_v_heads, device=q.device) // delta.shared % delta.num_k_heads
         q = q * delta.k_dim**-0.5
-        return q.repeat_interleave(shared, 1), k.repeat_interleave(shared, 1), v.unflatten(1, (-1, delta.v_dim))
+        return q.index_select(1, heads), k.index_select(1, heads), v.unflatten(1, (-1, delta.v_dim))
 
     def describe(self) -> PartArgs | None:
         """Return None: the native library has no such part yet."""

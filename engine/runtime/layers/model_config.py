@@ -99,6 +99,12 @@ class DeltaConfig:
     k_dim: int
     v_dim: int
     kernel: int  # tokens that the convolution reads
+    is_tiled: bool = False  # value head h reads key head h % num_k_heads, as in GGUF files; else neighbours share one
+
+    @property
+    def shared(self) -> int:
+        """Return how many neighbouring value heads read the same key head."""
+        return 1 if self.is_tiled else self.num_v_heads // self.num_k_heads
 
     @property
     def channels(self) -> int:

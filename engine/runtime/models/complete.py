@@ -41,13 +41,13 @@ def _missing_in_layers(config: ModelConfig, names: Sequence[str]) -> list[str]:
         match = _LAYER.fullmatch(name)
         if match is not None and int(match[1]) < len(found):
             found[int(match[1])].add(match[2])
-    kinds: dict[bool, set[str]] = defaultdict(set)
+    kinds: dict[tuple[str, str], set[str]] = defaultdict(set)
     for layer, modules in zip(config.layers, found, strict=True):
-        kinds[layer.moe is None] |= modules
+        kinds[layer.mixer, layer.feed_forward] |= modules
     return [
         f"model.layers.{index}.{module}"
         for index, (layer, modules) in enumerate(zip(config.layers, found, strict=True))
-        for module in sorted(kinds[layer.moe is None] - modules or ({"self_attn"} if not modules else ()))
+        for module in sorted(kinds[layer.mixer, layer.feed_forward] - modules or ({"self_attn"} if not modules else ()))
     ]
 
 

@@ -38,6 +38,7 @@ _WRAPPERS = {
     "mistral3": "mistral",
     "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2",
+    "qwen3_5": "qwen3_5_text",
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
 }
@@ -119,7 +120,7 @@ def check_mtp(model: HFConfig, config: ModelConfig | None) -> None:
     if not config.num_mtp_layers:
         raise ConfigError(
             f"{model.source or 'the model'} counts no MTP layers, as 'num_nextn_predict_layers' of DeepSeek-V3 and "
-            "GLM-4.5 to 4.7 does; choose the method ngram or draft_model."
+            "GLM-4.5 to 4.7 does, and 'mtp_num_hidden_layers' of Qwen 3.5; choose the method ngram or draft_model."
         )
 
 

@@ -284,6 +284,7 @@ def qwen3_5(hf: HFConfig) -> ModelConfig:
         k_dim=hf.size("linear_key_head_dim", 128),
         v_dim=hf.size("linear_value_head_dim", 128),
         kernel=hf.size("linear_conv_kernel_dim", 4),
+        is_tiled=hf.flag("linear_value_heads_tiled"),
     )
     if delta.num_v_heads % delta.num_k_heads:
         raise hf.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {delta.num_k_heads}")
@@ -293,7 +294,13 @@ def qwen3_5(hf: HFConfig) -> ModelConfig:
         else replace(layer, rope=None, mixer="delta", delta=delta)
         for kind, layer in zip(_layer_types(hf, types, (_LINEAR, _FULL)), _layers(hf), strict=True)
     ]
-    return replace(_common(hf), norm_offset=True, qk_norm=QKNorm.HEAD, layers=tuple(layers))
+    return replace(
+        _common(hf),
+        norm_offset=True,
+        qk_norm=QKNorm.HEAD,
+        layers=tuple(layers),
+        num_mtp_layers=_num_mtp_layers(hf),
+    )
 
 
 FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
@@ -402,8 +409,8 @@ def _num_layers(hf: HFConfig) -> int:
 
 
 def _num_mtp_layers(hf: HFConfig) -> int:
-    """Return the number of MTP layers; transformers has another name for it."""
-    return hf.integer("num_nextn_predict_layers", hf.integer("num_mtp_layers", 0))
+    """Return the number of MTP layers; transformers and Qwen have other names for it."""
+    return hf.integer("num_nextn_predict_layers", hf.integer("num_mtp_layers", hf.integer("mtp_num_hidden_layers", 0)))
 
 
 def _max_positions(hf: HFConfig) -> int:

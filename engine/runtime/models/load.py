@@ -92,7 +92,7 @@ def _open(
     model = servable(checkpoint.config, config.hf_overrides)
     if num_more_layers:
         num_layers = model.size("num_hidden_layers") + num_more_layers
-        model = HFConfig({**model.values, "num_hidden_layers": num_layers}, model.source)
+        model = HFConfig({**model.values, "num_read_layers": num_layers}, model.source)
     checkpoint.config = model
     is_own, has_gguf_rows = is_native(config, model, path), file_format is FORMATS["gguf"]
     return checkpoint, _circumstances(config, checkpoint, device, dtype, has_gguf_rows=has_gguf_rows, is_own=is_own)

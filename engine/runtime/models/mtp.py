@@ -1,4 +1,4 @@
-"""The MTP head of a checkpoint (DeepSeek-V3, GLM-4.5 to 4.7): one decoder layer more, for the token after next.
+"""The MTP head of a checkpoint (DeepSeek-V3, GLM-4.5 to 4.7, Qwen 3.5): one decoder layer more, for the token after next.
 
     x = eh_proj(enorm(embedding of the token at p + 1), hnorm(state at p));  state = shared_head.norm(layer(x) at p)
 
@@ -32,7 +32,7 @@ class MTPHead:
 
     def __init__(self, target: Decoder, served_len: int, make: Maker) -> None:
         config = target.config
-        settings, hidden = config.layers[-1], config.hidden_size
+        settings, hidden = [layer for layer in config.layers if layer.delta is None][-1], config.hidden_size
         make = make.within(f"model.layers.{len(config.layers)}")
         self._target, self._scale = target, config.residual_multiplier
         self._embedding_norm = RMSNorm(make, "enorm", hidden, config)

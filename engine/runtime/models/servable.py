@@ -24,7 +24,7 @@ _ENCODER_DECODERS = (
 )  # fmt: skip
 _RECURRENT = (
     "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h",
-    "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma",
+    "olmo_hybrid", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma",
     "rwkv", "xlstm", "zamba", "zamba2",
 )  # fmt: skip
 _SOMETIMES_RECURRENT = ("granitemoehybrid",)  # of which some models have attention in every layer

@@ -71,9 +71,8 @@ class StatePool:
             if isinstance(spec, RecurrentSpec)
         }
 
-    def prepare(self, step: StepStates | None) -> None:
+    def prepare(self, step: StepStates) -> None:
         """Take the slots of a step."""
-        assert step is not None, "a model with recurrent layers has their slots in every step"
         self.step = step
         self._args.num_slices, self._args.width = step.read.shape
         for name, values in step._asdict().items():

@@ -47,8 +47,8 @@ class DraftModel:
         self._last_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
         self._max_tokens = config.max_num_batched_tokens
         self._tables = RowTables(config)
-        # Its layers keep every position: they have the blocks of the first group.
-        self._batches = BatchBuilder(replace(config, windows=()), device, self._tables)
+        # Its layers keep every position: they have the blocks of the first group, and no recurrent state.
+        self._batches = BatchBuilder(replace(config, windows=(), state_blocks=0), device, self._tables)
         self._known = KnownPositions(config, self._tables)
 
     def draft(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> dict[int, list[int]]:

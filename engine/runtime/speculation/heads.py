@@ -21,6 +21,7 @@ A new kind of head is a class with the members of `Head`, made in engine/startup
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -91,7 +92,7 @@ class HeadDrafter:
         """The pool ends with the head's layers; pool and tables are the target's."""
         self._head, self._kv_cache, self._device = head, kv_cache, device
         self._attention = kv_cache.last_layers(len(head.states))
-        self._batches = BatchBuilder(config, device, tables)
+        self._batches = BatchBuilder(replace(config, state_blocks=0), device, tables)  # its layers attend
         self._num_rows = 1 + config.num_speculative_tokens  # that a slot draws from in a step
         shape = (config.max_num_seqs * self._num_rows, head.hidden_size)
         self._states = torch.zeros(shape, dtype=head.dtype, device=device)

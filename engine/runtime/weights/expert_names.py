@@ -33,7 +33,15 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
     "glm4_moe": {"shared_experts": "shared_expert"},
     "glm4_moe_lite": {"shared_experts": "shared_expert"},
 }
-_WITH_HEADS_FOR_LATER_TOKENS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")  # in layers after the last
+# Their heads for later tokens are in layers after the last; Qwen 3.5's, which is apart, is given DeepSeek's names.
+_WITH_HEADS_FOR_LATER_TOKENS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5_text")
+_HEAD = re.compile(r"mtp\.(?:layers\.(\d+)|(fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm))\.(.+)")
+_HEAD_MODULES = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
 
 
 class Part(NamedTuple):
@@ -53,8 +61,9 @@ def expert_parts(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterato
     """Yield the tensors that a file's tensor holds: itself, one an expert, or none."""
     kind = str(config.values.get("model_type"))
     if kind in _WITH_HEADS_FOR_LATER_TOKENS:
+        name = _behind_the_last(name, config.size("num_hidden_layers"))
         layer = _LAYER.match(name)
-        if layer is not None and int(layer[1]) >= config.size("num_hidden_layers"):
+        if layer is not None and int(layer[1]) >= num_read_layers(config):
             return
     if ".shared_mlp." in name and kind in _GRANITES:
         yield from _granite_shared(config, name, shape)
@@ -83,6 +92,22 @@ def expert_parts(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterato
                 None if is_transposed else first,
                 chosen.step,
             )
+
+
+def num_read_layers(config: HFConfig) -> int:
+    """Return how many layers are read of a checkpoint: those of the model, or of its head too."""
+    return config.size("num_read_layers", config.size("num_hidden_layers"))
+
+
+def _behind_the_last(name: str, num_layers: int) -> str:
+    """Return the name of a tensor of a head as one of a layer behind the last, or any other name as it is."""
+    head = _HEAD.fullmatch(name)
+    if head is None:
+        return name
+    layer, module, rest = head.groups()
+    if layer is None:
+        return f"model.layers.{num_layers}.{_HEAD_MODULES[module]}.{rest}"
+    return f"model.layers.{num_layers + int(layer)}.{rest}"
 
 
 _ENDINGS = {"": ".weight", "_bias": ".bias"}

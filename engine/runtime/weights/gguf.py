@@ -1,7 +1,8 @@
 """Reads GGUF files: memory-mapped, with Hugging Face's names.
 
 A copied tensor is dequantised. Three things differ by architecture: the names of tensors (weights/gguf_names.py), whether
-the rows of Q and K are in the order of interleaved rotation, and whether norms are stored as 1 + weight.
+the rows of Q and K are in the order of interleaved rotation, and whether norms are stored as 1 + weight. Decays of Gated
+DeltaNet are stored as -exp(A_log).
 weights/gguf_config.py turns the metadata into a config.json.
 """
 
@@ -24,6 +25,7 @@ from engine.files.gguf_parts import read_parts
 from engine.files.hf_config import HFConfig
 from engine.runtime.native.rows import OpenFile, StoredRows, in_halves
 from engine.runtime.weights.checkpoint import Checkpoint, StoredTensor
+from engine.runtime.weights.expert_names import num_read_layers
 from engine.runtime.weights.gguf_config import hf_config
 from engine.runtime.weights.gguf_names import parts_of
 
@@ -49,7 +51,7 @@ _INTERLEAVED = (
     "granitemoe",
     "smollm3",
 )  # llama.cpp rotates neighbours (0, 1), transformers halves (0, d / 2)
-_OFFSET_NORMS = ("gemma", "gemma2", "gemma3")
+_OFFSET_NORMS = ("gemma", "gemma2", "gemma3", "qwen35")
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # in the config instead
 
 
@@ -98,7 +100,7 @@ class GGUFCheckpoint(Checkpoint):
         return sum(math.prod(tensor.shape) for tensor in self._stored.values())
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:  # noqa: ARG002 - the protocol's
-        num_layers = self.config.size("num_hidden_layers")
+        num_layers = num_read_layers(self.config)
         for name, whole in self._stored.items():
             if name in _ROPE_TENSORS:
                 continue
@@ -129,9 +131,12 @@ class GGUFCheckpoint(Checkpoint):
         if library is not None and tensor.kind not in _FLOATS:
             _dequantise(library, stored, matrix)
         else:
-            offset = self._arch in _OFFSET_NORMS and tensor.name.endswith("norm.weight")
+            is_norm = tensor.name.endswith("norm.weight") and not tensor.name.endswith("ssm_norm.weight")
+            offset = is_norm and self._arch in _OFFSET_NORMS
             rows = in_halves(stored.rows, stored.head_rows).reshape(len(matrix), -1)
             _convert(rows, tensor.kind, matrix, np.float32(offset))
+            if tensor.name.endswith(".ssm_a"):
+                target.neg_().log_()
 
     def _stored_rows(self, tensor: GGUFTensor) -> StoredRows:
         """Return a tensor's rows, with their order if that is not transformers'."""

@@ -326,6 +326,25 @@ def _deepseek2(file: _File) -> dict[str, Any]:
     }
 
 
+def _qwen35(file: _File) -> dict[str, Any]:
+    """Qwen 3.5, whose value heads llama.cpp reorders: the first of each key head, then the second of each."""
+    meta, num_heads = file.meta, file.meta.size("ssm.time_step_rank")
+    num_layers = meta.size("block_count") - meta.integer("nextn_predict_layers", 0)
+    every, flags = meta.size("full_attention_interval", 4), meta.values.get("attention.recurrent_layers")
+    if not isinstance(flags, list):
+        flags = [(index + 1) % every for index in range(num_layers)]
+    return {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention" if flag else "full_attention" for flag in flags[:num_layers]],
+        "linear_num_key_heads": meta.size("ssm.group_count"),
+        "linear_num_value_heads": num_heads,
+        "linear_key_head_dim": meta.size("ssm.state_size"),
+        "linear_value_head_dim": meta.size("ssm.inner_size") // num_heads,
+        "linear_conv_kernel_dim": meta.size("ssm.conv_kernel"),
+        "linear_value_heads_tiled": meta.size("ssm.group_count") != num_heads,
+    }
+
+
 # What each architecture has beside the common settings, and its name on the hub if that is another.
 ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "llama": _llama,
@@ -349,6 +368,7 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "gpt-oss": _gpt_oss,
     "glm4moe": _glm4moe,
     "deepseek2": _deepseek2,
+    "qwen35": _qwen35,
 }
 _WITH_EXPERTS = (
     "llama", "mistral3", "qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe", "granitemoe", "gpt-oss", "glm4moe", "deepseek2",

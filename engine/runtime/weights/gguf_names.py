@@ -42,7 +42,12 @@ _IN_LAYER = {
     "nextn.hnorm": "hnorm",
     "nextn.shared_head_norm": "shared_head.norm",
 }
-_WHOLE_NAMES = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias", "attn_sinks.weight": "self_attn.sinks"}
+_WHOLE_NAMES = {
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "attn_sinks.weight": "self_attn.sinks",
+    "ssm_a": "linear_attn.A_log",  # of which it holds -exp
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
 _AFTER_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _SANDWICH = _AFTER_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
 _BY_ARCH = {
@@ -52,8 +57,18 @@ _BY_ARCH = {
     "olmo2": _AFTER_NORMS,
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},  # ahead of the MLP
     "glm4moe": {"post_attention_norm": "post_attention_layernorm"},
+    "qwen35": {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    },
 }
-_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 _STACK = re.compile(r"ffn_(gate|up|down|gate_up)_exps")
 _EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # files of before the stacks
 _MATRICES = ("mlp.shared_expert_gate.weight",)  # of one row, which the file has as a vector
@@ -89,7 +104,7 @@ def parts_of(arch: str, name: str, shape: tuple[int, ...], num_layers: int) -> I
         yield from _cut_stack(f"{prefix}mlp.experts", stack[1], ending, shape)
         return
     names: Mapping[str, str] = _IN_LAYER | _BY_ARCH.get(arch, {})
-    whole = f"{role}.{ending}"
+    whole = role if ending is None else f"{role}.{ending}"
     if expert is not None:
         found = f"mlp.experts.{expert[2]}.{expert[1]}_proj.{ending}"
     elif role in names:
@@ -98,7 +113,9 @@ def parts_of(arch: str, name: str, shape: tuple[int, ...], num_layers: int) -> I
         found = _WHOLE_NAMES.get(whole, "")
     if found in _MATRICES and len(shape) == 1:
         shape = (1, *shape)
-    if len(shape) == 3:  # the heads of a matrix
+    if found.endswith("conv1d.weight"):  # transformers' convolution reads one channel for each it writes
+        shape = (shape[0], 1, *shape[1:])
+    elif len(shape) == 3:  # the heads of a matrix
         shape = (shape[0] * shape[1], shape[2])
     yield Part(prefix + found if found else name, shape)
 
