@@ -6,17 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.runtime.attention.backend import AttentionBackend, Batch
 from engine.runtime.attention.table import load_backend
+from engine.runtime.kv_layout import RecurrentSpec, StepStates
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import GroupError, native
 from engine.runtime.parallel.cpu_groups import GlooGroup, SharedMemoryGroup
 from engine.runtime.parallel.group import SINGLE, Group, least
+from engine.runtime.pool.groups import one_group
 from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.states import place_states
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.dense_attention import DenseAttention
 
@@ -57,15 +61,35 @@ def forward(
         context_lens_host=ends,
         block_tables_host=tables,
     )
-    backend.prepare(batch)
+    if any(isinstance(spec, RecurrentSpec) for spec in model.states):
+        batch.states = states_of(model, places, steps)
+    cache.prepare(batch)
     return model.logits(model.forward(batch.ids, batch.positions, cache)).clone()
+
+
+def state_blocks(model: CausalLM) -> int:
+    return place_states(model.states, 4 * one_group(model.states, model.dtype).cuts[-1]).num_blocks
+
+
+def num_blocks(model: CausalLM) -> int:
+    return 4 * (BLOCKS + state_blocks(model))
+
+
+def states_of(model: CausalLM, places: Sequence[int], steps: Sequence[tuple[int, list[int]]]) -> StepStates:
+    """A slot for each place, behind the blocks of all."""
+    size, lens = state_blocks(model), np.array([len(ids) for _, ids in steps], np.int32)
+    written = (4 * BLOCKS + size * np.array(places)[:, None] + np.arange(size)).astype(np.int32)
+    begins = np.array([start == 0 for start, _ in steps])
+    read = np.where(begins[:, None], np.int32(-1), written)
+    zeros = np.zeros(len(lens), np.int32)
+    return StepStates(read, written, np.append(0, lens.cumsum()).astype(np.int32), lens, zeros, zeros)
 
 
 @torch.inference_mode()
 def answer(model: CausalLM, group: Group) -> tuple[Tensor, list[list[int]], bool]:
     """Logits of all prompts and of greedy steps, the tokens, and whether the first prompt has the same bits alone."""
     backend = load_backend("cpu_native", CPU)
-    cache = KVCache(model.states, backend, num_blocks=4 * BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
+    cache = KVCache(model.states, backend, num_blocks=num_blocks(model), block_size=4, dtype=model.dtype, device=CPU)
     alone = forward(model, backend, cache, [3], [(0, PROMPTS[0])])
     found = [forward(model, backend, cache, [2, 0, 1], [(0, prompt) for prompt in PROMPTS])]
     is_same = torch.equal(alone, found[0][: len(PROMPTS[0])])
@@ -98,7 +122,7 @@ def in_torch(model: CausalLM) -> Tensor:
 def rounded(model: CausalLM) -> tuple[Tensor, bool]:
     """Logits of all prompts, and whether the first has the same bits alone."""
     backend = load_backend("cpu_native", CPU)
-    cache = KVCache(model.states, backend, num_blocks=4 * BLOCKS, block_size=4, dtype=model.dtype, device=CPU)
+    cache = KVCache(model.states, backend, num_blocks=num_blocks(model), block_size=4, dtype=model.dtype, device=CPU)
     alone = forward(model, backend, cache, [3], [(0, PROMPTS[0])])
     found = forward(model, backend, cache, [2, 0, 1], [(0, prompt) for prompt in PROMPTS])
     return found, torch.equal(alone, found[: len(PROMPTS[0])])

@@ -74,8 +74,8 @@ QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size"
 QWEN3_5 = {
     "head_dim": 32,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }

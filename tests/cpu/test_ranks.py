@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 # One of each family, and those that differ in what is divided: merged matrices, biases, latents, experts.
 NAMES = sorted({case.build().model_type: name for name, case in reversed(CASES.items())}.values())
 ROUNDED = ["llama", "gemma2", "qwen2-moe", "gpt-oss", "deepseek_v2"]
-NAMES += ["llama-tied-biased", "deepseek_v2-lite", "deepseek_v3-halves-biased"]
+NAMES += ["qwen3_5", "llama-tied-biased", "deepseek_v2-lite", "deepseek_v3-halves-biased"]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Any]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_say_what_one_process_says(found: dict[Any, Any], name: str, size: int) -> None:
     expected, tokens, logits, found_tokens, is_same_alone = found[name, size]
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
     assert expected.std() > 0.1
     assert found_tokens == tokens
     assert is_same_alone

@@ -50,7 +50,7 @@ def tiny(name: str, folder: Path) -> tuple[CausalLM, Any]:
 def test_the_engine_says_what_transformers_says(name: str, tmp_path: Path) -> None:
     model, theirs = tiny(name, tmp_path)
     size = state_blocks(model, 4)
-    config = settings(num_blocks=200, max_model_len=128, max_num_batched_tokens=40, state_blocks=size)
+    config = settings(num_blocks=150 + 6 * size, max_model_len=128, max_num_batched_tokens=40, state_blocks=size)
     assert largest_difference(model, theirs, PROMPTS, config) < 1e-4
 
 
@@ -60,7 +60,11 @@ def test_preemption_changes_no_token(name: str, num_host_blocks: int, tmp_path: 
     model, _ = tiny(name, tmp_path)
     size = state_blocks(model, 4)
     config = settings(
-        num_blocks=31, max_model_len=60, max_num_batched_tokens=11, state_blocks=size, num_host_blocks=num_host_blocks
+        num_blocks=15 + 2 * size,
+        max_model_len=60,
+        max_num_batched_tokens=11,
+        state_blocks=size,
+        num_host_blocks=num_host_blocks,
     )
     scheduler, prompts = Scheduler(config), [LONG[:length] for length in (1, 5, 23, 40, 12, 31)]
     requests = [request(f"r{i}", prompt, max_tokens=10) for i, prompt in enumerate(prompts)]

@@ -21,18 +21,29 @@ from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
 from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.parts import Angles, LayerStates, RecurrentState, Slice
+from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.library import PartArgs
 
 COLUMNS = 32  # of a head's matrix in one piece, which stays in the nearest cache while all tokens of a slice change it
 SEGMENT = 64  # channels of the convolution's tail in one piece
 _EPS = 1e-6  # of unit queries and keys
+_PLAN: Plan = {
+    "in_proj_qkv": colwise("delta_keys", "delta_keys", "delta_values"),
+    "in_proj_z": colwise("delta_values"),
+    "in_proj_b": colwise("delta_heads"),
+    "in_proj_a": colwise("delta_heads"),
+    "conv1d": colwise("delta_keys", "delta_keys", "delta_values"),
+    "A_log": colwise("delta_heads"),
+    "dt_bias": colwise("delta_heads"),
+    "out_proj": rowwise("delta_values"),
+}
 
 
 class DeltaNet:
     """Queries, keys, values and gates from one matrix; a convolution, the delta rule, a gated norm, a projection."""
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
-        make, delta = make.within("linear_attn"), config.layers[layer].delta
+        make, delta = make.within("linear_attn", plan=_PLAN), config.layers[layer].delta
         assert delta is not None, "the family has sizes of the matrices"
         self._state, self._delta, self._eps, self._group = state, delta, config.norm_eps, make.group
         width = delta.num_v_heads * delta.v_dim

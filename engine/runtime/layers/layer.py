@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 
 from torch import Tensor
 
-from engine.runtime.kv_layout import StateSpec
+from engine.runtime.kv_layout import StateSpec, attends
 from engine.runtime.layers.adapters import LayerAdapters
 from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig, NormPlacement
@@ -81,7 +81,7 @@ class DecoderLayer:
     @property
     def is_capturable(self) -> bool:
         """Return whether a CUDA graph can hold the loaded layer."""
-        return self._feed_forward.is_capturable
+        return self._feed_forward.is_capturable and len(attends(self.states)) == len(self.states)
 
     @property
     def lacking(self) -> str:

@@ -62,9 +62,15 @@ class Maker(NamedTuple):
         if self.shards is None:
             self.loads.append(Load({key: shape}, lambda stored: stored[key].copy_to(tensor)))
         else:
-            rows = self.shards.spans(self._division(key.removesuffix(".weight")), shape[0])[0].rows
-            whole = shape if rows is None else (rows.total, *shape[1:])
-            self.loads.append(Load({key: whole}, lambda stored: cut(stored[key], rows).copy_to(tensor)))
+            parts = [span.rows for span in self.shards.spans(self._division(key.removesuffix(".weight")), shape[0])]
+            whole = shape if parts[0] is None else (parts[0].total, *shape[1:])
+            pieces = tensor.split([len(tensor) if rows is None else rows.num for rows in parts])
+
+            def take(stored: Mapping[str, StoredTensor]) -> None:
+                for rows, piece in zip(parts, pieces, strict=True):
+                    cut(stored[key], rows).copy_to(piece)
+
+            self.loads.append(Load({key: whole}, take))
         return tensor
 
     def linear(

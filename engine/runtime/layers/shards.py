@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from engine.core.errors import ConfigError
-from engine.runtime.layers.model_config import HeadsConfig, LayerConfig, ModelConfig
+from engine.runtime.layers.model_config import DeltaConfig, HeadsConfig, LayerConfig, ModelConfig
 from engine.runtime.parallel.group import Group
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.cut import Cut, Span, cut
@@ -66,6 +66,8 @@ class Shards:
         self._heads = whole.pop()
         heads, kv_heads = _heads(self._heads, rank, size)
         self._shares = {"heads": heads, "kv_heads": kv_heads}
+        for delta in {layer.delta for layer in config.layers if layer.delta is not None}:
+            self._shares |= _delta_shares(delta, rank, size)
         mixtures = {layer.moe for layer in config.layers if layer.moe is not None}
         is_dense = any(layer.moe is None for layer in config.layers)
         for name, widths in (
@@ -92,6 +94,10 @@ class Shards:
     def _local(self, layer: LayerConfig) -> LayerConfig:
         num_kv = self._shares["kv_heads"].num if layer.heads.latent is None else 1
         layer = replace(layer, heads=replace(layer.heads, num_heads=self._shares["heads"].num, num_kv_heads=num_kv))
+        if layer.delta is not None:
+            num_keys = self._shares["delta_keys"].num // layer.delta.k_dim
+            delta = replace(layer.delta, num_k_heads=num_keys, num_v_heads=self._shares["delta_heads"].num)
+            layer = replace(layer, delta=delta)
         if layer.moe is None:
             return layer
         shared = self._shares["shared_width"].num if layer.moe.shared_width else 0
@@ -182,6 +188,15 @@ def _heads(whole: HeadsConfig, rank: int, size: int) -> tuple[Cut, Cut]:
         raise _refusal(size, f"it has {num_heads} heads, and {num_kv} of keys and values")
     num = num_heads // size
     return Cut(rank * num, num, num_heads), Cut(rank * num_kv // size, 1, num_kv)
+
+
+def _delta_shares(delta: DeltaConfig, rank: int, size: int) -> dict[str, Cut]:
+    """Return a rank's value heads, and the rows of its keys and values. Raises ConfigError."""
+    if delta.num_k_heads < size:
+        raise _refusal(size, f"its recurrent layers have {delta.num_k_heads} heads of keys")
+    keys, shared = _divided(delta.num_k_heads, rank, size), delta.num_v_heads // delta.num_k_heads
+    units = {"delta_keys": delta.k_dim, "delta_heads": shared, "delta_values": shared * delta.v_dim}
+    return {axis: Cut(*(unit * number for number in keys)) for axis, unit in units.items()}
 
 
 def _width(width: int, rank: int, size: int, block: int) -> Cut:

@@ -288,12 +288,10 @@ def qwen3_5(hf: HFConfig) -> ModelConfig:
     )
     if delta.num_v_heads % delta.num_k_heads:
         raise hf.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {delta.num_k_heads}")
-    layers = [
-        replace(layer, heads=replace(layer.heads, is_gated=True))
-        if kind == _FULL
-        else replace(layer, rope=None, mixer="delta", delta=delta)
-        for kind, layer in zip(_layer_types(hf, types, (_LINEAR, _FULL)), _layers(hf), strict=True)
-    ]
+    layers = [replace(layer, heads=replace(layer.heads, is_gated=True)) for layer in _layers(hf)]
+    for index, kind in enumerate(_layer_types(hf, types, (_LINEAR, _FULL))):
+        if kind == _LINEAR:
+            layers[index] = replace(layers[index], rope=None, mixer="delta", delta=delta)
     return replace(
         _common(hf),
         norm_offset=True,
