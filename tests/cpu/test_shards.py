@@ -19,12 +19,13 @@ from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.settings.engine_config import EngineConfig
 from tests.cpu import packers
-from tests.cpu.test_models_families import Case, save_tiny
+from tests.cpu.test_models_families import QWEN3_5, Case, save_tiny
 from tests.cpu.test_moe_stored import save_experts, save_gpt_oss
 from tests.cpu.test_quant import quantise
 from tests.cpu.test_stored import CASES as PACKINGS
 from tests.cpu.test_weights_gguf import convert, write
 
+DELTA = Case("Qwen3_5TextConfig", QWEN3_5)
 # What cannot be divided, and the reason that is given.
 REFUSED = {
     "w4a16-actorder": "g_idx",
@@ -179,6 +180,18 @@ def test_a_rank_reads_its_slices_only(tmp_path: Path) -> None:
         (Case("LlamaConfig", {"intermediate_size": 6, "num_key_value_heads": 4}), 4, {}, "width of 6"),
         (Case("LlamaConfig"), 2, {"allow_runtime_lora_updating": True}, "adapters cannot be divided"),
         (Case("LlamaConfig"), 2, {"model_impl": "transformers"}, "transformers' code runs this model"),
+        (
+            DELTA,
+            2,
+            {"hf_overrides": {"linear_value_heads_tiled": True}},
+            "heads of its recurrent layers in another order",
+        ),
+        (
+            Case("Qwen3_5TextConfig", QWEN3_5 | {"num_attention_heads": 6, "num_key_value_heads": 3}),
+            2,
+            {},
+            "not be of one size",
+        ),
     ],
     ids=str,
 )

@@ -68,6 +68,8 @@ class Shards:
         self._shares = {"heads": heads, "kv_heads": kv_heads}
         for delta in {layer.delta for layer in config.layers if layer.delta is not None}:
             self._shares |= _delta_shares(delta, rank, size)
+            if self._heads.num_kv_heads > size and self._heads.num_kv_heads % size:
+                raise _refusal(size, "its blocks, and so its recurrent states, would not be of one size on all ranks")
         mixtures = {layer.moe for layer in config.layers if layer.moe is not None}
         is_dense = any(layer.moe is None for layer in config.layers)
         for name, widths in (
@@ -192,6 +194,8 @@ def _heads(whole: HeadsConfig, rank: int, size: int) -> tuple[Cut, Cut]:
 
 def _delta_shares(delta: DeltaConfig, rank: int, size: int) -> dict[str, Cut]:
     """Return a rank's value heads, and the rows of its keys and values. Raises ConfigError."""
+    if delta.is_tiled:
+        raise _refusal(size, "a GGUF file has the heads of its recurrent layers in another order; take its safetensors")
     if delta.num_k_heads < size:
         raise _refusal(size, f"its recurrent layers have {delta.num_k_heads} heads of keys")
     keys, shared = _divided(delta.num_k_heads, rank, size), delta.num_v_heads // delta.num_k_heads
