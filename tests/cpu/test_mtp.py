@@ -329,23 +329,21 @@ def states_of(head: Head) -> Tensor:
         return head.forward(torch.arange(3, 11), torch.arange(8), states, DenseAttention(head.states))
 
 
-def test_a_gguf_file_holds_the_same_head(tmp_path: Path) -> None:
-    made = saved("glm4_moe")
-    tensors = gguf.convert(made.theirs, "glm4moe", gguf.BEFORE_MLP)
-    for name, tensor in made.head.items():
-        stem = name.removesuffix(".weight").replace(".", "_")
+GGUF: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {  # architecture, names that differ, metadata
+    "glm4_moe": ("glm4moe", gguf.BEFORE_MLP, gguf.GLM4 | {"expert_shared_count": 1, "expert_weights_norm": True}),
+    "qwen3_5": ("qwen35", gguf.DELTA, gguf.QWEN35 | {"attention.recurrent_layers": [True, False, False]}),
+}
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_a_gguf_file_holds_the_same_head(name: str, tmp_path: Path) -> None:
+    made, (arch, names, extra) = saved(name), GGUF[name]
+    tensors = gguf.convert(made.theirs, arch, names)
+    for role, tensor in made.head.items():
+        stem = role.removesuffix(".weight").replace(".", "_")
         tensors[f"blk.{_NUM_LAYERS}.nextn.{stem}.weight"] = (tensor.numpy(), gguf.Kind.F32)
     tensors[f"blk.{_NUM_LAYERS}.nextn.embed_tokens.weight"] = tensors["token_embd.weight"]
-    file = gguf.write(
-        tmp_path / "m.gguf",
-        "glm4moe",
-        made.theirs.config,
-        tensors,
-        nextn_predict_layers=1,
-        **gguf.GLM4,
-        expert_shared_count=1,
-        expert_weights_norm=True,
-    )
+    file = gguf.write(tmp_path / "m.gguf", arch, made.theirs.config, tensors, nextn_predict_layers=1, **extra)
     ours, theirs = (states_of(load(path)[1]) for path in (made.folder, file))
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.kv_layout import Pieces, RecurrentSpec
@@ -17,10 +19,12 @@ from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.pool.states import place_states
 from engine.runtime.speculation.drafter import Drafter
 from engine.runtime.speculation.ngram import NgramDrafter
+from engine.settings.engine_config import EngineConfig
+from engine.startup.speculation import load_speculation
 from tests.cpu.engine_logprobs import largest_difference
-from tests.cpu.model_driver import Served, make_runner, request, serve, settings, solo_greedy, state_blocks
+from tests.cpu.model_driver import Served, TinyModel, make_runner, request, serve, settings, solo_greedy, state_blocks
 from tests.cpu.test_models_families import CASES, Case, load, save_tiny
-from tests.cpu.test_speculation import Prophet
+from tests.cpu.test_speculation import Prophet, draft_model
 
 NAMES = ("qwen3_5",)
 _random = random.Random(5)
@@ -98,21 +102,53 @@ def test_right_and_wrong_drafts_change_no_answer(sampling: dict[str, Any], regim
     }
     asked = [request(f"r{i}", each, **{"max_tokens": 14, "seed": i} | sampling) for i, each in enumerate(prompts)]
 
-    def run(drafter: Drafter | None) -> tuple[Served, Scheduler]:
-        config = settings(**changes, num_speculative_tokens=4 if drafter else 0)
+    def run(make: Callable[[SchedulerConfig], Drafter] | None) -> tuple[Served, Scheduler]:
+        config = settings(**changes, num_speculative_tokens=4 if make else 0)
         scheduler, runner = Scheduler(config), make_runner(model, config)
-        if drafter is not None:
-            runner.speculate(drafter)
+        if make is not None:
+            runner.speculate(make(config))
         return serve(model, config, asked, apart=1, scheduler=scheduler, runner=runner), scheduler
 
     plain, before = run(None)
     assert before.stats.preemptions > 0 or sampling or regime not in ("tiny_pool", "swapping")
     futures = [[*prompts[int(name[1:])], *ids] for (name, _), ids in plain.ids.items()]
-    for drafter in (Prophet(futures), Prophet(futures, is_wrong_at=()), NgramDrafter(1, 3)):
-        served, scheduler = run(drafter)
+    prophets = [lambda _: Prophet(futures), lambda _: Prophet(futures, is_wrong_at=())]
+    for make in (*prophets, lambda _: NgramDrafter(1, 3), lambda config: draft_model(config, Attending())):
+        served, scheduler = run(make)
         assert served.ids == plain.ids
-        if isinstance(drafter, Prophet):
-            assert scheduler.stats.spec_accepted_tokens > 10
+        assert scheduler.stats.spec_accepted_tokens > 10 or make not in prophets
+
+
+def test_a_draft_model_has_to_attend(tmp_path: Path) -> None:
+    model, _ = tiny("qwen3_5", tmp_path)
+    asked = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    config = EngineConfig(model=str(tmp_path), dtype="float32", speculative_config=asked)
+    with pytest.raises(ConfigError, match="recurrent state, from which rejected drafts cannot be taken back"):
+        load_speculation(config, model, torch.device("cpu"), lambda progress: None)
+
+
+class Attending(TinyModel):
+    """A draft model with the vocabulary of the families."""
+
+    vocab_size = 128
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_choices_go_on_from_the_state_of_their_prompt(name: str, tmp_path: Path) -> None:
+    """Each has the log probabilities that transformers has over its whole context."""
+    model, theirs = tiny(name, tmp_path)
+    size = state_blocks(model, 4)
+    config = settings(num_blocks=60 + 8 * size, max_model_len=64, max_num_batched_tokens=11, state_blocks=size)
+    sampling = {"n": 3, "temperature": 1.0, "logprobs": 1, "max_tokens": 9}
+    served = serve(model, config, [request(f"r{i}", LONG[:num], **sampling) for i, num in enumerate((1, 12, 40))])
+    assert len(set(map(tuple, served.ids.values()))) == 9
+    for (request_id, choice), ids in served.ids.items():
+        prompt = LONG[: (1, 12, 40)[int(request_id[1:])]]
+        with torch.no_grad():
+            logits = theirs(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)[range(len(ids)), ids].tolist()
+        found = [entry.logprob for event in served.events[request_id, choice] for entry in event.logprobs or ()]
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_pieces_are_apart_and_never_across_blocks() -> None:

@@ -19,7 +19,7 @@ from engine.runtime.models.families import read_config
 from engine.runtime.weights.gguf import GGUFCheckpoint
 from engine.runtime.weights.gguf_config import hf_config
 from engine.sources.model_source import find_model
-from tests.cpu.test_models_families import CASES, Case, load, logits_of, rope, save_tiny
+from tests.cpu.test_models_families import CASES, QWEN3_5, Case, load, logits_of, rope, save_tiny
 
 KINDS = [
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
@@ -81,6 +81,17 @@ GLM4 = {
     "leading_dense_block_count": 1,
     "rope.dimension_count": 8,
     "expert_gating_func": 2,
+}
+
+
+QWEN35 = {
+    "rope.dimension_count": 8,
+    "attention.recurrent_layers": [True, False, True],
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": QWEN3_5["linear_num_value_heads"] * QWEN3_5["linear_value_head_dim"],
+    "ssm.state_size": QWEN3_5["linear_key_head_dim"],
+    "ssm.time_step_rank": QWEN3_5["linear_num_value_heads"],
+    "ssm.group_count": QWEN3_5["linear_num_key_heads"],
 }
 
 
@@ -225,19 +236,7 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
     "deepseek2/v2": deepseek("deepseek_v2", is_split=True),
     "deepseek2/lite": deepseek("deepseek_v2-lite", is_split=False, n_group=1, topk_group=1, **DEEPSEEK_YARN),
     "deepseek2/glm": deepseek("glm4_moe_lite", is_split=True, mlp_layer_types=["dense", "sparse", "sparse"]),
-    "qwen35": (
-        CASES["qwen3_5"],
-        DELTA,
-        {
-            "rope.dimension_count": 8,
-            "attention.recurrent_layers": [True, False, True],
-            "ssm.conv_kernel": 4,
-            "ssm.inner_size": 4 * 24,
-            "ssm.state_size": 16,
-            "ssm.time_step_rank": 4,
-            "ssm.group_count": 2,
-        },
-    ),
+    "qwen35": (CASES["qwen3_5"], DELTA, QWEN35),
     "glm4moe/air": (CASES["glm4-moe-air"], BEFORE_MLP, {**GLM4, "expert_shared_count": 2}),
 }
 
