@@ -11,6 +11,7 @@ The torch operations here define the arithmetic; delta.c has the same, in one or
 from __future__ import annotations
 
 import math
+from ctypes import Structure
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -22,10 +23,13 @@ from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.parts import Angles, LayerStates, RecurrentState, Slice
 from engine.runtime.layers.shards import Plan, colwise, rowwise
-from engine.runtime.native.library import PartArgs
+from engine.runtime.native.decoder import describe_part
+from engine.runtime.native.library import DTYPES, PartArgs
+from engine.runtime.native.structs import mirror
 
 COLUMNS = 32  # of a head's matrix in one piece, which stays in the nearest cache while all tokens of a slice change it
 SEGMENT = 64  # channels of the convolution's tail in one piece
+_MOST_TAPS = 8  # as in convolve.h
 _EPS = 1e-6  # of unit queries and keys
 _PLAN: Plan = {
     "in_proj_qkv": colwise("delta_keys", "delta_keys", "delta_values"),
@@ -39,8 +43,16 @@ _PLAN: Plan = {
 }
 
 
+@mirror("delta")
+class DeltaArgs(Structure):
+    """What the native library needs beside the first matrix and the last."""
+
+
 class DeltaNet:
     """Queries, keys, values and gates from one matrix; a convolution, the delta rule, a gated norm, a projection."""
+
+    _args: DeltaArgs  # C keeps its address
+    _taps: Tensor  # [kernel, channels], as it reads them
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
         make, delta = make.within("linear_attn", plan=_PLAN), config.layers[layer].delta
@@ -128,8 +140,17 @@ class DeltaNet:
         return q.index_select(1, heads), k.index_select(1, heads), v.unflatten(1, (-1, delta.v_dim))
 
     def describe(self) -> PartArgs | None:
-        """Return None: the native library has no such part yet."""
-        return None
+        """Describe the part to the native library, if that holds every matrix."""
+        delta = self._delta
+        if delta.kernel > _MOST_TAPS:
+            return None
+        self._taps = self._conv[:, 0].mT.contiguous()
+        addresses = [each.data_ptr() for each in (self._taps, self._decay, self._bias, self._norm)]
+        heads = (delta.num_k_heads, delta.num_v_heads, delta.k_dim, delta.v_dim)
+        matrices, tails = self.states[0].pieces
+        self._args = DeltaArgs(*addresses, *heads, delta.kernel, matrices.shape[1], tails.shape[1], delta.shared)
+        self._args.state_dtype = DTYPES[matrices.dtype]
+        return describe_part("delta", (self._in.args, self._o.args), self._args)
 
 
 def _unit(x: Tensor) -> Tensor:

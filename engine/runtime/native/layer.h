@@ -4,6 +4,7 @@
 #define QUIRE_LAYER_H
 
 #include "lora.h"
+#include "states.h"
 
 /* An RMSNorm's weight; `weight` NULL: no norm here. */
 SHARED struct norm {
@@ -24,18 +25,6 @@ SHARED struct part {
     const void *args;    /* the kind's own description; NULL: it needs none */
     struct linear first; /* the input is packed for it; packed NULL: the part reads rows */
     struct linear last;  /* a mixer's is multiplied by the decoder */
-};
-
-/* The slots of recurrent state in a step of S slices, the same for all layers; StepStates in kv_layout.py. */
-SHARED struct step_states {
-    char *base;                    /* of block 0 */
-    const int32_t *read, *written; /* [S][width], blocks; read[0] of a slice below 0: the state is zero */
-    const int32_t *starts;         /* [S + 1]: rows of each slice */
-    const int32_t *kept;           /* [S]: of its rows, after how many the state is written; the others are drafts */
-    const int32_t *replays;        /* [S]: drafts of the step before that come before its rows */
-    const int32_t *rows;           /* [S]: runner rows */
-    int64_t block_bytes, width;    /* blocks of a slot */
-    int64_t num_slices, max_drafts;
 };
 
 SHARED struct layer {

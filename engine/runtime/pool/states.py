@@ -73,9 +73,9 @@ class StatePool:
 
     def prepare(self, step: StepStates) -> None:
         """Take the slots of a step."""
-        self.step = step
+        self.step = StepStates(*map(np.ascontiguousarray, step))  # as the native library reads them
         self._args.num_slices, self._args.width = step.read.shape
-        for name, values in step._asdict().items():
+        for name, values in self.step._asdict().items():
             setattr(self._args, name, values.ctypes.data)
 
     def paged(self, layer: int) -> PagedState:

@@ -1,0 +1,69 @@
+/* A layer's recurrent state in the slots of a step, and the inputs of its convolution.
+ *
+ * A slice's tokens are its replays, drafts of the step before of which the rows were kept, and then its rows. The state after
+ * the replays is written where it was read, and the state after the kept rows where it is to be written. */
+#ifndef QUIRE_STATES_H
+#define QUIRE_STATES_H
+
+#include "quire_cpu.h"
+
+/* The slots of recurrent state in a step of S slices, the same for all layers; StepStates in kv_layout.py. */
+SHARED struct step_states {
+    char *base;                    /* of block 0 */
+    const int32_t *read, *written; /* [S][width], blocks; read[0] of a slice below 0: the state is zero */
+    const int32_t *starts;         /* [S + 1]: rows of each slice */
+    const int32_t *kept;           /* [S]: of its rows, after how many the state is written; the others are drafts */
+    const int32_t *replays;        /* [S]: drafts of the step before that come before its rows */
+    const int32_t *rows;           /* [S]: runner rows */
+    int64_t block_bytes, width;    /* blocks of a slot */
+    int64_t num_slices, max_drafts;
+};
+
+enum { MAX_SEGMENT = 64 };
+
+/* A convolution along the tokens of a slice, each channel alone. */
+struct convolution {
+    const struct step_states *states;
+    const int32_t *places; /* as in struct layer */
+    char *drafts;
+    const float *taps; /* [kernel][channels], of the oldest token first */
+    const char *rows;  /* of the step: the inputs, in `dtype` at the start of each row */
+    int64_t row_bytes, channels, kernel;
+    int64_t first_piece, segment; /* of its last inputs, and their channels: [kernel - 1][segment] each */
+    int32_t dtype;
+};
+
+/* The address of a piece in a slot. */
+static inline char *piece_at(const struct convolution *c, const int32_t *blocks, int64_t piece) {
+    const int32_t *place = c->places + 2 * piece;
+    return c->states->base + blocks[place[0]] * c->states->block_bytes + place[1];
+}
+
+/* The tokens of a slice after which its state is written. */
+static inline int64_t kept_of(const struct step_states *states, int64_t slice) {
+    return states->replays[slice] + states->kept[slice];
+}
+
+/* All tokens of a slice. */
+static inline int64_t tokens_of(const struct step_states *states, int64_t slice) {
+    return states->replays[slice] + states->starts[slice + 1] - states->starts[slice];
+}
+
+/* The inputs of a segment at token `token` of a slice; those before its first token are in the slot. */
+static inline const char *inputs_at(const struct convolution *c, int64_t slice, int64_t token, int64_t segment) {
+    static const char zeros[MAX_SEGMENT * sizeof(float)];
+    const struct step_states *states = c->states;
+    int64_t replays = states->replays[slice], bytes = c->segment * (int64_t)size_of(c->dtype);
+    if (token < 0) {
+        const int32_t *blocks = states->read + slice * states->width;
+        return blocks[0] < 0 ? zeros : piece_at(c, blocks, c->first_piece + segment) + (token + c->kernel - 1) * bytes;
+    }
+    const char *row = token < replays ? c->drafts + (states->rows[slice] * states->max_drafts + token) * c->row_bytes
+                                      : c->rows + (states->starts[slice] + token - replays) * c->row_bytes;
+    return row + segment * bytes;
+}
+
+/* Write each slice's last inputs into its slots, and copy its drafts' rows. */
+void keep_inputs(const struct convolution *c);
+
+#endif

@@ -1,0 +1,159 @@
+"""Gated DeltaNet in the native library: its definition in torch, and the same bits whatever the steps of a sequence."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from test_attention import make_batch
+from torch import Tensor
+
+from engine.runtime.attention.table import load_backend
+from engine.runtime.kv_layout import StepStates
+from engine.runtime.layers.parts import LayerStates
+from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.load import load_model
+from engine.runtime.native.library import Library
+from engine.runtime.pool.kv_cache import KVCache
+from engine.settings.engine_config import EngineConfig
+from tests.cpu.model_driver import state_blocks
+from tests.cpu.test_models_families import QWEN3_5, Case, save_tiny
+
+CPU = torch.device("cpu")
+BLOCK, ROWS, SLOTS, LENGTH, MAX_DRAFTS = 16, 3, 8, 200, 4
+LAYERS = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+# Blocks of 32 columns, which have a form of their own; blocks of 8, less than a vector of some instruction sets.
+SHAPES = {"wide": {"linear_value_head_dim": 64}, "narrow": {"linear_key_head_dim": 12, "linear_conv_kernel_dim": 3}}
+_random = random.Random(9)
+IDS = torch.tensor([[_random.randrange(3, 128) for _ in range(LENGTH)] for _ in range(ROWS)])
+
+
+class Part(NamedTuple):
+    """A sequence's part of a step; `slots` are read and written, and the first may be none."""
+
+    row: int
+    start: int
+    ids: Tensor
+    slots: tuple[int | None, int]
+    num_replays: int = 0
+    num_drafts: int = 0
+
+
+class Steps:
+    """A pool, of which each slot is NaN and anywhere, and steps over it."""
+
+    def __init__(self, model: Decoder, *, is_native: bool = True) -> None:
+        backend, size, width = load_backend("cpu_native", CPU), state_blocks(model, BLOCK), LENGTH // BLOCK + 1
+        num_blocks = ROWS * width + SLOTS * size
+        self._model, self._cache = model, KVCache(
+            model.states, backend, num_blocks=num_blocks, block_size=BLOCK, dtype=model.dtype, device=CPU,
+            max_rows=ROWS, max_drafts=MAX_DRAFTS,
+        )  # fmt: skip
+        self._attention: LayerStates = self._cache if is_native else self._cache.last_layers(len(model.states))
+        blocks = _random.sample(range(num_blocks), num_blocks)
+        self._tables = [[blocks.pop() for _ in range(width)] for _ in range(ROWS)]
+        self._slots = [[blocks.pop() for _ in range(size)] for _ in range(SLOTS)]
+        for slot in self._slots:
+            self._cache.blocks[0][slot] = torch.nan
+
+    def run(self, *parts: Part) -> list[Tensor]:
+        """Hidden states of each part."""
+        lens = [len(part.ids) for part in parts]
+        batch = make_batch([(p.start, len(p.ids)) for p in parts], [self._tables[p.row] for p in parts], BLOCK)
+        batch.ids = torch.cat([part.ids for part in parts])
+        nowhere = [-1] * len(self._slots[0])
+        columns = (
+            [nowhere if part.slots[0] is None else self._slots[part.slots[0]] for part in parts],
+            [self._slots[part.slots[1]] for part in parts],
+            [0, *torch.tensor(lens).cumsum(0).tolist()],
+            [len(part.ids) - part.num_drafts for part in parts],
+            [part.num_replays for part in parts],
+            [part.row for part in parts],
+        )
+        batch.states = StepStates(*(torch.tensor(column, dtype=torch.int32).numpy() for column in columns))
+        self._cache.prepare(batch)
+        with torch.inference_mode():
+            return list(self._model.forward(batch.ids, batch.positions, self._attention, None).split(lens))
+
+    def state(self, slot: int) -> bytes:
+        return self._cache.blocks[0][self._slots[slot]].view(torch.uint8).numpy().tobytes()
+
+
+def whole(model: Decoder, num: int, *, is_native: bool = True) -> tuple[Tensor, bytes]:
+    """The first sequence's hidden states in one step of so many tokens, and the state after it."""
+    steps = Steps(model, is_native=is_native)
+    hidden, *_ = steps.run(Part(0, 0, IDS[0, :num], (None, 0)))
+    return hidden, steps.state(0)
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    save_tiny(Case("Qwen3_5TextConfig", QWEN3_5 | LAYERS | SHAPES[request.param]), tmp_path)
+    return tmp_path
+
+
+def load(folder: Path, dtype: torch.dtype) -> Decoder:
+    model = load_model(EngineConfig(model=str(folder)), CPU, dtype, lambda progress: None)
+    assert isinstance(model, Decoder)
+    assert model._native is not None
+    return model
+
+
+def test_it_is_its_definition(library: Library, shape: Path) -> None:
+    model = load(shape, torch.float32)
+    (ours, state), (theirs, expected) = (whole(model, LENGTH, is_native=each) for each in (True, False))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    states = [torch.frombuffer(bytearray(each), dtype=torch.float32) for each in (state, expected)]
+    torch.testing.assert_close(*states, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_cut_shows(library: Library, shape: Path, dtype: torch.dtype) -> None:
+    """Chunks of any length, beside others, from one slot into the same or another."""
+    model = load(shape, dtype)
+    expected, state = whole(model, LENGTH)
+    for trial in range(4):
+        library.use_threads(1 + trial % 3)
+        steps, hidden = Steps(model), []
+        starts, slots = [0] * ROWS, [None] * ROWS
+        while starts[0] < LENGTH:
+            parts = []
+            for row in _random.sample(range(ROWS), ROWS):
+                num = min(_random.choice((1, 2, 63, 64, 65, 130)), LENGTH - starts[row])
+                if num == 0 or (row and _random.random() < 0.3):
+                    continue
+                free = set(range(SLOTS)).difference(slots, (part.slots[1] for part in parts))
+                to = slots[row] if slots[row] is not None and trial % 2 else _random.choice(sorted(free))
+                parts.append(Part(row, starts[row], IDS[row, starts[row] : starts[row] + num], (slots[row], to)))
+            for part, made in zip(parts, steps.run(*parts), strict=True):
+                starts[part.row], slots[part.row] = part.start + len(part.ids), part.slots[1]
+                hidden += [made] if part.row == 0 else []
+        assert torch.equal(torch.cat(hidden), expected)
+        assert steps.state(slots[0]) == state
+
+
+def test_replays_of_drafts_leave_no_trace(library: Library, shape: Path) -> None:
+    """Each step takes in those that were right, also into the slot that it reads; wrong ones change nothing."""
+    model, num_kept_apart = load(shape, torch.float32), 0
+    expected, state = whole(model, LENGTH)
+    for trial in range(3):
+        library.use_threads(1 + trial)
+        steps, at = Steps(model), (1, 7, 140)[trial]
+        hidden, slot, right = steps.run(Part(1, 0, IDS[0, :at], (None, 0))), 0, 0
+        while at < LENGTH - MAX_DRAFTS:
+            drafts, to, replays = _random.randrange(MAX_DRAFTS + 1), _random.choice((slot, 1 - slot)), right
+            right = _random.randrange(drafts + 1)
+            ids = torch.cat((IDS[0, at : at + 1 + right], IDS[1, : drafts - right]))
+            mate = Part(2, 0, IDS[1, :140], (None, 7)), Part(1, at, ids, (slot, to), replays, drafts)
+            hidden.append(steps.run(*mate[_random.randrange(2) :])[-1][: 1 + right])
+            if to != slot and replays:
+                assert steps.state(slot) == whole(model, at)[1]
+                num_kept_apart += 1
+            at, slot = at + 1 + right, to
+        hidden += steps.run(Part(1, at, IDS[0, at:], (slot, slot), right))
+        assert torch.equal(torch.cat(hidden), expected)
+        assert steps.state(slot) == state
+    assert num_kept_apart > 3
