@@ -265,15 +265,16 @@ class FakeRunner:
 
     def _move_states(self, plan: StepPlan, slices: abc.Iterable[SequenceSlice]) -> list[int]:
         """Note the slots of each row's state, and return what the step changes; what it writes may be no other row's."""
+        if self._pages is None:
+            return []
         self._states |= {move.slot: (move.read, move.written) for move in plan.states}
         self._replays = dict(plan.replays)
         rows = {piece.slot: self._states[piece.slot] for piece in slices} if self._states else {}
         for slot, (_, written) in rows.items():
             others = [blocks for other, row in rows.items() if other != slot for blocks in row]
             assert set(written).isdisjoint(chain(*others)), "a row reads or writes a state that another one writes"
-        if self._pages is not None:
-            for block in self.spare:
-                self._pages[block] = [self.num_steps] * self._block_size
+        for block in self.spare:
+            self._pages[block] = [self.num_steps] * self._block_size
         brought_up = [block for slot in self._replays for block in rows[slot][0]]
         return [*brought_up, *chain(*(written for _, written in rows.values()))]
 

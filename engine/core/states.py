@@ -29,6 +29,7 @@ class StateSlots:
     # Slots that were left, until the step that reads them is committed.
     held: list[LeftSlot] = field(default_factory=list)
     last: bytes = b""  # the name of the last snapshot behind the prompt
+    continued: bytes = b""  # that of the snapshot which no sequence but this one has resumed from
 
     @property
     def tables(self) -> list[list[int]]:

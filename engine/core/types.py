@@ -202,6 +202,7 @@ class Request:
     cache_owner: str = ""  # nor do those of different owners, but for ...
     num_public: int = 0  # ... so many of the prompt's first tokens, which are the owner "" 's for all to find
     pins: tuple[Pin, ...] = ()
+    turn_end: int = 0  # of a conversation: so many of its first tokens begin the next turn's prompt too; 0: not known
     deadline_s: float | None = None  # seconds from its arrival in which the whole answer is wanted, or none of it
     max_queue_s: float | None = None  # ... in which it is to be started
     is_background: bool = False  # runs in steps that no other work needs, under every policy

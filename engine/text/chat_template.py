@@ -30,6 +30,8 @@ _HERE_S = 0.01  # CPU time of a rendering on the caller's thread; a chat takes 0
 _HERE_CHARS = 4 << 20  # of a prompt made there
 _LIMIT_S = 60.0  # the process enforces far lower limits of CPU time itself
 _RETRY_S = 1.0
+_QUESTION = ({"role": "user", "content": "a"},)
+_MAX_OPENINGS = 256  # variables whose answers' openings are remembered; and characters of them
 
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
 _end_s: ContextVar[float] = ContextVar("end_s")  # CPU time of this thread at which a rendering is given up
@@ -51,6 +53,7 @@ class ChatTemplate:
             )
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._openings: dict[str, str] = {}
         self._child = ChildProcess("engine.text.template_process", limit_s=_LIMIT_S, set_up=self._set_up)
         with foreign_code(lambda error: _unreadable(reason(error))):  # errors of compiling jinja's Python among them
             environment = make_environment(special_tokens)
@@ -88,6 +91,22 @@ class ChatTemplate:
         variables["messages"] = [*messages[:-1], _marked(messages)]
         prompt = self._render(variables)
         return _cut(prompt) if isinstance(prompt, str) else lambda: _cut(prompt())
+
+    def opening(self, template_kwargs: Mapping[str, Any]) -> str:
+        """Return what the template writes for an answer to open with; "" if it refuses a short conversation."""
+        name = _to_json(template_kwargs)
+        if name not in self._openings:
+            if len(self._openings) == _MAX_OPENINGS or len(name) > _MAX_OPENINGS:
+                return ""
+            how = {"continue_final_message": False, "template_kwargs": template_kwargs}
+            try:
+                without, whole = (self.render(_QUESTION, add_generation_prompt=add, **how) for add in (False, True))
+            except InvalidRequestError:
+                without = whole = ""
+            except OverloadedError:
+                return ""
+            self._openings[name] = whole.removeprefix(without) if whole.startswith(without) else ""
+        return self._openings[name]
 
     def close(self) -> None:
         """End the process for good. Idempotent."""

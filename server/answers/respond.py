@@ -75,8 +75,10 @@ class Responder:
         adapter: Adapter | None,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
+        *,
+        turn_end: int = 0,
     ) -> list[Request]:
-        """Return one engine request a prompt."""
+        """Return one engine request a prompt; `turn_end` is that of a conversation, as prepared."""
         answer_id = uuid.uuid4().hex
         if adapter is not None:
             params = [replace(each, adapter=adapter) for each in params]
@@ -90,6 +92,7 @@ class Responder:
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 pins=(Pin(len(prompt), retained_s),) if retained_s else (),
+                turn_end=turn_end,
                 deadline_s=body.deadline_ms and body.deadline_ms / 1e3,
                 max_queue_s=body.max_queue_ms and body.max_queue_ms / 1e3,
                 is_background=self.is_background,

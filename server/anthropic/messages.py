@@ -324,7 +324,9 @@ async def create_message(
         chat = await aside(body.to_chat)
         answers_of = named.history_owner(state_of(http.scope).owner, chat)
         prepared = await model.prepare(chat, answers_of)
-        requests = responder.requests(chat, named.adapter, [prepared.prompt], [prepared.params])
+        requests = responder.requests(
+            chat, named.adapter, [prepared.prompt], [prepared.params], turn_end=prepared.turn_end
+        )
         meta = responder.meta(requests, id_prefix="msg", model=named.name)
         if engine.config.pinned_share:
             pins = requests[0].pins + await _pins(model, body, chat, prepared, answers_of)

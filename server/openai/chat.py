@@ -211,7 +211,7 @@ async def create_chat_completion(
     """Answer a conversation."""
     named = model.find(body.model)
     chat = await model.prepare(body, named.history_owner(state_of(http.scope).owner, body))
-    requests = responder.requests(body, named.adapter, [chat.prompt], [chat.params])
+    requests = responder.requests(body, named.adapter, [chat.prompt], [chat.params], turn_end=chat.turn_end)
     meta = responder.meta(requests, id_prefix="chatcmpl", model=named.name)
     formatter = ChatFormatter(body, meta, call_id_length=responder.call_id_length)
     return await responder.respond(http, body, requests, chat.rules, formatter)

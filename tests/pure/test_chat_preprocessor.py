@@ -121,3 +121,18 @@ def test_thoughts_are_bounded_and_come_before_a_grammar() -> None:
     assert key.thinking is not None
     assert isinstance(GrammarCompiler().hold(key), ThinkingGrammar)
     assert key.end_ids == {END}
+
+
+OPENS = PLAIN + "{% if add_generation_prompt %}[bot]{{ '<t>' if enable_thinking else '' }}{% endif %}"
+
+
+def test_the_next_turn_has_what_comes_before_the_opening_of_an_answer() -> None:
+    chat = prepared(OPENS, chat_template_kwargs={"enable_thinking": True})
+    assert chat.text == "[user]hi[bot]<t>"
+    assert chat.turn_end == len("[user]hi")
+    assert prepared(OPENS).turn_end == len("[user]hi")
+    assert prepared(OPENS, add_generation_prompt=False).turn_end == 0
+    assert prepared(PLAIN).turn_end == 0, "nothing opens the answer"
+    refuses = OPENS + "{% if messages | length < 2 %}{{ raise_exception('too short') }}{% endif %}"
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "oh"}]
+    assert prepared(refuses, messages=turns).turn_end == 0

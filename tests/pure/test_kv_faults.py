@@ -150,7 +150,7 @@ class FaultMachine(RuleBasedStateMachine):
         for seq in list(self.living):
             self.plan_chunk(seq, min(seq.num_planned + most, len(seq.tokens)), step)
         for seq in list(self.waiting)[:admits]:
-            loads = self.kv.allocate(seq, reserve=0)
+            loads = self.kv.allocate(seq, 0.0, reserve=0)
             if loads is not None:
                 self.waiting.remove(seq)
                 self.living.append(seq)

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
@@ -38,6 +38,12 @@ from engine.core.sequence import Sequence
 from engine.core.spans import longest_atomic
 
 
+class Below(Listener, Protocol):
+    """The tiers below the pool, as far as groups speak to them."""
+
+    def pass_by(self, name: bytes) -> None: ...
+
+
 class Group(BlockIndex):
     """What is cached of one group beside the first, and where sequences can resume in it.
 
@@ -47,9 +53,7 @@ class Group(BlockIndex):
 
     __slots__ = ("_block_size", "_branches", "_config", "_kept", "_listener", "_suffixes", "_window", "number")
 
-    def __init__(
-        self, number: int, config: SchedulerConfig, cache: PrefixCache, listener: Listener | None = None
-    ) -> None:
+    def __init__(self, number: int, config: SchedulerConfig, cache: PrefixCache, listener: Below | None = None) -> None:
         """The pool is that of the layers with full attention; `listener` takes what prompts may branch from."""
         super().__init__(config.num_blocks, pool=cache.pool)
         kind = config.groups[number]
@@ -241,7 +245,8 @@ class WindowGroup(Group):
         """Free the blocks that no position to compute reads."""
         # Another turn of a conversation, or the same prompt again, resumes at one of the prompt's last two boundaries.
         table, last = self._table(seq), seq.num_prompt // self._block_size
-        first_kept = self._first_read((seq.num_prompt - 1) // self._block_size * self._block_size)
+        end = seq.request.turn_end or seq.num_prompt - 1
+        first_kept = self._first_read(end // self._block_size * self._block_size)
         for index in range(self._first_read(seq.num_computed) - 1, -1, -1):
             block = table[index]
             if block == NO_BLOCK:

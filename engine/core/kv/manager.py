@@ -31,6 +31,8 @@ from engine.core.states import NEVER, StateSlots
 from engine.core.stats import Stats
 from engine.core.types import Request
 
+MAX_FETCHES = 3  # of the same blocks, after which a prompt is computed: host memory may be too small for them
+
 
 class KVCacheManager:
     """Blocks and runner rows, allocated and freed sequence by sequence."""
@@ -94,13 +96,14 @@ class KVCacheManager:
         """True if a runner row is free."""
         return bool(self._slots)
 
-    def allocate(self, seq: Sequence, *, reserve: int) -> list[tuple[int, int]] | None:
+    def allocate(self, seq: Sequence, now: float, *, reserve: int) -> list[tuple[int, int]] | None:
         """Take runner rows, and the blocks that are allocated at the start; None if that leaves too few blocks.
 
         `reserve` blocks of each group have to stay available, a search's headroom, and what is owed. Cached blocks come
         first. Returns the blocks that the step has to load, from the sequence's ticket or host memory, as (host block,
-        block).
+        block). What host memory has lost since `prefetch` is fetched again once there is room: None until then too.
         """
+        seq.kv.is_fetched_again = False
         if len(self._slots) < seq.num_slots:
             return None
         size, tokens, pool = self.block_size, seq.tokens, self.pool
@@ -116,7 +119,9 @@ class KVCacheManager:
         missing += sum([group.begin(seq, num_found, table) for group, table in zip(self._others, saved, strict=True)])
         self._owe(seq)
         missing += max(seq.headroom - seq.kv.num_owed, 0)  # the beams' blocks were those of all groups
-        if pool.num_spare < missing:
+        has_room = pool.num_spare >= missing
+        seq.kv.is_fetched_again = has_room and ticket is None and self._fetch_again(seq, num_found, now)
+        if not has_room or seq.kv.is_fetched_again:
             self._cache.release(hits)
             seq.kv.tables, seq.kv.state = (), StateSlots()
             self._owe(seq, 0)
@@ -167,6 +172,14 @@ class KVCacheManager:
         num_found = sum(map(len, self._match(seq)))
         num_hits = len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1))
         return self.tiers.prefetch(seq, self._others, num_hits, num_found, now)
+
+    def _fetch_again(self, seq: Sequence, num_found: int, now: float) -> bool:
+        """Start loading again what stores have and host memory has lost; returns whether to park the sequence."""
+        kv = seq.kv
+        if num_found >= kv.num_coming or kv.num_awaited or kv.num_fetches == MAX_FETCHES:
+            return False  # with some awaited, it has waited for them long enough
+        kv.num_fetches += 1
+        return self.prefetch(seq, now)
 
     def lookup(self, seq: Sequence) -> int:
         """Return how many positions of a waiting sequence are cached, or on their way from a store."""

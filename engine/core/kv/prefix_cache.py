@@ -158,6 +158,12 @@ class BlockIndex:
         if name in self._block_of:
             self.pool.unpin(self._block_of[name])
 
+    def pass_by(self, name: bytes) -> None:
+        """Evict this content before all others, if it is here and nothing holds it."""
+        if (block := self.find(name)) >= 0:
+            self.pool.fork(block)
+            self.pool.pass_by(block)
+
     def _evicted(self, block: int) -> None:
         name = self._name_of.pop(block, None)
         if name is None:

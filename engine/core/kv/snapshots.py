@@ -19,48 +19,64 @@ A step with drafts cannot know how many of them are right: it writes the state a
 keeps the inputs of the drafts. The next step first takes those that were accepted into the slot that it reads. So that
 this step begins at each boundary, drafts end there.
 
-A snapshot is kept where prompts are likely to branch: at the last two boundaries of an input (the last token of an equal
-prompt is computed, so it resumes one block earlier than a longer one), at pinned prefixes, where another prompt branched,
-every EVERY blocks, and at the last boundary of an answer, because its end is known one step late. Chunks of prompts end
-there. A boundary is kept only if no other sequence needs the blocks.
+A snapshot is kept where prompts are likely to branch: at the last boundary that the next turn of a conversation surely
+has, else at the last two boundaries of an input (the last token of an equal prompt is computed, so it resumes one block
+earlier than a longer one), at pinned prefixes, where another prompt branched, every so often in long prompts, and at the
+last boundary of an answer, because its end is known one step late. Chunks of prompts end there. A boundary is kept only if
+no other sequence needs the blocks.
+
+A conversation needs its last snapshot only: once the next turn has its own, the one that it resumed from is evicted before
+all others, here and below, unless another prompt was seen to leave there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from engine.core.config import SchedulerConfig
 from engine.core.in_flight import InFlightStep
 from engine.core.kv.contents import DIGEST_BYTES
-from engine.core.kv.groups import Group, fill
-from engine.core.kv.prefix_cache import name_block
+from engine.core.kv.groups import Below, Group, fill
+from engine.core.kv.prefix_cache import PrefixCache, name_block
 from engine.core.page_table import TO_LOAD
 from engine.core.sequence import Sequence
 from engine.core.states import LeftSlot, StateSlots
 
-EVERY = 256  # blocks of a long prompt between two snapshots
+EVERY = 256  # blocks of a long prompt between two snapshots, at least ...
+SPACING = 4  # ... and times the blocks of a snapshot, so that a prompt's take a quarter of its K/V at most
+WORTH = 4  # an answer's end goes below the pool if it saves this part of what K/V in its place would
 
 
 class RecurrentGroup(Group):
     """The slots that sequences hold. A snapshot's blocks are the parts of one content, at the boundary's last block."""
 
-    __slots__ = ()
+    __slots__ = ("_every", "_left")
+
+    def __init__(self, number: int, config: SchedulerConfig, cache: PrefixCache, listener: Below | None = None) -> None:
+        super().__init__(number, config, cache, listener)
+        self._every = max(EVERY, SPACING * config.state_blocks) * config.block_size
+        self._left = dict[bytes, None]()  # the snapshots that a prompt was seen to leave, those found last at the end
 
     # -- where to keep one ---------------------------------------------------------------------------------------------
 
+    def _prompt_ends(self, seq: Sequence) -> set[int]:
+        """Return the boundaries at which the next turn, or an equal prompt, leaves a sequence's prompt."""
+        size, turn_end, num_prompt = self._block_size, seq.request.turn_end, seq.num_prompt
+        return {end // size * size for end in ((turn_end,) if turn_end else (num_prompt - 1, num_prompt))}
+
     def _ends(self, seq: Sequence) -> set[int]:
         """Return the boundaries of a sequence's known tokens that are kept, beside those of long prompts."""
-        size, lengths = (
-            self._block_size,
-            (seq.num_prompt, len(seq.tokens), *[pin.num_tokens for pin in seq.request.pins]),
-        )
-        return {seq.kv.branch, *[end // size * size for num in lengths for end in (num - 1, num)]}
+        size, num_known, pins = self._block_size, len(seq.tokens), seq.request.pins
+        pinned = [end // size * size for pin in pins for end in (pin.num_tokens - 1, pin.num_tokens)]
+        known = [end // size * size for end in (num_known - 1, num_known)] if num_known > seq.num_prompt else []
+        behind = [end for end in known if end > seq.num_prompt]
+        return {seq.kv.branch, *self._prompt_ends(seq), *pinned, *behind}
 
     def chunk_end(self, seq: Sequence, start: int, stop: int) -> int:
         """Return where a chunk of a prompt up to `stop` ends: at the first boundary that is kept."""
         if not seq.kv.is_cacheable:
             return stop
-        every = EVERY * self._block_size
-        ends = [end for end in (*self._ends(seq), (start // every + 1) * every) if start < end < stop]
+        ends = [end for end in (*self._ends(seq), (start // self._every + 1) * self._every) if start < end < stop]
         return min(ends, default=stop)
 
     def _is_kept(self, seq: Sequence, position: int) -> bool:
@@ -68,7 +84,7 @@ class RecurrentGroup(Group):
         if position % size or not position or not seq.kv.is_cacheable:
             return False
         is_answer = position > seq.num_prompt and position >= len(seq.tokens) - 1
-        return is_answer or position % (EVERY * size) == 0 or position in self._ends(seq)
+        return is_answer or position % self._every == 0 or position in self._ends(seq)
 
     # -- a sequence's slots --------------------------------------------------------------------------------------------
 
@@ -81,6 +97,8 @@ class RecurrentGroup(Group):
         if saved is None and num_blocks:
             slot = self.blocks_of(seq.kv.chain[num_blocks]) or slot
         seq.kv.state = StateSlots(slot, is_shared=True)
+        if saved is None and num_blocks and not self._was_left(seq.kv.chain[num_blocks]):
+            seq.kv.state.continued = seq.kv.chain[num_blocks]
         return sum([block == TO_LOAD or not self.pool.is_held(block) for block in slot])
 
     def resume(self, seq: Sequence) -> None:
@@ -130,14 +148,35 @@ class RecurrentGroup(Group):
                 for index in range(len(chain) - 1, position // size):
                     name_block(chain, seq.tokens, index, size)
                 if self.register(chain, seq.tokens, position // size - 1, slot):
-                    self._weigh(chain, position // size, slot)
+                    if position == seq.request.turn_end // size * size:
+                        self._supersede(state.continued)
+                    elif position == seq.kv.branch:
+                        self._was_left(chain[position // size])
+                    self.pool.weigh(slot, self._saved(chain, position // size))
                 if position <= seq.num_prompt:
                     self.branch(slot)
 
-    def _weigh(self, chain: Seq[bytes], num_blocks: int, slot: Seq[int]) -> None:
-        """Report what a snapshot saves, a byte: without it, prompts are computed from the snapshot before it on."""
-        before = next((index for index in range(num_blocks - 1, 0, -1) if self.has(chain[index])), 0)
-        self.pool.weigh(slot, (num_blocks - before) / len(slot))
+    def _saved(self, chain: Seq[bytes], num_blocks: int) -> float:
+        """Return what a snapshot saves, a byte: without it, prompts are computed from the snapshot before it on."""
+        lasting = (at for at in range(num_blocks - 1, 0, -1) if self._branches.intersection(self.blocks_of(chain[at])))
+        return (num_blocks - next(lasting, 0)) / len(self._suffixes)
+
+    def _was_left(self, name: bytes) -> bool:
+        """Note that a prompt leaves a snapshot; returns whether another one did before."""
+        was_left = name in self._left
+        self._left.pop(name, None)
+        self._left[name] = None
+        if len(self._left) > self.pool.num_blocks:
+            del self._left[next(iter(self._left))]
+        return was_left
+
+    def _supersede(self, name: bytes) -> None:
+        """Evict a snapshot first, here and below: its conversation has a later one."""
+        self._branches.difference_update(self.blocks_of(name))
+        self._pass_by(name)
+        if self._listener is not None:
+            for part in self.names(name):
+                self._listener.pass_by(part)
 
     def slide(self, seq: Sequence) -> None:
         """Release the slots that no step reads any more; of an answer's snapshots the last one stays."""
@@ -151,11 +190,9 @@ class RecurrentGroup(Group):
 
     def _pass_by(self, name: bytes) -> None:
         """Evict a snapshot before all others, if it is cached and no prompt may branch there."""
-        slot = self.blocks_of(name)
-        if not self._branches.issuperset(slot):
-            for block in slot:
-                self.pool.fork(block)
-            self.pool.pass_by(*slot)
+        if not self._branches.issuperset(self.blocks_of(name)):
+            for part in self.names(name):
+                self.pass_by(part)
 
     def roll_back(self, seq: Sequence, start: int) -> None:
         """Release all slots: that of the sequence is lost. What was left and computed, up to `start`, can be found."""
@@ -167,7 +204,9 @@ class RecurrentGroup(Group):
 
     def free(self, seq: Sequence) -> None:
         """Remove a holder of all slots of a sequence, whose last snapshot others may go on from."""
-        self.branch(self.blocks_of(seq.kv.state.last))
+        last, chain = seq.kv.state.last, seq.kv.chain
+        if last and WORTH * self._saved(chain, chain.index(last)) >= 1:
+            self.branch(self.blocks_of(last))
         for slot in seq.kv.state.tables:
             self.branch(slot)
             self.pool.free(*slot)

@@ -101,6 +101,13 @@ class Tiers:
         self._fresh.pop(name, None)
         self.host.offload(name, block)
 
+    def pass_by(self, name: bytes) -> None:
+        """Evict a content first: few prompts will find it again."""
+        self._fresh.pop(name, None)
+        self._landed.pop(name, None)
+        for index in (self.host, *self.stores.values()):
+            index.pass_by(name)
+
     def find(self, seq: Sequence, first: int) -> list[int]:
         """Return the host blocks that continue a sequence's tokens from block `first` on."""
         found: list[int] = []
@@ -141,8 +148,14 @@ class Tiers:
 
         It can begin with `num_found` blocks without them. It is parked for at most the time that computing them would take.
         """
-        stop, wanted = (0, []) if self.host.is_given_up else self._find_stored(seq, others, first)
-        for name, tier in wanted:
+        stop, needed = (0, []) if self.host.is_given_up else self._find_stored(seq, others, first)
+        found = [host for name in needed if (host := self.host.find(name)) >= 0]
+        for host in found:  # it shall not be evicted for those that are loaded
+            self.host.pool.fork(host)
+        for name in needed:
+            if self.host.find(name) >= 0:
+                continue
+            tier = self._stored(name)
             if (TransferKind.LOAD, tier, name) not in self._under_way:
                 if not self.host.pool.num_expendable:
                     break
@@ -151,6 +164,7 @@ class Tiers:
                 self._begin(TransferKind.LOAD, tier, name, self.host.pool.alloc(), slot)
             self._parked.setdefault(name, []).append(seq)
             seq.kv.num_awaited += 1
+        self.host.pool.free(*reversed(found))
         seq.kv.num_coming = stop
         computed_s = self.compute_s(num_found, max(stop - num_found, 0))
         seq.kv.awaits_until_s = now + (MAX_PARKED_S if computed_s == inf else computed_s)
@@ -160,8 +174,8 @@ class Tiers:
         """Return how long computing blocks of a prompt from `first` on would take; infinite while that is not known."""
         return self._times.chunk_s(first * self._size, num_blocks * self._size) if self._times.is_known else inf
 
-    def _find_stored(self, seq: Sequence, others: Seq[Group], first: int) -> tuple[int, list[tuple[bytes, str]]]:
-        """Return the last boundary that tiers let a sequence resume from, and the (name, store) that host memory lacks for it.
+    def _find_stored(self, seq: Sequence, others: Seq[Group], first: int) -> tuple[int, list[bytes]]:
+        """Return the last boundary that tiers let a sequence resume from, and what it needs of them for that.
 
         The pool has the first blocks, up to `first`, of the first group.
         """
@@ -179,9 +193,7 @@ class Tiers:
             stop = last_boundary(
                 others, chain, stop, lambda name: self.host.find(name) >= 0 or bool(self._stored(name))
             )
-        names = chain[first + 1 : stop + 1]
-        names += [name for group in others for name in group.lacking(chain, stop)]
-        return stop, [(name, self._stored(name)) for name in names if self.host.find(name) < 0]
+        return stop, chain[first + 1 : stop + 1] + [name for group in others for name in group.lacking(chain, stop)]
 
     def _stored(self, name: bytes) -> str:
         """Return the first store that has a block; nothing without one."""

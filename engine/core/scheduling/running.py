@@ -80,6 +80,11 @@ class RunningQueue:
             self.queue_of(seq.request).remove(seq)
         self._recorder.queued(seq, -1)
 
+    def park(self, seq: Sequence) -> None:
+        """Hold a waiting sequence outside of its queue until `unpark`."""
+        self.queue_of(seq.request).remove(seq)
+        self.parked[seq] = None
+
     def unpark(self, sequences: Iterable[Sequence]) -> None:
         """Move those of these sequences that are parked to their waiting queues."""
         for seq in sequences:

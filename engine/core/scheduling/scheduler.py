@@ -220,7 +220,7 @@ class Scheduler:
     def _admit_first(self, now: float, step: InFlightStep) -> None:
         """Let the policy preempt sequences for the next waiting one, before the step has slices."""
         seq = self._queue.first_waiting
-        if seq is not None and seq.kv.ticket is None and not seq.is_background and self._claim(seq, step):
+        if seq is not None and seq.kv.ticket is None and not seq.is_background and self._claim(seq, now, step):
             self._start(seq, now)
 
     def _admit(self, now: float, step: InFlightStep) -> Iterator[Sequence]:
@@ -229,7 +229,7 @@ class Scheduler:
         One block stays available for each running sequence, which may need it next.
         """
         while (seq := self._queue.first_waiting) is not None:
-            if (seq.is_background and self._queue.has_foreground) or not self._claim(seq, step):
+            if (seq.is_background and self._queue.has_foreground) or not self._claim(seq, now, step):
                 return
             self._start(seq, now)
             yield seq
@@ -242,13 +242,18 @@ class Scheduler:
         seq.is_chunked_prefill = len(seq.tokens) - seq.num_planned > self.config.max_num_batched_tokens
         self._queue.start(seq)
 
-    def _claim(self, seq: Sequence, step: InFlightStep) -> bool:
+    def _claim(self, seq: Sequence, now: float, step: InFlightStep) -> bool:
         """Allocate slots and blocks for a waiting sequence; returns whether that succeeded.
 
         Background work is preempted for it, and so are the policy's victims, if they free enough.
         """
         running = self._queue.running
-        while (loads := self.kv.allocate(seq, reserve=len(running))) is None:
+        if any(parked.kv.is_fetched_again for parked in self._queue.parked):
+            return False  # its place is before this one
+        while (loads := self.kv.allocate(seq, now, reserve=len(running))) is None:
+            if seq.kv.is_fetched_again:
+                self._queue.park(seq)
+                return False
             if self._output.num_leaving:
                 return False  # the next commit frees blocks
             # A sequence that started in this plan and loads blocks is no victim: the two could preempt each other forever.

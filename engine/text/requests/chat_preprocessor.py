@@ -31,6 +31,7 @@ class PreparedChat:
 
     text: str  # the rendered prompt
     prompt: list[int]
+    turn_end: int  # so many tokens come before what the template opens the answer with; 0: not known
     params: SamplingParams
     rules: TextRules  # of the answer's text, with a factory of its parsers
     constraint: Constraint | None
@@ -72,19 +73,30 @@ class ChatPreprocessor:
         tools: Sequence[Mapping[str, Any]] = [tool.model_dump(exclude_unset=True) for tool in chat.shown_tools]
         if tools or not chat.is_plain:
             messages, tools = chat_format.fit(messages, tools)
-        wants_answer, variables = chat.add_generation_prompt, chat.chat_template_kwargs
-        if chat.effort is not None:
-            variables = {**chat_format.template_kwargs(chat.effort), **variables}
-        if self._template_kwargs:
-            variables = {**self._template_kwargs, **variables}
+        wants_answer = chat.add_generation_prompt
         self.limits.check_length(chat.num_chars, "messages")
         return template.begin(
             messages,
             tools=tools,
             add_generation_prompt=not chat.continue_final_message if wants_answer is None else wants_answer,
             continue_final_message=chat.continue_final_message,
-            template_kwargs=variables,
+            template_kwargs=self._variables(chat),
         )
+
+    def _variables(self, chat: Conversation) -> Mapping[str, Any]:
+        """Return the variables of the chat template that a request or the settings name."""
+        variables = chat.chat_template_kwargs
+        if chat.effort is not None:
+            variables = {**self._format.template_kwargs(chat.effort), **variables}
+        return {**self._template_kwargs, **variables} if self._template_kwargs else variables
+
+    def _turn_end(self, chat: Conversation, text: str, num_prompt: int) -> int:
+        """Return how many tokens of a prompt the next turn's has too, whatever the answer; 0 if that is not known."""
+        template = self._tokenizer.chat_template
+        opening = "" if template is None else template.opening(self._variables(chat))
+        if not opening or not text.endswith(opening):
+            return 0
+        return max(num_prompt - len(self._tokenizer.encode(opening, add_special_tokens=False)), 0)
 
     def encode(self, chat: ChatFields, text: str, owner: str = "") -> list[int]:
         """Return the tokens of a rendered prompt, whose earlier answers are an owner's. Raises ContextLengthError."""
@@ -126,7 +138,10 @@ class ChatPreprocessor:
         if thinking is not None and (key is not None or thinking.budget is not None):
             key = GrammarKey(b"" if key is None else key.digest, thinking, self._tokenizer.eos_token_ids)
         params = params if key is None else replace(params, grammar=key)
-        return PreparedChat(text=text, prompt=prompt, params=params, rules=rules, constraint=constraint)
+        turn_end = self._turn_end(chat, text, len(prompt))
+        return PreparedChat(
+            text=text, prompt=prompt, turn_end=turn_end, params=params, rules=rules, constraint=constraint
+        )
 
     def _params(self, chat: ChatFields, num_prompt: int) -> SamplingParams:
         limits, asked = self.limits, chat.asked_max_tokens

@@ -59,7 +59,9 @@ async def create_response(
         body = await _with_stored_items(responses, owner, body)
         chat = await _chat(responses, owner, body)
         prepared = await model.prepare(chat, named.history_owner(owner, chat))
-        requests = responder.requests(chat, named.adapter, [prepared.prompt], [prepared.params])
+        requests = responder.requests(
+            chat, named.adapter, [prepared.prompt], [prepared.params], turn_end=prepared.turn_end
+        )
         meta = responder.meta(requests, id_prefix="resp", model=named.name)
         make = partial(ResponsesFormatter, body, meta, prepared.params, call_id_length=responder.call_id_length)
         if responses.is_open and body.store is not False:
