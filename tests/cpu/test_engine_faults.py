@@ -28,15 +28,17 @@ class _Lost:
 class Forgetful:
     """A runner that fails every few steps, before it computes, after, or at `wait`; a second try always succeeds."""
 
-    def __init__(self, runner: Runner, seed: int) -> None:
+    def __init__(self, runner: Runner, seed: int, num_good: int = 2) -> None:
+        """Of `num_good` + 3 steps 3 fail."""
         self._runner, self._random, self._num_spared = runner, random.Random(seed), 0
         self.num_failed = 0
+        self._ways = [""] * num_good + ["before", "after", "wait"]
 
     def begin(self) -> None:
         self._runner.begin()
 
     def run(self, plan: StepPlan) -> PendingStep:
-        how = "" if self._num_spared else self._random.choice(["", "", "before", "after", "wait"])
+        how = "" if self._num_spared else self._random.choice(self._ways)
         # With overlap, another step is launched before the one that fails at `wait` is waited for.
         self._num_spared = {"": max(self._num_spared - 1, 0), "wait": 2}.get(how, 1)
         self.num_failed += bool(how)
