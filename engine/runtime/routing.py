@@ -33,6 +33,7 @@ class RouterConfig:
     is_normalised: bool = False  # the weights of a token are divided by their sum
     scale: float = 1.0  # multiplies the weights after normalisation
     has_bias: bool = False  # added to the logits
+    has_expert_scale: bool = False  # a number of each expert multiplies its weights at last
     has_correction: bool = False  # a bias that is added to the scores for the choice only
     num_groups: int = 1
     num_chosen_groups: int = 1  # groups whose experts can be chosen

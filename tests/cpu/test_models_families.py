@@ -108,6 +108,16 @@ GLM4 = {
     "topk_group": 1,
 }
 
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 128,
+}
+
 CASES = {
     "llama": Case("LlamaConfig"),
     "llama-tied-biased": Case("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -216,6 +226,24 @@ CASES = {
     ),
     "glm4-moe-air": Case(
         "Glm4MoeConfig", GLM4 | {"norm_topk_prob": False, "n_shared_experts": 2, "num_nextn_predict_layers": 1}
+    ),
+    "gemma4": Case("Gemma4TextConfig", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4-shared": Case(  # the last three layers take K and V of the second and the third; an embedding a layer
+        "Gemma4TextConfig",
+        GEMMA4
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "num_hidden_layers": 6}
+        | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+    ),
+    "gemma4-moe": Case(
+        "Gemma4TextConfig",
+        GEMMA4
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+        | {"final_logit_softcapping": 20.0},
+    ),
+    "gemma4-unified": Case(
+        "Gemma4UnifiedTextConfig",
+        {key: value for key, value in GEMMA4.items() if not key.endswith("per_layer_input")}
+        | {"num_kv_shared_layers": 2},
     ),
 }
 

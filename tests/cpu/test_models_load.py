@@ -84,6 +84,19 @@ def test_overrides_compute_what_an_edited_config_computes(is_own: bool, tmp_path
         assert read_foreign_config(plain).rope_parameters != configs[0].rope_parameters
 
 
+def test_both_spellings_of_wider_heads_are_read() -> None:
+    """transformers wrote them once for all layers with full attention, and writes them layer by layer since 5.23."""
+    sizes = LLAMA | {"model_type": "gemma4_text", "num_hidden_layers": 7, "hidden_size_per_layer_input": 0}
+    old = {"global_head_dim": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    each = {"head_dim": 64, "num_key_value_heads": 1}
+    new = {"attention_k_eq_v": True, "per_layer_config": {"5": each, "6": each}}
+    found = read_config(sizes | old, "old")
+    assert found == read_config(sizes | new, "new")
+    assert [layer.heads.head_dim for layer in found.layers] == [16] * 5 + [64] * 2
+    with pytest.raises(ModelLoadError, match="'use_bidirectional_attention' is"):
+        read_config(sizes | {"use_bidirectional_attention": "all"}, "both ways")
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -24,8 +24,9 @@ from tests.cpu.dense_attention import DenseAttention
 
 # One or two of each form: biases, kinds of norm and where they stand, windows, soft caps, partial and missing rotation.
 NAMES = ("llama-tied-biased", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "phi3", "granite", "smollm3")
+NAMES += ("gemma4", "gemma4-shared", "gemma4-unified")
 NAMES += ("qwen3_5-attention",)
-MOE_NAMES = ("qwen2-moe", "granitemoe", "gpt-oss", "glm4-moe", "olmoe")
+MOE_NAMES = ("gemma4-moe", "qwen2-moe", "granitemoe", "gpt-oss", "glm4-moe", "olmoe")
 LATENT_NAMES = ("deepseek_v2", "deepseek_v2-lite", "deepseek_v3", "deepseek_v3-halves-biased")
 STEPS = [(0, 9), (30, 1), (3, 1), (17, 5)]  # (tokens cached, tokens now) of each sequence
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ class Piecewise:
 def by_definition() -> Iterator[None]:
     """Compute mixtures of experts in torch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixture.MoE, "__call__", lambda self, x, _: self.in_torch(x))
+        patch.setattr(mixture.MoE, "__call__", lambda self, x, _=None, routed=None: self.in_torch(x, routed))
         yield
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from tests.cpu.served_models import save_servable, save_tokenizer, say
 from tests.cpu.test_models_families import CASES as NATIVE
-from tests.cpu.test_models_families import QWEN3_5, QWEN3_MOE, SIZES
+from tests.cpu.test_models_families import GEMMA4, QWEN3_5, QWEN3_MOE, SIZES
 from tests.cpu.test_models_transformers import CASES
 from tests.daemon.real_daemon import serve
 
@@ -71,9 +71,16 @@ GEMMA3 = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "query_pre_attn_scalar": 16,
 }
+UNIFIED = {key: value for key, value in GEMMA4.items() if not key.endswith("per_layer_input")}
 # The class, the settings of the language model, and of the tower for images.
 WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", GEMMA3, VISION),
+    "gemma4": (
+        "Gemma4",
+        GEMMA4 | {"hidden_size_per_layer_input": 8},
+        VISION | {"head_dim": 16, "num_key_value_heads": 2},
+    ),
+    "gemma4_unified": ("Gemma4Unified", UNIFIED, {"mm_embed_dim": 32, "mm_posemb_size": 8, "patch_size": 4}),
     "internvl": ("InternVL", {"model_type": "qwen2"}, VISION | {"image_size": [32, 32], "patch_size": [8, 8]}),
     "llava": ("Llava", {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model"}),
     "llava_next": ("LlavaNext", {"model_type": "mistral"}, VISION | {"model_type": "clip_vision_model"}),
@@ -90,8 +97,8 @@ def save_wrapper(name: str, folder: Path) -> Any:
     """A random model that takes images, too, saved with a tokenizer."""
     torch.manual_seed(0)
     kind, text, vision = WRAPPERS[name]
-    config = getattr(transformers, f"{kind}Config")(text_config=SIZES | text, vision_config=vision, image_token_id=127)
-    config.tie_word_embeddings = name == "gemma3"
+    config = getattr(transformers, f"{kind}Config")(text_config=SIZES | text, vision_config=vision, image_token_id=126)
+    config.tie_word_embeddings = name.startswith("gemma")
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():

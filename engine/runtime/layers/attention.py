@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from ctypes import Structure
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.attention.backend import Rotation
@@ -39,7 +41,7 @@ class AttentionArgs(Structure):
 
 
 class Attention:
-    """Queries, keys and values from one matrix, rotated, attended, projected."""
+    """Queries, keys and values from one matrix, rotated, attended, projected; or queries alone, for others' keys."""
 
     _args: AttentionArgs  # C keeps its address
 
@@ -48,30 +50,42 @@ class Attention:
     ) -> None:
         """`num_inputs` is the width of x, if it is not the hidden size."""
         make = make.within("self_attn", plan=_PLAN)
-        heads = config.layers[layer].heads
-        self._state = state
-        self._num_heads = heads.num_heads
+        heads, source = config.layers[layer].heads, config.layers[layer].source
+        whole = heads
+        if source is not None:
+            heads = replace(heads, num_kv_heads=0)
+        self._state, self._num_heads = state, heads.num_heads
         self._heads = heads.num_heads + heads.num_kv_heads  # the heads that are normalised and rotated
         self._shape, self._is_gated = (-1, self._heads + heads.num_kv_heads, heads.head_dim), heads.is_gated
         width, kv_width = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        rows = {"q_proj": width * (1 + heads.is_gated), "k_proj": kv_width, "v_proj": kv_width}
+        rows = {"q_proj": width * (1 + heads.is_gated)}
+        if source is None:
+            rows |= {"k_proj": kv_width, "v_proj": kv_width}
         if config.merged_checkpoint:
             rows = {"qkv_proj": sum(rows.values())}
         self._qkv = make.linear(rows, num_inputs or config.hidden_size, bias=config.qkv_bias, place=AdaptedMatrix.QKV)
+        if heads.values_are_keys:  # an adapter's terms for keys would be those of values, too
+            for name in ("k_proj", "v_proj"):
+                make.targets.pop(make.prefix + name, None)
         self._o = make.linear({"o_proj": config.hidden_size}, width, bias=config.o_bias, place=AdaptedMatrix.O)
         self._head_norm = HeadNorm(config, heads, make) if config.qk_norm is QKNorm.HEAD else None
         self._full_norm = FullNorm(config, heads, make) if config.qk_norm is QKNorm.FULL else None
         self._clip, self._group = config.qkv_clip, make.group
+        self._value_weight: Tensor | None = None  # of a norm of each head's values
+        if config.value_norm and source is None:
+            assert self._head_norm is not None, "heads of queries and keys are normalised, too"
+            self._value_weight = torch.ones_like(self._head_norm.q.weight)
         self._sinks = make.tensor("sinks", heads.num_heads, dtype=torch.float32) if config.has_sinks else None
         self.states = (
             AttentionSpec(
                 num_heads=heads.num_heads,
-                num_kv_heads=heads.num_kv_heads,
+                num_kv_heads=whole.num_kv_heads,
                 head_dim=heads.head_dim,
                 scale=config.attention_scale or heads.head_dim**-0.5,
                 window=config.layers[layer].window,
                 softcap=config.attention_softcap,
                 sinks=self._sinks,
+                source=source,
             ),
         )
 
@@ -91,14 +105,21 @@ class Attention:
             qk.copy_(self._full_norm(qk))
         if self._clip is not None:
             qkv.clamp_(-self._clip, self._clip)
-        if attention.from_projected is not None:
+        if self._value_weight is not None and self._head_norm is not None:
+            values = qkv[:, self._heads :]
+            values.copy_(F.rms_norm(values, values.shape[-1:], None, self._head_norm.eps))
+        (spec,) = self.states
+        if attention.from_projected is not None and spec.source is None:
             out = attention.from_projected(self._state, qkv, self._rotation(angles))
         else:
             if self._head_norm is not None:
                 qk = self._head_norm(qk)
             if angles is not None:
                 qk = rotate(qk, *angles)
-            out = attention(self._state, qk[:, : self._num_heads], qk[:, self._num_heads :], qkv[:, self._heads :])
+            q, k, v = qk[:, : self._num_heads], qk[:, self._num_heads :], qkv[:, self._heads :]
+            if spec.source is not None:
+                k = v = q[:, : spec.num_kv_heads]  # which are not read
+            out = attention(self._state, q, k, v)
         out = out.flatten(1)
         if gate is not None:
             out = (out.float() * gate.float().sigmoid()).to(out.dtype)
@@ -128,4 +149,5 @@ class Attention:
         if norm is not None:
             self._args.qk_norm = _FULL if norm is self._full_norm else _BY_HEAD
             self._args.q, self._args.k = norm_args(norm.q.weight), norm_args(norm.k.weight)
+        self._args.v = norm_args(self._value_weight)
         return describe_part("attention", (self._qkv.args, self._o.args), self._args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 
+import torch
 from torch import Tensor
 
 from engine.runtime.kv_layout import StateSpec, attends
@@ -13,6 +14,7 @@ from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig, NormPlacement
 from engine.runtime.layers.norms import NoNorm, RMSNorm
 from engine.runtime.layers.parts import Angles, FeedForward, LayerStates, Mixer
+from engine.runtime.layers.per_layer import PerLayerGate
 from engine.runtime.native.decoder import norm_args
 from engine.runtime.native.library import LayerArgs
 
@@ -28,6 +30,7 @@ MIXERS = {
 FEED_FORWARDS = {
     "mlp": "engine.runtime.layers.mlp:MLP",
     "mixture": "engine.runtime.layers.mixture:make_mixture",
+    "beside": "engine.runtime.layers.beside:MLPBesideMixture",
 }
 
 # Checkpoint names of the norms before the mixer, after it, before the feed-forward and after it.
@@ -41,6 +44,7 @@ _NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, st
         "post_feedforward_layernorm",
     ),
 }
+_NORMS = ("before_mixer", "after_mixer", "before_feed_forward", "after_feed_forward", "after_gate")
 
 
 class DecoderLayer:
@@ -54,8 +58,15 @@ class DecoderLayer:
         self._mixer, self._feed_forward = make_mixer(config, layer, make, state), make_feed_forward(config, layer, make)
         self._scale = config.residual_multiplier
         names = _NORM_NAMES[config.norm_placement]
+        if settings.feed_forward == "beside":  # whose parts have norms of their own
+            names = (*names[:2], None, names[3])
         places = [RMSNorm(make, name, config.hidden_size, config) if name else NoNorm() for name in names]
         self._before_mixer, self._after_mixer, self._before_feed_forward, self._after_feed_forward = places
+        self._gate, self._after_gate = None, places[-1]
+        if config.layer_inputs:
+            self._gate = PerLayerGate(config, layer, make)
+            self._after_gate = RMSNorm(make, "post_per_layer_input_norm", config.hidden_size, config)
+        self._stream_scale = make.tensor("layer_scalar", 1, dtype=torch.float32) if config.has_layer_scale else None
 
     def __call__(
         self,
@@ -64,14 +75,23 @@ class DecoderLayer:
         angles: Angles | None,
         attention: LayerStates,
         adapters: LayerAdapters | None,
+        inputs: Tensor | None = None,
     ) -> Tensor:
         """Add the previous layer's output `delta` to x [T, hidden]; return this layer's output.
 
-        The sum and its norm are one pass over memory where possible."""
+        The sum and its norm are one pass over memory where possible. `inputs` are those of all layers (per_layer.py).
+        """
         normed = self._before_mixer.add(x, delta, self._scale)
         mixed = self._after_mixer(self._mixer(normed, angles, attention, adapters))
         normed = self._before_feed_forward.add(x, mixed, self._scale)
-        return self._after_feed_forward(self._feed_forward(normed, adapters))
+        delta = self._after_feed_forward(self._feed_forward(normed, adapters))
+        if self._gate is not None and inputs is not None:
+            x.add_(delta, alpha=self._scale)
+            delta = self._after_gate(self._gate(x, inputs))
+        if self._stream_scale is not None:
+            x.mul_(self._stream_scale)
+            delta.mul_(self._stream_scale)
+        return delta
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
@@ -90,8 +110,14 @@ class DecoderLayer:
 
     def describe(self, rotary: int | None) -> LayerArgs | None:
         """Describe the loaded layer to the native library, or return None if that cannot compute it."""
-        parts = self._mixer.describe(), self._feed_forward.describe()
-        if parts[0] is None or parts[1] is None or len(self.states) != 1:  # a description has room for one state
+        mixer, feed_forward = self._mixer.describe(), self._feed_forward.describe()
+        gate = None if self._gate is None else self._gate.describe()
+        is_whole = mixer is not None and feed_forward is not None and (gate is None) == (self._gate is None)
+        if not is_whole or len(self.states) != 1:  # a description has room for one state
             return None
-        norms = (self._before_mixer, self._after_mixer, self._before_feed_forward, self._after_feed_forward)
-        return LayerArgs(*parts, *(norm_args(norm.weight) for norm in norms), rotary=-1 if rotary is None else rotary)
+        norms = {name: norm_args(getattr(self, f"_{name}").weight) for name in _NORMS}
+        args = LayerArgs(mixer=mixer, feed_forward=feed_forward, rotary=-1 if rotary is None else rotary, **norms)
+        if gate is not None:
+            args.gate = gate
+        args.stream_scale = 1.0 if self._stream_scale is None else self._stream_scale.item()
+        return args

@@ -18,9 +18,10 @@ from torch import Tensor
 from engine.runtime.activation import Activation
 from engine.runtime.layers.adapters import AdaptedMatrix, Target
 from engine.runtime.layers.shards import REPLICATED, Division, Plan, Shards
+from engine.runtime.native.ops import floats_of
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes.linear import Embedding, Linear
-from engine.runtime.schemes.scheme import Bundle, Matrix, Scheme
+from engine.runtime.schemes.scheme import Bundle, Matrix, Scheme, stored_rows
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.cut import Span, cut
 
@@ -121,6 +122,18 @@ class Maker(NamedTuple):
             embedding.weight = self.scheme.embedding(self._filled(empty, stored))
 
         self.loads.append(Load(self._shapes(empty), take, _share(empty)))
+
+    def table(self, name: str, num_rows: int, num_inputs: int, embedding: Embedding) -> None:
+        """Load an embedding of which few rows are read; on a CPU rows of floats stay in the file, in its type."""
+        empty = self._empty({name: num_rows}, num_inputs)
+
+        def take(stored: Mapping[str, StoredTensor]) -> None:
+            matrix = self._filled(empty, stored)
+            rows = stored_rows(matrix)
+            found = None if rows is None else floats_of(rows[0])
+            embedding.weight = self.scheme.embedding(matrix) if found is None else found
+
+        self.loads.append(Load(self._shapes(empty), take))
 
     def _division(self, module: str) -> Division:
         return self.plan.get(module.removeprefix(self.prefix), REPLICATED)

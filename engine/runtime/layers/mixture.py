@@ -37,18 +37,25 @@ _SMALLEST_SUM = 1e-20  # added to a sum of sigmoids before a division, as in Dee
 class Router:
     """Chooses experts for each token, and weighs them. Float32 in every model type."""
 
-    __slots__ = ("_config", "correction", "linear")
+    __slots__ = ("_config", "correction", "expert_scale", "linear")
 
     def __init__(self, config: RouterConfig, hidden_size: int, make: Maker) -> None:
         self._config = config
         make = make._replace(dtype=torch.float32, scheme=Scheme(make.scheme.storage))
         self.linear = make.linear({"gate": config.num_experts}, hidden_size, bias=config.has_bias)
+        self.expert_scale = (
+            make.tensor("gate.per_expert_scale", config.num_experts) if config.has_expert_scale else None
+        )
         self.correction = (
             make.tensor("gate.e_score_correction_bias", config.num_experts) if config.has_correction else None
         )
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return float32 weights and integer experts [T, num_chosen] of x [T, hidden], the best expert first."""
+        weights, chosen = self._choose(x)
+        return (weights if self.expert_scale is None else weights * self.expert_scale[chosen]), chosen
+
+    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         config, logits = self._config, self.linear(x.float())
         if uses_triton(logits):
             from engine.runtime.cuda.routing import route
@@ -116,22 +123,27 @@ class MoE:
         """Return whether kernels compute it: the definition counts tokens on the host."""
         return self.experts is not None
 
-    def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:  # noqa: ARG002 - a FeedForward's
-        """Return [T, hidden] of x [T, hidden]. Adapters never change experts."""
+    def __call__(
+        self,
+        x: Tensor,
+        adapters: LayerAdapters | None = None,  # noqa: ARG002 - a FeedForward's
+        routed: Tensor | None = None,
+    ) -> Tensor:
+        """Return [T, hidden] of x [T, hidden]; the router reads `routed`, if given. Adapters never change experts."""
         if self.experts is not None:
-            y = self._in_kernels(self.experts, x)
+            y = self._in_kernels(self.experts, x, routed)
             self._group.all_reduce(y)
             return y
-        total = self._total(x) if self.mixture is None else self.mixture(x)
+        total = self._total(x, routed) if self.mixture is None else self.mixture(x, routed)
         self._group.all_reduce(total)
         return total.to(x.dtype)
 
-    def in_torch(self, x: Tensor) -> Tensor:
+    def in_torch(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """Return the same of this rank alone, by the definition."""
-        return self._total(x).to(x.dtype)
+        return self._total(x, routed).to(x.dtype)
 
-    def _total(self, x: Tensor) -> Tensor:
-        total = self._routed(x)
+    def _total(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        total = self._routed(x, routed)
         shared = self._shared(x)
         if shared is not None:
             total += shared if self.shared_gate is None else shared * self.shared_gate(x.float()).sigmoid()
@@ -159,6 +171,7 @@ class MoE:
             _args_of([*self.gate_up, self.shared_gate_up]),
             _args_of([*self.down, self.shared_down]),
             correction=self.router.correction,
+            expert_scale=self.router.expert_scale,
             shared_gate=None if self.shared_gate is None else self.shared_gate.args,
             clamp=None if self._clamp is None else (self._clamp.alpha, self._clamp.limit),
         )
@@ -176,9 +189,9 @@ class MoE:
         if self.shared_gate is not None:
             yield "shared_expert_gate", self.shared_gate
 
-    def _routed(self, x: Tensor) -> Tensor:
+    def _routed(self, x: Tensor, routed: Tensor | None) -> Tensor:
         """Return the float32 sum over each token's experts, added in the order of their ranks."""
-        weights, chosen = self.router(x)
+        weights, chosen = self.router(x if routed is None else routed)
         ranks = self._one_by_one(x, chosen).view(*chosen.shape, -1).unbind(1)
         total = ranks[0] * weights[:, :1]
         for rank, output in enumerate(ranks[1:], 1):
@@ -196,10 +209,10 @@ class MoE:
                 outputs[places] = self.down[expert].in_float32(inner)
         return outputs
 
-    def _in_kernels(self, experts: CudaExperts, x: Tensor) -> Tensor:
+    def _in_kernels(self, experts: CudaExperts, x: Tensor, routed: Tensor | None) -> Tensor:
         """Return all of it without waiting for the device."""
         gate = None if self.shared_gate is None else self.shared_gate(x.float())
-        return experts(x, *self.router(x), self._shared(x), gate)
+        return experts(x, *self.router(x if routed is None else routed), self._shared(x), gate)
 
     def _shared(self, x: Tensor) -> Tensor | None:
         """Return the shared expert's output in float32, before its gate; None without one."""

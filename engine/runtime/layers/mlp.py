@@ -27,9 +27,10 @@ class MLP:
     is_capturable = True
     lacking = ""
 
-    def __init__(self, config: ModelConfig, _: int, make: Maker) -> None:
+    def __init__(self, config: ModelConfig, layer: int, make: Maker) -> None:
         make = make.within("mlp", plan=_PLAN)
-        hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden, bias = config.hidden_size, config.mlp_bias
+        width = config.layers[layer].width or config.intermediate_size
         rows = {"gate_up_proj": 2 * width} if config.merged_checkpoint else {"gate_proj": width, "up_proj": width}
         self._gate_up = make.linear(rows, hidden, bias=bias, activation=config.activation, place=AdaptedMatrix.GATE_UP)
         self._down = make.linear({"down_proj": hidden}, width, bias=bias, place=AdaptedMatrix.DOWN)

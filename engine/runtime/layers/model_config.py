@@ -42,6 +42,7 @@ class MoEConfig:
     has_bias: bool = False  # of every expert's three matrices
     shared_width: int = 0  # of the expert that serves every token; 0 without one
     has_shared_gate: bool = False  # sigmoid(w x) multiplies the shared expert's output
+    is_beside_mlp: bool = False  # the layer has a dense MLP, too (layers/beside.py)
 
     def num_weights(self, hidden_size: int) -> int:
         """Return the elements of all matrices of one layer's mixture."""
@@ -81,6 +82,7 @@ class HeadsConfig:
     num_kv_heads: int
     head_dim: int
     latent: LatentConfig | None = None
+    values_are_keys: bool = False  # the checkpoint has one matrix for both, which is loaded twice
     is_gated: bool = False  # q_proj has a gate behind each head's query; its sigmoid multiplies what the head read
 
     def num_weights(self, hidden_size: int) -> int:
@@ -126,11 +128,20 @@ class LayerConfig:
     moe: MoEConfig | None = None  # None: a dense MLP
     mixer: str = "attention"  # a name in MIXERS (layer.py)
     delta: DeltaConfig | None = None  # of a mixer without attention
+    source: int | None = None  # the layer whose keys and values it reads; None: it has its own
+    width: int | None = None  # of its MLP, if not the model's intermediate size
+
+    @property
+    def has_mlp(self) -> bool:
+        """Return whether it has a dense MLP."""
+        return self.moe is None or self.moe.is_beside_mlp
 
     @property
     def feed_forward(self) -> str:
         """Return a name in FEED_FORWARDS (layer.py)."""
-        return "mlp" if self.moe is None else "mixture"
+        if self.moe is None:
+            return "mlp"
+        return "beside" if self.moe.is_beside_mlp else "mixture"
 
 
 def narrow_latents(setting: str) -> ConfigError:
@@ -164,12 +175,16 @@ class ModelConfig:
     has_sinks: bool = False  # each head has a score that joins the softmax and carries no value (gpt-oss)
     norm_placement: NormPlacement = NormPlacement.PRE
     norm_offset: bool = False  # norms scale by 1 + weight, in float32 (Gemma)
+    wide_norms: bool = False  # norms scale by the weight in float32 (Gemma 4)
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     num_mtp_layers: int = 0  # that the checkpoint has behind the last, for later tokens; models/mtp.py
+    value_norm: bool = False  # values are normalised by head, without a weight
+    layer_inputs: int = 0  # the width of what a layer takes in for each token (layers/per_layer.py); 0: nothing
+    has_layer_scale: bool = False  # a number multiplies the stream behind each layer
     merged_checkpoint: bool = False  # the checkpoint itself holds q, k, v (and gate, up) as one matrix (Phi-3)
 
     @property
@@ -177,8 +192,10 @@ class ModelConfig:
         """Return the elements of all matrices, which are nearly all of the allocation."""
         mixers = [(layer.delta or layer.heads).num_weights(self.hidden_size) for layer in self.layers]
         mlps = [
-            layer.moe.num_weights(self.hidden_size) if layer.moe else 3 * self.hidden_size * self.intermediate_size
+            (layer.moe.num_weights(self.hidden_size) if layer.moe else 0)
+            + (3 * self.hidden_size * (layer.width or self.intermediate_size) if layer.has_mlp else 0)
             for layer in self.layers
         ]
+        inputs = len(self.layers) * self.layer_inputs * (self.vocab_size + 3 * self.hidden_size)
         embeddings = self.vocab_size * (1 if self.tied_head or not self.has_head else 2)
-        return self.hidden_size * embeddings + sum(mixers) + sum(mlps)
+        return self.hidden_size * embeddings + inputs + sum(mixers) + sum(mlps)

@@ -28,13 +28,13 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
 class RMSNorm:
     """x / rms(x) * weight over the last dimension, in float32 and rounded once.
 
-    With `offset` the scale is 1 + weight and stays in float32, as Gemma needs it.
+    With an offset the scale is 1 + weight and stays in float32, as Gemma needs it.
     """
 
     __slots__ = ("_eps", "weight")
 
     def __init__(self, make: Maker, name: str, size: int, config: ModelConfig) -> None:
-        self.weight = make.tensor(f"{name}.weight", size, dtype=torch.float32 if config.norm_offset else None)
+        self.weight = make.tensor(f"{name}.weight", size, dtype=torch.float32 if _is_wide(config) else None)
         self._eps = config.norm_eps
         if config.norm_offset:
             make.loads.append(Load({}, lambda _: self.weight.add_(1.0)))
@@ -45,6 +45,10 @@ class RMSNorm:
     def add(self, x: Tensor, delta: Tensor | None, scale: float) -> Tensor:
         """x += scale * delta, in place, unless delta is None; then the norm of x."""
         return add_rms_norm(x, delta, self.weight, self._eps, scale)
+
+
+def _is_wide(config: ModelConfig) -> bool:
+    return config.norm_offset or config.wide_norms
 
 
 class NoNorm:
@@ -63,14 +67,16 @@ class NoNorm:
 
 
 class HeadNorm:
-    """RMSNorm of every query and key head, in one pass over [T, heads, head_dim]."""
+    """RMSNorm of every query and key head, in one pass over [T, heads, head_dim]; without key heads of queries alone."""
 
-    __slots__ = ("_heads", "_offset", "_scale", "eps", "k", "q")
+    __slots__ = ("_heads", "_is_wide", "_scale", "eps", "k", "q")
 
     def __init__(self, config: ModelConfig, heads: HeadsConfig, make: Maker) -> None:
-        self.q, self.k = (RMSNorm(make, name, heads.head_dim, config) for name in ("q_norm", "k_norm"))
+        self.q = self.k = RMSNorm(make, "q_norm", heads.head_dim, config)
+        if heads.num_kv_heads:
+            self.k = RMSNorm(make, "k_norm", heads.head_dim, config)
         self.eps = config.norm_eps
-        self._offset = config.norm_offset
+        self._is_wide = _is_wide(config)
         self._heads = (heads.num_heads, heads.num_kv_heads)
         make.loads.append(Load({}, self._join))
 
@@ -79,7 +85,7 @@ class HeadNorm:
         self._scale = torch.cat((self.q.weight.expand(num_heads, -1), self.k.weight.expand(num_kv_heads, -1)))
 
     def __call__(self, qk: Tensor) -> Tensor:
-        x = qk.float() if self._offset else qk
+        x = qk.float() if self._is_wide else qk
         return F.rms_norm(x, x.shape[-1:], None, self.eps).mul_(self._scale).to(qk.dtype)
 
 

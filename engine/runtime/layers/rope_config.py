@@ -170,6 +170,19 @@ class LongRope:
         return Frequencies(basis.inverse() / torch.tensor(factors), self.magnitude)
 
 
+@dataclass(frozen=True, slots=True)
+class Proportional:
+    """The frequencies of whole heads, of which the slow ones do not turn: the first `part` do."""
+
+    part: float
+    factor: float
+
+    def frequencies(self, basis: Basis) -> Frequencies:
+        inverse = basis.inverse() / self.factor
+        inverse[int(self.part * basis.dim // 2) :] = 0.0
+        return Frequencies(inverse)
+
+
 class RopeReader(NamedTuple):
     """Shared by the readers below: the rope object, trained length, rotated dimensions, context."""
 
@@ -223,6 +236,10 @@ def _longrope(rope: RopeReader) -> Scaling:
     return LongRope(p.numbers("short_factor"), p.numbers("long_factor"), rope.trained_len, magnitude)
 
 
+def _proportional(rope: RopeReader) -> Scaling:
+    return Proportional(rope.params.number("partial_rotary_factor", 1.0), rope.params.positive("factor", 1.0))
+
+
 _SCALINGS: Mapping[str, Callable[[RopeReader], Scaling]] = {
     "default": lambda _: Linear(1.0),
     "mrope": lambda _: Linear(1.0),  # in three axes, which are one for text
@@ -232,6 +249,7 @@ _SCALINGS: Mapping[str, Callable[[RopeReader], Scaling]] = {
     "yarn": _yarn,
     "longrope": _longrope,
     "su": _longrope,
+    "proportional": _proportional,
 }
 
 
@@ -245,7 +263,7 @@ def read_rope(params: HFConfig, config: HFConfig, *, theta: float, head_dim: int
     trained_len = config.optional_size("original_max_position_embeddings")
     if trained_len is None:
         trained_len = params.size("original_max_position_embeddings", max_positions)
-    dim = int(head_dim * partial)
+    dim = head_dim if kind == "proportional" else int(head_dim * partial)
     if not 2 <= dim <= head_dim or dim % 2:
         raise ModelLoadError(
             f"{config.source}: {dim} of a head's {head_dim} dimensions are to be rotated; it must be an even number of them."

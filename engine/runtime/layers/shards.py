@@ -60,6 +60,8 @@ class Shards:
         """Raises ConfigError for a model that cannot be divided by so many ranks."""
         self.group = group
         rank, size = group.rank, group.size
+        if any(layer.width or layer.source is not None or layer.feed_forward == "beside" for layer in config.layers):
+            raise _refusal(size, "its layers share keys and values, or have MLPs of other widths or beside experts")
         whole = {layer.heads for layer in config.layers}
         if len(whole) > 1:
             raise _refusal(size, "its layers have different heads")

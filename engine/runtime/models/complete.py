@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from engine.core.errors import ModelLoadError
-from engine.runtime.layers.model_config import ModelConfig
+from engine.runtime.layers.model_config import LayerConfig, ModelConfig
 from engine.runtime.weights.checkpoint import Checkpoint
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -41,14 +41,18 @@ def _missing_in_layers(config: ModelConfig, names: Sequence[str]) -> list[str]:
         match = _LAYER.fullmatch(name)
         if match is not None and int(match[1]) < len(found):
             found[int(match[1])].add(match[2])
-    kinds: dict[tuple[str, str], set[str]] = defaultdict(set)
+    kinds: dict[tuple[str, str, bool], set[str]] = defaultdict(set)
     for layer, modules in zip(config.layers, found, strict=True):
-        kinds[layer.mixer, layer.feed_forward] |= modules
+        kinds[_kind_of(layer)] |= modules
     return [
         f"model.layers.{index}.{module}"
         for index, (layer, modules) in enumerate(zip(config.layers, found, strict=True))
-        for module in sorted(kinds[layer.mixer, layer.feed_forward] - modules or ({"self_attn"} if not modules else ()))
+        for module in sorted(kinds[_kind_of(layer)] - modules or ({"self_attn"} if not modules else ()))
     ]
+
+
+def _kind_of(layer: LayerConfig) -> tuple[str, str, bool]:
+    return layer.mixer, layer.feed_forward, layer.source is None
 
 
 def lacking(source: str, missing: Sequence[str]) -> ModelLoadError:

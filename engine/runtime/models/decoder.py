@@ -6,6 +6,7 @@ It is created empty, loaded by `loads`, and completed by `finish`. Then the engi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import addressof
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.norms import RMSNorm
 from engine.runtime.layers.parts import Angles, LayerStates
+from engine.runtime.layers.per_layer import PerLayerInputs
 from engine.runtime.layers.rope import Rotary
 from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, addends
@@ -62,6 +64,7 @@ class Decoder:
             make.embedding("model.embed_tokens", num_ids, config.hidden_size, self.embed)
         # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
+        self._inputs = PerLayerInputs(config, make) if config.layer_inputs else None
         self._layers, specs = list[DecoderLayer](), list[StateSpec]()
         for index in range(len(config.layers)):
             layer = DecoderLayer(config, index, make.within(f"model.layers.{index}", index), state=len(specs))
@@ -76,6 +79,8 @@ class Decoder:
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
         self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
         self._native: NativeDecoder | None = None
+        # The layers behind it read the keys and values of others.
+        self._last_holder = max(index for index, layer in enumerate(config.layers) if layer.source is None)
         # The rotary of each layer; the index after the last rotary stands for a layer without positions.
         self._rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.layers]
 
@@ -121,12 +126,15 @@ class Decoder:
         if self._embedding_multiplier != 1.0:
             x.mul_(self._embedding_multiplier)
         angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
+        inputs = None if self._inputs is None else self._inputs(ids, x)
         delta: Tensor | None = None
         for index, (layer, rope) in enumerate(zip(self._layers, self._rope_of, strict=True)):
             if streams is not None and index in streams.layers:
                 self._copy_stream(x, delta, streams, index)
             own = partial(addends, adapters, index) if adapters else None
-            delta = layer(x, delta, angles[rope], attention, own)
+            delta = layer(x, delta, angles[rope], attention, own, inputs)
+            if index == self._last_holder and rows is not None and not len(rows):
+                break  # a chunk of a prompt needs keys and values only
         if streams is not None and len(self._layers) in streams.layers:
             self._copy_stream(x, delta, streams, len(self._layers))
         if rows is not None:
@@ -203,7 +211,13 @@ class Decoder:
             embedding_scale=self._embedding_multiplier,
             residual_scale=config.residual_multiplier,
             group=self._group.address,
+            last_holder=self._last_holder,
         )
+        if self._inputs is not None:
+            inputs = self._inputs.describe()
+            if inputs is None:
+                return None
+            description.inputs = addressof(inputs)
         if self._shards is not None:
             description.first_id, description.num_ids = self._shards.vocabulary[:2]
         rotaries = [rotary.frequencies for rotary in self._rotaries]

@@ -70,6 +70,20 @@ def olmoe_experts(hf: HFConfig) -> Mixtures:
     return _everywhere(hf, MoEConfig(router=router, width=hf.size("intermediate_size"), activation=_silu(hf)))
 
 
+def gemma4_experts(hf: HFConfig, activation: Activation) -> Mixtures:
+    """Return Gemma 4's mixtures, which stand beside dense MLPs."""
+    if not hf.flag("enable_moe_block"):
+        return [None] * _num_layers(hf)
+    router = RouterConfig(
+        num_experts=hf.size("num_experts"),
+        num_chosen=hf.size("top_k_experts"),
+        is_normalised=True,
+        has_expert_scale=True,
+    )
+    width = hf.size("moe_intermediate_size")
+    return _everywhere(hf, MoEConfig(router=router, width=width, activation=activation, is_beside_mlp=True))
+
+
 def gpt_oss_experts(hf: HFConfig) -> Mixtures:
     """Return gpt-oss's mixtures: biases everywhere, and a clamped activation."""
     router = RouterConfig(

@@ -28,6 +28,7 @@ from engine.runtime.models.expert_settings import (
     Mixtures,
     deepseek_v2_experts,
     deepseek_v3_experts,
+    gemma4_experts,
     glm4_experts,
     glm4_lite_experts,
     gpt_oss_experts,
@@ -46,6 +47,10 @@ _ACTIVATIONS = {
 }
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+_GEMMA4_ROPES = {
+    _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
 
 
 def read_config(values: Mapping[str, Any], source: str) -> ModelConfig:
@@ -301,6 +306,16 @@ def qwen3_5(hf: HFConfig) -> ModelConfig:
     )
 
 
+def gemma4(hf: HFConfig) -> ModelConfig:
+    """Gemma 4's text model: wider heads in full layers, shared keys and values, inputs of layers, experts."""
+    return _gemma4_common(hf, layer_inputs=hf.integer("hidden_size_per_layer_input", 256))
+
+
+def gemma4_unified(hf: HFConfig) -> ModelConfig:
+    """Gemma 4's text model where one decoder takes in images and sound: dense, without inputs of layers."""
+    return _gemma4_common(hf, layer_inputs=0)
+
+
 FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "llama": llama,
     "mistral": mistral,
@@ -327,6 +342,8 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "gpt_oss": gpt_oss,
     "glm4_moe": glm4_moe,
     "qwen3_5_text": qwen3_5,
+    "gemma4_text": gemma4,
+    "gemma4_unified_text": gemma4_unified,
 }
 
 
@@ -367,6 +384,63 @@ def _gemma_common(hf: HFConfig) -> ModelConfig:
         norm_offset=True,
         embedding_multiplier=hf.size("hidden_size") ** 0.5,
     )
+
+
+def _gemma4_common(hf: HFConfig, *, layer_inputs: int) -> ModelConfig:
+    """Return the settings that the kinds of Gemma 4 share."""
+    if hf.values.get("use_bidirectional_attention") == "all":
+        raise hf.error("use_bidirectional_attention", "null or 'vision': generation needs causal attention")
+    if layer_inputs and hf.size("vocab_size_per_layer_input", hf.size("vocab_size")) != hf.size("vocab_size"):
+        raise hf.error("vocab_size_per_layer_input", "that of the model")
+    values = {key: value for key, value in hf.values.items() if value is not None}
+    num_layers, num_shared = _num_layers(hf), hf.integer("num_kv_shared_layers", 0)
+    hf = HFConfig({"rope_parameters": _GEMMA4_ROPES, **values}, hf.source)
+    types = [_SLIDING if (i + 1) % 6 else _FULL for i in range(num_layers)]
+    types = [*_layer_types(hf, types)[:-1], _FULL]  # the last has full attention in any case
+    full = _with_full_heads(HFConfig({**hf.values, "layer_types": types}, hf.source))
+    moes = gemma4_experts(hf, _activation(hf, "hidden_activation", "gelu_pytorch_tanh"))
+    layers = list[LayerConfig]()
+    for index, kind in enumerate(types):
+        source = None
+        if index >= num_layers - num_shared:  # it reads the last layer of its kind that has keys and values
+            source = max((i for i in range(num_layers - num_shared) if types[i] == kind), default=None)
+            if source is None:
+                raise hf.error("num_kv_shared_layers", "fewer, so that a layer of each kind has keys and values")
+        is_wide = source is not None and hf.flag("use_double_wide_mlp")
+        own, window = (full, None) if kind == _FULL else (hf, hf.size("sliding_window", 512))
+        rope = _rope_from(own, own.section("rope_parameters").section(kind), theta=10_000.0)
+        width = 2 * hf.size("intermediate_size") if is_wide else None
+        heads = replace(_heads(own), values_are_keys=kind == _FULL and hf.flag("attention_k_eq_v"))
+        layers.append(LayerConfig(heads, window, rope, moes[index], source=source, width=width))
+    return replace(
+        _common(hf),
+        layers=tuple(layers),
+        tied_head=hf.flag("tie_word_embeddings", True),
+        activation=_activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
+        embedding_multiplier=hf.size("hidden_size") ** 0.5,
+        norm_placement=NormPlacement.SANDWICH,
+        attention_scale=1.0,
+        qk_norm=QKNorm.HEAD,
+        value_norm=True,
+        wide_norms=True,
+        logit_softcap=hf.optional_positive("final_logit_softcapping"),
+        layer_inputs=layer_inputs,
+        has_layer_scale=True,
+    )
+
+
+def _with_full_heads(hf: HFConfig) -> HFConfig:
+    """Return the config with the heads of layers with full attention: transformers writes them layer by layer since 5.23."""
+    if hf.has("per_layer_config"):
+        given = hf.section("per_layer_config")
+        found = [given.section(str(i)).values for i, kind in enumerate(hf.texts("layer_types")) if kind == _FULL]
+        if any(each != found[0] for each in found):
+            raise hf.error("per_layer_config", "the same for all layers with full attention")
+        return HFConfig({**hf.values, **found[0]}, hf.source)
+    heads = {"head_dim": hf.size("global_head_dim", 512)}
+    if hf.flag("attention_k_eq_v") and hf.has("num_global_key_value_heads"):
+        heads["num_key_value_heads"] = hf.size("num_global_key_value_heads")
+    return HFConfig({**hf.values, **heads}, hf.source)
 
 
 def _latent_common(hf: HFConfig, moes: Mixtures, *, is_interleaved: bool) -> ModelConfig:
@@ -426,6 +500,12 @@ def _activation(hf: HFConfig, key: str, default: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
+def _heads(hf: HFConfig) -> HeadsConfig:
+    num_heads = hf.size("num_attention_heads")
+    num_kv_heads = hf.size("num_key_value_heads", num_heads)
+    return HeadsConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=_head_dim(hf))
+
+
 def _layers(
     hf: HFConfig,
     *,
@@ -434,9 +514,7 @@ def _layers(
     moes: Mixtures | None = None,
 ) -> tuple[LayerConfig, ...]:
     """Return all layers; without `ropes` all have the same rope, without `moes` a dense MLP."""
-    num_heads = hf.size("num_attention_heads")
-    num_kv_heads = hf.size("num_key_value_heads", num_heads)
-    heads = HeadsConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=_head_dim(hf))
+    heads = _heads(hf)
     windows = windows or [None] * _num_layers(hf)
     ropes = ropes or [_rope(hf)] * _num_layers(hf)
     moes = moes or [None] * _num_layers(hf)

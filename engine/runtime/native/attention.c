@@ -7,7 +7,8 @@ enum qk_norm { QK_NORM_NONE = 0, QK_NORM_HEAD = 1, QK_NORM_FULL = 2 }; /* by hea
 
 SHARED struct attention {
     struct scores scores;
-    struct norm q, k;
+    struct norm q, k, v; /* v: of each head, in float32 */
+    /* A layer that reads the keys and values of another has no heads of its own, and its matrix makes queries alone. */
     int64_t num_kv_heads, head_dim;
     int32_t qk_norm;
     int32_t is_gated; /* a gate stands behind each head's query */
@@ -61,6 +62,7 @@ static void rotate(const struct turn *t, const struct attention *a, char *q) {
     struct rope_args args = {
         .qk = q, .cos = t->cos, .signed_sin = t->signed_sin,
         .q_weight = per_head ? a->q.weight : NULL, .k_weight = per_head ? a->k.weight : NULL,
+        .v_weight = a->v.weight,
         .tokens = t->rows, .stride = t->part->first.n, .num_heads = a->scores.num_heads, .num_kv_heads = a->num_kv_heads,
         .head_dim = a->head_dim, .rope_dim = t->rope_dim,
         .dtype = t->decoder->dtype, .weight_dtype = a->q.dtype, .angle_dtype = DT_F32, .eps = t->decoder->eps,
@@ -91,7 +93,7 @@ static int32_t run(const struct turn *t) {
         run_ranges(run_clip, &clip, t->rows, qkv->n, WORTH_SHARING);
     }
     rotate(t, a, q);
-    status = part_attend(t, &a->scores, k, v, qkv->n, q, qkv->n, t->out);
+    status = part_attend(t, &a->scores, kv_width ? k : NULL, v, qkv->n, q, qkv->n, t->out);
     if (status || !a->is_gated) return status;
     struct gate_args gate = {t->out, gates, q_width, t->decoder->dtype};
     run_ranges(run_gate, &gate, t->rows, q_width, WORTH_SHARING);

@@ -15,9 +15,16 @@ struct workspace {
     float *cos, *sin;          /* [rotaries][T, dim], the sign of the negated half inside sin */
     float *kept_stream;        /* [num_rows, hidden], in the last layer */
     char *kept_mixed;          /* likewise */
+    float *inputs, *projected; /* [T, layers * width]; [INPUT_ROWS, layers * width] */
+    float *kept_inputs;        /* [num_rows, layers * width] */
+    float *kept_cos, *kept_sin; /* [rotaries][num_rows, dim], only with kept queries */
+    struct kept_queries kept;  /* the rows that go on behind layer `last_whole` */
+    int64_t last_whole;        /* the layer whose mixer is the last to need all rows */
     struct adapter_rows adapters; /* only with adapters */
     int64_t *ids;              /* only with a group: the tokens' rows of this rank's embedding */
 };
+
+enum { INPUT_ROWS = 64 }; /* tokens whose inputs of layers are projected together */
 
 /* What the parts of all layers need at most, one after the other. */
 struct needs {
@@ -33,6 +40,33 @@ static void add_part(struct needs *needs, const struct part *part, const struct 
     needs->num_readers += part->first.packed == NULL;
 }
 
+/* Numbers of a token's inputs of all layers. */
+static int64_t inputs_of(const struct decoder *d) { return d->inputs ? d->num_layers * d->inputs->width : 0; }
+
+/* The layer behind whose mixer the rows that are wanted go on alone: layers behind it read keys and values that are there. */
+static int64_t last_whole(const struct forward_args *f) {
+    const struct decoder *d = f->decoder;
+    int64_t last = d->num_layers - 1;
+    if (f->num_streams || f->num_rows >= f->num_tokens || (f->num_rows && !f->rows)) return last;
+    for (int64_t r = 1; r < f->num_rows; r++)
+        if (f->rows[r] < f->rows[r - 1]) return last;
+    return d->last_holder;
+}
+
+static size_t lay_out_kept(const struct forward_args *f, char *base, int64_t after, struct kept_queries *kept) {
+    int64_t widest = 0, rows = f->num_rows;
+    size_t used = 0;
+    for (int64_t i = after + 1; i < f->decoder->num_layers; i++)
+        if (f->decoder->layers[i].attend->table_stride > widest) widest = f->decoder->layers[i].attend->table_stride;
+    if (!widest || !f->rows) return 0;
+    kept->num = rows;
+    kept->slices = carve(base, &used, rows, sizeof(int64_t));
+    kept->starts = carve(base, &used, rows + 1, sizeof(int32_t));
+    kept->contexts = carve(base, &used, rows, sizeof(int32_t));
+    kept->tables = carve(base, &used, rows * widest, sizeof(int32_t));
+    return used;
+}
+
 static size_t lay_out(const struct forward_args *f, char *base, struct workspace *w) {
     const struct decoder *d = f->decoder;
     int64_t tokens = f->num_tokens > f->num_rows ? f->num_tokens : f->num_rows, angles = 0;
@@ -43,8 +77,10 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
         const struct layer *layer = &d->layers[i];
         add_part(&needs, &layer->mixer, d, tokens);
         add_part(&needs, &layer->feed_forward, d, tokens);
+        if (layer->gate.kind) add_part(&needs, &layer->gate, d, tokens);
         if (layer->mixer.last.k > needs.mixed) needs.mixed = layer->mixer.last.k;
     }
+    if (d->inputs) widen_packed(&needs.packed, &d->inputs->projection, INPUT_ROWS);
     w->stream = carve(base, &used, tokens * d->hidden, sizeof(float));
     w->delta = carve(base, &used, tokens * d->hidden, sizeof(float));
     w->mixed = carve(base, &used, tokens * needs.mixed, size);
@@ -56,6 +92,13 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
     w->kept_stream = carve(base, &used, f->num_rows * d->hidden, sizeof(float));
     w->kept_mixed = carve(base, &used, f->num_rows * needs.mixed, size);
     w->ids = carve(base, &used, d->group ? tokens : 0, sizeof(int64_t));
+    w->inputs = carve(base, &used, tokens * inputs_of(d), sizeof(float));
+    w->projected = carve(base, &used, INPUT_ROWS * inputs_of(d), sizeof(float));
+    w->kept_inputs = carve(base, &used, f->rows ? f->num_rows * inputs_of(d) : 0, sizeof(float));
+    w->kept_cos = carve(base, &used, w->last_whole < d->num_layers - 1 ? f->num_rows * angles : 0, sizeof(float));
+    w->kept_sin = carve(base, &used, w->last_whole < d->num_layers - 1 ? f->num_rows * angles : 0, sizeof(float));
+    w->kept = (struct kept_queries){0};
+    used += lay_out_kept(f, base ? base + used : NULL, w->last_whole, &w->kept);
     return used + adapter_rows_lay_out(&w->adapters, &f->adapters, d->num_layers, tokens, base ? base + used : NULL);
 }
 
@@ -91,18 +134,26 @@ int32_t part_attend(const struct turn *t, const struct scores *scores, const voi
     struct store_args store = *t->layer->store;
     store.num_tokens = t->rows;
     store.pool = t->layer->pool, store.k = k, store.v = v, store.k_stride = store.v_stride = kv_stride;
-    quire_store(&store);
+    if (k) quire_store(&store);
     struct attend_args attend = *t->layer->attend;
+    if (t->kept) {
+        const struct kept_queries *kept = t->kept;
+        size_t row = (size_t)attend.table_stride * sizeof(int32_t);
+        for (int64_t i = 0; i < kept->num; i++)
+            memcpy((char *)kept->tables + (size_t)i * row, (const char *)attend.block_tables + (size_t)kept->slices[i] * row, row);
+        attend.num_slices = kept->num, attend.query_starts = kept->starts;
+        attend.context_lens = kept->contexts, attend.block_tables = kept->tables;
+    }
     attend.pool = t->layer->pool, attend.q = q, attend.q_stride = q_stride, attend.out = out;
     attend.num_heads = scores->num_heads, attend.sinks = scores->sinks, attend.window = scores->window;
     attend.scale = scores->scale, attend.softcap = scores->softcap;
     return quire_attend(&attend);
 }
 
-/* stream += scale * delta unless delta is NULL. Then the stream, normalised if there is a norm, is written to `out`, or
+/* stream = scale * (stream + d->residual_scale * delta) unless delta is NULL. Then the stream, normalised if there is a norm, is written to `out`, or
  * packed for the matrix `next` if there is no `out`. */
 static void add_norm(const struct decoder *d, struct norm norm, float *stream, const float *delta, void *out,
-                     int32_t out_dtype, int64_t rows, const struct linear *next, struct workspace *w) {
+                     int32_t out_dtype, int64_t rows, const struct linear *next, float scale, struct workspace *w) {
     struct gemm_args packs;
     if (!out) packs = (struct gemm_args){.w = *next, .rows = w->packed, .m = rows};
     struct norm_args args = {
@@ -110,7 +161,7 @@ static void add_norm(const struct decoder *d, struct norm norm, float *stream, c
         .rows = rows, .width = d->hidden,
         .residual_stride = d->hidden, .delta_stride = d->hidden, .out_stride = d->hidden,
         .dtype = out_dtype, .weight_dtype = norm.dtype, .stream_dtype = DT_F32,
-        .alpha = d->residual_scale, .eps = d->eps,
+        .alpha = d->residual_scale, .eps = d->eps, .scale = scale,
     };
     quire_add_rms_norm(&args);
 }
@@ -126,35 +177,62 @@ static struct turn turn_of(const struct forward_args *f, struct workspace *w, in
     const struct decoder *d = f->decoder;
     const struct layer *layer = &d->layers[index];
     int64_t angles = 0;
-    for (int64_t i = 0; i < layer->rotary; i++) angles += d->rotaries[i].dim * f->num_tokens;
+    int is_kept = w->kept.num && index > w->last_whole;
+    int64_t tokens = is_kept ? rows : f->num_tokens;
+    for (int64_t i = 0; i < layer->rotary; i++) angles += d->rotaries[i].dim * tokens;
     return (struct turn){
         .decoder = d, .layer = layer, .part = part, .index = index, .rows = rows, .x = input_of(f, w, part), .out = out,
         .room = w->room, .packed = w->packed, .cos = w->cos + angles, .signed_sin = w->sin + angles,
         .rope_dim = layer->rotary < 0 ? 0 : d->rotaries[layer->rotary].dim,
-        .adapters = f->adapters.num ? &w->adapters : NULL,
+        .adapters = f->adapters.num ? &w->adapters : NULL, .inputs = w->inputs, .input_stride = inputs_of(d),
+        .kept = is_kept ? &w->kept : NULL,
     };
 }
 
-/* Nothing reads the last layer's other rows: continue with the requested ones, which may repeat. */
+/* Go on with the queries of some rows: their angles, slices and contexts. */
+static void keep_queries(const struct forward_args *f, struct workspace *w) {
+    const struct decoder *d = f->decoder;
+    const struct attend_args *attend = d->layers[d->num_layers - 1].attend;
+    float *cos_at = w->kept_cos, *sin_at = w->kept_sin;
+    for (int64_t i = 0, before = 0; i < d->num_rotaries; before += d->rotaries[i++].dim) {
+        size_t dim = (size_t)d->rotaries[i].dim, first = (size_t)(before * f->num_tokens);
+        for (int64_t r = 0; r < f->num_rows; r++, cos_at += dim, sin_at += dim) {
+            memcpy(cos_at, w->cos + first + (size_t)f->rows[r] * dim, dim * sizeof(float));
+            memcpy(sin_at, w->sin + first + (size_t)f->rows[r] * dim, dim * sizeof(float));
+        }
+    }
+    w->cos = w->kept_cos, w->sin = w->kept_sin;
+    for (int64_t r = 0, slice = 0; r < f->num_rows; r++) {
+        while (attend->query_starts[slice + 1] <= f->rows[r]) slice++;
+        w->kept.slices[r] = slice;
+        w->kept.contexts[r] = attend->context_lens[slice] - (int32_t)(attend->query_starts[slice + 1] - 1 - f->rows[r]);
+    }
+    for (int64_t r = 0; r <= f->num_rows; r++) w->kept.starts[r] = (int32_t)r;
+}
+
+/* Nothing reads the other rows of the last layer that needs all: continue with the requested ones, which may repeat. */
 static void keep_rows(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
-    size_t stream = (size_t)d->hidden * sizeof(float);
-    size_t mixed = (size_t)d->layers[d->num_layers - 1].mixer.last.k * size_of(d->dtype);
+    size_t stream = (size_t)d->hidden * sizeof(float), inputs = (size_t)inputs_of(d) * sizeof(float);
+    size_t mixed = (size_t)d->layers[w->last_whole].mixer.last.k * size_of(d->dtype);
     for (size_t i = 0; i < (size_t)f->num_rows; i++) {
         size_t row = (size_t)f->rows[i];
         memcpy((char *)w->kept_stream + i * stream, (char *)w->stream + row * stream, stream);
         memcpy(w->kept_mixed + i * mixed, w->mixed + row * mixed, mixed);
+        memcpy((char *)w->kept_inputs + i * inputs, (char *)w->inputs + row * inputs, inputs);
     }
+    w->inputs = w->kept_inputs;
     w->stream = w->kept_stream, w->mixed = w->kept_mixed;
     if (f->adapters.num) adapter_rows_sort(&w->adapters, f->rows, f->num_rows);
+    if (w->kept.num) keep_queries(f, w);
 }
 
-/* Add w->delta to the stream (normalised first, in some families), and compute the norm `before` the next part: into
+/* Add w->delta to the stream (normalised first, in some families), scale that, and compute the norm `before` the next part: into
  * `out`, or packed for the matrix `next` if there is no `out`. */
-static void join(const struct decoder *d, struct norm after, struct norm before, struct workspace *w,
+static void join(const struct decoder *d, struct norm after, float scale, struct norm before, struct workspace *w,
                  const struct linear *next, void *out, int64_t rows) {
-    if (after.weight) add_norm(d, after, w->delta, NULL, w->delta, DT_F32, rows, NULL, w);
-    add_norm(d, before, w->stream, w->delta, out, d->dtype, rows, next, w);
+    if (after.weight) add_norm(d, after, w->delta, NULL, w->delta, DT_F32, rows, NULL, 1, w);
+    add_norm(d, before, w->stream, w->delta, out, d->dtype, rows, next, scale, w);
 }
 
 /* x [rows, hidden] = the sum of all ranks' x. */
@@ -177,12 +255,21 @@ static void copy_stream(const struct forward_args *f, int64_t layer, struct work
     }
 }
 
+/* The third part of a layer: its delta is added to the stream by the join that follows. */
+static int32_t run_gate(const struct forward_args *f, struct workspace *w, int64_t index, int64_t rows) {
+    const struct layer *layer = &f->decoder->layers[index];
+    const struct part *gate = &layer->gate;
+    join(f->decoder, layer->after_feed_forward, 1, (struct norm){0}, w, &gate->first, input_of(f, w, gate), rows);
+    struct turn turn = turn_of(f, w, index, gate, w->delta, rows);
+    return gate->kind->run(&turn);
+}
+
 static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
     const struct layer *first = d->layers;
     int64_t rows = f->num_tokens;
     if (f->adapters.num) adapter_rows_sort(&w->adapters, NULL, rows);
-    add_norm(d, first->before_mixer, w->stream, NULL, input_of(f, w, &first->mixer), d->dtype, rows, &first->mixer.first, w);
+    add_norm(d, first->before_mixer, w->stream, NULL, input_of(f, w, &first->mixer), d->dtype, rows, &first->mixer.first, 1, w);
     for (int64_t i = 0; i < d->num_layers; i++) {
         const struct layer *layer = &d->layers[i];
         int is_last = i + 1 == d->num_layers;
@@ -190,19 +277,21 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
         struct turn turn = turn_of(f, w, i, &layer->mixer, w->mixed, rows);
         int32_t status = layer->mixer.kind->run(&turn);
         if (status) return status;
-        if (is_last && f->num_rows == 0) return QUIRE_OK; /* a chunk of a prompt needs keys and values only */
-        if (is_last && f->rows) {
+        if (i == w->last_whole && f->num_rows == 0) return QUIRE_OK; /* a chunk of a prompt needs keys and values only */
+        if (i == w->last_whole && f->rows) {
             keep_rows(f, w);
             turn.rows = rows = f->num_rows;
         }
         if ((status = part_multiply(&turn, PLACE_O, &layer->mixer.last, w->mixed, w->delta, DT_F32))) return status;
         if ((status = reduce(d, w->delta, rows))) return status;
         const struct part *next = &layer->feed_forward;
-        join(d, layer->after_mixer, layer->before_feed_forward, w, &next->first, input_of(f, w, next), rows);
+        join(d, layer->after_mixer, 1, layer->before_feed_forward, w, &next->first, input_of(f, w, next), rows);
         turn = turn_of(f, w, i, next, w->delta, rows);
         if ((status = next->kind->run(&turn)) || (status = reduce(d, w->delta, rows))) return status;
+        if (layer->gate.kind && (status = run_gate(f, w, i, rows))) return status;
         next = is_last ? NULL : &layer[1].mixer;
-        join(d, layer->after_feed_forward, is_last ? d->norm : layer[1].before_mixer, w, is_last ? NULL : &next->first,
+        join(d, layer->gate.kind ? layer->after_gate : layer->after_feed_forward, layer->stream_scale,
+             is_last ? d->norm : layer[1].before_mixer, w, is_last ? NULL : &next->first,
              is_last ? f->hidden : input_of(f, w, next), rows);
     }
     copy_stream(f, d->num_layers, w);
@@ -227,14 +316,45 @@ static int32_t embed(const struct forward_args *f, struct workspace *w) {
     return reduce(d, w->stream, f->num_tokens);
 }
 
+/* Compute the inputs of all layers, from the tokens and the stream that enters the first. */
+static int32_t fill_inputs(const struct forward_args *f, struct workspace *w) {
+    const struct decoder *d = f->decoder;
+    const struct per_layer_inputs *p = d->inputs;
+    int64_t wide = inputs_of(d);
+    if (!wide) return QUIRE_OK;
+    struct embed_args rows = {p->table, f->ids, w->inputs, f->num_tokens, wide, p->dtype, p->format, p->scale};
+    quire_embed(&rows);
+    for (int64_t at = 0; at < f->num_tokens; at += INPUT_ROWS) {
+        int64_t num = f->num_tokens - at < INPUT_ROWS ? f->num_tokens - at : INPUT_ROWS;
+        add_norm(d, (struct norm){0}, w->stream + at * d->hidden, NULL, NULL, d->dtype, num, &p->projection, 1, w);
+        struct gemm_args product = {.w = p->projection, .rows = w->packed, .y = w->projected, .m = num,
+                                    .y_stride = wide, .y_dtype = DT_F32};
+        int32_t status = quire_gemm(&product);
+        if (status) return status;
+        struct norm_args norm = {
+            .residual = w->projected, .weight = p->norm.weight, .out = w->projected, .rows = num * d->num_layers,
+            .width = p->width, .residual_stride = p->width, .out_stride = p->width, .eps = p->eps,
+        };
+        quire_add_rms_norm(&norm);
+        float *sum = w->inputs + at * wide;
+        struct norm_args add = {
+            .residual = sum, .delta = w->projected, .out = sum, .rows = num, .width = wide,
+            .residual_stride = wide, .delta_stride = wide, .out_stride = wide, .alpha = 1,
+        };
+        quire_add_rms_norm(&add);
+    }
+    return QUIRE_OK;
+}
+
 /* Run the model. Returns a status; `hidden` holds the result of the final norm. */
 EXPORT int32_t quire_forward(const struct forward_args *f) {
-    struct workspace w;
+    struct workspace w = {.last_whole = last_whole(f)};
     char *memory = NULL;
     if (posix_memalign((void **)&memory, 64, lay_out(f, NULL, &w))) return QUIRE_NO_MEMORY;
     lay_out(f, memory, &w);
     fill_angles(f, &w);
     int32_t status = embed(f, &w);
+    if (!status) status = fill_inputs(f, &w);
     if (!status) status = run_layers(f, &w);
     free(memory);
     return status;

@@ -16,7 +16,7 @@
 
 #define DEFINE_KERNELS(isa)                                                                        \
     const struct kernels kernels_##isa = {                                                         \
-        #isa, store_int8, attend_scratch, attend, attend_merge, add_rms_norm, clip, gate, rope,       \
+        #isa, store_int8, attend_scratch, attend, attend_merge, add_rms_norm, clip, gate, act, rope,  \
         embed, sample, gemm_num_groups, gemm_rows_bytes, gemm_pack_rows, gemm, widen, clamp,          \
         add_ranks, narrow_halves, round_fp8, delta_prepare, delta_advance, delta_gate,                \
     };

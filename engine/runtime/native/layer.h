@@ -29,7 +29,9 @@ SHARED struct part {
 
 SHARED struct layer {
     struct part mixer, feed_forward;
-    struct norm before_mixer, after_mixer, before_feed_forward, after_feed_forward;
+    struct part gate; /* kind NULL: none; else a third part, which reads the stream and the layer's input */
+    struct norm before_mixer, after_mixer, before_feed_forward, after_feed_forward, after_gate;
+    float stream_scale; /* multiplies the stream behind the last part */
     struct pool pool; /* the mixer's state */
     const struct store_args *store;   /* the step's slots in that; pool, k and v are set for each layer */
     const struct attend_args *attend; /* its slices, contexts and tables; the rest is set for each layer */
@@ -39,12 +41,24 @@ SHARED struct layer {
     int64_t rotary; /* the index of its rotary; -1: the layer has no positions */
 };
 
+/* The inputs of all layers: scale * row(id) of a table, plus a norm of a projection of the scaled embedding. */
+SHARED struct per_layer_inputs {
+    const void *table;        /* [vocab, num_layers * width] of `dtype`, or panels of `format` */
+    struct linear projection; /* to [num_layers * width] */
+    struct norm norm;         /* of each layer's part */
+    int64_t width;
+    int32_t format, dtype;
+    float scale, eps;
+};
+
 SHARED struct decoder {
     const struct layer *layers;
     const struct rotary *rotaries;
     const void *embedding; /* [vocab, hidden], or panels of embedding_format, see struct embed_args */
     struct norm norm;
+    const struct per_layer_inputs *inputs; /* NULL: layers have none */
     int64_t num_layers, num_rotaries, hidden;
+    int64_t last_holder; /* the last layer that keeps keys and values; those behind it read others' */
     int32_t dtype, embedding_format;
     float eps, embedding_scale, residual_scale;
     /* The ranks that hold the model: each has a share of the heads, of every MLP's width and of the vocabulary. NULL: this
@@ -66,6 +80,16 @@ struct turn {
     const float *cos, *signed_sin;  /* [rows, rope_dim], of the layer's rotary */
     int64_t rope_dim;               /* 0: the layer has no positions */
     struct adapter_rows *adapters;  /* NULL: none */
+    const float *inputs;            /* [rows, input_stride] of all layers; NULL: none */
+    int64_t input_stride;
+    const struct kept_queries *kept; /* NULL: x has all tokens of the step */
+};
+
+/* Tokens of a step that go on alone, as if each were a slice. */
+struct kept_queries {
+    int64_t *slices;        /* [num]: the slice of the step that each is of */
+    int32_t *starts, *contexts, *tables; /* [num + 1]; [num]; [num, the widest table] */
+    int64_t num;
 };
 
 struct kind {
@@ -86,7 +110,7 @@ SHARED struct scores {
     float scale, softcap;
 };
 
-/* Store new keys and values, `kv_stride` values a token, and attend with queries, into t->out or, if given, `out`. */
+/* Store new keys and values unless k is NULL, `kv_stride` values a token, and attend with queries, into t->out or, if given, `out`. */
 EXPORT int32_t part_attend(const struct turn *t, const struct scores *scores, const void *k, const void *v,
                            int64_t kv_stride, const void *q, int64_t q_stride, void *out);
 

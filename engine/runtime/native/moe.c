@@ -147,7 +147,10 @@ static void choose(const struct router *r, float *logits, int32_t *chosen, float
         sum = 0;
         for (int64_t i = 0; i < num; i++) sum += expf(logits[i] - peak);
     }
-    for (int64_t rank = 0; rank < r->num_chosen; rank++) weights[rank] = weights[rank] / sum * r->scale;
+    for (int64_t rank = 0; rank < r->num_chosen; rank++) {
+        weights[rank] = weights[rank] / sum * r->scale;
+        if (r->expert_scale) weights[rank] *= r->expert_scale[chosen[rank]];
+    }
 }
 
 static void run_choose(const void *context, int64_t begin, int64_t end) {
@@ -336,8 +339,9 @@ static int32_t forward_rows(const struct moe_args *a, int64_t first, int64_t row
     int64_t hidden = moe->router.gate.k, ranks = moe->router.num_chosen + moe->has_shared;
     struct mixture m = {.moe = moe, .rows = rows, .ranks = ranks};
     lay_out(moe, rows, &m.room, memory);
-    const char *x = (const char *)a->x + (size_t)(first * hidden) * size_of(moe->gate_up->dtype);
-    int32_t status = route(&m, x);
+    size_t at = (size_t)(first * hidden) * size_of(moe->gate_up->dtype);
+    const char *x = (const char *)a->x + at;
+    int32_t status = route(&m, a->routed ? (const char *)a->routed + at : x);
     if (status) return status;
     sort(&m);
     m.room.jobs->args.x = x;
@@ -377,7 +381,7 @@ static size_t measure(const struct part *part, const struct decoder *d, int64_t 
 }
 
 static int32_t run(const struct turn *t) {
-    struct moe_args args = {t->part->args, t->x, t->out, NULL, NULL, t->rows};
+    struct moe_args args = {t->part->args, t->x, t->out, NULL, NULL, t->rows, NULL};
     return moe_forward(&args, t->room);
 }
 

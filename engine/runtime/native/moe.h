@@ -16,6 +16,7 @@ SHARED struct router {
     int64_t num_experts, num_chosen, num_groups, num_chosen_groups; /* experts outside the chosen groups are passed over */
     int32_t scoring, group_scoring, is_normalised;
     float scale; /* of the weights */
+    const float *expert_scale; /* [num_experts], multiplies the weights at last; or NULL */
 };
 
 /* Experts are MLPs of one width. A shared one is expert number num_experts: it may have another width, and every row goes
@@ -37,6 +38,7 @@ SHARED struct moe_args {
     int32_t *chosen; /* [rows, num_chosen + has_shared] or NULL: the experts of each row, best first */
     float *weights;  /* likewise */
     int64_t rows;
+    const void *routed; /* [rows, hidden], what the router reads; NULL: x */
 };
 
 /* Bytes of memory that moe_forward needs. */

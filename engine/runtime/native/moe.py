@@ -19,7 +19,7 @@ from engine.runtime.native.library import DTYPES, Library, LinearArgs, MixtureAr
 class Mixture:
     """The description of a router and its experts."""
 
-    __slots__ = ("_arrays", "_correction", "_description", "_dtype", "_library")
+    __slots__ = ("_arrays", "_correction", "_description", "_dtype", "_expert_scale", "_library")
 
     def __init__(
         self,
@@ -29,6 +29,7 @@ class Mixture:
         down: Sequence[LinearArgs],
         *,
         correction: Tensor | None = None,
+        expert_scale: Tensor | None = None,
         shared_gate: LinearArgs | None = None,
         clamp: tuple[float, float] | None = None,
     ) -> None:
@@ -46,21 +47,24 @@ class Mixture:
             description.clamp_alpha, description.clamp_limit = clamp
         if correction is not None:
             description.router.correction = correction.data_ptr()
+        if expert_scale is not None:
+            description.router.expert_scale = expert_scale.data_ptr()
         self._arrays = [(LinearArgs * len(linears))(*linears) for linears in (gate_up, down)]
         description.gate_up, description.down = map(addressof, self._arrays)
         description.gate_up_formats, description.down_formats = map(_formats, (gate_up, down))
-        self._library, self._description, self._correction = library, description, correction
+        self._library, self._description = library, description
+        self._correction, self._expert_scale = correction, expert_scale
         self._dtype = next(dtype for dtype, code in DTYPES.items() if code == down[0].dtype)
 
     def describe(self) -> PartArgs | None:
         """Return the description of a part, valid while this object lives."""
         return describe_part("mixture", args=self._description)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the sum of the experts' results, float32 [T, hidden], of contiguous x [T, hidden]."""
-        return self.explain(x)[0]
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """Return the sum of the experts' results, float32 [T, hidden], of contiguous x and `routed` [T, hidden]."""
+        return self.explain(x, routed)[0]
 
-    def explain(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def explain(self, x: Tensor, routed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sum, and the experts [T, ranks] of each row with their weights, the shared one last."""
         router = self._description.router
         assert x.is_contiguous()
@@ -69,7 +73,7 @@ class Mixture:
         ranks = router.num_chosen + self._description.has_shared
         chosen, weights = torch.empty(len(x), ranks, dtype=torch.int32), torch.empty(len(x), ranks)
         addresses = (addressof(self._description), *(tensor.data_ptr() for tensor in (x, y, chosen, weights)))
-        self._library.mixture(MixtureCall(*addresses, len(x)))
+        self._library.mixture(MixtureCall(*addresses, len(x), None if routed is None else routed.data_ptr()))
         return y, chosen, weights
 
 

@@ -19,8 +19,9 @@ INLINE void add_norm_row(const struct norm_args *a, int64_t row, struct view out
     enum dtype stream = a->stream_dtype == DT_F32 ? DT_F32 : out.dtype;
     struct view residual = {a->residual, (size_t)(row * a->residual_stride), stream};
     struct view delta = {(void *)a->delta, (size_t)(row * a->delta_stride), stream};
+    vf scale = splat(a->scale != 0 ? a->scale : 1);
     for (int64_t i = 0; a->delta && i < a->width; i += W)
-        put(residual, i, a->width, get(residual, i, a->width) + a->alpha * get(delta, i, a->width));
+        put(residual, i, a->width, scale * (get(residual, i, a->width) + a->alpha * get(delta, i, a->width)));
     if (a->weight && out.dtype == DT_F32 && a->weight_dtype != DT_F32) /* the outputs of parts are normed in float32 */
         norm_row(residual, out, (struct view){(void *)a->weight, 0, (enum dtype)a->weight_dtype}, a->width, a->eps);
     else if (a->weight)
@@ -77,19 +78,32 @@ INLINE void gate_as(const struct gate_args *a, int64_t begin, int64_t end, enum 
         put(x, i, end * a->width, get(x, i, end * a->width) / (1.f + exp_f(-get(gate, i, end * a->width))));
 }
 
+/* Rows [begin, end). */
+INLINE void act_as(const struct act_args *a, int64_t begin, int64_t end, enum dtype dtype) {
+    for (int64_t row = begin; row < end; row++) {
+        struct view x = {a->x, (size_t)(row * a->width), dtype};
+        struct view input = {(void *)a->input, (size_t)(row * a->input_stride), DT_F32};
+        for (int64_t i = 0; i < a->width; i += W) {
+            vf value = activate(get(x, i, a->width), (enum activation)a->activation);
+            put(x, i, a->width, value * get(input, i, a->width));
+        }
+    }
+}
+
 INLINE void rope_as(const struct rope_args *a, int64_t begin, int64_t end, enum dtype dtype) {
-    int64_t half = a->rope_dim / 2;
+    int64_t half = a->rope_dim / 2, rotated = a->num_heads + a->num_kv_heads;
+    int64_t heads = rotated + (a->v_weight ? a->num_kv_heads : 0);
     for (int64_t token = begin; token < end; token++) {
         size_t angle = (size_t)(token * a->rope_dim);
         struct view cos_low = view_of(a->cos, a->angle_dtype, dtype, angle), cos_high = cos_low;
         struct view sin_low = view_of(a->signed_sin, a->angle_dtype, dtype, angle), sin_high = sin_low;
         cos_high.at += (size_t)half, sin_high.at += (size_t)half;
-        for (int64_t head = 0; head < a->num_heads + a->num_kv_heads; head++) {
+        for (int64_t head = 0; head < heads; head++) {
             struct view low = {a->qk, (size_t)(token * a->stride + head * a->head_dim), dtype};
             struct view high = {a->qk, low.at + (size_t)half, dtype};
-            const void *weight = head < a->num_heads ? a->q_weight : a->k_weight;
+            const void *weight = head < a->num_heads ? a->q_weight : head < rotated ? a->k_weight : a->v_weight;
             if (weight) norm_row(low, low, view_of(weight, a->weight_dtype, dtype, 0), a->head_dim, a->eps);
-            for (int64_t i = 0; i < half; i += W) {
+            for (int64_t i = 0; i < half && head < rotated; i += W) {
                 vf x = get(low, i, half), y = get(high, i, half);
                 put(low, i, half, x * get(cos_low, i, half) + y * get(sin_low, i, half));
                 put(high, i, half, y * get(cos_high, i, half) + x * get(sin_high, i, half));
@@ -112,6 +126,7 @@ INLINE void rope_as(const struct rope_args *a, int64_t begin, int64_t end, enum 
 FOR_EACH_TYPE(add_rms_norm, norm_args)
 FOR_EACH_TYPE(clip, clip_args)
 FOR_EACH_TYPE(gate, gate_args)
+FOR_EACH_TYPE(act, act_args)
 FOR_EACH_TYPE(rope, rope_args)
 FOR_EACH_TYPE(embed, embed_args)
 

@@ -248,6 +248,13 @@ def holds_floats(parts: Sequence[StoredRows], num_inputs: int, dtype: torch.dtyp
     return dtype in FLOAT_FORMATS and num_inputs % 2 == 0 and all(part.kind in _FLOATS for part in parts)
 
 
+def floats_of(rows: StoredRows) -> Tensor | None:
+    """Return rows of floats as a tensor in their memory, or that of their file; None for others."""
+    if rows.kind not in _FLOATS or not rows.rows.flags.c_contiguous:
+        return None
+    return torch.from_numpy(rows.rows).view(_FLOATS[rows.kind])
+
+
 def rows_of(weight: Tensor) -> StoredRows:
     """Return the rows of a contiguous tensor, in its memory."""
     return StoredRows(FLOAT_KINDS[weight.dtype], weight.view(torch.uint8).numpy())

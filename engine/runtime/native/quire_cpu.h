@@ -269,7 +269,7 @@ struct ranks_args {
 };
 
 SHARED struct norm_args {
-    void *residual;     /* [rows, width], += alpha * delta unless delta is NULL */
+    void *residual;     /* [rows, width] = scale * (residual + alpha * delta), unless delta is NULL */
     const void *delta;  /* [rows, width] */
     const void *weight; /* [width]; NULL: out = residual, no norm */
     void *out;          /* [rows, width], or NULL: */
@@ -278,6 +278,15 @@ SHARED struct norm_args {
     int32_t dtype, weight_dtype; /* dtype: of out */
     int32_t stream_dtype;        /* of residual and delta: as `dtype`, or float32 */
     float alpha, eps;
+    float scale;                 /* 0: 1 */
+};
+
+/* x = activation(x) * input, in place. */
+struct act_args {
+    void *x;            /* [rows, width], of `dtype` */
+    const float *input; /* [rows, width] */
+    int64_t width, input_stride;
+    int32_t dtype, activation;
 };
 
 /* x = the nearest number to x within +-limit, in place. */
@@ -296,11 +305,12 @@ struct gate_args {
     int32_t dtype;
 };
 
-/* Per head: norm (optional), then rotation of the first rope_dim dimensions, in place. */
+/* Per head: norm (optional), then rotation of the first rope_dim dimensions, in place. With v_weight, heads of values follow
+ * those of keys, and are normalised alone. */
 SHARED struct rope_args {
     void *qk;                     /* [tokens, heads, head_dim], heads = query heads, then key heads */
     const void *cos, *signed_sin; /* [tokens, rope_dim] */
-    const void *q_weight, *k_weight;
+    const void *q_weight, *k_weight, *v_weight;
     int64_t tokens, stride, num_heads, num_kv_heads, head_dim, rope_dim;
     int32_t dtype, weight_dtype, angle_dtype; /* the others: as `dtype`, or float32 */
     float eps;
@@ -346,6 +356,7 @@ struct kernels {
     void (*add_rms_norm)(const struct norm_args *, int64_t begin, int64_t end);
     void (*clip)(const struct clip_args *, int64_t begin, int64_t end);
     void (*gate)(const struct gate_args *, int64_t begin, int64_t end);
+    void (*act)(const struct act_args *, int64_t begin, int64_t end);
     void (*rope)(const struct rope_args *, int64_t begin, int64_t end);
     void (*embed)(const struct embed_args *, int64_t begin, int64_t end);
     void (*sample)(const struct sample_args *, int64_t begin, int64_t end);

@@ -18,6 +18,11 @@ _TORCH_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Return the activation of x."""
+    return _TORCH_ACTIVATIONS[activation](x)
+
+
 def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_up [T, 2 * width], gates first -> activation(gates) * ups, [T, width]."""
     if uses_triton(gate_up):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # A stack of experts: the module, the matrix, and the ending of a plain, biased, packed or scaled one.
-_STACK = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)((?:_bias|_blocks|_scales)?)")
+_STACK = re.compile(r"(.+\.(?:mlp|moe)\.experts)\.(gate_up_proj|down_proj)((?:_bias|_blocks|_scales)?)")
 _GRANITES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 _GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -42,6 +42,14 @@ _HEAD_MODULES = {
     "pre_fc_norm_hidden": "hnorm",
     "norm": "shared_head.norm",
 }
+_GEMMA4 = {
+    ".experts.": ".moe.experts.",
+    ".router.proj.": ".moe.gate.",
+    ".router.scale": ".moe.gate_norm.weight",
+    ".router.per_expert_scale": ".moe.gate.per_expert_scale",
+}
+_SHARING = ("gemma4_text", "gemma4_unified_text")
+_KEYS_OR_VALUES = re.compile(r"layers\.(\d+)\.self_attn\.([kv]_(?:proj|norm))\.")
 
 
 class Part(NamedTuple):
@@ -65,9 +73,14 @@ def expert_parts(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterato
         layer = _LAYER.match(name)
         if layer is not None and int(layer[1]) >= num_read_layers(config):
             return
+    if kind in _SHARING and ".self_attn." in name:
+        yield from _of_sharing_layer(config, name, shape)
+        return
     if ".shared_mlp." in name and kind in _GRANITES:
         yield from _granite_shared(config, name, shape)
         return
+    if kind == "gemma4_text":
+        name = next((name.replace(theirs, ours) for theirs, ours in _GEMMA4.items() if theirs in name), name)
     if kind in _RENAMED:
         name = _renamed(kind, name)
     stack = _STACK.fullmatch(name)
@@ -108,6 +121,24 @@ def _behind_the_last(name: str, num_layers: int) -> str:
     if layer is None:
         return f"model.layers.{num_layers}.{_HEAD_MODULES[module]}.{rest}"
     return f"model.layers.{num_layers + int(layer)}.{rest}"
+
+
+def _of_sharing_layer(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterator[Part]:
+    """Yield a tensor of a family whose last layers read others' keys and values; some files have matrices for them.
+
+    Where values are keys, the matrix of keys stands for both.
+    """
+    found = _KEYS_OR_VALUES.search(name)
+    layer = int(found[1]) if found is not None else 0
+    if found is not None and layer >= config.size("num_hidden_layers") - config.integer("num_kv_shared_layers", 0):
+        return
+    yield Part(name, shape, _whole)
+    types = config.texts("layer_types") if config.has("layer_types") else ()
+    is_full = layer + 1 == config.size("num_hidden_layers") or (
+        types[layer] == "full_attention" if layer < len(types) else (layer + 1) % 6 == 0
+    )
+    if found is not None and found[2] == "k_proj" and is_full and config.flag("attention_k_eq_v"):
+        yield Part(name.replace("k_proj", "v_proj"), shape, _whole)
 
 
 _ENDINGS = {"": ".weight", "_bias": ".bias"}

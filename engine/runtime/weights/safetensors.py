@@ -24,7 +24,10 @@ from engine.system.regular_file import check_regular, reason
 
 _INDEX = "model.safetensors.index.json"
 _MAX_BYTES = 64 << 20  # the index of the largest checkpoints takes 10 MB
-_OTHER_TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.", "image_newline")
+_OTHER_TOWERS = (
+    "vision_tower.", "multi_modal_projector.", "visual.", "image_newline", "audio_tower.", "embed_vision.", "embed_audio.",
+    "vision_embedder.",
+)  # fmt: skip
 _BODY = ("embed_tokens.", "layers.", "norm.")
 _VOCABULARY = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8")}  # of an EAGLE-3 draft, and their types
 _MAX_CODES = {"I32": 16, "U8": 2}  # that an element may hold: of 2 bits and of 4
