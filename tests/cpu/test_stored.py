@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5TextConfig
 
 from engine.core.errors import ConfigError, ModelLoadError
+from engine.runtime.native.library import WeightFormat, native
+from engine.runtime.native.ops import FLOAT_FORMATS
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.runtime.weights.stored.packed import Packed, e8m0
 from engine.runtime.weights.stored.storage import Storage
@@ -132,15 +134,19 @@ def test_a_model_equals_the_dequantised_one(name: str, tmp_path: Path) -> None:
 
 
 def test_the_gates_of_delta_layers_may_be_left_as_floats(tmp_path: Path) -> None:
-    """As published: their rows are in one matrix with others that are packed."""
+    """As published: the others are multiplied as stored."""
     plain = [f"model.layers.{layer}.linear_attn.in_proj_{gate}" for layer in (0, 2) for gate in "ab"]
     packing = CASES["fp8-block"]._replace(config=BLOCKS | {"modules_to_not_convert": plain})
     packings = dict.fromkeys(("_proj", "in_proj_qkv", "in_proj_z"), packing)
     sizes = QWEN3_5 | {"num_hidden_layers": 3}
     expected = log_probabilities(packers.save(tmp_path, packings, kind=Qwen3_5TextConfig, **sizes))
     torch.testing.assert_close(found(tmp_path, quantization="none"), expected, atol=1e-4, rtol=0)
-    assert (found(tmp_path, quantization="stored") - expected).abs().max() < 0.2
+    stored = load(tmp_path, quantization="stored")
+    assert (logits_of(stored, IDS, [len(IDS)]).log_softmax(-1) - expected).abs().max() < 0.2
     assert expected.std() > 0.1
+    if native() is not None:
+        gates = stored._layers[0]._mixer._gates.args.format, stored._layers[0]._mixer._in.args.format
+        assert gates == (FLOAT_FORMATS[torch.float32], WeightFormat.Q8)
 
 
 @pytest.mark.parametrize(("name", "is_tied"), [("w4a16", False), ("w8a16", True), ("nf4-nested", True)])

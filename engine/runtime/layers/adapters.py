@@ -19,7 +19,7 @@ class AdaptedMatrix(IntEnum):
     O = 1  # noqa: E741 - its name in every checkpoint
     GATE_UP = 2
     DOWN = 3
-    Q_B = 4  # of a latent of queries
+    Q_B = 4  # of a latent of queries, or the gates of Gated DeltaNet
 
 
 # The terms that a step's adapters add to the product of x with a matrix of one layer.

@@ -24,7 +24,7 @@ from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.parts import Angles, LayerStates, RecurrentState, Slice
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part
-from engine.runtime.native.library import DTYPES, PartArgs
+from engine.runtime.native.library import DTYPES, LinearArgs, PartArgs
 from engine.runtime.native.structs import mirror
 
 COLUMNS = 32  # of a head's matrix in one piece, which stays in the nearest cache while all tokens of a slice change it
@@ -49,7 +49,7 @@ class DeltaArgs(Structure):
 
 
 class DeltaNet:
-    """Queries, keys, values and gates from one matrix; a convolution, the delta rule, a gated norm, a projection."""
+    """Queries, keys, values and gates of x; a convolution, the delta rule, a gated norm, a projection."""
 
     _args: DeltaArgs  # C keeps its address
     _taps: Tensor  # [kernel, channels], as it reads them
@@ -60,17 +60,20 @@ class DeltaNet:
         self._state, self._delta, self._eps, self._group = state, delta, config.norm_eps, make.group
         width = delta.num_v_heads * delta.v_dim
         rows = {"in_proj_qkv": delta.channels, "in_proj_z": width}
-        rows |= {"in_proj_b": delta.num_v_heads, "in_proj_a": delta.num_v_heads}
-        self._widths = tuple(rows.values())
+        gates = {"in_proj_b": delta.num_v_heads, "in_proj_a": delta.num_v_heads}
+        self._widths = (*rows.values(), *gates.values())
         # Adapters know the order of heads in the checkpoint that a file with another was made from.
-        places = (None, None) if delta.is_tiled else (AdaptedMatrix.QKV, AdaptedMatrix.O)
+        adaptable = (AdaptedMatrix.QKV, AdaptedMatrix.Q_B, AdaptedMatrix.O)
+        places = (None, None, None) if delta.is_tiled else adaptable
         self._in = make.linear(rows, config.hidden_size, place=places[0])
+        # Checkpoints often leave these as floats: in one matrix with the others, all would be.
+        self._gates = make.linear(gates, config.hidden_size, place=places[1])
         self._conv = make.tensor("conv1d.weight", delta.channels, 1, delta.kernel, dtype=torch.float32)
         self._decay = make.tensor("A_log", delta.num_v_heads, dtype=torch.float32)
         make.loads.append(Load({}, lambda _: self._decay.exp_().neg_()))
         self._bias = make.tensor("dt_bias", delta.num_v_heads, dtype=torch.float32)
         self._norm = make.tensor("norm.weight", delta.v_dim, dtype=torch.float32)
-        self._o = make.linear({"out_proj": config.hidden_size}, width, place=places[1])
+        self._o = make.linear({"out_proj": config.hidden_size}, width, place=places[2])
         self._columns, segment = math.gcd(COLUMNS, delta.v_dim), math.gcd(SEGMENT, delta.channels)
         num_matrices = delta.num_v_heads * delta.v_dim // self._columns
         matrices = Pieces(num_matrices, (delta.k_dim, self._columns), torch.float32)
@@ -86,6 +89,7 @@ class DeltaNet:
     ) -> Tensor:
         """Return [T, hidden] of x [T, hidden]."""
         rows, state = adapted(self._in, AdaptedMatrix.QKV, x, adapters), attention.recurrent(self._state)
+        rows = torch.cat((rows, adapted(self._gates, AdaptedMatrix.Q_B, x, adapters)), 1)
         mixed = x.new_empty(len(x), self._delta.num_v_heads * self._delta.v_dim)
         for index, piece in enumerate(state.slices):
             mixed[piece.first : piece.stop] = self._advance(state, index, piece, rows[piece.first : piece.stop])
@@ -142,15 +146,24 @@ class DeltaNet:
     def describe(self) -> PartArgs | None:
         """Describe the part to the native library, if that holds every matrix."""
         delta = self._delta
-        if delta.kernel > _MOST_TAPS:
+        if delta.kernel > _MOST_TAPS or self._in.args is None or self._gates.args is None:
             return None
         self._taps = self._conv[:, 0].mT.contiguous()
         addresses = [each.data_ptr() for each in (self._taps, self._decay, self._bias, self._norm)]
         heads = (delta.num_k_heads, delta.num_v_heads, delta.k_dim, delta.v_dim)
         matrices, tails = self.states[0].pieces
-        self._args = DeltaArgs(*addresses, *heads, delta.kernel, matrices.shape[1], tails.shape[1], delta.shared)
+        self._args = DeltaArgs(
+            self._in.args,
+            self._gates.args,
+            *addresses,
+            *heads,
+            delta.kernel,
+            matrices.shape[1],
+            tails.shape[1],
+            delta.shared,
+        )
         self._args.state_dtype = DTYPES[matrices.dtype]
-        return describe_part("delta", (self._in.args, self._o.args), self._args)
+        return describe_part("delta", (LinearArgs(), self._o.args), self._args)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -120,7 +120,12 @@ static void fill_angles(const struct forward_args *f, struct workspace *w) {
 
 int32_t part_multiply(const struct turn *t, enum place place, const struct linear *weight, const void *x, void *y,
                       int32_t y_dtype) {
-    struct gemm_args args = {*weight, x, t->packed, y, t->rows, weight->k, num_columns_of(weight), y_dtype, NULL};
+    return part_multiply_into(t, place, weight, x, y, num_columns_of(weight), y_dtype);
+}
+
+int32_t part_multiply_into(const struct turn *t, enum place place, const struct linear *weight, const void *x, void *y,
+                           int64_t y_stride, int32_t y_dtype) {
+    struct gemm_args args = {*weight, x, t->packed, y, t->rows, weight->k, y_stride, y_dtype, NULL};
     if (t->adapters) {
         int32_t status = adapter_rows_multiply(t->adapters, t->index, place, x);
         if (status) return status;

@@ -18,15 +18,17 @@ static int64_t stride_of(const struct delta *d) { return (delta_channels(d) + 2 
 
 static size_t lay_out(const struct part *part, int32_t dtype, int64_t rows, char *base, struct room *room) {
     size_t used = 0;
-    room->rows = carve(base, &used, rows * part->first.n, size_of(dtype));
+    room->rows = carve(base, &used, rows * delta_row(part->args), size_of(dtype));
     room->tokens = carve(base, &used, MOST * stride_of(part->args), sizeof(float));
     room->firsts = carve(base, &used, rows + 1, sizeof(int64_t));
     return used;
 }
 
 static size_t measure(const struct part *part, const struct decoder *d, int64_t rows, size_t *packed) {
+    const struct delta *delta = part->args;
     struct room room;
-    (void)packed;
+    widen_packed(packed, &delta->rows, rows);
+    widen_packed(packed, &delta->gates, rows);
     return lay_out(part, d->dtype, rows, NULL, &room);
 }
 
@@ -49,12 +51,14 @@ static void run_gate(const void *p, int64_t begin, int64_t end) { active_kernels
 static int32_t run(const struct turn *t) {
     const struct delta *d = t->part->args;
     const struct step_states *states = t->layer->states;
-    const struct linear *first = &t->part->first;
     int32_t dtype = t->decoder->dtype;
     int64_t channels = delta_channels(d), pieces = d->v_dim / d->columns * d->num_v_heads;
     struct room room;
     lay_out(t->part, dtype, t->rows, t->room, &room);
-    int32_t status = part_multiply(t, PLACE_QKV, first, t->x, room.rows, dtype);
+    int64_t width = delta_row(d);
+    int32_t status = part_multiply_into(t, PLACE_QKV, &d->rows, t->x, room.rows, width, dtype);
+    char *gates = room.rows + (size_t)d->rows.n * size_of(dtype);
+    if (!status) status = part_multiply_into(t, PLACE_Q_B, &d->gates, t->x, gates, width, dtype);
     if (status) return status;
     room.firsts[0] = 0;
     for (int64_t i = 0; i < states->num_slices; i++) room.firsts[i + 1] = room.firsts[i] + tokens_of(states, i);
@@ -63,7 +67,7 @@ static int32_t run(const struct turn *t) {
         .firsts = room.firsts, .tokens = room.tokens, .stride = stride_of(d),
         .convolution = {
             states, t->layer->places, t->layer->drafts, d->taps, room.rows,
-            first->n * (int64_t)size_of(dtype), channels, d->kernel, pieces, d->segment, dtype,
+            width * (int64_t)size_of(dtype), channels, d->kernel, pieces, d->segment, dtype,
         },
     };
     for (; pass.begin < room.firsts[states->num_slices]; pass.begin = pass.end) {

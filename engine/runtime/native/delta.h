@@ -7,6 +7,8 @@
 /* A value head's state is a matrix [k_dim, v_dim], in pieces of `columns` columns; the pieces of all heads come before
  * those of the convolution. A projected row is q, k, v of all heads, the gate z, then b and a. */
 SHARED struct delta {
+    struct linear rows;          /* to q, k, v and z; the part reads rows, for two matrices */
+    struct linear gates;         /* to b and a, which checkpoints often leave as floats */
     const float *taps;           /* [kernel][channels of q, k and v] */
     const float *rates, *biases; /* [num_v_heads]: -exp(A_log); added to a */
     const float *norm;           /* [v_dim] */
@@ -33,5 +35,8 @@ struct delta_pass {
 static inline int64_t delta_channels(const struct delta *d) {
     return 2 * d->num_k_heads * d->k_dim + d->num_v_heads * d->v_dim;
 }
+
+/* The width of a projected row. */
+static inline int64_t delta_row(const struct delta *d) { return d->rows.n + d->gates.n; }
 
 #endif

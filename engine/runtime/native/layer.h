@@ -102,6 +102,9 @@ struct kind {
 /* y [rows, columns] = x . weight, and what adapters add at a place. Without x, its rows are packed already. */
 EXPORT int32_t part_multiply(const struct turn *t, enum place place, const struct linear *weight, const void *x, void *y,
                              int32_t y_dtype);
+/* The same into wider rows, `y_stride` values apart. */
+int32_t part_multiply_into(const struct turn *t, enum place place, const struct linear *weight, const void *x, void *y,
+                           int64_t y_stride, int32_t y_dtype);
 
 /* How the heads of a mixer attend; see struct attend_args. */
 SHARED struct scores {

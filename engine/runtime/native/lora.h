@@ -5,7 +5,7 @@
 #include "quire_cpu.h"
 
 /* The matrices of a layer that adapters may change. */
-enum place { PLACE_QKV, PLACE_O, PLACE_GATE_UP, PLACE_DOWN, PLACE_Q_B, NUM_PLACES }; /* Q_B: of a latent of queries */
+enum place { PLACE_QKV, PLACE_O, PLACE_GATE_UP, PLACE_DOWN, PLACE_Q_B, NUM_PLACES }; /* Q_B: of a latent of queries, or the gates of Gated DeltaNet */
 
 /* y += (x down^T) up^T, see struct addend; down.packed NULL: nothing. */
 SHARED struct low_rank {
