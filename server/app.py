@@ -194,7 +194,7 @@ def _limits(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -
 def _history(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> AnswerHistory | None:
     """Return what remembers answers; None where it is off, or of no use: another daemon has no part in it."""
     is_used = config.history_cache and engine.config.enable_prefix_caching and config.role == "both"
-    return AnswerHistory(tokenizer, config.history_cache) if is_used else None
+    return AnswerHistory(tokenizer, config.history_cache, engine.config.block_size) if is_used else None
 
 
 class _Export(NamedTuple):

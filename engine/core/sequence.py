@@ -82,6 +82,7 @@ class History:
     first_scheduled_s: float = -1.0
     first_token_s: float = -1.0
     num_cached: int = 0  # positions that it was first admitted with
+    num_matched: int = 0  # those that the first group had then; the others could not resume there if there are more
     num_preemptions: int = 0
     preempted_s: tuple[float, ...] = ()
     num_expected: float | None = None  # tokens of the answer, where the policy predicts them
@@ -245,6 +246,7 @@ class Sequence:
         history = self.history
         return PromptInfo(
             num_cached_tokens=history.num_cached,
+            num_matched_tokens=history.num_matched,
             num_host_tokens=self.kv.num_from.get("host", 0),
             num_disk_tokens=sum(num for tier, num in self.kv.num_from.items() if tier != "host"),
             num_pinned_tokens=self.kv.num_pinned,

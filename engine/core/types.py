@@ -231,6 +231,9 @@ class PromptInfo(NamedTuple):
     num_disk_tokens: int = 0  # ... and from a store behind it
     num_pinned_tokens: int = 0  # of the prompt's first tokens, those that are retained for this request
     pooled: tuple[float, ...] | None = None  # the vector that `pooling` asks for, of the model's own length
+    num_matched_tokens: int = (
+        0  # whose K/V was found; more than the cached ones if no state or window was left to resume
+    )
 
 
 class RequestTimings(NamedTuple):

@@ -224,7 +224,20 @@ def _shows(template: ChatTemplate, *messages: Message) -> bool:
     return _PROBE in (_rendered(template, messages) or "")
 
 
-_QUESTION: Message = {"role": "user", "content": "a"}
+_QUESTION: Message = {"role": "user", "content": "quire-question"}
+_ANSWER = "quire-answer"
+
+
+def message_heads(template: ChatTemplate) -> dict[str, str]:
+    """Return what a template writes before a message's content, from the end of the content before, by role."""
+    heads = {}
+    turns: list[Message] = [_QUESTION, {"role": "assistant", "content": _ANSWER}]
+    for role, before in (("system", []), ("assistant", turns[:1]), ("user", turns), ("tool", turns)):
+        text = _rendered(template, [*before, {"role": role, "content": _PROBE}, *([] if before else turns[:1])]) or ""
+        if _PROBE in text:
+            start = text.partition(_PROBE)[0]
+            heads[role] = start.rpartition(before[-1]["content"])[2] if before else start
+    return heads
 
 
 def _rendered(

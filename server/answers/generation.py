@@ -54,6 +54,11 @@ class Generation:
         return Usage.of(self._num_prompt_tokens, num_tokens, self._prompts.values(), num_reasoning, pinned)
 
     @property
+    def prompt_info(self) -> PromptInfo | None:
+        """Return what is known of the first prompt, once it has been computed."""
+        return self._prompts.get(0)
+
+    @property
     def num_drawn_tokens(self) -> int:
         """Return the number of generated tokens, of a beam search in all beams."""
         return self.usage.completion_tokens if self._beam is None else self._num_beam_tokens

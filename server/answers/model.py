@@ -16,6 +16,7 @@ from engine.core.errors import shorten
 from engine.core.types import Adapter, GrammarKey
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.text.chat.limits import ModelLimits
+from engine.text.chat.prefixes import Owner
 from engine.text.fields.chat import ChatFields, Conversation
 from engine.text.fields.sampling import Constraint
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
@@ -45,9 +46,10 @@ class Named(NamedTuple):
     name: str  # to report
     adapter: Adapter | None  # None is the model itself
 
-    def history_owner(self, owner: str, body: EngineBody) -> str:
+    def history_owner(self, owner: str, body: EngineBody) -> Owner:
         """Return whose answers a request of an owner may find again: those to requests that share its cached K/V."""
-        return "\0".join((owner, body.tenant, body.cache_salt, "" if self.adapter is None else self.adapter.name))
+        adapter = "" if self.adapter is None else self.adapter.name
+        return Owner(f"{owner}\0{body.tenant}", body.cache_salt, adapter)
 
 
 class ServedModel:
@@ -79,7 +81,7 @@ class ServedModel:
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
-    async def prepare(self, body: ChatFields, owner: str) -> PreparedChat:
+    async def prepare(self, body: ChatFields, owner: Owner) -> PreparedChat:
         """Return a conversation as the engine takes it, once that has its grammar. Raises ClientError.
 
         `owner` is whose earlier answers are found again.
@@ -90,7 +92,7 @@ class ServedModel:
             await self.compile(chat.constraint)
         return chat
 
-    async def prompt_ids(self, body: ChatFields, owner: str) -> list[int]:
+    async def prompt_ids(self, body: ChatFields, owner: Owner) -> list[int]:
         """Return the tokens of a conversation's prompt, as `prepare`. Raises ClientError."""
         text = await self.render(body)
         return await aside(lambda: self.preprocessor.encode(body, text, owner), len(text))

@@ -38,7 +38,7 @@ from server.http.threads import run_slowly
 from server.protocol.documents import Usage
 from server.protocol.errors import STATE, ApiError, to_api_error
 from server.settings.app_config import AppConfig
-from server.telemetry.events import Listener, RequestOpened, RequestRecord
+from server.telemetry.events import TAG_CHARS, Listener, RequestOpened, RequestRecord
 from server.telemetry.live import LiveView
 from server.telemetry.timeline import AnswerMetrics, server_timing, with_metrics
 from server.tenancy.public_prefixes import PublicPrefixes
@@ -127,6 +127,8 @@ class Responder:
             account.charge_prompts(requests)
         generation = Generation(answer, requests, self.tokenizer, rules)
         adapter = requests[0].params.adapter
+        if rules.turn is not None:
+            rules.turn.prompt.tag = state.request_id[:TAG_CHARS]
         state.record = RequestRecord(
             request_id=state.request_id,
             answer_id=answer_id(requests),
@@ -135,6 +137,7 @@ class Responder:
             requests=requests,
             adapter=None if adapter is None else adapter.name,
             generation=generation,
+            turn=rules.turn,
             account=account,
             caller=None if state.begun_s is None else caller_of(http.scope),
             ignored_fields=state.ignored_fields,

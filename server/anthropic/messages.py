@@ -14,6 +14,7 @@ from starlette.responses import Response
 from engine.core.errors import ClientError, ContextLengthError, InvalidRequestError
 from engine.core.types import Pin
 from engine.text.chat.limits import ModelLimits, num_common
+from engine.text.chat.prefixes import Owner
 from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody
 from engine.text.fields.chat import Message
 from engine.text.fields.structured import Schema
@@ -336,7 +337,7 @@ async def create_message(
 
 
 async def _pins(
-    model: ServedModel, body: MessagesBody, chat: ChatBody, prepared: PreparedChat, answers_of: str
+    model: ServedModel, body: MessagesBody, chat: ChatBody, prepared: PreparedChat, answers_of: Owner
 ) -> tuple[Pin, ...]:
     """Return the pins that cache_control asks for."""
     pins = []
@@ -347,7 +348,7 @@ async def _pins(
     return tuple(pins)
 
 
-async def _count_common(model: ServedModel, body: ChatBody, chat: PreparedChat, answers_of: str) -> int:
+async def _count_common(model: ServedModel, body: ChatBody, chat: PreparedChat, answers_of: Owner) -> int:
     """Return how many tokens a prompt shares with another conversation; 0 on errors."""
     try:
         rendered = await model.render(body)

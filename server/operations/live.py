@@ -15,10 +15,10 @@ from starlette.responses import Response
 from engine.core.stats import SequenceView
 from server.answers.parts import InEngine, InLive, InOwner, InRequestLog
 from server.operations.pool_cells import MAX_CELLS, summarise
+from server.telemetry.events import TAG_CHARS
 from server.telemetry.request_log import EndedSequence
 from server.tenancy.tenant_file import DEFAULT
 
-TAG_CHARS = 8
 _OF_SEQUENCE = (
     *("seq_id", "status", "num_prompt", "num_tokens", "num_computed", "num_cached", "num_preemptions"),
     *("arrival_s", "first_scheduled_s", "first_token_s"),

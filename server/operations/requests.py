@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
 
 from engine.core.errors import shorten
 from engine.core.stats import SequenceView
-from server.answers.parts import InLive, InOwner, InRequestLog
-from server.operations.live import TAG_CHARS
+from engine.text.tokenizer import TextTokenizer
+from server.answers.parts import InEngine, InLive, InModel, InOwner, InRequestLog
+from server.http.threads import run_slowly
 from server.protocol.errors import ApiError, to_api_error
-from server.telemetry.events import HttpAnswered, Outcome, RequestRecord
+from server.telemetry.events import TAG_CHARS, HttpAnswered, Outcome, RequestRecord
 from server.telemetry.live import QueuePosition
+from server.telemetry.prefix_ends import PrefixEnd, in_words
 from server.telemetry.request_log import RECENT
 from server.telemetry.timeline import AnswerMetrics
 
@@ -23,16 +26,20 @@ router = APIRouter()
 
 
 @router.get("/v1/requests")
-async def list_requests(log: InRequestLog, owner: InOwner) -> dict[str, Any]:
+async def list_requests(log: InRequestLog, model: InModel, engine: InEngine, owner: InOwner) -> dict[str, Any]:
     """Return the last requests, newest first: open ones, answered POSTs, and every refused one.
 
-    Tenants see their own. As in the live view, an id is only its first characters, too few to use another's answer.
+    Tenants see their own. As in the live view, an id is only its first characters, too few to use another's answer. Nothing
+    of a prompt is shown.
     """
-    return {"object": "list", "data": [_entry(entry) for entry in log.latest(owner)]}
+    describe = partial(_prefix, model.tokenizer, has_states=engine.config.state_blocks > 0, shows_text=False)
+    return {"object": "list", "data": [_entry(entry, describe) for entry in log.latest(owner)]}
 
 
 @router.get("/v1/requests/{name:path}")
-async def retrieve_request(log: InRequestLog, live: InLive, owner: InOwner, name: str) -> dict[str, Any]:
+async def retrieve_request(
+    log: InRequestLog, live: InLive, model: InModel, engine: InEngine, owner: InOwner, name: str
+) -> dict[str, Any]:
     """Return an open request, or one of the last that ended; 404 for any other."""
     record = log.find(owner, name)
     if record is None:
@@ -41,15 +48,33 @@ async def retrieve_request(log: InRequestLog, live: InLive, owner: InOwner, name
             "give the x-request-id of an answer's headers, or an answer's id."
         )
         raise ApiError(404, "request_not_found", message, "id")
-    if record.end is not None:
-        return _document(record, (), None)
-    ids = record.engine_ids
-    place = await live.place(ids)
-    views = await live.sequences(ids)
-    return _document(record, views, place)  # it may have ended in between
+    views, place = list[SequenceView](), None
+    if record.end is None:
+        ids = record.engine_ids
+        place = await live.place(ids)
+        views = await live.sequences(ids)
+    prefix, has_states = record.outcome.prefix, engine.config.state_blocks > 0
+    words = partial(_prefix, model.tokenizer, prefix, has_states=has_states, shows_text=True)
+    return _document(record, views, place) | {"prefix": await run_slowly(words)}  # it may have ended in between
 
 
-def _entry(entry: RequestRecord | HttpAnswered) -> dict[str, Any]:
+def _prefix(
+    tokenizer: TextTokenizer, end: PrefixEnd | None, *, has_states: bool, shows_text: bool
+) -> dict[str, Any] | None:
+    """Return why a prefix ends where it does, as JSON."""
+    if end is None:
+        return None
+    return {
+        "cause": end.cause,
+        "position": end.position,
+        "reusable_tokens": 0 if end.fork is None else end.fork.num_reusable,
+        "message": in_words(end, tokenizer, has_states=has_states, shows_text=shows_text),
+    }
+
+
+def _entry(
+    entry: RequestRecord | HttpAnswered, describe: Callable[[PrefixEnd | None], dict[str, Any] | None]
+) -> dict[str, Any]:
     """Return a request of the list as JSON; the status of an open one is null."""
     caller = entry.caller
     assert caller is not None
@@ -75,6 +100,7 @@ def _entry(entry: RequestRecord | HttpAnswered) -> dict[str, Any]:
         "finish_reasons": [] if outcome is None else outcome.finish_reasons,
         "usage": None if outcome is None else outcome.usage.model_dump(),
         "metrics": None if outcome is None else _metrics(outcome),
+        "prefix": None if outcome is None else describe(outcome.prefix),
     }
 
 

@@ -1,6 +1,7 @@
 // The way of each sequence through the engine, as the page has seen it: a band of its phases and a list of its events.
 // The engine reports the times of arrival, admission, first token and end; the others are as exact as snapshots.
 
+import { getJson } from "./api.js";
 import { byId, count, duration, el, sequenceColour } from "./dom.js";
 
 const MAX_JOURNEYS = 200;
@@ -48,7 +49,18 @@ export class Journeys {
 
   /** Show the journey of the last sequence of a request; return whether it is known. */
   showOf(requestId) {
-    return this.show([...this.#journeys.values()].findLast(({ last }) => requestId.startsWith(last.tag))?.last.seq_id ?? null);
+    const journey = [...this.#journeys.values()].findLast(({ last }) => requestId.startsWith(last.tag));
+    if (journey) {
+      this.#explain(journey, requestId);
+    }
+    return this.show(journey?.last.seq_id ?? null);
+  }
+
+  /** Ask why the prefix cache found no more of a request's prompt. */
+  async #explain(journey, requestId) {
+    const { prefix } = await getJson(`v1/requests/${requestId}`).catch(() => ({})); // the daemon may have forgotten it
+    journey.prefix = prefix?.message;
+    this.#draw();
   }
 
   #note(sequence, at) {
@@ -110,12 +122,13 @@ function phases(last, stopS) {
   });
 }
 
-function stepsOf({ last, events, endS, isExact }, stopS) {
+function stepsOf({ last, events, endS, isExact, prefix }, stopS) {
   const since = (at) => duration(Math.max(at - last.arrival_s, 0));
   const steps = [["0 ms", "arrived"]];
   if (last.first_scheduled_s !== null) {
     const cached = last.num_cached ? `, ${count(last.num_cached)} of them cached` : "";
     steps.push([since(last.first_scheduled_s), `admitted with ${count(last.num_prompt)} prompt tokens${cached}`]);
+    steps.push(...(prefix ? [["", prefix]] : []));
   }
   if (last.first_token_s !== null) {
     const prefill = duration(last.first_token_s - last.first_scheduled_s);

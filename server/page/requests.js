@@ -25,7 +25,8 @@ function facts({ usage, metrics, seconds }) {
 }
 
 function card(request) {
-  const { status, method, path, created, error, ignored_fields: ignored, tenant, address, user_agent: agent, id } = request;
+  const { status, method, path, created, error, prefix, ignored_fields: ignored } = request;
+  const { tenant, address, user_agent: agent, id } = request;
   const title = status === null ? "open" : `${status}`;
   const time = new Date(created * 1000);
   const client = [tenant, address, agent].filter(Boolean).join("  ·  ");
@@ -38,6 +39,7 @@ function card(request) {
     ...(error ? [el("p", { className: "error", textContent: `${error.code}: ${error.message}` })] : []),
     ...(ignored.length ? [el("p", { textContent: `without effect: ${ignored.join(", ")}` })] : []),
     el("p", { textContent: facts(request) }),
+    ...(prefix ? [el("p", { className: "note", textContent: `Prefix cache: ${prefix.message}` })] : []),
     el("p", { className: "note agent", textContent: client, title: client }));
 }
 

@@ -65,6 +65,11 @@ class EventMetrics:
             "kind",
         )
         self._ttft_s = histogram("quire_tenant_time_to_first_token_seconds", "Arrival until the first token.", "tenant")
+        self._prefixes = counter(
+            "quire_prefix_ends_total",
+            "Prompts of chats, by why the prefix that was reused ends where it does.",
+            "cause",
+        )
         self._fields, self._adapter_names = _Names(), _Names()
 
     def observe(self, event: Event) -> None:
@@ -89,6 +94,8 @@ class EventMetrics:
 
     def _observe_end(self, event: RequestEnded) -> None:
         account, generation = event.record.account, event.record.generation
+        if event.record.turn is not None and (prefix := event.record.outcome.prefix) is not None:
+            self._prefixes.labels(prefix.cause.value).inc()
         if account is None:
             return
         tenant = account.tenant.name

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.core.errors import QuireError
-from engine.core.types import AbortCause, FinishReason, Request
+from engine.core.types import AbortCause, FinishReason, PromptInfo, Request
+from engine.text.chat.history import ChatTurn
 from server.protocol.documents import Usage
+from server.telemetry.prefix_ends import PrefixEnd, prefix_end
 from server.telemetry.timeline import Spans, Timeline
 from server.tenancy.tenancy import Account
 from server.tenancy.tenant_file import DEFAULT
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from server.protocol.errors import ApiError
 
 
+TAG_CHARS = 8  # of a request's id: enough for a client to recognise its request, too few to use another's
 _BEGUN_OR_LEFT = (0, 200, 499)  # statuses of an answer that began, or whose client left before it did
 
 
@@ -46,6 +49,7 @@ class Outcome(NamedTuple):
     usage: Usage
     num_cached_tokens: int
     error: QuireError | None  # of the first choice that failed
+    prefix: PrefixEnd | None  # of a chat whose prompt was computed
 
 
 class Generating(Protocol):
@@ -62,6 +66,9 @@ class Generating(Protocol):
     @property
     def num_drawn_tokens(self) -> int: ...  # what a tenant is charged for
 
+    @property
+    def prompt_info(self) -> PromptInfo | None: ...  # of the first prompt
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class RequestRecord:
@@ -74,6 +81,7 @@ class RequestRecord:
     requests: Sequence[Request]  # emptied at the end: they hold the prompts
     adapter: str | None
     generation: Generating | None  # None once it has ended
+    turn: ChatTurn | None = None  # of a chat; likewise
     account: Account | None = None
     caller: Caller | None = None  # None of a batch line
     ignored_fields: Sequence[str] = ()
@@ -101,7 +109,7 @@ class RequestRecord:
         """Return the log line's fields: counts, and the seconds of the slowest choice."""
         if self.generation is None:
             return {}
-        spans, finish_reasons, _, usage, num_cached, _ = self.outcome
+        spans, finish_reasons, _, usage, num_cached, *_ = self.outcome
         fields: dict[str, int | float | str] = {} if self.account is None else {"tenant": self.account.tenant.name}
         fields["prompt_tokens"] = usage.prompt_tokens
         fields["cached_tokens"] = num_cached
@@ -129,7 +137,9 @@ class RequestRecord:
         timeline, usage = self.generation.timeline, self.generation.usage
         cached = self.generation.num_cached_tokens
         error = next((choice.error for choice in timeline.choices if choice.error is not None), None)
-        return Outcome(timeline.spans(), timeline.finish_reasons, timeline.is_dropped, usage, cached, error)
+        info, turn = self.generation.prompt_info, self.turn
+        prefix = None if info is None or turn is None else prefix_end(turn, info, self.requests[0].params)
+        return Outcome(timeline.spans(), timeline.finish_reasons, timeline.is_dropped, usage, cached, error, prefix)
 
     def close(self, status: int, seconds: float) -> None:
         """Keep the state of the answer, and drop the prompts. Idempotent."""
@@ -138,7 +148,7 @@ class RequestRecord:
         self.end = self.outcome, status, seconds
         if self.account is not None:
             self.account.charge(self.generation.num_drawn_tokens)
-        self.generation, self.requests = None, ()
+        self.generation, self.turn, self.requests = None, None, ()
 
 
 class RequestOpened(NamedTuple):

@@ -2,7 +2,8 @@
 
 Batch lines have a separate bound of the same size. A request is found by the answer's id or by the `x-request-id` of its
 headers, within the owner's account; if an owner used an id twice, the later request is found. Of each owner the last LISTED
-HTTP requests are listed: those that ask for work, and every refused one. Nothing has a prompt, an answer or a key. Event loop.
+HTTP requests are listed: those that ask for work, and every refused one. Nothing has a prompt, an answer or a key; why a prefix
+ended (prefix_ends.py) refers to prompts while those are remembered elsewhere. Event loop.
 """
 
 from __future__ import annotations

@@ -280,6 +280,7 @@ def test_an_answer_shows_its_own_journey(serve: Serve, open_page: Open) -> None:
     expect(page.locator("#journey")).to_be_hidden()
     card(page).get_by_role("button", name="Show its journey").click()
     expect(page.locator("#journey li").last).to_contain_text("tokens")
+    expect(page.locator("#journey li").nth(2)).to_contain_text("Too short")
     page.reload()  # which forgets journeys, and keeps the chat
     card(page).get_by_role("button", name="Show its journey").click()
     expect(page.locator("#notice")).to_contain_text("The journey of this answer is not known")

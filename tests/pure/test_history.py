@@ -16,6 +16,7 @@ from engine.text.chat.chat_format import ChatFormat
 from engine.text.chat.choice import Choice, Delta
 from engine.text.chat.history import AnswerHistory
 from engine.text.chat.limits import ModelLimits
+from engine.text.chat.prefixes import Owner
 from engine.text.fields.body import checked
 from engine.text.fields.chat import ChatFields
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
@@ -62,7 +63,7 @@ class Chats:
     """Conversations with one server; `owner` is who has them."""
 
     def __init__(self, max_answers: int = 100) -> None:
-        self.history = AnswerHistory(TOKENIZER, max_answers)
+        self.history = AnswerHistory(TOKENIZER, max_answers, block_size=4)
         chat_format = ChatFormat.of(TOKENIZER)
         values: dict[str, Any] = {"vocab_size": 999, "max_model_len": 999, "pool_tokens": 999, "max_logprobs": 0}
         limits = ModelLimits(**values, has_priorities=False, tokenizer=TOKENIZER, chat_format=chat_format)
@@ -74,7 +75,8 @@ class Chats:
             {"role": "assistant" if index % 2 else "user", **(turn if isinstance(turn, dict) else {"content": turn})}
             for index, turn in enumerate(contents)
         ]
-        chat = self._preprocessor.prepare(checked(ChatFields, {"messages": messages, **fields}), owner=owner)
+        body = checked(ChatFields, {"messages": messages, **fields})
+        chat = self._preprocessor.prepare(body, owner=Owner(owner))
         assert TOKENIZER.decode(chat.prompt, skip_special_tokens=False) == chat.text
         return chat
 
@@ -199,5 +201,5 @@ def test_a_mark_that_changes_the_ids_around_it_divides_nothing() -> None:
     backend.add_special_tokens([AddedToken("<eats>", special=True, lstrip=True)])
     ends = frozenset({END, backend.token_to_id("<eats>") or 0})
     config = TokenizerConfig(special_tokens={}, eos_token_ids=ends, chat_template=TEMPLATE)
-    history = AnswerHistory(TextTokenizer(backend, config), 10)
+    history = AnswerHistory(TextTokenizer(backend, config), 10, 4)
     assert history._marks.findall("<eats><end><start>") == ["<end>", "<start>"]

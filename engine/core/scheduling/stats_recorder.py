@@ -56,7 +56,7 @@ class StatsRecorder:
         if seq.is_resuming:
             return
         seq.history.first_scheduled_s = now
-        seq.history.num_cached = seq.num_computed
+        seq.history.num_cached, seq.history.num_matched = seq.num_computed, seq.kv.branch
         if not seq.is_background:
             self._stats.queue_s.observe(now - seq.request.arrival_s)
         self._stats.prefix_queried_tokens += seq.num_prompt

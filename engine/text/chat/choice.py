@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from engine.core.errors import ServerError, ShuttingDownError
 from engine.core.types import FinishReason, PromptInfo, TokenEvent, TokenLogprob
 from engine.text.chat.chat_format import MessageParser
+from engine.text.chat.history import ChatTurn
 from engine.text.detokenizer import Detokenizer, StopStrings
 from engine.text.tokenizer import TextTokenizer
 from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
@@ -32,7 +33,7 @@ class TextRules:
     echo: bool = False  # the text begins with the prompt
     make_parser: Callable[[], MessageParser] | None = None  # of parsers that find thoughts and calls in the text
     max_calls: int | None = None  # the answer ends where a further call begins
-    remember: Callable[[Sequence[int]], None] | None = None  # takes the answer's ids, without the token that ended it
+    turn: ChatTurn | None = None  # of a conversation, which remembers the answer's ids
 
 
 @dataclass(slots=True)
@@ -111,7 +112,7 @@ class Choice:
         self._prompt = prompt
         self._rules = rules
         self._parser = rules.make_parser() if rules.make_parser else None
-        self._ids: list[int] = []  # for `remember`
+        self._ids: list[int] = []  # for `turn`
         self._num_calls = 0
         self._num_chars = 0  # of all text so far, including text that a stop string cuts off
         self._delta = Delta()
@@ -173,7 +174,7 @@ class Choice:
         self._delta.token_ids.append(token_id)
         if logprob is not None:
             self._note(token_id, logprob)
-        if self._rules.remember is not None:
+        if self._rules.turn is not None:
             self._ids.append(token_id)
         is_shown = self._rules.include_stop or token_id not in self._rules.ending_ids
         if is_shown and token_id not in self._rules.hidden_ids:
@@ -239,8 +240,8 @@ class Choice:
         self._delta.finish_reason, self._delta.stop_reason = reason, stop_reason
         self._delta.has_called = self._num_calls > 0
         self.is_done = True
-        if self._rules.remember is not None and self._ids:
-            self._rules.remember(self._ids[:-1] if self._ids[-1] in self._rules.ending_ids else self._ids)
+        if self._rules.turn is not None and self._ids:
+            self._rules.turn.remember(self._ids, has_end=self._ids[-1] in self._rules.ending_ids)
 
 
 def _failure(event: TokenEvent) -> Exception:

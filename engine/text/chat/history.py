@@ -20,6 +20,7 @@ from math import inf
 from threading import Lock
 from typing import Any, NamedTuple
 
+from engine.text.chat.prefixes import Forks, Owner, RecentPrompt, RecentPrompts
 from engine.text.tokenizer import PROBE, TextTokenizer
 
 MAX_IDS = 16 << 20  # of all answers, 4 bytes each
@@ -51,10 +52,26 @@ class HistoryCounts:
     num_used: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class ChatTurn:
+    """A prompt that was made, whose answer is to be remembered."""
+
+    history: AnswerHistory
+    place: AnswerPlace
+    prompt: RecentPrompt
+    forks: Forks  # where it leaves earlier prompts
+
+    def remember(self, ids: Sequence[int], *, has_end: bool) -> None:
+        """Remember an answer, whose last token may be its end."""
+        self.history.remember(self.place, ids[:-1] if has_end else ids)
+        self.history.prompts.answer(self.prompt, ids[:-1])  # the last one is never computed
+
+
 class AnswerHistory:
     """The last answers; beyond a bound, those that were used least recently are forgotten."""
 
-    def __init__(self, tokenizer: TextTokenizer, max_answers: int) -> None:
+    def __init__(self, tokenizer: TextTokenizer, max_answers: int, block_size: int) -> None:
+        """Of prompts, so many tokens are reused together."""
         self._tokenizer, self._max_answers = tokenizer, max_answers
         source = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
         ends, special = tokenizer.eos_token_ids, tokenizer.special_tokens
@@ -64,11 +81,20 @@ class AnswerHistory:
         self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
         self._num_ids = 0
         self._lock = Lock()
-        self.counts = HistoryCounts()
+        self.counts, self.prompts = HistoryCounts(), RecentPrompts(block_size)
 
-    def encode(self, owner: str, text: str) -> tuple[list[int], AnswerPlace]:
+    def begin(self, owner: Owner, text: str, num_sought: int) -> tuple[list[int], ChatTurn]:
+        """Return the ids of a prompt that has so many earlier answers, and the turn that it begins. Raises as `encode`."""
+        ids, place = self.encode(owner, text)
+        with self._lock:
+            self.counts.num_sought += num_sought
+            self.counts.num_used += min(place.num_found, num_sought)
+        return ids, ChatTurn(self, place, *self.prompts.add(owner, ids))
+
+    def encode(self, owner: Owner, text: str) -> tuple[list[int], AnswerPlace]:
         """Return the ids of a prompt, and the place of the answer to it. Raises InvalidRequestError."""
-        digest, done = blake2b(blake2b(owner.encode("utf-8", "surrogatepass")).digest(), digest_size=32), 0
+        whose = blake2b("\0".join(owner).encode("utf-8", "surrogatepass")).digest()
+        digest, done = blake2b(whose, digest_size=32), 0
         names = dict[bytes, int]()  # with the place in the text up to which each is the digest
         for end in (*[mark.start() for mark in islice(self._marks.finditer(text), _MAX_MARKS)], len(text)):
             digest.update(text[done:end].encode("utf-8", "surrogatepass"))
@@ -100,12 +126,6 @@ class AnswerHistory:
             self._num_ids += len(answer.ids)
             while len(self._answers) > self._max_answers or self._num_ids > MAX_IDS:
                 self._num_ids -= len(self._answers.popitem(last=False)[1].ids)
-
-    def count(self, num_sought: int, num_used: int) -> None:
-        """Count the earlier answers of a prompt."""
-        with self._lock:
-            self.counts.num_sought += num_sought
-            self.counts.num_used += num_used
 
     def _find(self, names: Mapping[bytes, int]) -> list[tuple[int, _Answer]]:
         """Return the answers of some names, in the order of their ends; one that is part of a longer one is left out."""

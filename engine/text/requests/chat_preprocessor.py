@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from engine.core.errors import HeadlessModelError, InvalidRequestError, UnsupportedError
 from engine.core.types import GrammarKey, SamplingParams, Thinking
 from engine.text.chat.choice import TextRules
-from engine.text.chat.history import AnswerHistory, AnswerPlace
+from engine.text.chat.history import AnswerHistory
 from engine.text.chat.limits import ModelLimits
+from engine.text.chat.prefixes import Owner
 from engine.text.fields.chat import ChatFields, Conversation
 from engine.text.fields.sampling import Constraint
 from engine.text.fields.tools import ToolChoice
@@ -23,6 +23,8 @@ from engine.text.grammars.thinking import EFFORT_BUDGETS
 from engine.text.requests.sampling import sampling_params, text_rules, truncated
 from engine.text.tools.forced import forced_grammar
 from engine.text.tools.tool_format import ToolFormat
+
+NO_OWNER = Owner("")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,25 +100,26 @@ class ChatPreprocessor:
             return 0
         return max(num_prompt - len(self._tokenizer.encode(opening, add_special_tokens=False)), 0)
 
-    def encode(self, chat: ChatFields, text: str, owner: str = "") -> list[int]:
+    def encode(self, chat: ChatFields, text: str, owner: Owner = NO_OWNER) -> list[int]:
         """Return the tokens of a rendered prompt, whose earlier answers are an owner's. Raises ContextLengthError."""
-        return self._encode(chat, text, owner)[0]
-
-    def _encode(self, chat: ChatFields, text: str, owner: str) -> tuple[list[int], AnswerPlace | None]:
-        """Return the tokens of a prompt, and the place of an answer that is to be remembered."""
         self.limits.check_length(len(text), "messages")
-        if self._history is not None and not chat.add_special_tokens and chat.truncate_prompt_tokens is None:
-            return self._history.encode(owner, text)
+        if self._history is not None and _is_plain_text(chat):
+            return self._history.encode(owner, text)[0]
         ids = self._tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
-        return ids if chat.truncate_prompt_tokens is None else truncated(chat, ids, self.limits), None
+        return ids if chat.truncate_prompt_tokens is None else truncated(chat, ids, self.limits)
 
-    def prepare(self, chat: ChatFields, text: str | None = None, owner: str = "") -> PreparedChat:
+    def prepare(self, chat: ChatFields, text: str | None = None, owner: Owner = NO_OWNER) -> PreparedChat:
         """Return what the engine takes. `text` is the rendered prompt, whose earlier answers are an owner's.
 
         Raises ClientError.
         """
-        text = self.render(chat) if text is None else text
-        prompt, place = self._encode(chat, text, owner)
+        text, turn = self.render(chat) if text is None else text, None
+        if self._history is None or not _is_plain_text(chat):
+            prompt = self.encode(chat, text)
+        else:
+            self.limits.check_length(len(text), "messages")
+            num_answers = sum([message.role == "assistant" for message in chat.messages])
+            prompt, turn = self._history.begin(owner, text, num_answers)
         params = self._params(chat, len(prompt))
         constraint, tool_format = next(iter(chat.constraints()), None), None
         if chat.shown_tools:
@@ -129,16 +132,15 @@ class ChatPreprocessor:
         rules = text_rules(chat, params)
         if tool_format is not None or self._format.tags is not None or self._format.has_channels:
             rules = self._with_parser(rules, chat, tool_format, begins_within=begins_within)
-        if self._history is not None and place is not None:
-            num_answers = sum([message.role == "assistant" for message in chat.messages])
-            self._history.count(num_answers, min(place.num_found, num_answers))
-            rules = replace(rules, remember=partial(self._history.remember, place))
+        rules = rules if turn is None else replace(rules, turn=turn)
         constraint = constraint if params.max_tokens else None
         key = None if constraint is None else GrammarKey(constraint.spec.digest)
         if thinking is not None and (key is not None or thinking.budget is not None):
             key = GrammarKey(b"" if key is None else key.digest, thinking, self._tokenizer.eos_token_ids)
         params = params if key is None else replace(params, grammar=key)
         turn_end = self._turn_end(chat, text, len(prompt))
+        if turn is not None:
+            turn.prompt.turn_end = turn_end or len(prompt)
         return PreparedChat(
             text=text, prompt=prompt, turn_end=turn_end, params=params, rules=rules, constraint=constraint
         )
@@ -234,3 +236,8 @@ class ChatPreprocessor:
         if chat_format.hidden_ids is None or not rules.skip_special_tokens:
             return rules
         return replace(rules, skip_special_tokens=False, hidden_ids=chat_format.hidden_ids)
+
+
+def _is_plain_text(chat: ChatFields) -> bool:
+    """Return whether the tokens of a prompt are those of its text alone, and of all of it."""
+    return not chat.add_special_tokens and chat.truncate_prompt_tokens is None
