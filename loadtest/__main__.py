@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from engine.core.errors import QuireError
-from loadtest import bench, beside, compare, formats, front, hostile, levers, sharing, vllm_bench
+from loadtest import bench, beside, compare, formats, front, hostile, levers, sessions, vllm_bench
 from loadtest.arguments import refuse_unwritable
 from loadtest.errors import LoadtestError
 from loadtest.fleet import command as fleet
@@ -28,7 +28,7 @@ COMMANDS: Commands = {
     "levers": ("measure the effect of each setting", levers.add_options, levers.run),
     "hostile": ("send hostile and heavy bodies, and watch /health", hostile.add_options, hostile.run),
     "beside": ("measure requests beside a long prompt", beside.add_options, beside.run),
-    "sharing": ("time prompts that another daemon has computed", sharing.add_options, sharing.run),
+    "sessions": ("drive servers with agents' sessions, and count what they reuse", sessions.add_options, sessions.run),
 }
 
 _QUIRES = ("bench", "simulate", "calibrate", "tune")  # the `quire` command has these too

@@ -178,8 +178,8 @@ class Connection(asyncio.Protocol):
 class EventReader:
     """Splits the body of an answer into events, and records them in an Outcome."""
 
-    def __init__(self, outcome: Outcome) -> None:
-        self.outcome = outcome
+    def __init__(self, outcome: Outcome, on_event: Callable[[Any], None] = lambda _: None) -> None:
+        self.outcome, self._on_event = outcome, on_event
         self.tail = b""  # the rest without a blank line; all of the body if it is not a stream
 
     def feed(self, now: float, data: bytes) -> None:
@@ -191,6 +191,7 @@ class EventReader:
 
     def _note(self, now: float, event: dict[str, Any]) -> None:
         outcome = self.outcome
+        self._on_event(event)
         if error := event.get("error"):
             outcome.error = _sentence(error)
         if usage := event.get("usage"):
@@ -218,15 +219,22 @@ class Client:
         self._idle: list[Connection] = []
         self._tls = ssl.create_default_context() if target.tls else None
 
-    async def stream(self, path: str, body: dict[str, Any], outcome: Outcome | None = None) -> Outcome:
+    async def stream(
+        self,
+        path: str,
+        body: dict[str, Any],
+        outcome: Outcome | None = None,
+        on_event: Callable[[Any], None] = lambda _: None,
+    ) -> Outcome:
         """POST a streaming request and time its answer; an error is in `Outcome.error`.
 
-        A given `outcome` is filled while the answer arrives, for callers that cancel the request.
+        A given `outcome` is filled while the answer arrives, for callers that cancel the request. `on_event` gets the
+        documents of the stream.
         """
         payload = json.dumps(body).encode()
         request = self.target.head("POST", path, len(payload)) + payload
         outcome = outcome or Outcome(start_s=time.perf_counter())
-        reader = EventReader(outcome)
+        reader = EventReader(outcome, on_event)
         try:
             status = await asyncio.wait_for(self._exchange(request, reader.feed), self.timeout_s)
             if status != 200:

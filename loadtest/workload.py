@@ -60,7 +60,8 @@ class Length:
         return rng.randint(self.low, self.high)
 
 
-def _text(rng: random.Random, num_words: int) -> str:
+def text_of(rng: random.Random, num_words: int) -> str:
+    """Return words for a prompt of about as many tokens."""
     return " ".join(rng.choices(WORDS, k=num_words))
 
 
@@ -69,14 +70,14 @@ def synthetic(
 ) -> list[Job]:
     """Return jobs of random words, each after one of some shared prefixes."""
     rng = random.Random(seed)
-    prefixes = [_text(rng, prefix_len) + " " if prefix_len else "" for _ in range(num_prefixes)]
-    return [Job(rng.choice(prefixes) + _text(rng, prompt.draw(rng)), output.draw(rng)) for _ in range(num)]
+    prefixes = [text_of(rng, prefix_len) + " " if prefix_len else "" for _ in range(num_prefixes)]
+    return [Job(rng.choice(prefixes) + text_of(rng, prompt.draw(rng)), output.draw(rng)) for _ in range(num)]
 
 
 def copying(num: int, *, prompt: Length, output: Length, seed: int) -> list[Job]:
     """Return jobs whose prompts ask for a copy of their words."""
     rng = random.Random(seed)
-    texts = [_text(rng, prompt.draw(rng)) for _ in range(num)]
+    texts = [text_of(rng, prompt.draw(rng)) for _ in range(num)]
     return [Job(f"Read this: {text}.\nOnce more, word by word: {text[:20]}", output.draw(rng)) for text in texts]
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from engine.core.types import Request, SamplingParams
 from loadtest.arguments import given
-from loadtest.fleet.credited import compare
 from loadtest.fleet.daemons import Sizes, fleet, scratch
 from loadtest.fleet.foresee import what_is_known
 from loadtest.fleet.kill import kill_and_return
@@ -73,11 +72,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kill", action="store_true", help="kill a daemon under load instead, and start it again")
     parser.add_argument(
-        "--credits",
-        action="store_true",
-        help="vllm kv_aware: compare its credited tokens with the daemons' cached ones",
-    )
-    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="add all runs to this file; the table is over all in it"
     )
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of the last run here")
@@ -93,10 +87,6 @@ def run(options: argparse.Namespace) -> int:
             return kill_and_return(
                 _routing(options, policies[-1]), _sizes(options), options.daemons, options.clients, folder
             )
-        if options.credits:
-            routing = _routing(options, "kv_aware")
-            prompts = draw(load_of(options), options.seed)
-            return compare(routing, _sizes(options), options.daemons, options.clients, prompts, folder)
         known = _known(options, policies, folder) if options.foresee else {}
         for seed in range(options.seed, options.seed + options.runs):
             for policy in policies:

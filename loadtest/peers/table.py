@@ -53,7 +53,7 @@ class Setup(NamedTuple):
     num_threads: int
     max_num_seqs: int
     max_model_len: int
-    kv_gib: int
+    kv_gib: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _quire(python: str, setup: Setup) -> Command:
         *(("--dtype", "bfloat16") if setup.precision in PRECISIONS else ()),  # it dequantises what is stored
         *("--max-num-seqs", str(setup.max_num_seqs)),
         *("--max-model-len", str(setup.max_model_len)),
-        *("--kv-cache-memory-bytes", f"{setup.kv_gib}GiB"),
+        *("--kv-cache-memory-bytes", f"{setup.kv_gib:g}GiB"),
         *("--num-threads", str(setup.num_threads)),
         *(("--quantization", "int8") if setup.precision == "int8" else ()),
     ]
@@ -90,7 +90,7 @@ def _quire(python: str, setup: Setup) -> Command:
 def _vllm(python: str, setup: Setup) -> Command:
     """Follow vLLM's advice for CPUs: bound threads, Intel's OpenMP preloaded."""
     environ = {
-        "VLLM_CPU_KVCACHE_SPACE": str(setup.kv_gib),
+        "VLLM_CPU_KVCACHE_SPACE": f"{setup.kv_gib:g}",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.num_threads - 1}",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -131,7 +131,7 @@ def _openvino(python: str, setup: Setup) -> Command:
         *("--port", str(setup.port)),
         *("--name", setup.model.name),
         *("--num-threads", str(setup.num_threads)),
-        *("--kv-cache-gib", str(setup.kv_gib)),
+        *("--kv-cache-gib", f"{setup.kv_gib:g}"),
         *("--max-num-seqs", str(setup.max_num_seqs)),
     ]
     return Command(argv, {})
