@@ -120,15 +120,14 @@ def _parts(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) ->
     """Return the application's parts by the names under which `app.state` has them."""
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     request_log, live_view = RequestLog(engine.clock), LiveView(engine)
-    export = _open_export(config, engine)
-    if export is not None:
-        metrics.add_span_counts(export.otlp.counts)
+    export = _open_export(config, engine, metrics)
     exported = [] if export is None else export.listeners
     logged = [AnswerLog().observe] if config.enable_log_requests else []
     emit = Telemetry(*metrics.listeners, *exported, *logged, request_log.observe).emit
+    tenants = None if config.tenants is None else read_tenants(config.tenants, config.api_keys)
     tenancy = Tenancy(
         config.api_keys,
-        None if config.tenants is None else read_tenants(config.tenants, config.api_keys),
+        tenants,
         lambda tenant, limit: emit(TenantRefused(tenant, limit)),
         shares_prefixes=config.share_prefix_cache,
     )
@@ -205,7 +204,7 @@ class _Export(NamedTuple):
     listeners: list[Listener]
 
 
-def _open_export(config: AppConfig, engine: EngineHandle) -> _Export | None:
+def _open_export(config: AppConfig, engine: EngineHandle, metrics: Metrics) -> _Export | None:
     """Return what exports over OTLP; None, without importing OpenTelemetry, if no address is given."""
     endpoints = find_endpoints(config)
     if endpoints is None:
@@ -214,6 +213,7 @@ def _open_export(config: AppConfig, engine: EngineHandle) -> _Export | None:
     from server.telemetry.tracing import GenAiMetrics, Tracing
 
     otlp, name = Otlp(endpoints), config.served_model_names[0]
+    metrics.add_span_counts(otlp.counts)
     tracing = None if otlp.tracers is None else Tracing(otlp.tracers, name, engine.clock)
     listeners: list[Listener] = [] if tracing is None else [tracing.observe]
     if otlp.meters is not None:

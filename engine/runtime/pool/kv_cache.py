@@ -78,18 +78,7 @@ class KVCache:
         # layer, all would reach a new huge page in the same step, which would wait until hundreds of pages are cleared.
         # On a GPU the tensors of a block's places are apart.
         cuts = groups.cuts[-1:] if device.type == "cpu" else groups.cuts
-        try:
-            # Zeros: a kernel that multiplies values after a context's end by a weight of 0 must not read NaN.
-            self._parts = [
-                _zeros((num_blocks, block_size * (end - first) // dtype.itemsize), dtype, device)
-                for first, end in pairwise((0, *cuts))
-            ]
-        except (RuntimeError, MemoryError) as error:  # torch's is the former, on either device
-            raise MemoryBudgetError(
-                f"A KV pool of {num_blocks} blocks needs {num_blocks * block_size * cuts[-1] // _MIB} MiB, which {device.type} "
-                "memory does not have; lower --kv-cache-memory-bytes or --gpu-memory-utilization, --max-num-seqs or "
-                "--max-model-len."
-            ) from error
+        self._parts = _allocate(num_blocks, [block_size * cut for cut in cuts], dtype, device)
         # Views of the whole pool, block first, in a type that can be copied.
         self.blocks = [movable(part) for part in self._parts]
         self.headroom = Headroom(self.blocks[0]) if device.type == "cpu" else None
@@ -213,6 +202,20 @@ class _LastLayers:
         """See KVCache."""
         rotate = self._cache.from_projected
         return None if rotate is None else lambda layer, qkv, rotation: rotate(self._first + layer, qkv, rotation)
+
+
+def _allocate(num_blocks: int, cuts: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return the memory of blocks that are cut at these bytes. Raises MemoryBudgetError."""
+    try:
+        # Zeros: a kernel that multiplies values after a context's end by a weight of 0 must not read NaN.
+        return [
+            _zeros((num_blocks, (end - first) // dtype.itemsize), dtype, device) for first, end in pairwise((0, *cuts))
+        ]
+    except (RuntimeError, MemoryError) as error:  # torch's is the former, on either device
+        raise MemoryBudgetError(
+            f"A KV pool of {num_blocks} blocks needs {num_blocks * cuts[-1] // _MIB} MiB, which {device.type} memory does "
+            "not have; lower --kv-cache-memory-bytes or --gpu-memory-utilization, --max-num-seqs or --max-model-len."
+        ) from error
 
 
 def _zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
