@@ -79,6 +79,12 @@ QWEN3_5 = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+QWEN3_5_MOE = QWEN3_5 | {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 GPT_OSS = {
     "num_local_experts": 8,
     "num_experts_per_tok": 3,
@@ -165,6 +171,7 @@ CASES = {
     ),
     "qwen3_5-attention": Case("Qwen3_5TextConfig", {"head_dim": 32, "layer_types": ["full_attention"] * 3}),
     "qwen3_5": Case("Qwen3_5TextConfig", QWEN3_5),
+    "qwen3_5-moe": Case("Qwen3_5MoeTextConfig", QWEN3_5_MOE),
     "granite": Case(
         "GraniteConfig",
         {

@@ -52,6 +52,9 @@ QWEN = {  # its names, and its norms scale by 1 + weight
     "eh_proj.weight": "fc.weight",
     "shared_head.norm.weight": "norm.weight",
 }
+CASES["qwen3_5_moe"] = families.Case(
+    "Qwen3_5MoeTextConfig", families.QWEN3_5_MOE | {"layer_types": CASES["qwen3_5"].settings["layer_types"]}
+)
 _random = random.Random(3)
 PROMPTS = [[_random.randrange(3, 128) for _ in range(length)] for length in (1, 3, 17, 30)]
 REGIMES: dict[str, dict[str, int]] = {

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from tests.cpu.served_models import save_servable, save_tokenizer, say
 from tests.cpu.test_models_families import CASES as NATIVE
-from tests.cpu.test_models_families import GEMMA4, QWEN3_5, QWEN3_MOE, SIZES
+from tests.cpu.test_models_families import GEMMA4, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, SIZES
 from tests.cpu.test_models_transformers import CASES
 from tests.daemon.real_daemon import serve
 
@@ -88,6 +88,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ("Qwen2VL", AXES, {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}),
     "qwen2_5_vl": ("Qwen2_5_VL", AXES, QWEN_VISION),
     "qwen3_5": ("Qwen3_5", QWEN3_5, QWEN_VISION),
+    "qwen3_5_moe": ("Qwen3_5Moe", QWEN3_5_MOE, QWEN_VISION),
     "qwen3_vl": ("Qwen3VL", WIDE_AXES | {"head_dim": 32}, QWEN_VISION | {"deepstack_visual_indexes": [0]}),
     "qwen3_vl_moe": ("Qwen3VLMoe", WIDE_AXES | QWEN3_MOE, QWEN_VISION | {"deepstack_visual_indexes": [0]}),
 }
@@ -104,7 +105,7 @@ def save_wrapper(name: str, folder: Path) -> Any:
         for parameter in model.parameters():
             parameter.normal_(std=0.15)
     model.save_pretrained(folder)
-    words = folder / "words" if name == "qwen3_5" else folder
+    words = folder / "words" if name.startswith("qwen3_5") else folder
     words.mkdir(exist_ok=True)
     save_tokenizer(words)
     return model

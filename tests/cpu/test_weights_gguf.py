@@ -237,6 +237,7 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
     "deepseek2/lite": deepseek("deepseek_v2-lite", is_split=False, n_group=1, topk_group=1, **DEEPSEEK_YARN),
     "deepseek2/glm": deepseek("glm4_moe_lite", is_split=True, mlp_layer_types=["dense", "sparse", "sparse"]),
     "qwen35": (CASES["qwen3_5"], DELTA, QWEN35),
+    "qwen35moe": (CASES["qwen3_5-moe"], DELTA, QWEN35 | EXPERTS),
     "glm4moe/air": (CASES["glm4-moe-air"], BEFORE_MLP, {**GLM4, "expert_shared_count": 2}),
 }
 

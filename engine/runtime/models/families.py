@@ -281,29 +281,15 @@ def glm4_moe_lite(hf: HFConfig) -> ModelConfig:
 
 def qwen3_5(hf: HFConfig) -> ModelConfig:
     """Qwen 3.5: Gated DeltaNet, and in every fourth layer gated attention, of whose heads a quarter is rotated."""
-    hf = HFConfig({"partial_rotary_factor": 0.25, **hf.values}, hf.source)
-    types = [_FULL if (i + 1) % 4 == 0 else _LINEAR for i in range(_num_layers(hf))]
-    delta = DeltaConfig(
-        num_k_heads=hf.size("linear_num_key_heads", 16),
-        num_v_heads=hf.size("linear_num_value_heads", 32),
-        k_dim=hf.size("linear_key_head_dim", 128),
-        v_dim=hf.size("linear_value_head_dim", 128),
-        kernel=hf.size("linear_conv_kernel_dim", 4),
-        is_tiled=hf.flag("linear_value_heads_tiled"),
-    )
-    if delta.num_v_heads % delta.num_k_heads:
-        raise hf.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {delta.num_k_heads}")
-    layers = [replace(layer, heads=replace(layer.heads, is_gated=True)) for layer in _layers(hf)]
-    for index, kind in enumerate(_layer_types(hf, types, (_LINEAR, _FULL))):
-        if kind == _LINEAR:
-            layers[index] = replace(layers[index], rope=None, mixer="delta", delta=delta)
-    return replace(
-        _common(hf),
-        norm_offset=True,
-        qk_norm=QKNorm.HEAD,
-        layers=tuple(layers),
-        num_mtp_layers=_num_mtp_layers(hf),
-    )
+    return _qwen3_5_common(hf, moes=None)
+
+
+def qwen3_5_moe(hf: HFConfig) -> ModelConfig:
+    """Qwen 3.5 with experts: many small ones, and a shared one behind a gate."""
+    width = hf.size("moe_intermediate_size", 512)
+    hf = HFConfig({"norm_topk_prob": True, "intermediate_size": width, **hf.values}, hf.source)
+    moes = qwen_experts(hf, num_experts=256, num_chosen=8, width=width, shared_width=512)
+    return _qwen3_5_common(hf, moes=moes)
 
 
 def gemma4(hf: HFConfig) -> ModelConfig:
@@ -342,6 +328,7 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "gpt_oss": gpt_oss,
     "glm4_moe": glm4_moe,
     "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5_moe,
     "gemma4_text": gemma4,
     "gemma4_unified_text": gemma4_unified,
 }
@@ -372,6 +359,34 @@ def _granite_common(hf: HFConfig) -> ModelConfig:
         residual_multiplier=hf.number("residual_multiplier", 1.0),
         attention_scale=hf.number("attention_multiplier", 1.0),
         logit_multiplier=1.0 / hf.positive("logits_scaling", 1.0),
+    )
+
+
+def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None) -> ModelConfig:
+    """Return the settings that Qwen 3.5 has with experts, and without."""
+    hf = HFConfig({"partial_rotary_factor": 0.25, **hf.values}, hf.source)
+    every = hf.size("full_attention_interval", 4)
+    types = [_LINEAR if (i + 1) % every else _FULL for i in range(_num_layers(hf))]
+    delta = DeltaConfig(
+        num_k_heads=hf.size("linear_num_key_heads", 16),
+        num_v_heads=hf.size("linear_num_value_heads", 32),
+        k_dim=hf.size("linear_key_head_dim", 128),
+        v_dim=hf.size("linear_value_head_dim", 128),
+        kernel=hf.size("linear_conv_kernel_dim", 4),
+        is_tiled=hf.flag("linear_value_heads_tiled"),
+    )
+    if delta.num_v_heads % delta.num_k_heads:
+        raise hf.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {delta.num_k_heads}")
+    layers = [replace(layer, heads=replace(layer.heads, is_gated=True)) for layer in _layers(hf, moes=moes)]
+    for index, kind in enumerate(_layer_types(hf, types, (_LINEAR, _FULL))):
+        if kind == _LINEAR:
+            layers[index] = replace(layers[index], rope=None, mixer="delta", delta=delta)
+    return replace(
+        _common(hf),
+        norm_offset=True,
+        qk_norm=QKNorm.HEAD,
+        layers=tuple(layers),
+        num_mtp_layers=_num_mtp_layers(hf),
     )
 
 

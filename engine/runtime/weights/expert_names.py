@@ -34,7 +34,14 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
     "glm4_moe_lite": {"shared_experts": "shared_expert"},
 }
 # Their heads for later tokens are in layers after the last; Qwen 3.5's, which is apart, is given DeepSeek's names.
-_WITH_HEADS_FOR_LATER_TOKENS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5_text")
+_WITH_HEADS_FOR_LATER_TOKENS = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
 _HEAD = re.compile(r"mtp\.(?:layers\.(\d+)|(fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm))\.(.+)")
 _HEAD_MODULES = {
     "fc": "eh_proj",

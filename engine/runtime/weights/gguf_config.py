@@ -71,7 +71,7 @@ def _common(file: _File) -> dict[str, Any]:
     return {
         "vocab_size": file.shapes["token_embd.weight"][0],
         "hidden_size": hidden,
-        "intermediate_size": meta.size("feed_forward_length"),
+        "intermediate_size": meta.size("feed_forward_length", meta.optional_size("expert_feed_forward_length")),
         "num_hidden_layers": meta.size("block_count") - meta.integer("nextn_predict_layers", 0),
         "num_nextn_predict_layers": meta.integer("nextn_predict_layers", 0),
         "num_attention_heads": heads,
@@ -345,6 +345,16 @@ def _qwen35(file: _File) -> dict[str, Any]:
     }
 
 
+def _qwen35moe(file: _File) -> dict[str, Any]:
+    return {
+        **_qwen35(file),
+        **_experts(file),
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": _expert_width(file),
+        "shared_expert_intermediate_size": _width(file, "ffn_up_shexp"),
+    }
+
+
 # What each architecture has beside the common settings, and its name on the hub if that is another.
 ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "llama": _llama,
@@ -369,7 +379,9 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "glm4moe": _glm4moe,
     "deepseek2": _deepseek2,
     "qwen35": _qwen35,
+    "qwen35moe": _qwen35moe,
 }
 _WITH_EXPERTS = (
-    "llama", "mistral3", "qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe", "granitemoe", "gpt-oss", "glm4moe", "deepseek2",
+    "llama", "mistral3", "qwen2moe", "qwen3moe", "qwen3vlmoe", "qwen35moe", "olmoe", "granitemoe", "gpt-oss", "glm4moe",
+    "deepseek2",
 )  # fmt: skip

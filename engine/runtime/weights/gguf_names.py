@@ -50,6 +50,16 @@ _WHOLE_NAMES = {
 }
 _AFTER_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _SANDWICH = _AFTER_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
+_DELTA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
 _BY_ARCH = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gemma2": _SANDWICH,
@@ -57,16 +67,8 @@ _BY_ARCH = {
     "olmo2": _AFTER_NORMS,
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},  # ahead of the MLP
     "glm4moe": {"post_attention_norm": "post_attention_layernorm"},
-    "qwen35": {
-        "post_attention_norm": "post_attention_layernorm",
-        "attn_qkv": "linear_attn.in_proj_qkv",
-        "attn_gate": "linear_attn.in_proj_z",
-        "ssm_beta": "linear_attn.in_proj_b",
-        "ssm_alpha": "linear_attn.in_proj_a",
-        "ssm_conv1d": "linear_attn.conv1d",
-        "ssm_norm": "linear_attn.norm",
-        "ssm_out": "linear_attn.out_proj",
-    },
+    "qwen35": _DELTA,
+    "qwen35moe": _DELTA,
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 _STACK = re.compile(r"ffn_(gate|up|down|gate_up)_exps")
