@@ -1,7 +1,7 @@
 """Builds a `tokenizers.Tokenizer` from a GGUF file's metadata.
 
 Byte-level BPE ("gpt2", which splits a text into words first, as gguf_words.json lists) and SentencePiece BPE ("llama",
-scores instead of merges). An unknown kind is refused: a nearly right tokenizer makes a model subtly worse.
+scores instead of merges; "gemma4", merges). An unknown kind is refused: a nearly right tokenizer makes a model subtly worse.
 
 The file has a row for each way to split: the names of `tokenizer.ggml.pre`, each of which stands for all tokenizers that
 give the same ids for one test text, whichever model they belong to; and steps one after the other, a regular expression
@@ -98,7 +98,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a GGUF file's metadata. Raises ModelLoadError."""
     check_tokenizer(metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
-    if metadata["tokenizer.ggml.model"] == "llama":
+    if metadata["tokenizer.ggml.model"] in ("llama", "gemma4"):
         tokenizer, has_bos = _sentence_piece_bpe(metadata, tokens), True
     else:
         pre = _pre(metadata)
@@ -120,7 +120,7 @@ def check_tokenizer(metadata: Mapping[str, Any]) -> None:
     if not metadata.get("tokenizer.ggml.tokens"):
         raise ModelLoadError("The GGUF file holds no tokenizer; name one with --tokenizer.")
     model = metadata.get("tokenizer.ggml.model")
-    if model == "llama" or (model == "gpt2" and _pre(metadata) in WORDS):
+    if model in ("llama", "gemma4") or (model == "gpt2" and _pre(metadata) in WORDS):
         return
     kind = f"{model} with pre-tokenizer {_pre(metadata)!r}" if model == "gpt2" else model
     raise ModelLoadError(
@@ -140,9 +140,8 @@ def special_token(metadata: Mapping[str, Any], role: str) -> int | None:
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str], words: Words) -> Tokenizer:
-    pairs = [merge.partition(" ") for merge in metadata.get("tokenizer.ggml.merges", ())]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = [(left, right) for left, _, right in pairs]
+    merges = _merges(metadata)
     tokenizer = Tokenizer(_bpe(vocabulary, merges, ignore_merges=words.is_whole_first))
     if words.is_composed:
         tokenizer.normalizer = normalizers.NFC()
@@ -151,16 +150,21 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: Sequence[str], words: W
     return tokenizer
 
 
+def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    pairs = (merge.partition(" ") for merge in metadata.get("tokenizer.ggml.merges", ()))
+    return [(left, right) for left, _, right in pairs]
+
+
 def _sentence_piece_bpe(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
-    scores = metadata.get("tokenizer.ggml.scores", ())
-    if len(scores) != len(tokens):
+    scores, has_merges = metadata.get("tokenizer.ggml.scores", ()), metadata["tokenizer.ggml.model"] == "gemma4"
+    if not has_merges and len(scores) != len(tokens):
         raise ModelLoadError(f"The GGUF file's tokenizer has {len(tokens)} tokens but {len(scores)} scores.")
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     unknown = special_token(metadata, "unknown")
     tokenizer = Tokenizer(
         _bpe(
             vocabulary,
-            _merges_of_scores(vocabulary, scores),
+            _merges(metadata) if has_merges else _merges_of_scores(vocabulary, scores),
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,

@@ -258,6 +258,17 @@ def test_sentence_piece_merges_as_defined(text: str) -> None:
     assert build_tokenizer(SPM).encode(text, add_special_tokens=False).tokens == sentence_piece(text)
 
 
+@given(st.text(alphabet="abc é日"))
+def test_merges_in_place_of_scores(text: str) -> None:
+    """As Gemma 4's files have them; a text begins without a space there."""
+    without = SPM | {"tokenizer.ggml.add_space_prefix": False}
+    pieces = sorted((piece for piece in PIECES if len(piece) > 1), key=PIECES.index)
+    merges = [f"{piece[:cut]} {piece[cut:]}" for piece in pieces for cut in range(1, len(piece))]
+    found = build_tokenizer(without | {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges})
+    assert found.encode(text).ids == build_tokenizer(without).encode(text).ids
+    assert found.decode(found.encode(text).ids) == text
+
+
 def test_sentence_piece_text_and_bos(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(write_gguf(tmp_path / "spm.gguf", SPM)))
     ids = tokenizer.encode("ab é cab", add_special_tokens=True)

@@ -72,7 +72,7 @@ DELTA = {
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 SANDWICH = AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
 
-OFFSET = ("gemma", "qwen35")  # whose norms are stored as 1 + weight
+OFFSET = ("gemma", "gemma2", "gemma3", "qwen35")  # whose norms are stored as 1 + weight
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}
 GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.1}
 BEFORE_MLP = {"post_attention_layernorm": "post_attention_norm"}
@@ -93,6 +93,44 @@ QWEN35 = {
     "ssm.time_step_rank": QWEN3_5["linear_num_value_heads"],
     "ssm.group_count": QWEN3_5["linear_num_key_heads"],
 }
+
+
+GEMMA4_NAMES = SANDWICH | {
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+}
+GEMMA4_IN_LAYER = {
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+}
+
+
+def gemma4(name: str, **extra: Any) -> tuple[Case, dict[str, str], dict[str, Any]]:
+    """Gemma 4's metadata: lengths of heads of either kind, and layers that share."""
+    settings = CASES[name].settings
+    kinds = [kind == "sliding_attention" for kind in settings["layer_types"]]
+    found = {
+        "attention.sliding_window": 8,
+        "attention.sliding_window_pattern": kinds,
+        "attention.key_length": 32,
+        "attention.key_length_swa": 16,
+        "rope.freq_base": 1_000_000.0,
+        "rope.freq_base_swa": 10_000.0,
+        "attention.shared_kv_layers": settings.get("num_kv_shared_layers", 0),
+        "embedding_length_per_layer_input": settings["hidden_size_per_layer_input"],
+    }
+    return CASES[name], GEMMA4_NAMES, found | extra
 
 
 def deepseek(name: str, *, is_split: bool, **settings: Any) -> tuple[Case, dict[str, str], dict[str, Any]]:
@@ -168,6 +206,9 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
         SANDWICH,
         {"attention.sliding_window": 8, "rope.freq_base": 1_000_000.0},
     ),
+    "gemma4": gemma4("gemma4", **{"attention.head_count_kv": [2, 1, 2, 1]}),
+    "gemma4/shared": gemma4("gemma4-shared", feed_forward_length=[96] * 3 + [192] * 3),
+    "gemma4/experts": gemma4("gemma4-moe", expert_count=4, expert_used_count=2, final_logit_softcapping=20.0),
     "granite": (
         CASES["granite"],
         {},
@@ -255,13 +296,14 @@ def write(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if "feed_forward_length" not in extra:
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     if "attention.head_count_kv" not in extra:
         writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if "attention.key_length" not in extra:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         writer.add_key_length(head_dim)
     theta = (config.rope_parameters or {}).get("rope_theta")
     if theta and "rope.freq_base" not in extra:
@@ -289,11 +331,13 @@ def convert(model: torch.nn.Module, arch: str, names: Mapping[str, str]) -> dict
     """What llama.cpp's converter does to the tensors of each architecture."""
     stored: dict[str, tuple[np.ndarray, Kind]] = {}
     table = NAMES | dict(names)
+    if arch == "gemma4":  # a quarter of a head's 32 numbers is turned, in pairs
+        stored["rope_freqs.weight"] = (np.float32([1.0] * 4 + [1e30] * 12), Kind.F32)
     for name, parameter in model.state_dict().items():
         values = parameter.detach().numpy()
         if not name.startswith("model.layers."):
             stem, ending = name.rsplit(".", 1)
-            stored[f"{table[stem]}.{ending}"] = (values + (arch.startswith(OFFSET) and "norm" in stem), Kind.F32)
+            stored[f"{table[stem]}.{ending}"] = (values + (arch in OFFSET and "norm" in stem), Kind.F32)
             continue
         index, role = name.removeprefix("model.layers.").split(".", 1)
         for found, part in converted_in_layer(role, values, model.config, arch, table):
@@ -304,6 +348,9 @@ def convert(model: torch.nn.Module, arch: str, names: Mapping[str, str]) -> dict
 def converted_in_layer(
     name: str, values: np.ndarray, config: Any, arch: str, table: Mapping[str, str]
 ) -> Iterator[tuple[str, np.ndarray]]:
+    if arch == "gemma4" and name in GEMMA4_IN_LAYER:
+        yield GEMMA4_IN_LAYER[name], values
+        return
     if ".experts." in name:
         yield from experts_of(name, values, arch)
         return
@@ -336,7 +383,7 @@ def converted_in_layer(
         heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
         halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
         values = halves.swapaxes(1, 2).reshape(values.shape)
-    if arch.startswith(OFFSET) and name.endswith("norm.weight") and not name.startswith("linear_attn."):
+    if arch in OFFSET and name.endswith("norm.weight") and not name.startswith("linear_attn."):
         values = values + 1
     yield f"{table[stem]}.{ending}", values[0] if stem.endswith("shared_expert_gate") else values
 

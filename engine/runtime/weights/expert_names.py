@@ -80,8 +80,8 @@ def expert_parts(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterato
         layer = _LAYER.match(name)
         if layer is not None and int(layer[1]) >= num_read_layers(config):
             return
-    if kind in _SHARING and ".self_attn." in name:
-        yield from _of_sharing_layer(config, name, shape)
+    if ".self_attn." in name and kind in _SHARING:
+        yield from (Part(each, shape, _whole) for each in names_of(config, name))
         return
     if ".shared_mlp." in name and kind in _GRANITES:
         yield from _granite_shared(config, name, shape)
@@ -130,22 +130,22 @@ def _behind_the_last(name: str, num_layers: int) -> str:
     return f"model.layers.{num_layers + int(layer)}.{rest}"
 
 
-def _of_sharing_layer(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterator[Part]:
-    """Yield a tensor of a family whose last layers read others' keys and values; some files have matrices for them.
+def names_of(config: HFConfig, name: str) -> tuple[str, ...]:
+    """Return the names of a tensor: two where a matrix of keys stands for values, too, and none if no layer reads it.
 
-    Where values are keys, the matrix of keys stands for both.
+    The last layers of some families read others' keys and values; some files have matrices for them nevertheless.
     """
     found = _KEYS_OR_VALUES.search(name)
-    layer = int(found[1]) if found is not None else 0
-    if found is not None and layer >= config.size("num_hidden_layers") - config.integer("num_kv_shared_layers", 0):
-        return
-    yield Part(name, shape, _whole)
+    if found is None or config.values.get("model_type") not in _SHARING:
+        return (name,)
+    layer, num_layers = int(found[1]), config.size("num_hidden_layers")
+    if layer >= num_layers - config.integer("num_kv_shared_layers", 0):
+        return ()
     types = config.texts("layer_types") if config.has("layer_types") else ()
-    is_full = layer + 1 == config.size("num_hidden_layers") or (
-        types[layer] == "full_attention" if layer < len(types) else (layer + 1) % 6 == 0
-    )
-    if found is not None and found[2] == "k_proj" and is_full and config.flag("attention_k_eq_v"):
-        yield Part(name.replace("k_proj", "v_proj"), shape, _whole)
+    is_full = types[layer] == "full_attention" if layer < len(types) else (layer + 1) % 6 == 0
+    if found[2] != "k_proj" or not config.flag("attention_k_eq_v") or not (is_full or layer + 1 == num_layers):
+        return (name,)
+    return name, name.replace("k_proj", "v_proj")
 
 
 _ENDINGS = {"": ".weight", "_bias": ".bias"}

@@ -25,7 +25,7 @@ from engine.files.gguf_parts import read_parts
 from engine.files.hf_config import HFConfig
 from engine.runtime.native.rows import OpenFile, StoredRows, in_halves
 from engine.runtime.weights.checkpoint import Checkpoint, StoredTensor
-from engine.runtime.weights.expert_names import num_read_layers
+from engine.runtime.weights.expert_names import names_of, num_read_layers
 from engine.runtime.weights.gguf_config import hf_config
 from engine.runtime.weights.gguf_names import parts_of
 
@@ -109,16 +109,17 @@ class GGUFCheckpoint(Checkpoint):
                 rows, start = whole.rows[first : first + part.num_rows], whole.start + first * whole.rows.shape[1]
                 tensor = whole._replace(shape=part.shape, rows=rows, start=start)
                 stored = partial(self._stored_rows, tensor) if len(part.shape) > 1 else None
-                yield StoredTensor(
-                    part.name,
-                    tensor.shape,
-                    rows.nbytes,
-                    tensor.path,
-                    partial(self._copy, tensor),
-                    stored,
-                    copy_rows=partial(self._copy_rows, tensor),
-                    block=GGML_QUANT_SIZES[tensor.kind][0],
-                )
+                for each in names_of(self.config, part.name):
+                    yield StoredTensor(
+                        each,
+                        tensor.shape,
+                        rows.nbytes,
+                        tensor.path,
+                        partial(self._copy, tensor),
+                        stored,
+                        copy_rows=partial(self._copy_rows, tensor),
+                        block=GGML_QUANT_SIZES[tensor.kind][0],
+                    )
 
     def _copy(self, tensor: GGUFTensor, target: Tensor) -> None:
         self._copy_rows(tensor, self._stored_rows(tensor), target)

@@ -27,6 +27,8 @@ def hf_config(
     arch = check_architecture(metadata, source)
     prefix = f"{arch}."
     own = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
+    if arch == "gemma4":
+        own = _by_kind_of_layer(own, f"{source}, {arch}")
     meta = HFConfig(_same_in_all_layers(own, f"{source}, {arch}"), f"{source}, {arch}")
     if arch not in _WITH_EXPERTS:
         meta.refuse("expert_count", f"{arch} has no mixture of experts; {', '.join(_WITH_EXPERTS)} have")
@@ -48,6 +50,22 @@ def _same_in_all_layers(values: dict[str, Any], source: str) -> dict[str, Any]:
                     "whose layers are of one size, such as Qwen3."
                 )
             found[key] = value[0]
+    return found
+
+
+def _by_kind_of_layer(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return Gemma 4's metadata with a number for each kind of layers in place of lists. Raises ModelLoadError."""
+    found, windows = dict(values), values.get("attention.sliding_window_pattern")
+    heads, widths = values.get("attention.head_count_kv"), values.get("feed_forward_length")
+    if isinstance(heads, list) and isinstance(windows, list) and len(heads) == len(windows):
+        for key, kind in (("attention.head_count_kv", True), ("attention.head_count_kv_full", False)):
+            own = [num for num, has_window in zip(heads, windows, strict=True) if bool(has_window) == kind] or heads
+            found[key] = _same_in_all_layers({"attention.head_count_kv": own}, source)["attention.head_count_kv"]
+    if isinstance(widths, list) and widths:
+        num_shared = values.get("attention.shared_kv_layers", 0)
+        wide = [2 * widths[0] if i >= len(widths) - num_shared else widths[0] for i in range(len(widths))]
+        if widths == wide:  # else they are all equal, or the model is refused
+            found |= {"feed_forward_length": widths[0], "double_wide": bool(num_shared)}
     return found
 
 
@@ -181,6 +199,44 @@ def _gemma3(file: _File) -> dict[str, Any]:
         "rope_local_base_freq": file.meta.number("rope.freq_base_swa", 10_000.0),
         "final_logit_softcapping": file.meta.optional_number("final_logit_softcapping"),
     }
+
+
+def _gemma4(file: _File) -> dict[str, Any]:
+    meta, factors = file.meta, file.ropes.get("rope_freqs.weight", ())
+    types = _window_pattern(file)["layer_types"]
+    head_dim, first_full = meta.size("attention.key_length"), types.index("full_attention")
+    turned = sum(factor < _UNTURNED for factor in factors) / len(factors) if factors else 1.0
+    full = {"rope_type": "proportional", "partial_rotary_factor": turned, "rope_theta": meta.number("rope.freq_base")}
+    sliding = {"rope_type": "default", "rope_theta": meta.number("rope.freq_base_swa", 10_000.0)}
+    num_experts = meta.integer("expert_count", 0)
+    return {
+        "model_type": "gemma4_text",
+        "head_dim": meta.size("attention.key_length_swa", head_dim),
+        "global_head_dim": head_dim,
+        "num_global_key_value_heads": meta.size("attention.head_count_kv_full", meta.size("attention.head_count_kv")),
+        "attention_k_eq_v": f"blk.{first_full}.attn_v.weight" not in file.shapes,
+        "sliding_window": _window(file),
+        "rope_scaling": None,
+        "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
+        "partial_rotary_factor": 1.0,
+        "num_kv_shared_layers": meta.integer("attention.shared_kv_layers", 0),
+        "use_double_wide_mlp": meta.flag("double_wide"),
+        "hidden_size_per_layer_input": meta.integer("embedding_length_per_layer_input", 0),
+        "final_logit_softcapping": meta.optional_number("final_logit_softcapping"),
+        "enable_moe_block": bool(num_experts),
+        **(
+            {
+                "num_experts": num_experts,
+                "top_k_experts": meta.size("expert_used_count"),
+                "moe_intermediate_size": _expert_width(file),
+            }
+            if num_experts
+            else {}
+        ),
+    }
+
+
+_UNTURNED = 1e20  # a factor of a rotation that llama.cpp divides a frequency by, so that it does not turn
 
 
 def _granite(file: _File) -> dict[str, Any]:
@@ -365,6 +421,7 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "gemma": _as_named,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "granite": _granite,
     "olmo2": _olmo2,
     "mistral3": _mistral3,
@@ -383,5 +440,5 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
 }
 _WITH_EXPERTS = (
     "llama", "mistral3", "qwen2moe", "qwen3moe", "qwen3vlmoe", "qwen35moe", "olmoe", "granitemoe", "gpt-oss", "glm4moe",
-    "deepseek2",
+    "deepseek2", "gemma4",
 )  # fmt: skip

@@ -10,7 +10,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-_GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_GLOBAL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -43,6 +50,9 @@ _IN_LAYER = {
     "nextn.shared_head_norm": "shared_head.norm",
 }
 _WHOLE_NAMES = {
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "moe.gate_norm.weight",
+    "ffn_down_exps.scale": "moe.gate.per_expert_scale",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "attn_sinks.weight": "self_attn.sinks",
     "ssm_a": "linear_attn.A_log",  # of which it holds -exp
@@ -64,6 +74,16 @@ _BY_ARCH = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
+    "gemma4": _SANDWICH
+    | {
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "ffn_gate_inp": "moe.gate",
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+    },
     "olmo2": _AFTER_NORMS,
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},  # ahead of the MLP
     "glm4moe": {"post_attention_norm": "post_attention_layernorm"},
@@ -103,7 +123,7 @@ def parts_of(arch: str, name: str, shape: tuple[int, ...], num_layers: int) -> I
         return
     prefix, stack, expert = f"model.layers.{index}.", _STACK.fullmatch(role), _EXPERT.fullmatch(role)
     if stack is not None and len(shape) > 1:
-        yield from _cut_stack(f"{prefix}mlp.experts", stack[1], ending, shape)
+        yield from _cut_stack(f"{prefix}{'moe' if arch == 'gemma4' else 'mlp'}.experts", stack[1], ending, shape)
         return
     names: Mapping[str, str] = _IN_LAYER | _BY_ARCH.get(arch, {})
     whole = role if ending is None else f"{role}.{ending}"
