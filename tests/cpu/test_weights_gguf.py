@@ -72,7 +72,7 @@ DELTA = {
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 SANDWICH = AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
 
-OFFSET = ("gemma", "gemma2", "gemma3", "qwen35")  # whose norms are stored as 1 + weight
+OFFSET = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe")  # whose norms are stored as 1 + weight
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}
 GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.1}
 BEFORE_MLP = {"post_attention_layernorm": "post_attention_norm"}
