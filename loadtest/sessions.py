@@ -22,7 +22,7 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -42,8 +42,7 @@ from loadtest.workload import Job, text_of
 TURNS, CONTEXT, OUTPUT = 43, 142_000, 444  # medians of agents' sessions; the context is that of the last turn
 _MOST = 1.5  # times the median: the longest session
 _SHARED = 0.06  # of the context: instructions and tools that all sessions begin with
-_START_LIMIT_S = 600.0
-_SETTLED_S = 2.0  # without a new block on the disk
+_START_LIMIT_S, _SETTLED_S = 600.0, 2.0  # of a server; without a new block on the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,21 +167,22 @@ class Server(NamedTuple):
         return await asyncio.to_thread(get_json, self.port, path, body)
 
 
-async def drive(server: Server, sessions: Sequence[Session], num_clients: int, until: float = math.inf) -> list[Turn]:
-    """Run sessions up to a turn, so many at once. Raises ClientError."""
-    client, waiting, turns = Client(Target.parse(f"http://127.0.0.1:{server.port}")), list(sessions), list[Turn]()
+async def drive(
+    server: Server, sessions: Sequence[Session], num_clients: int, note: Callable[[Turn], None], until: float = math.inf
+) -> None:
+    """Run sessions up to a turn, so many at once, and note each turn. Raises ClientError."""
+    client, waiting = Client(Target.parse(f"http://127.0.0.1:{server.port}"), math.inf), list(sessions)
 
     async def work() -> None:
         while waiting:
             session = waiting.pop(0)
             while session.turn < min(until, session.num_turns):
-                turns.append(await server.ask(client, session))
+                note(await server.ask(client, session))
 
     try:
         await asyncio.gather(*(work() for _ in range(num_clients)))
     finally:
         client.close()
-    return turns
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -212,18 +212,14 @@ def run(options: argparse.Namespace) -> int:
             turns, half = _measure(options, peer)
             rows.append((peer.name, *_cells(count(turns))))
             rows += [("after kill -9", *_cells(count(turns, half)))] if half else []
-            if options.log:
-                with options.log.open("a", encoding="utf-8") as lines:
-                    lines.writelines(json.dumps(asdict(turn)) + "\n" for turn in turns)
     head = ("server", "turns", "tokens in", "reusable", "reused", "recomputed a turn p50", "p90", "most", "TTFT p50 ms")
     print_table(head, rows)
     return 0
 
 
 def _cells(reuse: Reuse) -> list[str]:
-    shares = ((reuse.reusable, reuse.num_tokens), (reuse.reused, reuse.reusable))
     recomputed = [f"{percentile(reuse.recomputed, share):,.0f}" for share in (0.5, 0.9, 1)]
-    rates = [f"{part / max(of, 1):.2%}" for part, of in shares]
+    rates = [f"{reuse.reusable / max(reuse.num_tokens, 1):.2%}", f"{reuse.reused / max(reuse.reusable, 1):.2%}"]
     return [str(reuse.num_turns), f"{reuse.num_tokens:,}", *rates, *recomputed, in_ms(reuse.ttft_s, 0)]
 
 
@@ -231,10 +227,17 @@ def _measure(options: argparse.Namespace, peer: Peer) -> tuple[list[Turn], int]:
     """Return the turns that one server answered, and the one before which it was killed, or 0."""
     sessions, turns = [Session(number, options.scale) for number in range(options.sessions)], list[Turn]()
     half = min(session.num_turns for session in sessions) // 2 if options.restart and peer.name == QUIRE else 0
+
+    def note(turn: Turn) -> None:
+        turns.append(turn)
+        if options.log:
+            with options.log.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(asdict(turn)) + "\n")
+
     with tempfile.TemporaryDirectory() as folder:
         for until in (half, math.inf) if half else (math.inf,):
             with _running(options, peer, Path(folder)) as (server, pid):
-                turns += asyncio.run(drive(server, sessions, options.clients, until))
+                asyncio.run(drive(server, sessions, options.clients, note, until))
                 signal.signal(signal.SIGTERM, signal.default_int_handler)
                 if until == half:
                     _settle(server.port)

@@ -119,10 +119,12 @@ class Replica:
         plan = self._scheduler.plan(self.now)
         if plan is not None:
             self._launch(plan)
-        elif not self._launched and self._scheduler.has_work:
+        elif not self._launched and self._scheduler.has_work and not self._scheduler.has_parked:
             raise SimulationError("requests wait, nothing runs, and the scheduler plans nothing.")
         if self._launched and (plan is None or len(self._launched) > self._depth):
             self._commit()
+        # Stores are as fast as memory here.
+        self._scheduler.transferred([(transfer, True) for transfer in self._scheduler.tiers.start()])
 
     def _launch(self, plan: StepPlan) -> None:
         num_seqs = plan.num_slices
