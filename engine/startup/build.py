@@ -342,7 +342,11 @@ def _fit_pool(parts: _Parts, settings: SchedulerConfig, budget: PoolBudget) -> S
         unused = 1 - parts.used_bytes / (num_groups * bytes_per_block)
         kinds = f"in one of {num_groups} groups of layers" if num_groups > 1 else "of the layers' window"
         groups = f" {kinds} ({unused:.0%} of their bytes unused)"
-    report(Progress("kv_pool", _describe(config.max_model_len, settings, bytes_per_block, groups, model)))
+    shown = _describe(config.max_model_len, settings, bytes_per_block, groups, model)
+    if settings.state_blocks:
+        size = human_bytes(settings.state_blocks * bytes_per_block)
+        shown += f"; a recurrent state is {settings.state_blocks} blocks, {size}"
+    report(Progress("kv_pool", shown))
     return settings
 
 
