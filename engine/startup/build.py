@@ -344,8 +344,8 @@ def _fit_pool(parts: _Parts, settings: SchedulerConfig, budget: PoolBudget) -> S
         groups = f" {kinds} ({unused:.0%} of their bytes unused)"
     shown = _describe(config.max_model_len, settings, bytes_per_block, groups, model)
     if settings.state_blocks:
-        size = human_bytes(settings.state_blocks * bytes_per_block)
-        shown += f"; a recurrent state is {settings.state_blocks} blocks, {size}"
+        taken = human_bytes(settings.state_blocks * bytes_per_block)
+        shown += f"; a recurrent state is {settings.state_blocks} blocks, {taken}"
     report(Progress("kv_pool", shown))
     return settings
 
