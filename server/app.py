@@ -133,9 +133,7 @@ def _parts(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) ->
     )
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     limits = _limits(engine, tokenizer, config)
-    history = _history(engine, tokenizer, config)
-    if history is not None:
-        metrics.add_history_counts(history.counts)
+    history = _history(engine, tokenizer, config, metrics)
     model = ServedModel(engine, ChatPreprocessor(limits, config.default_chat_template_kwargs or {}, history), config)
     prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, model, engine)
     responder = Responder(
@@ -190,10 +188,15 @@ def _limits(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -
     )
 
 
-def _history(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> AnswerHistory | None:
+def _history(
+    engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig, metrics: Metrics
+) -> AnswerHistory | None:
     """Return what remembers answers; None where it is off, or of no use: another daemon has no part in it."""
-    is_used = config.history_cache and engine.config.enable_prefix_caching and config.role == "both"
-    return AnswerHistory(tokenizer, config.history_cache, engine.config.block_size) if is_used else None
+    if not (config.history_cache and engine.config.enable_prefix_caching and config.role == "both"):
+        return None
+    history = AnswerHistory(tokenizer, config.history_cache, engine.config.block_size)
+    metrics.add_history_counts(history.counts)
+    return history
 
 
 class _Export(NamedTuple):

@@ -95,10 +95,10 @@ def in_words(end: PrefixEnd, tokenizer: TextTokenizer, *, has_states: bool, show
         Cause.SHORT: "Too short: what is reused are whole blocks before the last token.",
         Cause.FORGOTTEN: f"Reused up to position {at}, of another prompt than those that are remembered of this tenant.",
     }[end.cause]
-    if end.cause not in (Cause.BROKEN, Cause.ANSWER):
+    if fork is None or end.cause not in (Cause.BROKEN, Cause.ANSWER):
         return words
-    quoted = quote(tokenizer, end.prompt, fork) if shows_text and fork is not None else None
-    if quoted is None:
+    if not shows_text:
         return f"{words}."
+    now, was = quote(tokenizer, fork)
     role = role_at(tokenizer, end.prompt, end.position) if end.cause is Cause.BROKEN else ""
-    return f"{words}: `{quoted[0]}` for `{quoted[1]}`" + (f", in the {role} message." if role else ".")
+    return f"{words}: `{now}` for `{was}`" + (f", in the {role} message." if role else ".")

@@ -84,6 +84,21 @@ def test_an_edit_is_told_from_another_conversation_that_begins_alike() -> None:
     assert recent.add(Owner("bob"), begin)[1] == (None, None)
 
 
+def test_a_prompt_is_forgotten_once_its_answer_has_come_back() -> None:
+    recent = RecentPrompts(SIZE)
+    first, _ = recent.add(ANN, range(10))
+    first.turn_end = 8  # two tokens open the answer
+    second, forks = recent.add(ANN, (*range(8), *range(20, 30)))
+    assert (len(first.ids), forks.own) == (40, forks.own)  # its answer is not there yet
+    recent.answer(first, range(50, 60))
+    changed, _ = recent.add(ANN, (*range(10), 50, 51))
+    assert first.ids
+    third, forks = recent.add(ANN, (*range(10), *range(50, 60), 70))
+    assert forks.own is not None
+    assert (forks.own.earlier, forks.own.num_common, first.ids) == (first, 20, b"")
+    assert [*recent._order] == [second, changed, third]
+
+
 def test_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     recent = RecentPrompts(SIZE)
     first, _ = recent.add(ANN, range(10))

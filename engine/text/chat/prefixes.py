@@ -45,6 +45,7 @@ class RecentPrompt:
     turn_end: int  # of these, those that the next turn's prompt has, too, whatever the answer
     is_answered: bool = False
     tag: str = ""  # the beginning of its request's id
+    heir: RecentPrompt | None = None  # a later one that begins with all of it
 
 
 class Fork(NamedTuple):
@@ -56,6 +57,8 @@ class Fork(NamedTuple):
     num_earlier: int  # tokens of the earlier prompt, and of its answer if that had ended
     was_answered: bool
     is_edit: bool  # the rest of the earlier prompt is in the new one, too
+    now: bytes  # the ids around the place at which the new prompt leaves the earlier one ...
+    was: bytes  # ... and those of the earlier one
 
 
 class Forks(NamedTuple):
@@ -66,7 +69,7 @@ class Forks(NamedTuple):
 
 
 class RecentPrompts:
-    """The last prompts. Beyond a bound, the oldest are forgotten."""
+    """The last prompts. Beyond a bound, the oldest are forgotten, and one whose answer has come back in the next."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -83,6 +86,9 @@ class RecentPrompts:
         own = self._longest(prompt, [each for each in earlier if each.owner == owner])
         other = self._longest(prompt, [each for each in earlier if each.owner != owner])
         with self._lock:
+            if own is not None and own.was_answered and own.num_common >= own.num_earlier:
+                self._forget(own.earlier)
+                own.earlier.heir = prompt
             self._order[prompt] = None
             self._of.setdefault(owner.name, deque()).append(prompt)
             self._grow(len(prompt.ids), owner.name)
@@ -105,9 +111,11 @@ class RecentPrompts:
             self._forget(self._of[name][0])
 
     def _forget(self, prompt: RecentPrompt) -> None:
-        """Forget the oldest prompt of an owner."""
+        """Forget a prompt, if it is remembered."""
+        if prompt not in self._order:
+            return
         prompts = self._of[prompt.owner.name]
-        prompts.popleft()
+        prompts.remove(prompt)
         if not prompts:
             del self._of[prompt.owner.name]
         del self._order[prompt]
@@ -120,8 +128,12 @@ class RecentPrompts:
         Conversations that begin alike part at nearly the same place; the one that the prompt is of has its rest there, too.
         """
         ids = prompt.ids
-        found = [(_num_common(ids, other.ids), other) for other in reversed(others)]
-        longest = max(found, key=itemgetter(0), default=(0, prompt))
+        found, longest = list[tuple[int, RecentPrompt]](), (0, prompt)
+        for other in reversed(others):  # mostly the last ones are of the same conversation
+            at = ID_BYTES * max(longest[0] - self.block_size, 0)
+            if other.ids[at : at + ID_BYTES] == ids[at : at + ID_BYTES]:  # else it is shorter by more than a block
+                found.append((_num_common(ids, other.ids), other))
+                longest = max(longest, found[-1], key=itemgetter(0))
         if not longest[0]:
             return None
         is_whole, least = longest[0] >= longest[1].turn_end, longest[0] - self.block_size
@@ -130,7 +142,9 @@ class RecentPrompts:
         num, other = edited or longest
         num_reusable = min(longest[0], prompt.num_prompt - 1) // self.block_size * self.block_size
         num_other = max(len(other.ids) // ID_BYTES, num)
-        return Fork(other, num, num_reusable, num_other, other.is_answered, edited is not None)
+        around = slice(ID_BYTES * max(num - _NUM_SHOWN, 0), ID_BYTES * (num + _NUM_SHOWN))
+        shown = ids[around], other.ids[around]
+        return Fork(other, num, num_reusable, num_other, other.is_answered, edited is not None, *shown)
 
 
 def _num_common(one: bytes, other: bytes) -> int:
@@ -151,15 +165,9 @@ def _has_rest(ids: bytes, num: int, other: RecentPrompt) -> bool:
     return start > num and bool(rest) and ids.find(rest, num * ID_BYTES) >= 0
 
 
-def quote(tokenizer: TextTokenizer, prompt: RecentPrompt, fork: Fork) -> tuple[str, str] | None:
-    """Return the word at which a prompt leaves an earlier one, and the word there; None if one of them is forgotten."""
-    if not (prompt.ids and fork.earlier.ids):
-        return None
-    start, stop = (ID_BYTES * max(fork.num_common + more, 0) for more in (-_NUM_SHOWN, _NUM_SHOWN))
-    now, was = (
-        tokenizer.decode(array("I", ids[start:stop]), skip_special_tokens=False)
-        for ids in (prompt.ids[: ID_BYTES * prompt.num_prompt], fork.earlier.ids)
-    )
+def quote(tokenizer: TextTokenizer, fork: Fork) -> tuple[str, str]:
+    """Return the word at which a prompt leaves an earlier one, and the word there."""
+    now, was = (tokenizer.decode(array("I", ids), skip_special_tokens=False) for ids in (fork.now, fork.was))
     num = num_common(now, was)
     begin = max(now.rfind(space, 0, num) for space in " \n\t") + 1
     return _word(now, begin, num), _word(was, begin, num)
@@ -168,6 +176,8 @@ def quote(tokenizer: TextTokenizer, prompt: RecentPrompt, fork: Fork) -> tuple[s
 def role_at(tokenizer: TextTokenizer, prompt: RecentPrompt, num: int) -> str:
     """Return the role of the message at a place of a prompt, as the chat template writes it; "" if it is not known."""
     template = tokenizer.chat_template
+    while prompt.heir is not None:
+        prompt = prompt.heir
     text = tokenizer.decode(array("I", prompt.ids[: num * ID_BYTES]), skip_special_tokens=False)
     heads = {} if template is None else message_heads(template)
     found = [(text.rfind(head), len(head), role) for role, head in heads.items() if head in text]
