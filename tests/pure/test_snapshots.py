@@ -381,6 +381,19 @@ def test_beams_write_fresh_slots_wherever_they_go_on() -> None:
     driver.check_streams()
 
 
+@pytest.mark.parametrize("num_steps", range(6, 14))
+def test_beams_leave_snapshots_that_others_named(num_steps: int) -> None:
+    """A beam that is left out of the cache has no names itself."""
+    driver = Driver(stateful(state_blocks=1, has_full=False, num_blocks=18, max_model_len=40, max_num_batched_tokens=6))
+    beam = BeamParams(width=6, length_penalty=1.0)
+    driver.add(request("beams", (0, 33), beam=beam, n=3, max_tokens=7, eos_token_ids=END, is_background=True))
+    for _ in range(num_steps):
+        driver.step()
+    driver.run_out_of_memory()
+    driver.drain()
+    driver.check_streams()
+
+
 def test_what_an_answer_has_passed_is_evicted_first() -> None:
     driver = Driver(stateful(num_blocks=40))
     run(driver, "prompt", PROMPT)

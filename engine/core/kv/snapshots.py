@@ -205,7 +205,8 @@ class RecurrentGroup(Group):
     def free(self, seq: Sequence) -> None:
         """Remove a holder of all slots of a sequence, whose last snapshot others may go on from."""
         last, chain = seq.kv.state.last, seq.kv.chain
-        if last and WORTH * self._saved(chain, chain.index(last)) >= 1:
+        # Another holder may have named it: a beam that is left out of the cache has no names itself.
+        if last in chain[1:] and WORTH * self._saved(chain, chain.index(last)) >= 1:
             self.branch(self.blocks_of(last))
         for slot in seq.kv.state.tables:
             self.branch(slot)
