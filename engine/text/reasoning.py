@@ -19,6 +19,7 @@ class ReasoningTags:
     name: str
     opening: str
     closing: str
+    label: str = ""  # a word behind the opening tag that belongs to it
     aliases: tuple[str, ...] = ()  # further names of the setting
     also: tuple[tuple[str, str], ...] = ()  # further pairs of an opening and its closing tag
     signs: tuple[tuple[str, ...], ...] = ()  # sets of texts of which a template has one, if not just the closing tag
@@ -70,6 +71,7 @@ _TAGS = (
     ),
     ReasoningTags(name="deepseek_r1", opening="<think>", closing="</think>", always=True),
     ReasoningTags(name="mistral", opening="[THINK]", closing="[/THINK]"),
+    ReasoningTags(name="gemma4", opening="<|channel>", closing="<channel|>", label="thought"),
 )
 REASONING_TAGS = {name: tags for tags in _TAGS for name in (tags.name, *tags.aliases)}
 
@@ -95,7 +97,7 @@ class ReasoningParser(PieceParser):
     @property
     def is_reasoning(self) -> bool:
         """True if the next text is thoughts."""
-        return self._step == self._think or (self._begins_within and self._step == self._begin)
+        return self._step in (self._think, self._labelled) or (self._begins_within and self._step == self._begin)
 
     def finish(self) -> list[Piece]:
         """Return what was held back. Ends the text."""
@@ -117,7 +119,16 @@ class ReasoningParser(PieceParser):
         elif not self._begins_within:
             self._step = self._answer
             return True
-        self._step, self._skips_space = self._think, True
+        self._step = self._labelled if self._tags.label and opening is not None else self._think
+        self._skips_space = True
+        return True
+
+    def _labelled(self) -> bool:
+        """Read the word behind the opening tag."""
+        words, label = self._buffer.lstrip(), self._tags.label
+        if len(words) < len(label) and label.startswith(words):
+            return False
+        self._buffer, self._step = words.removeprefix(label), self._think
         return True
 
     def _think(self) -> bool:

@@ -23,7 +23,17 @@ from engine.text.types import SamplingDefaults
 
 # Tokens with which models end a turn. A GGUF file names one or two of them; a model may sample any.
 _END_OF_TURN = frozenset(
-    ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
+    (
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "</s>",
+    )
 )
 # Further ones of vocabularies that have the first token.
 _END_OF_TURN_BESIDE = {

@@ -60,6 +60,10 @@ def glm(name: str = "weather", *, br: str = "\n", **values: str) -> str:
     return f"<tool_call>{name}{br}{members}</tool_call>"
 
 
+def gemma(arguments: str, name: str = "weather") -> str:
+    return f"<|tool_call>call:{name}{{{arguments}}}<tool_call|>"
+
+
 GOOD = [
     ("kimi_k2", f"{K_BEGIN}{kimi(ROME)}{K_END}", [CALLED]),
     ("kimi_k2", f"So.\n{K_BEGIN}{kimi(ROME)}{kimi('{}', 'functions.stop:1')}{K_END} Done.", ["So.", CALLED, ["stop", "{}"], " Done."]),
@@ -93,6 +97,16 @@ GOOD = [
     ("glm45", "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>", [CALLED]),
     ("glm45", "<tool_call>stop<arg_key>a", [["stop", "{}"]]),
     ("glm45", "<tool_call>stop</tool_call></tool_call>", [["stop", "{}"], "</tool_call>"]),
+    ("gemma4", gemma('city:<|"|>Rome<|"|>'), [CALLED]),
+    ("gemma4", "So.\n" + gemma('city:<|"|>Rome<|"|>') + "\n" + gemma("", "stop") + gemma("", "a.b-c") + " Done.",
+     ["So.", CALLED, ["stop", "{}"], ["a.b-c", "{}"], " Done."]),
+    ("gemma4", gemma('city:<|"|>7\n{,"\\}<|"|>,days:-3,exact:true,tags:[<|"|>a<|"|>,<|"|><|"|>],where:{x:null,<|"|>y z<|"|>:[1.5,{}]},note:null'),
+     [["weather", json.dumps({"city": '7\n{,"\\}', "days": -3, "exact": True, "tags": ["a", ""], "where": {"x": None, "y z": [1.5, {}]}, "note": None})]]),
+    ("gemma4", gemma(' "city" : "Rome" '), [CALLED]),  # as JSON
+    ("gemma4", gemma('city:<|"|>Rome<|"|>').removesuffix("<tool_call|>"), [CALLED]),
+    ("gemma4", '<|tool_call>call:weather{city:<|"|>Ro<|', [["weather", '{"city": "Ro']]),
+    ("gemma4", '<|tool_call>call:weather{city:<|"|>Rome<|"|>,da', [["weather", ROME[:-1]]]),
+    ("gemma4", gemma("city:rome,days:2") + "!", [["weather", '{"city": rome,days:2}'], "!"]),  # a fault stays in the arguments
     ("granite", f'<|tool_call|>[{{"name": "weather", "arguments": {ROME}}}, {{"name": "stop", "arguments": {{}}}}]', [CALLED, ["stop", "{}"]]),
     ("granite", f'So. <tool_call> [{{"name": "weather", "arguments": {ROME}}}] Done.', ["So.", CALLED, " Done."]),
     ("granite", f'<|tool_call|>[{{"name": "weather", "arguments": {ROME}', [CALLED]),
@@ -135,6 +149,9 @@ CONTENT = [
     ("glm45", glm("unheard_of", a="1")),
     ("glm45", "<tool_call>weather<b>"),
     ("glm45", "<tool_call>weather\n"),
+    ("gemma4", "<|tool_call>weather{}<tool_call|>"),
+    ("gemma4", "<|tool_call>call:weather<tool_call|>"),
+    ("gemma4", "<|tool_call>call:wea"),
     ("granite", "<|tool_call|> get the weather"),
     ("granite", "[1, 2]"),
     ("pythonic", "[a link](https://weather(city=1))"),
@@ -167,6 +184,7 @@ WORDS = {
     "deepseek_v3": [D_BEGIN, D_END, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json", "```", v3(ROME), "function"],
     "deepseek_v31": [D_BEGIN, D_END, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", v31(ROME)],
     "glm45": ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "city", glm(city="x")],
+    "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>', "call:", "city:", "null", "-1.5", gemma('city:<|"|>x<|"|>')],
     "granite": ["<|tool_call|>", "<tool_call>", f'{{"name": "weather", "arguments": {ROME}}}'],
     "pythonic": ["weather(", "stop()", "city=", "days=", "'", '"""', "\\", "True", "-1.5e3", "r'", "\\u00e", "weather(city='Rome')"],
     "llama4_pythonic": ["<|python_start|>", "<|python_end|>", "weather(", "city=", "'Rome'", "stop()"],

@@ -33,7 +33,17 @@ WEATHER: dict[str, Any] = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
-NAMES = ["kimi_k2", "deepseek_v3", "deepseek_v31", "glm45", "qwen3_coder", "granite", "granite-20b-fc", "hermes"]
+NAMES = [
+    "gemma4",
+    "kimi_k2",
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "qwen3_coder",
+    "granite",
+    "granite-20b-fc",
+    "hermes",
+]
 NAMES += ["pythonic", "llama4_pythonic", "olmo3", "harmony"]
 MARKUP = sorted({mark for name in NAMES for mark in TOOL_FORMATS[name].markup} | set(MARKS))
 SPECIAL = {mark: 10 + place for place, mark in enumerate(MARKUP)}
@@ -49,12 +59,14 @@ def call(name: str, function: str, **arguments: Any) -> str:
     )
     listed = f'{{"name": "{function}", "arguments": {text}}}'
     glm = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in plain.items())
+    gemma = ",".join(f'{k}:<|"|>{v}<|"|>' if isinstance(arguments[k], str) else f"{k}:{v}" for k, v in plain.items())
     xml = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in plain.items())
     return {
         "kimi_k2": f"<|tool_call_begin|>functions.{function}:0<|tool_call_argument_begin|>{text}<|tool_call_end|>",
         "deepseek_v3": f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{function}\n```json\n{text}\n```<｜tool▁call▁end｜>",
         "deepseek_v31": f"<｜tool▁call▁begin｜>{function}<｜tool▁sep｜>{text}<｜tool▁call▁end｜>",
         "glm45": f"<tool_call>{function}\n{glm}</tool_call>",
+        "gemma4": f"<|tool_call>call:{function}{{{gemma}}}<tool_call|>",
         "qwen3_coder": f"<tool_call>\n<function={function}>\n{xml}</function>\n</tool_call>",
         "hermes": f"<tool_call>\n{listed}\n</tool_call>",
         "harmony": f"<|channel|>commentary to=functions.{function} <|constrain|>json<|message|>{text}",
@@ -66,6 +78,7 @@ AROUND = {  # the texts before, between and after calls
     "deepseek_v3": ("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
     "deepseek_v31": ("<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
     "glm45": ("", "\n", ""),
+    "gemma4": ("", "", ""),
     "qwen3_coder": ("", "\n", ""),
     "hermes": ("", "\n", ""),
     "granite": ("<|tool_call|>[", ", ", "]"),

@@ -68,6 +68,13 @@ TEMPLATES = {
         f"\n<tool_call>{NAME}\n{ITEMS}<arg_key>{{{{ key }}}}</arg_key>\n<arg_value>{PLAIN}</arg_value>\n{{% endfor %}}</tool_call>",
         result="<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>",
     ),
+    "gemma4": template(
+        "<|turn>user\n",
+        "<|turn>model\n",
+        f"<|tool_call>call:{NAME}{{{{ '{{' }}}}{ITEMS}{{% if not loop.first %}},{{% endif %}}{{{{ key }}}}:"
+        "{{ '<|\"|>' + value + '<|\"|>' if value is string else value | tojson }}{% endfor %}{{ '}' }}<tool_call|>",
+        result="<|tool_response>response:x{value:<|\"|>{{ m.content }}<|\"|>}<tool_response|>",
+    ),
     "qwen3_coder": template(
         call=f"\n<tool_call>\n<function={NAME}>\n{ITEMS}<parameter={{{{ key }}}}>\n{{{{ value | tojson if value is mapping else value }}}}\n"
         "</parameter>\n{% endfor %}</function>\n</tool_call>",

@@ -48,6 +48,20 @@ def test_split_in_any_two_pieces_and_letter_by_letter(text: str, within: bool, e
     check_in_pieces(partial(split, within=within), text, expected)
 
 
+LABELLED = [
+    ("<|channel>thought\nHm.\n<channel|>Yes.", ("Hm.", "Yes.")),
+    ("<|channel>thoughts<channel|>Yes.", ("s", "Yes.")),
+    ("<|channel>Hm.<channel|>", ("Hm.", "")),
+    ("<|channel>thou", ("thou", "")),
+    ("Yes.", ("", "Yes.")),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), LABELLED)
+def test_a_word_behind_the_tag_is_no_thought(text: str, expected: tuple[str, str]) -> None:
+    check_in_pieces(partial(split, tags=REASONING_TAGS["gemma4"]), text, expected)
+
+
 parts = st.sampled_from(["<think>", "</think>", "<", "/", "think>", " ", "\n", "a"])
 
 
@@ -122,6 +136,7 @@ def test_the_prompt_tells_whether_thoughts_have_begun(name: str, prompt: str, co
 def test_templates_tell_their_tags() -> None:
     assert detect_reasoning("{% if '</think>' in content %}") is TAGS
     assert detect_reasoning("[THINK] ... [/THINK]") is REASONING_TAGS["mistral"]
+    assert detect_reasoning("<|channel>thought\n<channel|>") is REASONING_TAGS["gemma4"]
     assert detect_reasoning("{{ messages }}") is None
     assert detect_reasoning("write 'Here is my response:' before it") is REASONING_TAGS["granite"]
     assert detect_reasoning("<|start_of_role|> <think></think> <response></response>") is REASONING_TAGS["granite"]

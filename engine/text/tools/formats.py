@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 
+from engine.text.tools.gemma_calls import GEMMA4
 from engine.text.tools.glm_calls import GLM45
 from engine.text.tools.harmony import HARMONY
 from engine.text.tools.json_calls import GRANITE, GRANITE_FC, HERMES, JSON, LLAMA3, LLAMA4, MISTRAL
@@ -18,6 +19,7 @@ _FORMATS = (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     GLM45,
+    GEMMA4,
     MISTRAL,
     QWEN3_CODER,
     GRANITE,

@@ -1,0 +1,182 @@
+"""Tool calls as Gemma 4 writes them: format, parser and grammar.
+
+    <|tool_call>call:name{key:<|"|>text<|"|>,other:[1,true],third:{inner:null}}<tool_call|>
+
+Keys are bare, and a string is between two equal marks, without escapes. Arguments are translated into JSON as they arrive.
+As in json_calls.py the result does not depend on how the text was cut, text that is not a call is content, unchanged, a
+fault within arguments stays in them, and nothing raises. One parser for each choice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from engine.text.piece_parser import held_back
+from engine.text.tools.python_literals import LiteralReader
+from engine.text.tools.schema_types import types_of
+from engine.text.tools.text_values import ValueGrammar, parameters_of, self_contained
+from engine.text.tools.tool_format import (
+    CallParser,
+    OfferedTool,
+    ToolFormat,
+    Tools,
+    any_of,
+    embedded,
+    free_text,
+    literal,
+)
+from engine.text.types import Piece
+
+OPENING, CLOSING, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+_HEAD = re.compile(r"\s{0,20}call:\s{0,20}([a-zA-Z0-9_.-]{1,128})\s{0,20}(?=\{)")
+_PART_OF_HEAD = re.compile(r"\s{0,20}(?:c(?:a(?:l(?:l(?::\s{0,20}(?:[a-zA-Z0-9_.-]{1,128}\s{0,20})?)?)?)?)?)?")
+_KEY = r'[^\s:{}\[\],"\'<>]{1,256}'
+_KEY_BEFORE = re.compile(rf"({_KEY})(?=\s{{0,20}}:)")
+_PART_OF_KEY = re.compile(rf"{_KEY}\s{{0,20}}")
+
+
+class GemmaFormat(ToolFormat):
+    """Calls whose keys are bare, and whose strings have marks of their own."""
+
+    @property
+    def markup(self) -> frozenset[str]:
+        return frozenset((OPENING, CLOSING, QUOTE))
+
+    def parser(self, tools: Tools) -> CallParser:  # noqa: ARG002 - the types are in the text
+        return GemmaCallParser()
+
+    def grammar(self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:
+        lines = free_text(OPENING, special_tokens, parallel=parallel)
+        return "\n".join([*lines, *_calls("calls", tools, special_tokens, is_forced=False)])
+
+    def forced(self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, max_calls: int) -> list[str]:
+        one = f"one: {literal(OPENING, special_tokens)} call"
+        return [f"calls: one{{1,{max_calls}}}", one, *_calls("call", tools, special_tokens, is_forced=True)]
+
+
+GEMMA4 = GemmaFormat(name="gemma4", signs=(OPENING, CLOSING, QUOTE), openings=(OPENING,), ends_thoughts=True)
+
+
+class _Reader(LiteralReader):
+    """A literal with bare keys, and strings between marks; other strings are read, too."""
+
+    def _item(self, text: str, at: int, is_last: bool) -> tuple[str, int]:
+        if text.startswith(QUOTE, at):
+            comma = "" if self._is_first or self._is_half() else ", "
+            self._quote, self._is_key = QUOTE, self._expects == "key"
+            return comma + '"', len(QUOTE)
+        if QUOTE.startswith(text[at:]) and not is_last:
+            return "", 0
+        if self._expects == "key" and text[at] not in "\"'":
+            return self._bare_key(text, at, is_last)
+        return super()._item(text, at, is_last)
+
+    def _bare_key(self, text: str, at: int, is_last: bool) -> tuple[str, int]:
+        found = _KEY_BEFORE.match(text, at)
+        if found is None:
+            return ("", 0) if _PART_OF_KEY.fullmatch(text, at) and not is_last else self._fault()
+        comma = "" if self._is_first else ", "
+        self._is_key = True
+        self._end_item()
+        return comma + json.dumps(found[1], ensure_ascii=False), found.end() - at
+
+    def _string(self, text: str, at: int, is_last: bool) -> tuple[str, int]:
+        if self._quote != QUOTE:
+            return super()._string(text, at, is_last)
+        end = text.find(QUOTE, at)
+        if end == at:
+            self._quote = ""
+            self._end_item()
+            return '"', len(QUOTE)
+        if end < 0:
+            end = len(text) - (0 if is_last else held_back(text[at:], (QUOTE,)))
+        return json.dumps(text[at:end], ensure_ascii=False)[1:-1], end - at
+
+
+class GemmaCallParser(CallParser):
+    """`push` text, `finish` at its end."""
+
+    def __init__(self) -> None:
+        super().__init__((OPENING,))
+        self._closing, self._reader = CLOSING, _Reader()
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back. Ends the text."""
+        if self._step == self._broken:
+            self._arguments(self._buffer)
+        if self._step in (self._broken, self._body):
+            self._buffer = ""  # of a body that was cut a part of a mark, key or word
+        return super().finish()
+
+    def _opened(self, mark: str) -> None:  # noqa: ARG002 - there is one
+        self._step = self._head
+
+    def _head(self) -> bool:
+        """Read the name of a call."""
+        head = _HEAD.match(self._buffer)
+        if head is None:
+            return not _PART_OF_HEAD.fullmatch(self._buffer) and self._no_call()
+        self._begin(head[1])
+        self._buffer = self._buffer[head.end() :]
+        self._reader, self._step = _Reader(), self._body
+        return True
+
+    def _body(self) -> bool:
+        """Read the arguments."""
+        before = len(self._buffer)
+        text, self._buffer = self._reader.read(self._buffer)
+        self._arguments(text)
+        if self._reader.is_done or self._reader.is_faulty:
+            self._step = self._after if self._reader.is_done else self._broken
+            return True
+        return len(self._buffer) < before
+
+    def _broken(self) -> bool:
+        """Read the text after a fault in arguments, up to the closing mark."""
+        at = self._buffer.find(CLOSING)
+        has_ended = at >= 0
+        if not has_ended:
+            at = len(self._buffer) - held_back(self._buffer, (CLOSING,))
+        self._arguments(self._buffer[:at])
+        self._buffer = self._buffer[at + (len(CLOSING) if has_ended else 0) :]
+        if has_ended:
+            self._step = self._text
+        return has_ended
+
+
+def _calls(rule: str, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, is_forced: bool) -> list[str]:
+    """Return Lark whose `rule` is a call after its opening mark, up to its end.
+
+    Arguments come in the schema's order. Those of a tool that is not strict are free, unless the call is forced. Strings
+    inside lists and objects are JSON's, which the parser reads as well.
+    """
+    values, quote = ValueGrammar("", "", QUOTE, ("<tool_call\\|>",), special_tokens), literal(QUOTE, special_tokens)
+    lines = [
+        f"{rule}: ({any_of('call', len(tools))}) {literal(CLOSING, special_tokens)}",
+        'free: (pair ("," pair)*)? "}"',
+        "pair: /[a-zA-Z_][a-zA-Z0-9_.-]{0,127}:/ item",
+        f'item: ITEM | {quote} string | "[" (item ("," item)*)? "]" | "{{" (pair ("," pair)*)? "}}"',
+        "ITEM: /true|false|null|-?[0-9]{1,18}(\\.[0-9]{1,18})?([eE][-+]?[0-9]{1,2})?/",
+        *values.lines(),
+    ]
+    for index, tool in enumerate(tools):
+        lines.append(f"call_{index}: {json.dumps(f'call:{tool.name}{{')} arguments_{index}")
+        if not (tool.strict or is_forced):
+            lines.append(f"arguments_{index}: free")
+            continue
+        parameters, enforced = parameters_of(tool, index, re.compile(_KEY))
+        lines.append(f"arguments_{index}: first_{index}_0")
+        for place, each in enumerate(parameters):
+            if "string" in types_of(enforced.parameters, each.name):
+                value = f"{quote} {values.value(each.name, each.schema, enforced)}"
+            else:
+                schema = self_contained(each.name, each.schema, enforced.parameters)
+                value = embedded(schema, lenient=not enforced.strict)
+            one, then = f"argument_{each.rule}", f"{index}_{place + 1}"
+            lines.append(f"{one}: {json.dumps(each.name + ':')} {value}")
+            lines.append(f"first_{each.rule}: {one} more_{then}" + ("" if each.is_required else f" | first_{then}"))
+            lines.append(f'more_{each.rule}: "," {one} more_{then}' + ("" if each.is_required else f" | more_{then}"))
+        lines += [f'{name}_{index}_{len(parameters)}: "}}"' for name in ("first", "more")]
+    return lines
