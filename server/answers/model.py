@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeVar
 
+from fastapi import Request as HttpRequest
+
 from engine.core.errors import shorten
 from engine.core.types import Adapter, GrammarKey
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
@@ -22,6 +24,7 @@ from engine.text.fields.sampling import Constraint
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
 from server.answers.body import EngineBody
 from server.http.bodies import IS_LARGE
+from server.http.middleware import state_of
 from server.http.threads import run_slowly
 from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
@@ -46,10 +49,13 @@ class Named(NamedTuple):
     name: str  # to report
     adapter: Adapter | None  # None is the model itself
 
-    def history_owner(self, owner: str, body: EngineBody) -> Owner:
-        """Return whose answers a request of an owner may find again: those to requests that share its cached K/V."""
+    def history_owner(self, http: HttpRequest, body: EngineBody) -> Owner | None:
+        """Return whose answers a request may find again, and leaves; None of a line of a batch."""
+        state = state_of(http.scope)
+        if state.begun_s is None:
+            return None
         adapter = "" if self.adapter is None else self.adapter.name
-        return Owner(f"{owner}\0{body.tenant}", body.cache_salt, adapter)
+        return Owner(f"{state.owner}\0{body.tenant}", body.cache_salt, adapter)
 
 
 class ServedModel:
@@ -81,7 +87,7 @@ class ServedModel:
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
-    async def prepare(self, body: ChatFields, owner: Owner) -> PreparedChat:
+    async def prepare(self, body: ChatFields, owner: Owner | None) -> PreparedChat:
         """Return a conversation as the engine takes it, once that has its grammar. Raises ClientError.
 
         `owner` is whose earlier answers are found again.
@@ -92,7 +98,7 @@ class ServedModel:
             await self.compile(chat.constraint)
         return chat
 
-    async def prompt_ids(self, body: ChatFields, owner: Owner) -> list[int]:
+    async def prompt_ids(self, body: ChatFields, owner: Owner | None) -> list[int]:
         """Return the tokens of a conversation's prompt, as `prepare`. Raises ClientError."""
         text = await self.render(body)
         return await aside(lambda: self.preprocessor.encode(body, text, owner), len(text))

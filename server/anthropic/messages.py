@@ -21,7 +21,7 @@ from engine.text.fields.structured import Schema
 from engine.text.fields.tools import ToolName
 from engine.text.requests.chat_preprocessor import PreparedChat
 from server.answers.model import ServedModel, aside
-from server.answers.parts import InEngine, InModel, InOwner, InResponder
+from server.answers.parts import InEngine, InModel, InResponder
 from server.anthropic.blocks import (
     Block,
     Blocks,
@@ -38,7 +38,6 @@ from server.anthropic.blocks import (
 from server.anthropic.edits import ContextManagement
 from server.anthropic.formatter import AnthropicError, AnthropicMessage, MessageFormatter
 from server.http.bodies import json_body
-from server.http.middleware import state_of
 from server.http.openapi import answers
 from server.openai.chat import ChatBody
 from server.openai.translated import TranslatedBody
@@ -323,7 +322,7 @@ async def create_message(
     named = model.find(body.model)
     with body.own_names():
         chat = await aside(body.to_chat)
-        answers_of = named.history_owner(state_of(http.scope).owner, chat)
+        answers_of = named.history_owner(http, chat)
         prepared = await model.prepare(chat, answers_of)
         requests = responder.requests(
             chat, named.adapter, [prepared.prompt], [prepared.params], turn_end=prepared.turn_end
@@ -337,7 +336,7 @@ async def create_message(
 
 
 async def _pins(
-    model: ServedModel, body: MessagesBody, chat: ChatBody, prepared: PreparedChat, answers_of: Owner
+    model: ServedModel, body: MessagesBody, chat: ChatBody, prepared: PreparedChat, answers_of: Owner | None
 ) -> tuple[Pin, ...]:
     """Return the pins that cache_control asks for."""
     pins = []
@@ -348,7 +347,7 @@ async def _pins(
     return tuple(pins)
 
 
-async def _count_common(model: ServedModel, body: ChatBody, chat: PreparedChat, answers_of: Owner) -> int:
+async def _count_common(model: ServedModel, body: ChatBody, chat: PreparedChat, answers_of: Owner | None) -> int:
     """Return how many tokens a prompt shares with another conversation; 0 on errors."""
     try:
         rendered = await model.render(body)
@@ -361,11 +360,11 @@ async def _count_common(model: ServedModel, body: ChatBody, chat: PreparedChat, 
 
 @router.post("/v1/messages/count_tokens", responses=FAILURES)
 async def count_tokens(
-    model: InModel, owner: InOwner, body: Annotated[CountBody, Depends(json_body(CountBody))]
+    http: Request, model: InModel, body: Annotated[CountBody, Depends(json_body(CountBody))]
 ) -> dict[str, int]:
     """Count the prompt's tokens."""
     named = model.find(body.model)
     with body.own_names():
         chat = await aside(body.to_chat)
-        ids = await model.prompt_ids(chat, named.history_owner(owner, chat))
+        ids = await model.prompt_ids(chat, named.history_owner(http, chat))
     return {"input_tokens": len(ids)}

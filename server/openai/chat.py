@@ -23,7 +23,6 @@ from server.answers.body import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
 from server.answers.formatter import ChunkFormatter, ChunkMeta
 from server.answers.parts import InModel, InResponder
 from server.http.bodies import json_body
-from server.http.middleware import state_of
 from server.http.openapi import answers
 from server.openai.logprobs import ChatLogprobs, chat_logprobs
 from server.protocol.documents import ResponseBody, Usage
@@ -210,7 +209,7 @@ async def create_chat_completion(
 ) -> Response:
     """Answer a conversation."""
     named = model.find(body.model)
-    chat = await model.prepare(body, named.history_owner(state_of(http.scope).owner, body))
+    chat = await model.prepare(body, named.history_owner(http, body))
     requests = responder.requests(body, named.adapter, [chat.prompt], [chat.params], turn_end=chat.turn_end)
     meta = responder.meta(requests, id_prefix="chatcmpl", model=named.name)
     formatter = ChatFormatter(body, meta, call_id_length=responder.call_id_length)

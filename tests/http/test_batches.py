@@ -91,6 +91,13 @@ def test_a_batch_through_the_sdk(client: openai.OpenAI, served: Live) -> None:
     assert (output.purpose, output.bytes) == ("batch_output", len(client.files.content(output.id).content))
 
 
+def test_lines_push_no_answer_out_of_the_history(client: openai.OpenAI, served: Live) -> None:
+    body = {"model": "parrot", "messages": [{"role": "user", "content": "a line of more than one block|"}]}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    assert ended(client, create(client, [line], endpoint="/v1/chat/completions")).status == "completed"
+    assert "quire_prefix_ends_total{" not in httpx.get(f"{served.url}/metrics").text
+
+
 def test_lines_push_no_client_out_of_the_book(
     client: openai.OpenAI, served: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:

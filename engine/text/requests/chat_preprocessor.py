@@ -24,8 +24,6 @@ from engine.text.requests.sampling import sampling_params, text_rules, truncated
 from engine.text.tools.forced import forced_grammar
 from engine.text.tools.tool_format import ToolFormat
 
-NO_OWNER = Owner("")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedChat:
@@ -100,21 +98,21 @@ class ChatPreprocessor:
             return 0
         return max(num_prompt - len(self._tokenizer.encode(opening, add_special_tokens=False)), 0)
 
-    def encode(self, chat: ChatFields, text: str, owner: Owner = NO_OWNER) -> list[int]:
+    def encode(self, chat: ChatFields, text: str, owner: Owner | None = None) -> list[int]:
         """Return the tokens of a rendered prompt, whose earlier answers are an owner's. Raises ContextLengthError."""
         self.limits.check_length(len(text), "messages")
-        if self._history is not None and _is_plain_text(chat):
+        if self._history is not None and owner is not None and _is_plain_text(chat):
             return self._history.encode(owner, text)[0]
         ids = self._tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
         return ids if chat.truncate_prompt_tokens is None else truncated(chat, ids, self.limits)
 
-    def prepare(self, chat: ChatFields, text: str | None = None, owner: Owner = NO_OWNER) -> PreparedChat:
+    def prepare(self, chat: ChatFields, text: str | None = None, owner: Owner | None = None) -> PreparedChat:
         """Return what the engine takes. `text` is the rendered prompt, whose earlier answers are an owner's.
 
         Raises ClientError.
         """
         text, turn = self.render(chat) if text is None else text, None
-        if self._history is None or not _is_plain_text(chat):
+        if self._history is None or owner is None or not _is_plain_text(chat):
             prompt = self.encode(chat, text)
         else:
             self.limits.check_length(len(text), "messages")

@@ -58,7 +58,7 @@ async def create_response(
     with body.own_names():
         body = await _with_stored_items(responses, owner, body)
         chat = await _chat(responses, owner, body)
-        prepared = await model.prepare(chat, named.history_owner(owner, chat))
+        prepared = await model.prepare(chat, named.history_owner(http, chat))
         requests = responder.requests(
             chat, named.adapter, [prepared.prompt], [prepared.params], turn_end=prepared.turn_end
         )
@@ -71,14 +71,18 @@ async def create_response(
 
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(
-    model: InModel, responses: InResponses, owner: InOwner, body: Annotated[InputBody, Depends(json_body(InputBody))]
+    http: Request,
+    model: InModel,
+    responses: InResponses,
+    owner: InOwner,
+    body: Annotated[InputBody, Depends(json_body(InputBody))],
 ) -> dict[str, Any]:
     """Count the prompt's tokens."""
     named = model.find(body.model)
     with body.own_names():
         body = await _with_stored_items(responses, owner, body)
         chat = await _chat(responses, owner, body)
-        ids = await model.prompt_ids(chat, named.history_owner(owner, chat))
+        ids = await model.prompt_ids(chat, named.history_owner(http, chat))
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
