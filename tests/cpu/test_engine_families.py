@@ -28,7 +28,7 @@ RECURRENT = "qwen3_5"  # needs slots, see test_recurrent.py
 # Mixtures of experts differ below the engine only.
 ALIKE = ("qwen3-moe", "qwen3-moe-not-normalised", "mixtral", "olmoe", "granitemoe", "glm4-moe", "glm4-moe-air")
 ALIKE += ("glm4_moe_lite", "deepseek_v2", "deepseek_v2-lite", "deepseek_v3-halves-biased")
-ALIKE += ("qwen3_5-moe", "granitemoeshared", "granitemoehybrid", "granitemoehybrid-dense")
+ALIKE += ("qwen3_5-moe", "qwen3_next", "granitemoeshared", "granitemoehybrid", "granitemoehybrid-dense")
 CASES = [pytest.param(own, name, id=name) for name in own.CASES if name not in (LENGTH_DEPENDENT, RECURRENT, *ALIKE)]
 CASES += [pytest.param(adapted, name, id=f"adapted-{name}") for name in adapted.CASES]
 

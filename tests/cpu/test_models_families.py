@@ -171,6 +171,7 @@ CASES = {
     ),
     "qwen3_5-attention": Case("Qwen3_5TextConfig", {"head_dim": 32, "layer_types": ["full_attention"] * 3}),
     "qwen3_5": Case("Qwen3_5TextConfig", QWEN3_5),
+    "qwen3_next": Case("Qwen3NextConfig", QWEN3_5_MOE),
     "qwen3_5-moe": Case("Qwen3_5MoeTextConfig", QWEN3_5_MOE),
     "granite": Case(
         "GraniteConfig",

@@ -40,12 +40,11 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
         "'llava' takes images or sound beside text",
     ),
     "mamba": (Case("MambaConfig").build().to_dict(), "'mamba' has layers of type"),
-    "qwen3_next": (
-        transformers.Qwen3NextConfig(num_hidden_layers=4).to_dict(),
-        "'qwen3_next' has layers of type linear_attention, which paged attention cannot serve",
+    "olmo_hybrid": (
+        Case("OlmoHybridConfig").build().to_dict(),
+        "'olmo_hybrid' has layers of type linear_attention, which paged attention cannot serve",
     ),
-    # as published: without layer_types
-    "qwen3_next-short": ({"model_type": "qwen3_next", "num_hidden_layers": 4}, "layers of type linear_attention"),
+    "without-types": ({"model_type": "kimi_linear", "num_hidden_layers": 4}, "layers of type linear_attention"),
     "deepseek_v32": (LLAMA | {"model_type": "deepseek_v32"}, "'deepseek_v32' attends to tokens that an index chooses"),
     "no-method": (
         LLAMA | {"quantization_config": {"bits_per_weight": 4}},

@@ -13,14 +13,16 @@ from __future__ import annotations
 import math
 from ctypes import Structure
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.runtime.kv_layout import Pieces, RecurrentSpec
 from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
 from engine.runtime.layers.maker import Load, Maker
-from engine.runtime.layers.model_config import ModelConfig
+from engine.runtime.layers.model_config import DeltaConfig, ModelConfig
 from engine.runtime.layers.parts import Angles, LayerStates, RecurrentState, Slice
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part
@@ -36,6 +38,8 @@ _PLAN: Plan = {
     "in_proj_z": colwise("delta_values"),
     "in_proj_b": colwise("delta_heads"),
     "in_proj_a": colwise("delta_heads"),
+    "in_proj_qkvz": colwise("delta_groups"),
+    "in_proj_ba": colwise("delta_groups"),
     "conv1d": colwise("delta_keys", "delta_keys", "delta_values"),
     "A_log": colwise("delta_heads"),
     "dt_bias": colwise("delta_heads"),
@@ -53,6 +57,7 @@ class DeltaNet:
 
     _args: DeltaArgs  # C keeps its address
     _taps: Tensor  # [kernel, channels], as it reads them
+    _order: Tensor  # of a row's numbers by parts, in a fused row
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
         make, delta = make.within("linear_attn", plan=_PLAN), config.layers[layer].delta
@@ -61,7 +66,11 @@ class DeltaNet:
         width = delta.num_v_heads * delta.v_dim
         rows = {"in_proj_qkv": delta.channels, "in_proj_z": width}
         gates = {"in_proj_b": delta.num_v_heads, "in_proj_a": delta.num_v_heads}
-        self._widths = (*rows.values(), *gates.values())
+        self._widths, self._moves = (*rows.values(), *gates.values()), _moves(delta) if delta.is_fused else None
+        if self._moves is not None:
+            rows, gates = {"in_proj_qkvz": sum(rows.values())}, {"in_proj_ba": sum(gates.values())}
+            order = np.argsort(np.concatenate([to + np.arange(num) for _, to, num in self._moves]))
+            self._order = torch.from_numpy(order).to(make.device)
         # Adapters know the order of heads in the checkpoint that a file with another was made from.
         adaptable = (AdaptedMatrix.QKV, AdaptedMatrix.Q_B, AdaptedMatrix.O)
         places = (None, None, None) if delta.is_tiled else adaptable
@@ -90,6 +99,8 @@ class DeltaNet:
         """Return [T, hidden] of x [T, hidden]."""
         rows, state = adapted(self._in, AdaptedMatrix.QKV, x, adapters), attention.recurrent(self._state)
         rows = torch.cat((rows, adapted(self._gates, AdaptedMatrix.Q_B, x, adapters)), 1)
+        if self._moves is not None:
+            rows = rows.index_select(1, self._order)
         mixed = x.new_empty(len(x), self._delta.num_v_heads * self._delta.v_dim)
         for index, piece in enumerate(state.slices):
             mixed[piece.first : piece.stop] = self._advance(state, index, piece, rows[piece.first : piece.stop])
@@ -163,7 +174,29 @@ class DeltaNet:
             delta.shared,
         )
         self._args.state_dtype = DTYPES[matrices.dtype]
+        if self._moves is not None:
+            self._args.moves, self._args.num_moves = self._moves.ctypes.data, len(self._moves)
         return describe_part("delta", (LinearArgs(), self._o.args), self._args)
+
+
+def _moves(delta: DeltaConfig) -> NDArray[np.int32]:
+    """Return the pieces of a fused row in its order: their first numbers there and in a row by parts, and lengths."""
+    k_dim, v_dim = delta.k_dim, delta.v_dim * delta.shared
+    parts = [
+        (0, k_dim),
+        (delta.num_k_heads * k_dim, k_dim),
+        (2 * delta.num_k_heads * k_dim, v_dim),
+        (delta.channels, v_dim),
+    ]
+    gates = delta.channels + delta.num_v_heads * delta.v_dim
+    pieces = [
+        (first + head * num, num)
+        for group in (parts, [(gates, delta.shared), (gates + delta.num_v_heads, delta.shared)])
+        for head in range(delta.num_k_heads)
+        for first, num in group
+    ]
+    places, lengths = np.array(pieces).T
+    return np.stack((np.cumsum(lengths) - lengths, places, lengths), 1).astype(np.int32)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def _delta_shares(delta: DeltaConfig, rank: int, size: int) -> dict[str, Cut]:
     if delta.num_k_heads < size:
         raise _refusal(size, f"its recurrent layers have {delta.num_k_heads} heads of keys")
     keys, shared = _divided(delta.num_k_heads, rank, size), delta.num_v_heads // delta.num_k_heads
-    units = {"delta_keys": delta.k_dim, "delta_heads": shared, "delta_values": shared * delta.v_dim}
+    units = {"delta_groups": 1, "delta_keys": delta.k_dim, "delta_heads": shared, "delta_values": shared * delta.v_dim}
     return {axis: Cut(*(unit * number for number in keys)) for axis, unit in units.items()}
 
 

@@ -292,6 +292,13 @@ def qwen3_5_moe(hf: HFConfig) -> ModelConfig:
     return _qwen3_5_common(hf, moes=moes)
 
 
+def qwen3_next(hf: HFConfig) -> ModelConfig:
+    """Qwen3-Next: the layers of Qwen 3.5 with experts, whose projections are fused."""
+    hf = HFConfig({"norm_topk_prob": True, **hf.values}, hf.source)
+    moes = qwen_experts(hf, num_experts=512, num_chosen=10, width=512, shared_width=512)
+    return _qwen3_5_common(hf, moes=moes, is_fused=True)
+
+
 def gemma4(hf: HFConfig) -> ModelConfig:
     """Gemma 4's text model: wider heads in full layers, shared keys and values, inputs of layers, experts."""
     return _gemma4_common(hf, layer_inputs=hf.integer("hidden_size_per_layer_input", 256))
@@ -329,6 +336,7 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "glm4_moe": glm4_moe,
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5_moe,
+    "qwen3_next": qwen3_next,
     "gemma4_text": gemma4,
     "gemma4_unified_text": gemma4_unified,
 }
@@ -362,8 +370,8 @@ def _granite_common(hf: HFConfig) -> ModelConfig:
     )
 
 
-def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None) -> ModelConfig:
-    """Return the settings that Qwen 3.5 has with experts, and without."""
+def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None, is_fused: bool = False) -> ModelConfig:
+    """Return the settings that Qwen 3.5 has with experts and without, and Qwen3-Next."""
     hf = HFConfig({"partial_rotary_factor": 0.25, **hf.values}, hf.source)
     every = hf.size("full_attention_interval", 4)
     types = [_LINEAR if (i + 1) % every else _FULL for i in range(_num_layers(hf))]
@@ -374,6 +382,7 @@ def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None) -> ModelConfig:
         v_dim=hf.size("linear_value_head_dim", 128),
         kernel=hf.size("linear_conv_kernel_dim", 4),
         is_tiled=hf.flag("linear_value_heads_tiled"),
+        is_fused=is_fused,
     )
     if delta.num_v_heads % delta.num_k_heads:
         raise hf.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {delta.num_k_heads}")

@@ -24,11 +24,11 @@ _ENCODER_DECODERS = (
 )  # fmt: skip
 _RECURRENT = (
     "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h",
-    "olmo_hybrid", "qwen3_next", "recurrent_gemma",
+    "olmo_hybrid", "recurrent_gemma",
     "rwkv", "xlstm", "zamba", "zamba2",
 )  # fmt: skip
 _SOMETIMES_RECURRENT = ("granitemoehybrid",)  # of which some models have attention in every layer
-_DELTA = ("qwen3_5_text", "qwen3_5_moe_text")  # whose layers of type linear_attention are served
+_DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # whose layers of type linear_attention are served
 _SPARSE = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa")  # layers that choose the tokens they attend to
 # Their code in transformers computes attention itself, so it cannot use a paged pool.
 _OWN_ATTENTION = (

@@ -3,6 +3,8 @@
 #include "delta.h"
 #include "layer.h"
 
+#include <string.h>
+
 enum {
     PASS = 128,  /* tokens of a pass, */
     MOST = 1024, /* or more if it ends with a slice's drafts, which end with a block */
@@ -30,6 +32,25 @@ static size_t measure(const struct part *part, const struct decoder *d, int64_t 
     widen_packed(packed, &delta->rows, rows);
     widen_packed(packed, &delta->gates, rows);
     return lay_out(part, d->dtype, rows, NULL, &room);
+}
+
+/* Rows as projected, whose pieces are moved to their places. */
+struct mixed {
+    const struct delta *delta;
+    char *rows;
+    size_t size; /* of a value */
+};
+
+static void run_move(const void *context, int64_t begin, int64_t end) {
+    const struct mixed *m = context;
+    size_t bytes = (size_t)delta_row(m->delta) * m->size;
+    char mixed[bytes];
+    for (int64_t row = begin; row < end; row++) {
+        char *to = m->rows + (size_t)row * bytes;
+        memcpy(mixed, to, bytes);
+        for (const int32_t *move = m->delta->moves; move < m->delta->moves + 3 * m->delta->num_moves; move += 3)
+            memcpy(to + (size_t)move[1] * m->size, mixed + (size_t)move[0] * m->size, (size_t)move[2] * m->size);
+    }
 }
 
 /* Let a pass go from its begin as far as it may. */
@@ -60,6 +81,10 @@ static int32_t run(const struct turn *t) {
     char *gates = room.rows + (size_t)d->rows.n * size_of(dtype);
     if (!status) status = part_multiply_into(t, PLACE_Q_B, &d->gates, t->x, gates, width, dtype);
     if (status) return status;
+    if (d->moves) {
+        struct mixed mixed = {d, room.rows, size_of(dtype)};
+        run_ranges(run_move, &mixed, t->rows, width, WORTH_SHARING);
+    }
     room.firsts[0] = 0;
     for (int64_t i = 0; i < states->num_slices; i++) room.firsts[i + 1] = room.firsts[i] + tokens_of(states, i);
     struct delta_pass pass = {

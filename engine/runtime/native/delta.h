@@ -14,6 +14,8 @@ SHARED struct delta {
     const float *norm;           /* [v_dim] */
     int64_t num_k_heads, num_v_heads, k_dim, v_dim, kernel, columns, segment;
     int64_t shared;      /* value head h goes with key head h / shared % num_k_heads */
+    const int32_t *moves; /* [num_moves][3]: first of a piece as projected, where it belongs, and its length; NULL: all do */
+    int64_t num_moves;
     int32_t state_dtype; /* of the matrices: float32, or bfloat16, into which each token's result is rounded */
 };
 

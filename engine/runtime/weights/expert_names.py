@@ -41,6 +41,7 @@ _WITH_HEADS_FOR_LATER_TOKENS = (
     "glm4_moe_lite",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "qwen3_next",
 )
 _HEAD = re.compile(r"mtp\.(?:layers\.(\d+)|(fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm))\.(.+)")
 _HEAD_MODULES = {
