@@ -18,20 +18,6 @@ from tests.cpu.test_models_families import Case, rope, save_tiny
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CASES = {
-    "gemma3n": Case(
-        "Gemma3nTextConfig",
-        {
-            "head_dim": 16,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 128,
-            "laurel_rank": 8,
-            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-        },
-    ),
     "phimoe": Case("PhimoeConfig", {"num_local_experts": 4, "sliding_window": 8}),  # its window is in the mask alone
     "modernbert-decoder": Case("ModernBertDecoderConfig", {"local_attention": 16, "layer_types": WINDOWS}),
     "gpt2": Case("GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}),

@@ -90,6 +90,17 @@ def test_one_call_says_what_the_parts_say(library: Library, name: str, tmp_path:
         assert parts.std() > 0.1
 
 
+@pytest.mark.parametrize("name", ["gemma4-shared", "gemma4-unified"])
+def test_rows_that_go_on_alone_have_the_bits_of_all(library: Library, name: str, tmp_path: Path) -> None:
+    """Behind the last layer that keeps keys and values; a row may be of any slice, and stand twice."""
+    library.use_threads(2)
+    families.save_tiny(families.CASES[name], tmp_path)
+    model = families.load(tmp_path)
+    whole = run(model, in_one_call=True, rows=None)[0]
+    for rows in ([8, 9, 10, 15], [0, 3, 3, 15], [13, 2], [9]):
+        assert torch.equal(run(model, in_one_call=True, rows=torch.tensor(rows))[0], whole[rows])
+
+
 @pytest.mark.parametrize("name", ["granite", "gemma2", "olmo2", "qwen2-moe"])
 def test_one_call_copies_the_streams_of_its_parts(library: Library, name: str, tmp_path: Path) -> None:
     """The stream that enters a layer is what transformers calls its hidden state; the last goes with all rows."""

@@ -132,6 +132,22 @@ def test_settings_beside_those_of_a_tower_and_transposed_experts_are_read(tmp_pa
     check_served(model, tmp_path)
 
 
+def test_the_language_model_of_gemma_3n_is_served(tmp_path: Path) -> None:
+    """Its tower for images needs another library, so the checkpoint is put together here."""
+    model = save_servable(NATIVE["gemma3n"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    towers = {f"model.{name}.weight": torch.zeros(2) for name in ("vision_tower.a", "audio_tower.b", "embed_audio.c")}
+    save_file(tensors | towers, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3n", "text_config": text, "vision_config": {"model_type": "gemma3n_vision"}})
+    )
+    (tmp_path / "words").mkdir(exist_ok=True)
+    save_tokenizer(tmp_path / "words")
+    check_served(model, tmp_path)
+
+
 def test_a_body_that_was_saved_without_its_head_is_served(tmp_path: Path) -> None:
     """As Qwen3-Embedding's published weights: no prefix in their names, and the head is the embedding."""
     model = save_servable(NATIVE["qwen3-biased"], tmp_path)

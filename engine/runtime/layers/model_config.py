@@ -119,6 +119,15 @@ class DeltaConfig:
         return hidden_size * (self.channels + 2 * self.num_v_heads * (self.v_dim + 1))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AltUpConfig:
+    """Several residual streams (layers/altup.py)."""
+
+    num_streams: int
+    rank: int  # of the product beside attention
+    scales_output: bool
+
+
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """One layer's settings. `window` None attends to everything; `rope` None: no positions."""
@@ -131,6 +140,7 @@ class LayerConfig:
     delta: DeltaConfig | None = None  # of a mixer without attention
     source: int | None = None  # the layer whose keys and values it reads; None: it has its own
     width: int | None = None  # of its MLP, if not the model's intermediate size
+    sparsity: float = 0.0  # the share of its MLP's gates that are 0 (layers/altup.py)
 
     @property
     def has_mlp(self) -> bool:
@@ -185,6 +195,8 @@ class ModelConfig:
     num_mtp_layers: int = 0  # that the checkpoint has behind the last, for later tokens; models/mtp.py
     value_norm: bool = False  # values are normalised by head, without a weight
     layer_inputs: int = 0  # the width of what a layer takes in for each token (layers/per_layer.py); 0: nothing
+    num_input_rows: int | None = None  # of the table of these inputs; a further token has those of the first
+    altup: AltUpConfig | None = None
     has_layer_scale: bool = False  # a number multiplies the stream behind each layer
     merged_checkpoint: bool = False  # the checkpoint itself holds q, k, v (and gate, up) as one matrix (Phi-3)
 

@@ -62,6 +62,8 @@ class Shards:
         rank, size = group.rank, group.size
         if any(layer.width or layer.source is not None or layer.feed_forward == "beside" for layer in config.layers):
             raise _refusal(size, "its layers share keys and values, or have MLPs of other widths or beside experts")
+        if config.altup is not None:
+            raise _refusal(size, "it has several residual streams")
         whole = {layer.heads for layer in config.layers}
         if len(whole) > 1:
             raise _refusal(size, "its layers have different heads")

@@ -31,6 +31,7 @@ _ALIASES = {
 # Kinds with a language model inside that sees images or sound as tokens, and its kind where the config does not name it.
 _WRAPPERS = {
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "internvl": "qwen2",

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.adapters import Target
+from engine.runtime.layers.altup import AltUpLayer
+from engine.runtime.layers.altup import Streams as AltUpStreams
 from engine.runtime.layers.layer import DecoderLayer
 from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig
@@ -65,9 +67,11 @@ class Decoder:
         # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._inputs = PerLayerInputs(config, make) if config.layer_inputs else None
-        self._layers, specs = list[DecoderLayer](), list[StateSpec]()
+        self._streams = AltUpStreams(config, make) if config.altup else None
+        kind = AltUpLayer if config.altup else DecoderLayer
+        self._layers, specs = list[AltUpLayer | DecoderLayer](), list[StateSpec]()
         for index in range(len(config.layers)):
-            layer = DecoderLayer(config, index, make.within(f"model.layers.{index}", index), state=len(specs))
+            layer = kind(config, index, make.within(f"model.layers.{index}", index), state=len(specs))
             self._layers.append(layer)
             specs += layer.states
         self.states: Sequence[StateSpec] = specs
@@ -105,7 +109,11 @@ class Decoder:
         graphs = all(layer.is_capturable for layer in self._layers)
         is_native = self._native is not None if self._head is None else self._head.args is not None
         return ModelCapabilities(
-            adapters=True, graphs=graphs, native=is_native, heads=True, generates=self._head is not None
+            adapters=True,
+            graphs=graphs,
+            native=is_native,
+            heads=self._streams is None,
+            generates=self._head is not None,
         )
 
     def forward(
@@ -127,6 +135,8 @@ class Decoder:
             x.mul_(self._embedding_multiplier)
         angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
         inputs = None if self._inputs is None else self._inputs(ids, x)
+        if self._streams is not None:
+            x = self._streams.spread(x)
         delta: Tensor | None = None
         for index, (layer, rope) in enumerate(zip(self._layers, self._rope_of, strict=True)):
             if streams is not None and index in streams.layers:
@@ -139,6 +149,8 @@ class Decoder:
             self._copy_stream(x, delta, streams, len(self._layers))
         if rows is not None:
             x, delta = x.index_select(0, rows), None if delta is None else delta.index_select(0, rows)
+        if self._streams is not None:
+            x = self._streams.gather(x)
         return self._norm.add(x, delta, self._config.residual_multiplier)
 
     def _copy_stream(self, x: Tensor, delta: Tensor | None, streams: Streams, layer: int) -> None:

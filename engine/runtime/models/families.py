@@ -15,6 +15,7 @@ from engine.core.errors import ModelLoadError
 from engine.files.hf_config import HFConfig
 from engine.runtime.activation import Activation
 from engine.runtime.layers.model_config import (
+    AltUpConfig,
     DeltaConfig,
     HeadsConfig,
     LatentConfig,
@@ -309,6 +310,50 @@ def gemma4_unified(hf: HFConfig) -> ModelConfig:
     return _gemma4_common(hf, layer_inputs=0)
 
 
+def gemma3n(hf: HFConfig) -> ModelConfig:
+    """Gemma 3n's text model: several residual streams, inputs of layers, shared keys and values, sparse gates."""
+    num_layers = _num_layers(hf)
+    types = _layer_types(hf, [_SLIDING if (i + 1) % 5 else _FULL for i in range(num_layers)])
+    if hf.integer("altup_active_idx", 0):
+        raise hf.error("altup_active_idx", "0")
+    widths = [*hf.numbers("intermediate_size")] if isinstance(hf.values.get("intermediate_size"), list) else []
+    hf = HFConfig({**hf.values, **({"intermediate_size": int(max(widths))} if widths else {})}, hf.source)
+    sparse = [0.95] * (10 if num_layers > 10 else 0) + [0.0] * num_layers
+    if hf.has("activation_sparsity_pattern"):
+        sparse = [*hf.numbers("activation_sparsity_pattern")]
+    if len(sparse) < num_layers or len(widths) not in (0, num_layers) or not all(0 <= each < 1 for each in sparse):
+        raise hf.error("activation_sparsity_pattern", f"{num_layers} shares below 1, and as many widths of MLPs")
+    ropes = _ropes_by_type(hf, types, local_theta=hf.positive("rope_local_base_freq", 10_000.0), theta=1_000_000.0)
+    layers = _layers(
+        HFConfig({"sliding_window": 512, **hf.values}, hf.source), windows=_windows(hf, types), ropes=ropes
+    )
+    sources = _sources(hf, types, hf.integer("num_kv_shared_layers", 15))
+    return replace(
+        _common(hf),
+        layers=tuple(
+            replace(layer, source=sources[i], width=int(widths[i]) if widths else None, sparsity=sparse[i])
+            for i, layer in enumerate(layers)
+        ),
+        tied_head=hf.flag("tie_word_embeddings", True),
+        activation=_activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
+        embedding_multiplier=hf.size("hidden_size") ** 0.5,
+        attention_scale=1.0,
+        qk_norm=QKNorm.HEAD,
+        value_norm=True,
+        wide_norms=True,
+        logit_softcap=hf.optional_positive("final_logit_softcapping")
+        if "final_logit_softcapping" in hf.values
+        else 30.0,
+        layer_inputs=hf.size("hidden_size_per_layer_input", 256),
+        num_input_rows=hf.size("vocab_size_per_layer_input", 262_144),
+        altup=AltUpConfig(
+            num_streams=hf.size("altup_num_inputs", 4),
+            rank=hf.size("laurel_rank", 64),
+            scales_output=hf.flag("altup_correct_scale", True),
+        ),
+    )
+
+
 FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "llama": llama,
     "mistral": mistral,
@@ -337,6 +382,7 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5_moe,
     "qwen3_next": qwen3_next,
+    "gemma3n_text": gemma3n,
     "gemma4_text": gemma4,
     "gemma4_unified_text": gemma4_unified,
 }
@@ -417,19 +463,15 @@ def _gemma4_common(hf: HFConfig, *, layer_inputs: int) -> ModelConfig:
     if layer_inputs and hf.size("vocab_size_per_layer_input", hf.size("vocab_size")) != hf.size("vocab_size"):
         raise hf.error("vocab_size_per_layer_input", "that of the model")
     values = {key: value for key, value in hf.values.items() if value is not None}
-    num_layers, num_shared = _num_layers(hf), hf.integer("num_kv_shared_layers", 0)
+    num_layers = _num_layers(hf)
     hf = HFConfig({"rope_parameters": _GEMMA4_ROPES, **values}, hf.source)
     types = [_SLIDING if (i + 1) % 6 else _FULL for i in range(num_layers)]
     types = [*_layer_types(hf, types)[:-1], _FULL]  # the last has full attention in any case
     full = _with_full_heads(HFConfig({**hf.values, "layer_types": types}, hf.source))
     moes = gemma4_experts(hf, _activation(hf, "hidden_activation", "gelu_pytorch_tanh"))
-    layers = list[LayerConfig]()
+    sources, layers = _sources(hf, types, hf.integer("num_kv_shared_layers", 0)), list[LayerConfig]()
     for index, kind in enumerate(types):
-        source = None
-        if index >= num_layers - num_shared:  # it reads the last layer of its kind that has keys and values
-            source = max((i for i in range(num_layers - num_shared) if types[i] == kind), default=None)
-            if source is None:
-                raise hf.error("num_kv_shared_layers", "fewer, so that a layer of each kind has keys and values")
+        source = sources[index]
         is_wide = source is not None and hf.flag("use_double_wide_mlp")
         own, window = (full, None) if kind == _FULL else (hf, hf.size("sliding_window", 512))
         rope = _rope_from(own, own.section("rope_parameters").section(kind), theta=10_000.0)
@@ -451,6 +493,15 @@ def _gemma4_common(hf: HFConfig, *, layer_inputs: int) -> ModelConfig:
         layer_inputs=layer_inputs,
         has_layer_scale=True,
     )
+
+
+def _sources(hf: HFConfig, types: Sequence[str], num_shared: int) -> list[int | None]:
+    """Return the layer whose keys and values each of the last layers reads: the last of its kind that has its own."""
+    num_own = len(types) - num_shared
+    found = [max((i for i in range(num_own) if types[i] == kind), default=-1) for kind in types[max(num_own, 0) :]]
+    if num_shared < 0 or num_own < 1 or -1 in found:
+        raise hf.error("num_kv_shared_layers", "fewer, so that a layer of each kind has keys and values")
+    return [*[None] * num_own, *found]
 
 
 def _with_full_heads(hf: HFConfig) -> HFConfig:

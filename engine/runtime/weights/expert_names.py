@@ -56,7 +56,7 @@ _GEMMA4 = {
     ".router.scale": ".moe.gate_norm.weight",
     ".router.per_expert_scale": ".moe.gate.per_expert_scale",
 }
-_SHARING = ("gemma4_text", "gemma4_unified_text")
+_SHARING = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 _KEYS_OR_VALUES = re.compile(r"layers\.(\d+)\.self_attn\.([kv]_(?:proj|norm))\.")
 
 
