@@ -65,6 +65,7 @@ DELTA = {
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
@@ -72,7 +73,7 @@ DELTA = {
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 SANDWICH = AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
 
-OFFSET = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe")  # whose norms are stored as 1 + weight
+OFFSET = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")  # whose norms are stored as 1 + weight
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}
 GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.1}
 BEFORE_MLP = {"post_attention_layernorm": "post_attention_norm"}
@@ -279,6 +280,7 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
     "deepseek2/glm": deepseek("glm4_moe_lite", is_split=True, mlp_layer_types=["dense", "sparse", "sparse"]),
     "qwen35": (CASES["qwen3_5"], DELTA, QWEN35),
     "qwen35moe": (CASES["qwen3_5-moe"], DELTA, QWEN35 | EXPERTS),
+    "qwen3next": (CASES["qwen3_next"], DELTA, QWEN35 | EXPERTS),
     "glm4moe/air": (CASES["glm4-moe-air"], BEFORE_MLP, {**GLM4, "expert_shared_count": 2}),
 }
 
@@ -371,27 +373,43 @@ def converted_in_layer(
         yield "attn_v_b.weight", heads[:, keys:]
         return
     if name.startswith("linear_attn."):
-        values = tiled(name, values, config)
-    if name.endswith("A_log"):
-        yield "ssm_a", -np.exp(values)
-        return
-    if name.endswith("dt_bias"):
-        yield "ssm_dt.bias", values
+        yield from delta_of(name, values.squeeze(), config, arch, table)
         return
     stem, ending = name.rsplit(".", 1)
     if stem.endswith(("q_proj", "k_proj")) and arch in ("llama", "mistral3", "granite", "granitemoe", "smollm3"):
         heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
         halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
         values = halves.swapaxes(1, 2).reshape(values.shape)
-    if arch in OFFSET and name.endswith("norm.weight") and not name.startswith("linear_attn."):
+    if arch in OFFSET and name.endswith("norm.weight"):
         values = values + 1
     yield f"{table[stem]}.{ending}", values[0] if stem.endswith("shared_expert_gate") else values
+
+
+def delta_of(
+    name: str, values: np.ndarray, config: Any, arch: str, table: Mapping[str, str]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Gated DeltaNet: Qwen3-Next's fused rows of key heads are taken apart, Qwen 3.5's value heads are moved."""
+    if name == "linear_attn.in_proj_qkvz.weight":
+        num, key = config.linear_num_key_heads, config.linear_key_head_dim
+        value = config.linear_num_value_heads // num * config.linear_value_head_dim
+        parts = np.split(values.reshape(num, -1, values.shape[1]), np.cumsum([key, key, value]), axis=1)
+        q, k, v, z = (part.reshape(-1, values.shape[1]) for part in parts)
+        yield "attn_qkv.weight", np.concatenate((q, k, v))
+        yield "attn_gate.weight", z
+        return
+    values = values if arch == "qwen3next" else tiled(name, values, config)
+    if name.endswith("A_log"):
+        yield "ssm_a", -np.exp(values)
+    elif name.endswith("dt_bias"):
+        yield "ssm_dt.bias", values
+    else:
+        stem, ending = name.rsplit(".", 1)
+        yield f"{table[stem]}.{ending}", values
 
 
 def tiled(name: str, values: np.ndarray, config: Any) -> np.ndarray:
     """Move the value heads of Gated DeltaNet: the first of each key head, then the second of each."""
     num_k, num_v = config.linear_num_key_heads, config.linear_num_value_heads
-    values = values.squeeze()
     if "norm" in name:
         return values
     axis = 1 if "out_proj" in name else 0

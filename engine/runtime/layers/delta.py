@@ -11,6 +11,7 @@ The torch operations here define the arithmetic; delta.c has the same, in one or
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from ctypes import Structure
 
 import numpy as np
@@ -66,9 +67,12 @@ class DeltaNet:
         width = delta.num_v_heads * delta.v_dim
         rows = {"in_proj_qkv": delta.channels, "in_proj_z": width}
         gates = {"in_proj_b": delta.num_v_heads, "in_proj_a": delta.num_v_heads}
-        self._widths, self._moves = (*rows.values(), *gates.values()), _moves(delta) if delta.is_fused else None
+        self._widths, self._moves = (*rows.values(), *gates.values()), _moves(delta)
+        if delta.has_fused_rows:
+            rows = {"in_proj_qkvz": sum(rows.values())}
+        if delta.has_fused_gates:
+            gates = {"in_proj_ba": sum(gates.values())}
         if self._moves is not None:
-            rows, gates = {"in_proj_qkvz": sum(rows.values())}, {"in_proj_ba": sum(gates.values())}
             order = np.argsort(np.concatenate([to + np.arange(num) for _, to, num in self._moves]))
             self._order = torch.from_numpy(order).to(make.device)
         # Adapters know the order of heads in the checkpoint that a file with another was made from.
@@ -179,24 +183,32 @@ class DeltaNet:
         return describe_part("delta", (LinearArgs(), self._o.args), self._args)
 
 
-def _moves(delta: DeltaConfig) -> NDArray[np.int32]:
-    """Return the pieces of a fused row in its order: their first numbers there and in a row by parts, and lengths."""
-    k_dim, v_dim = delta.k_dim, delta.v_dim * delta.shared
-    parts = [
-        (0, k_dim),
-        (delta.num_k_heads * k_dim, k_dim),
-        (2 * delta.num_k_heads * k_dim, v_dim),
-        (delta.channels, v_dim),
-    ]
-    gates = delta.channels + delta.num_v_heads * delta.v_dim
+def _moves(delta: DeltaConfig) -> NDArray[np.int32] | None:
+    """Return the pieces of a row as projected: their firsts there and in a row by parts, and lengths; None: all fit."""
+    if not (delta.has_fused_rows or delta.has_fused_gates):
+        return None
+    keys, values, width = delta.num_k_heads * delta.k_dim, delta.shared * delta.v_dim, delta.num_v_heads * delta.v_dim
+    rows = [(0, delta.k_dim), (keys, delta.k_dim), (2 * keys, values), (delta.channels, values)]
+    gates = [(delta.channels + width + first, delta.shared) for first in (0, delta.num_v_heads)]
     pieces = [
         (first + head * num, num)
-        for group in (parts, [(gates, delta.shared), (gates + delta.num_v_heads, delta.shared)])
-        for head in range(delta.num_k_heads)
-        for first, num in group
+        for parts, is_fused in ((rows, delta.has_fused_rows), (gates, delta.has_fused_gates))
+        for head, (first, num) in _in_order(parts, delta.num_k_heads, is_fused=is_fused)
     ]
     places, lengths = np.array(pieces).T
     return np.stack((np.cumsum(lengths) - lengths, places, lengths), 1).astype(np.int32)
+
+
+def _in_order(
+    parts: Sequence[tuple[int, int]], num_heads: int, *, is_fused: bool
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield the key heads of some parts, head by head if they are fused, else part by part."""
+    heads = range(num_heads)
+    return (
+        ((head, part) for head in heads for part in parts)
+        if is_fused
+        else ((head, part) for part in parts for head in heads)
+    )
 
 
 def _unit(x: Tensor) -> Tensor:

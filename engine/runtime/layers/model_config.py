@@ -102,7 +102,8 @@ class DeltaConfig:
     v_dim: int
     kernel: int  # tokens that the convolution reads
     is_tiled: bool = False  # value head h reads key head h % num_k_heads, as in GGUF files; else neighbours share one
-    is_fused: bool = False  # the checkpoint has in_proj_qkvz and in_proj_ba, with all rows of a key head together
+    has_fused_rows: bool = False  # the checkpoint has in_proj_qkvz, with all rows of a key head together
+    has_fused_gates: bool = False  # and in_proj_ba
 
     @property
     def shared(self) -> int:

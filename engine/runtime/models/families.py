@@ -428,7 +428,8 @@ def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None, is_fused: bool = Fal
         v_dim=hf.size("linear_value_head_dim", 128),
         kernel=hf.size("linear_conv_kernel_dim", 4),
         is_tiled=hf.flag("linear_value_heads_tiled"),
-        is_fused=is_fused,
+        has_fused_rows=is_fused and not hf.flag("linear_rows_split"),
+        has_fused_gates=is_fused,
     )
     if delta.num_v_heads % delta.num_k_heads:
         raise hf.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {delta.num_k_heads}")

@@ -51,7 +51,7 @@ _INTERLEAVED = (
     "granitemoe",
     "smollm3",
 )  # llama.cpp rotates neighbours (0, 1), transformers halves (0, d / 2)
-_OFFSET_NORMS = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe")
+_OFFSET_NORMS = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # in the config instead
 
 

@@ -411,6 +411,12 @@ def _qwen35moe(file: _File) -> dict[str, Any]:
     }
 
 
+def _qwen3next(file: _File) -> dict[str, Any]:
+    """Qwen3-Next, of which llama.cpp splits the fused rows and leaves the gates, and moves no heads."""
+    named = {"model_type": "qwen3_next", "linear_value_heads_tiled": False, "linear_rows_split": True}
+    return _qwen35moe(file) | named | {"mlp_only_layers": _dense_layers(file)}
+
+
 # What each architecture has beside the common settings, and its name on the hub if that is another.
 ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "llama": _llama,
@@ -437,8 +443,9 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "deepseek2": _deepseek2,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35moe,
+    "qwen3next": _qwen3next,
 }
 _WITH_EXPERTS = (
-    "llama", "mistral3", "qwen2moe", "qwen3moe", "qwen3vlmoe", "qwen35moe", "olmoe", "granitemoe", "gpt-oss", "glm4moe",
+    "llama", "mistral3", "qwen2moe", "qwen3moe", "qwen3vlmoe", "qwen35moe", "qwen3next", "olmoe", "granitemoe", "gpt-oss", "glm4moe",
     "deepseek2", "gemma4",
 )  # fmt: skip

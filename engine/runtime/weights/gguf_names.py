@@ -66,6 +66,7 @@ _DELTA = {
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
@@ -89,6 +90,7 @@ _BY_ARCH = {
     "glm4moe": {"post_attention_norm": "post_attention_layernorm"},
     "qwen35": _DELTA,
     "qwen35moe": _DELTA,
+    "qwen3next": _DELTA,
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 _STACK = re.compile(r"ffn_(gate|up|down|gate_up)_exps")
