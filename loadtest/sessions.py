@@ -255,7 +255,7 @@ def _settle(port: int) -> None:
 
 @contextlib.contextmanager
 def _running(options: argparse.Namespace, peer: Peer, folder: Path) -> Iterator[tuple[Server, int]]:
-    model, most = (options.models_dir / options.model).absolute(), 256 * math.ceil(CONTEXT * options.scale / 100)
+    model, most = (options.models_dir / options.model).absolute(), 256 * math.ceil(CONTEXT * options.scale / 80)
     threads, clients, memory = options.num_threads, options.clients, options.kv_gib
     setup = Setup(model, free_port(), options.precision, threads, clients, most, memory)
     command = peer.command(str(getattr(options, peer.name.replace("-", "_"))), setup)

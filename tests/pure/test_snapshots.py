@@ -250,6 +250,15 @@ def test_a_conversation_keeps_its_last_snapshot() -> None:
     driver.check_streams()
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_pool_without_room_keeps_snapshots_in_host_memory(depth: int) -> None:
+    """With overlap the step before may still fail."""
+    driver = Driver(tiered(num_blocks=17, max_model_len=60), depth)
+    found, _ = talk(driver, range(3))
+    assert found == ([0, 0, 0] if depth else [0, 28, 36])
+    driver.check_streams()
+
+
 def test_a_snapshot_that_two_prompts_leave_stays() -> None:
     driver = Driver(stateful(num_blocks=200, max_num_batched_tokens=60))
     talk(driver, range(1))

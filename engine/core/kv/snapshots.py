@@ -23,7 +23,7 @@ A snapshot is kept where prompts are likely to branch: at the last boundary that
 has, else at the last two boundaries of an input (the last token of an equal prompt is computed, so it resumes one block
 earlier than a longer one), at pinned prefixes, where another prompt branched, every so often in long prompts, and at the
 last boundary of an answer, because its end is known one step late. Chunks of prompts end there. A boundary is kept only if
-no other sequence needs the blocks.
+no other sequence needs the blocks; a prompt's is then copied to host memory from the slot, which the sequence goes on in.
 
 A conversation needs its last snapshot only: once the next turn has its own, the one that it resumed from is evicted before
 all others, here and below, unless another prompt was seen to leave there.
@@ -133,12 +133,26 @@ class RecurrentGroup(Group):
         # A snapshot is kept in blocks beyond what running sequences may need next.
         num_next = self._config.num_paged_groups * self._config.max_num_seqs
         has_spare = self.pool.num_spare >= len(self._suffixes) + num_next
-        state.source = state.slot
-        if state.is_shared or not state.slot or (has_spare and self._is_kept(seq, start)):
+        state.source, is_kept = state.slot, self._is_kept(seq, start)
+        if is_kept and not has_spare:
+            self._keep_below(seq, start)
+        if state.is_shared or not state.slot or (has_spare and is_kept):
             if state.slot:
                 state.held.append(LeftSlot(start, state.slot, start + (state.num_behind > 0)))
                 seq.kv.next_publish = min(seq.kv.next_publish, state.due)
             state.slot, state.is_shared, state.is_moved = self.pool.alloc_many(len(self._suffixes)), False, True
+
+    def _keep_below(self, seq: Sequence, position: int) -> None:
+        """Copy the state at a boundary of a prompt to host memory, before the next step writes to its slot."""
+        state = seq.kv.state
+        is_plain = bool(state.slot) and not state.is_shared and not state.num_behind
+        # A step in flight might still fail.
+        if self._listener is None or not is_plain or not seq.num_computed == position <= seq.num_prompt:
+            return
+        for index in range(len(seq.kv.chain) - 1, position // self._block_size):
+            name_block(seq.kv.chain, seq.tokens, index, self._block_size)
+        for name, block in zip(self.names(seq.kv.chain[position // self._block_size]), state.slot, strict=True):
+            self._listener.leaves(name, block)
 
     def publish(self, seq: Sequence, num_known: int) -> None:
         """Name the slots that were left at boundaries, once the steps that wrote them are committed."""
