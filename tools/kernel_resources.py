@@ -18,12 +18,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from math import gcd
 from pathlib import Path
 from struct import unpack_from
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -37,6 +40,8 @@ from engine.runtime.attention.backend import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.activation import NAMES, act_mul
 from engine.runtime.cuda.attention_tuning import Cut, choose_latent_tuning, choose_tuning
+from engine.runtime.cuda.delta import DeltaWeights, gated_delta
+from engine.runtime.cuda.delta_state import DeltaSizes
 from engine.runtime.cuda.fp8_linear import quantise_rows
 from engine.runtime.cuda.mask import mask_rows
 from engine.runtime.cuda.norm import add_rms_norm
@@ -48,8 +53,9 @@ from engine.runtime.cuda.sampling import Penalties, sample
 from engine.runtime.cuda.sampling_row import Draws
 from engine.runtime.cuda.store import PoolView, view_pool
 from engine.runtime.cuda.token_counts import TokenCounts
-from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec
+from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, Pieces, RecurrentSpec, StepStates
 from engine.runtime.layers.mixture_cuda import CudaExperts
+from engine.runtime.pool.states import StatePool
 from engine.runtime.routing import RouterConfig
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
@@ -187,6 +193,7 @@ def brief_cases(capability: int) -> Iterator[Case]:
             "width 4096",
             partial(quantise_rows, torch.zeros(3, 4096, dtype=BF16), torch.zeros(3, 4096).to(FP8), torch.zeros(3)),
         )
+    yield from list(delta_cases((BF16,)))[1:3]
     yield "64 rows of 151936", partial(_sample, 64, 151_936)
     yield from _mixtures(("gpt-oss-20b",), (1,), BF16, "mxfp4")
     yield from _mixtures(("Qwen3-30B-A3B",), (1,), BF16, "bf16")
@@ -363,6 +370,35 @@ def _rows(kind: str, num_outputs: int, num_inputs: int, experts: tuple[int, ...]
     return Rows(numbers, None, kind, scales, zeros, group, 128 if kind == "int8" else 0)
 
 
+def delta_cases(dtypes: Sequence[torch.dtype] = (BF16, F32)) -> Iterator[Case]:
+    """Yield decodes with drafts, and a prompt, of a layer of Qwen 3.5 and of a small one."""
+    for sizes, columns in ((DeltaSizes(16, 32, 128, 128, 4, 2), 32), (DeltaSizes(4, 8, 64, 40, 4, 2), 8)):
+        for dtype in dtypes:
+            for query_len, max_drafts in ((1, 0), (1, 4), (64, 0)):
+                shape = (
+                    f"{sizes.num_v_heads} heads of {sizes.v_dim}, {_name(dtype)}, {query_len} and {max_drafts} drafts"
+                )
+                yield shape, partial(_advance, sizes, columns, dtype, query_len, max_drafts)
+
+
+def _advance(sizes: DeltaSizes, columns: int, dtype: torch.dtype, query_len: int, max_drafts: int) -> None:
+    """Compute a slice of a layer."""
+    segment = gcd(64, sizes.channels)
+    matrices = Pieces(sizes.num_v_heads * sizes.v_dim // columns, (sizes.k_dim, columns), F32)
+    tails = Pieces(sizes.channels // segment, (sizes.kernel - 1, segment), dtype)
+    row = sizes.channels + sizes.num_v_heads * (sizes.v_dim + 2)
+    spec = RecurrentSpec((matrices, tails), row, dtype)
+    pool = StatePool([spec], torch.zeros(200, 1 << 16, dtype=torch.uint8), 1, max_drafts)
+    numbers = np.array([query_len], np.int32)
+    slots = np.arange(pool.places.num_blocks, dtype=np.int32)[None]
+    step = StepStates(slots, slots, np.array([0, query_len], np.int32), numbers, 0 * numbers, 0 * numbers)
+    rows = torch.zeros(query_len, row, dtype=dtype)
+    pool.prepare(replace(_two_slices(query_len, query_len), states=step))
+    heads, norm = torch.zeros(sizes.num_v_heads), torch.zeros(sizes.v_dim)
+    weights = DeltaWeights(torch.zeros(sizes.channels, 1, sizes.kernel), heads, heads, norm)
+    gated_delta(rows, pool.of_layer[0].on_device, sizes, weights, 1e-6)
+
+
 def packed_cases(capability: int) -> Iterator[Case]:
     """Yield products with codes, of one row and of some, and the decoding of a matrix for many rows."""
 
@@ -410,6 +446,7 @@ def compile_all(capability: int, known: dict[str, str], *, is_brief: bool) -> li
             layer_cases(capability),
             mixture_cases(capability),
             packed_cases(capability),
+            delta_cases(),
             sampling_cases(),
         )
         compiler.compile([case for part in cases for case in part])

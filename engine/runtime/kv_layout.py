@@ -30,6 +30,7 @@ PEAKS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the types of narrow p
 # Least peak of a row. Smaller ones, such as zeros, are stored as if they had it; otherwise the scale or its inverse
 # would not be a normal float32.
 SMALLEST_PEAK = 2.0**-116
+CHUNK = 64  # positions of a prompt that kernels of recurrent layers compute together
 _LATENT_RANGE = 257.0  # how much larger than a latent the numbers beside it may be without its losing digits
 
 
@@ -125,6 +126,35 @@ class StepStates(NamedTuple):
     kept: NDArray[np.int32]  # [S], of its rows, after how many the state is written; the others are drafts
     replays: NDArray[np.int32]  # [S], accepted drafts of the step before, which come before its rows
     rows: NDArray[np.int32]  # [S], runner rows
+
+
+class StateTensors(NamedTuple):
+    """The slots of a step on a device, for its kernels; int32.
+
+    Virtual rows are the slices' rows, each slice's behind its replays.
+    """
+
+    read: Tensor  # as in StepStates
+    written: Tensor
+    starts: Tensor
+    kept: Tensor
+    replays: Tensor
+    rows: Tensor
+    begins: Tensor  # [S + 1], a slice's virtual rows
+    slice_of: Tensor  # [V], of each virtual row
+    by_token: Tensor  # slices that are computed token by token
+    prompts: Tensor  # [P, 3], of other slices: slice, first chunk, chunks
+    chunks: Tensor  # [C, 2]: first virtual row, rows; they end at multiples of CHUNK positions
+
+
+class DeviceState(NamedTuple):
+    """One layer's recurrent state for kernels of its device, in a step."""
+
+    spec: RecurrentSpec
+    pool: Tensor  # [num_blocks, bytes of a block] uint8
+    places: Tensor  # [pieces, 2] int32, as in states.py
+    kept: Tensor  # [max_rows, max_drafts, row], inputs of drafts
+    step: StateTensors
 
 
 def pool_shape(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runtime.kv_layout import AttentionSpec, StepStates
+from engine.runtime.kv_layout import AttentionSpec, StateTensors, StepStates
 
 
 @dataclass(slots=True)
@@ -38,6 +38,7 @@ class Batch:
     block_tables_host: Sequence[Sequence[int]]
     others: Sequence[Batch] = ()  # the same tokens in each further group of layers, with other slots and tables
     states: StepStates | None = None  # of a model with recurrent layers
+    state_tensors: StateTensors | None = None  # the same, of a graph, which has them on the device alone
 
     def of_group(self, kv_slots: Tensor, tables: Tensor, tables_host: Sequence[Sequence[int]]) -> Batch:
         """Return the same tokens with the slots and tables of another group."""

@@ -20,7 +20,8 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.runtime.kv_layout import Pieces, RecurrentSpec
+from engine.runtime.cuda.available import uses_triton
+from engine.runtime.kv_layout import DeviceState, Pieces, RecurrentSpec
 from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
 from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import DeltaConfig, ModelConfig
@@ -105,12 +106,24 @@ class DeltaNet:
         rows = torch.cat((rows, adapted(self._gates, AdaptedMatrix.Q_B, x, adapters)), 1)
         if self._moves is not None:
             rows = rows.index_select(1, self._order)
-        mixed = x.new_empty(len(x), self._delta.num_v_heads * self._delta.v_dim)
-        for index, piece in enumerate(state.slices):
-            mixed[piece.first : piece.stop] = self._advance(state, index, piece, rows[piece.first : piece.stop])
+        if uses_triton(x):
+            mixed = self._by_kernels(rows, state.on_device)
+        else:
+            mixed = x.new_empty(len(x), self._delta.num_v_heads * self._delta.v_dim)
+            for index, piece in enumerate(state.slices):
+                mixed[piece.first : piece.stop] = self._advance(state, index, piece, rows[piece.first : piece.stop])
         y = adapted(self._o, AdaptedMatrix.O, mixed, adapters)
         self._group.all_reduce(y)
         return y
+
+    def _by_kernels(self, rows: Tensor, state: DeviceState) -> Tensor:
+        from engine.runtime.cuda.delta import DeltaWeights, gated_delta
+        from engine.runtime.cuda.delta_state import DeltaSizes
+
+        delta = self._delta
+        sizes = DeltaSizes(delta.num_k_heads, delta.num_v_heads, delta.k_dim, delta.v_dim, delta.kernel, delta.shared)
+        weights = DeltaWeights(self._conv, self._decay, self._bias, self._norm)
+        return gated_delta(rows, state, sizes, weights, self._eps)
 
     def _advance(self, state: RecurrentState, index: int, piece: Slice, rows: Tensor) -> Tensor:
         """Return the outputs of a slice's rows, and write what it leaves."""

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from engine.runtime.attention.backend import Rotation
-from engine.runtime.kv_layout import StateSpec
+from engine.runtime.kv_layout import DeviceState, StateSpec
 from engine.runtime.layers.adapters import LayerAdapters
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.native.library import PartArgs
@@ -39,6 +39,11 @@ class RecurrentState(Protocol):
     @property
     def slices(self) -> Sequence[Slice]:
         """Return the step's slices."""
+        ...
+
+    @property
+    def on_device(self) -> DeviceState:
+        """Return the state for kernels of its device."""
         ...
 
     def read(self, index: int) -> list[Tensor]:

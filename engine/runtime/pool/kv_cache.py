@@ -115,8 +115,8 @@ class KVCache:
 
     def prepare(self, batch: Batch) -> None:
         """Prepare the attention and the states of all layers for a step."""
-        if self._states is not None and batch.states is not None:  # a head's layers have none
-            self._states.prepare(batch.states)
+        if self._states is not None:
+            self._states.prepare(batch)
         for backend, each in zip(self._backends, (batch, *batch.others), strict=True):
             backend.prepare(each)
 

@@ -6,6 +6,7 @@ A slot is some blocks, anywhere in the pool. A piece is contiguous in one of the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -14,12 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.errors import ConfigError
-from engine.runtime.kv_layout import RecurrentSpec, StateSpec, StepStates
+from engine.runtime.attention.backend import Batch
+from engine.runtime.kv_layout import CHUNK, DeviceState, RecurrentSpec, StateSpec, StateTensors, StepStates
 from engine.runtime.layers.parts import Slice
 from engine.runtime.native.decoder import PagedState
 from engine.runtime.native.library import StepStatesArgs
+from engine.runtime.transfer import to_device
 
 _LINE = 64  # bytes to which pieces are aligned in a block
+_SHORT = 16  # most rows of a slice that kernels compute token by token: a chunk's products cost as much for a few rows
 
 
 class StatePlaces(NamedTuple):
@@ -64,6 +68,8 @@ class StatePool:
         self.pool, self.max_drafts = pool, max_drafts
         self.places = place_states(specs, pool.shape[1])
         self.step: StepStates
+        self._tensors: StateTensors | None = None
+        self._contexts: Sequence[int] = ()
         self._args = StepStatesArgs(base=pool.data_ptr(), block_bytes=pool.shape[1], max_drafts=max_drafts)
         self.of_layer = {
             index: LayerState(self, spec, self.places.of_layer[index], max_rows)
@@ -71,12 +77,23 @@ class StatePool:
             if isinstance(spec, RecurrentSpec)
         }
 
-    def prepare(self, step: StepStates) -> None:
-        """Take the slots of a step."""
-        self.step = StepStates(*map(np.ascontiguousarray, step))  # as the native library reads them
-        self._args.num_slices, self._args.width = step.read.shape
+    def prepare(self, batch: Batch) -> None:
+        """Take the slots of a step, if any; those of a graph are on the device."""
+        if batch.state_tensors is not None:
+            self._tensors = batch.state_tensors
+        if batch.states is None:  # a head's layers have none
+            return
+        self.step = StepStates(*map(np.ascontiguousarray, batch.states))  # as the native library reads them
+        self._tensors, self._contexts = None, batch.context_lens_host
+        self._args.num_slices, self._args.width = self.step.read.shape
         for name, values in self.step._asdict().items():
             setattr(self._args, name, values.ctypes.data)
+
+    def tensors(self) -> StateTensors:
+        """Return the slots of the step on the device; the first layer of a step sends them."""
+        if self._tensors is None:
+            self._tensors = _send(self.step, self._contexts, self.pool.device)
+        return self._tensors
 
     def paged(self, layer: int) -> PagedState:
         """Return a layer's state for the native library."""
@@ -89,6 +106,7 @@ class LayerState:
 
     def __init__(self, pool: StatePool, spec: RecurrentSpec, places: NDArray[np.int32], max_rows: int) -> None:
         self._pool, self._spec, self.places = pool, spec, np.ascontiguousarray(places)
+        self._device_places = torch.from_numpy(self.places).to(pool.pool.device)
         shape = (max_rows, pool.max_drafts, spec.row)
         self.kept = torch.zeros(shape, dtype=spec.dtype, device=pool.pool.device)  # inputs of drafts
 
@@ -99,6 +117,11 @@ class LayerState:
         drafts = np.diff(step.starts) - step.kept
         columns = (step.starts[:-1], step.starts[1:], drafts, step.replays)
         return [Slice(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
+
+    @property
+    def on_device(self) -> DeviceState:
+        """Return the state for kernels."""
+        return DeviceState(self._spec, self._pool.pool, self._device_places, self.kept, self._pool.tensors())
 
     def read(self, index: int) -> list[Tensor]:
         """Return copies of what a slice reads."""
@@ -128,3 +151,26 @@ class LayerState:
             blocks = torch.from_numpy(slot).long()[parts]
             yield blocks[:, None].to(device), (offsets[:, None] + torch.arange(kind.num_bytes)).to(device)
             first += kind.num
+
+
+def _send(step: StepStates, contexts: Sequence[int], device: torch.device) -> StateTensors:
+    """Return a step's slots on a device, in one copy."""
+    num_own = np.diff(step.starts)
+    begins = step.starts + np.concatenate(([0], np.cumsum(step.replays)))
+    is_chunked = (num_own > _SHORT) & (step.kept == num_own) & (step.replays == 0)
+    chunks, prompts = list[tuple[int, int]](), list[tuple[int, int, int]]()
+    for index in np.flatnonzero(is_chunked).tolist():
+        num, first = int(num_own[index]), contexts[index] - int(num_own[index])
+        cuts = [0, *range(CHUNK - first % CHUNK, num, CHUNK), num]
+        prompts.append((index, len(chunks), len(cuts) - 1))
+        chunks += [(int(begins[index]) + start, stop - start) for start, stop in pairwise(cuts)]
+    arrays = [np.asarray(each, np.int32) for each in (
+        *(step.read, step.written, step.starts, step.kept, step.replays, step.rows, begins),
+        np.repeat(np.arange(len(num_own)), np.diff(begins)),
+        np.flatnonzero(~is_chunked),
+        np.reshape(prompts, (-1, 3)),
+        np.reshape(chunks, (-1, 2)),
+    )]  # fmt: skip
+    sent = to_device(np.concatenate([each.ravel() for each in arrays]), torch.int32, device)
+    parts = sent.split([each.size for each in arrays])
+    return StateTensors(*(part.view(each.shape) for part, each in zip(parts, arrays, strict=True)))
