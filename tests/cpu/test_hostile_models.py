@@ -405,7 +405,7 @@ METADATA: dict[str, Any] = {
 HOSTILE_METADATA = [3, -1, 2**63, 1.5, math.nan, "x", "", True, [], ["a"], ["a", "a"], [1], [-1.5], [math.nan], [1] * 9]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma4"])
 @pytest.mark.parametrize("key", METADATA)
 def test_any_metadata_of_a_tokenizer_is_read_or_refused(key: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.files.gguf_header import GGUFHeader

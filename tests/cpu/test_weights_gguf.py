@@ -109,6 +109,7 @@ GEMMA4_NAMES = SANDWICH | {
     "router.proj": "ffn_gate_inp",
 }
 GEMMA4_IN_LAYER = {
+    "altup.correct_output_scale": "altup_correct_scale.weight",
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
@@ -132,6 +133,27 @@ def gemma4(name: str, **extra: Any) -> tuple[Case, dict[str, str], dict[str, Any
         "embedding_length_per_layer_input": settings["hidden_size_per_layer_input"],
     }
     return CASES[name], GEMMA4_NAMES, found | extra
+
+
+GEMMA3N_NAMES = GEMMA4_NAMES | {
+    "altup.correction_coefs": "altup_correct_coef",
+    "altup.prediction_coefs": "altup_predict_coef",
+    "altup.modality_router": "altup_router",
+    "altup.router_norm": "altup_router_norm",
+    "laurel.linear_left": "laurel_l",
+    "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm",
+}
+GEMMA3N = {
+    "attention.sliding_window": 8,
+    "attention.sliding_window_pattern": [True, False] * 2,
+    "attention.shared_kv_layers": 2,
+    "rope.freq_base": 1_000_000.0,
+    "embedding_length_per_layer_input": 8,
+    "altup.num_inputs": 4,
+    "activation_sparsity_scale": [0.0, *[float("-inf")] * 3],
+    "feed_forward_length": 96,
+}
 
 
 def deepseek(name: str, *, is_split: bool, **settings: Any) -> tuple[Case, dict[str, str], dict[str, Any]]:
@@ -207,6 +229,7 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
         SANDWICH,
         {"attention.sliding_window": 8, "rope.freq_base": 1_000_000.0},
     ),
+    "gemma3n": (CASES["gemma3n"], GEMMA3N_NAMES, GEMMA3N),
     "gemma4": gemma4("gemma4", **{"attention.head_count_kv": [2, 1, 2, 1]}),
     "gemma4/shared": gemma4("gemma4-shared", feed_forward_length=[96] * 3 + [192] * 3),
     "gemma4/experts": gemma4("gemma4-moe", expert_count=4, expert_used_count=2, final_logit_softcapping=20.0),
@@ -335,8 +358,16 @@ def convert(model: torch.nn.Module, arch: str, names: Mapping[str, str]) -> dict
     table = NAMES | dict(names)
     if arch == "gemma4":  # a quarter of a head's 32 numbers is turned, in pairs
         stored["rope_freqs.weight"] = (np.float32([1.0] * 4 + [1e30] * 12), Kind.F32)
+    for ours, theirs in (("altup_proj", "altup_projections"), ("altup_unembd_proj", "altup_unembed_projections")):
+        stack = [
+            each.detach().numpy() for name, each in model.state_dict().items() if name.startswith(f"model.{theirs}.")
+        ]
+        if stack:
+            stored[f"{ours}.weight"] = (np.stack(stack), Kind.F32)
     for name, parameter in model.state_dict().items():
         values = parameter.detach().numpy()
+        if name.startswith("model.altup_"):
+            continue
         if not name.startswith("model.layers."):
             stem, ending = name.rsplit(".", 1)
             stored[f"{table[stem]}.{ending}"] = (values + (arch in OFFSET and "norm" in stem), Kind.F32)
@@ -350,7 +381,7 @@ def convert(model: torch.nn.Module, arch: str, names: Mapping[str, str]) -> dict
 def converted_in_layer(
     name: str, values: np.ndarray, config: Any, arch: str, table: Mapping[str, str]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    if arch == "gemma4" and name in GEMMA4_IN_LAYER:
+    if arch in ("gemma3n", "gemma4") and name in GEMMA4_IN_LAYER:
         yield GEMMA4_IN_LAYER[name], values
         return
     if ".experts." in name:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from engine.core.errors import ModelLoadError
@@ -61,8 +62,8 @@ def _by_kind_of_layer(values: dict[str, Any], source: str) -> dict[str, Any]:
         for key, kind in (("attention.head_count_kv", True), ("attention.head_count_kv_full", False)):
             own = [num for num, has_window in zip(heads, windows, strict=True) if bool(has_window) == kind] or heads
             found[key] = _same_in_all_layers({"attention.head_count_kv": own}, source)["attention.head_count_kv"]
-    if isinstance(widths, list) and widths:
-        num_shared = values.get("attention.shared_kv_layers", 0)
+    num_shared = values.get("attention.shared_kv_layers", 0)
+    if isinstance(widths, list) and widths and isinstance(num_shared, int):
         wide = [2 * widths[0] if i >= len(widths) - num_shared else widths[0] for i in range(len(widths))]
         if widths == wide:  # else they are all equal, or the model is refused
             found |= {"feed_forward_length": widths[0], "double_wide": bool(num_shared)}
@@ -201,9 +202,34 @@ def _gemma3(file: _File) -> dict[str, Any]:
     }
 
 
+def _gemma3n(file: _File) -> dict[str, Any]:
+    meta, deviations = file.meta, file.meta.values.get("activation_sparsity_scale")
+    sparsity = {}
+    if deviations is not None:  # of a normal distribution, from its mean; -inf where all gates stay
+        if not isinstance(deviations, list) or not all(isinstance(each, float) for each in deviations):
+            raise meta.error("activation_sparsity_scale", "a list of numbers")
+        sparsity = {"activation_sparsity_pattern": [NormalDist().cdf(each) for each in deviations]}
+    return {
+        "model_type": "gemma3n_text",
+        "sliding_window": _window(file),
+        "rope_theta": meta.number("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": meta.number("rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": meta.number("final_logit_softcapping", 30.0),
+        "num_kv_shared_layers": meta.integer("attention.shared_kv_layers", meta.size("block_count") - 20),
+        "hidden_size_per_layer_input": meta.size("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": file.shapes.get("per_layer_token_embd.weight", (1,))[0],
+        "altup_num_inputs": meta.size("altup.num_inputs"),
+        "altup_active_idx": meta.integer("altup.active_idx", 0),
+        "laurel_rank": file.shapes.get("blk.0.laurel_l.weight", (1,))[0],
+        **sparsity,
+    }
+
+
 def _gemma4(file: _File) -> dict[str, Any]:
     meta, factors = file.meta, file.ropes.get("rope_freqs.weight", ())
-    types = _window_pattern(file)["layer_types"]
+    types = _window_pattern(file).get("layer_types", ())
+    if "full_attention" not in types:
+        raise meta.error("attention.sliding_window_pattern", "a flag for each layer, of which one is false")
     head_dim, first_full = meta.size("attention.key_length"), types.index("full_attention")
     turned = sum(factor < _UNTURNED for factor in factors) / len(factors) if factors else 1.0
     full = {"rope_type": "proportional", "partial_rotary_factor": turned, "rope_theta": meta.number("rope.freq_base")}
@@ -427,6 +453,7 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "gemma": _as_named,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma3n": _gemma3n,
     "gemma4": _gemma4,
     "granite": _granite,
     "olmo2": _olmo2,

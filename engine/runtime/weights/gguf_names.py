@@ -18,6 +18,7 @@ _GLOBAL = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
+_GLOBAL_STACKS = {"altup_proj": "model.altup_projections", "altup_unembd_proj": "model.altup_unembed_projections"}
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -51,6 +52,7 @@ _IN_LAYER = {
 }
 _WHOLE_NAMES = {
     "layer_output_scale.weight": "layer_scalar",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
     "ffn_gate_inp.scale": "moe.gate_norm.weight",
     "ffn_down_exps.scale": "moe.gate.per_expert_scale",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
@@ -71,19 +73,33 @@ _DELTA = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+_PER_LAYER = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
 _BY_ARCH = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
+    "gemma3n": _SANDWICH
+    | _PER_LAYER
+    | {
+        "altup_correct_coef": "altup.correction_coefs",
+        "altup_predict_coef": "altup.prediction_coefs",
+        "altup_router": "altup.modality_router",
+        "altup_router_norm": "altup.router_norm",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
+    },
     "gemma4": _SANDWICH
+    | _PER_LAYER
     | {
         "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
         "post_ffw_norm_1": "post_feedforward_layernorm_1",
         "post_ffw_norm_2": "post_feedforward_layernorm_2",
         "ffn_gate_inp": "moe.gate",
-        "inp_gate": "per_layer_input_gate",
-        "proj": "per_layer_projection",
-        "post_norm": "post_per_layer_input_norm",
     },
     "olmo2": _AFTER_NORMS,
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},  # ahead of the MLP
@@ -118,6 +134,10 @@ def parts_of(arch: str, name: str, shape: tuple[int, ...], num_layers: int) -> I
     layer = _LAYER.fullmatch(name)
     if layer is None:
         stem, _, ending = name.rpartition(".")
+        if stem in _GLOBAL_STACKS and len(shape) > 1:
+            for place in range(shape[0]):
+                yield Part(f"{_GLOBAL_STACKS[stem]}.{place}.{ending}", shape[1:], place * shape[1])
+            return
         yield Part(f"{_GLOBAL[stem]}.{ending}" if stem in _GLOBAL else name, shape)
         return
     index, role, ending = layer.groups()
