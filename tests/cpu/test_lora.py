@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_attention import NUM_BLOCKS, make_batch, make_tables
 from test_native_decoder import Piecewise
 
@@ -136,6 +136,22 @@ def test_adapters_change_layers_with_recurrent_state(tmp_path: Path) -> None:
         found = model.logits(model.forward(ids, torch.arange(LENGTH), attention, adapters=rows))
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
     assert (found - plain).abs().max() > 0.1
+
+
+def test_an_adapter_of_a_model_inside_another_is_the_same(tmp_path: Path) -> None:
+    theirs = families.save_tiny(families.CASES["qwen3_5"], tmp_path / "model")
+    folder, model = save_adapter(theirs, tmp_path / "adapter"), families.load(tmp_path / "model")
+    first = load_adapter(model, folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    inside = {name.replace(".layers.", ".language_model.layers."): tensor for name, tensor in tensors.items()}
+    save_file(inside, folder / "adapter_model.safetensors")
+    ids, positions = torch.arange(3, 3 + LENGTH), torch.arange(LENGTH)
+    with torch.inference_mode():
+        hidden = [
+            model.forward(ids, positions, DenseAttention(model.states), adapters=[AdapterRows(adapter, positions)])
+            for adapter in (first, load_adapter(model, folder))
+        ]
+    assert torch.equal(*hidden)
 
 
 SCALES = [

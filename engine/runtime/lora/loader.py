@@ -22,6 +22,7 @@ from engine.runtime.layers.adapters import AdaptedMatrix, Target
 from engine.runtime.lora.adapter import LoraAdapter, LowRank
 from engine.runtime.native.arena import Arena
 from engine.runtime.schemes.linear import Linear, pack
+from engine.runtime.weights.safetensors import language_name
 from engine.sources.adapter_config import LoraConfig, check_folder
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
@@ -95,7 +96,7 @@ class LoraLoader:
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         for name in file.keys():  # noqa: SIM118 - not a mapping
             found = _NAME.fullmatch(name)
-            if found is None or found["module"] not in self._targets:
+            if found is None or language_name(found["module"]) not in self._targets:
                 raise AdapterLoadError(self._unknown(folder, name, found))
             view = file.get_slice(name)
             if view.get_dtype() not in _FLOATS:
@@ -106,7 +107,8 @@ class LoraLoader:
         return [self._part(folder, config, module, sides) for module, sides in sorted(shapes.items())]
 
     def _part(self, folder: Path, config: LoraConfig, module: str, sides: Mapping[str, tuple[int, ...]]) -> _Part:
-        target, rank = self._targets[module], config.rank_of(module)
+        # Of a model inside another, modules have its name before theirs.
+        target, rank = self._targets[language_name(module) or module], config.rank_of(module)
         if rank > self._max_rank:
             raise AdapterLoadError(
                 f"{folder}: the rank of {module} is {rank}, more than --max-lora-rank {self._max_rank}; raise that."

@@ -109,7 +109,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return is_spare and tensor.name.removesuffix(".bias") + ".qweight" in headers and _is_zero(tensor)
 
 
-def _language_name(name: str) -> str | None:
+def language_name(name: str) -> str | None:
     """Return a tensor's name in a causal model; None for a vision tower's."""
     if name.removeprefix("model.").startswith(_OTHER_TOWERS):
         return None
@@ -125,7 +125,7 @@ def _tensors(file: SafetensorsFile, config: HFConfig) -> Iterator[StoredTensor]:
     """Yield the tensors of a file; one of the file may be several, or none."""
     path = str(file.path)
     for stored_name, span in file.spans.items():
-        name = _language_name(stored_name)
+        name = language_name(stored_name)
         if name is None:
             continue
         size = TYPES[span.kind][0] if span.kind in TYPES else 0
