@@ -21,6 +21,7 @@ from engine.runtime.speculation.drafter import Drafter
 from engine.runtime.speculation.ngram import NgramDrafter
 from engine.settings.engine_config import EngineConfig
 from engine.startup.speculation import load_speculation
+from tests.cpu import test_weights_gguf as gguf
 from tests.cpu.engine_logprobs import largest_difference
 from tests.cpu.model_driver import Served, TinyModel, make_runner, request, serve, settings, solo_greedy, state_blocks
 from tests.cpu.test_models_families import CASES, Case, load, save_tiny
@@ -149,6 +150,19 @@ def test_choices_go_on_from_the_state_of_their_prompt(name: str, tmp_path: Path)
         expected = logits.log_softmax(-1)[range(len(ids)), ids].tolist()
         found = [entry.logprob for event in served.events[request_id, choice] for entry in event.logprobs or ()]
         assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_gguf_file_with_moved_heads_says_the_same(tmp_path: Path) -> None:
+    theirs = save_tiny(CASES["qwen3_5"], tmp_path)
+    tensors = gguf.convert(theirs, "qwen35", gguf.DELTA)
+    file = gguf.write(tmp_path / "m.gguf", "qwen35", theirs.config, tensors, **gguf.QWEN35)
+    asked = [request(f"r{length}", LONG[:length], max_tokens=9) for length in (1, 12, 40)]
+    found = []
+    for model in (load(tmp_path), load(file)):
+        size = state_blocks(model, 4)
+        config = settings(num_blocks=60 + 6 * size, max_model_len=64, max_num_batched_tokens=11, state_blocks=size)
+        found.append(serve(model, config, asked).ids)
+    assert found[0] == found[1]
 
 
 def test_pieces_are_apart_and_never_across_blocks() -> None:
