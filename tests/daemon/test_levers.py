@@ -106,6 +106,23 @@ def test_prefixes_are_shared_unless_salted(default: Daemon) -> None:
     assert default.cached(LONG, cache_salt="mine")["cached_tokens"] == 0
 
 
+def test_an_answer_that_comes_back_keeps_its_tokens(default: Daemon) -> None:
+    """Text drawn at random is hardly ever encoded to the tokens that were drawn."""
+
+    def post(path: str, **body: Any) -> Any:
+        return default.http.post(path, json=body).json()
+
+    question = {"role": "user", "content": SHORT}
+    fields: dict[str, Any] = {"max_tokens": 60, "temperature": 2.0, "seed": 1, "return_token_ids": True}
+    first = post("/v1/chat/completions", messages=[question], **fields)
+    [choice] = first["choices"]
+    messages = [question, choice["message"], question]
+    again = post("/v1/chat/completions", messages=messages, **fields)["prompt_token_ids"]
+    whole = first["prompt_token_ids"] + choice["token_ids"][:-1]
+    assert again[: len(whole)] == whole
+    assert post("/tokenize", messages=messages, add_generation_prompt=True)["tokens"] != again
+
+
 def test_cached_blocks_are_found_on_the_disk_after_a_restart(tmp_path: Path) -> None:
     flags = (
         *SMALL,
