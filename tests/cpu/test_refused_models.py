@@ -25,6 +25,7 @@ from tests.daemon.real_daemon import ROOT, refused
 from tests.patience import PATIENCE_S
 
 LLAMA = SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"]}
+QWEN3_5 = Case("Qwen3_5TextConfig").build().to_dict()
 
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "bert": (
@@ -77,6 +78,9 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
         )
         for method in ("hqq", "aqlm", "quark", "eetq")
     },
+    "ungated": (QWEN3_5 | {"attn_output_gate": False}, "'attn_output_gate' is False; Quire needs true"),
+    "gelu": (QWEN3_5 | {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; Quire needs silu"),
+    "no-tail": (QWEN3_5 | {"linear_conv_kernel_dim": 1}, "'linear_conv_kernel_dim' is 1; Quire needs 2 or more"),
     "no-kind": ({key: value for key, value in LLAMA.items() if key != "model_type"}, "'model_type' is missing"),
 }
 

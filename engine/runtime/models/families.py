@@ -433,6 +433,12 @@ def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None, is_fused: bool = Fal
     )
     if delta.num_v_heads % delta.num_k_heads:
         raise hf.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {delta.num_k_heads}")
+    if delta.kernel < 2:
+        raise hf.error("linear_conv_kernel_dim", "2 or more, because a state keeps the tokens before")
+    if _activation(hf, "hidden_act", "silu") is not Activation.SILU:
+        raise hf.error("hidden_act", "silu, which the convolution has too")
+    if not hf.flag("attn_output_gate", True):
+        raise hf.error("attn_output_gate", "true")
     layers = [replace(layer, heads=replace(layer.heads, is_gated=True)) for layer in _layers(hf, moes=moes)]
     for index, kind in enumerate(_layer_types(hf, types, (_LINEAR, _FULL))):
         if kind == _LINEAR:
