@@ -61,7 +61,7 @@ def test_a_conversation_says_where_it_leaves_the_one_before(serve: Callable[...,
     told = ask(live, SYSTEM, QUESTION, first["said"][:8] + "!", "And the second?")
     assert told["message"] == (
         f"The prompt leaves your earlier request {first['id'][:8]} in its answer, at token {num_tokens(SYSTEM, QUESTION) + 8}: "
-        f"`{first['said'][:8]}!<end>[user]` for `{first['said'][:-1]}`."
+        f"`{first['said'][:8]}![user]` for `{first['said'][:-1]}`."
     )
     again = ask(live, SYSTEM, QUESTION, first["said"], "And the second?")
     assert (again["cause"], again["position"]) == (

@@ -166,8 +166,11 @@ def _has_rest(ids: bytes, num: int, other: RecentPrompt) -> bool:
 
 
 def quote(tokenizer: TextTokenizer, fork: Fork) -> tuple[str, str]:
-    """Return the word at which a prompt leaves an earlier one, and the word there."""
-    now, was = (tokenizer.decode(array("I", ids), skip_special_tokens=False) for ids in (fork.now, fork.was))
+    """Return the word at which a prompt leaves an earlier one, and the word there; special tokens if only these differ."""
+    for skip in (True, False):
+        now, was = (tokenizer.decode(array("I", ids), skip_special_tokens=skip) for ids in (fork.now, fork.was))
+        if now != was:
+            break
     num = num_common(now, was)
     begin = max(now.rfind(space, 0, num) for space in " \n\t") + 1
     return _word(now, begin, num), _word(was, begin, num)
