@@ -138,6 +138,12 @@ class EngineConfig:
         "number format of the KV pool; auto is the model's; int8, and on CUDA fp8, hold nearly twice the tokens",
         choices=("auto", "int8", "fp8"),
     )
+    state_dtype: str = _device(
+        "float32",
+        "",
+        "number format of recurrent states, rounded after every token; bfloat16 halves their memory and its traffic",
+        choices=("float32", "bfloat16"),
+    )
     block_size: int = _device(16, "TOKENS", "tokens per KV block, a power of two", at_least=1, at_most=1024)
     swap_space: float = _device(
         0.0, "GIB", "host memory for the K/V of preempted sequences; 0 recomputes it", at_least=0

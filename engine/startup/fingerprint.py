@@ -84,6 +84,7 @@ def fingerprint(
         "model_impl": config.model_impl,
         "dtype": dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "state_dtype": config.state_dtype,
         "block_size": config.block_size,
         "attention_backend": config.attention_backend,
         "device": blocks[0].device.type,

@@ -95,25 +95,32 @@ def shape(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(folder: Path, dtype: torch.dtype) -> Decoder:
-    model = load_model(EngineConfig(model=str(folder)), CPU, dtype, lambda progress: None)
+def load(folder: Path, dtype: torch.dtype = torch.float32, state_dtype: str = "float32") -> Decoder:
+    config = EngineConfig(model=str(folder), state_dtype=state_dtype)
+    model = load_model(config, CPU, dtype, lambda progress: None)
     assert isinstance(model, Decoder)
     assert model._native is not None
     return model
 
 
-def test_it_is_its_definition(library: Library, shape: Path) -> None:
-    model = load(shape, torch.float32)
+@pytest.mark.parametrize(("state_dtype", "error"), [("float32", 1e-4), ("bfloat16", 2e-2)])
+def test_it_is_its_definition(library: Library, shape: Path, state_dtype: str, error: float) -> None:
+    model = load(shape, state_dtype=state_dtype)
     (ours, state), (theirs, expected) = (whole(model, LENGTH, is_native=each) for each in (True, False))
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-    states = [torch.frombuffer(bytearray(each), dtype=torch.float32) for each in (state, expected)]
-    torch.testing.assert_close(*states, atol=1e-4, rtol=1e-4, equal_nan=True)
+    torch.testing.assert_close(ours, theirs, atol=error, rtol=error)
+    if state_dtype == "float32":
+        states = [torch.frombuffer(bytearray(each), dtype=torch.float32) for each in (state, expected)]
+        torch.testing.assert_close(*states, atol=error, rtol=error, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_cut_shows(library: Library, shape: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [(torch.float32, "float32"), (torch.bfloat16, "float32"), (torch.float32, "bfloat16")],
+    ids=str,
+)
+def test_no_cut_shows(library: Library, shape: Path, dtype: torch.dtype, state_dtype: str) -> None:
     """Chunks of any length, beside others, from one slot into the same or another."""
-    model = load(shape, dtype)
+    model = load(shape, dtype, state_dtype)
     expected, state = whole(model, LENGTH)
     for trial in range(4):
         library.use_threads(1 + trial % 3)
@@ -137,13 +144,13 @@ def test_no_cut_shows(library: Library, shape: Path, dtype: torch.dtype) -> None
 
 def test_replays_of_drafts_leave_no_trace(library: Library, shape: Path) -> None:
     """Each step takes in those that were right, also into the slot that it reads; wrong ones change nothing."""
-    model, num_kept_apart = load(shape, torch.float32), 0
+    model, num_kept_apart = load(shape), 0
     expected, state = whole(model, LENGTH)
     for trial in range(3):
         library.use_threads(1 + trial)
         steps, at = Steps(model), (1, 7, 140)[trial]
         hidden, slot, right = steps.run(Part(1, 0, IDS[0, :at], (None, 0))), 0, 0
-        while at < LENGTH - MAX_DRAFTS:
+        while at + MAX_DRAFTS + 1 < LENGTH:
             drafts, to, replays = _random.randrange(MAX_DRAFTS + 1), _random.choice((slot, 1 - slot)), right
             right = _random.randrange(drafts + 1)
             ids = torch.cat((IDS[0, at : at + 1 + right], IDS[1, : drafts - right]))

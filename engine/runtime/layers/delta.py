@@ -90,7 +90,7 @@ class DeltaNet:
         self._o = make.linear({"out_proj": config.hidden_size}, width, place=places[2])
         self._columns, segment = math.gcd(COLUMNS, delta.v_dim), math.gcd(SEGMENT, delta.channels)
         num_matrices = delta.num_v_heads * delta.v_dim // self._columns
-        matrices = Pieces(num_matrices, (delta.k_dim, self._columns), torch.float32)
+        matrices = Pieces(num_matrices, (delta.k_dim, self._columns), make.state_dtype)
         tails = Pieces(delta.channels // segment, (delta.kernel - 1, segment), make.dtype)
         self.states = (RecurrentSpec((matrices, tails), row=sum(self._widths), dtype=make.dtype),)
 
@@ -140,11 +140,11 @@ class DeltaNet:
         q, k, v = self._convolved(raw)
         decay = (self._decay * F.softplus(a.float() + self._bias)).exp()
         beta = b.float().sigmoid()
-        s = matrices.unflatten(0, (delta.num_v_heads, -1)).transpose(1, 2).flatten(2)  # [heads, k_dim, v_dim]
+        s = matrices.unflatten(0, (delta.num_v_heads, -1)).transpose(1, 2).flatten(2).float()  # [heads, k_dim, v_dim]
         out = v.new_empty(v.shape)
 
         def leave(num: int, *, brings_up: bool = False) -> None:
-            pieces = s.unflatten(2, (-1, self._columns)).transpose(1, 2).flatten(0, 1)
+            pieces = s.to(matrices.dtype).unflatten(2, (-1, self._columns)).transpose(1, 2).flatten(0, 1)
             tail = raw[num : num + delta.kernel - 1].unflatten(1, (-1, tails.shape[2])).transpose(0, 1)
             state.write(index, (pieces, tail), brings_up=brings_up)
 
@@ -153,6 +153,7 @@ class DeltaNet:
             change = (v[t] - torch.einsum("hkv,hk->hv", s, k[t])) * beta[t, :, None]
             s = s + k[t, :, :, None] * change[:, None]
             out[t] = torch.einsum("hkv,hk->hv", s, q[t])
+            s = s.to(matrices.dtype).float()  # after every token, so that no cut shows
             if t + 1 == num_replays:
                 leave(num_replays, brings_up=True)
             if t + 1 == num_written:

@@ -35,7 +35,7 @@ class Load(NamedTuple):
 
 
 class Maker(NamedTuple):
-    """The device, type and scheme of new weights; shared by a model's parts."""
+    """The device, type and scheme of new weights, and the type of states; shared by a model's parts."""
 
     dtype: torch.dtype
     device: torch.device
@@ -46,6 +46,7 @@ class Maker(NamedTuple):
     layer: int = 0
     shards: Shards | None = None  # of this rank; None: the model is whole
     plan: Plan = MappingProxyType({})  # how ranks divide the modules under the prefix
+    state_dtype: torch.dtype = torch.float32  # of recurrent states
 
     @property
     def group(self) -> Group:

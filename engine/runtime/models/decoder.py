@@ -46,9 +46,10 @@ class Decoder:
         device: torch.device,
         scheme: Scheme,
         shards: Shards | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         plan = {"model.embed_tokens": colwise("vocabulary"), "lm_head": colwise("vocabulary")}
-        make = Maker(dtype, device, scheme, loads=[], targets={}, shards=shards, plan=plan)
+        make = Maker(dtype, device, scheme, loads=[], targets={}, shards=shards, plan=plan, state_dtype=state_dtype)
         num_ids = config.vocab_size
         self._group, self._shards = make.group, shards
         if shards is not None:

@@ -232,7 +232,11 @@ def load_decoder(
     for remark in dict.fromkeys(layer.rope.remark(served_len) for layer in model_config.layers if layer.rope):
         if remark:
             report(Progress("positions", remark))
-    model = Decoder(model_config, served_len=served_len, dtype=dtype, device=device, scheme=scheme, shards=shards)
+    state_dtype = _DTYPES[config.state_dtype]
+    model = Decoder(
+        model_config, served_len=served_len, dtype=dtype, device=device, scheme=scheme, shards=shards,
+        state_dtype=state_dtype,
+    )  # fmt: skip
     fill(model.loads, checkpoint, report, is_tied=model.is_tied)
     model.finish()
     if scheme.summary():
