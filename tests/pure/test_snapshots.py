@@ -524,6 +524,14 @@ def test_a_daemon_that_starts_again_finds_states_on_the_disk(loses: int) -> None
     second.check_streams()
 
 
+def test_a_snapshot_goes_to_the_disk_as_a_whole() -> None:
+    """Host memory may lose the rest before the next turn of the loop."""
+    driver = Driver(tiered(state_blocks=30, num_blocks=200, num_disk_blocks=400))
+    run(driver, "turn1", PROMPT)
+    assert driver.spill() == 7 + 30
+    assert not driver.spill()
+
+
 def test_snapshots_are_counted_with_the_groups() -> None:
     driver = Driver(stateful(windows=(4,)))
     run(driver, "a", PROMPT)

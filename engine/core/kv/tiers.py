@@ -84,6 +84,7 @@ class Tiers:
         self._fresh: dict[bytes, int] = {}  # new blocks of the pool that were not spilled yet, oldest first
         self._staged: list[tuple[bytes, int, int]] = []  # (name, block, host block) of the last spill
         self._landed: dict[bytes, int] = {}  # host blocks that are to be saved, oldest first
+        self._max_transfers = MAX_TRANSFERS + config.state_blocks  # a snapshot is worth nothing in parts
         self._num_begun = 0
         self._orders: list[Transfer] = []  # not yet given to a transport
         self._under_way: dict[tuple[TransferKind, str, bytes], Transfer] = {}  # until they are reported
@@ -304,7 +305,7 @@ class Tiers:
 
     @property
     def _may_save(self) -> bool:
-        return len(self._under_way) + len(self._staged) < MAX_TRANSFERS
+        return len(self._under_way) + len(self._staged) < self._max_transfers
 
     @property
     def _can_spill(self) -> bool:
