@@ -93,7 +93,7 @@ def _noting(access: Callable[..., Any], mask_at: int | None, *, is_write: bool) 
     def noted(self: Any, *args: Any, **options: Any) -> Any:
         if _touched is not None:
             pointers = next(each for each in args if hasattr(each, "data") and each.data.dtype == np.uint64)
-            is_kept = np.ones(pointers.data.shape, np.bool_) if mask_at is None else args[mask_at].data
+            is_kept = np.ones(pointers.data.shape, np.bool_) if mask_at is None else args[mask_at].data.astype(np.bool_)
             item = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
             _touched.note(pointers.data, is_kept, item, is_write=is_write)
         return access(self, *args, **options)

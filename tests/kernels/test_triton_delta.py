@@ -132,7 +132,7 @@ class World:
         slots = []
         for piece in pieces:
             # Replays are of before, and not yet in the state.
-            read = self.slot() if piece.before - piece.replays else [-1] * self.width
+            read = self.slot() if piece.before - piece.replays else [-1, *self.slot()[1:]]
             slots.append((read, self.slot() if piece.moves or read[0] < 0 else read))
         step, contexts = self.step(pieces, slots), [piece.before + piece.num for piece in pieces]
         self.prepare(step, contexts)

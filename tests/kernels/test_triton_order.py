@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,8 +11,13 @@ from torch import Tensor
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.runtime.cuda import available
+from engine.runtime.execution.decode_graphs import DecodeGraphs
+from engine.runtime.layers import layer
 from engine.runtime.layers.parts import LayerAttention
-from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings
+from engine.runtime.models.load import load_model
+from engine.settings.engine_config import EngineConfig
+from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings, state_blocks
+from tests.cpu.test_models_families import Case, save_tiny
 from tests.fake_device import CUDA, FakeDevice, fake_device
 from tests.fake_kernels import watched_kernels
 from tests.fake_order import OrderError
@@ -92,3 +99,47 @@ class Keeping(TinyModel):
 def test_what_a_graph_cannot_record_is_refused(model: type[TinyModel], why: str) -> None:
     with pytest.raises(OrderError, match=why):
         launched(model)
+
+
+TINY = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+def test_graphs_of_recurrent_layers_say_what_the_cpu_says(tmp_path: Path) -> None:
+    save_tiny(Case("Qwen3_5TextConfig", TINY), tmp_path)
+    prompts = [[(7 * i + 3 * j * j) % 128 for j in range(length)] for i, length in enumerate((1, 18))]
+    asked = [request(f"r{i}", prompt, max_tokens=4) for i, prompt in enumerate(prompts)]
+
+    def run(device: torch.device) -> Ids:
+        options = EngineConfig(model=str(tmp_path), model_impl="quire", dtype="float32")
+        model = load_model(options, device, torch.float32, lambda progress: None)
+        size = state_blocks(model, 8)
+        sizes = {"num_blocks": 8 + 3 * size, "state_blocks": size, "block_size": 8, "max_model_len": 32}
+        config = settings(max_num_seqs=2, max_num_batched_tokens=32, **sizes)
+        is_device = device.type == "cuda"
+        runner = make_runner(model, config, "triton" if is_device else "auto", device=device)
+        if is_device:
+            assert model.capabilities.graphs
+            runner.capture(lambda progress: None)
+        return serve(model, config, asked, depth=1, apart=1, runner=runner).ids
+
+    launched, launch = [], DecodeGraphs.launch
+    with pytest.MonkeyPatch.context() as patch, fake_device() as device, watched_kernels():
+        for module in (available, layer):
+            patch.setattr(module, "has_triton", lambda device: device.type == "cuda")
+        patch.setattr(DecodeGraphs, "launch", lambda self, rows: (launched.append(rows), launch(self, rows))[1])
+        found = run(CUDA)
+        assert device.num_graphs == 2
+    assert len(launched) > 2
+    assert found == run(torch.device("cpu"))

@@ -93,9 +93,10 @@ def locate_tails(
     """Return the first token's number of the convolution's tail of channels, and whether slices have one."""
     piece = places + 2 * (FIRST + column // SEGMENT)
     part, offset = tl.load(piece, mask=mask, other=0), tl.load(piece + 1, mask=mask, other=0)
-    block = tl.load(slots + index * slot_width + part, mask=mask, other=-1)
+    is_there = mask & (tl.load(slots + index * slot_width) >= 0)  # of a slot that is none, other entries are undefined
+    block = tl.load(slots + index * slot_width + part, mask=is_there, other=0)
     item: tl.constexpr = tails.dtype.element_ty.primitive_bitwidth // 8
-    return block.to(tl.int64) * stride + offset // item + column % SEGMENT, mask & (block >= 0)
+    return block.to(tl.int64) * stride + offset // item + column % SEGMENT, is_there
 
 
 @triton.jit
@@ -104,7 +105,8 @@ def locate_matrix(matrices, places, slots, index, piece, slot_width, stride):
     part, offset = tl.load(places + 2 * piece), tl.load(places + 2 * piece + 1)
     block = tl.load(slots + index * slot_width + part)
     item: tl.constexpr = matrices.dtype.element_ty.primitive_bitwidth // 8
-    return matrices + block.to(tl.int64) * stride + tl.multiple_of(offset // item, 16), block >= 0
+    first = block.to(tl.int64) * stride + tl.multiple_of(offset // item, 16)
+    return matrices + first, tl.load(slots + index * slot_width) >= 0
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The inputs of decode steps, on the device at fixed addresses, for captured graphs.
 
 The host sends a few numbers a row in one copy. Block tables are on the device, a row a slot, and a step sends each
-table's last block; other entries that the device lacks are written before. Ids are read on the device; the host sends
+table's last block; other entries that the device lacks are written before, and slots of recurrent state when they change. Ids are read on the device; the host sends
 one only if the device does not have it, as after a prompt. Of several ranks the first prepares the rows, and each sends
 them to its device. Engine thread.
 """
@@ -21,6 +21,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.rows import SequenceSlice
 from engine.runtime.attention.backend import Batch
 from engine.runtime.cuda.sampling_row import Draws
+from engine.runtime.kv_layout import StateTensors
 from engine.runtime.pool.batch import DecodeRows
 from engine.runtime.pool.tables import Changes, RowTables
 from engine.runtime.sampling.draw import lowest_score
@@ -70,8 +71,12 @@ class DecodeInputs:
         self._fields = torch.from_numpy(self._padding).repeat(1, num_seqs).to(device)
         table_shape = (config.num_groups, num_seqs + 1, tables.width)
         self._tables = torch.zeros(table_shape, dtype=torch.int32, device=device)
+        # The slots of recurrent state that rows read and write; a padding row has none.
+        self._states = torch.full((2, num_seqs + 1, config.state_blocks), -1, dtype=torch.int32, device=device)
+        self._sent_states = np.full(self._states.shape, -1, np.int32)  # what the device has of them
         self._rows = torch.arange(num_seqs, device=device)
         self._query_starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+        self._kept, self._replays = torch.ones_like(self._query_starts), torch.zeros_like(self._query_starts)
         tables.num_sent[:] = 0
 
     def prepare(self, slices: Sequence[SequenceSlice], changes: Changes) -> DecodeRows:
@@ -83,7 +88,7 @@ class DecodeInputs:
         fields[_Field.TEMPERATURE : len(_Field)] = np.array([row[5:] for row in rows]).view(np.int64).T
         at, offsets = np.divmod(fields[_Field.POSITION], self._block_size)
         blocks, kv_slots = fields[len(_Field) :].reshape(2, self._num_groups, -1)
-        blocks[:] = self._host_tables.rows[:, fields[_Field.SLOT], at]
+        blocks[:] = self._host_tables.rows[: self._num_groups, fields[_Field.SLOT], at]
         kv_slots[:] = blocks * self._block_size + offsets
         fields[_Field.BLOCK_AT] = at
         return DecodeRows(fields, changes)
@@ -100,13 +105,26 @@ class DecodeInputs:
             places, blocks = to_device(missing, torch.int64, self._fields.device).unbind(1)
             self._tables.view(-1).index_copy_(0, places, blocks.int())
         num_sent[slots] = last + 1
+        if self._states.shape[2]:
+            self._send_states(slots)
         host.send_to(self._fields)
+
+    def _send_states(self, slots: NDArray[np.int64]) -> None:
+        """Send the slots of recurrent state of rows whose slots are others than in their last step here."""
+        states = np.stack(self._host_tables.read_states(slots))
+        changed = np.flatnonzero((states != self._sent_states[:, slots]).any((0, 2)))
+        if len(changed):
+            sent = to_device(states[:, changed], torch.int32, self._states.device)
+            self._states.index_copy_(1, to_device(slots[changed], torch.int64, sent.device), sent)
+            self._sent_states[:, slots[changed]] = states[:, changed]
 
     def _missing(self, slot: int, begin: int, end: int) -> NDArray[np.int64]:
         """Return a row's entries begin .. end - 1 of all groups: places on the device, and blocks."""
         at = np.arange(begin, end)
         first = (np.arange(self._num_groups)[:, None] * self._tables.shape[1] + slot) * self._tables.shape[2]
-        return np.stack(((first + at).ravel(), self._host_tables.rows[:, slot, begin:end].ravel()), axis=1)
+        return np.stack(
+            ((first + at).ravel(), self._host_tables.rows[: self._num_groups, slot, begin:end].ravel()), axis=1
+        )
 
     def compute(self, num_rows: int, max_context: int, last_ids: Tensor) -> tuple[Batch, Draws, Tensor]:
         """Return the first `num_rows` as a batch, how they are drawn, and their slots [num_rows].
@@ -136,6 +154,8 @@ class DecodeInputs:
             batch.of_group(stored, tables.index_select(0, slots), batch.block_tables_host)
             for tables, stored in zip(self._tables[1:], kv_slots[1:], strict=True)
         ]
+        if self._states.shape[2]:
+            batch.state_tensors = self._state_tensors(slots, batch.query_starts)
         floats = fields[_Field.TEMPERATURE : len(_Field)].view(torch.float64)
         temperature, lowest = floats[:2].float().unbind(0)
         draws = Draws(
@@ -147,6 +167,24 @@ class DecodeInputs:
             position=position + 1,
         )
         return batch, draws, slots
+
+    def _state_tensors(self, slots: Tensor, starts: Tensor) -> StateTensors:
+        """Return the slots of rows with one token each, all of which is kept."""
+        read, written = self._states.index_select(1, slots).unbind(0)
+        rows, nothing = starts[:-1], self._replays[: len(slots)]
+        return StateTensors(
+            read=read,
+            written=written,
+            starts=starts,
+            kept=self._kept[: len(slots)],
+            replays=nothing,
+            rows=rows,
+            begins=starts,
+            slice_of=rows,
+            by_token=rows,
+            prompts=nothing[:0],
+            chunks=nothing[:0],
+        )
 
 
 def _row(piece: SequenceSlice) -> tuple[float, ...]:

@@ -272,7 +272,7 @@ class ModelRunner:
         self._await_text(slices)
         if not slices:
             computed = _Computed()
-        elif self._graphs is not None and self._graphs.takes(slices):
+        elif self._graphs is not None and not plan.replays and self._graphs.takes(slices):
             computed = _Computed(self._replay(self._graphs, slices, changes))
         else:
             computed = self._compute(slices, changes, plan.replays, draws=plan.num_samples > 0)

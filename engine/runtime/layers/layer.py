@@ -8,6 +8,7 @@ from pkgutil import resolve_name
 import torch
 from torch import Tensor
 
+from engine.runtime.cuda.available import has_triton
 from engine.runtime.kv_layout import StateSpec, attends
 from engine.runtime.layers.adapters import LayerAdapters
 from engine.runtime.layers.maker import Maker
@@ -56,7 +57,7 @@ class DecoderLayer:
         make_mixer: MakeMixer = resolve_name(MIXERS[settings.mixer])
         make_feed_forward: MakeFeedForward = resolve_name(FEED_FORWARDS[settings.feed_forward])
         self._mixer, self._feed_forward = make_mixer(config, layer, make, state), make_feed_forward(config, layer, make)
-        self._scale = config.residual_multiplier
+        self._scale, self._device = config.residual_multiplier, make.device
         names = _NORM_NAMES[config.norm_placement]
         if settings.feed_forward == "beside":  # whose parts have norms of their own
             names = (*names[:2], None, names[3])
@@ -101,7 +102,9 @@ class DecoderLayer:
     @property
     def is_capturable(self) -> bool:
         """Return whether a CUDA graph can hold the loaded layer."""
-        return self._feed_forward.is_capturable and len(attends(self.states)) == len(self.states)
+        return self._feed_forward.is_capturable and (
+            len(attends(self.states)) == len(self.states) or has_triton(self._device)  # whose kernels take states
+        )
 
     @property
     def lacking(self) -> str:
