@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from engine.core.rows import SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
+from engine.core.step import StepPlan
 from engine.runtime.cuda import available
 from engine.runtime.execution.decode_graphs import DecodeGraphs
 from engine.runtime.layers import layer
@@ -18,6 +21,7 @@ from engine.runtime.models.load import load_model
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings, state_blocks
 from tests.cpu.test_models_families import Case, save_tiny
+from tests.cpu.test_speculation import Prophet
 from tests.fake_device import CUDA, FakeDevice, fake_device
 from tests.fake_kernels import watched_kernels
 from tests.fake_order import OrderError
@@ -116,30 +120,47 @@ TINY = {
 }
 
 
-def test_graphs_of_recurrent_layers_say_what_the_cpu_says(tmp_path: Path) -> None:
+class Oracle(Prophet):
+    """Drafts in every third step, so that steps take in drafts that have none themselves."""
+
+    def draft(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> dict[int, list[int]]:
+        found = super().draft(plan, slices)
+        return {index: drafts for index, drafts in found.items() if len(slices[index].tokens) % 3 == 0}
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1])
+def test_graphs_of_recurrent_layers_say_what_the_cpu_says(num_drafts: int, tmp_path: Path) -> None:
+    """No graph takes drafts in."""
     save_tiny(Case("Qwen3_5TextConfig", TINY), tmp_path)
     prompts = [[(7 * i + 3 * j * j) % 128 for j in range(length)] for i, length in enumerate((1, 18))]
-    asked = [request(f"r{i}", prompt, max_tokens=4) for i, prompt in enumerate(prompts)]
+    asked = [request(f"r{i}", prompt, max_tokens=6) for i, prompt in enumerate(prompts)]
 
-    def run(device: torch.device) -> Ids:
+    def run(device: torch.device, drafter: Prophet | None = None) -> Ids:
         options = EngineConfig(model=str(tmp_path), model_impl="quire", dtype="float32")
         model = load_model(options, device, torch.float32, lambda progress: None)
         size = state_blocks(model, 8)
         sizes = {"num_blocks": 8 + 3 * size, "state_blocks": size, "block_size": 8, "max_model_len": 32}
-        config = settings(max_num_seqs=2, max_num_batched_tokens=32, **sizes)
+        config = settings(max_num_seqs=2, max_num_batched_tokens=32, num_speculative_tokens=num_drafts, **sizes)
         is_device = device.type == "cuda"
         runner = make_runner(model, config, "triton" if is_device else "auto", device=device)
         if is_device:
             assert model.capabilities.graphs
             runner.capture(lambda progress: None)
-        return serve(model, config, asked, depth=1, apart=1, runner=runner).ids
+        if drafter is not None:
+            runner.speculate(drafter)
+        scheduler = Scheduler(config)
+        ids = serve(model, config, asked, depth=1 - num_drafts, apart=1, scheduler=scheduler, runner=runner).ids
+        assert drafter is None or scheduler.stats.spec_accepted_tokens > 1
+        return ids
 
+    expected = run(torch.device("cpu"))
+    oracle = Oracle([[*prompts[int(name[1:])], *ids] for (name, _), ids in expected.items()], is_wrong_at=())
     launched, launch = [], DecodeGraphs.launch
     with pytest.MonkeyPatch.context() as patch, fake_device() as device, watched_kernels():
         for module in (available, layer):
             patch.setattr(module, "has_triton", lambda device: device.type == "cuda")
         patch.setattr(DecodeGraphs, "launch", lambda self, rows: (launched.append(rows), launch(self, rows))[1])
-        found = run(CUDA)
+        found = run(CUDA, oracle if num_drafts else None)
         assert device.num_graphs == 2
-    assert len(launched) > 2
-    assert found == run(torch.device("cpu"))
+    assert len(launched) > 1
+    assert found == expected
