@@ -72,8 +72,9 @@ def test_whatever_fails_on_the_way_only_work_is_lost(
             driver.run_out_of_memory()
         elif deed == "spill" and not driver.launched:
             driver.scheduler.tiers.spill()
-            if count:  # else it fails half way: the next one finds it so
-                driver.scheduler.tiers.unstage()
+            if not count:  # it fails half way, and the next one finds it so
+                driver.scheduler.tiers.spill()
+            driver.scheduler.tiers.unstage()  # saves begin after copies that were made only
         elif deed in ("read", "write"):
             driver.transfer(count, is_good=False)
         else:
