@@ -134,10 +134,10 @@ def roll_back(in_flight: deque[InFlightStep]) -> dict[Sequence, bool]:
         filled = {destination for _, destination in step.copies}
         for index, seq in enumerate(step.sequences):
             children = step.children.get(index, ())
-            lost = [place for place, block in enumerate(seq.kv.blocks) if block in filled]
+            lost = [place for table in seq.kv.tables for place, block in enumerate(table) if block in filled]
             stand[seq] = stand.get(seq, True) and not (lost or seq.kv.is_lost)
             if lost:
-                _shorten(seq, lost[0])
+                _shorten(seq, min(lost))
             for child in children:  # of the blocks it was forked with, only published ones are surely computed
                 stand[child] = False
                 _shorten(child, child.kv.num_published)

@@ -389,3 +389,14 @@ def test_a_rollback_owes_no_more_than_it_frees(num_steps: int) -> None:
     assert kv.pool.num_available >= kv.pool.num_owed
     driver.drain()
     driver.check_streams()
+
+
+@pytest.mark.parametrize("has_full", [False, True])
+def test_a_copied_tail_that_was_rolled_back_is_computed_again(has_full: bool) -> None:
+    """The first group has no blocks in a model without full attention."""
+    driver = Driver(config(windows=(2,), has_full=has_full, enable_prefix_caching=False, num_blocks=30))
+    driver.add(request("n", (0,), n=2, max_tokens=2, eos_token_ids=frozenset()))
+    driver.step()
+    driver.run_out_of_memory()
+    driver.drain()
+    driver.check_streams()
