@@ -114,9 +114,7 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.num_steps = 0
         self._block_size = config.block_size
-        num_blocks = config.num_blocks + config.state_blocks
-        self._pages = [[-1] * config.block_size for _ in range(num_blocks)] if memory else None
-        self.spare = range(config.num_blocks, num_blocks)  # the slot to which rows write that pad a batch
+        self._pages = [[-1] * config.block_size for _ in range(config.num_blocks)] if memory else None
         self._windows, self._has_full = config.windows, config.has_full
         self._states: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # read and written, by row
         self._drafted: dict[int, abc.Sequence[int]] = {}  # the last drafts of each row, whose inputs are kept
@@ -273,8 +271,6 @@ class FakeRunner:
         for slot, (_, written) in rows.items():
             others = [blocks for other, row in rows.items() if other != slot for blocks in row]
             assert set(written).isdisjoint(chain(*others)), "a row reads or writes a state that another one writes"
-        for block in self.spare:
-            self._pages[block] = [self.num_steps] * self._block_size
         brought_up = [block for slot in self._replays for block in rows[slot][0]]
         return [*brought_up, *chain(*(written for _, written in rows.values()))]
 

@@ -170,7 +170,7 @@ class Server(NamedTuple):
 async def drive(
     server: Server, sessions: Sequence[Session], num_clients: int, note: Callable[[Turn], None], until: float = math.inf
 ) -> None:
-    """Run sessions up to a turn, so many at once, and note each turn. Raises ClientError."""
+    """Run sessions up to a turn, some of them concurrently, and note each turn. Raises ClientError."""
     client, waiting = Client(Target.parse(f"http://127.0.0.1:{server.port}"), math.inf), list(sessions)
 
     async def work() -> None:
@@ -195,7 +195,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=(*PRECISIONS, *FORMATS), metavar="NAME", default="bf16")
     parser.add_argument("--scale", type=positive_float, default=0.05, metavar="X", help="of all lengths; default 0.05")
     parser.add_argument("--sessions", type=positive_int, default=8, metavar="N", help="default 8")
-    parser.add_argument("--clients", type=positive_int, default=4, metavar="N", help="sessions at once; default 4")
+    parser.add_argument("--clients", type=positive_int, default=4, metavar="N", help="concurrent sessions; default 4")
     parser.add_argument("--kv-gib", type=positive_float, default=0.25, help="K/V memory; default 0.25")
     parser.add_argument("--disk-gib", type=positive_float, default=4.0, help="of Quire, behind it; default 4")
     parser.add_argument("--restart", action="store_true", help="kill Quire halfway, and start it again")

@@ -76,7 +76,7 @@ class StateMove(NamedTuple):
     """The slots of a row's recurrent state, in blocks of the pool, where they are not those that it wrote last.
 
     In this step the row reads one and writes the other; in later steps it does both to the latter, until another move.
-    What a row writes, no other row reads or writes in the same step. Rows that pad a batch write to a slot of the runner's.
+    What a row writes, no other row reads or writes in the same step. Rows that pad a batch have no slot.
     """
 
     slot: int  # the runner row

@@ -32,7 +32,7 @@ def turns(*contents: str) -> list[dict[str, str]]:
 
 
 def ask(live: Live, *contents: str, key: str = "", **fields: Any) -> dict[str, Any]:
-    """What is told of a conversation of a system message, questions and answers; `said` is its answer."""
+    """The fields `prefix` of a conversation's requests: a system message, questions and answers; `said` is its answer."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=live.url, headers=headers) as http:
         answer = http.post(CHAT, json={"messages": turns(*contents), "max_tokens": 20, **fields})

@@ -618,16 +618,6 @@ def test_beams_that_swap_read_each_other_and_write_fresh_slots() -> None:
     driver.drain()
 
 
-def test_rows_that_pad_a_batch_write_to_no_slot_of_the_pool() -> None:
-    driver = Driver(stateful())
-    assert len(driver.runner.spare) == 2
-    assert min(driver.runner.spare) == driver.scheduler.config.num_blocks
-    run(driver, "a", PROMPT)
-    driver.runner.spare = range(driver.scheduler.config.num_blocks)
-    with pytest.raises(AssertionError, match="another position"):
-        run(driver, "b", (*PROMPT, 1, 2, 3))
-
-
 @pytest.mark.parametrize(("windows", "num_blocks"), [((), 15), ((5, 1), 23)])
 def test_a_search_starts_again_in_a_pool_that_just_holds_it(windows: tuple[int, ...], num_blocks: int) -> None:
     """Its headroom has the blocks of all groups, some of which are owed to it as well."""

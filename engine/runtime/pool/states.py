@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -50,13 +51,13 @@ def place_states(specs: Sequence[StateSpec], block_bytes: int) -> StatePlaces:
             f"A block has {block_bytes} bytes, and the recurrent state of a layer is divided into parts of {largest}; set "
             f"--block-size to at least {-(-largest // max(block_bytes, 1))} times what it is."
         )
-    order = [(-size, layer, piece) for layer, each in sizes.items() for piece, size in enumerate(each.tolist())]
+    pieces = [(size, layer, piece) for layer, each in sizes.items() for piece, size in enumerate(each.tolist())]
     num_blocks, used = 0, block_bytes
-    for size, layer, piece in sorted(order):
-        if used - size > block_bytes:
+    for size, layer, piece in sorted(pieces, key=itemgetter(0), reverse=True):  # equal ones stay in order
+        if used + size > block_bytes:
             num_blocks, used = num_blocks + 1, 0
         of_layer[layer][piece] = num_blocks - 1, used
-        used = -(-(used - size) // _LINE) * _LINE
+        used = -(-(used + size) // _LINE) * _LINE
     return StatePlaces(num_blocks, of_layer)
 
 
