@@ -15,7 +15,6 @@ from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig, NormPlacement
 from engine.runtime.layers.norms import NoNorm, RMSNorm
 from engine.runtime.layers.parts import Angles, FeedForward, LayerStates, Mixer
-from engine.runtime.layers.per_layer import PerLayerGate
 from engine.runtime.native.decoder import norm_args
 from engine.runtime.native.library import LayerArgs
 
@@ -65,6 +64,8 @@ class DecoderLayer:
         self._before_mixer, self._after_mixer, self._before_feed_forward, self._after_feed_forward = places
         self._gate, self._after_gate = None, places[-1]
         if config.layer_inputs:
+            from engine.runtime.layers.per_layer import PerLayerGate
+
             self._gate = PerLayerGate(config, layer, make)
             self._after_gate = RMSNorm(make, "post_per_layer_input_norm", config.hidden_size, config)
         self._stream_scale = make.tensor("layer_scalar", 1, dtype=torch.float32) if config.has_layer_scale else None

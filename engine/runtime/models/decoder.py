@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import addressof
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -15,14 +16,11 @@ from torch import Tensor
 
 from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.adapters import Target
-from engine.runtime.layers.altup import AltUpLayer
-from engine.runtime.layers.altup import Streams as AltUpStreams
 from engine.runtime.layers.layer import DecoderLayer
 from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.norms import RMSNorm
 from engine.runtime.layers.parts import Angles, LayerStates
-from engine.runtime.layers.per_layer import PerLayerInputs
 from engine.runtime.layers.rope import Rotary
 from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, addends
@@ -32,6 +30,11 @@ from engine.runtime.native.library import DTYPES, DecoderArgs, native
 from engine.runtime.parallel.group import Group
 from engine.runtime.schemes.linear import Embedding, Linear, ShardedEmbedding
 from engine.runtime.schemes.scheme import Scheme
+
+if TYPE_CHECKING:
+    from engine.runtime.layers.altup import AltUpLayer
+    from engine.runtime.layers.altup import Streams as AltUpStreams
+    from engine.runtime.layers.per_layer import PerLayerInputs
 
 
 class Decoder:
@@ -67,10 +70,8 @@ class Decoder:
             make.embedding("model.embed_tokens", num_ids, config.hidden_size, self.embed)
         # Rounded to the weights' type, like Gemma's published code.
         self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
-        self._inputs = PerLayerInputs(config, make) if config.layer_inputs else None
-        self._streams = AltUpStreams(config, make) if config.altup else None
-        kind = AltUpLayer if config.altup else DecoderLayer
-        self._layers, specs = list[AltUpLayer | DecoderLayer](), list[StateSpec]()
+        self._inputs, self._streams, kind = _further_parts(config, make)
+        self._layers, specs = list["AltUpLayer | DecoderLayer"](), list[StateSpec]()
         for index in range(len(config.layers)):
             layer = kind(config, index, make.within(f"model.layers.{index}", index), state=len(specs))
             self._layers.append(layer)
@@ -243,3 +244,19 @@ class Decoder:
             norm=self._norm.weight,
             dtype=self.dtype,
         )
+
+
+def _further_parts(
+    config: ModelConfig, make: Maker
+) -> tuple[PerLayerInputs | None, AltUpStreams | None, type[AltUpLayer | DecoderLayer]]:
+    """Return the inputs of layers, the residual streams and the kind of layers; few models have more than the last."""
+    inputs: PerLayerInputs | None = None
+    if config.layer_inputs:
+        from engine.runtime.layers.per_layer import PerLayerInputs
+
+        inputs = PerLayerInputs(config, make)
+    if config.altup is None:
+        return inputs, None, DecoderLayer
+    from engine.runtime.layers import altup
+
+    return inputs, altup.Streams(config, make), altup.AltUpLayer
