@@ -28,14 +28,18 @@ PROMPT, NUM_NEW = [5, 17, 99, 3, 64, 23, 41], 12
 
 def offline(folder: Path, prompt: str) -> str:
     params = SamplingParams(max_tokens=NUM_NEW, min_tokens=NUM_NEW, temperature=0)
-    words = folder / "words"  # beside models for whose kind transformers has a tokenizer of its own
-    tokenizer = str(words) if words.exists() else None
-    with LLM(str(folder), tokenizer=tokenizer, kv_cache_memory_bytes=4 << 20) as llm:
+    with LLM(str(folder), tokenizer=tokenizer_of(folder), kv_cache_memory_bytes=4 << 20) as llm:
         return llm.generate(prompt, params, progress=False)[0].outputs[0].text
 
 
+def tokenizer_of(folder: Path) -> str:
+    """It is apart from models for whose kind transformers replaces it."""
+    words = folder / "words"
+    return str(words if words.exists() else folder)
+
+
 def in_a_daemon(folder: Path, prompt: str) -> str:
-    with serve(folder, "--kv-cache-memory-bytes", "4MiB") as daemon:
+    with serve(folder, "--kv-cache-memory-bytes", "4MiB", "--tokenizer", tokenizer_of(folder)) as daemon:
         return daemon.text(prompt, max_tokens=NUM_NEW, min_tokens=NUM_NEW)
 
 
@@ -113,7 +117,7 @@ def save_wrapper(name: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_language_model_inside_another_is_served(name: str, tmp_path: Path) -> None:
-    check_served(save_wrapper(name, tmp_path), tmp_path)
+    check_served(save_wrapper(name, tmp_path), tmp_path, in_a_daemon if name == "qwen3_5" else offline)
 
 
 def test_settings_beside_those_of_a_tower_and_transposed_experts_are_read(tmp_path: Path) -> None:
