@@ -147,7 +147,7 @@ def play(name: str, num_answers: int, seed: int, folder: Path, num_lives: int = 
         save(name, model)
     with engine_of(model, enable_prefix_caching=False) as (cold, heard):
         longest = SIZES["max_model_len"]
-        most = int(1.2 * max(cold.config.max_blocks(longest, num_states=10), longest // SIZES["block_size"]))
+        most = int(1.2 * max(cold.config.max_blocks(longest, num_states=30), longest // SIZES["block_size"]))
         for life in range(num_lives):
             tiers = {"kv_offload_gib": 0.002, "kv_offload_dir": str(folder / "kv"), "kv_offload_disk_gib": 0.01}
             sizes = {"num_gpu_blocks_override": most, "max_num_seqs": 4, "async_scheduling": bool(life % 2)}
