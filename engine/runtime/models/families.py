@@ -1,13 +1,14 @@
 """The model families of the Llama lineage, each as its differences from the others.
 
-A new family is one function, one line in FAMILIES and one tiny-config test; a family never calls another. A family
-refuses by name every setting that it does not implement and that would change the answer.
+A new family is one function, one line in FAMILIES and one tiny-config test. It takes what all spell alike from
+common_settings.py and never calls another family. A family refuses by name every setting that it does not implement and
+that would change the answer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from engine.runtime.layers.model_config import (
     NormPlacement,
     QKNorm,
 )
-from engine.runtime.layers.rope_config import RopeConfig, read_rope
+from engine.runtime.models import common_settings as common
 from engine.runtime.models.expert_settings import (
     Mixtures,
     deepseek_v2_experts,
@@ -39,18 +40,11 @@ from engine.runtime.models.expert_settings import (
     qwen_experts,
 )
 
-_ACTIVATIONS = {
-    "silu": Activation.SILU,
-    "swish": Activation.SILU,
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
-    "gelu_new": Activation.GELU_TANH,
-    "gelu": Activation.GELU,
-}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+_LINEAR = "linear_attention"
 _GEMMA4_ROPES = {
-    _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    common.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    common.FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 
 
@@ -71,47 +65,52 @@ def read_config(values: Mapping[str, Any], source: str) -> ModelConfig:
 
 def llama(hf: HFConfig) -> ModelConfig:
     """Llama 1 to 3.3, SmolLM2, and other models of the same architecture."""
-    return replace(_common(hf), mlp_bias=hf.flag("mlp_bias"))
+    return replace(common.settings(hf), mlp_bias=hf.flag("mlp_bias"))
 
 
 def mistral(hf: HFConfig) -> ModelConfig:
     """Mistral, with a window on every layer or on none."""
-    return replace(_common(hf), layers=_layers(hf, windows=[hf.optional_size("sliding_window")] * _num_layers(hf)))
+    return replace(
+        common.settings(hf),
+        layers=common.layers(hf, windows=[hf.optional_size("sliding_window")] * common.num_layers(hf)),
+    )
 
 
 def qwen2(hf: HFConfig) -> ModelConfig:
     """Qwen 1.5, 2 and 2.5."""
-    return replace(_common(hf), qkv_bias=True, o_bias=False, layers=_layers(hf, windows=_qwen_windows(hf)))
+    return replace(
+        common.settings(hf), qkv_bias=True, o_bias=False, layers=common.layers(hf, windows=_qwen_windows(hf))
+    )
 
 
 def qwen3(hf: HFConfig) -> ModelConfig:
     """Qwen 3: norms over each head's queries and keys."""
-    return replace(_common(hf), qk_norm=QKNorm.HEAD, layers=_layers(hf, windows=_qwen_windows(hf)))
+    return replace(common.settings(hf), qk_norm=QKNorm.HEAD, layers=common.layers(hf, windows=_qwen_windows(hf)))
 
 
 def smollm3(hf: HFConfig) -> ModelConfig:
     """SmolLM3: every fourth layer has no positions; only those may have a window."""
-    num_layers, every = _num_layers(hf), hf.size("no_rope_layer_interval", 4)
+    num_layers, every = common.num_layers(hf), hf.size("no_rope_layer_interval", 4)
     turned = hf.numbers("no_rope_layers") if hf.has("no_rope_layers") else [(i + 1) % every for i in range(num_layers)]
     if len(turned) != num_layers:
         raise hf.error("no_rope_layers", f"{num_layers} entries, one a layer")
     windows: list[int | None] = [None] * num_layers
     if hf.flag("use_sliding_window"):
-        windows = _windows(hf, [_FULL if flag else _SLIDING for flag in turned])
-    rope = _rope(hf, theta=2_000_000.0)
+        windows = common.windows(hf, [common.FULL if flag else common.SLIDING for flag in turned])
+    rope = common.rope(hf, theta=2_000_000.0)
     return replace(
-        _common(hf),
+        common.settings(hf),
         mlp_bias=hf.flag("mlp_bias"),
         tied_head=hf.flag("tie_word_embeddings", True),
-        layers=_layers(hf, windows=windows, ropes=[rope if flag else None for flag in turned]),
+        layers=common.layers(hf, windows=windows, ropes=[rope if flag else None for flag in turned]),
     )
 
 
 def phi3(hf: HFConfig) -> ModelConfig:
     """Phi-3, Phi-3.5 and Phi-4 (mini and full)."""
     hf = _with_longrope(hf)
-    windows = [hf.optional_size("sliding_window")] * _num_layers(hf)
-    return replace(_common(hf), merged_checkpoint=True, layers=_layers(hf, windows=windows))
+    windows = [hf.optional_size("sliding_window")] * common.num_layers(hf)
+    return replace(common.settings(hf), merged_checkpoint=True, layers=common.layers(hf, windows=windows))
 
 
 def gemma(hf: HFConfig) -> ModelConfig:
@@ -122,10 +121,10 @@ def gemma(hf: HFConfig) -> ModelConfig:
 
 def gemma2(hf: HFConfig) -> ModelConfig:
     """Gemma 2: windows on every other layer, soft caps, norms on both sides."""
-    types = [_FULL if i % 2 else _SLIDING for i in range(_num_layers(hf))]
+    types = [common.FULL if i % 2 else common.SLIDING for i in range(common.num_layers(hf))]
     return replace(
         _gemma_common(hf),
-        activation=_activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
+        activation=common.activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
         norm_placement=NormPlacement.SANDWICH,
         attention_scale=hf.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         # null switches a cap off, absence means the family's default
@@ -135,23 +134,25 @@ def gemma2(hf: HFConfig) -> ModelConfig:
         logit_softcap=hf.optional_positive("final_logit_softcapping")
         if "final_logit_softcapping" in hf.values
         else 30.0,
-        layers=_layers(hf, windows=_windows(hf, types)),
+        layers=common.layers(hf, windows=common.windows(hf, types)),
     )
 
 
 def gemma3(hf: HFConfig) -> ModelConfig:
     """Gemma 3's text model: five window layers with a short rope base to one full layer."""
     period = hf.size("sliding_window_pattern", 6)
-    types = [_SLIDING if (i + 1) % period else _FULL for i in range(_num_layers(hf))]
-    ropes = _ropes_by_type(hf, types, local_theta=hf.positive("rope_local_base_freq", 10_000.0), theta=1_000_000.0)
+    types = [common.SLIDING if (i + 1) % period else common.FULL for i in range(common.num_layers(hf))]
+    ropes = common.ropes_by_type(
+        hf, types, local_theta=hf.positive("rope_local_base_freq", 10_000.0), theta=1_000_000.0
+    )
     return replace(
         _gemma_common(hf),
-        activation=_activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
+        activation=common.activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
         norm_placement=NormPlacement.SANDWICH,
         qk_norm=QKNorm.HEAD,
         attention_scale=hf.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         logit_softcap=hf.optional_positive("final_logit_softcapping"),
-        layers=_layers(hf, windows=_windows(hf, types), ropes=ropes),
+        layers=common.layers(hf, windows=common.windows(hf, types), ropes=ropes),
     )
 
 
@@ -162,19 +163,19 @@ def granite(hf: HFConfig) -> ModelConfig:
 
 def olmo2(hf: HFConfig) -> ModelConfig:
     """Norms after attention and MLP, and over whole queries and keys."""
-    return replace(_common(hf), norm_placement=NormPlacement.POST, qk_norm=QKNorm.FULL)
+    return replace(common.settings(hf), norm_placement=NormPlacement.POST, qk_norm=QKNorm.FULL)
 
 
 def olmo3(hf: HFConfig) -> ModelConfig:
     """OLMo 2 with windows on three layers of four; only full layers scale their rope."""
-    types = [_SLIDING if (i + 1) % 4 else _FULL for i in range(_num_layers(hf))]
+    types = [common.SLIDING if (i + 1) % 4 else common.FULL for i in range(common.num_layers(hf))]
     theta = hf.positive("rope_theta", 500_000.0)
-    ropes = _ropes_by_type(hf, types, local_theta=theta, theta=theta)
+    ropes = common.ropes_by_type(hf, types, local_theta=theta, theta=theta)
     return replace(
-        _common(hf),
+        common.settings(hf),
         norm_placement=NormPlacement.POST,
         qk_norm=QKNorm.FULL,
-        layers=_layers(hf, windows=_windows(hf, types), ropes=ropes),
+        layers=common.layers(hf, windows=common.windows(hf, types), ropes=ropes),
     )
 
 
@@ -192,71 +193,73 @@ def deepseek_v3(hf: HFConfig) -> ModelConfig:
 def qwen2_moe(hf: HFConfig) -> ModelConfig:
     """Qwen 1.5 and 2 with experts: one shared expert behind a gate."""
     moes = qwen_experts(hf, num_experts=60, num_chosen=4, width=1408, shared_width=5632)
-    layers = _layers(hf, windows=_qwen_windows(hf), moes=moes)
-    return replace(_common(hf), qkv_bias=hf.flag("qkv_bias", True), o_bias=False, layers=layers)
+    layers = common.layers(hf, windows=_qwen_windows(hf), moes=moes)
+    return replace(common.settings(hf), qkv_bias=hf.flag("qkv_bias", True), o_bias=False, layers=layers)
 
 
 def qwen3_moe(hf: HFConfig) -> ModelConfig:
     """Qwen 3 with experts, such as Qwen3-30B-A3B."""
     moes = qwen_experts(hf, num_experts=128, num_chosen=8, width=768)
-    return replace(_common(hf), qk_norm=QKNorm.HEAD, layers=_layers(hf, windows=_qwen_windows(hf), moes=moes))
+    return replace(
+        common.settings(hf), qk_norm=QKNorm.HEAD, layers=common.layers(hf, windows=_qwen_windows(hf), moes=moes)
+    )
 
 
 def mixtral(hf: HFConfig) -> ModelConfig:
     """Mistral with experts in every layer."""
-    windows = [hf.optional_size("sliding_window")] * _num_layers(hf)
-    ropes = [_rope(hf, theta=1_000_000.0)] * _num_layers(hf)
-    layers = _layers(hf, windows=windows, ropes=ropes, moes=mixtral_experts(hf))
-    return replace(_common(hf), norm_eps=hf.positive("rms_norm_eps", 1e-5), layers=layers)
+    windows = [hf.optional_size("sliding_window")] * common.num_layers(hf)
+    ropes = [common.rope(hf, theta=1_000_000.0)] * common.num_layers(hf)
+    layers = common.layers(hf, windows=windows, ropes=ropes, moes=mixtral_experts(hf))
+    return replace(common.settings(hf), norm_eps=hf.positive("rms_norm_eps", 1e-5), layers=layers)
 
 
 def olmoe(hf: HFConfig) -> ModelConfig:
     """OLMoE: norms over whole queries and keys, which may be clipped then."""
     return replace(
-        _common(hf),
+        common.settings(hf),
         norm_eps=hf.positive("rms_norm_eps", 1e-5),
         qk_norm=QKNorm.FULL,
         qkv_clip=hf.optional_positive("clip_qkv"),
-        layers=_layers(hf, moes=olmoe_experts(hf)),
+        layers=common.layers(hf, moes=olmoe_experts(hf)),
     )
 
 
 def granitemoe(hf: HFConfig) -> ModelConfig:
     """Granite with experts in every layer."""
-    return replace(_granite_common(hf), layers=_layers(hf, moes=mixtral_experts(hf)))
+    return replace(_granite_common(hf), layers=common.layers(hf, moes=mixtral_experts(hf)))
 
 
 def granitemoeshared(hf: HFConfig) -> ModelConfig:
     """Granite with experts and a shared expert in every layer."""
-    return replace(_granite_common(hf), layers=_layers(hf, moes=granite_experts(hf, shared_width=0)))
+    return replace(_granite_common(hf), layers=common.layers(hf, moes=granite_experts(hf, shared_width=0)))
 
 
 def granitemoehybrid(hf: HFConfig) -> ModelConfig:
     """Granite 4 whose layers are all attention: shared experts alone, or beside others."""
-    ropes = None if hf.text("position_embedding_type", "nope") == "rope" else [None] * _num_layers(hf)
+    ropes = None if hf.text("position_embedding_type", "nope") == "rope" else [None] * common.num_layers(hf)
     if hf.values.get("num_local_experts") == 0:
         width = hf.size("shared_intermediate_size", 1024)
-        return replace(_granite_common(hf), intermediate_size=width, layers=_layers(hf, ropes=ropes))
+        return replace(_granite_common(hf), intermediate_size=width, layers=common.layers(hf, ropes=ropes))
     moes = granite_experts(hf, shared_width=1024)
-    return replace(_granite_common(hf), layers=_layers(hf, ropes=ropes, moes=moes))
+    return replace(_granite_common(hf), layers=common.layers(hf, ropes=ropes, moes=moes))
 
 
 def gpt_oss(hf: HFConfig) -> ModelConfig:
     """gpt-oss: attention sinks, windows on even layers, biases, and a clamped activation."""
-    types = [_FULL if i % 2 else _SLIDING for i in range(_num_layers(hf))]
+    types = [common.FULL if i % 2 else common.SLIDING for i in range(common.num_layers(hf))]
     bias, head_dim = hf.flag("attention_bias", True), hf.size("head_dim", 64)
     values = {"sliding_window": 128, **hf.values, "head_dim": head_dim}
     if not (hf.has("rope_parameters") or hf.has("rope_scaling")):
         values["rope_scaling"] = _GPT_OSS_ROPE
     hf = HFConfig(values, hf.source)
-    ropes = [_rope(hf, theta=150_000.0)] * _num_layers(hf)
+    ropes = [common.rope(hf, theta=150_000.0)] * common.num_layers(hf)
     return replace(
-        _common(hf),
+        common.settings(hf),
         norm_eps=hf.positive("rms_norm_eps", 1e-5),
         qkv_bias=bias,
         o_bias=bias,
         has_sinks=True,
-        layers=_layers(hf, windows=_windows(hf, types), ropes=ropes, moes=gpt_oss_experts(hf)),
+        layers=common.layers(hf, windows=common.windows(hf, types), ropes=ropes, moes=gpt_oss_experts(hf)),
     )
 
 
@@ -264,12 +267,12 @@ def glm4_moe(hf: HFConfig) -> ModelConfig:
     """GLM-4.5: half of each head is rotated; experts after the first dense layers."""
     hf = HFConfig({"partial_rotary_factor": 0.5, **hf.values}, hf.source)
     return replace(
-        _common(hf),
+        common.settings(hf),
         norm_eps=hf.positive("rms_norm_eps", 1e-5),
         o_bias=False,
         qk_norm=QKNorm.HEAD if hf.flag("use_qk_norm") else QKNorm.NONE,
-        layers=_layers(hf, moes=glm4_experts(hf)),
-        num_mtp_layers=_num_mtp_layers(hf),
+        layers=common.layers(hf, moes=glm4_experts(hf)),
+        num_mtp_layers=common.num_mtp_layers(hf),
     )
 
 
@@ -312,8 +315,8 @@ def gemma4_unified(hf: HFConfig) -> ModelConfig:
 
 def gemma3n(hf: HFConfig) -> ModelConfig:
     """Gemma 3n's text model: several residual streams, inputs of layers, shared keys and values, sparse gates."""
-    num_layers = _num_layers(hf)
-    types = _layer_types(hf, [_SLIDING if (i + 1) % 5 else _FULL for i in range(num_layers)])
+    num_layers = common.num_layers(hf)
+    types = common.layer_types(hf, [common.SLIDING if (i + 1) % 5 else common.FULL for i in range(num_layers)])
     if hf.integer("altup_active_idx", 0):
         raise hf.error("altup_active_idx", "0")
     widths = [*hf.numbers("intermediate_size")] if isinstance(hf.values.get("intermediate_size"), list) else []
@@ -323,19 +326,21 @@ def gemma3n(hf: HFConfig) -> ModelConfig:
         sparse = [*hf.numbers("activation_sparsity_pattern")]
     if len(sparse) < num_layers or len(widths) not in (0, num_layers) or not all(0 <= each < 1 for each in sparse):
         raise hf.error("activation_sparsity_pattern", f"{num_layers} shares below 1, and as many widths of MLPs")
-    ropes = _ropes_by_type(hf, types, local_theta=hf.positive("rope_local_base_freq", 10_000.0), theta=1_000_000.0)
-    layers = _layers(
-        HFConfig({"sliding_window": 512, **hf.values}, hf.source), windows=_windows(hf, types), ropes=ropes
+    ropes = common.ropes_by_type(
+        hf, types, local_theta=hf.positive("rope_local_base_freq", 10_000.0), theta=1_000_000.0
+    )
+    layers = common.layers(
+        HFConfig({"sliding_window": 512, **hf.values}, hf.source), windows=common.windows(hf, types), ropes=ropes
     )
     sources = _sources(hf, types, hf.integer("num_kv_shared_layers", 15))
     return replace(
-        _common(hf),
+        common.settings(hf),
         layers=tuple(
             replace(layer, source=sources[i], width=int(widths[i]) if widths else None, sparsity=sparse[i])
             for i, layer in enumerate(layers)
         ),
         tied_head=hf.flag("tie_word_embeddings", True),
-        activation=_activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
+        activation=common.activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
         embedding_multiplier=hf.size("hidden_size") ** 0.5,
         attention_scale=1.0,
         qk_norm=QKNorm.HEAD,
@@ -388,27 +393,10 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
 }
 
 
-def _common(hf: HFConfig) -> ModelConfig:
-    """Return the settings that all families name alike."""
-    bias = hf.flag("attention_bias")
-    return ModelConfig(
-        vocab_size=hf.size("vocab_size"),
-        hidden_size=hf.size("hidden_size"),
-        intermediate_size=hf.size("intermediate_size"),
-        max_positions=_max_positions(hf),
-        layers=_layers(hf),
-        norm_eps=hf.positive("rms_norm_eps", 1e-6),
-        activation=_activation(hf, "hidden_act", "silu"),
-        tied_head=hf.flag("tie_word_embeddings"),
-        qkv_bias=bias,
-        o_bias=bias,
-    )
-
-
 def _granite_common(hf: HFConfig) -> ModelConfig:
     """Return the settings that the generations of Granite share."""
     return replace(
-        _common(hf),
+        common.settings(hf),
         embedding_multiplier=hf.number("embedding_multiplier", 1.0),
         residual_multiplier=hf.number("residual_multiplier", 1.0),
         attention_scale=hf.number("attention_multiplier", 1.0),
@@ -420,7 +408,7 @@ def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None, is_fused: bool = Fal
     """Return the settings that Qwen 3.5 has with experts and without, and Qwen3-Next."""
     hf = HFConfig({"partial_rotary_factor": 0.25, **hf.values}, hf.source)
     every = hf.size("full_attention_interval", 4)
-    types = [_LINEAR if (i + 1) % every else _FULL for i in range(_num_layers(hf))]
+    types = [_LINEAR if (i + 1) % every else common.FULL for i in range(common.num_layers(hf))]
     delta = DeltaConfig(
         num_k_heads=hf.size("linear_num_key_heads", 16),
         num_v_heads=hf.size("linear_num_value_heads", 32),
@@ -435,20 +423,20 @@ def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None, is_fused: bool = Fal
         raise hf.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {delta.num_k_heads}")
     if delta.kernel < 2:
         raise hf.error("linear_conv_kernel_dim", "2 or more, because a state keeps the tokens before")
-    if _activation(hf, "hidden_act", "silu") is not Activation.SILU:
+    if common.activation(hf, "hidden_act", "silu") is not Activation.SILU:
         raise hf.error("hidden_act", "silu, which the convolution has too")
     if not hf.flag("attn_output_gate", True):
         raise hf.error("attn_output_gate", "true")
-    layers = [replace(layer, heads=replace(layer.heads, is_gated=True)) for layer in _layers(hf, moes=moes)]
-    for index, kind in enumerate(_layer_types(hf, types, (_LINEAR, _FULL))):
+    layers = [replace(layer, heads=replace(layer.heads, is_gated=True)) for layer in common.layers(hf, moes=moes)]
+    for index, kind in enumerate(common.layer_types(hf, types, (_LINEAR, common.FULL))):
         if kind == _LINEAR:
             layers[index] = replace(layers[index], rope=None, mixer="delta", delta=delta)
     return replace(
-        _common(hf),
+        common.settings(hf),
         norm_offset=True,
         qk_norm=QKNorm.HEAD,
         layers=tuple(layers),
-        num_mtp_layers=_num_mtp_layers(hf),
+        num_mtp_layers=common.num_mtp_layers(hf),
     )
 
 
@@ -456,7 +444,7 @@ def _gemma_common(hf: HFConfig) -> ModelConfig:
     """Return the settings that the generations of Gemma share."""
     hf.refuse("use_bidirectional_attention", "generation needs causal attention")
     return replace(
-        _common(hf),
+        common.settings(hf),
         tied_head=hf.flag("tie_word_embeddings", True),
         norm_offset=True,
         embedding_multiplier=hf.size("hidden_size") ** 0.5,
@@ -470,26 +458,26 @@ def _gemma4_common(hf: HFConfig, *, layer_inputs: int) -> ModelConfig:
     if layer_inputs and hf.size("vocab_size_per_layer_input", hf.size("vocab_size")) != hf.size("vocab_size"):
         raise hf.error("vocab_size_per_layer_input", "that of the model")
     values = {key: value for key, value in hf.values.items() if value is not None}
-    num_layers = _num_layers(hf)
+    num_layers = common.num_layers(hf)
     hf = HFConfig({"rope_parameters": _GEMMA4_ROPES, **values}, hf.source)
-    types = [_SLIDING if (i + 1) % 6 else _FULL for i in range(num_layers)]
-    types = [*_layer_types(hf, types)[:-1], _FULL]  # the last has full attention in any case
+    types = [common.SLIDING if (i + 1) % 6 else common.FULL for i in range(num_layers)]
+    types = [*common.layer_types(hf, types)[:-1], common.FULL]  # the last has full attention in any case
     full = _with_full_heads(HFConfig({**hf.values, "layer_types": types}, hf.source))
-    moes = gemma4_experts(hf, _activation(hf, "hidden_activation", "gelu_pytorch_tanh"))
+    moes = gemma4_experts(hf, common.activation(hf, "hidden_activation", "gelu_pytorch_tanh"))
     sources, layers = _sources(hf, types, hf.integer("num_kv_shared_layers", 0)), list[LayerConfig]()
     for index, kind in enumerate(types):
         source = sources[index]
         is_wide = source is not None and hf.flag("use_double_wide_mlp")
-        own, window = (full, None) if kind == _FULL else (hf, hf.size("sliding_window", 512))
-        rope = _rope_from(own, own.section("rope_parameters").section(kind), theta=10_000.0)
+        own, window = (full, None) if kind == common.FULL else (hf, hf.size("sliding_window", 512))
+        rope = common.rope_from(own, own.section("rope_parameters").section(kind), theta=10_000.0)
         width = 2 * hf.size("intermediate_size") if is_wide else None
-        heads = replace(_heads(own), values_are_keys=kind == _FULL and hf.flag("attention_k_eq_v"))
+        heads = replace(common.heads(own), values_are_keys=kind == common.FULL and hf.flag("attention_k_eq_v"))
         layers.append(LayerConfig(heads, window, rope, moes[index], source=source, width=width))
     return replace(
-        _common(hf),
+        common.settings(hf),
         layers=tuple(layers),
         tied_head=hf.flag("tie_word_embeddings", True),
-        activation=_activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
+        activation=common.activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
         embedding_multiplier=hf.size("hidden_size") ** 0.5,
         norm_placement=NormPlacement.SANDWICH,
         attention_scale=1.0,
@@ -515,7 +503,7 @@ def _with_full_heads(hf: HFConfig) -> HFConfig:
     """Return the config with the heads of layers with full attention: transformers writes them layer by layer since 5.23."""
     if hf.has("per_layer_config"):
         given = hf.section("per_layer_config")
-        found = [given.section(str(i)).values for i, kind in enumerate(hf.texts("layer_types")) if kind == _FULL]
+        found = [given.section(str(i)).values for i, kind in enumerate(hf.texts("layer_types")) if kind == common.FULL]
         if any(each != found[0] for each in found):
             raise hf.error("per_layer_config", "the same for all layers with full attention")
         return HFConfig({**hf.values, **found[0]}, hf.source)
@@ -543,10 +531,10 @@ def _latent_common(hf: HFConfig, moes: Mixtures, *, is_interleaved: bool) -> Mod
     # Only the rotated dimensions of a head have positions.
     rotated = HFConfig({**hf.values, "head_dim": latent.rope_dim, "num_key_value_heads": 1}, hf.source)
     return replace(
-        _common(rotated),
-        layers=tuple(replace(layer, heads=heads, mixer="latent") for layer in _layers(rotated, moes=moes)),
+        common.settings(rotated),
+        layers=tuple(replace(layer, heads=heads, mixer="latent") for layer in common.layers(rotated, moes=moes)),
         attention_scale=(latent.nope_dim + latent.rope_dim) ** -0.5 * _yarn_growth(hf) ** 2,
-        num_mtp_layers=_num_mtp_layers(hf),
+        num_mtp_layers=common.num_mtp_layers(hf),
     )
 
 
@@ -558,74 +546,11 @@ def _yarn_growth(hf: HFConfig) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _num_layers(hf: HFConfig) -> int:
-    return hf.size("num_hidden_layers")
-
-
-def _num_mtp_layers(hf: HFConfig) -> int:
-    """Return the number of MTP layers; transformers and Qwen have other names for it."""
-    return hf.integer("num_nextn_predict_layers", hf.integer("num_mtp_layers", hf.integer("mtp_num_hidden_layers", 0)))
-
-
-def _max_positions(hf: HFConfig) -> int:
-    return hf.size("max_position_embeddings")
-
-
-def _head_dim(hf: HFConfig) -> int:
-    return hf.size("head_dim", hf.size("hidden_size") // hf.size("num_attention_heads"))
-
-
-def _activation(hf: HFConfig, key: str, default: str) -> Activation:
-    name = hf.text(key, default)
-    if name not in _ACTIVATIONS:
-        raise hf.error(key, f"one of {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
-
-
-def _heads(hf: HFConfig) -> HeadsConfig:
-    num_heads = hf.size("num_attention_heads")
-    num_kv_heads = hf.size("num_key_value_heads", num_heads)
-    return HeadsConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=_head_dim(hf))
-
-
-def _layers(
-    hf: HFConfig,
-    *,
-    windows: Sequence[int | None] | None = None,
-    ropes: Sequence[RopeConfig | None] | None = None,
-    moes: Mixtures | None = None,
-) -> tuple[LayerConfig, ...]:
-    """Return all layers; without `ropes` all have the same rope, without `moes` a dense MLP."""
-    heads = _heads(hf)
-    windows = windows or [None] * _num_layers(hf)
-    ropes = ropes or [_rope(hf)] * _num_layers(hf)
-    moes = moes or [None] * _num_layers(hf)
-    return tuple(LayerConfig(heads, *settings) for settings in zip(windows, ropes, moes, strict=True))
-
-
-def _layer_types(hf: HFConfig, types: Sequence[str], kinds: Collection[str] = (_SLIDING, _FULL)) -> Sequence[str]:
-    """Return `layer_types`, or the family's default `types`."""
-    types = hf.texts("layer_types") if hf.has("layer_types") else types
-    if len(types) != _num_layers(hf) or not set(kinds).issuperset(types):
-        raise hf.error("layer_types", f"{_num_layers(hf)} entries, each {' or '.join(kinds)}")
-    return types
-
-
-def _windows(hf: HFConfig, types: Sequence[str]) -> list[int | None]:
-    return [hf.size("sliding_window") if kind == _SLIDING else None for kind in _layer_types(hf, types)]
-
-
 def _qwen_windows(hf: HFConfig) -> list[int | None]:
     if not (hf.flag("use_sliding_window") and hf.has("sliding_window")):
-        return [None] * _num_layers(hf)
+        return [None] * common.num_layers(hf)
     first = hf.integer("max_window_layers", 28)
-    return _windows(hf, [_SLIDING if i >= first else _FULL for i in range(_num_layers(hf))])
-
-
-def _rope(hf: HFConfig, theta: float = 10_000.0) -> RopeConfig:
-    """Return one rope for all layers, from `rope_parameters` (transformers 5) or older keys."""
-    params = hf.section("rope_parameters" if hf.has("rope_parameters") else "rope_scaling")
-    return _rope_from(hf, params, theta=hf.positive("rope_theta", theta))
+    return common.windows(hf, [common.SLIDING if i >= first else common.FULL for i in range(common.num_layers(hf))])
 
 
 def _with_longrope(hf: HFConfig) -> HFConfig:
@@ -635,18 +560,3 @@ def _with_longrope(hf: HFConfig) -> HFConfig:
     if params.text("rope_type", params.text("type", "default")) != "yarn":
         return hf
     return HFConfig({**hf.values, key: {**params.values, "rope_type": "longrope"}}, hf.source)
-
-
-def _ropes_by_type(hf: HFConfig, types: Sequence[str], *, local_theta: float, theta: float) -> list[RopeConfig | None]:
-    """Return the ropes of window and full layers: nested (transformers 5), or flat."""
-    nested = hf.section("rope_parameters")
-    full = nested.section(_FULL) if nested.values else hf.section("rope_scaling")
-    ropes = {
-        _SLIDING: _rope_from(hf, nested.section(_SLIDING), theta=local_theta),
-        _FULL: _rope_from(hf, full, theta=hf.positive("rope_theta", theta)),
-    }
-    return [ropes[kind] for kind in _layer_types(hf, types)]
-
-
-def _rope_from(hf: HFConfig, params: HFConfig, *, theta: float) -> RopeConfig:
-    return read_rope(params, hf, theta=theta, head_dim=_head_dim(hf), max_positions=_max_positions(hf))
