@@ -11,8 +11,6 @@ from tests.cpu.warm import NAMES, play
 
 @pytest.mark.parametrize("name", NAMES)
 def test_warm_answers_are_cold_answers(name: str, tmp_path: Path) -> None:
-    found = play(name, num_answers=40, seed=1, folder=tmp_path)
+    found = play(name, num_answers=36, seed=1, folder=tmp_path)
     assert not found.wrong
-    assert found.num_resumed > found.num_answers // 2
-    assert found.num_below > 0
-    assert found.num_preempted + found.num_faults > 0
+    assert found.has_seen_all()

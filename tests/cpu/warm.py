@@ -8,6 +8,7 @@ computed alone, by an engine that keeps nothing.
 from __future__ import annotations
 
 import argparse
+import itertools
 import queue
 import random
 import tempfile
@@ -29,6 +30,7 @@ NAMES = ("qwen3_5", "gemma3", "gpt-oss", "deepseek_v2")
 SIZES = {"block_size": 4, "max_model_len": 256, "max_num_batched_tokens": 40, "num_threads": 2}
 NUM_OPEN = 4  # conversations that run concurrently
 NUM_KEPT = 12  # conversations that may go on
+NUM_A_LIFE = 20  # answers of a warm engine before it is stopped and another starts
 
 Answer = tuple[tuple[int, ...], tuple[float, ...]]  # ids, and their log probabilities
 
@@ -43,6 +45,11 @@ class Outcome:
     num_faults: int = 0
     num_preempted: int = 0
     wrong: list[str] = field(default_factory=list)
+
+    def has_seen_all(self) -> bool:
+        """Whether half of the answers resumed, some from below the pool, and steps failed or were preempted."""
+        is_disturbed = self.num_preempted + self.num_faults > 0
+        return 2 * self.num_resumed > self.num_answers > 0 and self.num_below > 0 and is_disturbed
 
 
 class Heard:
@@ -140,20 +147,26 @@ class Traffic:
         return self._random.random() < 0.1
 
 
-def play(name: str, num_answers: int, seed: int, folder: Path, num_lives: int = 2) -> Outcome:
-    """Return what came of so many answers of one kind of model, in several lives of its engine."""
+def play(name: str, num_answers: int, seed: int, folder: Path, *, num_a_life: int = NUM_A_LIFE) -> Outcome:
+    """Return what came of so many answers of one kind of model, in several lives of its engine.
+
+    What a request finds depends on how fast threads are. So there are up to ten times as many until `has_seen_all`.
+    """
     model, outcome, traffic, draw = folder / name, Outcome(), Traffic(seed), random.Random(seed)
     if not model.exists():
         save(name, model)
     with engine_of(model, enable_prefix_caching=False) as (cold, heard):
         longest = SIZES["max_model_len"]
         most = int(1.2 * max(cold.config.max_blocks(longest, num_states=30), longest // SIZES["block_size"]))
-        for life in range(num_lives):
+        for life in itertools.count():
+            most_answers = num_answers if outcome.has_seen_all() else 10 * num_answers
+            if outcome.wrong or outcome.num_answers >= most_answers:
+                break
             tiers = {"kv_offload_gib": 0.002, "kv_offload_dir": str(folder / "kv"), "kv_offload_disk_gib": 0.01}
             sizes = {"num_gpu_blocks_override": most, "max_num_seqs": 4, "async_scheduling": bool(life % 2)}
             faults = draw.randrange(1 << 30) if life % 3 else None
             with engine_of(model, faults=faults, **sizes, **tiers) as (warm, warm_heard):
-                ended = list(_converse(traffic, warm_heard, num_answers // num_lives))
+                ended = list(_converse(traffic, warm_heard, num_a_life))
                 outcome.num_faults += warm.stats.out_of_memory_steps
                 outcome.num_preempted += sum(warm.stats.preempted.values())
             for request, answers in ended:
@@ -201,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for name in asked.names:
         with tempfile.TemporaryDirectory() as folder:
-            found = play(name, asked.answers, asked.seed, Path(folder), num_lives=max(asked.answers // 100, 2))
+            found = play(name, asked.answers, asked.seed, Path(folder), num_a_life=100)
         counts = (found.num_answers, found.num_resumed, found.num_below, found.num_faults, found.num_preempted)
         print("|", name, "|", *(f"{count} |" for count in counts), len(found.wrong), "|", flush=True)
         wrong += found.wrong
