@@ -100,7 +100,7 @@ class Engine:
         )
         self._scheduler = scheduler
         self._runner = runner
-        self._offload = Offload(scheduler, runner, transports) if transports else None
+        self._offload = Offload(scheduler, runner, transports, clock) if transports else None
         self._depth = depth
         self._kv_events = kv_events
         self._contents = scheduler.kv.contents
@@ -209,7 +209,7 @@ class Engine:
                 self._turn()
             self._check_all()
             if self._offload is not None:
-                self._offload.flush(self.clock)
+                self._offload.flush()
         except Exception as error:  # any: open requests end with an event
             log.critical("The engine died: %s: %s", type(error).__name__, error)
             log.debug("The engine died here:", exc_info=True)

@@ -20,14 +20,16 @@ _MAX_FLUSH_S = 10.0
 class Offload:
     """Starts and polls the transports of the stores, by name. Does nothing where there are none."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, transports: Mapping[str, Transport]) -> None:
-        self._scheduler, self._runner, self._transports = scheduler, runner, transports
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, transports: Mapping[str, Transport], clock: Callable[[], float]
+    ) -> None:
+        self._scheduler, self._runner, self._transports, self._clock = scheduler, runner, transports, clock
 
     def exchange(self, wait_s: float = 0.0) -> None:
         """Start the transfers that are wanted, and report those that ended."""
         if not self._transports:
             return
-        orders = self._scheduler.tiers.start()
+        orders = self._scheduler.tiers.start(self._clock())
         reports = []
         for name, transport in self._transports.items():
             ours = [transfer for transfer in orders if transfer.tier == name]
@@ -65,10 +67,10 @@ class Offload:
         self.exchange(_POLL_S)
         return self._scheduler.tiers.is_transferring
 
-    def flush(self, clock: Callable[[], float]) -> None:
+    def flush(self) -> None:
         """Save what can be saved in a short while."""
-        until_s = clock() + _MAX_FLUSH_S
-        while self.spill() and clock() < until_s:
+        until_s = self._clock() + _MAX_FLUSH_S
+        while self.spill() and self._clock() < until_s:
             pass
 
     def close(self) -> None:

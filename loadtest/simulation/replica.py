@@ -124,7 +124,7 @@ class Replica:
         if self._launched and (plan is None or len(self._launched) > self._depth):
             self._commit()
         # Stores are as fast as memory here.
-        self._scheduler.transferred([(transfer, True) for transfer in self._scheduler.tiers.start()])
+        self._scheduler.transferred([(transfer, True) for transfer in self._scheduler.tiers.start(self.now)])
 
     def _launch(self, plan: StepPlan) -> None:
         num_seqs = plan.num_slices

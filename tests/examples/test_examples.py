@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from array import array
 from collections.abc import Iterable
 from functools import partial
@@ -116,7 +117,7 @@ def test_a_cache_tier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert isinstance(tiers["compressed"].store, CompressedStore)
     driver = Driver(settings, scheduler=Scheduler(settings))
     driver.runner._host_pages = pages  # type: ignore[assignment]
-    offload = Offload(driver.scheduler, driver.runner, tiers)
+    offload = Offload(driver.scheduler, driver.runner, tiers, time.monotonic)
 
     def exchange(num_left: int = 0, *, is_good: bool = True) -> None:
         offload.exchange()

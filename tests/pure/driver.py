@@ -221,7 +221,7 @@ class Driver:
 
     def transfer(self, num_left: int = 0, *, is_good: bool = True) -> None:
         """The disk carries out what it was asked, but for the last so many."""
-        self.transfers += self.scheduler.tiers.start()
+        self.transfers += self.scheduler.tiers.start(self.now)
         while len(self.transfers) > num_left:
             transfer = self.transfers.pop(0)
             if is_good:

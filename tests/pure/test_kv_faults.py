@@ -130,7 +130,7 @@ class FaultMachine(RuleBasedStateMachine):
         names = self.kv.first_names(made)
         seq = Sequence(made, 0, self.num_made, self.num_made, SIZE, names, Account())
         self.num_made += 1
-        self.kv.prefetch(seq, 0.0)
+        self.kv.prefetch(seq)
         self.waiting.append(seq)
 
     @rule(turns=st.integers(1, 8), most=st.integers(1, 9), depth=st.integers(0, 3), admits=st.integers(0, 2))
@@ -150,7 +150,7 @@ class FaultMachine(RuleBasedStateMachine):
         for seq in list(self.living):
             self.plan_chunk(seq, min(seq.num_planned + most, len(seq.tokens)), step)
         for seq in list(self.waiting)[:admits]:
-            loads = self.kv.allocate(seq, 0.0, reserve=0)
+            loads = self.kv.allocate(seq, reserve=0)
             if loads is not None:
                 self.waiting.remove(seq)
                 self.living.append(seq)
@@ -249,7 +249,7 @@ class FaultMachine(RuleBasedStateMachine):
     # -- the transport -----------------------------------------------------------------------------------------------
 
     def start_transfers(self) -> None:
-        self.transfers += self.kv.tiers.start()
+        self.transfers += self.kv.tiers.start(0.0)
 
     @rule()
     def transfer(self) -> None:

@@ -129,7 +129,7 @@ class KVManagerMachine(RuleBasedStateMachine):
         held, num_available, num_found = self.held(), self.num_available(), self.num_surely_found(seq)
         has_slots = SLOTS - sum(len(each.kv.slots) for each in self.living) >= seq.num_slots
         hint = self.kv.lookup(seq)
-        loads = self.kv.allocate(seq, 0.0, reserve=reserve)
+        loads = self.kv.allocate(seq, reserve=reserve)
         if loads is None:
             assert not has_slots or num_available < num_needed - num_found, "there was room"
             assert not seq.kv.blocks
@@ -301,7 +301,7 @@ class MixedManagerMachine(KVManagerMachine):
     def admit(self, data: st.DataObject, reserve: int) -> None:
         seq = data.draw(st.sampled_from(self.waiting))
         hint, has_none = self.kv.lookup(seq), not self.living
-        if self.kv.allocate(seq, 0.0, reserve=reserve) is None:
+        if self.kv.allocate(seq, reserve=reserve) is None:
             needed = self.kv._config.max_blocks(len(seq.tokens), 2 + seq.num_slots) + 3 * self.kv._num_groups
             assert not (has_none and self.num_blocks >= needed), "an empty pool had no room"
             assert not seq.kv.held

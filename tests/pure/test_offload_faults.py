@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_a_spill_that_finds_no_memory_stores_nothing() -> None:
             return driver.runner.run(plan)
 
     runner = Runner()
-    offload = Offload(driver.scheduler, runner, {"disk": Store()})  # type: ignore[arg-type]  # all that it uses
+    offload = Offload(driver.scheduler, runner, {"disk": Store()}, time.monotonic)  # type: ignore[arg-type]  # all that it uses
     prompt = tuple(range(10, 30))
     driver.add(request("a", prompt, max_tokens=1))
     driver.drain()

@@ -37,7 +37,7 @@ class Daemon(Driver):
         self.scheduler.tiers.learn("shared", news)
 
     def transfer(self, num_left: int = 0, *, is_good: bool = True) -> None:
-        self.transfers += self.scheduler.tiers.start()
+        self.transfers += self.scheduler.tiers.start(self.now)
         while len(self.transfers) > num_left:
             transfer = self.transfers.pop(0)
             slots, is_there = self.slots, is_good

@@ -79,6 +79,7 @@ def test_a_request_waits_for_the_disk_until_a_deadline(monkeypatch: pytest.Monke
     driver.spill()
     other = restarted(driver)
     other.add(request("again", prompt(0)))
+    other.transfers += other.scheduler.tiers.start(other.now)
     waited = 0
     while not other.launch():
         waited += 1
@@ -97,12 +98,42 @@ def test_a_request_waits_no_longer_than_computing_the_blocks_would_take(monkeypa
     monkeypatch.setattr(StepTime, "is_known", True)
     monkeypatch.setattr(StepTime, "chunk_s", lambda _, start, count: 0.002 * (start + count))
     other.add(request("again", prompt(0)))  # 16 tokens: 0.032 s
+    other.transfers += other.scheduler.tiers.start(other.now)
     waited = 0
     while not other.launch():
         waited += 1
     assert waited == 3  # every look takes 10 ms
     other.drain()
     assert other.prompts["again", 0].num_disk_tokens == 0
+
+
+def test_a_step_that_holds_up_the_loads_is_not_counted_as_waiting_for_them() -> None:
+    driver = tiered()
+    serve(driver, "first", prompt(0))
+    driver.spill()
+    other = restarted(driver)
+    other.cost = lambda _: 10.0
+    other.add(request("before", prompt(30), arrival_s=other.now))
+    assert other.launch()
+    other.add(request("again", prompt(0), arrival_s=other.now))  # it was sent before this step ...
+    other.commit()
+    assert other.launch()
+    other.commit()  # ... and its loads begin after this one
+    other.transfer()
+    other.drain()
+    assert other.prompts["again", 0].num_disk_tokens == 16
+
+
+def test_a_long_prompt_waits_longer_while_the_pace_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "MAX_PACE", 10)
+    driver = tiered()
+    serve(driver, "first", prompt(0))
+    driver.spill()
+    other = restarted(driver)
+    other.add(request("again", prompt(0)))  # 16 tokens: 1.6 s
+    other.transfers += other.scheduler.tiers.start(other.now)
+    assert not any(other.launch() for _ in range(159))
+    assert other.launch()
 
 
 def test_one_prompt_loads_half_of_host_memory_at_most() -> None:
@@ -125,7 +156,7 @@ def test_no_save_begins_while_as_many_transfers_are_under_way_as_may_be(monkeypa
     driver = tiered()
     serve(driver, "first", prompt(0, 37))
     assert len(driver.scheduler.tiers.spill()) == 3
-    assert len(driver.scheduler.tiers.start()) == 3
+    assert len(driver.scheduler.tiers.start(0.0)) == 3
     assert not driver.scheduler.tiers.spill(), "none has ended"
 
 
@@ -166,7 +197,7 @@ def test_a_report_that_comes_twice_is_ignored() -> None:
     driver.spill()
     other = restarted(driver)
     other.add(request("again", prompt(0)))
-    transfers = other.scheduler.tiers.start()
+    transfers = other.scheduler.tiers.start(0.0)
     for transfer in transfers:
         other.runner.transfer(transfer, other.slots)
         for is_good in (True, True, False):
@@ -185,7 +216,7 @@ def test_late_bytes_reach_no_new_owner() -> None:
     driver.spill()
     other = restarted(driver, num_host_blocks=10)
     other.add(request("again", prompt(0)))
-    transfers = other.scheduler.tiers.start()
+    transfers = other.scheduler.tiers.start(0.0)
     while other.scheduler.has_work:
         other.now += 1.0
         if other.launch():

@@ -96,7 +96,7 @@ class KVCacheManager:
         """True if a runner row is free."""
         return bool(self._slots)
 
-    def allocate(self, seq: Sequence, now: float, *, reserve: int) -> list[tuple[int, int]] | None:
+    def allocate(self, seq: Sequence, *, reserve: int) -> list[tuple[int, int]] | None:
         """Take runner rows, and the blocks that are allocated at the start; None if that leaves too few blocks.
 
         `reserve` blocks of each group have to stay available, a search's headroom, and what is owed. Cached blocks come
@@ -120,7 +120,7 @@ class KVCacheManager:
         self._owe(seq)
         missing += max(seq.headroom - seq.kv.num_owed, 0)  # the beams' blocks were those of all groups
         has_room = pool.num_spare >= missing
-        seq.kv.is_fetched_again = has_room and ticket is None and self._fetch_again(seq, num_found, now)
+        seq.kv.is_fetched_again = has_room and ticket is None and self._fetch_again(seq, num_found)
         if not has_room or seq.kv.is_fetched_again:
             self._cache.release(hits)
             seq.kv.tables, seq.kv.state = (), StateSlots()
@@ -165,21 +165,21 @@ class KVCacheManager:
         self.pool.num_owed += num_owed - seq.kv.num_owed
         seq.kv.num_owed = num_owed
 
-    def prefetch(self, seq: Sequence, now: float) -> bool:
+    def prefetch(self, seq: Sequence) -> bool:
         """Start loading blocks that only a store has; returns whether to park the sequence."""
         if not (self._caching and self.tiers.stores) or seq.needs_every_position:
             return False
         num_found = sum(map(len, self._match(seq)))
         num_hits = len(self._cache.match(seq.kv.chain, seq.tokens, len(seq.tokens) - 1))
-        return self.tiers.prefetch(seq, self._others, num_hits, num_found, now)
+        return self.tiers.prefetch(seq, self._others, num_hits, num_found)
 
-    def _fetch_again(self, seq: Sequence, num_found: int, now: float) -> bool:
+    def _fetch_again(self, seq: Sequence, num_found: int) -> bool:
         """Start loading again what stores have and host memory has lost; returns whether to park the sequence."""
         kv = seq.kv
         if num_found >= kv.num_coming or kv.num_awaited or kv.num_fetches == MAX_FETCHES:
             return False  # with some awaited, it has waited for them long enough
         kv.num_fetches += 1
-        return self.prefetch(seq, now)
+        return self.prefetch(seq)
 
     def lookup(self, seq: Sequence) -> int:
         """Return how many positions of a waiting sequence are cached, or on their way from a store."""

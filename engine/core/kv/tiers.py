@@ -22,7 +22,9 @@ from engine.core.kv.prefix_cache import BlockIndex, name_block
 from engine.core.sequence import Sequence
 from engine.core.stats import Stats, TransferKind
 
-MAX_PARKED_S = 0.5  # that a request waits for its transfers, while the time to compute it is unknown
+# While the time to compute a prompt is unknown, it waits for its transfers for so many seconds, or for as long as computing it would
+# take at so many tokens a second.
+MAX_PARKED_S, MAX_PACE = 0.5, 10_000
 MAX_TRANSFERS = 16  # under way, beyond which no save begins: a store that writes too slowly gets some blocks only
 
 
@@ -89,6 +91,7 @@ class Tiers:
         self._orders: list[Transfer] = []  # not yet given to a transport
         self._under_way: dict[tuple[TransferKind, str, bytes], Transfer] = {}  # until they are reported
         self._parked: dict[bytes, list[Sequence]] = {}  # sequences by the names that they wait for
+        self._patience: list[tuple[Sequence, float]] = []  # how long sequences wait once their transfers begin
 
     # -- the pool and host memory --------------------------------------------------------------------------------------
 
@@ -144,7 +147,7 @@ class Tiers:
 
     # -- host memory and the stores ------------------------------------------------------------------------------------
 
-    def prefetch(self, seq: Sequence, others: Seq[Group], first: int, num_found: int, now: float) -> bool:
+    def prefetch(self, seq: Sequence, others: Seq[Group], first: int, num_found: int) -> bool:
         """Start loading a prompt's blocks behind the first that stores have; returns whether to park it.
 
         It can begin with `num_found` blocks without them. It is parked for at most the time that computing them would take.
@@ -167,8 +170,11 @@ class Tiers:
             seq.kv.num_awaited += 1
         self.host.pool.free(*reversed(found))
         seq.kv.num_coming = stop
-        computed_s = self.compute_s(num_found, max(stop - num_found, 0))
-        seq.kv.awaits_until_s = now + (MAX_PARKED_S if computed_s == inf else computed_s)
+        num_lacking = max(stop - num_found, 0)
+        computed_s = self.compute_s(num_found, num_lacking)
+        unknown_s = max(MAX_PARKED_S, num_lacking * self._size / MAX_PACE)
+        self._patience.append((seq, unknown_s if computed_s == inf else computed_s))
+        seq.kv.awaits_until_s = inf
         return seq.kv.num_awaited > 0
 
     def compute_s(self, first: int, num_blocks: int) -> float:
@@ -221,8 +227,11 @@ class Tiers:
             self.host.pool.free(host)
         self._staged.clear()
 
-    def start(self) -> list[Transfer]:
+    def start(self, now: float) -> list[Transfer]:
         """Return the transfers to begin; all plans made so far were launched."""
+        for seq, seconds in self._patience:  # the step in which they were ordered may have taken longer
+            seq.kv.awaits_until_s = now + seconds
+        self._patience.clear()
         for name, _, host in self._staged:
             self._save(name, host)
         self.unstage()

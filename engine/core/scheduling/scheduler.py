@@ -76,7 +76,7 @@ class Scheduler:
             BeamGroup(seq)
         self._queue.requests[request.request_id] = [seq]
         self._queue.num_with_spans += bool(request.spans)
-        self._queue.enqueue(seq, is_parked=self.kv.prefetch(seq, request.arrival_s))
+        self._queue.enqueue(seq, is_parked=self.kv.prefetch(seq))
         if request.deadline_s is not None or request.max_queue_s is not None:
             self._deadlines = self._deadlines or Deadlines(self.kv, self._budget.times, self.config)
             self._deadlines.watch(seq)
@@ -220,7 +220,7 @@ class Scheduler:
     def _admit_first(self, now: float, step: InFlightStep) -> None:
         """Let the policy preempt sequences for the next waiting one, before the step has slices."""
         seq = self._queue.first_waiting
-        if seq is not None and seq.kv.ticket is None and not seq.is_background and self._claim(seq, now, step):
+        if seq is not None and seq.kv.ticket is None and not seq.is_background and self._claim(seq, step):
             self._start(seq, now)
 
     def _admit(self, now: float, step: InFlightStep) -> Iterator[Sequence]:
@@ -229,7 +229,7 @@ class Scheduler:
         One block stays available for each running sequence, which may need it next.
         """
         while (seq := self._queue.first_waiting) is not None:
-            if (seq.is_background and self._queue.has_foreground) or not self._claim(seq, now, step):
+            if (seq.is_background and self._queue.has_foreground) or not self._claim(seq, step):
                 return
             self._start(seq, now)
             yield seq
@@ -242,7 +242,7 @@ class Scheduler:
         seq.is_chunked_prefill = len(seq.tokens) - seq.num_planned > self.config.max_num_batched_tokens
         self._queue.start(seq)
 
-    def _claim(self, seq: Sequence, now: float, step: InFlightStep) -> bool:
+    def _claim(self, seq: Sequence, step: InFlightStep) -> bool:
         """Allocate slots and blocks for a waiting sequence; returns whether that succeeded.
 
         Background work is preempted for it, and so are the policy's victims, if they free enough.
@@ -250,7 +250,7 @@ class Scheduler:
         running = self._queue.running
         if any(parked.kv.is_fetched_again for parked in self._queue.parked):
             return False  # its place is before this one
-        while (loads := self.kv.allocate(seq, now, reserve=len(running))) is None:
+        while (loads := self.kv.allocate(seq, reserve=len(running))) is None:
             if seq.kv.is_fetched_again:
                 self._queue.park(seq)
                 return False
