@@ -103,6 +103,12 @@ GRANITE_MOE = {
     "logits_scaling": 6.0,
     "tie_word_embeddings": True,
 }
+MAMBA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+}
 GLM4 = {
     "n_routed_experts": 8,
     "n_shared_experts": 1,
@@ -225,6 +231,21 @@ CASES = {
     "granitemoehybrid-dense": Case(
         "GraniteMoeHybridConfig",
         GRANITE_MOE | {"num_local_experts": 0, "shared_intermediate_size": 72, "layer_types": ["full_attention"] * 3},
+    ),
+    "granitemoehybrid-mamba": Case("GraniteMoeHybridConfig", GRANITE_MOE | MAMBA | {"shared_intermediate_size": 40}),
+    "granitemoehybrid-mamba-dense": Case(
+        "GraniteMoeHybridConfig",
+        GRANITE_MOE
+        | MAMBA
+        | {"num_local_experts": 0, "shared_intermediate_size": 72, "position_embedding_type": "rope"}
+        | {
+            "mamba_n_groups": 1,
+            "mamba_d_head": 16,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+        }
+        | {"time_step_limit": [0.9, 1.3], "layer_types": ["linear_attention", "full_attention", "full_attention"]},
     ),
     "gpt-oss": Case("GptOssConfig", GPT_OSS),
     "glm4-moe": Case(

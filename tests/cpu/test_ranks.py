@@ -18,7 +18,13 @@ from tests.patience import PATIENCE_S
 NAMES = sorted({case.build().model_type: name for name, case in reversed(CASES.items())}.values())
 NAMES = [name for name in NAMES if not name.startswith(("gemma3n", "gemma4"))]
 ROUNDED = ["llama", "gemma2", "qwen2-moe", "gpt-oss", "deepseek_v2"]
-NAMES += ["qwen3_5", "llama-tied-biased", "deepseek_v2-lite", "deepseek_v3-halves-biased"]
+NAMES += [
+    "qwen3_5",
+    "granitemoehybrid-mamba-dense",
+    "llama-tied-biased",
+    "deepseek_v2-lite",
+    "deepseek_v3-halves-biased",
+]
 
 
 @pytest.fixture(scope="module")

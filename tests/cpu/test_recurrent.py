@@ -27,7 +27,7 @@ from tests.cpu.model_driver import Served, TinyModel, make_runner, request, serv
 from tests.cpu.test_models_families import CASES, Case, load, save_tiny
 from tests.cpu.test_speculation import Prophet, draft_model
 
-NAMES = ("qwen3_5",)
+NAMES = ("qwen3_5", "granitemoehybrid-mamba")
 _random = random.Random(5)
 LONG = [_random.randrange(3, 128) for _ in range(100)]
 PROMPTS = [LONG, [*LONG[:70], *LONG[:20]], LONG[30:90], LONG[:31], LONG[:5]]
@@ -89,11 +89,17 @@ DRAFTS: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.parametrize("regime", DRAFTS)
+OF_EACH = [pytest.param(NAMES[0], regime, id=regime) for regime in DRAFTS]
+OF_EACH += [pytest.param(name, "swapping", id=name) for name in NAMES[1:]]
+
+
+@pytest.mark.parametrize(("name", "regime"), OF_EACH)
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "n": 2}], ids=["greedy", "sampled"])
-def test_right_and_wrong_drafts_change_no_answer(sampling: dict[str, Any], regime: str, tmp_path: Path) -> None:
+def test_right_and_wrong_drafts_change_no_answer(
+    sampling: dict[str, Any], name: str, regime: str, tmp_path: Path
+) -> None:
     """A step takes in as many drafts of the one before as were right."""
-    model, _ = tiny("qwen3_5", tmp_path)
+    model, _ = tiny(name, tmp_path)
     prompts, changes = [LONG[:length] for length in (1, 5, 23, 30, 12)], DRAFTS[regime]
     size, num_states = state_blocks(model, changes.get("block_size", 4)), 4 if "n" in sampling else 2
     changes = changes | {

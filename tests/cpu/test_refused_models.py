@@ -20,12 +20,13 @@ from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.startup.model_check import check_model
 from quire import LLM
 from tests.cpu.served_models import save_tokenizer
-from tests.cpu.test_models_families import SIZES, Case
+from tests.cpu.test_models_families import CASES, SIZES, Case
 from tests.daemon.real_daemon import ROOT, refused
 from tests.patience import PATIENCE_S
 
 LLAMA = SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"]}
 QWEN3_5 = Case("Qwen3_5TextConfig").build().to_dict()
+GRANITE = CASES["granitemoehybrid-mamba"].build().to_dict()
 
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "bert": (
@@ -40,21 +41,22 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
         transformers.LlavaConfig(text_config={"model_type": "gpt_neox"}).to_dict(),
         "'llava' takes images or sound beside text",
     ),
-    "mamba": (Case("MambaConfig").build().to_dict(), "'mamba' has layers of type"),
-    "olmo_hybrid": (
-        Case("OlmoHybridConfig").build().to_dict(),
-        "'olmo_hybrid' has layers of type linear_attention, which paged attention cannot serve",
-    ),
-    "without-types": ({"model_type": "kimi_linear", "num_hidden_layers": 4}, "layers of type linear_attention"),
+    **{
+        kind: ({"model_type": kind, "num_hidden_layers": 4}, f"{kind!r} has {layers} layers, which Quire does not have")
+        for kind, layers in (("mamba", "Mamba"), ("jamba", "Mamba"), ("kimi_linear", "Kimi Delta Attention"))
+    },
+    "olmo_hybrid": (Case("OlmoHybridConfig").build().to_dict(), "'olmo_hybrid' has Gated DeltaNet layers"),
+    "minimax": (Case("MiniMaxConfig").build().to_dict(), "'minimax' has lightning attention layers"),
     "deepseek_v32": (LLAMA | {"model_type": "deepseek_v32"}, "'deepseek_v32' attends to tokens that an index chooses"),
     "no-method": (
         LLAMA | {"quantization_config": {"bits_per_weight": 4}},
         "quantization_config: 'quant_method' is missing; serve the checkpoint",
     ),
-    "granite-hybrid": (
-        LLAMA | {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
-        "'granitemoehybrid' has layers of type mamba, which paged attention cannot serve",
+    "granite-of-mamba": (
+        LLAMA | {"model_type": "granitemoehybrid", "layer_types": ["mamba"] * 3},
+        "'layer_types' is ['mamba', 'mamba', 'mamba']; Quire needs a layer with attention",
     ),
+    "other-layers": (LLAMA | {"model_type": "granitemoehybrid", "layer_types": ["rwkv"]}, "layers of type rwkv"),
     "falcon": (transformers.FalconConfig().to_dict(), "'falcon' has attention that transformers cannot exchange"),
     "bloom": (transformers.BloomConfig().to_dict(), "'bloom' has attention that transformers cannot exchange"),
     "big_bird": (transformers.BigBirdConfig().to_dict(), "'big_bird' has attention that transformers cannot exchange"),
@@ -81,6 +83,11 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "ungated": (QWEN3_5 | {"attn_output_gate": False}, "'attn_output_gate' is False; Quire needs true"),
     "gelu": (QWEN3_5 | {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; Quire needs silu"),
     "no-tail": (QWEN3_5 | {"linear_conv_kernel_dim": 1}, "'linear_conv_kernel_dim' is 1; Quire needs 2 or more"),
+    "no-step": (GRANITE | {"time_step_limit": [0.1]}, "'time_step_limit' is [0.1]; Quire needs two numbers"),
+    "no-group": (
+        GRANITE | {"mamba_n_groups": 3},
+        "'mamba_n_groups' is 3; Quire needs a number that divides mamba_n_heads, 8",
+    ),
     "no-kind": ({key: value for key, value in LLAMA.items() if key != "model_type"}, "'model_type' is missing"),
 }
 

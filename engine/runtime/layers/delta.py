@@ -10,7 +10,6 @@ The torch operations here define the arithmetic; delta.c has the same, in one or
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from ctypes import Structure
 
@@ -21,19 +20,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.runtime.cuda.available import uses_triton
-from engine.runtime.kv_layout import DeviceState, Pieces, RecurrentSpec
+from engine.runtime.kv_layout import DeviceState
 from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
 from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import DeltaConfig, ModelConfig
-from engine.runtime.layers.parts import Angles, LayerStates, RecurrentState, Slice
+from engine.runtime.layers.parts import Angles, LayerStates
+from engine.runtime.layers.recurrence import MOST_TAPS, Rule, advance, convolved, matrix_state
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import DTYPES, LinearArgs, PartArgs
 from engine.runtime.native.structs import mirror
 
-COLUMNS = 32  # of a head's matrix in one piece, which stays in the nearest cache while all tokens of a slice change it
-SEGMENT = 64  # channels of the convolution's tail in one piece
-_MOST_TAPS = 8  # as in convolve.h
 _EPS = 1e-6  # of unit queries and keys
 _PLAN: Plan = {
     "in_proj_qkv": colwise("delta_keys", "delta_keys", "delta_values"),
@@ -88,11 +85,8 @@ class DeltaNet:
         self._bias = make.tensor("dt_bias", delta.num_v_heads, dtype=torch.float32)
         self._norm = make.tensor("norm.weight", delta.v_dim, dtype=torch.float32)
         self._o = make.linear({"out_proj": config.hidden_size}, width, place=places[2])
-        self._columns, segment = math.gcd(COLUMNS, delta.v_dim), math.gcd(SEGMENT, delta.channels)
-        num_matrices = delta.num_v_heads * delta.v_dim // self._columns
-        matrices = Pieces(num_matrices, (delta.k_dim, self._columns), make.state_dtype)
-        tails = Pieces(delta.channels // segment, (delta.kernel - 1, segment), make.dtype)
-        self.states = (RecurrentSpec((matrices, tails), row=sum(self._widths), dtype=make.dtype),)
+        sizes = (delta.num_v_heads, delta.k_dim, delta.v_dim, delta.channels, delta.kernel, sum(self._widths))
+        self.states = (matrix_state(make, *sizes),)
 
     def __call__(
         self,
@@ -111,10 +105,20 @@ class DeltaNet:
         else:
             mixed = x.new_empty(len(x), self._delta.num_v_heads * self._delta.v_dim)
             for index, piece in enumerate(state.slices):
-                mixed[piece.first : piece.stop] = self._advance(state, index, piece, rows[piece.first : piece.stop])
+                own = rows[piece.first : piece.stop]
+                out = advance(
+                    state, index, piece, own, num_heads=self._delta.num_v_heads, channels=slice(self._delta.channels),
+                    prepare=self._prepare,
+                )  # fmt: skip
+                mixed[piece.first : piece.stop] = self._gated(out, own)
         y = adapted(self._o, AdaptedMatrix.O, mixed, adapters)
         self._group.all_reduce(y)
         return y
+
+    def _gated(self, out: Tensor, rows: Tensor) -> Tensor:
+        normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + self._eps) * self._norm
+        _, z, *_ = rows.split(self._widths, 1)
+        return (normed.flatten(1) * F.silu(z.float())).to(rows.dtype)
 
     def _by_kernels(self, rows: Tensor, state: DeviceState) -> Tensor:
         from engine.runtime.cuda.delta import DeltaWeights, gated_delta
@@ -125,48 +129,25 @@ class DeltaNet:
         weights = DeltaWeights(self._conv, self._decay, self._bias, self._norm)
         return gated_delta(rows, state, sizes, weights, self._eps)
 
-    def _advance(self, state: RecurrentState, index: int, piece: Slice, rows: Tensor) -> Tensor:
-        """Return the outputs of a slice's rows, and write what it leaves."""
-        delta, num_replays = self._delta, piece.num_replays
-        matrices, tails = state.read(index)
-        if num_replays:
-            rows = torch.cat((state.drafts(index)[:num_replays], rows))
-        num_written = len(rows) - piece.num_drafts
-        if piece.num_drafts:
-            state.drafts(index)[: piece.num_drafts] = rows[num_written:]
-        qkv, z, b, a = rows.split(self._widths, 1)
-        # Raw rows of the convolution, those before the slice first.
-        raw = torch.cat((tails.transpose(0, 1).flatten(1), qkv))
+    def _prepare(self, rows: Tensor, raw: Tensor) -> Rule:
+        """Return the delta rule for some rows."""
         q, k, v = self._convolved(raw)
-        decay = (self._decay * F.softplus(a.float() + self._bias)).exp()
-        beta = b.float().sigmoid()
-        s = matrices.unflatten(0, (delta.num_v_heads, -1)).transpose(1, 2).flatten(2).float()  # [heads, k_dim, v_dim]
-        out = v.new_empty(v.shape)
+        *_, b, a = rows.split(self._widths, 1)
+        decay, beta = (self._decay * F.softplus(a.float() + self._bias)).exp(), b.float().sigmoid()
 
-        def leave(num: int, *, brings_up: bool = False) -> None:
-            pieces = s.to(matrices.dtype).unflatten(2, (-1, self._columns)).transpose(1, 2).flatten(0, 1)
-            tail = raw[num : num + delta.kernel - 1].unflatten(1, (-1, tails.shape[2])).transpose(0, 1)
-            state.write(index, (pieces, tail), brings_up=brings_up)
-
-        for t in range(len(rows)):
+        def rule(s: Tensor, t: int) -> tuple[Tensor, Tensor]:
             s = s * decay[t, :, None, None]
             change = (v[t] - torch.einsum("hkv,hk->hv", s, k[t])) * beta[t, :, None]
             s = s + k[t, :, :, None] * change[:, None]
-            out[t] = torch.einsum("hkv,hk->hv", s, q[t])
-            s = s.to(matrices.dtype).float()  # after every token, so that no cut shows
-            if t + 1 == num_replays:
-                leave(num_replays, brings_up=True)
-            if t + 1 == num_written:
-                leave(num_written)
-        normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + self._eps) * self._norm
-        return (normed.flatten(1) * F.silu(z.float())).to(rows.dtype)[num_replays:]
+            return s, torch.einsum("hkv,hk->hv", s, q[t])
+
+        return rule
 
     def _convolved(self, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return float32 queries and keys [T, value heads, k_dim], of length 1 but for a scale, and values."""
         delta = self._delta
-        mixed = F.silu(torch.einsum("tck,ck->tc", raw.float().unfold(0, delta.kernel, 1), self._conv[:, 0]))
         width = delta.num_k_heads * delta.k_dim
-        q, k, v = mixed.split((width, width, delta.num_v_heads * delta.v_dim), 1)
+        q, k, v = convolved(raw, self._conv).split((width, width, delta.num_v_heads * delta.v_dim), 1)
         q, k = (_unit(part.unflatten(1, (-1, delta.k_dim))) for part in (q, k))
         heads = torch.arange(delta.num_v_heads, device=q.device) // delta.shared % delta.num_k_heads
         q = q * delta.k_dim**-0.5
@@ -175,7 +156,7 @@ class DeltaNet:
     def describe(self) -> PartArgs | None:
         """Describe the part to the native library, if that holds every matrix."""
         delta = self._delta
-        if delta.kernel > _MOST_TAPS or self._in.args is None or self._gates.args is None:
+        if delta.kernel > MOST_TAPS or self._in.args is None or self._gates.args is None:
             return None
         self._taps = self._conv[:, 0].mT.contiguous()
         addresses = [each.data_ptr() for each in (self._taps, self._decay, self._bias, self._norm)]

@@ -121,6 +121,40 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MambaConfig:
+    """Mamba-2: a matrix for each head, in place of keys and values of all positions."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int  # of heads that share what enters and leaves their matrices
+    state_dim: int
+    kernel: int  # tokens that the convolution reads
+    has_conv_bias: bool
+    has_bias: bool  # of both projections
+    step_limit: tuple[float, float]
+    num_sharing: int = 1  # ranks that have heads of the same group
+
+    @property
+    def width(self) -> int:
+        """Return the width of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def shared(self) -> int:
+        """Return how many neighbouring heads are a group."""
+        return self.num_heads // self.num_groups
+
+    @property
+    def channels(self) -> int:
+        """Return the width of what the convolution reads."""
+        return self.width + 2 * self.num_groups * self.state_dim
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Return the elements of a mixer's matrices."""
+        return hidden_size * (2 * self.width + self.channels + self.num_heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AltUpConfig:
     """Several residual streams (layers/altup.py)."""
 
@@ -139,6 +173,7 @@ class LayerConfig:
     moe: MoEConfig | None = None  # None: a dense MLP
     mixer: str = "attention"  # a name in MIXERS (layer.py)
     delta: DeltaConfig | None = None  # of a mixer without attention
+    mamba: MambaConfig | None = None
     source: int | None = None  # the layer whose keys and values it reads; None: it has its own
     width: int | None = None  # of its MLP, if not the model's intermediate size
     sparsity: float = 0.0  # the share of its MLP's gates that are 0 (layers/altup.py)
@@ -204,7 +239,7 @@ class ModelConfig:
     @property
     def num_weights(self) -> int:
         """Return the elements of all matrices, which are nearly all of the allocation."""
-        mixers = [(layer.delta or layer.heads).num_weights(self.hidden_size) for layer in self.layers]
+        mixers = [(layer.delta or layer.mamba or layer.heads).num_weights(self.hidden_size) for layer in self.layers]
         mlps = [
             (layer.moe.num_weights(self.hidden_size) if layer.moe else 0)
             + (3 * self.hidden_size * (layer.width or self.intermediate_size) if layer.has_mlp else 0)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from engine.core.errors import ConfigError
-from engine.runtime.layers.model_config import DeltaConfig, HeadsConfig, LayerConfig, ModelConfig
+from engine.runtime.layers.model_config import DeltaConfig, HeadsConfig, LayerConfig, MambaConfig, ModelConfig
 from engine.runtime.parallel.group import Group
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.cut import Cut, Span, cut
@@ -72,8 +72,11 @@ class Shards:
         self._shares = {"heads": heads, "kv_heads": kv_heads}
         for delta in {layer.delta for layer in config.layers if layer.delta is not None}:
             self._shares |= _delta_shares(delta, rank, size)
-            if self._heads.num_kv_heads > size and self._heads.num_kv_heads % size:
-                raise _refusal(size, "its blocks, and so its recurrent states, would not be of one size on all ranks")
+        for mamba in {layer.mamba for layer in config.layers if layer.mamba is not None}:
+            self._shares |= _mamba_shares(mamba, rank, size)
+        is_recurrent = any(layer.delta or layer.mamba for layer in config.layers)
+        if is_recurrent and self._heads.num_kv_heads > size and self._heads.num_kv_heads % size:
+            raise _refusal(size, "its blocks, and so its recurrent states, would not be of one size on all ranks")
         mixtures = {layer.moe for layer in config.layers if layer.moe is not None}
         is_dense = any(layer.moe is None for layer in config.layers)
         for name, widths in (
@@ -104,6 +107,11 @@ class Shards:
             num_keys = self._shares["delta_keys"].num // layer.delta.k_dim
             delta = replace(layer.delta, num_k_heads=num_keys, num_v_heads=self._shares["delta_heads"].num)
             layer = replace(layer, delta=delta)
+        if layer.mamba is not None:
+            num_groups = self._shares["mamba_groups"].num // layer.mamba.state_dim
+            num_heads, num_sharing = self._shares["mamba_heads"].num, max(self.group.size // layer.mamba.num_groups, 1)
+            mamba = replace(layer.mamba, num_heads=num_heads, num_groups=num_groups, num_sharing=num_sharing)
+            layer = replace(layer, mamba=mamba)
         if layer.moe is None:
             return layer
         shared = self._shares["shared_width"].num if layer.moe.shared_width else 0
@@ -205,6 +213,21 @@ def _delta_shares(delta: DeltaConfig, rank: int, size: int) -> dict[str, Cut]:
     keys, shared = _divided(delta.num_k_heads, rank, size), delta.num_v_heads // delta.num_k_heads
     units = {"delta_groups": 1, "delta_keys": delta.k_dim, "delta_heads": shared, "delta_values": shared * delta.v_dim}
     return {axis: Cut(*(unit * number for number in keys)) for axis, unit in units.items()}
+
+
+def _mamba_shares(mamba: MambaConfig, rank: int, size: int) -> dict[str, Cut]:
+    """Return a rank's heads and groups; one group may be shared by all ranks. Raises ConfigError."""
+    num_heads, num_groups = mamba.num_heads, mamba.num_groups
+    if num_heads % size or (num_groups % size and num_groups > 1):
+        raise _refusal(size, f"its Mamba-2 layers have {num_heads} heads in {num_groups} groups")
+    heads = _divided(num_heads, rank, size)
+    groups = Cut(0, 1, 1) if num_groups == 1 else _divided(num_groups, rank, size)
+    units = {
+        "mamba_heads": (heads, 1),
+        "mamba_values": (heads, mamba.head_dim),
+        "mamba_groups": (groups, mamba.state_dim),
+    }
+    return {axis: Cut(*(unit * number for number in cut)) for axis, (cut, unit) in units.items()}
 
 
 def _width(width: int, rank: int, size: int, block: int) -> Cut:

@@ -39,6 +39,7 @@ from engine.runtime.models.expert_settings import (
     olmoe_experts,
     qwen_experts,
 )
+from engine.runtime.models.mamba_settings import with_mamba
 
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _LINEAR = "linear_attention"
@@ -235,13 +236,15 @@ def granitemoeshared(hf: HFConfig) -> ModelConfig:
 
 
 def granitemoehybrid(hf: HFConfig) -> ModelConfig:
-    """Granite 4 whose layers are all attention: shared experts alone, or beside others."""
-    ropes = None if hf.text("position_embedding_type", "nope") == "rope" else [None] * common.num_layers(hf)
+    """Granite 4: Mamba-2 or attention in each layer, and a shared expert alone or beside others."""
+    num_layers = common.num_layers(hf)
+    ropes = None if hf.text("position_embedding_type", "nope") == "rope" else [None] * num_layers
+    config, moes = _granite_common(hf), None
     if hf.values.get("num_local_experts") == 0:
-        width = hf.size("shared_intermediate_size", 1024)
-        return replace(_granite_common(hf), intermediate_size=width, layers=common.layers(hf, ropes=ropes))
-    moes = granite_experts(hf, shared_width=1024)
-    return replace(_granite_common(hf), layers=common.layers(hf, ropes=ropes, moes=moes))
+        config = replace(config, intermediate_size=hf.size("shared_intermediate_size", 1024))
+    else:
+        moes = granite_experts(hf, shared_width=1024)
+    return replace(config, layers=with_mamba(hf, common.layers(hf, ropes=ropes, moes=moes)))
 
 
 def gpt_oss(hf: HFConfig) -> ModelConfig:

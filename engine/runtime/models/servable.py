@@ -22,13 +22,18 @@ _ENCODER_DECODERS = (
     "m2m_100", "marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet",
     "seamless_m4t", "seamless_m4t_v2", "switch_transformers", "t5", "t5gemma", "umt5", "whisper",
 )  # fmt: skip
-_RECURRENT = (
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h",
-    "olmo_hybrid", "recurrent_gemma",
-    "rwkv", "xlstm", "zamba", "zamba2",
-)  # fmt: skip
-_SOMETIMES_RECURRENT = ("granitemoehybrid",)  # of which some models have attention in every layer
-_DELTA = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # whose layers of type linear_attention are served
+# Kinds whose recurrent layers are not served, and what these are.
+_RECURRENT = {
+    "bamba": "Mamba-2", "falcon_h1": "Mamba-2", "falcon_mamba": "Mamba", "jamba": "Mamba",
+    "kimi_linear": "Kimi Delta Attention", "mamba": "Mamba", "mamba2": "Mamba-2", "minimax": "lightning attention",
+    "minimax_m1": "lightning attention", "nemotron_h": "Mamba-2", "olmo_hybrid": "Gated DeltaNet", "recurrent_gemma": "RG-LRU",
+    "rwkv": "RWKV", "xlstm": "xLSTM", "zamba": "Mamba", "zamba2": "Mamba-2",
+}  # fmt: skip
+# Kinds whose recurrent layers are, and the types of these.
+_SERVED_RECURRENT = {
+    "qwen3_5_text": {"linear_attention"}, "qwen3_5_moe_text": {"linear_attention"}, "qwen3_next": {"linear_attention"},
+    "granitemoehybrid": {"linear_attention", "mamba"},
+}  # fmt: skip
 _SPARSE = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa")  # layers that choose the tokens they attend to
 # Their code in transformers computes attention itself, so it cannot use a paged pool.
 _OWN_ATTENTION = (
@@ -82,13 +87,17 @@ def _why(values: Mapping[str, Any]) -> str | None:
             f"{head} does not predict the next token; serve the causal model it was made from (its class ends in "
             "ForCausalLM), and compare texts with /v1/score or /v1/embeddings"
         )
-    types = _texts(values.get("layer_types") or values.get("layers_block_type"))
-    layers = set(types) - SERVABLE_LAYERS - ({"linear_attention"} if kind in _DELTA else set())
-    if (kind in _RECURRENT and not (kind in _SOMETIMES_RECURRENT and types)) or layers:
-        named = f"layers of type {', '.join(sorted(layers))}" if layers else "layers of type linear_attention"
+    if kind in _RECURRENT:
         return (
-            f"{kind!r} has {named:.200}, which paged attention cannot serve; serve a model whose layers are all full or "
-            "sliding attention, such as Qwen3"
+            f"{kind!r} has {_RECURRENT[kind]} layers, which Quire does not have for this kind; serve a hybrid such as "
+            "Qwen3.5 or Granite 4, or a model whose layers are all attention, such as Qwen3"
+        )
+    types = set(_texts(values.get("layer_types") or values.get("layers_block_type")))
+    layers = types - SERVABLE_LAYERS - _SERVED_RECURRENT.get(kind, set())
+    if layers:
+        return (
+            f"{kind!r} has layers of type {', '.join(sorted(layers)):.200}, which Quire cannot serve; serve a model whose "
+            "layers are all full or sliding attention, such as Qwen3"
         )
     if kind in _SPARSE:
         return (

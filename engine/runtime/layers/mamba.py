@@ -1,0 +1,111 @@
+"""Mamba-2 (Granite 4, Nemotron-H): a matrix for each head, which decays, and to which each token adds a product.
+
+A token's projection is [gate z | x of all heads, B and C of all groups | dt]. A convolution over the last tokens and SiLU
+change the second part; then for each head, in float32 and token by token, whatever the chunks, with B and C of its group:
+
+    dt = softplus(dt + bias)      S = exp(A dt) S + B (dt x)'      y = S' C + D x
+
+A norm over each group's heads follows, of y silu(z). The torch operations here define the arithmetic. Engine thread.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor
+
+from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
+from engine.runtime.layers.maker import Load, Maker
+from engine.runtime.layers.model_config import ModelConfig
+from engine.runtime.layers.parts import Angles, LayerStates
+from engine.runtime.layers.recurrence import Rule, advance, convolved, matrix_state
+from engine.runtime.layers.shards import Plan, colwise, rowwise
+from engine.runtime.native.library import PartArgs
+
+_CHANNELS = ("mamba_values", "mamba_groups", "mamba_groups")
+_PLAN: Plan = {
+    "in_proj": colwise("mamba_values", *_CHANNELS, "mamba_heads"),
+    "conv1d": colwise(*_CHANNELS),
+    "conv1d.bias": colwise(*_CHANNELS),
+    "A_log": colwise("mamba_heads"),
+    "D": colwise("mamba_heads"),
+    "dt_bias": colwise("mamba_heads"),
+    "norm": colwise("mamba_values"),
+    "out_proj": rowwise("mamba_values"),
+}
+
+
+class Mamba2:
+    """A gate, inputs of the state and steps of x; a convolution, the recurrence, a gated norm, a projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
+        make, mamba = make.within("mamba", plan=_PLAN), config.layers[layer].mamba
+        assert mamba is not None, "the family has sizes of the matrices"
+        self._state, self._mamba, self._eps, self._group = state, mamba, config.norm_eps, make.group
+        self._widths = (mamba.width, mamba.channels, mamba.num_heads)
+        rows = {"in_proj": sum(self._widths)}
+        self._in = make.linear(rows, config.hidden_size, bias=mamba.has_bias, place=AdaptedMatrix.QKV)
+        self._conv = make.tensor("conv1d.weight", mamba.channels, 1, mamba.kernel, dtype=torch.float32)
+        self._conv_bias = (
+            make.tensor("conv1d.bias", mamba.channels, dtype=torch.float32) if mamba.has_conv_bias else None
+        )
+        self._rates = make.tensor("A_log", mamba.num_heads, dtype=torch.float32)
+        make.loads.append(Load({}, lambda _: self._rates.exp_().neg_()))
+        self._skip = make.tensor("D", mamba.num_heads, dtype=torch.float32)
+        self._bias = make.tensor("dt_bias", mamba.num_heads, dtype=torch.float32)
+        self._norm = make.tensor("norm.weight", mamba.width, dtype=torch.float32)
+        self._o = make.linear({"out_proj": config.hidden_size}, mamba.width, bias=mamba.has_bias, place=AdaptedMatrix.O)
+        sizes = (mamba.num_heads, mamba.state_dim, mamba.head_dim, mamba.channels, mamba.kernel, sum(self._widths))
+        self.states = (matrix_state(make, *sizes),)
+
+    def __call__(
+        self,
+        x: Tensor,
+        angles: Angles | None,  # noqa: ARG002 - only the order of tokens counts here
+        attention: LayerStates,
+        adapters: LayerAdapters | None = None,
+    ) -> Tensor:
+        """Return [T, hidden] of x [T, hidden]."""
+        rows, state = adapted(self._in, AdaptedMatrix.QKV, x, adapters), attention.recurrent(self._state)
+        width, channels, num_heads = self._widths
+        outputs = [
+            advance(
+                state, index, piece, rows[piece.first : piece.stop], num_heads=num_heads,
+                channels=slice(width, width + channels), prepare=self._prepare,
+            )
+            for index, piece in enumerate(state.slices)
+        ]  # fmt: skip
+        gated = torch.cat(outputs).flatten(1) * F.silu(rows[:, :width].float())
+        y = adapted(self._o, AdaptedMatrix.O, self._normed(gated).to(rows.dtype), adapters)
+        self._group.all_reduce(y)
+        return y
+
+    def _prepare(self, rows: Tensor, raw: Tensor) -> Rule:
+        """Return the recurrence for some rows."""
+        mamba = self._mamba
+        groups = mamba.num_groups * mamba.state_dim
+        x, b, c = convolved(raw, self._conv, self._conv_bias).split((mamba.width, groups, groups), 1)
+        x = x.unflatten(1, (-1, mamba.head_dim))
+        b, c = (each.unflatten(1, (mamba.num_groups, -1)).repeat_interleave(mamba.shared, 1) for each in (b, c))
+        dt = F.softplus(rows[:, -mamba.num_heads :].float() + self._bias).clamp(*mamba.step_limit)
+        decay, skipped = (self._rates * dt).exp(), x * self._skip[:, None]
+        change = x * dt[:, :, None]
+
+        def rule(s: Tensor, t: int) -> tuple[Tensor, Tensor]:
+            s = s * decay[t, :, None, None] + b[t, :, :, None] * change[t, :, None]
+            return s, torch.einsum("hkv,hk->hv", s, c[t]) + skipped[t]
+
+        return rule
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """Return the norms of float32 [T, width] by groups; ranks that share the one group sum its squares."""
+        groups = x.unflatten(1, (self._mamba.num_groups, -1))
+        squares = groups.square().sum(-1, keepdim=True)
+        if self._mamba.num_sharing > 1:
+            self._group.all_reduce(squares)
+        scales = torch.rsqrt(squares / (groups.shape[2] * self._mamba.num_sharing) + self._eps)
+        return (groups * scales).flatten(1) * self._norm
+
+    def describe(self) -> PartArgs | None:
+        """Return None: the native library has no such layer."""
+        return None
