@@ -199,7 +199,7 @@ static void gemm_finish(const struct gemm_args *a, const float *sums, int64_t fi
 }
 
 static void gemm_quantised(const struct gemm_args *a, const struct gemm_share *share) {
-    float sums[GROUP * PANEL];
+    float sums[(QROWS > GROUP ? QROWS : GROUP) * PANEL];
     for (int64_t p = share->panel_begin; p < share->panel_end; p++)
         for (int64_t g = share->group_begin; g < share->group_end; g++) {
             int64_t first = group_start(a, g), num_rows = group_start(a, g + 1) - first;

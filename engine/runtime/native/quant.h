@@ -13,7 +13,7 @@ typedef int8_t vb __attribute__((vector_size(VECTOR_BYTES / 4)));
 enum {
     QVECTORS = 2, /* vectors of a panel that registers hold sums of at once */
     QNEAR = 6144, /* bytes ahead that a group alone fetches */
-    QROWS = W < 16 ? 2 : IS_DOT_IN_PLACE ? 6 : 4, /* rows, times QVECTORS, that registers hold sums of */
+    QROWS = W < 8 ? 2 : IS_DOT_IN_PLACE ? 6 : 4, /* rows, times QVECTORS, that registers hold sums of */
 };
 
 /* One group of packed rows: bytes [k / 4][rows][4], then for each block a scale [rows], and for each group of inputs
@@ -148,17 +148,17 @@ INLINE vf quant_scale(struct quant_format f, const char *head, int v, vf super) 
 INLINE void quant_dot_group(struct quant_format f, int R, const char *block, int g, int v0, vu table,
                             const struct supers *supers, struct quant_group x, vf acc[QROWS][QVECTORS]) {
     const char *codes = block + quant_head_bytes(f);
+    const int bits = f.has_table ? 8 : f.bits; /* of what is multiplied */
     struct dot dot[QROWS][QVECTORS];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < QVECTORS; v++)
-            dot[r][v] = dot_begin(splat_u((uint32_t)x.starts[r]));
+            dot[r][v] = dot_begin(splat_u((uint32_t)x.starts[r]), bits);
     UNROLL for (int i = 0; i < f.group / 4; i++)
         UNROLL for (int v = 0; v < QVECTORS; v++) {
             vu code = load_quad(f, codes, g * f.group / 4 + i, v0 + v);
             if (f.has_table) code = look_up(table, code);
             UNROLL for (int r = 0; r < R; r++)
-                dot[r][v] = f.bits > 4 || f.has_table ? dot_add8(dot[r][v], code, x.bytes[i * R + r])
-                                                      : dot_add4(dot[r][v], code, x.bytes[i * R + r]);
+                dot[r][v] = dot_add(dot[r][v], code, x.bytes[i * R + r], bits, i);
         }
     UNROLL for (int v = 0; v < QVECTORS; v++) {
         const char *head = block + (size_t)(g * quant_scale_bytes(f) * (1 + f.has_min) * PANEL);

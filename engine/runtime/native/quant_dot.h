@@ -1,8 +1,8 @@
 /* Dot products of four unsigned codes with four signed bytes, in every 32-bit lane: the one thing of quantised products
  * that instruction sets differ in. All give the same integers.
  *
- * Without an instruction that adds four products to a lane, pairs of products are summed in 16 bits. Codes of four bits
- * cannot overflow them within a block of 32 (15 * 127 * 2 * 8 < 2^15); those of eight bits are taken as two of four. */
+ * Without an instruction that adds four products to a lane, pairs of products are summed in 16 bits, and these sums in 32
+ * as often as the size of the codes wants it. Codes of eight bits less 128 are multiplied as magnitudes and signs. */
 #ifdef VNNI_DOT
 
 enum { IS_DOT_IN_PLACE = 1 };
@@ -11,14 +11,17 @@ struct dot {
     vu sum;
 };
 
-INLINE struct dot dot_begin(vu start) { return (struct dot){start}; }
-INLINE vu dot_end(struct dot dot) { return dot.sum; }
+INLINE struct dot dot_begin(vu start, int bits) {
+    (void)bits;
+    return (struct dot){start};
+}
 
-INLINE struct dot dot_add8(struct dot dot, vu codes, uint32_t bytes) {
+INLINE struct dot dot_add(struct dot dot, vu codes, uint32_t bytes, int bits, int quad) {
+    (void)bits, (void)quad;
     return (struct dot){(vu)_mm512_dpbusd_epi32((__m512i)dot.sum, (__m512i)codes, _mm512_set1_epi32((int)bytes))};
 }
 
-INLINE struct dot dot_add4(struct dot dot, vu codes, uint32_t bytes) { return dot_add8(dot, codes, bytes); }
+INLINE vu dot_end(struct dot dot) { return dot.sum; }
 
 #else
 
@@ -27,38 +30,50 @@ enum { IS_DOT_IN_PLACE = 0 };
 typedef int16_t vs __attribute__((vector_size(VECTOR_BYTES)));
 
 struct dot {
-    vu start;
-    vs low, high;
+    vu sum;
+    vs pairs;
 };
 
-INLINE struct dot dot_begin(vu start) { return (struct dot){start, (vs){0}, (vs){0}}; }
+/* The start takes away what the zero of codes adds, which those of eight bits have lost. */
+INLINE struct dot dot_begin(vu start, int bits) { return (struct dot){bits == 8 ? splat_u(0) : start, (vs){0}}; }
 
 /* Products of bytes, neighbours added. */
-INLINE vs pair_products(vu codes, uint32_t bytes) {
+INLINE vs pair_products(vu codes, uint32_t bytes, int bits) {
 #if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
-    return (vs)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32((int)bytes));
+    __m512i x = _mm512_set1_epi32((int)bytes), w = (__m512i)(codes ^ 0x80808080);
+    if (bits < 8) return (vs)_mm512_maddubs_epi16((__m512i)codes, x);
+    x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
+    return (vs)_mm512_maddubs_epi16(_mm512_abs_epi8(w), x);
 #elif defined(X86_INTRINSICS)
-    return (vs)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32((int)bytes));
+    __m256i x = _mm256_set1_epi32((int)bytes), w = (__m256i)(codes ^ 0x80808080);
+    if (bits < 8) return (vs)_mm256_maddubs_epi16((__m256i)codes, x);
+    return (vs)_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
 #else
     vs both = (vs)codes, x = (vs)splat_u(bytes);
-    return (both & 0xff) * ((x << 8) >> 8) + ((vs)((vu)both >> 8) & 0xff) * (x >> 8);
+    vs zero = (vs){0} + (int16_t)(bits < 8 ? 0 : 128);
+    return ((both & 0xff) - zero) * ((x << 8) >> 8) + (((vs)((vu)both >> 8) & 0xff) - zero) * (x >> 8);
 #endif
 }
 
-INLINE struct dot dot_add4(struct dot dot, vu codes, uint32_t bytes) {
-    dot.low += pair_products(codes, bytes);
-    return dot;
+INLINE vu sum_pairs(vs pairs) {
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    return (vu)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1));
+#elif defined(X86_INTRINSICS)
+    return (vu)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1));
+#else
+    return (vu)(((vi)((vu)pairs << 16) >> 16) + ((vi)pairs >> 16));
+#endif
 }
 
-INLINE struct dot dot_add8(struct dot dot, vu codes, uint32_t bytes) {
-    dot.low += pair_products(codes & 0x0f0f0f0f, bytes);
-    dot.high += pair_products((codes >> 4) & 0x0f0f0f0f, bytes);
-    return dot;
+/* Add the quad `quad` of a group. 16 bits hold 8 sums of two products of codes of four bits, 4 of five, 2 of six. */
+INLINE struct dot dot_add(struct dot dot, vu codes, uint32_t bytes, int bits, int quad) {
+    dot.pairs += pair_products(codes, bytes, bits);
+    int most = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+    if ((quad + 1) % most) return dot;
+    return (struct dot){dot.sum + sum_pairs(dot.pairs), (vs){0}};
 }
 
-INLINE vu sum_pairs(vs pairs) { return (vu)(((vi)((vu)pairs << 16) >> 16) + ((vi)pairs >> 16)); }
-
-INLINE vu dot_end(struct dot dot) { return dot.start + sum_pairs(dot.low) + (sum_pairs(dot.high) << 4); }
+INLINE vu dot_end(struct dot dot) { return dot.sum + sum_pairs(dot.pairs); }
 
 #endif
 
