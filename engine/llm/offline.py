@@ -374,7 +374,8 @@ class LLM:
         self._limits.check_logprobs(params.logprobs, "logprobs")
         chat = self._preprocessor.prepare(body)
         self._compile(chat.constraint)
-        return self._job(chat.text, chat.prompt, replace(chat.params, adapter=adapter), chat.rules, body)
+        own = replace(chat.params, adapter=adapter)
+        return self._job(chat.text, chat.prompt, own, chat.rules, body, turn_end=chat.turn_end)
 
     def _compile(self, constraint: Constraint | None) -> GrammarKey | None:
         """Return what names the grammar that a field asks for. Raises InvalidRequestError."""
@@ -395,6 +396,7 @@ class LLM:
         rules: TextRules,
         body: QueueFields,
         cache_salt: str = "",
+        turn_end: int = 0,
     ) -> Job:
         if dropped := body.dropped_hints(self._limits):
             logger.warning("without effect here: %s", ", ".join(dropped))
@@ -407,6 +409,7 @@ class LLM:
             cache_salt=cache_salt,
             deadline_s=body.deadline_ms and body.deadline_ms / 1e3,
             max_queue_s=body.max_queue_ms and body.max_queue_ms / 1e3,
+            turn_end=turn_end,
         )
         check_request(request, self._engine.config)
         return Job(text, request, rules, self._tokenizer, call_id_length=self._limits.call_id_length)

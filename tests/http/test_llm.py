@@ -23,6 +23,7 @@ from engine.core.rows import SequenceSlice
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import PendingStep, StepPlan
+from engine.core.types import Request
 from engine.handle import EngineFacts
 from engine.loop import Engine
 from engine.settings.engine_config import EngineConfig
@@ -232,6 +233,22 @@ def test_a_conversation_may_be_scored(llm: LLM) -> None:
     [output] = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=0, prompt_logprobs=0))
     assert output.prompt_logprobs is not None
     assert len(output.prompt_logprobs) == 3
+
+
+def test_a_conversation_names_where_its_next_turn_begins(
+    llm: LLM, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Request] = []
+    submit = workshop.engine.submit
+
+    def watched(request: Request) -> None:
+        asked.append(request)
+        submit(request)
+
+    monkeypatch.setattr(workshop.engine, "submit", watched)
+    llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=2))
+    llm.generate("hi|", SamplingParams(max_tokens=2))
+    assert [(request.prompt, request.turn_end) for request in asked] == [(tuple(b"hi|"), 2), (tuple(b"hi|"), 0)]
 
 
 @pytest.mark.parametrize(
