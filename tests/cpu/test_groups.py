@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +19,14 @@ from engine.runtime.native.library import GroupError
 from engine.runtime.parallel import cpu_groups as groups
 from engine.runtime.parallel import nccl
 from tests.cpu import ranks
+from tests.forked import CONTEXT
 from tests.patience import PATIENCE_S
 
 
 @contextmanager
 def workers(target: Any, folder: Path, size: int, *args: Any) -> Iterator[list[Any]]:
     """Processes of all ranks but 0, which is this one."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.cpu.ranks"])
-    running = [context.Process(target=target, args=(rank, folder, size, *args)) for rank in range(1, size)]
+    running = [CONTEXT.Process(target=target, args=(rank, folder, size, *args)) for rank in range(1, size)]
     for worker in running:
         worker.start()
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from tests.cpu import ranks
 from tests.cpu.test_models_families import CASES, save_tiny
+from tests.forked import CONTEXT
 from tests.patience import PATIENCE_S
 
 # One of each family, and those that differ in what is divided: merged matrices, biases, latents, experts. Gemma 4's
@@ -39,11 +39,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Any]]:
         save_tiny(CASES[name], folder / f"{name}-rounded").bfloat16().float().save_pretrained(
             folder / f"{name}-rounded"
         )
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.cpu.ranks"])
-    receive, send = context.Pipe(duplex=False)
+    receive, send = CONTEXT.Pipe(duplex=False)
     workers = [
-        context.Process(target=ranks.work, args=(rank, folder, NAMES, [f"{name}-rounded" for name in ROUNDED], send))
+        CONTEXT.Process(target=ranks.work, args=(rank, folder, NAMES, [f"{name}-rounded" for name in ROUNDED], send))
         for rank in range(4)
     ]
     for worker in workers:

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from tests.forked import Forked
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,7 @@ SMALL = ("--max-model-len", "512", "--num-gpu-blocks-override", "91")  # as many
 class Daemon:
     """A running daemon: its log so far, and requests to it."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str] | Forked) -> None:
         assert process.stderr is not None
         self.log: list[str] = []
         self.status = 0  # that it is to end with
@@ -82,16 +83,15 @@ class Daemon:
         assert "Traceback" not in self.written, self.written
 
 
-def start(*argv: str | Path, **variables: str) -> subprocess.Popen[str]:
-    """Start `quire serve` with these arguments, on a free port."""
+def start(*argv: str | Path, **variables: str) -> subprocess.Popen[str] | Forked:
+    """Start `quire serve` with these arguments, on a free port; by exec if it is to say what it imports."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "server", "serve", "--port", "0", *map(str, argv)],
-        cwd=ROOT,
-        env={**kept, "PYTHONPATH": str(ROOT), **variables},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = {**kept, "PYTHONPATH": str(ROOT), **variables}
+    arguments = ["serve", "--port", "0", *map(str, argv)]
+    if "PYTHONPROFILEIMPORTTIME" not in variables:
+        return Forked("server", arguments, ROOT, env)
+    command = [sys.executable, "-m", "server", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def refused(*argv: str | Path, **variables: str) -> tuple[int, str]:
         _, written = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
     assert process.returncode in (1, 2), written
     assert "Traceback" not in written
     return process.returncode, written

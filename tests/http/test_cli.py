@@ -30,6 +30,7 @@ from loadtest.vllm_bench import translate
 from server import app, serve
 from server.cli import main
 from server.settings.flags import load_settings
+from tests.forked import Forked
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -37,26 +38,31 @@ HOST = "127.0.0.1"
 LONG = {"prompt": "hi", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
 
+Process = subprocess.Popen[str] | Forked
+
+
 @contextmanager
-def quire(*argv: str, around: tuple[str, ...] = (), **variables: str) -> Iterator[subprocess.Popen[str]]:
+def quire(*argv: str, around: tuple[str, ...] = (), **variables: str) -> Iterator[Process]:
     """A process of fake_quire.py, on a free port unless `argv` names one; `around` is a command that starts it."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("QUIRE_")}
-    process = subprocess.Popen(
-        [*around, sys.executable, str(ROOT / "tests/http/fake_quire.py"), *argv],
-        cwd=ROOT,
-        env={**kept, "QUIRE_PORT": "0", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    program = str(ROOT / "tests/http/fake_quire.py")
+    env = {**kept, "QUIRE_PORT": "0", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    process: Process
+    if around:
+        command = [*around, sys.executable, program, *argv]
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    else:
+        process = Forked(program, argv, ROOT, env)
     try:
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
 
 
-def outcome(process: subprocess.Popen[str]) -> tuple[int, str]:
+def outcome(process: Process) -> tuple[int, str]:
     """Exit status and what was written to standard error."""
     _, written = process.communicate(timeout=PATIENCE_S)
     return process.returncode, written
@@ -71,7 +77,7 @@ def read_until(process: subprocess.Popen[str], pattern: str) -> str:
     raise AssertionError(f"the process ended without a line like {pattern}")
 
 
-def ready(process: subprocess.Popen[str]) -> str:
+def ready(process: Process) -> str:
     return read_until(process, r"ready in [\d.]+ s: (\S+)")
 
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import openai
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 from test_batch_restart import lines
-from test_cli import outcome, quire, read_until, ready
+from test_cli import Process, outcome, quire, read_until, ready
 
 from server.http.middleware import RequestScope
 from tests.patience import PATIENCE_S, eventually
@@ -34,7 +33,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def hanging(folder: Path, *flags: str, step: int = 30) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def hanging(folder: Path, *flags: str, step: int = 30) -> Iterator[tuple[Process, str]]:
     """A daemon whose engine hangs in its 30th step for ever, and its URL."""
     hold = folder / "hold"
     hold.write_text(str(step))

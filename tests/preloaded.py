@@ -1,0 +1,11 @@
+"""Imports what a daemon has imported when it is ready; a fork of a process that has done so begins there (tests/forked.py).
+
+Nothing here reads the environment when it is imported, as transformers and the hub's library do.
+"""
+
+import engine.startup.build  # noqa: F401 - imported for its duration, as the next two
+import server.daemon  # noqa: F401
+import tests.cpu.ranks  # noqa: F401
+from server.app import routers
+
+routers()
