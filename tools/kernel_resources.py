@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from math import gcd
 from pathlib import Path
 from struct import unpack_from
 from typing import Any, NamedTuple
@@ -51,9 +50,11 @@ from engine.runtime.cuda.rope_store import rotate_and_store
 from engine.runtime.cuda.routing import route
 from engine.runtime.cuda.sampling import Penalties, sample
 from engine.runtime.cuda.sampling_row import Draws
+from engine.runtime.cuda.short_conv import convolve
 from engine.runtime.cuda.store import PoolView, view_pool
 from engine.runtime.cuda.token_counts import TokenCounts
-from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, Pieces, RecurrentSpec, StepStates
+from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, DeviceState, Pieces, RecurrentSpec, StepStates
+from engine.runtime.layers.convolution import tail_pieces
 from engine.runtime.layers.mixture_cuda import CudaExperts
 from engine.runtime.pool.states import StatePool
 from engine.runtime.routing import RouterConfig
@@ -193,7 +194,7 @@ def brief_cases(capability: int) -> Iterator[Case]:
             "width 4096",
             partial(quantise_rows, torch.zeros(3, 4096, dtype=BF16), torch.zeros(3, 4096).to(FP8), torch.zeros(3)),
         )
-    yield from list(delta_cases((BF16,)))[1:3]
+    yield from (*list(delta_cases((BF16,)))[1:3], *convolution_cases((BF16,)))
     yield "64 rows of 151936", partial(_sample, 64, 151_936)
     yield from _mixtures(("gpt-oss-20b",), (1,), BF16, "mxfp4")
     yield from _mixtures(("Qwen3-30B-A3B",), (1,), BF16, "bf16")
@@ -383,20 +384,37 @@ def delta_cases(dtypes: Sequence[torch.dtype] = (BF16, F32)) -> Iterator[Case]:
 
 def _advance(sizes: DeltaSizes, columns: int, dtype: torch.dtype, query_len: int, max_drafts: int) -> None:
     """Compute a slice of a layer."""
-    segment = gcd(64, sizes.channels)
     matrices = Pieces(sizes.num_v_heads * sizes.v_dim // columns, (sizes.k_dim, columns), F32)
-    tails = Pieces(sizes.channels // segment, (sizes.kernel - 1, segment), dtype)
     row = sizes.channels + sizes.num_v_heads * (sizes.v_dim + 2)
-    spec = RecurrentSpec((matrices, tails), row, dtype)
+    spec = RecurrentSpec((matrices, tail_pieces(sizes.channels, sizes.kernel, dtype)), row, dtype)
+    heads, norm = torch.zeros(sizes.num_v_heads), torch.zeros(sizes.v_dim)
+    weights = DeltaWeights(torch.zeros(sizes.channels, 1, sizes.kernel), heads, heads, norm)
+    rows, state = torch.zeros(query_len, row, dtype=dtype), _state_of(spec, query_len, max_drafts)
+    gated_delta(rows, state, sizes, weights, 1e-6)
+
+
+def convolution_cases(dtypes: Sequence[torch.dtype] = (BF16, F32)) -> Iterator[Case]:
+    """Yield decodes with drafts, and a prompt, of a layer of LFM2."""
+    for dtype in dtypes:
+        for query_len, max_drafts in ((1, 4), (64, 0)):
+            shape = f"2048 channels, {_name(dtype)}, {query_len} and {max_drafts} drafts"
+            yield shape, partial(_convolve, dtype, query_len, max_drafts)
+
+
+def _convolve(dtype: torch.dtype, query_len: int, max_drafts: int) -> None:
+    state = _state_of(RecurrentSpec((tail_pieces(2048, 3, dtype),), 2048, dtype), query_len, max_drafts)
+    rows, gate = torch.zeros(query_len, 2048, dtype=dtype), torch.zeros(query_len, 6144, dtype=dtype)[:, :2048]
+    convolve(rows, gate, state, torch.zeros(2048, 1, 3), None)
+
+
+def _state_of(spec: RecurrentSpec, query_len: int, max_drafts: int) -> DeviceState:
+    """Return the state of a layer in a step of one slice."""
     pool = StatePool([spec], torch.zeros(200, 1 << 16, dtype=torch.uint8), 1, max_drafts)
     numbers = np.array([query_len], np.int32)
     slots = np.arange(pool.places.num_blocks, dtype=np.int32)[None]
     step = StepStates(slots, slots, np.array([0, query_len], np.int32), numbers, 0 * numbers, 0 * numbers)
-    rows = torch.zeros(query_len, row, dtype=dtype)
     pool.prepare(replace(_two_slices(query_len, query_len), states=step))
-    heads, norm = torch.zeros(sizes.num_v_heads), torch.zeros(sizes.v_dim)
-    weights = DeltaWeights(torch.zeros(sizes.channels, 1, sizes.kernel), heads, heads, norm)
-    gated_delta(rows, pool.of_layer[0].on_device, sizes, weights, 1e-6)
+    return pool.of_layer[0].on_device
 
 
 def packed_cases(capability: int) -> Iterator[Case]:
@@ -447,6 +465,7 @@ def compile_all(capability: int, known: dict[str, str], *, is_brief: bool) -> li
             mixture_cases(capability),
             packed_cases(capability),
             delta_cases(),
+            convolution_cases(),
             sampling_cases(),
         )
         compiler.compile([case for part in cases for case in part])

@@ -122,10 +122,13 @@ def test_what_is_added_is_what_merged_weights_have_more(name: str, tmp_path: Pat
     assert min((apart[i] - apart[j]).abs().max() for i, j in ((0, 1), (0, 2), (1, 2))) > 0.05
 
 
-def test_adapters_change_layers_with_recurrent_state(tmp_path: Path) -> None:
-    theirs = families.save_tiny(families.CASES["qwen3_5"], tmp_path / "model")
-    delta = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj")
-    folder = save_adapter(theirs, tmp_path / "all", targets=delta)
+DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj")
+
+
+@pytest.mark.parametrize(("name", "targets"), [("qwen3_5", DELTA), ("lfm2", ("in_proj", "out_proj", "w1", "w2"))])
+def test_adapters_change_layers_with_recurrent_state(name: str, targets: Sequence[str], tmp_path: Path) -> None:
+    theirs = families.save_tiny(families.CASES[name], tmp_path / "model")
+    folder = save_adapter(theirs, tmp_path / "all", targets=targets)
     model = families.load(tmp_path / "model")
     adapter, ids = load_adapter(model, folder), torch.arange(3, 3 + LENGTH)
     with torch.inference_mode():

@@ -50,7 +50,7 @@ def test_a_layer_is_the_recurrence_of_the_paper(name: str, tmp_path: Path) -> No
     prefix, model = "model.layers.0.mamba.", load(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     tensors = {each.removeprefix(prefix): stored[each].astype(float) for each in stored if each.startswith(prefix)}
-    sizes, x = model.config.layers[0].mamba, torch.randn(70, 64, generator=torch.Generator().manual_seed(2))
+    sizes, x = model.config.layers[0].recurrent, torch.randn(70, 64, generator=torch.Generator().manual_seed(2))
     assert sizes is not None
     expected = oracle(x.double().numpy(), tensors, sizes, model.config.norm_eps)
     state = DenseAttention(model.states)

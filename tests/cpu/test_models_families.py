@@ -120,6 +120,13 @@ GLM4 = {
     "topk_group": 1,
 }
 
+LFM2 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "block_multiple_of": 8,
+    "tie_word_embeddings": True,
+}
+
 GEMMA4 = {
     "head_dim": 16,
     "global_head_dim": 32,
@@ -256,6 +263,15 @@ CASES = {
     "glm4-moe-air": Case(
         "Glm4MoeConfig", GLM4 | {"norm_topk_prob": False, "n_shared_experts": 2, "num_nextn_predict_layers": 1}
     ),
+    "lfm2": Case("Lfm2Config", LFM2),
+    "lfm2-biased": Case(
+        "Lfm2Config",
+        LFM2 | {"conv_bias": True, "conv_L_cache": 7, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+    ),
+    "lfm2-moe": Case(
+        "Lfm2MoeConfig",
+        LFM2 | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5},
+    ),
     "gemma3n": Case(
         "Gemma3nTextConfig",
         {
@@ -307,7 +323,7 @@ def save_tiny(case: Case, folder: Path) -> torch.nn.Module:
             else:
                 parameter.normal_(std=0.3 if "embed" in name else 0.15)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
     model.save_pretrained(folder)
     return model

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from tests.cpu.served_models import save_servable, save_tokenizer, say
 from tests.cpu.test_models_families import CASES as NATIVE
-from tests.cpu.test_models_families import GEMMA4, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, SIZES
+from tests.cpu.test_models_families import GEMMA4, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, SIZES
 from tests.cpu.test_models_transformers import CASES
 from tests.daemon.real_daemon import serve
 
@@ -86,6 +86,11 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma4_unified": ("Gemma4Unified", UNIFIED, {"mm_embed_dim": 32, "mm_posemb_size": 8, "patch_size": 4}),
     "internvl": ("InternVL", {"model_type": "qwen2"}, VISION | {"image_size": [32, 32], "patch_size": [8, 8]}),
+    "lfm2_vl": (
+        "Lfm2Vl",
+        {"model_type": "lfm2"} | LFM2,
+        {key: size for key, size in VISION.items() if key != "image_size"} | {"model_type": "siglip2_vision_model"},
+    ),
     "llava": ("Llava", {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model"}),
     "llava_next": ("LlavaNext", {"model_type": "mistral"}, VISION | {"model_type": "clip_vision_model"}),
     "mistral3": ("Mistral3", {"model_type": "mistral", "head_dim": 16}, VISION | {"model_type": "pixtral"}),
@@ -117,7 +122,7 @@ def save_wrapper(name: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_language_model_inside_another_is_served(name: str, tmp_path: Path) -> None:
-    check_served(save_wrapper(name, tmp_path), tmp_path, in_a_daemon if name == "qwen3_5" else offline)
+    check_served(save_wrapper(name, tmp_path), tmp_path, in_a_daemon if name in ("qwen3_5", "lfm2_vl") else offline)
 
 
 def test_settings_beside_those_of_a_tower_and_transposed_experts_are_read(tmp_path: Path) -> None:

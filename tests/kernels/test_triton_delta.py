@@ -1,4 +1,4 @@
-"""Gated DeltaNet's kernels against the rule in float64: chunks of any length, slots anywhere, drafts, replays, padding."""
+"""Recurrent layers' kernels against their rules in float64: chunks of any length, slots anywhere, drafts, replays, padding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from engine.runtime.cuda.delta import DeltaWeights, gated_delta
 from engine.runtime.cuda.delta_state import DeltaSizes
-from engine.runtime.kv_layout import Pieces, RecurrentSpec, StateTensors, StepStates
+from engine.runtime.cuda.short_conv import convolve
+from engine.runtime.kv_layout import DeviceState, Pieces, RecurrentSpec, StateTensors, StepStates
+from engine.runtime.layers.convolution import tail_pieces
 from engine.runtime.pool.states import LayerState, StatePool
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -44,9 +46,8 @@ class Model:
         self.weights = DeltaWeights(
             torch.randn(sizes.channels, 1, sizes.kernel) / 2, -torch.rand(heads) * 4, torch.randn(heads) - 2, norm
         )
-        segment = math.gcd(64, sizes.channels)
         matrices = Pieces(width // columns, (sizes.k_dim, columns), torch.float32)
-        tails = Pieces(sizes.channels // segment, (sizes.kernel - 1, segment), dtype)
+        tails = tail_pieces(sizes.channels, sizes.kernel, dtype)
         self.spec = RecurrentSpec((matrices, tails), sum(self.widths), dtype)
 
     def tokens(self, num: int) -> Tensor:
@@ -79,17 +80,52 @@ class Model:
 
     def pieces(self, state: Tensor, rows: Tensor) -> list[Tensor]:
         """A state as it lies in its slot, after some rows."""
-        matrices, tails = self.spec.pieces
-        before = rows.new_zeros(self.sizes.kernel - 1, self.sizes.channels)
-        tail = torch.cat((before, rows[:, : self.sizes.channels]))[-len(before) :]
-        cut = state.unflatten(2, (-1, matrices.shape[1])).transpose(1, 2).flatten(0, 1)
-        return [cut, tail.unflatten(1, (-1, tails.shape[1])).transpose(0, 1)]
+        cut = state.unflatten(2, (-1, self.spec.pieces[0].shape[1])).transpose(1, 2).flatten(0, 1)
+        return [cut, tail_of(self.spec, rows)]
+
+    def compute(self, rows: Tensor, state: DeviceState) -> Tensor:
+        weights = DeltaWeights(*(weight.to(DEVICE) for weight in self.weights))
+        return gated_delta(rows, state, self.sizes, weights, EPS)
+
+
+class Convolution:
+    """The same of a short convolution, whose rows are inputs and gates; its state is the inputs alone."""
+
+    def __init__(self, channels: int, kernel: int, dtype: torch.dtype) -> None:
+        self.dtype, self.channels = dtype, channels
+        self.weight, self.bias = torch.randn(channels, 1, kernel), torch.randn(channels) if kernel > 3 else None
+        self.spec = RecurrentSpec((tail_pieces(channels, kernel, dtype),), channels, dtype)
+
+    def tokens(self, num: int) -> Tensor:
+        return torch.randn(num, 2 * self.channels).to(self.dtype)
+
+    def exact(self, rows: Tensor) -> tuple[list[None], Tensor]:
+        x, gate = rows.double().chunk(2, 1)
+        padded = torch.cat((x.new_zeros(self.weight.shape[2] - 1, self.channels), x))
+        sums = (padded.unfold(0, self.weight.shape[2], 1) * self.weight[:, 0].double()).sum(2)
+        return [None] * (len(rows) + 1), gate * (sums if self.bias is None else sums + self.bias.double())
+
+    def pieces(self, state: None, rows: Tensor) -> list[Tensor]:
+        return [tail_of(self.spec, rows)]
+
+    def compute(self, rows: Tensor, state: DeviceState) -> Tensor:
+        x, gate = rows.chunk(2, 1)
+        bias = None if self.bias is None else self.bias.to(DEVICE)
+        return convolve(x.contiguous(), gate, state, self.weight.to(DEVICE), bias)
+
+
+def tail_of(spec: RecurrentSpec, rows: Tensor) -> Tensor:
+    """The tail of a convolution as it lies in a slot, after some rows."""
+    num, (num_before, segment), _ = spec.pieces[-1]
+    before = rows.new_zeros(num_before, num * segment)
+    tail = torch.cat((before, rows[:, : num * segment]))[-num_before:]
+    return tail.unflatten(1, (-1, segment)).transpose(0, 1)
 
 
 class World:
     """A pool of one layer's slots anywhere in it, and sequences that are computed step by step."""
 
-    def __init__(self, model: Model, num_sequences: int) -> None:
+    def __init__(self, model: Model | Convolution, num_sequences: int) -> None:
         self.model = model
         blocks = torch.full((40 * num_sequences, BLOCK_BYTES), 0x7F, dtype=torch.uint8, device=DEVICE)  # large numbers
         self.states = StatePool([model.spec], blocks, num_sequences + 1, MAX_DRAFTS)
@@ -122,8 +158,7 @@ class World:
     def compute(self, x: Tensor) -> Tensor:
         wide = torch.full((len(x), x.shape[1] + 5), torch.nan, dtype=x.dtype, device=DEVICE)
         rows = wide[:, : x.shape[1]].copy_(x)
-        weights = DeltaWeights(*(weight.to(DEVICE) for weight in self.model.weights))
-        return gated_delta(rows, self.layer.on_device, self.model.sizes, weights, EPS).cpu()
+        return self.model.compute(rows, self.layer.on_device).cpu()
 
     def check(self, pieces: list[Piece]) -> None:
         """Compute a step, and compare outputs, slots, drafts, and the rest of the pool."""
@@ -139,9 +174,9 @@ class World:
         for index, (piece, each, (states, _)) in enumerate(zip(pieces, rows, exact, strict=True)):
             at = piece.before - piece.replays
             if at:
-                matrices, tails = model.pieces(states[at], each[:at])
-                self.layer.write(index, (matrices.float().to(DEVICE), tails.to(DEVICE)), brings_up=True)
-            self.layer.drafts(index)[: piece.replays] = each[at : piece.before].to(DEVICE)
+                held = zip(model.spec.pieces, model.pieces(states[at], each[:at]), strict=True)
+                self.layer.write(index, [values.to(DEVICE, kind.dtype) for kind, values in held], brings_up=True)
+            self.layer.drafts(index)[: piece.replays] = each[at : piece.before, : model.spec.row].to(DEVICE)
         before = self.states.pool.clone()
         found = self.compute(torch.cat([each[piece.before :] for piece, each in zip(pieces, rows, strict=True)]))
         changed = (self.states.pool != before).any(1).nonzero().flatten().tolist()
@@ -154,16 +189,17 @@ class World:
             out = found[step.starts[index] : step.starts[index + 1]]
             close(out, outputs[piece.before :])
             kept = piece.before + piece.num - piece.drafts
-            assert torch.equal(self.layer.kept[step.rows[index], : piece.drafts].cpu(), each[kept:])
+            assert torch.equal(self.layer.kept[step.rows[index], : piece.drafts].cpu(), each[kept:, : model.spec.row])
             self.compare(slots[index][1], model.pieces(states[kept], each[:kept]))
             if piece.replays and slots[index][0][0] >= 0 and piece.moves:
                 self.compare(slots[index][0], model.pieces(states[piece.before], each[: piece.before]))
 
     def compare(self, slot: list[int], expected: list[Tensor]) -> None:
         self.prepare(self.step([Piece(1, 1)], [(slot, slot)]), [2])
-        matrices, tails = (each.cpu() for each in self.layer.read(0))
-        close(matrices, expected[0])
-        assert torch.equal(tails, expected[1].to(tails.dtype))
+        *matrices, tails = (each.cpu() for each in self.layer.read(0))
+        for found, exact in zip(matrices, expected, strict=False):
+            close(found, exact)
+        assert torch.equal(tails, expected[-1].to(tails.dtype))
 
 
 def close(found: Tensor, exact: Tensor) -> None:
@@ -183,9 +219,15 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(math.nan))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "dtype"), [(NEIGHBOURS, torch.float32), (TILED, torch.bfloat16)], ids=["neighbours", "tiled"]
-)
+KINDS = {
+    "neighbours": (Model, *NEIGHBOURS, torch.float32),
+    "tiled": (Model, *TILED, torch.bfloat16),
+    "convolution": (Convolution, 96, 3, torch.bfloat16),
+    "long convolution": (Convolution, 160, 7, torch.float32),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -196,13 +238,16 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["decodes", "chunks", "drafts", "replays"],
 )
-def test_the_kernels_compute_the_rule(pieces: list[Piece], sizes: tuple[DeltaSizes, int], dtype: torch.dtype) -> None:
-    World(Model(*sizes, dtype), len(pieces)).check(pieces)
+def test_the_kernels_compute_the_rule(pieces: list[Piece], kind: str) -> None:
+    make, *settings = KINDS[kind]
+    World(make(*settings), len(pieces)).check(pieces)
 
 
-def test_padding_rows_leave_no_trace() -> None:
+@pytest.mark.parametrize("kind", ["neighbours", "long convolution"])
+def test_padding_rows_leave_no_trace(kind: str) -> None:
     """Two rows of a graph, one of them nobody's."""
-    model = Model(*NEIGHBOURS, torch.float32)
+    make, *settings = KINDS[kind]
+    model = make(*settings)
     world = World(model, 2)
     rows, slot = model.tokens(1), world.slot()
     slots = torch.tensor([slot, [-1] * world.width], dtype=torch.int32, device=DEVICE)

@@ -54,10 +54,14 @@ def shape_args(sizes: DeltaSizes, state: DeviceState) -> dict[str, Any]:
 
 def state_args(state: DeviceState) -> dict[str, Any]:
     """Return the tensors of a layer's state and the step's slots; each view of the pool is in the type of its pieces."""
-    matrices, tails = (state.pool.view(kind.dtype) for kind in state.spec.pieces)
-    step = state.step
+    matrices = state.pool.view(state.spec.pieces[0].dtype)
+    return {"matrices": matrices, "matrix_stride": matrices.stride(0), **tail_args(state)}
+
+
+def tail_args(state: DeviceState) -> dict[str, Any]:
+    """Return those of the convolution alone, whose pieces are the last."""
+    tails, step = state.pool.view(state.spec.pieces[-1].dtype), state.step
     return {
-        "matrices": matrices,
         "tails": tails,
         "places": state.places,
         "drafts": state.kept if state.kept.shape[1] else None,
@@ -68,7 +72,6 @@ def state_args(state: DeviceState) -> dict[str, Any]:
         "num_kept": step.kept,
         "replays": step.replays,
         "rows": step.rows,
-        "matrix_stride": matrices.stride(0),
         "tail_stride": tails.stride(0),
         "draft_stride": state.kept.stride(0),
         "slot_width": step.read.shape[1],

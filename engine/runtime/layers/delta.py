@@ -22,10 +22,11 @@ from torch import Tensor
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.kv_layout import DeviceState
 from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
+from engine.runtime.layers.convolution import MOST_TAPS
 from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import DeltaConfig, ModelConfig
 from engine.runtime.layers.parts import Angles, LayerStates
-from engine.runtime.layers.recurrence import MOST_TAPS, Rule, advance, convolved, matrix_state
+from engine.runtime.layers.recurrence import Rule, advance, convolved, matrix_state
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import DTYPES, LinearArgs, PartArgs
@@ -59,8 +60,8 @@ class DeltaNet:
     _order: Tensor  # of a row's numbers by parts, in a fused row
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
-        make, delta = make.within("linear_attn", plan=_PLAN), config.layers[layer].delta
-        assert delta is not None, "the family has sizes of the matrices"
+        make, delta = make.within("linear_attn", plan=_PLAN), config.layers[layer].recurrent
+        assert isinstance(delta, DeltaConfig), "the family has sizes of the matrices"
         self._state, self._delta, self._eps, self._group = state, delta, config.norm_eps, make.group
         width = delta.num_v_heads * delta.v_dim
         rows = {"in_proj_qkv": delta.channels, "in_proj_z": width}

@@ -27,6 +27,7 @@ MIXERS = {
     "latent": "engine.runtime.layers.latent:LatentAttention",
     "delta": "engine.runtime.layers.delta:DeltaNet",
     "mamba": "engine.runtime.layers.mamba:Mamba2",
+    "short_conv": "engine.runtime.layers.short_conv:ShortConv",
 }
 FEED_FORWARDS = {
     "mlp": "engine.runtime.layers.mlp:MLP",

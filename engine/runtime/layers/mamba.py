@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
 from engine.runtime.layers.maker import Load, Maker
-from engine.runtime.layers.model_config import ModelConfig
+from engine.runtime.layers.model_config import MambaConfig, ModelConfig
 from engine.runtime.layers.parts import Angles, LayerStates
 from engine.runtime.layers.recurrence import Rule, advance, convolved, matrix_state
 from engine.runtime.layers.shards import Plan, colwise, rowwise
@@ -39,8 +39,8 @@ class Mamba2:
     """A gate, inputs of the state and steps of x; a convolution, the recurrence, a gated norm, a projection."""
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
-        make, mamba = make.within("mamba", plan=_PLAN), config.layers[layer].mamba
-        assert mamba is not None, "the family has sizes of the matrices"
+        make, mamba = make.within("mamba", plan=_PLAN), config.layers[layer].recurrent
+        assert isinstance(mamba, MambaConfig), "the family has sizes of the matrices"
         self._state, self._mamba, self._eps, self._group = state, mamba, config.norm_eps, make.group
         self._widths = (mamba.width, mamba.channels, mamba.num_heads)
         rows = {"in_proj": sum(self._widths)}

@@ -155,12 +155,28 @@ class MambaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvConfig:
+    """A convolution over the last tokens between two gates (LFM2)."""
+
+    channels: int
+    kernel: int  # tokens that it reads
+    has_bias: bool = False  # of the convolution and of both matrices
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Return the elements of a mixer's matrices."""
+        return 4 * hidden_size * self.channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AltUpConfig:
     """Several residual streams (layers/altup.py)."""
 
     num_streams: int
     rank: int  # of the product beside attention
     scales_output: bool
+
+
+RecurrentConfig = DeltaConfig | MambaConfig | ShortConvConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +188,7 @@ class LayerConfig:
     rope: RopeConfig | None
     moe: MoEConfig | None = None  # None: a dense MLP
     mixer: str = "attention"  # a name in MIXERS (layer.py)
-    delta: DeltaConfig | None = None  # of a mixer without attention
-    mamba: MambaConfig | None = None
+    recurrent: RecurrentConfig | None = None  # of a mixer without attention
     source: int | None = None  # the layer whose keys and values it reads; None: it has its own
     width: int | None = None  # of its MLP, if not the model's intermediate size
     sparsity: float = 0.0  # the share of its MLP's gates that are 0 (layers/altup.py)
@@ -239,7 +254,7 @@ class ModelConfig:
     @property
     def num_weights(self) -> int:
         """Return the elements of all matrices, which are nearly all of the allocation."""
-        mixers = [(layer.delta or layer.mamba or layer.heads).num_weights(self.hidden_size) for layer in self.layers]
+        mixers = [(layer.recurrent or layer.heads).num_weights(self.hidden_size) for layer in self.layers]
         mlps = [
             (layer.moe.num_weights(self.hidden_size) if layer.moe else 0)
             + (3 * self.hidden_size * (layer.width or self.intermediate_size) if layer.has_mlp else 0)

@@ -10,12 +10,11 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.kv_layout import Pieces, RecurrentSpec
+from engine.runtime.layers.convolution import behind_tail, sums, tail_after, tail_pieces, tokens_of
 from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.parts import RecurrentState, Slice
 
-MOST_TAPS = 8  # as in convolve.h
 _COLUMNS = 32  # of a head's matrix in one piece, which stays in the nearest cache while all tokens of a slice change it
-_SEGMENT = 64  # channels of the convolution's tail in one piece
 
 # All heads' matrices [heads, k, v], and the index of a token -> the next matrices, and the token's output [heads, v].
 Rule = Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -25,15 +24,15 @@ def matrix_state(
     make: Maker, num_heads: int, k_dim: int, v_dim: int, channels: int, kernel: int, row: int
 ) -> RecurrentSpec:
     """Return the pieces of a layer's state: columns of matrices [k_dim, v_dim], and the convolution's last inputs."""
-    columns, segment = math.gcd(_COLUMNS, v_dim), math.gcd(_SEGMENT, channels)
+    columns = math.gcd(_COLUMNS, v_dim)
     matrices = Pieces(num_heads * v_dim // columns, (k_dim, columns), make.state_dtype)
-    tails = Pieces(channels // segment, (kernel - 1, segment), make.dtype)
+    tails = tail_pieces(channels, kernel, make.dtype)
     return RecurrentSpec((matrices, tails), row=row, dtype=make.dtype)
 
 
 def convolved(raw: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return float32 SiLU of a convolution [T, channels]; raw [T + kernel - 1, channels], taps [channels, 1, kernel]."""
-    mixed = torch.einsum("tck,ck->tc", raw.float().unfold(0, taps.shape[2], 1), taps[:, 0])
+    mixed = sums(raw, taps)
     return F.silu(mixed if bias is None else mixed + bias)
 
 
@@ -54,19 +53,15 @@ def advance(
     """
     num_replays = piece.num_replays
     matrices, tails = state.read(index)
-    if num_replays:
-        rows = torch.cat((state.drafts(index)[:num_replays], rows))
+    rows = tokens_of(state, index, piece, rows)
     num_written = len(rows) - piece.num_drafts
-    if piece.num_drafts:
-        state.drafts(index)[: piece.num_drafts] = rows[num_written:]
-    raw = torch.cat((tails.transpose(0, 1).flatten(1), rows[:, channels]))
+    raw = behind_tail(tails, rows[:, channels])
     rule, outputs = prepare(rows, raw), list[Tensor]()
     s = matrices.unflatten(0, (num_heads, -1)).transpose(1, 2).flatten(2).float()  # [heads, k, v]
 
     def leave(num: int, *, brings_up: bool = False) -> None:
         pieces = s.to(matrices.dtype).unflatten(2, (-1, matrices.shape[2])).transpose(1, 2).flatten(0, 1)
-        tail = raw[num : num + tails.shape[1]].unflatten(1, (-1, tails.shape[2])).transpose(0, 1)
-        state.write(index, (pieces, tail), brings_up=brings_up)
+        state.write(index, (pieces, tail_after(raw, num, tails)), brings_up=brings_up)
 
     for t in range(len(rows)):
         s, output = rule(s, t)

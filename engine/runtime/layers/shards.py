@@ -16,7 +16,15 @@ from typing import NamedTuple
 import torch
 
 from engine.core.errors import ConfigError
-from engine.runtime.layers.model_config import DeltaConfig, HeadsConfig, LayerConfig, MambaConfig, ModelConfig
+from engine.runtime.layers.model_config import (
+    DeltaConfig,
+    HeadsConfig,
+    LayerConfig,
+    MambaConfig,
+    ModelConfig,
+    RecurrentConfig,
+    ShortConvConfig,
+)
 from engine.runtime.parallel.group import Group
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.cut import Cut, Span, cut
@@ -70,13 +78,10 @@ class Shards:
         self._heads = whole.pop()
         heads, kv_heads = _heads(self._heads, rank, size)
         self._shares = {"heads": heads, "kv_heads": kv_heads}
-        for delta in {layer.delta for layer in config.layers if layer.delta is not None}:
-            self._shares |= _delta_shares(delta, rank, size)
-        for mamba in {layer.mamba for layer in config.layers if layer.mamba is not None}:
-            self._shares |= _mamba_shares(mamba, rank, size)
-        is_recurrent = any(layer.delta or layer.mamba for layer in config.layers)
-        if is_recurrent and self._heads.num_kv_heads > size and self._heads.num_kv_heads % size:
-            raise _refusal(size, "its blocks, and so its recurrent states, would not be of one size on all ranks")
+        for recurrent in {layer.recurrent for layer in config.layers if layer.recurrent is not None}:
+            self._shares |= _recurrent_shares(recurrent, rank, size)
+            if self._heads.num_kv_heads > size and self._heads.num_kv_heads % size:
+                raise _refusal(size, "its blocks, and so its recurrent states, would not be of one size on all ranks")
         mixtures = {layer.moe for layer in config.layers if layer.moe is not None}
         is_dense = any(layer.moe is None for layer in config.layers)
         for name, widths in (
@@ -100,18 +105,23 @@ class Shards:
             layers=tuple(self._local(layer) for layer in config.layers),
         )
 
+    def _local_recurrent(self, recurrent: RecurrentConfig) -> RecurrentConfig:
+        """Return this rank's sizes of a layer with a state."""
+        shares = self._shares
+        if isinstance(recurrent, ShortConvConfig):
+            return replace(recurrent, channels=shares["channels"].num)
+        if isinstance(recurrent, DeltaConfig):
+            num_keys = shares["delta_keys"].num // recurrent.k_dim
+            return replace(recurrent, num_k_heads=num_keys, num_v_heads=shares["delta_heads"].num)
+        num_groups = shares["mamba_groups"].num // recurrent.state_dim
+        num_sharing = max(self.group.size // recurrent.num_groups, 1)
+        return replace(recurrent, num_heads=shares["mamba_heads"].num, num_groups=num_groups, num_sharing=num_sharing)
+
     def _local(self, layer: LayerConfig) -> LayerConfig:
         num_kv = self._shares["kv_heads"].num if layer.heads.latent is None else 1
         layer = replace(layer, heads=replace(layer.heads, num_heads=self._shares["heads"].num, num_kv_heads=num_kv))
-        if layer.delta is not None:
-            num_keys = self._shares["delta_keys"].num // layer.delta.k_dim
-            delta = replace(layer.delta, num_k_heads=num_keys, num_v_heads=self._shares["delta_heads"].num)
-            layer = replace(layer, delta=delta)
-        if layer.mamba is not None:
-            num_groups = self._shares["mamba_groups"].num // layer.mamba.state_dim
-            num_heads, num_sharing = self._shares["mamba_heads"].num, max(self.group.size // layer.mamba.num_groups, 1)
-            mamba = replace(layer.mamba, num_heads=num_heads, num_groups=num_groups, num_sharing=num_sharing)
-            layer = replace(layer, mamba=mamba)
+        if layer.recurrent is not None:
+            layer = replace(layer, recurrent=self._local_recurrent(layer.recurrent))
         if layer.moe is None:
             return layer
         shared = self._shares["shared_width"].num if layer.moe.shared_width else 0
@@ -202,6 +212,17 @@ def _heads(whole: HeadsConfig, rank: int, size: int) -> tuple[Cut, Cut]:
         raise _refusal(size, f"it has {num_heads} heads, and {num_kv} of keys and values")
     num = num_heads // size
     return Cut(rank * num, num, num_heads), Cut(rank * num_kv // size, 1, num_kv)
+
+
+def _recurrent_shares(recurrent: RecurrentConfig, rank: int, size: int) -> dict[str, Cut]:
+    """Return a rank's parts of a layer with a state. Raises ConfigError."""
+    if isinstance(recurrent, DeltaConfig):
+        return _delta_shares(recurrent, rank, size)
+    if isinstance(recurrent, MambaConfig):
+        return _mamba_shares(recurrent, rank, size)
+    if recurrent.channels % size:
+        raise _refusal(size, f"its convolutions have {recurrent.channels} channels")
+    return {"channels": _divided(recurrent.channels, rank, size)}
 
 
 def _delta_shares(delta: DeltaConfig, rank: int, size: int) -> dict[str, Cut]:

@@ -35,6 +35,7 @@ _WRAPPERS = {
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "internvl": "qwen2",
+    "lfm2_vl": "lfm2",
     "llava": "llama",
     "llava_next": "llama",
     "llava_onevision": "qwen2",

@@ -30,6 +30,7 @@ from engine.runtime.native.library import DTYPES, DecoderArgs, native
 from engine.runtime.parallel.group import Group
 from engine.runtime.schemes.linear import Embedding, Linear, ShardedEmbedding
 from engine.runtime.schemes.scheme import Scheme
+from engine.runtime.weights.expert_names import their_name
 
 if TYPE_CHECKING:
     from engine.runtime.layers.altup import AltUpLayer
@@ -203,9 +204,10 @@ class Decoder:
         """Return the matrices that adapters can change, by checkpoint name."""
         return self._targets
 
-    def finish(self) -> None:
-        """Complete a loaded model."""
+    def finish(self, kind: str) -> None:
+        """Complete a loaded model; its kind has names for the matrices of adapters."""
         self.loads.clear()
+        self._targets = {their_name(kind, name): target for name, target in self._targets.items()}
         self._native = self._describe()
 
     def _describe(self) -> NativeDecoder | None:

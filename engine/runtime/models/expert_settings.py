@@ -126,6 +126,21 @@ def glm4_experts(hf: HFConfig) -> Mixtures:
     return _deepseek_layers(hf, router, width=1408, num_shared=1, num_dense=1)
 
 
+def lfm2_experts(hf: HFConfig) -> Mixtures:
+    """Return LFM2's mixtures: sigmoid scores, a bias that only chooses, no shared expert."""
+    router = RouterConfig(
+        num_experts=_num_experts(hf, 32),
+        num_chosen=hf.size("num_experts_per_tok", 4),
+        scoring=Scoring.SIGMOID,
+        is_normalised=hf.flag("norm_topk_prob", True),
+        scale=hf.number("routed_scaling_factor", 1.0),
+        has_correction=hf.flag("use_expert_bias", True),
+    )
+    moe = MoEConfig(router=router, width=hf.size("moe_intermediate_size", 1792), activation=_silu(hf))
+    num_dense = hf.integer("num_dense_layers", 2)
+    return _checked(hf, [moe if i >= num_dense else None for i in range(_num_layers(hf))])
+
+
 def glm4_lite_experts(hf: HFConfig) -> Mixtures:
     """Return GLM-4.7-Flash's mixtures: those of GLM-4.5, in the layers that `mlp_layer_types` names."""
     router = _sigmoid_router(hf, num_experts=64, num_groups=1, num_chosen_groups=1, scale=1.8, num_chosen=4)

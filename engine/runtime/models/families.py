@@ -24,6 +24,7 @@ from engine.runtime.layers.model_config import (
     ModelConfig,
     NormPlacement,
     QKNorm,
+    ShortConvConfig,
 )
 from engine.runtime.models import common_settings as common
 from engine.runtime.models.expert_settings import (
@@ -35,6 +36,7 @@ from engine.runtime.models.expert_settings import (
     glm4_lite_experts,
     gpt_oss_experts,
     granite_experts,
+    lfm2_experts,
     mixtral_experts,
     olmoe_experts,
     qwen_experts,
@@ -42,7 +44,7 @@ from engine.runtime.models.expert_settings import (
 from engine.runtime.models.mamba_settings import with_mamba
 
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-_LINEAR = "linear_attention"
+_LINEAR, _CONV = "linear_attention", "conv"
 _GEMMA4_ROPES = {
     common.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     common.FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -306,6 +308,22 @@ def qwen3_next(hf: HFConfig) -> ModelConfig:
     return _qwen3_5_common(hf, moes=moes, is_fused=True)
 
 
+def lfm2(hf: HFConfig) -> ModelConfig:
+    """LFM2 and LFM2.5: short convolutions between gates, and attention in some layers."""
+    width = hf.size("block_ff_dim", hf.optional_size("intermediate_size") or 12_288)
+    if hf.flag("block_auto_adjust_ff_dim", True):
+        width = int(2 * width / 3)
+        if hf.values.get("block_ffn_dim_multiplier", 1.0) is not None:
+            unit = hf.size("block_multiple_of", 256)
+            width = -(-int(hf.positive("block_ffn_dim_multiplier", 1.0) * width) // unit) * unit
+    return _lfm2_common(HFConfig({**hf.values, "intermediate_size": width}, hf.source), moes=None)
+
+
+def lfm2_moe(hf: HFConfig) -> ModelConfig:
+    """LFM2 with experts after the first dense layers."""
+    return _lfm2_common(HFConfig({"intermediate_size": 7168, **hf.values}, hf.source), moes=lfm2_experts(hf))
+
+
 def gemma4(hf: HFConfig) -> ModelConfig:
     """Gemma 4's text model: wider heads in full layers, shared keys and values, inputs of layers, experts."""
     return _gemma4_common(hf, layer_inputs=hf.integer("hidden_size_per_layer_input", 256))
@@ -390,6 +408,8 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "qwen3_5_text": qwen3_5,
     "qwen3_5_moe_text": qwen3_5_moe,
     "qwen3_next": qwen3_next,
+    "lfm2": lfm2,
+    "lfm2_moe": lfm2_moe,
     "gemma3n_text": gemma3n,
     "gemma4_text": gemma4,
     "gemma4_unified_text": gemma4_unified,
@@ -433,13 +453,41 @@ def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None, is_fused: bool = Fal
     layers = [replace(layer, heads=replace(layer.heads, is_gated=True)) for layer in common.layers(hf, moes=moes)]
     for index, kind in enumerate(common.layer_types(hf, types, (_LINEAR, common.FULL))):
         if kind == _LINEAR:
-            layers[index] = replace(layers[index], rope=None, mixer="delta", delta=delta)
+            layers[index] = replace(layers[index], rope=None, mixer="delta", recurrent=delta)
     return replace(
         common.settings(hf),
         norm_offset=True,
         qk_norm=QKNorm.HEAD,
         layers=tuple(layers),
         num_mtp_layers=common.num_mtp_layers(hf),
+    )
+
+
+def _lfm2_common(hf: HFConfig, *, moes: Mixtures | None) -> ModelConfig:
+    """Return the settings that LFM2 has with experts and without."""
+    hf = HFConfig({"max_position_embeddings": 128_000, **hf.values}, hf.source)
+    num_layers = common.num_layers(hf)
+    attending = hf.numbers("full_attn_idxs") if hf.has("full_attn_idxs") else range(num_layers)
+    types = common.layer_types(
+        hf, [common.FULL if i in attending else _CONV for i in range(num_layers)], (_CONV, common.FULL)
+    )
+    conv = ShortConvConfig(
+        channels=hf.size("hidden_size"), kernel=hf.size("conv_L_cache", 3), has_bias=hf.flag("conv_bias")
+    )
+    if conv.kernel < 2:
+        raise hf.error("conv_L_cache", "2 or more, because a state keeps the tokens before")
+    layers = list(common.layers(hf, ropes=[common.rope(hf, theta=1_000_000.0)] * num_layers, moes=moes))
+    for index, kind in enumerate(types):
+        if kind == _CONV:
+            layers[index] = replace(layers[index], rope=None, mixer="short_conv", recurrent=conv)
+    return replace(
+        common.settings(hf),
+        layers=tuple(layers),
+        norm_eps=hf.positive("norm_eps", 1e-5),
+        tied_head=hf.flag("tie_embedding", hf.flag("tie_word_embeddings", True)),
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=QKNorm.HEAD,
     )
 
 

@@ -238,7 +238,7 @@ def load_decoder(
         state_dtype=state_dtype,
     )  # fmt: skip
     fill(model.loads, checkpoint, report, is_tied=model.is_tied)
-    model.finish()
+    model.finish(checkpoint.config.text("model_type"))
     if scheme.summary():
         report(Progress("quantization", scheme.summary()))
     if model.summary():

@@ -23,7 +23,7 @@ def with_mamba(hf: HFConfig, layers: Sequence[LayerConfig]) -> tuple[LayerConfig
         raise hf.error("layer_types", "a layer with attention, whose keys and values give blocks their size")
     mamba = _mamba(hf)
     return tuple(
-        replace(layer, rope=None, mixer="mamba", mamba=mamba) if kind in _MAMBA else layer
+        replace(layer, rope=None, mixer="mamba", recurrent=mamba) if kind in _MAMBA else layer
         for kind, layer in zip(types, layers, strict=True)
     )
 

@@ -32,7 +32,7 @@ class MTPHead:
 
     def __init__(self, target: Decoder, served_len: int, make: Maker) -> None:
         config = target.config
-        settings, hidden = [layer for layer in config.layers if layer.delta is None][-1], config.hidden_size
+        settings, hidden = [layer for layer in config.layers if layer.recurrent is None][-1], config.hidden_size
         make = make.within(f"model.layers.{len(config.layers)}")
         self._target, self._scale = target, config.residual_multiplier
         self._embedding_norm = RMSNorm(make, "enorm", hidden, config)

@@ -1,4 +1,4 @@
-"""Names of experts in safetensors: Quire's, for what each kind of model has in its files.
+"""Names of tensors in safetensors: Quire's, for what each kind of model has in its files.
 
 Inside Quire every expert has its matrices under its number, `mlp.experts.3.gate_proj.weight`. Some files hold all experts of a
 layer as one stack; it is cut into views, and nothing is copied. Imports no torch.
@@ -23,10 +23,23 @@ _STACK = re.compile(r"(.+\.(?:mlp|moe)\.experts)\.(gate_up_proj|down_proj)((?:_b
 _GRANITES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 _GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_LFM2 = {
+    "embedding_norm": "norm",
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward": "mlp",
+    "expert_bias": "gate.e_score_correction_bias",
+    "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm",
+    "out_proj": "o_proj",
+    **_MIXTRAL,
+}
 # Parts of the path of a module that a kind of model spells in its way.
 _RENAMED: Mapping[str, Mapping[str, str]] = {
     "mixtral": {"block_sparse_moe": "mlp", **_MIXTRAL},
     **{kind: {"block_sparse_moe": "mlp"} for kind in _GRANITES},
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
     "gpt_oss": {"router": "gate"},
     "deepseek_v2": {"shared_experts": "shared_expert"},
     "deepseek_v3": {"shared_experts": "shared_expert"},
@@ -171,6 +184,12 @@ def _renamed(kind: str, name: str) -> str:
         for theirs, ours in _GRANITE.items():
             name = name.removesuffix(theirs) + ours if name.endswith(theirs) else name
     return ".".join(_RENAMED[kind].get(part, part) for part in name.split("."))
+
+
+def their_name(kind: str, name: str) -> str:
+    """Return what a kind of model calls a module outside experts, in adapters too."""
+    theirs = {ours: their for their, ours in _RENAMED.get(kind, {}).items()}
+    return ".".join(theirs.get(part, part) for part in name.split("."))
 
 
 def _halves(num_rows: int, *, interleaved: bool) -> dict[str, slice]:

@@ -1,0 +1,82 @@
+"""LFM2's mixer: a convolution over the last tokens, between two gates.
+
+A token's projection is [gate b | gate c | x]. The state is the last b * x; the result is c times their convolution.
+
+The torch operations here define the arithmetic; cuda/short_conv.py has the same. Engine thread.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.runtime.cuda.available import uses_triton
+from engine.runtime.kv_layout import RecurrentSpec
+from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
+from engine.runtime.layers.convolution import behind_tail, sums, tail_after, tail_pieces, tokens_of
+from engine.runtime.layers.maker import Maker
+from engine.runtime.layers.model_config import ModelConfig, ShortConvConfig
+from engine.runtime.layers.parts import Angles, LayerStates, RecurrentState, Slice
+from engine.runtime.layers.shards import Plan, colwise, rowwise
+from engine.runtime.native.library import PartArgs
+
+_PLAN: Plan = {
+    "in_proj": colwise("channels", "channels", "channels"),
+    "conv": colwise("channels"),
+    "o_proj": rowwise("channels"),
+}
+
+
+class ShortConv:
+    """Gates and inputs of x from one matrix; a convolution of gated inputs, gated, and a projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
+        make, conv = make.within("conv", plan=_PLAN), config.layers[layer].recurrent
+        assert isinstance(conv, ShortConvConfig), "the family has sizes of the convolution"
+        self._state, self._conv, self._group = state, conv, make.group
+        self._in = make.linear(
+            {"in_proj": 3 * conv.channels}, config.hidden_size, bias=conv.has_bias, place=AdaptedMatrix.QKV
+        )
+        self._weight = make.tensor("conv.weight", conv.channels, 1, conv.kernel, dtype=torch.float32)
+        self._bias = make.tensor("conv.bias", conv.channels, dtype=torch.float32) if conv.has_bias else None
+        self._o = make.linear({"o_proj": config.hidden_size}, conv.channels, bias=conv.has_bias, place=AdaptedMatrix.O)
+        tails = tail_pieces(conv.channels, conv.kernel, make.dtype)
+        self.states = (RecurrentSpec((tails,), row=conv.channels, dtype=make.dtype),)
+
+    def __call__(
+        self,
+        x: Tensor,
+        angles: Angles | None,  # noqa: ARG002 - only the order of tokens counts here
+        attention: LayerStates,
+        adapters: LayerAdapters | None = None,
+    ) -> Tensor:
+        """Return [T, hidden] of x [T, hidden]."""
+        b, c, rows = adapted(self._in, AdaptedMatrix.QKV, x, adapters).chunk(3, 1)
+        rows, state = b * rows, attention.recurrent(self._state)
+        if uses_triton(x):
+            from engine.runtime.cuda.short_conv import convolve
+
+            mixed = convolve(rows, c, state.on_device, self._weight, self._bias)
+        else:
+            parts = [
+                self._advance(state, i, piece, rows[piece.first : piece.stop]) for i, piece in enumerate(state.slices)
+            ]
+            mixed = (c.float() * torch.cat(parts)).to(x.dtype)
+        y = adapted(self._o, AdaptedMatrix.O, mixed, adapters)
+        self._group.all_reduce(y)
+        return y
+
+    def _advance(self, state: RecurrentState, index: int, piece: Slice, rows: Tensor) -> Tensor:
+        """Return the float32 convolution of a slice's rows, and write what it leaves."""
+        (tail,) = state.read(index)
+        rows = tokens_of(state, index, piece, rows)
+        inputs = behind_tail(tail, rows)
+        if piece.num_replays:
+            state.write(index, (tail_after(inputs, piece.num_replays, tail),), brings_up=True)
+        state.write(index, (tail_after(inputs, len(rows) - piece.num_drafts, tail),))
+        mixed = sums(inputs, self._weight)[piece.num_replays :]
+        return mixed if self._bias is None else mixed + self._bias
+
+    def describe(self) -> PartArgs | None:
+        """Return None: the native library does not compute it."""
+        return None
