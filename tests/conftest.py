@@ -14,6 +14,9 @@ reads its certificates once: it would do so for each request without a client, w
 Nothing that collecting tests makes is garbage: the modules and items of ten thousand tests are most of a process, and no pass
 of the garbage collector looks at them again.
 
+The native library is compiled before any worker needs it, once and in any time. Tests of it are skipped only where there is
+no compiler: a library that does not compile ends the run.
+
 `make clients` runs tests in an environment without most of these libraries.
 """
 
@@ -54,6 +57,22 @@ if find_spec("httpx"):
     default.create_ssl_context = cache(default.create_ssl_context)
     for phase in ("connect", "read", "write", "pool"):
         setattr(DEFAULT_TIMEOUT_CONFIG, phase, PATIENCE_S)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the native library, if this process is not a worker."""
+    if hasattr(config, "workerinput") or not find_spec("torch"):
+        return
+    from engine.runtime.native import build
+
+    compiler = build.find_compiler()
+    if compiler is None or build.installed_library() is not None:
+        return
+    build._TIME_LIMIT_S = 24 * 3600  # a daemon that starts gives up sooner
+    try:
+        build._compile_cached(compiler, lambda *_: None)
+    except RuntimeError as error:
+        pytest.exit(f"the native library does not compile: {error}", returncode=1)
 
 
 @pytest.hookimpl(wrapper=True)
