@@ -20,7 +20,7 @@ from engine.runtime.native.library import Library
 from engine.runtime.pool.kv_cache import KVCache
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.model_driver import state_blocks
-from tests.cpu.test_models_families import QWEN3_5, Case, save_tiny
+from tests.cpu.test_models_families import CASES, QWEN3_5, Case, save_tiny
 
 CPU = torch.device("cpu")
 BLOCK, ROWS, SLOTS, LENGTH, MAX_DRAFTS = 16, 3, 8, 200, 4
@@ -111,6 +111,22 @@ def test_it_is_its_definition(library: Library, shape: Path, state_dtype: str, e
     if state_dtype == "float32":
         states = [torch.frombuffer(bytearray(each), dtype=torch.float32) for each in (state, expected)]
         torch.testing.assert_close(*states, atol=error, rtol=error, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "granitemoehybrid-mamba", "lfm2"])
+def test_definitions_bring_up_what_a_step_with_replays_reads(name: str, tmp_path: Path) -> None:
+    """The slot that it reads becomes a snapshot of the position where it begins."""
+    save_tiny(CASES[name], tmp_path)
+    model = load_model(EngineConfig(model=str(tmp_path)), CPU, torch.float32, lambda progress: None)
+    assert isinstance(model, Decoder)
+    steps = Steps(model, is_native=False)
+    steps.run(Part(0, 0, IDS[0, :20], (None, 0)))
+    steps.run(Part(0, 20, torch.cat((IDS[0, 20:23], IDS[1, :1])), (0, 0), num_drafts=3))  # two are right
+    steps.run(Part(0, 23, IDS[0, 23:24], (0, 1), num_replays=2))
+    for slot, num in ((0, 23), (1, 24)):
+        states = (steps.state(slot), whole(model, num, is_native=False)[1])
+        found, expected = (torch.frombuffer(bytearray(each), dtype=torch.float32) for each in states)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize(
