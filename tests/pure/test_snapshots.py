@@ -498,7 +498,7 @@ def test_a_state_that_did_not_arrive_is_no_snapshot(num_steps: int) -> None:
 
 @pytest.mark.parametrize("loses", [0, 1, 9])
 def test_a_daemon_that_starts_again_finds_states_on_the_disk(loses: int) -> None:
-    """Host memory loses them so many times while the prompt waits for room."""
+    """Host memory loses them so many times while the prompt waits for room, and what came later waits behind it."""
     settings_ = tiered(num_host_blocks=80, num_disk_blocks=400)
     first, prompt = Driver(settings_), tuple(range(9000, 9030))
     run(first, "turn1", prompt, max_tokens=20)
@@ -512,12 +512,15 @@ def test_a_daemon_that_starts_again_finds_states_on_the_disk(loses: int) -> None
     (seq,) = second.scheduler._queue.waiting
     assert second.scheduler.kv.lookup(seq) == 28, "a state is no position"
     second.transfer()
+    second.add(request("later", (3, 4, 5)))
     host, finds = second.scheduler.tiers.host, loses < 9
     while second.scheduler.has_work:
         if loses and not second.launched:
             loses -= 1
             for name in list(host._block_of):
                 host.drop(name)
+            second.launch()
+            assert not (second.scheduler.has_parked and second.launch()), "the later one is admitted first"
         second.step()
     assert second.prompts["turn2", 0].num_cached_tokens == 28 * finds, "a prompt does not wait for ever"
     assert second.scheduler.stats.prefix_hits["disk"] == 28 * finds

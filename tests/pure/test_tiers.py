@@ -136,6 +136,25 @@ def test_a_long_prompt_waits_longer_while_the_pace_is_unknown(monkeypatch: pytes
     assert other.launch()
 
 
+def test_what_a_prompt_finds_in_host_memory_stays_while_the_rest_is_loaded() -> None:
+    driver = tiered()
+    for index in range(4):
+        serve(driver, f"first{index}", prompt(10 * index))
+    while driver.spill():
+        pass
+    other = restarted(driver, num_host_blocks=8)
+    for index in (1, 2, 3, 0):
+        serve(other, f"again{index}", prompt(10 * index, 17 if index else 9))
+    serve(other, "crowd", tuple(range(100, 141)))
+    names = other.scheduler.kv.first_names(request("names", prompt(0)))
+    for index in range(2):  # what the prompt finds is the first to be evicted
+        other.scheduler.tiers.host.pass_by(prefix_cache.name_block(names, prompt(0), index, 4))
+    loaded = other.scheduler.stats.transferred[TransferKind.LOAD]
+    assert serve(other, "whole", prompt(0)) == (0, 8, 8)
+    assert other.scheduler.stats.transferred[TransferKind.LOAD] == loaded + 2
+    other.check_streams()
+
+
 def test_one_prompt_loads_half_of_host_memory_at_most() -> None:
     """Else the blocks it waits for could push each other out, and a second prompt would find no room."""
     driver = tiered()
