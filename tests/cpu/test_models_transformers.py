@@ -86,7 +86,7 @@ def test_matches_transformers(name: str, tmp_path: Path) -> None:
 
 REFUSED = {
     "falcon": (Case("FalconConfig"), "attention that transformers cannot exchange"),
-    "mamba": (Case("MambaConfig", {"state_size": 8}), "linear_attention"),
+    "mamba": (Case("MambaConfig", {"state_size": 8}), "'mamba' has Mamba layers"),
     "llama4": (Case("Llama4TextConfig", {"num_local_experts": 2}), "chunked_attention"),
     "bert": (Case("BertConfig", {"is_encoder_decoder": True}), "'bert' is an encoder"),
     "diffllama": (Case("DiffLlamaConfig"), "takes the difference of two attentions a layer"),

@@ -34,7 +34,7 @@ FEED_FORWARDS = {
     "mixture": "engine.runtime.layers.mixture:make_mixture",
     "beside": "engine.runtime.layers.beside:MLPBesideMixture",
 }
-_CAPTURABLE = ("attention", "latent", "delta")  # mixers for which a GPU has kernels
+_CAPTURABLE = ("attention", "latent", "delta", "short_conv")  # mixers for which a GPU has kernels
 
 # Checkpoint names of the norms before the mixer, after it, before the feed-forward and after it.
 _NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
@@ -59,7 +59,7 @@ class DecoderLayer:
         make_mixer: MakeMixer = resolve_name(MIXERS[settings.mixer])
         make_feed_forward: MakeFeedForward = resolve_name(FEED_FORWARDS[settings.feed_forward])
         self._mixer, self._feed_forward = make_mixer(config, layer, make, state), make_feed_forward(config, layer, make)
-        self._is_capturable = self._feed_forward.is_capturable and settings.mixer in _CAPTURABLE
+        self._has_kernels = settings.mixer in _CAPTURABLE
         self._scale, self._device = config.residual_multiplier, make.device
         names = _NORM_NAMES[config.norm_placement]
         if settings.feed_forward == "beside":  # whose parts have norms of their own
@@ -107,9 +107,8 @@ class DecoderLayer:
     @property
     def is_capturable(self) -> bool:
         """Return whether a CUDA graph can hold the loaded layer."""
-        return self._is_capturable and (
-            len(attends(self.states)) == len(self.states) or has_triton(self._device)  # whose kernels take states
-        )
+        takes_states = has_triton(self._device) or len(attends(self.states)) == len(self.states)
+        return self._has_kernels and takes_states and self._feed_forward.is_capturable
 
     @property
     def lacking(self) -> str:

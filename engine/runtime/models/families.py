@@ -41,7 +41,6 @@ from engine.runtime.models.expert_settings import (
     olmoe_experts,
     qwen_experts,
 )
-from engine.runtime.models.mamba_settings import with_mamba
 
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _LINEAR, _CONV = "linear_attention", "conv"
@@ -246,6 +245,8 @@ def granitemoehybrid(hf: HFConfig) -> ModelConfig:
         config = replace(config, intermediate_size=hf.size("shared_intermediate_size", 1024))
     else:
         moes = granite_experts(hf, shared_width=1024)
+    from engine.runtime.models.mamba_settings import with_mamba
+
     return replace(config, layers=with_mamba(hf, common.layers(hf, ropes=ropes, moes=moes)))
 
 
