@@ -192,6 +192,10 @@ async def create_completion(
     prompts = await prompt_ids(model, body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
     if body.truncate_prompt_tokens is not None:
         prompts = [truncated(body, prompt, model.limits) for prompt in prompts]
+    rules = text_rules(body, params, echo=body.echo)
+    if len(prompts) == 1:
+        owner = named.history_owner(http, body)
+        rules = replace(rules, turn=await aside(lambda: model.preprocessor.follow(prompts[0], owner), len(prompts[0])))
     requests = responder.requests(body, named.adapter, prompts, [params] * len(prompts))
     formatter = CompletionFormatter(body, responder.meta(requests, id_prefix="cmpl", model=named.name))
-    return await responder.respond(http, body, requests, text_rules(body, params, echo=body.echo), formatter)
+    return await responder.respond(http, body, requests, rules, formatter)

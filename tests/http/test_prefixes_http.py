@@ -82,6 +82,35 @@ def test_a_conversation_says_where_it_leaves_the_one_before(serve: Callable[...,
     assert counted(live) == {"new": 1, "extended": 2, "answer": 1, "broken": 1}
 
 
+def test_a_prompt_that_is_no_conversation_says_where_it_leaves_the_one_before(serve: Callable[..., Live]) -> None:
+    live = serve(template=TEMPLATE)
+
+    def complete(prompt: str | list[str] | list[int]) -> dict[str, Any] | None:
+        answer = httpx.post(f"{live.url}/v1/completions", json={"prompt": prompt, "max_tokens": 20})
+        name = answer.headers["x-request-id"]
+        told: dict[str, Any] | None = httpx.get(f"{live.url}/v1/requests/{name}").json()["prefix"]
+        return told and {**told, "said": answer.json()["choices"][0]["text"], "id": name}
+
+    first = complete(SYSTEM + QUESTION)
+    assert first is not None
+    assert first["cause"] == "new"
+    left = complete(SYSTEM + QUESTION + first["said"][:4] + "!")
+    assert left is not None
+    assert (left["cause"], left["position"]) == ("answer", len(SYSTEM + QUESTION) + 4)
+    rest = f"{QUESTION}{first['said']} And the second?"
+    more = complete(list(map(ord, SYSTEM + rest)))
+    assert more is not None
+    assert (more["cause"], more["position"]) == ("extended", len(SYSTEM + QUESTION) + 19)
+    broken = complete(SYSTEM.replace("02", "03") + rest)
+    assert broken is not None
+    assert broken["message"].endswith(": `12:03.` for `12:02.`.")
+    assert complete([SYSTEM, QUESTION]) is None  # two prompts, of which none is the request's
+    assert counted(live) == {"new": 1, "extended": 1, "answer": 1, "broken": 1}
+    ask(live, SYSTEM, QUESTION, add_special_tokens=True)
+    again = ask(live, SYSTEM, QUESTION, add_special_tokens=True)
+    assert (again["cause"], again["position"]) == ("answer", num_tokens(SYSTEM, QUESTION))
+
+
 def test_what_was_evicted_or_has_no_snapshot(serve: Callable[..., Live]) -> None:
     live = serve(template=TEMPLATE, config=replace(CONFIG, num_blocks=14, max_model_len=224))
     first = ask(live, SYSTEM, QUESTION)

@@ -54,16 +54,17 @@ class HistoryCounts:
 
 @dataclass(slots=True, eq=False)
 class ChatTurn:
-    """A prompt that was made, whose answer is to be remembered."""
+    """A prompt that was made, of a conversation or not, whose answer is to be remembered."""
 
     history: AnswerHistory
-    place: AnswerPlace
+    place: AnswerPlace | None  # of a conversation's answer; None where no text is sent back
     prompt: RecentPrompt
     forks: Forks  # where it leaves earlier prompts
 
     def remember(self, ids: Sequence[int], *, has_end: bool) -> None:
         """Remember an answer, whose last token may be its end."""
-        self.history.remember(self.place, ids[:-1] if has_end else ids)
+        if self.place is not None:
+            self.history.remember(self.place, ids[:-1] if has_end else ids)
         self.history.prompts.answer(self.prompt, ids[:-1])  # the last one is never computed
 
 
@@ -90,6 +91,10 @@ class AnswerHistory:
             self.counts.num_sought += num_sought
             self.counts.num_used += min(place.num_found, num_sought)
         return ids, ChatTurn(self, place, *self.prompts.add(owner, ids))
+
+    def follow(self, owner: Owner, ids: Sequence[int]) -> ChatTurn:
+        """Return the turn of a prompt that is taken as these ids, and not as a conversation's text."""
+        return ChatTurn(self, None, *self.prompts.add(owner, ids))
 
     def encode(self, owner: Owner, text: str) -> tuple[list[int], AnswerPlace]:
         """Return the ids of a prompt, and the place of the answer to it. Raises InvalidRequestError."""

@@ -12,7 +12,7 @@ from typing import Any
 from engine.core.errors import HeadlessModelError, InvalidRequestError, UnsupportedError
 from engine.core.types import GrammarKey, SamplingParams, Thinking
 from engine.text.chat.choice import TextRules
-from engine.text.chat.history import AnswerHistory
+from engine.text.chat.history import AnswerHistory, ChatTurn
 from engine.text.chat.limits import ModelLimits
 from engine.text.chat.prefixes import Owner
 from engine.text.fields.chat import ChatFields, Conversation
@@ -106,14 +106,19 @@ class ChatPreprocessor:
         ids = self._tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
         return ids if chat.truncate_prompt_tokens is None else truncated(chat, ids, self.limits)
 
+    def follow(self, prompt: Sequence[int], owner: Owner | None) -> ChatTurn | None:
+        """Return the turn of an owner's prompt that is no conversation's text; None if no prompts are remembered."""
+        return None if self._history is None or owner is None else self._history.follow(owner, prompt)
+
     def prepare(self, chat: ChatFields, text: str | None = None, owner: Owner | None = None) -> PreparedChat:
         """Return what the engine takes. `text` is the rendered prompt, whose earlier answers are an owner's.
 
         Raises ClientError.
         """
-        text, turn = self.render(chat) if text is None else text, None
+        text = self.render(chat) if text is None else text
         if self._history is None or owner is None or not _is_plain_text(chat):
             prompt = self.encode(chat, text)
+            turn = self.follow(prompt, owner)
         else:
             self.limits.check_length(len(text), "messages")
             num_answers = sum([message.role == "assistant" for message in chat.messages])
