@@ -128,12 +128,14 @@ class RecentPrompts:
         Conversations that begin alike part at nearly the same place; the one that the prompt is of has its rest there, too.
         """
         ids = prompt.ids
-        found, longest = list[tuple[int, RecentPrompt]](), (0, prompt)
+        found, longest, at, some = list[tuple[int, RecentPrompt]](), (0, prompt), 0, ids[:ID_BYTES]
         for other in reversed(others):  # mostly the last ones are of the same conversation
-            at = ID_BYTES * max(longest[0] - self.block_size, 0)
-            if other.ids[at : at + ID_BYTES] == ids[at : at + ID_BYTES]:  # else it is shorter by more than a block
-                found.append((_num_common(ids, other.ids), other))
-                longest = max(longest, found[-1], key=itemgetter(0))
+            if other.ids[at : at + ID_BYTES] != some:  # what they have in common is shorter by more than a block
+                continue
+            found.append((_num_common(ids, other.ids), other))
+            if found[-1][0] > longest[0]:
+                longest, at = found[-1], ID_BYTES * max(found[-1][0] - self.block_size, 0)
+                some = ids[at : at + ID_BYTES]
         if not longest[0]:
             return None
         is_whole, least = longest[0] >= longest[1].turn_end, longest[0] - self.block_size
@@ -152,7 +154,9 @@ def _num_common(one: bytes, other: bytes) -> int:
     at, step, end = 0, _FIRST_BYTES, min(len(one), len(other))
     while at < end and one[at : at + step] == other[at : at + step]:
         at, step = at + step, 2 * step
-    return (at + num_common(one[at : at + step], other[at : at + step])) // ID_BYTES if at < end else end // ID_BYTES
+    # The lowest bit of this is in the first byte that differs, or behind the end of the shorter one.
+    unequal = int.from_bytes(one[at : at + step], "little") ^ int.from_bytes(other[at : at + step], "little")
+    return min(at + (unequal & -unequal).bit_length() // 8, end) // ID_BYTES if unequal else end // ID_BYTES
 
 
 def _has_rest(ids: bytes, num: int, other: RecentPrompt) -> bool:
