@@ -10,7 +10,6 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from threading import Lock
 from typing import NamedTuple
 
