@@ -158,10 +158,12 @@ def test_choices_go_on_from_the_state_of_their_prompt(name: str, tmp_path: Path)
         assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_gguf_file_with_moved_heads_says_the_same(tmp_path: Path) -> None:
-    theirs = save_tiny(CASES["qwen3_5"], tmp_path)
-    tensors = gguf.convert(theirs, "qwen35", gguf.DELTA)
-    file = gguf.write(tmp_path / "m.gguf", "qwen35", theirs.config, tensors, **gguf.QWEN35)
+@pytest.mark.parametrize("name", ["qwen35", "granitehybrid"])
+def test_a_gguf_file_says_the_same(name: str, tmp_path: Path) -> None:
+    """Value heads of Qwen 3.5 are moved there."""
+    case, names, extra = gguf.ARCHITECTURES[name]
+    theirs = save_tiny(case, tmp_path)
+    file = gguf.write(tmp_path / "m.gguf", name, theirs.config, gguf.convert(theirs, name, names), **extra)
     asked = [request(f"r{length}", LONG[:length], max_tokens=9) for length in (1, 12, 40)]
     found = []
     for model in (load(tmp_path), load(file)):

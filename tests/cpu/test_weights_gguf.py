@@ -70,10 +70,12 @@ DELTA = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
+MAMBA_NAMES = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "out_proj": "ssm_out"}
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 SANDWICH = AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
 
 OFFSET = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")  # whose norms are stored as 1 + weight
+INTERLEAVED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3")
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}
 GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.1}
 BEFORE_MLP = {"post_attention_layernorm": "post_attention_norm"}
@@ -94,6 +96,30 @@ QWEN35 = {
     "ssm.time_step_rank": QWEN3_5["linear_num_value_heads"],
     "ssm.group_count": QWEN3_5["linear_num_key_heads"],
 }
+
+
+def granite_hybrid(name: str, **extra: Any) -> tuple[Case, dict[str, str], dict[str, Any]]:
+    """Granite's metadata with Mamba-2 layers; files have no bounds of steps."""
+    case = Case(CASES[name].config, CASES[name].settings | {"time_step_limit": (0.0, float("inf"))})
+    config = case.build()
+    names, kinds = {}, config.layer_types
+    if config.num_local_experts:
+        extra |= {**EXPERTS, "expert_shared_feed_forward_length": config.shared_intermediate_size}
+    else:
+        names = {"shared_mlp.output_linear": "ffn_down"}
+        extra |= {"feed_forward_length": config.shared_intermediate_size}
+    return case, names, {
+        **GRANITE,
+        "logit_scale": 6.0,
+        "attention.head_count_kv": [2 if kind == "full_attention" else 0 for kind in kinds],
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.inner_size": 2 * config.hidden_size,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.time_step_rank": config.mamba_n_heads,
+        "ssm.group_count": config.mamba_n_groups,
+        "rope.scaling.finetuned": config.position_embedding_type == "rope",
+        **extra,
+    }  # fmt: skip
 
 
 GEMMA4_NAMES = SANDWICH | {
@@ -274,6 +300,9 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
         {},
         {**EXPERTS, **GRANITE, "logit_scale": 6.0, "expert_shared_feed_forward_length": 40},
     ),
+    "granitemoe/dense": (CASES["granite"], {}, {**GRANITE, "logit_scale": 8.0}),
+    "granitehybrid": granite_hybrid("granitemoehybrid-mamba"),
+    "granitehybrid/dense": granite_hybrid("granitemoehybrid-mamba-dense"),
     "gpt-oss": (
         Case("GptOssConfig", CASES["gpt-oss"].settings | YARN_AS_IT_IS),
         BEFORE_MLP,
@@ -388,8 +417,9 @@ def converted_in_layer(
         yield from experts_of(name, values, arch)
         return
     if name == "shared_mlp.input_linear.weight":
-        yield "ffn_gate_shexp.weight", values[: len(values) // 2]
-        yield "ffn_up_shexp.weight", values[len(values) // 2 :]
+        ending = table["shared_mlp.output_linear"].removeprefix("ffn_down")
+        yield f"ffn_gate{ending}.weight", values[: len(values) // 2]
+        yield f"ffn_up{ending}.weight", values[len(values) // 2 :]
         return
     if name == "self_attn.sinks":
         yield "attn_sinks.weight", values
@@ -406,14 +436,30 @@ def converted_in_layer(
     if name.startswith("linear_attn."):
         yield from delta_of(name, values.squeeze(), config, arch, table)
         return
+    if name.startswith("mamba."):
+        yield from mamba_of(name.removeprefix("mamba."), values, config.mamba_n_groups)
+        return
     stem, ending = name.rsplit(".", 1)
-    if stem.endswith(("q_proj", "k_proj")) and arch in ("llama", "mistral3", "granite", "granitemoe", "smollm3"):
+    if stem.endswith(("q_proj", "k_proj")) and arch in INTERLEAVED:
         heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
         halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
         values = halves.swapaxes(1, 2).reshape(values.shape)
     if arch in OFFSET and name.endswith("norm.weight"):
         values = values + 1
     yield f"{table[stem]}.{ending}", values[0] if stem.endswith("shared_expert_gate") else values
+
+
+def mamba_of(name: str, values: np.ndarray, num_groups: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Mamba-2: vectors have a second dimension, and the convolution one less."""
+    if name == "norm.weight":
+        yield "ssm_norm.weight", values.reshape(num_groups, -1)
+    elif name in ("A_log", "D"):
+        yield f"ssm_{name[0].lower()}", (-np.exp(values) if name == "A_log" else values)[:, None]
+    elif name == "dt_bias":
+        yield "ssm_dt.bias", values
+    else:
+        stem, ending = name.rsplit(".", 1)
+        yield f"{MAMBA_NAMES[stem]}.{ending}", values.squeeze()
 
 
 def delta_of(
@@ -684,6 +730,12 @@ def test_experts_where_an_architecture_has_none_are_refused(tmp_path: Path) -> N
         GGUFCheckpoint(write(tmp_path / "other.gguf", "qwen3moe", theirs.config, tensors, **EXPERTS))
 
 
+SIZES_OF_MAMBA: dict[str, Any] = {
+    **{key: value for key, value in granite_hybrid("granitemoehybrid-mamba")[2].items() if "expert" not in key},
+    "attention.head_count_kv": [0, 2],
+}
+
+
 @pytest.mark.parametrize(
     ("arch", "metadata", "tensor", "found"),
     [
@@ -699,6 +751,20 @@ def test_experts_where_an_architecture_has_none_are_refused(tmp_path: Path) -> N
             "'feed_forward_length' differs between layers (96, 48]...)",
         ),
         ("mistral3", {"attention.temperature_scale": 0.1}, "", "its queries are scaled by their position"),
+        ("granitehybrid", SIZES_OF_MAMBA, "", "granitemoehybrid"),
+        (
+            "granitehybrid",
+            SIZES_OF_MAMBA | {"ssm.time_step_rank": 5},
+            "",
+            "'ssm.time_step_rank' is 5; Quire needs a number that divides ssm.inner_size, 128",
+        ),
+        ("granitehybrid", SIZES_OF_MAMBA | {"attention.head_count_kv": 2}, "", "'layer_types' is missing"),
+        (
+            "granitehybrid",
+            SIZES_OF_MAMBA | {"attention.head_count_kv": [1, 2]},
+            "",
+            "'attention.head_count_kv' differs between layers (1, 2]...)",
+        ),
     ],
 )
 def test_what_metadata_leaves_to_the_architecture(arch: str, metadata: dict[str, Any], tensor: str, found: str) -> None:

@@ -31,7 +31,7 @@ def with_mamba(hf: HFConfig, layers: Sequence[LayerConfig]) -> tuple[LayerConfig
 def _mamba(hf: HFConfig) -> MambaConfig:
     """Return the sizes of Mamba-2 layers, in the names of Granite 4."""
     num_heads = hf.size("mamba_n_heads", 128)
-    width = hf.size("mamba_expand", 2) * hf.size("hidden_size")
+    width = hf.size("mamba_d_ssm", hf.size("mamba_expand", 2) * hf.size("hidden_size"))
     is_auto = hf.values.get("mamba_d_head", "auto") == "auto"
     mamba = MambaConfig(
         num_heads=num_heads,

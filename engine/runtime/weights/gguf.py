@@ -1,8 +1,8 @@
 """Reads GGUF files: memory-mapped, with Hugging Face's names.
 
 A copied tensor is dequantised. Three things differ by architecture: the names of tensors (weights/gguf_names.py), whether
-the rows of Q and K are in the order of interleaved rotation, and whether norms are stored as 1 + weight. Decays of Gated
-DeltaNet are stored as -exp(A_log).
+the rows of Q and K are in the order of interleaved rotation, and whether norms are stored as 1 + weight. Decays of recurrent
+layers are stored as -exp(A_log), and Mamba-2's vectors as matrices.
 weights/gguf_config.py turns the metadata into a config.json.
 """
 
@@ -49,9 +49,11 @@ _INTERLEAVED = (
     "mistral3",
     "granite",
     "granitemoe",
+    "granitehybrid",
     "smollm3",
 )  # llama.cpp rotates neighbours (0, 1), transformers halves (0, d / 2)
 _OFFSET_NORMS = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+_VECTORS = (".ssm_a", ".ssm_d", ".ssm_norm.weight")  # which files of Mamba-2 have as [heads, 1] or [groups, width]
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # in the config instead
 
 
@@ -230,8 +232,9 @@ def _tensor(data: np.ndarray, info: TensorInfo, file: OpenFile) -> GGUFTensor:
         raise ValueError(f"tensor {info.name!r} has the impossible shape {list(info.shape)} for {kind.name}")
     num_rows, row_bytes = math.prod(info.shape[:-1]), info.shape[-1] // block * block_bytes
     end = info.start + num_rows * row_bytes
+    shape = info.shape
+    if info.name.endswith(_VECTORS):
+        shape, num_rows, row_bytes = (math.prod(shape),), 1, num_rows * row_bytes
     if end > len(data):
         raise ValueError(f"it ends at byte {len(data)}, inside tensor {info.name!r}")
-    return GGUFTensor(
-        info.name, info.shape, kind, data[info.start : end].reshape(num_rows, row_bytes), file, info.start
-    )
+    return GGUFTensor(info.name, shape, kind, data[info.start : end].reshape(num_rows, row_bytes), file, info.start)

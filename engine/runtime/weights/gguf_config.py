@@ -30,6 +30,8 @@ def hf_config(
     own = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
     if arch == "gemma4":
         own = _by_kind_of_layer(own, f"{source}, {arch}")
+    if arch == "granitehybrid":
+        own = _with_kinds_of_layers(own)
     meta = HFConfig(_same_in_all_layers(own, f"{source}, {arch}"), f"{source}, {arch}")
     if arch not in _WITH_EXPERTS:
         meta.refuse("expert_count", f"{arch} has no mixture of experts; {', '.join(_WITH_EXPERTS)} have")
@@ -70,6 +72,15 @@ def _by_kind_of_layer(values: dict[str, Any], source: str) -> dict[str, Any]:
     return found
 
 
+def _with_kinds_of_layers(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a hybrid with Mamba-2: types of layers, of which those with attention have K/V heads."""
+    heads = values.get("attention.head_count_kv")
+    if not isinstance(heads, list):
+        return values
+    types = ["attention" if num else "mamba" for num in heads]
+    return {**values, "attention.head_count_kv": [num for num in heads if num] or [1], "layer_types": types}
+
+
 _ONE_A_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv", "expert_used_count")
 
 
@@ -101,12 +112,17 @@ def _common(file: _File) -> dict[str, Any]:
         "rope_theta": meta.number("rope.freq_base", 10_000.0),
         "partial_rotary_factor": meta.integer("rope.dimension_count", head_dim) / head_dim,
         "rope_scaling": _rope_scaling(file),
-        "attention_bias": "blk.0.attn_output.bias" in file.shapes,
+        "attention_bias": _has(file, "attn_output.bias"),
         "mlp_bias": "blk.0.ffn_down.bias" in file.shapes,
         "tie_word_embeddings": "output.weight" not in file.shapes,
         **_window_pattern(file),
         "dtype": "bfloat16",  # in which dequantised weights are computed
     }
+
+
+def _has(file: _File, ending: str) -> bool:
+    """Return whether a layer has a tensor."""
+    return any(name.endswith(f".{ending}") for name in file.shapes)
 
 
 def _rope_scaling(file: _File) -> dict[str, Any] | None:
@@ -267,6 +283,7 @@ _UNTURNED = 1e20  # a factor of a rotation that llama.cpp divides a frequency by
 
 def _granite(file: _File) -> dict[str, Any]:
     return {
+        "model_type": "granite",
         "embedding_multiplier": file.meta.number("embedding_scale"),
         "residual_multiplier": file.meta.number("residual_scale"),
         "attention_multiplier": file.meta.number("attention.scale"),
@@ -330,9 +347,44 @@ def _olmoe(file: _File) -> dict[str, Any]:
 
 
 def _granitemoe(file: _File) -> dict[str, Any]:
+    if not file.meta.integer("expert_count", 0):
+        return _granite(file)
     shared_width = file.meta.integer("expert_shared_feed_forward_length", 0)
     shared = {"model_type": "granitemoeshared", "shared_intermediate_size": shared_width} if shared_width else {}
-    return {**_granite(file), **_experts(file), "intermediate_size": _expert_width(file), **shared}
+    experts = {"model_type": "granitemoe", **_experts(file), "intermediate_size": _expert_width(file)}
+    return {**_granite(file), **experts, **shared}
+
+
+def _granitehybrid(file: _File) -> dict[str, Any]:
+    """Granite 4 with Mamba-2. Files have no bounds of steps; their layers with attention have positions by a flag."""
+    meta, has_experts = file.meta, file.meta.integer("expert_count", 0) > 0
+    widths = {"intermediate_size": _expert_width(file), **_experts(file)} if has_experts else {"num_local_experts": 0}
+    shared = meta.integer("expert_shared_feed_forward_length", 0) if has_experts else meta.size("feed_forward_length")
+    return {
+        **_granite(file),
+        **_mamba(file),
+        **widths,
+        "model_type": "granitemoehybrid",
+        "shared_intermediate_size": shared,
+        "position_embedding_type": "rope" if meta.flag("rope.scaling.finetuned", True) else "nope",
+    }
+
+
+def _mamba(file: _File) -> dict[str, Any]:
+    """Return the sizes of Mamba-2 layers, in the names of Granite 4."""
+    meta, num_heads = file.meta, file.meta.size("ssm.time_step_rank")
+    if meta.size("ssm.inner_size") % num_heads:
+        raise meta.error("ssm.time_step_rank", f"a number that divides ssm.inner_size, {meta.size('ssm.inner_size')}")
+    return {
+        "layer_types": meta.texts("layer_types"),
+        "mamba_n_heads": num_heads,
+        "mamba_d_ssm": meta.size("ssm.inner_size"),
+        "mamba_n_groups": meta.size("ssm.group_count"),
+        "mamba_d_state": meta.size("ssm.state_size"),
+        "mamba_d_conv": meta.size("ssm.conv_kernel"),
+        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(file, "ssm_in.bias"),
+    }
 
 
 def _gpt_oss(file: _File) -> dict[str, Any]:
@@ -465,6 +517,7 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "qwen3moe": _qwen3moe,
     "olmoe": _olmoe,
     "granitemoe": _granitemoe,
+    "granitehybrid": _granitehybrid,
     "gpt-oss": _gpt_oss,
     "glm4moe": _glm4moe,
     "deepseek2": _deepseek2,
@@ -474,5 +527,5 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
 }
 _WITH_EXPERTS = (
     "llama", "mistral3", "qwen2moe", "qwen3moe", "qwen3vlmoe", "qwen35moe", "qwen3next", "olmoe", "granitemoe", "gpt-oss", "glm4moe",
-    "deepseek2", "gemma4",
+    "deepseek2", "gemma4", "granitehybrid",
 )  # fmt: skip

@@ -57,8 +57,6 @@ _WHOLE_NAMES = {
     "ffn_down_exps.scale": "moe.gate.per_expert_scale",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "attn_sinks.weight": "self_attn.sinks",
-    "ssm_a": "linear_attn.A_log",  # of which it holds -exp
-    "ssm_dt.bias": "linear_attn.dt_bias",
 }
 _AFTER_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _SANDWICH = _AFTER_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
@@ -72,6 +70,17 @@ _DELTA = {
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log",  # of which it holds -exp
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+_MAMBA = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+    "ssm_a": "mamba.A_log",  # of which it holds -exp
+    "ssm_d": "mamba.D",
+    "ssm_dt.bias": "mamba.dt_bias",
 }
 _PER_LAYER = {
     "inp_gate": "per_layer_input_gate",
@@ -107,6 +116,7 @@ _BY_ARCH = {
     "qwen35": _DELTA,
     "qwen35moe": _DELTA,
     "qwen3next": _DELTA,
+    "granitehybrid": _MAMBA,
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 _STACK = re.compile(r"ffn_(gate|up|down|gate_up)_exps")
@@ -147,14 +157,16 @@ def parts_of(arch: str, name: str, shape: tuple[int, ...], num_layers: int) -> I
     if stack is not None and len(shape) > 1:
         yield from _cut_stack(f"{prefix}{'moe' if arch == 'gemma4' else 'mlp'}.experts", stack[1], ending, shape)
         return
-    names: Mapping[str, str] = _IN_LAYER | _BY_ARCH.get(arch, {})
+    names: Mapping[str, str] = _WHOLE_NAMES | _IN_LAYER | _BY_ARCH.get(arch, {})
     whole = role if ending is None else f"{role}.{ending}"
     if expert is not None:
         found = f"mlp.experts.{expert[2]}.{expert[1]}_proj.{ending}"
+    elif whole in names:
+        found = names[whole]
     elif role in names:
         found = f"{names[role]}.{ending}"
     else:
-        found = _WHOLE_NAMES.get(whole, "")
+        found = ""
     if found in _MATRICES and len(shape) == 1:
         shape = (1, *shape)
     if found.endswith("conv1d.weight"):  # transformers' convolution reads one channel for each it writes
