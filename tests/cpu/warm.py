@@ -26,7 +26,7 @@ from tests.cpu.test_engine_faults import Forgetful
 from tests.cpu.test_models_families import CASES, Case, save_tiny
 from tests.patience import PATIENCE_S
 
-NAMES = ("qwen3_5", "gemma3", "gpt-oss", "deepseek_v2")
+NAMES = ("qwen3_5", "granitemoehybrid-mamba", "gemma3", "gpt-oss", "deepseek_v2")
 SIZES = {"block_size": 4, "max_model_len": 256, "max_num_batched_tokens": 40, "num_threads": 2}
 NUM_OPEN = 4  # conversations that run concurrently
 NUM_KEPT = 12  # conversations that may go on
@@ -95,7 +95,8 @@ class Heard:
 
 
 def save(name: str, folder: Path) -> None:
-    save_tiny(Case(CASES[name].config, CASES[name].settings | {"max_position_embeddings": 256}), folder)
+    sizes = {"max_position_embeddings": 256, "mamba_d_state": 8}  # a piece of a state has to fit into a block
+    save_tiny(Case(CASES[name].config, CASES[name].settings | sizes), folder)
 
 
 @contextmanager

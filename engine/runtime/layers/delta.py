@@ -22,14 +22,13 @@ from torch import Tensor
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.kv_layout import DeviceState
 from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
-from engine.runtime.layers.convolution import MOST_TAPS
 from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import DeltaConfig, ModelConfig
 from engine.runtime.layers.parts import Angles, LayerStates
-from engine.runtime.layers.recurrence import Rule, advance, convolved, matrix_state
+from engine.runtime.layers.recurrence import Rule, advance, convolved, matrix_state, recurrence_args
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part
-from engine.runtime.native.library import DTYPES, LinearArgs, PartArgs
+from engine.runtime.native.library import LinearArgs, PartArgs
 from engine.runtime.native.structs import mirror
 
 _EPS = 1e-6  # of unit queries and keys
@@ -157,23 +156,13 @@ class DeltaNet:
     def describe(self) -> PartArgs | None:
         """Describe the part to the native library, if that holds every matrix."""
         delta = self._delta
-        if delta.kernel > MOST_TAPS or self._in.args is None or self._gates.args is None:
-            return None
         self._taps = self._conv[:, 0].mT.contiguous()
-        addresses = [each.data_ptr() for each in (self._taps, self._decay, self._bias, self._norm)]
-        heads = (delta.num_k_heads, delta.num_v_heads, delta.k_dim, delta.v_dim)
-        matrices, tails = self.states[0].pieces
-        self._args = DeltaArgs(
-            self._in.args,
-            self._gates.args,
-            *addresses,
-            *heads,
-            delta.kernel,
-            matrices.shape[1],
-            tails.shape[1],
-            delta.shared,
-        )
-        self._args.state_dtype = DTYPES[matrices.dtype]
+        heads = {"num_heads": delta.num_v_heads, "num_k_heads": delta.num_k_heads, "shared": delta.shared}
+        sizes = recurrence_args(self.states[0], self._taps, None, **heads)
+        if sizes is None or self._in.args is None or self._gates.args is None:
+            return None
+        addresses = [each.data_ptr() for each in (self._decay, self._bias, self._norm)]
+        self._args = DeltaArgs(sizes, self._in.args, self._gates.args, *addresses)
         if self._moves is not None:
             self._args.moves, self._args.num_moves = self._moves.ctypes.data, len(self._moves)
         return describe_part("delta", (LinearArgs(), self._o.args), self._args)

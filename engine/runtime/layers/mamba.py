@@ -5,10 +5,13 @@ change the second part; then for each head, in float32 and token by token, whate
 
     dt = softplus(dt + bias)      S = exp(A dt) S + B (dt x)'      y = S' C + D x
 
-A norm over each group's heads follows, of y silu(z). The torch operations here define the arithmetic. Engine thread.
+A norm over each group's heads follows, of y silu(z). The torch operations here define the arithmetic; mamba.c has the
+same, in one order. Engine thread.
 """
 
 from __future__ import annotations
+
+from ctypes import Structure
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
@@ -18,9 +21,11 @@ from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
 from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import MambaConfig, ModelConfig
 from engine.runtime.layers.parts import Angles, LayerStates
-from engine.runtime.layers.recurrence import Rule, advance, convolved, matrix_state
+from engine.runtime.layers.recurrence import Rule, advance, convolved, matrix_state, recurrence_args
 from engine.runtime.layers.shards import Plan, colwise, rowwise
+from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import PartArgs
+from engine.runtime.native.structs import mirror
 
 _CHANNELS = ("mamba_values", "mamba_groups", "mamba_groups")
 _PLAN: Plan = {
@@ -35,8 +40,16 @@ _PLAN: Plan = {
 }
 
 
+@mirror("mamba")
+class MambaArgs(Structure):
+    """What the native library needs beside the first matrix and the last."""
+
+
 class Mamba2:
     """A gate, inputs of the state and steps of x; a convolution, the recurrence, a gated norm, a projection."""
+
+    _args: MambaArgs  # C keeps its address
+    _taps: Tensor  # [kernel, channels], as it reads them
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
         make, mamba = make.within("mamba", plan=_PLAN), config.layers[layer].recurrent
@@ -107,5 +120,13 @@ class Mamba2:
         return (groups * scales).flatten(1) * self._norm
 
     def describe(self) -> PartArgs | None:
-        """Return None: the native library has no such layer."""
-        return None
+        """Describe the part to the native library, if that holds both matrices."""
+        mamba = self._mamba
+        self._taps = self._conv[:, 0].mT.contiguous()
+        heads = {"num_heads": mamba.num_heads, "num_k_heads": mamba.num_groups, "shared": mamba.shared}
+        sizes = recurrence_args(self.states[0], self._taps, self._conv_bias, **heads)
+        if sizes is None:
+            return None
+        addresses = [each.data_ptr() for each in (self._rates, self._bias, self._skip, self._norm)]
+        self._args = MambaArgs(sizes, *addresses, *mamba.step_limit, mamba.num_sharing)
+        return describe_part("mamba", (self._in.args, self._o.args), self._args)

@@ -1,18 +1,24 @@
-"""The state of layers with a matrix for each head and a convolution, and how tokens change it, one by one, in torch."""
+"""The state of layers with a matrix for each head and a convolution, and how tokens change it, one by one, in torch.
+
+recurrence.c has the same for the rules that the native library knows.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from ctypes import Structure
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.kv_layout import Pieces, RecurrentSpec
-from engine.runtime.layers.convolution import behind_tail, sums, tail_after, tail_pieces, tokens_of
+from engine.runtime.layers.convolution import MOST_TAPS, behind_tail, sums, tail_after, tail_pieces, tokens_of
 from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.parts import RecurrentState, Slice
+from engine.runtime.native.library import DTYPES
+from engine.runtime.native.structs import mirror
 
 _COLUMNS = 32  # of a head's matrix in one piece, which stays in the nearest cache while all tokens of a slice change it
 
@@ -28,6 +34,30 @@ def matrix_state(
     matrices = Pieces(num_heads * v_dim // columns, (k_dim, columns), make.state_dtype)
     tails = tail_pieces(channels, kernel, make.dtype)
     return RecurrentSpec((matrices, tails), row=row, dtype=make.dtype)
+
+
+@mirror("recurrence")
+class RecurrenceArgs(Structure):
+    """The sizes of a layer's matrices, and its convolution."""
+
+
+def recurrence_args(
+    spec: RecurrentSpec, taps: Tensor, bias: Tensor | None, *, num_heads: int, num_k_heads: int, shared: int
+) -> RecurrenceArgs | None:
+    """Describe a state and a convolution, taps [kernel, channels], to the native library; None if it has too many taps.
+
+    Head h goes with the keys of head h / shared % num_k_heads. C keeps the addresses.
+    """
+    matrices, tails = spec.pieces
+    if len(taps) > MOST_TAPS:
+        return None
+    assert taps.is_contiguous()
+    kernel, channels = taps.shape
+    k_dim, columns = matrices.shape
+    return RecurrenceArgs(
+        taps.data_ptr(), None if bias is None else bias.data_ptr(), num_heads, num_k_heads, k_dim,
+        matrices.num * columns // num_heads, columns, channels, kernel, tails.shape[1], shared, DTYPES[matrices.dtype],
+    )  # fmt: skip
 
 
 def convolved(raw: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:

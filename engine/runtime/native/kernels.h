@@ -12,11 +12,14 @@
 #include "fp8_rows.h"
 #include "sampling.h"
 #include "convolve.h"
+#include "recurrence_rows.h"
 #include "delta_rows.h"
+#include "mamba_rows.h"
 
 #define DEFINE_KERNELS(isa)                                                                        \
     const struct kernels kernels_##isa = {                                                         \
         #isa, store_int8, attend_scratch, attend, attend_merge, add_rms_norm, clip, gate, act, rope,  \
         embed, sample, gemm_num_groups, gemm_rows_bytes, gemm_pack_rows, gemm, widen, clamp,          \
-        add_ranks, narrow_halves, round_fp8, delta_prepare, delta_advance, delta_gate,                \
+        add_ranks, narrow_halves, round_fp8, delta_prepare, delta_advance, delta_finish,              \
+        mamba_prepare, mamba_advance, mamba_gate, mamba_norm,                                         \
     };

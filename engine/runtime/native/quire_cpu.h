@@ -344,7 +344,7 @@ SHARED struct sample_args {
     int64_t rows, vocab_size;
 };
 
-struct delta_pass; /* delta.h */
+struct pass; /* recurrence.h */
 
 /* The kernels of one instruction set. Ranges are [begin, end) of rows, tokens or tiles. */
 struct kernels {
@@ -370,9 +370,13 @@ struct kernels {
     void (*add_ranks)(const struct ranks_args *, int64_t begin, int64_t end);
     void (*narrow_f16)(const float *from, uint16_t *to, int64_t num); /* to the nearest float16 */
     void (*round_fp8)(const struct fp8_row *, float *scratch, uint8_t *to); /* to Q8_0 */
-    void (*delta_prepare)(const struct delta_pass *, int64_t begin, int64_t end);
-    void (*delta_advance)(const struct delta_pass *, int64_t begin, int64_t end);
-    void (*delta_gate)(const struct delta_pass *, int64_t begin, int64_t end);
+    void (*delta_prepare)(const struct pass *, int64_t begin, int64_t end);
+    void (*delta_advance)(const struct pass *, int64_t begin, int64_t end);
+    void (*delta_finish)(const struct pass *, int64_t begin, int64_t end);
+    void (*mamba_prepare)(const struct pass *, int64_t begin, int64_t end);
+    void (*mamba_advance)(const struct pass *, int64_t begin, int64_t end);
+    void (*mamba_gate)(const struct pass *, int64_t begin, int64_t end);
+    void (*mamba_norm)(const struct pass *, int64_t begin, int64_t end);
 };
 
 extern const struct kernels kernels_portable;

@@ -27,8 +27,9 @@ struct convolution {
     const int32_t *places; /* as in struct layer */
     char *drafts;
     const float *taps; /* [kernel][channels], of the oldest token first */
-    const char *rows;  /* of the step: the inputs, in `dtype` at the start of each row */
-    int64_t row_bytes, channels, kernel;
+    const float *bias; /* [channels]; NULL: none */
+    const char *rows;  /* of the step, in `dtype`; the inputs begin `first_byte` bytes behind the start of each */
+    int64_t row_bytes, first_byte, channels, kernel;
     int64_t first_piece, segment; /* of its last inputs, and their channels: [kernel - 1][segment] each */
     int32_t dtype;
 };
@@ -49,18 +50,21 @@ static inline int64_t tokens_of(const struct step_states *states, int64_t slice)
     return states->replays[slice] + states->starts[slice + 1] - states->starts[slice];
 }
 
+/* The row of a token of a slice. */
+static inline const char *row_at(const struct convolution *c, int64_t slice, int64_t token) {
+    const struct step_states *states = c->states;
+    int64_t replays = states->replays[slice];
+    return token < replays ? c->drafts + (states->rows[slice] * states->max_drafts + token) * c->row_bytes
+                           : c->rows + (states->starts[slice] + token - replays) * c->row_bytes;
+}
+
 /* The inputs of a segment at token `token` of a slice; those before its first token are in the slot. */
 static inline const char *inputs_at(const struct convolution *c, int64_t slice, int64_t token, int64_t segment) {
     static const char zeros[MAX_SEGMENT * sizeof(float)];
-    const struct step_states *states = c->states;
-    int64_t replays = states->replays[slice], bytes = c->segment * (int64_t)size_of(c->dtype);
-    if (token < 0) {
-        const int32_t *blocks = states->read + slice * states->width;
-        return blocks[0] < 0 ? zeros : piece_at(c, blocks, c->first_piece + segment) + (token + c->kernel - 1) * bytes;
-    }
-    const char *row = token < replays ? c->drafts + (states->rows[slice] * states->max_drafts + token) * c->row_bytes
-                                      : c->rows + (states->starts[slice] + token - replays) * c->row_bytes;
-    return row + segment * bytes;
+    int64_t bytes = c->segment * (int64_t)size_of(c->dtype);
+    if (token >= 0) return row_at(c, slice, token) + c->first_byte + segment * bytes;
+    const int32_t *blocks = c->states->read + slice * c->states->width;
+    return blocks[0] < 0 ? zeros : piece_at(c, blocks, c->first_piece + segment) + (token + c->kernel - 1) * bytes;
 }
 
 /* Write each slice's last inputs into its slots, and copy its drafts' rows. */

@@ -1,0 +1,79 @@
+/* The rule of Mamba-2 (mamba.h). */
+#include "mamba.h"
+
+/* Decays and steps from the row as projected. */
+INLINE void complete_mamba(const struct pass *p, float *token, const char *row, enum dtype dtype) {
+    const struct mamba *m = p->rule;
+    int64_t channels = p->sizes->channels, heads = p->sizes->num_heads;
+    struct view dt = {(void *)row, (size_t)(p->inputs + channels), dtype};
+    struct view rates = {(void *)m->rates, 0, DT_F32}, biases = {(void *)m->biases, 0, DT_F32};
+    struct view decays = {token, (size_t)channels, DT_F32}, steps = {token, (size_t)(channels + heads), DT_F32};
+    for (int64_t i = 0; i < heads; i += W) {
+        vf step = softplus_f(get(dt, i, heads) + get(biases, i, heads));
+        step = select_f(step < splat(m->min_step), splat(m->min_step), step);
+        step = select_f(step > splat(m->max_step), splat(m->max_step), step);
+        put(decays, i, heads, exp_f(get(rates, i, heads) * step));
+        put(steps, i, heads, step);
+    }
+}
+
+INLINE void change_by_mamba(const struct pass *p, const struct head_token *t, struct view from, struct view to, int64_t first,
+                            int64_t columns, int64_t num, const char *next) {
+    enum { MAX = 32 / W };
+    int64_t k_dim = p->sizes->k_dim, row_bytes = columns * (int64_t)size_of(to.dtype), end = columns - first;
+    vf added[MAX], results[MAX], decay = splat(t->decay), skip = splat(((const struct mamba *)p->rule)->skips[t->head]);
+    struct view v = {t->v, (size_t)first, DT_F32};
+    from.at += (size_t)first, to.at += (size_t)first;
+    UNROLL for (int64_t j = 0; j < num; j++) {
+        vf x = get(v, j * W, end);
+        added[j] = x * t->step, results[j] = x * skip;
+    }
+    for (int64_t i = 0; i < k_dim; i++) {
+        vf k = splat(t->k[i]), q = splat(t->q[i]);
+        for (int64_t line = 0; next && line < row_bytes; line += 64) __builtin_prefetch(next + i * row_bytes + line);
+        UNROLL for (int64_t j = 0; j < num; j++) {
+            vf x = decay * get(from, i * columns + j * W, i * columns + end) + k * added[j];
+            results[j] += q * x;
+            put(to, i * columns + j * W, i * columns + end, x);
+        }
+    }
+    UNROLL for (int64_t j = 0; j < num; j++) put(v, j * W, end, results[j]);
+}
+
+/* Gate a token's results, in place; the sums of their squares by groups are left where its decays were. */
+INLINE void gate_mamba(const struct pass *p, float *token, const char *row, int64_t out_row) {
+    (void)out_row;
+    const struct recurrence *r = p->sizes;
+    int64_t width = r->shared * r->v_dim;
+    for (int64_t group = 0; group < r->num_k_heads; group++) {
+        struct view x = {token + p->v, (size_t)(group * width), DT_F32};
+        struct view z = {(void *)row, (size_t)(group * width), (enum dtype)p->convolution.dtype};
+        vf squares = splat(0);
+        for (int64_t i = 0; i < width; i += W) {
+            vf gated = get(x, i, width) * silu_f(get(z, i, width));
+            squares += gated * gated;
+            put(x, i, width, gated);
+        }
+        token[r->channels + group] = sum_f(squares);
+    }
+}
+
+/* The norm of gated results by groups. */
+INLINE void norm_mamba(const struct pass *p, float *token, const char *row, int64_t out_row) {
+    (void)row;
+    const struct recurrence *r = p->sizes;
+    const struct mamba *m = p->rule;
+    int64_t width = r->shared * r->v_dim;
+    for (int64_t group = 0; group < r->num_k_heads; group++) {
+        struct view x = {token + p->v, (size_t)(group * width), DT_F32};
+        struct view norm = {(void *)m->norm, (size_t)(group * width), DT_F32};
+        struct view out = {p->out, (size_t)((out_row * r->num_k_heads + group) * width), (enum dtype)p->convolution.dtype};
+        float factor = 1.f / sqrtf(token[r->channels + group] / (float)(width * m->num_sharing) + p->eps);
+        for (int64_t i = 0; i < width; i += W) put(out, i, width, get(x, i, width) * factor * get(norm, i, width));
+    }
+}
+
+static void mamba_prepare(const struct pass *p, int64_t begin, int64_t end) { prepare_pass(p, begin, end, complete_mamba); }
+static void mamba_advance(const struct pass *p, int64_t begin, int64_t end) { advance_pass(p, begin, end, change_by_mamba); }
+static void mamba_gate(const struct pass *p, int64_t begin, int64_t end) { finish_pass(p, begin, end, gate_mamba); }
+static void mamba_norm(const struct pass *p, int64_t begin, int64_t end) { finish_pass(p, begin, end, norm_mamba); }
