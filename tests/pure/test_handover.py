@@ -660,7 +660,7 @@ def _pretend(listener: socket.socket) -> None:
     """Answer as a daemon does that knows the protocol, and not the key."""
     connection, _ = listener.accept()
     with connection:
-        connection.sendall(b"quiretcp2" + bytes(32))
+        connection.sendall(b"quiretcp3" + bytes(32))
         connection.recv(1 << 16, socket.MSG_PEEK)
         connection.sendall(bytes(33))
         connection.recv(1 << 16)

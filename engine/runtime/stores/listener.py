@@ -165,7 +165,6 @@ def _answer(connection: socket.socket, folders: list[Folder]) -> None:
         elif kind == wire.READ:
             _give(connection, folders, name, [slot for (slot,) in _SLOT.iter_unpack(rest)])
         elif kind == wire.DROP:
-            wire.send(connection, wire.LENGTH.pack(0), deadline)  # first, because freeing much memory takes a while
             for folder in folders:
                 folder.remove(name)
         else:

@@ -10,7 +10,7 @@ until the client ends the connection: a kind, the length of what follows, and th
     LOOK    a part's name, or none for all; for each part that the client knows: its name, and a checksum of each piece of
             its index -> a length; for each part there is: its name, the length of its index, and the pieces that differ
     READ    a part's name, and slots -> for each whether it is there; the blocks that are
-    DROP    a parcel's name -> 0
+    DROP    a parcel's name; no answer
 
 Every wait is bounded by an idle limit and by a deadline. Any thread.
 """
@@ -30,7 +30,7 @@ from engine.core.errors import ParcelError
 from engine.runtime.stores import parts
 from engine.settings.peer import Peer
 
-_MAGIC = b"quiretcp2"
+_MAGIC = b"quiretcp3"
 _NONCE = _MAC = 32
 _NAME = 80
 _HELLO = struct.Struct(f"<{len(_MAGIC)}s{_NONCE}s")
