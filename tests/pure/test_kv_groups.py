@@ -288,6 +288,23 @@ def test_the_next_turn_finds_its_prompt_in_a_pool_full_of_others() -> None:
     driver.check_streams()
 
 
+def test_an_answer_is_named_at_its_end_with_the_window_that_it_has_then() -> None:
+    """While it decodes no digest is made of it, and what its windows pass is free at once."""
+    driver = Driver(windowed([8, 3], num_blocks=200, max_model_len=120))
+    prompt = tuple(range(1000, 1030))
+    driver.add(request("turn1", prompt, max_tokens=60, eos_token_ids=frozenset()))
+    for _ in range(50):
+        driver.step()
+    [seq] = driver.scheduler.running
+    assert len(seq.tokens) > 70
+    assert len(seq.kv.chain) == 1 + blocks_for(len(prompt), driver.scheduler.config.block_size)
+    assert all(num_held(seq.kv.tables[group.number]) < 5 for group in groups_of(driver))
+    driver.drain()
+    answer = tuple(driver.streams["turn1", 0])
+    assert prefill(driver, request("turn2", (*prompt, *answer, 7, 8, 9))) == 88
+    driver.check_streams()
+
+
 def test_the_first_in_line_is_looked_up_again_once_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(windowed([8], max_num_seqs=2, max_num_batched_tokens=40))
     match, lookups = PrefixCache.match, list[int]()

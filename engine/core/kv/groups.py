@@ -14,11 +14,12 @@ snapshots.py. KVCacheManager calls the methods of both for each group in turn:
                      flight reads them
     rollback         `roll_back`: blocks for what was not computed are freed; they are taken again with the next chunk
 
-A block has the name that it would have in the first group, and the number of its group behind it; with several groups
-every block is named when it is full. A block that slides
-out of a window is evicted before all others, unless prompts may branch there: it is in the window of a prompt's end, or a
-sequence has resumed from it. These, and the window of an answer's end, are what tiers get. A content that the first group
-loses goes to the tiers with it, and is forgotten by all others (`drop`): no prompt reaches it in the pool.
+A block has the name that it would have in the first group, and the number of its group behind it. A block that slides out
+of a window is evicted before all others, unless prompts may branch there: it is in the window of a prompt's end, or a
+sequence has resumed from it. One of an answer has no name yet, unless tiers or snapshots need names, so it is free at once:
+an answer is named at its end, with the window that it has then. What prompts may branch from is what tiers get. A content
+that the first group loses goes to the tiers with it, and is forgotten by all others (`drop`): no prompt reaches it in the
+pool.
 """
 
 from __future__ import annotations
@@ -236,10 +237,16 @@ class WindowGroup(Group):
 
     def publish(self, seq: Sequence, num_known: int) -> None:
         """Make those of the full blocks of known, computed positions findable that the table still has."""
+        table, chain = self._table(seq), seq.kv.chain
         for index in range(seq.kv.num_published, num_known // self._block_size):
-            block = self._table(seq)[index]
-            if block != NO_BLOCK:
-                self.register(seq.kv.chain, seq.tokens, index, (block,))
+            if table[index] == NO_BLOCK:
+                name_block(chain, seq.tokens, index, self._block_size)
+            else:
+                self.register(chain, seq.tokens, index, (table[index],))
+
+    def slides_at(self, num_computed: int) -> int:
+        """Return the number of computed positions at which the next block is before the window."""
+        return (self._first_read(num_computed) + 1) * self._block_size + self._window - 1
 
     def slide(self, seq: Sequence) -> None:
         """Free the blocks that no position to compute reads."""

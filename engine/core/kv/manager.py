@@ -45,6 +45,8 @@ class KVCacheManager:
         self._pins = Pins(stats, max_pinned // config.num_groups)
         self.tiers = Tiers(config, stats, self._pins, times)
         self._listener = self.tiers if config.host_caching else None
+        # An answer is named at its end, but block by block if lower tiers or snapshots need the names.
+        self._names_answers = config.host_caching or config.state_blocks > 0
         self._imports: dict[PrefixImport, None] = {}
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.block_size = config.block_size
@@ -398,23 +400,24 @@ class KVCacheManager:
     def publish(self, seq: Sequence) -> None:
         """Publish all full, computed blocks, and free what its other groups have left."""
         # With overlap, the K/V of a token may be there that an abort discarded: the token is unknown.
-        num_known = min(seq.num_computed, len(seq.tokens))
+        num_known, kv = min(seq.num_computed, len(seq.tokens)), seq.kv
         full = num_known // self.block_size
-        if seq.kv.is_cacheable:
-            self._cache.register(seq.kv.chain, seq.tokens, seq.kv.blocks, seq.kv.num_published, full)
+        is_prompt = kv.num_published * self.block_size < seq.num_prompt
+        if kv.is_cacheable and (is_prompt or self._names_answers or not self._windows):
+            self._cache.register(kv.chain, seq.tokens, kv.blocks, kv.num_published, full)
             for group in self._others:
                 group.publish(seq, num_known)
             if seq.request.pins:
-                self._pin(seq, seq.kv.num_published, full)
-            seq.kv.num_published = full
+                self._pin(seq, kv.num_published, full)
+            kv.num_published = full
         for group in self._others:
             group.slide(seq)
-        if self._others:
+        if kv.num_owed or self._recurrent is not None:  # else all tables are complete, as they were
             self._owe(seq)
         due = (full + 1) * self.block_size
-        # An answer is published at its end, but block by block if there are lower tiers, which need names, or other groups.
-        is_due = due <= seq.num_prompt or self._listener is not None or self._others
-        seq.kv.next_publish = min(due, seq.kv.state.due) if is_due else NEVER
+        if due > seq.num_prompt and not self._names_answers:
+            due = min([group.slides_at(seq.num_computed) for group in self._windows], default=NEVER)
+        kv.next_publish = min(due, kv.state.due)
 
     def _pin(self, seq: Sequence, first: int, stop: int) -> None:
         """Pin those of a sequence's published blocks first .. stop - 1 that its request wants to be retained."""
