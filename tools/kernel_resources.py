@@ -211,6 +211,8 @@ def attention_cases(capability: int) -> Iterator[Case]:
                 yield from _attend(spec, query_len, context, BF16, kv_dtype, capability)
     for kv_dtype in (BF16, *narrow):
         yield from _attend(AttentionSpec(32, 8, 256, 0.1), 1, 100_000, BF16, kv_dtype, capability)
+        for query_len in (1, 64):
+            yield from _attend(AttentionSpec(32, 4, 512, 1.0), query_len, 100_000, BF16, kv_dtype, capability)
     for query_len in (4, 64):
         yield from _attend(AttentionSpec(32, 8, 256, 0.1), query_len, 4096, BF16, BF16, capability, Cut(64, 32, 64))
     for head_dim in (64, 128):
@@ -287,7 +289,13 @@ def layer_cases(capability: int) -> Iterator[Case]:
             yield f"{_name(dtype)}, width {width}", partial(_norm, dtype, width)
         for act, name in NAMES.items():
             yield f"{_name(dtype)}, {name}", partial(act_mul, torch.zeros(3, 2 * 1536, dtype=dtype), act)
-        for dim, rope_dim, has_norm in ((64, 64, False), (128, 128, True), (80, 32, False), (256, 0, True)):
+        for dim, rope_dim, has_norm in (
+            (64, 64, False),
+            (128, 128, True),
+            (80, 32, False),
+            (256, 0, True),
+            (512, 128, True),
+        ):
             for kv_dtype in (dtype, *narrow) if dtype == BF16 else (dtype,):
                 shape = f"{_name(dtype)}, K/V {_name(kv_dtype)}, heads of {dim}"
                 yield shape, partial(_rotate, dtype, kv_dtype, dim, rope_dim, has_norm=has_norm)

@@ -37,7 +37,7 @@ NEEDS_FP8 = pytest.mark.skipif(
     reason="this card has no fp8: it needs compute capability 8.9",
 )
 HALVES = (torch.bfloat16, torch.float16)
-HEAD_DIMS, GROUPS, BLOCK_SIZES = (64, 80, 96, 128, 256), (1, 3, 4, 7, 8), (8, 16, 64)
+HEAD_DIMS, GROUPS, BLOCK_SIZES = (64, 80, 96, 128, 256, 512), (1, 3, 4, 7, 8), (8, 16, 64)
 NARROW = [pytest.param(torch.int8, id="int8"), pytest.param(torch.float8_e4m3fn, id="fp8", marks=NEEDS_FP8)]
 # Of a float32 result, in units of its last place: products on a device are three of TF32, which keep 21 bits.
 FLOAT32_ULPS = 64 if DEVICE.type == "cpu" else 1024
@@ -429,8 +429,8 @@ def test_a_captured_step_can_be_replayed() -> None:
 
 
 def test_a_head_that_is_too_wide_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a head_dim of at most 256, and the model's is 512; use 'torch'"):
-        TritonPagedAttention().check(make_spec(512, 1), torch.bfloat16)
+    with pytest.raises(ConfigError, match="a head_dim of at most 512, and the model's is 576; use 'torch'"):
+        TritonPagedAttention().check(make_spec(576, 1), torch.bfloat16)
     with pytest.raises(ConfigError, match="serves bfloat16, float16, float32, and --dtype makes K and V float64"):
         TritonPagedAttention().check(make_spec(64, 1), torch.float64)
 
@@ -494,7 +494,7 @@ def test_fp8_weighs_what_int8_weighs() -> None:
         kv_cache.resolve_kv_dtype("fp8", torch.bfloat16, [make_spec(10, 1)])
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "olmo2", "smollm3"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "olmo2", "smollm3", "gemma4", "gemma4-shared"])
 def test_an_engine_says_what_it_says_with_the_reference(name: str, tmp_path: Path) -> None:
     save_tiny(CASES[name], tmp_path)
     expected = greedy(build(tmp_path, "cpu", attention_backend="reference"))

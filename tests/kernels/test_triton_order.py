@@ -20,7 +20,7 @@ from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.models.load import load_model
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings, state_blocks
-from tests.cpu.test_models_families import Case, save_tiny
+from tests.cpu.test_models_families import CASES, Case, save_tiny
 from tests.cpu.test_speculation import Prophet
 from tests.fake_device import CUDA, FakeDevice, fake_device
 from tests.fake_kernels import watched_kernels
@@ -128,10 +128,17 @@ class Oracle(Prophet):
         return {index: drafts for index, drafts in found.items() if len(slices[index].tokens) % 3 == 0}
 
 
-@pytest.mark.parametrize("num_drafts", [0, 1])
-def test_graphs_of_recurrent_layers_say_what_the_cpu_says(num_drafts: int, tmp_path: Path) -> None:
+QWEN = Case("Qwen3_5TextConfig", TINY)
+
+
+@pytest.mark.parametrize(
+    ("case", "num_drafts"),
+    [(QWEN, 0), (QWEN, 1), *[(CASES[name], 0) for name in ("lfm2", "gemma3n", "gemma4-shared")]],
+    ids=["qwen3_5", "qwen3_5-drafts", "lfm2", "gemma3n", "gemma4-shared"],
+)
+def test_graphs_of_many_kinds_of_layer_say_what_the_cpu_says(case: Case, num_drafts: int, tmp_path: Path) -> None:
     """No graph takes drafts in."""
-    save_tiny(Case("Qwen3_5TextConfig", TINY), tmp_path)
+    save_tiny(case, tmp_path)
     prompts = [[(7 * i + 3 * j * j) % 128 for j in range(length)] for i, length in enumerate((1, 18))]
     asked = [request(f"r{i}", prompt, max_tokens=6) for i, prompt in enumerate(prompts)]
 

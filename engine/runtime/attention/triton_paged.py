@@ -33,7 +33,7 @@ from engine.runtime.cuda.store import PoolView, store_kv, view_pool
 from engine.runtime.kv_layout import PEAKS, AttentionSpec
 from engine.runtime.transfer import to_device
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_LATENT_DIM = 512
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 

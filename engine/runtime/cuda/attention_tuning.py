@@ -2,8 +2,8 @@
 
 A size changes a result only by the order of its sums. The sizes were chosen by reasoning, and to compile for
 capabilities 8.0, 9.0 and 10.0 with at most 72 bytes of spilled registers (`python -m tools.kernel_resources` prints it),
-except for prompts over a narrow pool with a head_dim of 256, which spill 136, and latents in float32. No GPU has
-measured them yet. `bash loadtest/gpu.sh --tune` tries neighbouring sizes on a GPU and prints the best, to be entered here. Host code without
+except for prompts over a narrow pool with a head_dim of 256, which spill 136, and latents and a head_dim of 512 in
+float32. No GPU has measured them yet. `bash loadtest/gpu.sh --tune` tries neighbouring sizes on a GPU and prints the best, to be entered here. Host code without
 state: any thread.
 """
 
@@ -67,6 +67,9 @@ def choose_tuning(
     large shared memory takes better.
     """
     cuts = _DECODE_CUT, _PROMPT_CUT
+    if head_dim > 256:  # 32 rows are as many registers as 128 rows of 128
+        tile = PromptTile(32, 32, 8, 2) if itemsize == 2 else PromptTile(16, 16, 8, 1)
+        return Tuning(DecodeTile(32, 8, 3) if itemsize == 2 else DecodeTile(16, 8, 1), tile, tile, *cuts)
     is_small = head_dim <= 128
     if itemsize == 2:
         keys = (64 if is_small else 32) * (2 if has_narrow_pool else 1)
