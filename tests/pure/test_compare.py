@@ -74,6 +74,17 @@ def test_only_servers_that_read_a_format_take_part(options: Any) -> None:
     assert [turn.peer.name for turn in plan.turns()] == ["quire", "llama-server"]
 
 
+def test_a_model_of_ones_own_is_compared_and_not_prepared(options: Any, tmp_path: Path) -> None:
+    with pytest.raises(CompareError, match=r"has no mine/q4_k_m\.gguf; --prepare does not know this model"):
+        Plan.of(options("--models", "mine", "--precision", "q4_k_m"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "q4_k_m.gguf").touch()
+    plan = Plan.of(options("--models", "mine", "--precision", "q4_k_m", "--ik-llama", "/bin/sh", "--rounds", "1"))
+    assert [turn.peer.name for turn in plan.turns()] == ["quire", "ik-llama"]
+    with pytest.raises(CompareError, match="--models is 'mine', and --prepare writes smollm2-135m"):
+        compare.run(options("--models", "mine", "--prepare"))
+
+
 def test_every_server_gets_the_same_prompts_and_no_round_repeats_one(options: Any) -> None:
     plan = Plan.of(options("--vllm", "/bin/sh", "--concurrency", "1", "2"))
     turns = list(plan.turns())
