@@ -16,6 +16,7 @@ from engine.core.types import Progress
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import FAMILIES
 from engine.runtime.models.load import load_model
+from engine.runtime.native.library import native
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.dense_attention import DenseAttention
 
@@ -306,6 +307,8 @@ CASES = {
     ),
 }
 
+IN_TORCH = ("gemma3n",)  # the cases whose layers run in torch, each for itself
+
 # The cases that tests/gpu/ serves on a device, beside those of tests/gpu/features.py.
 ON_A_GPU = ("llama-llama3", "qwen3", "gemma2", "qwen3-moe", "gpt-oss", "deepseek_v3")
 
@@ -355,6 +358,7 @@ def test_matches_transformers(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = theirs(ids[None], use_cache=False).logits[0]
     model = load(tmp_path)
+    assert (model._native is None) == (native() is None or name in IN_TORCH)
     whole = logits_of(model, ids, [NUM_TOKENS])
     assert whole.dtype == torch.float32
     torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-4)

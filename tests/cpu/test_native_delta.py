@@ -20,13 +20,14 @@ from engine.runtime.native.library import Library
 from engine.runtime.pool.kv_cache import KVCache
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.model_driver import state_blocks
-from tests.cpu.test_models_families import CASES, GRANITE_MOE, MAMBA, QWEN3_5, Case, save_tiny
+from tests.cpu.test_models_families import CASES, GRANITE_MOE, LFM2, MAMBA, QWEN3_5, Case, save_tiny
 
 CPU = torch.device("cpu")
 BLOCK, ROWS, SLOTS, LENGTH, MAX_DRAFTS = 16, 3, 8, 200, 4
 LAYERS = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
 NARROW = {"linear_key_head_dim": 12, "linear_conv_kernel_dim": 3}
 SMALL = {"mamba_d_head": 8, "mamba_n_heads": 16, "mamba_d_state": 12}
+CONV = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
 SHAPES = {
     # Blocks of 32 columns, which have a form of their own; blocks of 8, less than a vector of some instruction sets.
     "wide": Case("Qwen3_5TextConfig", QWEN3_5 | LAYERS | {"linear_value_head_dim": 64}),
@@ -34,6 +35,8 @@ SHAPES = {
     # Groups of two heads; then one group, numbers that no vector divides, and bounds of steps.
     "mamba": Case("GraniteMoeHybridConfig", GRANITE_MOE | MAMBA | LAYERS | {"mamba_n_heads": 4, "mamba_expand": 4}),
     "mamba-narrow": Case("GraniteMoeHybridConfig", CASES["granitemoehybrid-mamba-dense"].settings | LAYERS | SMALL),
+    "short_conv": Case("Lfm2Config", LFM2 | CONV | {"hidden_size": 192}),
+    "short_conv-biased": Case("Lfm2Config", LFM2 | CONV | {"hidden_size": 72, "conv_bias": True, "conv_L_cache": 7}),
 }
 _random = random.Random(9)
 IDS = torch.tensor([[_random.randrange(3, 128) for _ in range(LENGTH)] for _ in range(ROWS)])

@@ -1,6 +1,6 @@
 """A convolution along the tokens of a sequence, each channel alone: the last inputs are part of a recurrent state.
 
-The operations here define it in torch; convolve.h has the same for Gated DeltaNet. Engine thread.
+The operations here define it in torch; convolve.h has the same. Engine thread.
 """
 
 from __future__ import annotations

@@ -2,10 +2,12 @@
 
 A token's projection is [gate b | gate c | x]. The state is the last b * x; the result is c times their convolution.
 
-The torch operations here define the arithmetic; cuda/short_conv.py has the same. Engine thread.
+The torch operations here define the arithmetic; short_conv.c and cuda/short_conv.py have the same. Engine thread.
 """
 
 from __future__ import annotations
+
+from ctypes import Structure
 
 import torch
 from torch import Tensor
@@ -13,12 +15,14 @@ from torch import Tensor
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.kv_layout import RecurrentSpec
 from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
-from engine.runtime.layers.convolution import behind_tail, sums, tail_after, tail_pieces, tokens_of
+from engine.runtime.layers.convolution import MOST_TAPS, behind_tail, sums, tail_after, tail_pieces, tokens_of
 from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig, ShortConvConfig
 from engine.runtime.layers.parts import Angles, LayerStates, RecurrentState, Slice
 from engine.runtime.layers.shards import Plan, colwise, rowwise
+from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import PartArgs
+from engine.runtime.native.structs import mirror
 
 _PLAN: Plan = {
     "in_proj": colwise("channels", "channels", "channels"),
@@ -27,8 +31,16 @@ _PLAN: Plan = {
 }
 
 
+@mirror("short_conv")
+class ShortConvArgs(Structure):
+    """What the native library needs beside the first matrix and the last."""
+
+
 class ShortConv:
     """Gates and inputs of x from one matrix; a convolution of gated inputs, gated, and a projection."""
+
+    _args: ShortConvArgs  # C keeps its address
+    _taps: Tensor  # [kernel, channels], as it reads them
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, state: int) -> None:
         make, conv = make.within("conv", plan=_PLAN), config.layers[layer].recurrent
@@ -78,5 +90,11 @@ class ShortConv:
         return mixed if self._bias is None else mixed + self._bias
 
     def describe(self) -> PartArgs | None:
-        """Return None: the native library does not compute it."""
-        return None
+        """Describe the part to the native library, if that holds both matrices."""
+        if self._conv.kernel > MOST_TAPS:
+            return None
+        (tails,) = self.states[0].pieces
+        self._taps = self._weight[:, 0].mT.contiguous()
+        bias = None if self._bias is None else self._bias.data_ptr()
+        self._args = ShortConvArgs(self._taps.data_ptr(), bias, self._conv.kernel, tails.shape[1])
+        return describe_part("short_conv", (self._in.args, self._o.args), self._args)

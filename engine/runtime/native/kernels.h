@@ -15,6 +15,7 @@
 #include "recurrence_rows.h"
 #include "delta_rows.h"
 #include "mamba_rows.h"
+#include "short_conv_rows.h"
 
 #define DEFINE_KERNELS(isa)                                                                        \
     const struct kernels kernels_##isa = {                                                         \
@@ -22,4 +23,5 @@
         embed, sample, gemm_num_groups, gemm_rows_bytes, gemm_pack_rows, gemm, widen, clamp,          \
         add_ranks, narrow_halves, round_fp8, delta_prepare, delta_advance, delta_finish,              \
         mamba_prepare, mamba_advance, mamba_gate, mamba_norm,                                         \
+        first_gate, convolve_gated,                                                                   \
     };

@@ -345,6 +345,7 @@ SHARED struct sample_args {
 };
 
 struct pass; /* recurrence.h */
+struct gated_rows; /* short_conv.h */
 
 /* The kernels of one instruction set. Ranges are [begin, end) of rows, tokens or tiles. */
 struct kernels {
@@ -377,6 +378,8 @@ struct kernels {
     void (*mamba_advance)(const struct pass *, int64_t begin, int64_t end);
     void (*mamba_gate)(const struct pass *, int64_t begin, int64_t end);
     void (*mamba_norm)(const struct pass *, int64_t begin, int64_t end);
+    void (*first_gate)(const struct gated_rows *, int64_t begin, int64_t end);
+    void (*convolve_gated)(const struct gated_rows *, int64_t begin, int64_t end);
 };
 
 extern const struct kernels kernels_portable;
