@@ -7,11 +7,17 @@ from enum import Enum, auto
 
 
 class Activation(Enum):
-    """The activation function of an MLP's gate."""
+    """The activation function of an MLP's gate; RELU2 is that of an MLP without gates."""
 
     SILU = auto()
     GELU_TANH = auto()
     GELU = auto()
+    RELU2 = auto()  # max(x, 0)^2
+
+    @property
+    def is_gated(self) -> bool:
+        """Return whether it makes factors of the ups."""
+        return self is not Activation.RELU2
 
 
 @dataclass(frozen=True, slots=True)

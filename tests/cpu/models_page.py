@@ -26,6 +26,7 @@ from tests.cpu import (
     test_models_transformers,
     test_moe_stored,
     test_quant,
+    test_recurrent,
     test_served_models,
     test_stored,
     test_weights_gguf,
@@ -141,6 +142,7 @@ def _gpu_run() -> dict[str, str] | None:
 
 def _families(state: str) -> Iterator[Sequence[str]]:
     own = [name for kind, name in (case.values for case in test_engine_families.CASES) if kind.CASES is CASES]
+    own += test_recurrent.NAMES
     for family, make in FAMILIES.items():
         cases = [name for name, case in CASES.items() if _type_of(case) == family]
         files: dict[str, int] = {}

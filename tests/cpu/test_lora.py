@@ -125,7 +125,18 @@ def test_what_is_added_is_what_merged_weights_have_more(name: str, tmp_path: Pat
 DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj")
 
 
-@pytest.mark.parametrize(("name", "targets"), [("qwen3_5", DELTA), ("lfm2", ("in_proj", "out_proj", "w1", "w2"))])
+MAMBA = ("in_proj", "out_proj", "q_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("qwen3_5", DELTA),
+        ("lfm2", ("in_proj", "out_proj", "w1", "w2")),
+        ("granitemoehybrid-mamba", MAMBA),
+        ("nemotron_h", MAMBA),
+    ],
+)
 def test_adapters_change_layers_with_recurrent_state(name: str, targets: Sequence[str], tmp_path: Path) -> None:
     theirs = families.save_tiny(families.CASES[name], tmp_path / "model")
     folder = save_adapter(theirs, tmp_path / "all", targets=targets)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from engine.core.types import Progress
@@ -109,6 +110,19 @@ MAMBA = {
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
     "mamba_d_state": 16,
+}
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "moe"],
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 4,
+    "ssm_state_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
 }
 GLM4 = {
     "n_routed_experts": 8,
@@ -255,6 +269,14 @@ CASES = {
         }
         | {"time_step_limit": [0.9, 1.3], "layer_types": ["linear_attention", "full_attention", "full_attention"]},
     ),
+    "nemotron_h": Case("NemotronHConfig", NEMOTRON),
+    "nemotron_h-latent": Case(
+        "NemotronHConfig",
+        NEMOTRON
+        | {"layers_block_type": ["moe", "linear_attention", "full_attention", "mlp", "linear_attention"]}
+        | {"moe_latent_size": 32, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "time_step_min": 1.1}
+        | {"use_bias": True, "use_conv_bias": False, "n_groups": 1, "tie_word_embeddings": False},
+    ),
     "gpt-oss": Case("GptOssConfig", GPT_OSS),
     "glm4-moe": Case(
         "Glm4MoeConfig",
@@ -389,6 +411,20 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(name: str, tmp_path: Path
     error, their_error = ((found - exact).square().mean(-1).quantile(0.25) for found in (ours, rounded))
     assert error < 1.25 * their_error
     assert (ours - exact).abs().max() > 0  # it did run in bfloat16
+
+
+def test_nemotron_is_read_as_published(tmp_path: Path) -> None:
+    """Kinds of layers as a pattern, another name for the width of heads, and a head for later tokens, which is left out."""
+    save_tiny(CASES["nemotron_h"], tmp_path)
+    ids = torch.arange(3, 43)
+    expected = logits_of(load(tmp_path), ids, [40])
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["layers_block_type"]
+    values |= {"hybrid_override_pattern": "M-M*E", "num_hidden_layers": 5, "attention_head_dim": values.pop("head_dim")}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"mtp.layers.0.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    assert torch.equal(logits_of(load(tmp_path), ids, [40]), expected)
 
 
 @pytest.mark.parametrize("spelling", ["longrope", "su", "yarn"])

@@ -45,6 +45,7 @@ WITH_EXPERTS = (
     "granitemoehybrid",
     "gpt_oss",
     "glm4_moe",
+    "nemotron_h",
 )
 HIDDEN = 64
 IDS = torch.randint(3, 128, (30,), generator=torch.Generator().manual_seed(1))
@@ -221,11 +222,11 @@ def test_a_token_is_the_same_alone_and_in_a_batch() -> None:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen2-moe", "mixtral", "granitemoe", "gpt-oss", "glm4-moe"])
+@pytest.mark.parametrize("name", ["qwen2-moe", "mixtral", "granitemoe", "gpt-oss", "glm4-moe", "nemotron_h"])
 def test_stacks_of_transformers_are_read(name: str, tmp_path: Path) -> None:
     """transformers can save what it holds in memory: all experts of a layer in one tensor."""
     save_tiny(CASES[name], tmp_path).save_pretrained(tmp_path, save_original_format=False)  # type: ignore[operator]
-    stacks = [key for key in load_file(tmp_path / "model.safetensors") if key.endswith("experts.gate_up_proj")]
+    stacks = [key for key in load_file(tmp_path / "model.safetensors") if key.endswith("experts.down_proj")]
     fused = logits_of(load(tmp_path), IDS, [30])
     save_tiny(CASES[name], tmp_path)
     assert stacks

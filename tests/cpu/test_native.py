@@ -27,7 +27,8 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Half a unit in the last place, relative, and a little for float32 sums.
 ONE_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8 * 1.01, torch.float16: 2**-11 * 1.01}
 ATTENTION_ERROR = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
-ACTIVATIONS = [(1, F.silu), (2, partial(F.gelu, approximate="tanh")), (3, F.gelu)]  # codes of quire_cpu.h
+# By codes of quire_cpu.h.
+ACTIVATIONS = [(1, F.silu), (2, partial(F.gelu, approximate="tanh")), (3, F.gelu), (4, lambda x: x.relu().square())]
 RAGGED = [(0, 1), (3, 1), (200, 1), (31, 1), (64, 1), (0, 70), (37, 9), (130, 33)]
 
 
@@ -320,9 +321,13 @@ def test_gates_and_ups(
     weight, x = (torch.randn(n, inputs).to(dtype) for n in (2 * width, num_rows))
     x[-1] *= 20  # an activation's flat ends
     bias = torch.randn(2 * width).to(dtype) if has_bias else None
-    gates, ups = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).chunk(2, dim=1)
+    sums = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     linear = packed(library, weight, bias, code)
-    expected = activation(gates) * ups
+    if code == 4:  # without gates
+        expected = activation(sums)
+    else:
+        gates, ups = sums.chunk(2, dim=1)
+        expected = activation(gates) * ups
     error = 2e-6 * expected.abs().max().item()
     torch.testing.assert_close(linear(x).double(), expected, rtol=ONE_ROUNDING[dtype], atol=error)
 

@@ -21,6 +21,7 @@ ROUNDED = ["llama", "gemma2", "qwen2-moe", "gpt-oss", "deepseek_v2"]
 NAMES += [
     "qwen3_5",
     "granitemoehybrid-mamba-dense",
+    "nemotron_h-latent",
     "llama-tied-biased",
     "deepseek_v2-lite",
     "deepseek_v3-halves-biased",

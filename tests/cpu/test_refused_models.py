@@ -26,6 +26,7 @@ from tests.patience import PATIENCE_S
 
 LLAMA = SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"]}
 QWEN3_5 = Case("Qwen3_5TextConfig").build().to_dict()
+NEMOTRON = CASES["nemotron_h"].build().to_dict()
 GRANITE = CASES["granitemoehybrid-mamba"].build().to_dict()
 
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
@@ -88,6 +89,20 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
         GRANITE | {"mamba_n_groups": 3},
         "'mamba_n_groups' is 3; Quire needs a number that divides mamba_n_heads, 8",
     ),
+    **{
+        f"nemotron-{key}": (NEMOTRON | {key: value}, f"{key!r} is {value!r}")
+        for key, value in {
+            "mlp_hidden_act": "silu",
+            "mamba_hidden_act": "gelu",
+            "attention_bias": True,
+            "sliding_window": 8,
+            "n_groups": 3,
+            "n_shared_experts": 2,
+            "layers_block_type": ["mamba", "mlp"],
+            "conv_kernel": 1,
+            "time_step_limit": [0.0, 0.1],
+        }.items()
+    },
     "no-kind": ({key: value for key, value in LLAMA.items() if key != "model_type"}, "'model_type' is missing"),
 }
 

@@ -1,4 +1,4 @@
-"""A decoder layer: a mixer and a feed-forward, each behind a norm and added to the residual stream."""
+"""A decoder layer: a mixer and a feed-forward, or one of them, each behind a norm and added to the residual stream."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FEED_FORWARDS = {
     "mixture": "engine.runtime.layers.mixture:make_mixture",
     "beside": "engine.runtime.layers.beside:MLPBesideMixture",
 }
-_CAPTURABLE = ("attention", "latent", "delta", "short_conv")  # mixers for which a GPU has kernels
+_CAPTURABLE = ("", "attention", "latent", "delta", "short_conv")  # mixers for which a GPU has kernels
 
 # Checkpoint names of the norms before the mixer, after it, before the feed-forward and after it.
 _NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
@@ -56,14 +56,23 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, layer: int, make: Maker, *, state: int) -> None:
         """`state` is the number of states of all layers before."""
         settings = config.layers[layer]
-        make_mixer: MakeMixer = resolve_name(MIXERS[settings.mixer])
-        make_feed_forward: MakeFeedForward = resolve_name(FEED_FORWARDS[settings.feed_forward])
-        self._mixer, self._feed_forward = make_mixer(config, layer, make, state), make_feed_forward(config, layer, make)
+        self._mixer: Mixer | None = None
+        self._feed_forward: FeedForward | None = None
+        if settings.mixer:
+            make_mixer: MakeMixer = resolve_name(MIXERS[settings.mixer])
+            self._mixer = make_mixer(config, layer, make, state)
+        if settings.feed_forward:
+            make_feed_forward: MakeFeedForward = resolve_name(FEED_FORWARDS[settings.feed_forward])
+            self._feed_forward = make_feed_forward(config, layer, make)
         self._has_kernels = settings.mixer in _CAPTURABLE
         self._scale, self._device = config.residual_multiplier, make.device
         names = _NORM_NAMES[config.norm_placement]
         if settings.feed_forward == "beside":  # whose parts have norms of their own
             names = (*names[:2], None, names[3])
+        if self._feed_forward is None:
+            names = (names[0], None, None, None)
+        if self._mixer is None:  # its only norm has the first one's name
+            names = (None, None, names[0], None)
         places = [RMSNorm(make, name, config.hidden_size, config) if name else NoNorm() for name in names]
         self._before_mixer, self._after_mixer, self._before_feed_forward, self._after_feed_forward = places
         self._gate, self._after_gate = None, places[-1]
@@ -87,10 +96,13 @@ class DecoderLayer:
 
         The sum and its norm are one pass over memory where possible. `inputs` are those of all layers (per_layer.py).
         """
-        normed = self._before_mixer.add(x, delta, self._scale)
-        mixed = self._after_mixer(self._mixer(normed, angles, attention, adapters))
-        normed = self._before_feed_forward.add(x, mixed, self._scale)
-        delta = self._after_feed_forward(self._feed_forward(normed, adapters))
+        if self._mixer is not None:
+            normed = self._before_mixer.add(x, delta, self._scale)
+            delta = self._after_mixer(self._mixer(normed, angles, attention, adapters))
+        if self._feed_forward is not None:
+            normed = self._before_feed_forward.add(x, delta, self._scale)
+            delta = self._after_feed_forward(self._feed_forward(normed, adapters))
+        assert delta is not None, "a layer has a part"
         if self._gate is not None and inputs is not None:
             x.add_(delta, alpha=self._scale)
             delta = self._after_gate(self._gate(x, inputs))
@@ -102,21 +114,24 @@ class DecoderLayer:
     @property
     def states(self) -> tuple[StateSpec, ...]:
         """Return what the mixer keeps."""
-        return self._mixer.states
+        return () if self._mixer is None else self._mixer.states
 
     @property
     def is_capturable(self) -> bool:
         """Return whether a CUDA graph can hold the loaded layer."""
         takes_states = has_triton(self._device) or len(attends(self.states)) == len(self.states)
-        return self._has_kernels and takes_states and self._feed_forward.is_capturable
+        is_fit = self._feed_forward is None or self._feed_forward.is_capturable
+        return self._has_kernels and takes_states and is_fit
 
     @property
     def lacking(self) -> str:
         """Return a matrix without which the native library cannot compute the feed-forward; "" for none."""
-        return self._feed_forward.lacking
+        return "" if self._feed_forward is None else self._feed_forward.lacking
 
     def describe(self, rotary: int | None) -> LayerArgs | None:
         """Describe the loaded layer to the native library, or return None if that cannot compute it."""
+        if self._mixer is None or self._feed_forward is None:
+            return None
         mixer, feed_forward = self._mixer.describe(), self._feed_forward.describe()
         gate = None if self._gate is None else self._gate.describe()
         is_whole = mixer is not None and feed_forward is not None and (gate is None) == (self._gate is None)

@@ -2,7 +2,8 @@
 
 The torch operations here define the arithmetic on every device; the native library computes the same in one call, and
 Triton kernels in a few launches (mixture_cuda.py). The router and the sum over experts are float32. Each expert is an
-MLP of 2-D matrices, so any scheme can store it.
+MLP of 2-D matrices, so any scheme can store it. Latent experts (Nemotron 3) read a narrower product with x, and another
+product leads back; the router and the shared expert read x.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from engine.runtime.cuda.available import has_triton, uses_triton
 from engine.runtime.layers.adapters import LayerAdapters
 from engine.runtime.layers.maker import Load, Maker
+from engine.runtime.layers.mlp import widths_of
 from engine.runtime.layers.model_config import ModelConfig, MoEConfig
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.library import LinearArgs, PartArgs, RouterArgs, native
@@ -101,13 +103,18 @@ class MoE:
         self.experts: CudaExperts | None = None  # the kernels', for all but the router and the shared expert
         self.lacking = ""  # on a CPU, a matrix without which it cannot
         self.router = Router(config.router, hidden_size, make)
+        self.latents: tuple[Linear, Linear] | None = None
+        if config.latent_width:
+            names = {"fc1_latent_proj": config.latent_width}, {"fc2_latent_proj": hidden_size}
+            self.latents = make.linear(names[0], hidden_size), make.linear(names[1], config.latent_width)
         self.gate_up, self.down = [], []
         for expert in range(config.router.num_experts):
             own = make.within(f"experts.{expert}", plan=_plan("expert_width"))
-            gate_up, down = _expert(config, config.width, hidden_size, own)
+            gate_up, down = _expert(config, config.width, config.latent_width or hidden_size, own)
             self.gate_up.append(gate_up)
             self.down.append(down)
-        if make.device.type == "cuda" and has_triton(make.device):
+        has_kernels = config.activation.is_gated and not config.latent_width
+        if has_kernels and make.device.type == "cuda" and has_triton(make.device):
             make.loads.append(Load({}, lambda _: self.stack()))  # before the next layer, which reuses their memory
         self.shared_gate_up = self.shared_down = self.shared_gate = None
         if config.shared_width:
@@ -161,7 +168,8 @@ class MoE:
 
     def _complete(self) -> None:
         """Make the native library's mixture of the loaded one, if that holds every matrix."""
-        self.lacking = next((name for name, linear in self._matrices() if linear.args is None), "")
+        lacking = (name for name, linear in self._matrices() if linear.args is None)
+        self.lacking = next(lacking, "") if self.latents is None else "fc1_latent_proj"
         library = native()
         if library is None or self.lacking:
             return
@@ -184,7 +192,7 @@ class MoE:
         for name, gate_up, down in (*experts, *shared):
             assert gate_up is not None
             assert down is not None
-            yield f"{name}.gate_proj", gate_up
+            yield f"{name}.{'gate' if self._activation.is_gated else 'up'}_proj", gate_up
             yield f"{name}.down_proj", down
         if self.shared_gate is not None:
             yield "shared_expert_gate", self.shared_gate
@@ -192,11 +200,13 @@ class MoE:
     def _routed(self, x: Tensor, routed: Tensor | None) -> Tensor:
         """Return the float32 sum over each token's experts, added in the order of their ranks."""
         weights, chosen = self.router(x if routed is None else routed)
+        if self.latents is not None:
+            x = self.latents[0](x)
         ranks = self._one_by_one(x, chosen).view(*chosen.shape, -1).unbind(1)
         total = ranks[0] * weights[:, :1]
         for rank, output in enumerate(ranks[1:], 1):
             total.addcmul_(output, weights[:, rank, None])
-        return total
+        return total if self.latents is None else self.latents[1].in_float32(total.to(x.dtype))
 
     def _one_by_one(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Return each token's experts' outputs, float32 [T * num_chosen, hidden]."""
@@ -240,7 +250,7 @@ def _plan(width: str) -> Plan:
 
 def _expert(config: MoEConfig, width: int, hidden_size: int, make: Maker) -> tuple[Linear, Linear]:
     """Return an expert's matrices, without a place for adapters."""
-    rows, activation = {"gate_proj": width, "up_proj": width}, None if config.clamp else config.activation
+    rows, activation = widths_of(config.activation, width), None if config.clamp else config.activation
     gate_up = make.linear(rows, hidden_size, bias=config.has_bias, activation=activation)
     return gate_up, make.linear({"down_proj": hidden_size}, width, bias=config.has_bias)
 

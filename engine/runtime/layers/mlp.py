@@ -1,9 +1,10 @@
-"""The dense feed-forward: gates, ups, and a product back."""
+"""The dense feed-forward: gates, ups, and a product back; or ups alone."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from engine.runtime.activation import Activation
 from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
 from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig
@@ -19,8 +20,13 @@ _PLAN: Plan = {
 }
 
 
+def widths_of(activation: Activation, width: int) -> dict[str, int]:
+    """Return the matrices that an activation takes, and their rows."""
+    return dict.fromkeys(("gate_proj", "up_proj") if activation.is_gated else ("up_proj",), width)
+
+
 class MLP:
-    """down(act(gate x) * up x), gate and up from one matrix."""
+    """down(act(gate x) * up x), gate and up from one matrix; or down(act(up x))."""
 
     __slots__ = ("_down", "_gate_up", "_group")
 
@@ -31,7 +37,7 @@ class MLP:
         make = make.within("mlp", plan=_PLAN)
         hidden, bias = config.hidden_size, config.mlp_bias
         width = config.layers[layer].width or config.intermediate_size
-        rows = {"gate_up_proj": 2 * width} if config.merged_checkpoint else {"gate_proj": width, "up_proj": width}
+        rows = {"gate_up_proj": 2 * width} if config.merged_checkpoint else widths_of(config.activation, width)
         self._gate_up = make.linear(rows, hidden, bias=bias, activation=config.activation, place=AdaptedMatrix.GATE_UP)
         self._down = make.linear({"down_proj": hidden}, width, bias=bias, place=AdaptedMatrix.DOWN)
         self._group = make.group

@@ -43,11 +43,13 @@ class MoEConfig:
     shared_width: int = 0  # of the expert that serves every token; 0 without one
     has_shared_gate: bool = False  # sigmoid(w x) multiplies the shared expert's output
     is_beside_mlp: bool = False  # the layer has a dense MLP, too (layers/beside.py)
+    latent_width: int = 0  # of what experts read and write; 0: the model's
 
     def num_weights(self, hidden_size: int) -> int:
         """Return the elements of all matrices of one layer's mixture."""
-        widths = self.router.num_experts * self.width + self.shared_width
-        return hidden_size * (self.router.num_experts + self.has_shared_gate + 3 * widths)
+        experts = self.router.num_experts * self.width * (self.latent_width or hidden_size)
+        others = self.router.num_experts + self.has_shared_gate + 2 * self.latent_width
+        return (2 + self.activation.is_gated) * (experts + self.shared_width * hidden_size) + others * hidden_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,20 +189,23 @@ class LayerConfig:
     window: int | None
     rope: RopeConfig | None
     moe: MoEConfig | None = None  # None: a dense MLP
-    mixer: str = "attention"  # a name in MIXERS (layer.py)
+    mixer: str = "attention"  # a name in MIXERS (layer.py); "": the layer has a feed-forward alone
     recurrent: RecurrentConfig | None = None  # of a mixer without attention
     source: int | None = None  # the layer whose keys and values it reads; None: it has its own
     width: int | None = None  # of its MLP, if not the model's intermediate size
     sparsity: float = 0.0  # the share of its MLP's gates that are 0 (layers/altup.py)
+    has_feed_forward: bool = True
 
     @property
     def has_mlp(self) -> bool:
         """Return whether it has a dense MLP."""
-        return self.moe is None or self.moe.is_beside_mlp
+        return self.has_feed_forward and (self.moe is None or self.moe.is_beside_mlp)
 
     @property
     def feed_forward(self) -> str:
-        """Return a name in FEED_FORWARDS (layer.py)."""
+        """Return a name in FEED_FORWARDS (layer.py); "" for none."""
+        if not self.has_feed_forward:
+            return ""
         if self.moe is None:
             return "mlp"
         return "beside" if self.moe.is_beside_mlp else "mixture"
@@ -254,10 +259,13 @@ class ModelConfig:
     @property
     def num_weights(self) -> int:
         """Return the elements of all matrices, which are nearly all of the allocation."""
-        mixers = [(layer.recurrent or layer.heads).num_weights(self.hidden_size) for layer in self.layers]
+        mixers = [
+            (layer.recurrent or layer.heads).num_weights(self.hidden_size) for layer in self.layers if layer.mixer
+        ]
+        unit = (2 + self.activation.is_gated) * self.hidden_size
         mlps = [
             (layer.moe.num_weights(self.hidden_size) if layer.moe else 0)
-            + (3 * self.hidden_size * (layer.width or self.intermediate_size) if layer.has_mlp else 0)
+            + (unit * (layer.width or self.intermediate_size) if layer.has_mlp else 0)
             for layer in self.layers
         ]
         inputs = len(self.layers) * self.layer_inputs * (self.vocab_size + 3 * self.hidden_size)

@@ -83,7 +83,7 @@ class Shards:
             if self._heads.num_kv_heads > size and self._heads.num_kv_heads % size:
                 raise _refusal(size, "its blocks, and so its recurrent states, would not be of one size on all ranks")
         mixtures = {layer.moe for layer in config.layers if layer.moe is not None}
-        is_dense = any(layer.moe is None for layer in config.layers)
+        is_dense = any(layer.has_mlp for layer in config.layers)
         for name, widths in (
             ("width", {config.intermediate_size} if is_dense else set()),
             ("expert_width", {moe.width for moe in mixtures}),

@@ -141,6 +141,21 @@ def lfm2_experts(hf: HFConfig) -> Mixtures:
     return _checked(hf, [moe if i >= num_dense else None for i in range(_num_layers(hf))])
 
 
+def nemotron_experts(hf: HFConfig) -> Mixtures:
+    """Return Nemotron 3's mixtures, which have DeepSeek-V3's router, no gates, and perhaps latent experts."""
+    if hf.integer("n_shared_experts", 1) != 1:
+        raise hf.error("n_shared_experts", "1")
+    router = _sigmoid_router(hf, num_experts=8, num_groups=1, num_chosen_groups=1, scale=1.0, num_chosen=2)
+    moe = MoEConfig(
+        router=router,
+        width=hf.size("moe_intermediate_size", 7688),
+        activation=Activation.RELU2,
+        shared_width=hf.size("moe_shared_expert_intermediate_size", 7688),
+        latent_width=hf.optional_size("moe_latent_size") or 0,
+    )
+    return _everywhere(hf, moe)
+
+
 def glm4_lite_experts(hf: HFConfig) -> Mixtures:
     """Return GLM-4.7-Flash's mixtures: those of GLM-4.5, in the layers that `mlp_layer_types` names."""
     router = _sigmoid_router(hf, num_experts=64, num_groups=1, num_chosen_groups=1, scale=1.8, num_chosen=4)

@@ -250,6 +250,24 @@ def granitemoehybrid(hf: HFConfig) -> ModelConfig:
     return replace(config, layers=with_mamba(hf, common.layers(hf, ropes=ropes, moes=moes)))
 
 
+def nemotron_h(hf: HFConfig) -> ModelConfig:
+    """Nemotron-H and Nemotron 3: each layer is Mamba-2, attention, an MLP of squared ReLUs or a mixture of them, alone."""
+    for key in ("attention_bias", "mlp_bias", "sliding_window"):
+        hf.refuse(key, "no layer of this family has it")
+    if hf.text("mlp_hidden_act", "relu2") != "relu2":
+        raise hf.error("mlp_hidden_act", "relu2, which is without gates")
+    from engine.runtime.models.mamba_settings import one_part_layers
+
+    hf = HFConfig({"head_dim": hf.size("attention_head_dim", 128), **hf.values}, hf.source)
+    layers = one_part_layers(hf)
+    return replace(
+        common.settings(HFConfig({"num_hidden_layers": len(layers), **hf.values}, hf.source)),
+        layers=layers,
+        norm_eps=hf.positive("layer_norm_epsilon", 1e-5),
+        activation=Activation.RELU2,
+    )
+
+
 def gpt_oss(hf: HFConfig) -> ModelConfig:
     """gpt-oss: attention sinks, windows on even layers, biases, and a clamped activation."""
     types = [common.FULL if i % 2 else common.SLIDING for i in range(common.num_layers(hf))]
@@ -404,6 +422,7 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "granitemoe": granitemoe,
     "granitemoeshared": granitemoeshared,
     "granitemoehybrid": granitemoehybrid,
+    "nemotron_h": nemotron_h,
     "gpt_oss": gpt_oss,
     "glm4_moe": glm4_moe,
     "qwen3_5_text": qwen3_5,

@@ -10,7 +10,27 @@ from engine.files.hf_config import HFConfig
 from engine.runtime.activation import Activation
 from engine.runtime.layers.model_config import LayerConfig, MambaConfig
 from engine.runtime.models import common_settings as common
+from engine.runtime.models.expert_settings import nemotron_experts
 
+# The names of sizes, and their defaults.
+_GRANITE = {
+    "num_heads": ("mamba_n_heads", 128),
+    "num_groups": ("mamba_n_groups", 1),
+    "state_dim": ("mamba_d_state", 256),
+    "kernel": ("mamba_d_conv", 4),
+}
+_NEMOTRON = {
+    "num_heads": ("mamba_num_heads", 128),
+    "num_groups": ("n_groups", 8),
+    "state_dim": ("ssm_state_size", 128),
+    "kernel": ("conv_kernel", 4),
+}
+_BLOCKS = {  # published names, transformers' names and the letters of patterns
+    **dict.fromkeys(("M", "mamba", "linear_attention"), "mamba"),
+    **dict.fromkeys(("*", "attention", common.FULL), "attention"),
+    **dict.fromkeys(("-", "mlp"), "mlp"),
+    **dict.fromkeys(("E", "moe"), "moe"),
+}
 _MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", common.FULL)  # published names, transformers' names
 
 
@@ -28,29 +48,64 @@ def with_mamba(hf: HFConfig, layers: Sequence[LayerConfig]) -> tuple[LayerConfig
     )
 
 
+def one_part_layers(hf: HFConfig) -> tuple[LayerConfig, ...]:
+    """Return Nemotron's layers: each is Mamba-2, attention, an MLP or a mixture alone, as a list or a pattern says."""
+    is_listed = hf.has("layers_block_type")
+    key = "layers_block_type" if is_listed else "hybrid_override_pattern"
+    kinds = [_BLOCKS.get(each) for each in (hf.texts(key) if is_listed else hf.text(key))]
+    if None in kinds or "attention" not in kinds:
+        raise hf.error(key, f"{', '.join(_BLOCKS)}, one a layer, and one of them attention")
+    hf = HFConfig({**hf.values, "num_hidden_layers": len(kinds)}, hf.source)
+    mamba = _mamba_of_nemotron(hf) if "mamba" in kinds else None
+    moe = nemotron_experts(hf)[0] if "moe" in kinds else None
+    attention = LayerConfig(common.heads(hf), None, None, has_feed_forward=False)
+    layers = {
+        "attention": attention,
+        "mamba": replace(attention, mixer="mamba", recurrent=mamba),
+        "mlp": replace(attention, mixer="", has_feed_forward=True),
+        "moe": replace(attention, mixer="", has_feed_forward=True, moe=moe),
+    }
+    return tuple(layers[kind] for kind in kinds if kind is not None)
+
+
 def _mamba(hf: HFConfig) -> MambaConfig:
     """Return the sizes of Mamba-2 layers, in the names of Granite 4."""
-    num_heads = hf.size("mamba_n_heads", 128)
     width = hf.size("mamba_d_ssm", hf.size("mamba_expand", 2) * hf.size("hidden_size"))
-    is_auto = hf.values.get("mamba_d_head", "auto") == "auto"
+    num_heads, is_auto = hf.size(*_GRANITE["num_heads"]), hf.values.get("mamba_d_head", "auto") == "auto"
     mamba = MambaConfig(
-        num_heads=num_heads,
+        **{name: hf.size(*given) for name, given in _GRANITE.items()},
         head_dim=width // num_heads if is_auto else hf.size("mamba_d_head"),
-        num_groups=hf.size("mamba_n_groups", 1),
-        state_dim=hf.size("mamba_d_state", 256),
-        kernel=hf.size("mamba_d_conv", 4),
         has_conv_bias=hf.flag("mamba_conv_bias", True),
         has_bias=hf.flag("mamba_proj_bias"),
         step_limit=_step_limit(hf),
     )
-    if num_heads % mamba.num_groups:
-        raise hf.error("mamba_n_groups", f"a number that divides mamba_n_heads, {num_heads}")
     if mamba.width != width:
         raise hf.error("mamba_d_head", f"{width // num_heads}, for {num_heads} heads of {width} numbers")
+    return _checked(hf, mamba, _GRANITE, "hidden_act")
+
+
+def _mamba_of_nemotron(hf: HFConfig) -> MambaConfig:
+    """Return the same in the names of Nemotron, whose steps have a lower bound alone, as in transformers."""
+    if _step_limit(hf) != (0.0, math.inf):
+        raise hf.error("time_step_limit", "0 and infinity: 'time_step_min' is the bound of this family")
+    mamba = MambaConfig(
+        **{name: hf.size(*given) for name, given in _NEMOTRON.items()},
+        head_dim=hf.size("mamba_head_dim", 64),
+        has_conv_bias=hf.flag("use_conv_bias", True),
+        has_bias=hf.flag("use_bias"),
+        step_limit=(hf.number("time_step_min", 0.001), math.inf),
+    )
+    return _checked(hf, mamba, _NEMOTRON, "mamba_hidden_act")
+
+
+def _checked(hf: HFConfig, mamba: MambaConfig, names: Mapping[str, tuple[str, int]], activation: str) -> MambaConfig:
+    """Return the sizes. Raises ModelLoadError for those that no layer can have."""
+    if mamba.num_heads % mamba.num_groups:
+        raise hf.error(names["num_groups"][0], f"a number that divides {names['num_heads'][0]}, {mamba.num_heads}")
     if mamba.kernel < 2:
-        raise hf.error("mamba_d_conv", "2 or more, because a state keeps the tokens before")
-    if common.activation(hf, "hidden_act", "silu") is not Activation.SILU:
-        raise hf.error("hidden_act", "silu, which the convolution has too")
+        raise hf.error(names["kernel"][0], "2 or more, because a state keeps the tokens before")
+    if common.activation(hf, activation, "silu") is not Activation.SILU:
+        raise hf.error(activation, "silu, which the convolution has too")
     return mamba
 
 

@@ -150,7 +150,7 @@ INLINE void gemm_prepare(const struct gemm_args *a, int64_t first_row, int64_t n
     for (int64_t r = first_row; r < first_row + num_rows; r++) {
         char *y = gemm_target(a, r, panel);
         __builtin_prefetch(y, 1);
-        __builtin_prefetch(y + (a->w.activation ? 31 : 64), 1);
+        __builtin_prefetch(y + (is_gated(a->w.activation) ? 31 : 64), 1);
     }
 }
 
@@ -178,7 +178,10 @@ INLINE void gemm_finish_as(const struct gemm_args *a, const float *sums, int64_t
         for (int64_t i = 0; i < num_columns; i += W) {
             vf sum = load_f(from + i);
             if (a->w.bias) sum += get(bias, i, num_columns);
-            if (a->w.activation) {
+            if (a->w.activation == ACT_RELU2) {
+                sum = max_f(sum, splat(0));
+                sum *= sum;
+            } else if (a->w.activation) {
                 vf up = load_f(from + PANEL / 2 + i);
                 if (a->w.bias) up += get(up_bias, i, num_columns);
                 sum = activate(sum, (enum activation)a->w.activation) * up;

@@ -122,11 +122,14 @@ enum weight_format {
     WEIGHT_Q5_SUPER = 19,
 };
 
-enum activation { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_GELU = 3 };
+enum activation { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU_TANH = 2, ACT_GELU = 3, ACT_RELU2 = 4 };
+
+/* Whether half of the rows of a matrix with this activation are gates; without them it is that of each number. */
+static inline int is_gated(int32_t activation) { return activation != ACT_NONE && activation != ACT_RELU2; }
 
 /* A weight matrix [n, k] in panels of PANEL rows, as its format's kernels read them, and perhaps a bias [n].
  *
- * One with an activation is n / 2 gates and then as many ups, and its product is activation(gates x) * ups x. Its panels
+ * One with a gated activation is n / 2 gates and then as many ups, and its product is activation(gates x) * ups x. Its panels
  * are PANEL / 2 gates and their ups, so that a gate and its up are summed at the same time. */
 SHARED struct linear {
     const void *packed, *scales, *bias;
@@ -136,12 +139,12 @@ SHARED struct linear {
 };
 
 /* The number of columns of the product, and of a panel. */
-static inline int64_t num_columns_of(const struct linear *w) { return w->activation ? w->n / 2 : w->n; }
-static inline int64_t panel_columns_of(const struct linear *w) { return w->activation ? PANEL / 2 : PANEL; }
+static inline int64_t num_columns_of(const struct linear *w) { return is_gated(w->activation) ? w->n / 2 : w->n; }
+static inline int64_t panel_columns_of(const struct linear *w) { return is_gated(w->activation) ? PANEL / 2 : PANEL; }
 
 /* The position of row `row`, of n, among the rows of the panels. */
 static inline int64_t packed_row(int64_t row, int64_t n, int32_t activation) {
-    if (!activation) return row;
+    if (!is_gated(activation)) return row;
     int64_t half = PANEL / 2, is_up = row >= n / 2, pair = is_up ? row - n / 2 : row;
     return pair / half * PANEL + is_up * half + pair % half;
 }

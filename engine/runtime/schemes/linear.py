@@ -25,7 +25,13 @@ from engine.runtime.schemes.activations import act_mul
 
 Product = Callable[[Tensor], Tensor]  # [T, inputs] -> [T, outputs], without the activation if it is not native
 HeadProducts = Callable[[Tensor, Tensor], None]  # x [T, heads, inputs], out [T, heads, outputs]
-CODES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2, Activation.GELU: 3}  # as in quire_cpu.h
+CODES = {
+    None: 0,
+    Activation.SILU: 1,
+    Activation.GELU_TANH: 2,
+    Activation.GELU: 3,
+    Activation.RELU2: 4,
+}  # as in quire_cpu.h
 
 
 class Addend(NamedTuple):
@@ -42,7 +48,7 @@ class Addend(NamedTuple):
 class Linear:
     """A product and its activation.
 
-    With an activation the weight is gates and then as many ups, and y = activation(gates x) * ups x.
+    With an activation the weight is gates and then as many ups, and y = activation(gates x) * ups x; squared ReLU has no gates.
     """
 
     __slots__ = ("activation", "product")
@@ -53,7 +59,7 @@ class Linear:
         self.activation = activation
 
     def __call__(self, x: Tensor, addends: Sequence[Addend] = ()) -> Tensor:
-        """Return [T, outputs] of x [T, inputs], half as many outputs with an activation.
+        """Return [T, outputs] of x [T, inputs], half as many outputs with gates.
 
         No row is in two addends.
         """

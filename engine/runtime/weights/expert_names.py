@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # A stack of experts: the module, the matrix, and the ending of a plain, biased, packed or scaled one.
-_STACK = re.compile(r"(.+\.(?:mlp|moe)\.experts)\.(gate_up_proj|down_proj)((?:_bias|_blocks|_scales)?)")
+_STACK = re.compile(r"(.+\.(?:mlp|moe)\.experts)\.(gate_up_proj|up_proj|down_proj)((?:_bias|_blocks|_scales)?)")
 _GRANITES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 _GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -41,6 +41,7 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
     "gpt_oss": {"router": "gate"},
+    "nemotron_h": {"norm_f": "norm", "embeddings": "embed_tokens", "shared_experts": "shared_expert"},
     "deepseek_v2": {"shared_experts": "shared_expert"},
     "deepseek_v3": {"shared_experts": "shared_expert"},
     "glm4_moe": {"shared_experts": "shared_expert"},
@@ -69,6 +70,12 @@ _GEMMA4 = {
     ".router.scale": ".moe.gate_norm.weight",
     ".router.per_expert_scale": ".moe.gate.per_expert_scale",
 }
+_NEMOTRON_NORM = re.compile(r"(\.layers\.\d+)\.norm\.")
+_NEMOTRON_MIXER = re.compile(r"\.mixer\.(\w+)")
+_NEMOTRON_PARTS = {
+    **dict.fromkeys(("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm", "out_proj"), "mamba"),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
+}  # all others are of feed-forwards
 _SHARING = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 _KEYS_OR_VALUES = re.compile(r"layers\.(\d+)\.self_attn\.([kv]_(?:proj|norm))\.")
 
@@ -102,6 +109,8 @@ def expert_parts(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterato
         return
     if kind == "gemma4_text":
         name = next((name.replace(theirs, ours) for theirs, ours in _GEMMA4.items() if theirs in name), name)
+    if kind == "nemotron_h" and name.startswith("mtp."):  # its head for later tokens is not served
+        return
     if kind in _RENAMED:
         name = _renamed(kind, name)
     stack = _STACK.fullmatch(name)
@@ -114,7 +123,8 @@ def expert_parts(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterato
         is_transposed = shape[1 if matrix == "down_proj" else 2] != config.size("hidden_size")
     for expert in range(shape[0]):
         size = shape[:0:-1] if is_transposed else shape[1:]
-        cuts = {"down_proj": slice(None)} if matrix == "down_proj" else _halves(size[0], interleaved=kind == "gpt_oss")
+        is_merged = matrix == "gate_up_proj"
+        cuts = _halves(size[0], interleaved=kind == "gpt_oss") if is_merged else {matrix: slice(None)}
         for role, rows in cuts.items():
             view = partial(_cut, expert=expert, rows=rows, is_transposed=is_transposed)
             chosen = range(*rows.indices(size[0]))
@@ -183,12 +193,17 @@ def _renamed(kind: str, name: str) -> str:
         name = name.replace(".router.layer.", ".gate.").replace(".router.", ".gate.")
         for theirs, ours in _GRANITE.items():
             name = name.removesuffix(theirs) + ours if name.endswith(theirs) else name
+    if kind == "nemotron_h":
+        name = _NEMOTRON_NORM.sub(r"\1.input_layernorm.", name)
+        name = _NEMOTRON_MIXER.sub(lambda found: f".{_NEMOTRON_PARTS.get(found[1], 'mlp')}.{found[1]}", name)
     return ".".join(_RENAMED[kind].get(part, part) for part in name.split("."))
 
 
 def their_name(kind: str, name: str) -> str:
     """Return what a kind of model calls a module outside experts, in adapters too."""
     theirs = {ours: their for their, ours in _RENAMED.get(kind, {}).items()}
+    if kind == "nemotron_h":
+        theirs |= dict.fromkeys(("mamba", "self_attn", "mlp"), "mixer")
     return ".".join(theirs.get(part, part) for part in name.split("."))
 
 

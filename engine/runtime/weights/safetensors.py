@@ -113,7 +113,8 @@ def language_name(name: str) -> str | None:
     """Return a tensor's name in a causal model; None for a vision tower's."""
     if name.removeprefix("model.").startswith(_OTHER_TOWERS):
         return None
-    for prefix in ("language_model.model.", "model.language_model."):  # a language model inside another, old and new
+    # A language model inside another, old and new, and Nemotron's.
+    for prefix in ("language_model.model.", "model.language_model.", "backbone."):
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
     if name.startswith(_BODY):  # a body saved without its head, like embedding models
