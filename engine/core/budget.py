@@ -228,14 +228,14 @@ class Allowance:
             least = least or not self.load.num_prompt_tokens
             seconds = self.seconds - self._budget.num_states * times.costs.state_s
             count = int(min(times.tokens_within(seconds, start), limit))
-            if num_vectors := count_vectors(spans, start, start + count):
+            if spans and (num_vectors := count_vectors(spans, start, start + count)):
                 count = int(min(times.tokens_within(seconds - num_vectors * times.costs.vector_s, start), limit))
             limit = min(limit, max(count, least))
         return limit
 
     def take_prompt(self, start: int, count: int, spans: abc.Sequence[Span]) -> None:
         """Subtract a chunk of a prompt."""
-        costs, num_vectors = self._budget.times.costs, count_vectors(spans, start, start + count)
+        costs, num_vectors = self._budget.times.costs, count_vectors(spans, start, start + count) if spans else 0
         self.seconds -= self._budget.times.chunk_s(start, count)
         self.seconds -= self._budget.num_states * costs.state_s + num_vectors * costs.vector_s
         excess = max(count - self.num_tokens, 0)  # of an atomic span that is computed alone

@@ -64,8 +64,3 @@ def divided(spans: Iterable[Span], stop: int) -> Span | None:
 def count_vectors(spans: Iterable[Span], start: int, stop: int) -> int:
     """Return how many of the positions start .. stop - 1 are vectors."""
     return sum([max(min(span.end, stop) - max(span.start, start), 0) for span in spans])
-
-
-def longest_atomic(spans: Iterable[Span]) -> int:
-    """Return the length of the longest atomic span."""
-    return max([span.length for span in spans if span.is_atomic], default=0)

@@ -210,6 +210,11 @@ class Request:
     tenant: str = ""  # on whose account it runs; "" is a tenant like any other
     weight: float = 1.0  # that tenant's, under the policy `fair`: with 2 it gets twice what others get
 
+    @property
+    def longest_atomic(self) -> int:
+        """Return the length of the longest span that is computed in one step."""
+        return max([span.length for span in self.spans if span.is_atomic], default=0)
+
 
 class TokenLogprob(NamedTuple):
     """One position's log probabilities: the chosen token, and the best alternatives, best first."""

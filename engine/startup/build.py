@@ -53,15 +53,10 @@ from engine.runtime.models.load import load_model, resolve_dtype
 from engine.runtime.native.backed_memory import BackedMemory
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.parallel.group import SINGLE
-from engine.runtime.pool import kv_cache
+from engine.runtime.pool import pool_size
 from engine.runtime.pool.groups import LayerGroups, group_layers
-from engine.runtime.pool.kv_cache import (
-    KVCache,
-    PoolBudget,
-    default_cpu_budget,
-    fit_pool,
-    resolve_kv_dtype,
-)
+from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.pool_size import PoolBudget, default_cpu_budget, fit_pool, resolve_kv_dtype
 from engine.runtime.pool.states import place_states
 from engine.runtime.speculation.heads import Head
 from engine.runtime.stores.pinned import STAGING_BYTES
@@ -386,7 +381,7 @@ def _make_scheduler(config: EngineConfig, settings: SchedulerConfig) -> Schedule
 def _check_early(config: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError for what the device cannot do, and for missing adapters, before minutes of loading."""
     if config.kv_cache_dtype == "fp8":
-        kv_cache.require_fp8(device)
+        pool_size.require_fp8(device)
     if config.state_dtype != "float32" and device.type == "cuda":
         raise ConfigError(f"--state-dtype is {config.state_dtype!r}, which only CPUs have; leave it out.")
     load_backend(config.attention_backend, device)

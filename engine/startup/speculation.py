@@ -18,7 +18,8 @@ from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.kv_layout import attends
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_eagle3, load_model, load_mtp, resolve_dtype
-from engine.runtime.pool.kv_cache import KVCache, resolve_kv_dtype
+from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.pool_size import resolve_kv_dtype
 from engine.runtime.speculation.draft_model import DraftModel
 from engine.runtime.speculation.drafter import Drafter, UpToLength
 from engine.runtime.speculation.heads import Head

@@ -24,7 +24,7 @@ from engine.runtime.execution.device_memory import CudaMemory, full_steps, other
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native
-from engine.runtime.pool.kv_cache import PoolSize, fit_pool
+from engine.runtime.pool.pool_size import PoolSize, fit_pool
 from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.startup.build import _Parts, _pool_budget, build_engine
 from tests.cpu import test_models_families

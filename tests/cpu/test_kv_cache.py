@@ -12,16 +12,10 @@ from engine.core.errors import ConfigError, MemoryBudgetError
 from engine.core.page_table import blocks_for
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.pool import kv_cache
+from engine.runtime.pool import pool_size
 from engine.runtime.pool.groups import one_group
-from engine.runtime.pool.kv_cache import (
-    KVCache,
-    PoolBudget,
-    PoolSize,
-    default_cpu_budget,
-    fit_pool,
-    resolve_kv_dtype,
-)
+from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.pool_size import PoolBudget, PoolSize, default_cpu_budget, fit_pool, resolve_kv_dtype
 from engine.runtime.stores import pinned
 
 in_blocks = partial(blocks_for, block_size=16)
@@ -78,7 +72,7 @@ def test_blocks_go_out_and_in_by_a_gather(dtype: torch.dtype, monkeypatch: pytes
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_a_new_pool_has_no_nan(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "require_fp8", lambda device: None)
+    monkeypatch.setattr(pool_size, "require_fp8", lambda device: None)
     specs = [AttentionSpec(4, 2, 8, 1.0)]
     pool = KVCache(specs, load_backend("torch", CPU), num_blocks=64, block_size=16, dtype=dtype, device=CPU)
     assert not any(view.view(torch.uint8).any() for view in (*pool._keys.values(), *pool._values.values()))
@@ -137,7 +131,7 @@ def test_more_than_there_is_is_an_error() -> None:
 
 def test_the_default_is_a_share_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < default_cpu_budget() <= 2 << 30
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: 1 << 30)
+    monkeypatch.setattr(pool_size, "available_memory", lambda: 1 << 30)
     assert default_cpu_budget() == 1 << 28
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: 1 << 40)
+    monkeypatch.setattr(pool_size, "available_memory", lambda: 1 << 40)
     assert default_cpu_budget() == 2 << 30

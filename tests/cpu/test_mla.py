@@ -31,7 +31,8 @@ from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.native.library import Library, native
 from engine.runtime.pool.groups import one_group
-from engine.runtime.pool.kv_cache import KVCache, resolve_kv_dtype
+from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.pool_size import resolve_kv_dtype
 from engine.runtime.schemes.scheme import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.settings.engine_config import EngineConfig

@@ -22,7 +22,7 @@ from engine.runtime.cuda.attention_decode import MAX_SPLITS, Splits, attend_deco
 from engine.runtime.cuda.attention_tuning import Cut, DecodeTile, choose_tuning
 from engine.runtime.cuda.store import store_kv, view_pool
 from engine.runtime.kv_layout import PEAKS, SMALLEST_PEAK, AttentionSpec, from_pool, movable, pool_shape, to_pool
-from engine.runtime.pool import kv_cache
+from engine.runtime.pool import pool_size
 from engine.runtime.pool.groups import one_group
 from tests.cpu.test_models_families import CASES, save_tiny
 from tests.gpu.test_engine_cuda import build
@@ -468,7 +468,9 @@ def greedy(engine: Engine) -> dict[str, list[int]]:
 def test_over_fp8_an_engine_says_what_it_says_with_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_cache, "require_fp8", lambda device: None)  # which refuses CPUs, not knowing the interpreter
+    monkeypatch.setattr(
+        pool_size, "require_fp8", lambda device: None
+    )  # which refuses CPUs, not knowing the interpreter
     save_tiny(CASES["qwen3"], tmp_path)
     expected = greedy(build(tmp_path, DEVICE.type, attention_backend="reference", kv_cache_dtype="fp8"))
     tried = build(tmp_path, DEVICE.type, attention_backend="triton", kv_cache_dtype="fp8", max_num_batched_tokens=12)
@@ -479,19 +481,19 @@ def test_a_card_without_fp8_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
     with pytest.raises(ConfigError, match=r"needs compute capability 8\.9 or newer, and A card has 8\.0; choose int8"):
-        kv_cache.require_fp8(torch.device("cuda"))
+        pool_size.require_fp8(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    kv_cache.require_fp8(torch.device("cuda"))
+    pool_size.require_fp8(torch.device("cuda"))
     with pytest.raises(ConfigError, match="--kv-cache-dtype is 'fp8'; choose one of auto, int8 on a CPU"):
-        kv_cache.require_fp8(torch.device("cpu"))
+        pool_size.require_fp8(torch.device("cpu"))
 
 
 def test_fp8_weighs_what_int8_weighs() -> None:
     specs = [make_spec(64, 4), make_spec(128, 1)]
-    assert kv_cache.resolve_kv_dtype("fp8", torch.bfloat16, specs) is torch.float8_e4m3fn
+    assert pool_size.resolve_kv_dtype("fp8", torch.bfloat16, specs) is torch.float8_e4m3fn
     assert 16 * one_group(specs, torch.float8_e4m3fn).cuts[-1] == 2 * 16 * (64 + 4 + 2 * (128 + 4))
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype is 'fp8', .* multiple of 4, and the model's is 10"):
-        kv_cache.resolve_kv_dtype("fp8", torch.bfloat16, [make_spec(10, 1)])
+        pool_size.resolve_kv_dtype("fp8", torch.bfloat16, [make_spec(10, 1)])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "olmo2", "smollm3", "gemma4", "gemma4-shared"])

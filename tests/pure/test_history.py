@@ -17,8 +17,8 @@ from engine.text.chat.choice import Choice, Delta
 from engine.text.chat.history import AnswerHistory
 from engine.text.chat.limits import ModelLimits
 from engine.text.chat.prefixes import Owner
-from engine.text.fields.body import checked
 from engine.text.fields.chat import ChatFields
+from engine.text.fields.faults import checked
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
 from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 

@@ -36,7 +36,6 @@ from engine.core.kv.contents import DIGEST_BYTES, in_group
 from engine.core.kv.prefix_cache import BlockIndex, Listener, PrefixCache, name_block
 from engine.core.page_table import NO_BLOCK, TO_LOAD, blocks_for
 from engine.core.sequence import Sequence
-from engine.core.spans import longest_atomic
 
 
 class Below(Listener, Protocol):
@@ -204,11 +203,11 @@ class WindowGroup(Group):
 
     def owed(self, seq: Sequence) -> int:
         """Return how many blocks a sequence may still need here while its known tokens are computed."""
-        table, spans, num_tokens = self._table(seq), seq.request.spans, len(seq.tokens)
+        table, num_tokens = self._table(seq), len(seq.tokens)
         num_left = max(blocks_for(num_tokens, self._block_size), len(seq.kv.tables[0])) - len(table)
         if num_left <= 0:
             return 0
-        most = self._config.window_blocks(self._window, num_tokens, longest_atomic(spans) if spans else 0)
+        most = self._config.window_blocks(self._window, num_tokens, seq.request.longest_atomic)
         held = table[-most:]  # and what the window has passed, which comes first
         return min(most - len(held) + held.count(NO_BLOCK), num_left)
 

@@ -24,10 +24,9 @@ from engine.core.kv.pins import Pins
 from engine.core.kv.prefix_cache import BlockIndex, PrefixCache, Unkept, request_names
 from engine.core.kv.snapshots import RecurrentGroup
 from engine.core.kv.tiers import Tiers, TransferEnd
-from engine.core.page_table import NO_BLOCK, blocks_for
+from engine.core.page_table import NEVER, NO_BLOCK, StateSlots, blocks_for
 from engine.core.sequence import Sequence
-from engine.core.spans import divided, longest_atomic
-from engine.core.states import NEVER, StateSlots
+from engine.core.spans import divided
 from engine.core.stats import Stats
 from engine.core.types import Request
 
@@ -209,7 +208,7 @@ class KVCacheManager:
     def enough(self, victims: Iterable[Sequence], seq: Sequence, num_reserved: int) -> list[Sequence]:
         """Return the shortest prefix of victims that frees enough for a sequence; none if all do not."""
         num_slots, num_blocks, found = len(self._slots), self.pool.num_available, list[Sequence]()
-        needed = self._config.max_blocks(len(seq.tokens), longest_atomic=longest_atomic(seq.request.spans))
+        needed = self._config.max_blocks(len(seq.tokens), longest_atomic=seq.request.longest_atomic)
         needed += num_reserved * self._num_groups + seq.headroom + self.pool.num_owed
         for victim in victims:
             found.append(victim)

@@ -38,9 +38,8 @@ from engine.core.in_flight import InFlightStep
 from engine.core.kv.contents import DIGEST_BYTES
 from engine.core.kv.groups import Below, Group, fill
 from engine.core.kv.prefix_cache import PrefixCache, name_block
-from engine.core.page_table import TO_LOAD
+from engine.core.page_table import TO_LOAD, LeftSlot, StateSlots
 from engine.core.sequence import Sequence
-from engine.core.states import LeftSlot, StateSlots
 
 EVERY = 256  # blocks of a long prompt between two snapshots, at least ...
 SPACING = 4  # ... and times the blocks of a snapshot, so that a prompt's take a quarter of its K/V at most

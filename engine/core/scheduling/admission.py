@@ -18,7 +18,6 @@ from engine.core.errors import (
     NeverFitsError,
     OverloadedError,
 )
-from engine.core.spans import longest_atomic
 from engine.core.stats import Stats
 from engine.core.types import Request
 
@@ -61,7 +60,8 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
             limit=config.max_model_len,
             max_tokens=max_tokens,
         )
-    _check_spans(request, config)
+    if request.spans:
+        _check_spans(request, config)
     if params.beam is not None and params.grammar is not None:
         raise InvalidRequestError(
             "A beam search cannot follow a grammar yet; leave out use_beam_search, or what constrains the answer.",
@@ -76,7 +76,7 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
         )
     # Answers that fork read one state, and each writes another; one of each may be a snapshot's that was found.
     num_states = 2 if params.num_sequences == 1 else params.num_sequences + 2
-    longest = longest_atomic(request.spans)
+    longest = request.longest_atomic
     needed = config.max_blocks(peak_positions(num_prompt, max_tokens), num_states, longest)
     if params.beam is not None:
         # No beam can wait for the others, so all have to fit; they share the prompt's full blocks.
@@ -95,7 +95,7 @@ def _check_spans(request: Request, config: SchedulerConfig) -> None:
     ends = [0, *[span.end for span in request.spans]]
     assert all(span.start >= end for span, end in zip(request.spans, ends, strict=False)), "spans overlap"
     assert ends[-1] <= len(request.prompt), "a span is behind the prompt"
-    longest = longest_atomic(request.spans)
+    longest = request.longest_atomic
     if longest > config.max_num_batched_tokens:
         raise NeverFitsError(
             f"The prompt has an input of {longest} tokens that is computed in one step, but a step holds "

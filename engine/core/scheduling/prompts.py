@@ -95,7 +95,8 @@ class PromptPlan:
         num_left = self._kv.reach(seq) - start
         count = self._allowance.prompt(start, num_left, seq.request.spans, least) if num_left > 0 else 0
         self._is_full = self._is_full or start + count < len(seq.tokens)
-        stop, span = start + count, divided(seq.request.spans, start + count)
+        stop, spans = start + count, seq.request.spans
+        span = divided(spans, stop) if spans else None
         if span is not None:
             # One that is alone in a step may exceed a limit that is lowered.
             is_alone = span.start <= start and not self._step.sequences

@@ -288,7 +288,7 @@ class Scheduler:
             self._output.settle(seq)
         events = self._output.process(step, result, now)
         self._queue.foreground.charge(step.all_sequences)
-        self._recorder.stepped(plan, now, is_background=next(step.all_sequences).is_background)
+        self._recorder.stepped(step, now)
         self._queue.update_gauges()
         return events
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import deque
 
 from engine.core.config import SchedulerConfig
+from engine.core.in_flight import InFlightStep
 from engine.core.kv.manager import KVCacheManager
 from engine.core.kv.prefix_cache import BlockIndex
 from engine.core.sequence import Sequence
 from engine.core.stats import FailureCause, PreemptionKind, Stats, SwapDirection, Target
-from engine.core.step import StepPlan
 from engine.core.types import FinishReason, RequestTimings
 
 _NUM_RECENT = 1024  # completed sequences whose lengths are kept: minutes of a busy server, and milliseconds to sort
@@ -94,9 +94,9 @@ class StatsRecorder:
             self._stats.ttft_s.observe(now - seq.request.arrival_s)
         return self.finished(seq, reason, now, 1, num_tokens)
 
-    def stepped(self, plan: StepPlan, now: float, *, is_background: bool) -> None:
+    def stepped(self, step: InFlightStep, now: float) -> None:
         """Count a committed step: of background work, or of all other, never of both."""
-        stats = self._stats
+        stats, is_background = self._stats, next(step.all_sequences).is_background
         for previous, times in self.gaps.items():
             if not is_background:
                 stats.itl_s.observe(now - previous, times)
@@ -104,11 +104,11 @@ class StatsRecorder:
         self.gaps.clear()
         stats.steps += 1
         stats.background_steps += is_background
-        stats.step_tokens.observe(plan.num_tokens)
-        stats.step_sequences.observe(plan.num_slices)
-        if plan.swap_out or plan.swap_in:
-            stats.swapped_blocks[SwapDirection.OUT] += len(plan.swap_out)
-            stats.swapped_blocks[SwapDirection.IN] += len(plan.swap_in)
+        stats.step_tokens.observe(step.num_tokens)
+        stats.step_sequences.observe(len(step.sequences))
+        if step.swap_out or step.swap_in:
+            stats.swapped_blocks[SwapDirection.OUT] += len(step.swap_out)
+            stats.swapped_blocks[SwapDirection.IN] += len(step.swap_in)
 
     def finished(
         self, seq: Sequence, reason: FinishReason, now: float, num_choices: int, num_generated: int
