@@ -18,7 +18,7 @@ from engine.sources.model_source import find_model
 from engine.text.tokenizer import load_tokenizer
 from tests.cpu.model_driver import make_runner, request, serve, settings
 
-NUM_NEW = 14
+NUM_NEW = 10
 SYSTEM = "You are a careful librarian who answers in one short sentence and never makes anything up. "
 TEXTS = (
     "The capital of France is",
@@ -70,7 +70,7 @@ def real(transformers_smollm2: Any) -> Real:
     return Real(transformers_smollm2)
 
 
-@pytest.mark.parametrize(("regime", "depth"), [("chunked", 1), ("preempting", 0), ("preempting", 1)])
+@pytest.mark.parametrize(("regime", "depth"), [("chunked", 1), ("preempting", 1)])
 def test_greedy_batches(real: Real, regime: str, depth: int) -> None:
     config = real.regime(regime)
     scheduler = Scheduler(config)

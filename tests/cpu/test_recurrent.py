@@ -89,14 +89,15 @@ DRAFTS: dict[str, dict[str, int]] = {
 }
 
 
-OF_EACH = [pytest.param(NAMES[0], regime, id=regime) for regime in DRAFTS]
-OF_EACH += [pytest.param(name, "swapping", id=name) for name in NAMES[1:]]
+SAMPLED = {"temperature": 1.0, "n": 2}
+OF_EACH = [pytest.param(NAMES[0], regime, {}, id=regime) for regime in DRAFTS]
+OF_EACH += [pytest.param(NAMES[0], regime, SAMPLED, id=f"{regime}-sampled") for regime in ("chunked", "swapping")]
+OF_EACH += [pytest.param(name, "swapping", SAMPLED, id=name) for name in NAMES[1:]]
 
 
-@pytest.mark.parametrize(("name", "regime"), OF_EACH)
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "n": 2}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("name", "regime", "sampling"), OF_EACH)
 def test_right_and_wrong_drafts_change_no_answer(
-    sampling: dict[str, Any], name: str, regime: str, tmp_path: Path
+    name: str, regime: str, sampling: dict[str, Any], tmp_path: Path
 ) -> None:
     """A step takes in as many drafts of the one before as were right."""
     model, _ = tiny(name, tmp_path)

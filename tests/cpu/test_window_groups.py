@@ -93,8 +93,7 @@ def test_preempted_sequences_resume(num_host_blocks: int) -> None:
     assert (scheduler.stats.preempted[PreemptionKind.SWAP] > 0) == (num_host_blocks > 0)
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("backend", "depth"), [("auto", 1), ("torch", 0)])
 def test_layers_with_windows_alone_hold_nothing_else(backend: str, depth: int) -> None:
     """A pool that could not hold the longest prompt, let alone all: through chunks, forks and cache hits."""
     windows = (9, 40, 9, 9)
