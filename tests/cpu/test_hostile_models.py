@@ -110,7 +110,7 @@ def changed(values: dict[str, Any], folder: Path) -> Path:
 
 
 def test_any_value_of_a_config_loads_or_is_refused(tmp_path: Path) -> None:
-    """Every key of some families has every value; one that an earlier family has too, some of them."""
+    """Every key of some families has every value; one that an earlier family has too, one of them."""
     seen: set[str] = set()
     chooser = random.Random(3)
     for name in ("llama", "qwen2-window", "smollm3-window", "gemma2", "gemma3", "granite", "olmo3", "glm4-moe"):
@@ -122,7 +122,7 @@ def test_any_value_of_a_config_loads_or_is_refused(tmp_path: Path) -> None:
         outcomes = [
             loads(changed(values | {key: value}, folder))
             for key in values
-            for value in (chooser.sample(VALUES, 3) if key in seen else VALUES)
+            for value in ([chooser.choice(VALUES)] if key in seen else VALUES)
         ]
         assert set(outcomes) == {True, False}
         seen |= values.keys()
