@@ -159,7 +159,7 @@ def test_choices_go_on_from_the_state_of_their_prompt(name: str, tmp_path: Path)
         assert found == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen35", "granitehybrid"])
+@pytest.mark.parametrize("name", ["qwen35", "granitehybrid", "lfm2", "lfm2moe"])
 def test_a_gguf_file_says_the_same(name: str, tmp_path: Path) -> None:
     """Value heads of Qwen 3.5 are moved there."""
     case, names, extra = gguf.ARCHITECTURES[name]

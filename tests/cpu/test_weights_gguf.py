@@ -70,6 +70,21 @@ DELTA = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
+LFM2_NAMES = {
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+}
 MAMBA_NAMES = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "out_proj": "ssm_out"}
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 SANDWICH = AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
@@ -96,6 +111,13 @@ QWEN35 = {
     "ssm.time_step_rank": QWEN3_5["linear_num_value_heads"],
     "ssm.group_count": QWEN3_5["linear_num_key_heads"],
 }
+
+
+def lfm2(name: str, **extra: Any) -> tuple[Case, dict[str, str], dict[str, Any]]:
+    """LFM2's metadata; the width of the MLP as it is, and no scale of experts."""
+    case = Case(CASES[name].config, CASES[name].settings | {"routed_scaling_factor": 1.0})
+    heads = [2 if kind == "full_attention" else 0 for kind in case.settings["layer_types"]]
+    return case, LFM2_NAMES, {"attention.head_count_kv": heads, "shortconv.l_cache": 3} | extra
 
 
 def granite_hybrid(name: str, **extra: Any) -> tuple[Case, dict[str, str], dict[str, Any]]:
@@ -333,6 +355,8 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
     "qwen35": (CASES["qwen3_5"], DELTA, QWEN35),
     "qwen35moe": (CASES["qwen3_5-moe"], DELTA, QWEN35 | EXPERTS),
     "qwen3next": (CASES["qwen3_next"], DELTA, QWEN35 | EXPERTS),
+    "lfm2": lfm2("lfm2", feed_forward_length=64),
+    "lfm2moe": lfm2("lfm2-moe", leading_dense_block_count=2, expert_gating_func=2, **EXPERTS),
     "glm4moe/air": (CASES["glm4-moe-air"], BEFORE_MLP, {**GLM4, "expert_shared_count": 2}),
 }
 
@@ -355,7 +379,7 @@ def write(
     writer.add_head_count(config.num_attention_heads)
     if "attention.head_count_kv" not in extra:
         writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
     if "attention.key_length" not in extra:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         writer.add_key_length(head_dim)
@@ -424,7 +448,7 @@ def converted_in_layer(
     if name == "self_attn.sinks":
         yield "attn_sinks.weight", values
         return
-    if name.endswith("e_score_correction_bias"):
+    if name.endswith(("e_score_correction_bias", "expert_bias")):
         yield "exp_probs_b.bias", values
         return
     if name == "self_attn.kv_b_proj.weight" and "whole" not in table:
@@ -439,6 +463,8 @@ def converted_in_layer(
     if name.startswith("mamba."):
         yield from mamba_of(name.removeprefix("mamba."), values, config.mamba_n_groups)
         return
+    if name == "conv.conv.weight":
+        values = values.squeeze(1)
     stem, ending = name.rsplit(".", 1)
     if stem.endswith(("q_proj", "k_proj")) and arch in INTERLEAVED:
         heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
@@ -752,6 +778,10 @@ SIZES_OF_MAMBA: dict[str, Any] = {
         ),
         ("mistral3", {"attention.temperature_scale": 0.1}, "", "its queries are scaled by their position"),
         ("granitehybrid", SIZES_OF_MAMBA, "", "granitemoehybrid"),
+        ("lfm2", {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3}, "", "lfm2"),
+        ("lfm2", {"attention.causal": False}, "", "Quire needs true: its embedding models"),
+        ("lfm2", {"attention.sliding_window": 8}, "", "its layers with attention see all positions"),
+        ("lfm2moe", {"expert_gating_func": 1}, "", "Quire needs 2, a sigmoid"),
         (
             "granitehybrid",
             SIZES_OF_MAMBA | {"ssm.time_step_rank": 5},
@@ -771,7 +801,7 @@ def test_what_metadata_leaves_to_the_architecture(arch: str, metadata: dict[str,
     """Old files of DeepSeek do not name the router's function: its correction goes with a sigmoid."""
     sizes = {"block_count": 2, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96}
     heads = {"head_count": 4, "layer_norm_rms_epsilon": 1e-6, "kv_lora_rank": 24, "key_length": 24, "value_length": 16}
-    routing = {"expert_count": 8, "expert_used_count": 3} if arch != "mistral3" else {}
+    routing = {"expert_count": 8, "expert_used_count": 3} if arch not in ("mistral3", "lfm2") else {}
     keys = sizes | {f"attention.{key}": value for key, value in heads.items()} | routing | metadata
     keys |= {"rope.dimension_count": 8}
     shapes = {"token_embd.weight": (128, 64), "blk.1.ffn_up_exps.weight": (8, 24, 64), tensor: (8,)}

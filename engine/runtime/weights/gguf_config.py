@@ -30,8 +30,8 @@ def hf_config(
     own = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
     if arch == "gemma4":
         own = _by_kind_of_layer(own, f"{source}, {arch}")
-    if arch == "granitehybrid":
-        own = _with_kinds_of_layers(own)
+    if arch in _KINDS_OF_LAYERS:
+        own = _with_kinds_of_layers(own, *_KINDS_OF_LAYERS[arch])
     meta = HFConfig(_same_in_all_layers(own, f"{source}, {arch}"), f"{source}, {arch}")
     if arch not in _WITH_EXPERTS:
         meta.refuse("expert_count", f"{arch} has no mixture of experts; {', '.join(_WITH_EXPERTS)} have")
@@ -72,15 +72,21 @@ def _by_kind_of_layer(values: dict[str, Any], source: str) -> dict[str, Any]:
     return found
 
 
-def _with_kinds_of_layers(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a hybrid with Mamba-2: types of layers, of which those with attention have K/V heads."""
+def _with_kinds_of_layers(values: dict[str, Any], attending: str, recurrent: str) -> dict[str, Any]:
+    """Return a hybrid's metadata with the types of layers, of which those with attention have K/V heads."""
     heads = values.get("attention.head_count_kv")
     if not isinstance(heads, list):
         return values
-    types = ["attention" if num else "mamba" for num in heads]
+    types = [attending if num else recurrent for num in heads]
     return {**values, "attention.head_count_kv": [num for num in heads if num] or [1], "layer_types": types}
 
 
+# Of architectures whose K/V heads tell the types of layers: the names of those with attention and of the others.
+_KINDS_OF_LAYERS = {
+    "granitehybrid": ("attention", "mamba"),
+    "lfm2": ("full_attention", "conv"),
+    "lfm2moe": ("full_attention", "conv"),
+}
 _ONE_A_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv", "expert_used_count")
 
 
@@ -495,6 +501,33 @@ def _qwen3next(file: _File) -> dict[str, Any]:
     return _qwen35moe(file) | named | {"mlp_only_layers": _dense_layers(file)}
 
 
+def _lfm2(file: _File) -> dict[str, Any]:
+    """LFM2, of which files have the width of the MLP as it is."""
+    meta = file.meta
+    meta.refuse("attention.sliding_window", "its layers with attention see all positions")
+    if not meta.flag("attention.causal", True):
+        raise meta.error("attention.causal", "true: its embedding models see the tokens behind, too")
+    return {
+        "layer_types": meta.texts("layer_types"),
+        "conv_L_cache": meta.size("shortconv.l_cache"),
+        "norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _lfm2moe(file: _File) -> dict[str, Any]:
+    if file.meta.integer("expert_gating_func", _SIGMOID) != _SIGMOID:
+        raise file.meta.error("expert_gating_func", f"{_SIGMOID}, a sigmoid")
+    return {
+        **_lfm2(file),
+        **_experts(file),
+        "model_type": "lfm2_moe",
+        "moe_intermediate_size": _expert_width(file),
+        "num_dense_layers": file.meta.integer("leading_dense_block_count", 0),
+        "use_expert_bias": _has(file, "exp_probs_b.bias"),
+    }
+
+
 # What each architecture has beside the common settings, and its name on the hub if that is another.
 ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "llama": _llama,
@@ -524,8 +557,10 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "qwen35": _qwen35,
     "qwen35moe": _qwen35moe,
     "qwen3next": _qwen3next,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2moe,
 }
 _WITH_EXPERTS = (
     "llama", "mistral3", "qwen2moe", "qwen3moe", "qwen3vlmoe", "qwen35moe", "qwen3next", "olmoe", "granitemoe", "gpt-oss", "glm4moe",
-    "deepseek2", "gemma4", "granitehybrid",
+    "deepseek2", "gemma4", "granitehybrid", "lfm2moe",
 )  # fmt: skip

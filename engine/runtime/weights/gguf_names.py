@@ -13,6 +13,7 @@ from typing import NamedTuple
 _GLOBAL = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
+    "token_embd_norm": "model.norm",  # LFM2's, which is behind the last layer, too
     "output": "lm_head",
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
@@ -82,6 +83,11 @@ _MAMBA = {
     "ssm_d": "mamba.D",
     "ssm_dt.bias": "mamba.dt_bias",
 }
+_SHORT_CONV = {
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.o_proj",
+}
 _PER_LAYER = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
@@ -117,10 +123,13 @@ _BY_ARCH = {
     "qwen35moe": _DELTA,
     "qwen3next": _DELTA,
     "granitehybrid": _MAMBA,
+    "lfm2": _SHORT_CONV,
+    "lfm2moe": _SHORT_CONV,
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 _STACK = re.compile(r"ffn_(gate|up|down|gate_up)_exps")
 _EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # files of before the stacks
+_CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")  # in transformers' form, each channel reads one
 _MATRICES = ("mlp.shared_expert_gate.weight",)  # of one row, which the file has as a vector
 
 
@@ -169,7 +178,7 @@ def parts_of(arch: str, name: str, shape: tuple[int, ...], num_layers: int) -> I
         found = ""
     if found in _MATRICES and len(shape) == 1:
         shape = (1, *shape)
-    if found.endswith("conv1d.weight"):  # transformers' convolution reads one channel for each it writes
+    if found.endswith(_CONVOLUTIONS):
         shape = (shape[0], 1, *shape[1:])
     elif len(shape) == 3:  # the heads of a matrix
         shape = (shape[0] * shape[1], shape[2])
