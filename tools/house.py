@@ -134,8 +134,12 @@ def measure_sources() -> list[Row]:
     long = [name for path in served for name in _long_functions(path)]
     circles = import_circles()
     return [
-        Row("engine and server: Python statements", f"{sum(map(_count_statements, served)):,}", "32,500"),
-        Row("repository: Python statements", f"{sum(map(_count_statements, everything)):,}", "76,300"),
+        Row(
+            "engine and server: Python statements",
+            f"{sum(_parsed(path).num_statements for path in served):,}",
+            "32,500",
+        ),
+        Row("repository: Python statements", f"{sum(_parsed(path).num_statements for path in everything):,}", "76,300"),
         Row("engine and server: lines of Python", f"{_total(served):,}", "51,000"),
         Row("engine: lines of C", f"{_total(native):,}", "6,300"),
         Row("page: lines without vendored files", f"{_total(page):,}", "3,500"),
@@ -187,7 +191,9 @@ def import_circles() -> Circles:
     Imports inside functions count, too, and so does a package that imports from one that contains it.
     """
     paths = {_module(path): path for package in ("quire", "engine", "server") for path in _sources(package)}
-    files: Graph = {name: {each for each in _imports(path) if each in paths} - {name} for name, path in paths.items()}
+    files: Graph = {
+        name: {each for each in _parsed(path).imported if each in paths} - {name} for name, path in paths.items()
+    }
     tops: Graph = {}
     packages: Graph = {}
     for name, imported in files.items():
@@ -233,23 +239,33 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt]:
             yield from _statements(child)
 
 
-def _imports(path: Path) -> Iterator[str]:
-    for node in _statements(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield str(node.module)
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 def _sources(package: str) -> Iterator[Path]:
-    return filter(_has_code, sorted((ROOT / package).rglob("*.py")))
+    return (path for path in sorted((ROOT / package).rglob("*.py")) if _parsed(path).has_code)
+
+
+class _Parsed(NamedTuple):
+    """What the figures need of a file."""
+
+    has_code: bool  # more than a docstring, for example of a package
+    num_statements: int
+    imported: tuple[str, ...]
+    functions: tuple[tuple[str, int], ...]  # each with its lines
 
 
 @cache
-def _has_code(path: Path) -> bool:
-    """Return whether there is more in a file than a docstring, for example of a package."""
-    return not all(isinstance(node, ast.Expr) for node in ast.parse(path.read_text(encoding="utf-8")).body)
+def _parsed(path: Path) -> _Parsed:
+    """Return what a file holds; it is parsed once, and its tree is not kept."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    statements, imported, functions = list(_statements(tree)), list[str](), list[tuple[str, int]]()
+    for node in statements:
+        if isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imported += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append((node.name, (node.end_lineno or node.lineno) - node.lineno + 1))
+    has_code = not all(isinstance(node, ast.Expr) for node in tree.body)
+    return _Parsed(has_code, len(statements), tuple(imported), tuple(functions))
 
 
 def _count(path: Path) -> int:
@@ -265,20 +281,12 @@ def _lines(code: CodeType) -> range:
     return range(code.co_firstlineno, max(numbers, default=code.co_firstlineno) + 1)
 
 
-def _count_statements(path: Path) -> int:
-    return sum(1 for _ in _statements(ast.parse(path.read_text(encoding="utf-8"))))
-
-
 def _long_functions(path: Path) -> Iterator[str]:
     """Find functions of many lines in files that have no kernel of Triton."""
-    text = path.read_text(encoding="utf-8")
-    if "import triton" in text:
-        return
-    for node in _statements(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+    if "triton" not in _parsed(path).imported:
+        for name, num_lines in _parsed(path).functions:
             if num_lines > MAX_FUNCTION_LINES:
-                yield f"{path.relative_to(ROOT)}:{node.name} ({num_lines})"
+                yield f"{path.relative_to(ROOT)}:{name} ({num_lines})"
 
 
 def update(path: Path, rows: list[Row]) -> None:
