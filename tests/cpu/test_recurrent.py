@@ -159,12 +159,12 @@ def test_choices_go_on_from_the_state_of_their_prompt(name: str, tmp_path: Path)
         assert found == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen35", "granitehybrid", "lfm2", "lfm2moe"])
+@pytest.mark.parametrize("name", ["qwen35", "granitehybrid", "nemotron_h_moe/latent", "lfm2", "lfm2moe"])
 def test_a_gguf_file_says_the_same(name: str, tmp_path: Path) -> None:
     """Value heads of Qwen 3.5 are moved there."""
     case, names, extra = gguf.ARCHITECTURES[name]
-    theirs = save_tiny(case, tmp_path)
-    file = gguf.write(tmp_path / "m.gguf", name, theirs.config, gguf.convert(theirs, name, names), **extra)
+    arch, theirs = name.partition("/")[0], save_tiny(case, tmp_path)
+    file = gguf.write(tmp_path / "m.gguf", arch, theirs.config, gguf.convert(theirs, arch, names), **extra)
     asked = [request(f"r{length}", LONG[:length], max_tokens=9) for length in (1, 12, 40)]
     found = []
     for model in (load(tmp_path), load(file)):

@@ -86,6 +86,20 @@ LFM2_NAMES = {
     "feed_forward.gate": "ffn_gate_inp",
 }
 MAMBA_NAMES = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "out_proj": "ssm_out"}
+OF_MAMBA = ("mamba.", *(f"mixer.{each}" for each in (*MAMBA_NAMES, "A_log", "D", "dt_bias", "norm.")))
+NEMOTRON_NAMES = {
+    "model.embeddings": "token_embd",
+    "model.norm_f": "output_norm",
+    "norm": "attn_norm",
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp",
+    **{f"mixer.{role}_proj": f"attn_{role if role != 'o' else 'output'}" for role in "qkvo"},
+}
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 SANDWICH = AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
 
@@ -142,6 +156,36 @@ def granite_hybrid(name: str, **extra: Any) -> tuple[Case, dict[str, str], dict[
         "rope.scaling.finetuned": config.position_embedding_type == "rope",
         **extra,
     }  # fmt: skip
+
+
+def nemotron(name: str, **settings: Any) -> tuple[Case, dict[str, str], dict[str, Any]]:
+    """Nemotron's metadata; files have no bounds of steps, and one kind of feed-forward."""
+    case = Case(CASES[name].config, CASES[name].settings | {"time_step_min": 1e-9} | settings)
+    config = case.build()
+    has_experts = "moe" in config.layers_block_type
+    width = config.moe_intermediate_size if has_experts else config.intermediate_size
+    extra: dict[str, Any] = {
+        "attention.head_count_kv": [2 if kind == "full_attention" else 0 for kind in config.layers_block_type],
+        "feed_forward_length": [width if kind in ("mlp", "moe") else 0 for kind in config.layers_block_type],
+        "attention.layer_norm_epsilon": 1e-5,
+        "ssm.conv_kernel": 4,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.time_step_rank": config.mamba_num_heads,
+        "ssm.group_count": config.n_groups,
+    }
+    if has_experts:
+        extra |= {
+            **EXPERTS,
+            "expert_shared_count": 1,
+            "expert_weights_norm": config.norm_topk_prob,
+            "expert_weights_scale": float(config.routed_scaling_factor),
+            "expert_group_count": config.n_group,
+            "expert_group_used_count": config.topk_group,
+        }
+    if config.moe_latent_size:
+        extra["moe_latent_size"] = config.moe_latent_size
+    return case, NEMOTRON_NAMES, extra
 
 
 GEMMA4_NAMES = SANDWICH | {
@@ -325,6 +369,15 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
     "granitemoe/dense": (CASES["granite"], {}, {**GRANITE, "logit_scale": 8.0}),
     "granitehybrid": granite_hybrid("granitemoehybrid-mamba"),
     "granitehybrid/dense": granite_hybrid("granitemoehybrid-mamba-dense"),
+    "nemotron_h": nemotron(
+        "nemotron_h", layers_block_type=["linear_attention", "mlp", "linear_attention", "full_attention"]
+    ),
+    "nemotron_h_moe": nemotron(
+        "nemotron_h", layers_block_type=["linear_attention", "moe", "full_attention", "moe", "linear_attention"]
+    ),
+    "nemotron_h_moe/latent": nemotron(
+        "nemotron_h-latent", layers_block_type=["moe", "linear_attention", "full_attention", "linear_attention"]
+    ),
     "gpt-oss": (
         Case("GptOssConfig", CASES["gpt-oss"].settings | YARN_AS_IT_IS),
         BEFORE_MLP,
@@ -379,11 +432,12 @@ def write(
     writer.add_head_count(config.num_attention_heads)
     if "attention.head_count_kv" not in extra:
         writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
+    if "attention.layer_norm_epsilon" not in extra:
+        writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
     if "attention.key_length" not in extra:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         writer.add_key_length(head_dim)
-    theta = (config.rope_parameters or {}).get("rope_theta")
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     if theta and "rope.freq_base" not in extra:
         writer.add_rope_freq_base(theta)
     for key, value in extra.items():
@@ -460,8 +514,9 @@ def converted_in_layer(
     if name.startswith("linear_attn."):
         yield from delta_of(name, values.squeeze(), config, arch, table)
         return
-    if name.startswith("mamba."):
-        yield from mamba_of(name.removeprefix("mamba."), values, config.mamba_n_groups)
+    if name.startswith(OF_MAMBA):
+        num_groups = config.mamba_n_groups if name.startswith("mamba.") else config.n_groups
+        yield from mamba_of(name.partition(".")[2], values, num_groups)
         return
     if name == "conv.conv.weight":
         values = values.squeeze(1)
@@ -530,6 +585,9 @@ def experts_of(name: str, values: np.ndarray, arch: str) -> Iterator[tuple[str, 
         values = values.swapaxes(1, 2)
     if "down_proj" in name:
         yield f"ffn_down_exps.{ending}", values
+        return
+    if "gate_up_proj" not in name:
+        yield f"ffn_up_exps.{ending}", values
         return
     half = values.shape[1] // 2
     yield f"ffn_gate_exps.{ending}", values[:, ::2] if arch == "gpt-oss" else values[:, :half]

@@ -73,17 +73,22 @@ def _by_kind_of_layer(values: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _with_kinds_of_layers(values: dict[str, Any], attending: str, recurrent: str) -> dict[str, Any]:
-    """Return a hybrid's metadata with the types of layers, of which those with attention have K/V heads."""
-    heads = values.get("attention.head_count_kv")
+    """Return a hybrid's metadata with the types of layers: those with attention have K/V heads, an MLP alone has a width."""
+    heads, given = values.get("attention.head_count_kv"), values.get("feed_forward_length")
     if not isinstance(heads, list):
         return values
-    types = [attending if num else recurrent for num in heads]
-    return {**values, "attention.head_count_kv": [num for num in heads if num] or [1], "layer_types": types}
+    widths = given if isinstance(given, list) else [0] * len(heads)
+    alone = "moe" if values.get("expert_count") else "mlp"
+    types = [attending if num else alone if width else recurrent for num, width in zip(heads, widths, strict=False)]
+    found = {"attention.head_count_kv": [num for num in heads if num] or [1], "layer_types": types}
+    return values | found | ({"feed_forward_length": [width for width in widths if width]} if any(widths) else {})
 
 
 # Of architectures whose K/V heads tell the types of layers: the names of those with attention and of the others.
 _KINDS_OF_LAYERS = {
     "granitehybrid": ("attention", "mamba"),
+    "nemotron_h": ("attention", "mamba"),
+    "nemotron_h_moe": ("attention", "mamba"),
     "lfm2": ("full_attention", "conv"),
     "lfm2moe": ("full_attention", "conv"),
 }
@@ -114,7 +119,9 @@ def _common(file: _File) -> dict[str, Any]:
         "num_key_value_heads": meta.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": meta.size("context_length"),
-        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": meta.number(
+            "attention.layer_norm_rms_epsilon", meta.optional_number("attention.layer_norm_epsilon")
+        ),
         "rope_theta": meta.number("rope.freq_base", 10_000.0),
         "partial_rotary_factor": meta.integer("rope.dimension_count", head_dim) / head_dim,
         "rope_scaling": _rope_scaling(file),
@@ -393,6 +400,33 @@ def _mamba(file: _File) -> dict[str, Any]:
     }
 
 
+def _nemotron_h(file: _File) -> dict[str, Any]:
+    """Nemotron-H and Nemotron 3. Files have no bounds of steps."""
+    meta, mamba = file.meta, _mamba(file)
+    num_layers = meta.size("block_count") - meta.integer("nextn_predict_layers", 0)
+    mixtures = {}
+    if meta.integer("expert_count", 0):
+        mixtures = {
+            **_sigmoid_or_softmax(file),
+            "moe_shared_expert_intermediate_size": _width(file, "ffn_up_shexp"),
+            "moe_latent_size": meta.optional_size("moe_latent_size"),
+        }
+    return {
+        "model_type": "nemotron_h",
+        "layers_block_type": mamba["layer_types"][:num_layers],
+        "mamba_num_heads": mamba["mamba_n_heads"],
+        "mamba_head_dim": mamba["mamba_d_ssm"] // mamba["mamba_n_heads"],
+        "n_groups": mamba["mamba_n_groups"],
+        "ssm_state_size": mamba["mamba_d_state"],
+        "conv_kernel": mamba["mamba_d_conv"],
+        "use_conv_bias": mamba["mamba_conv_bias"],
+        "use_bias": mamba["mamba_proj_bias"],
+        "time_step_min": 0.0,
+        "layer_norm_epsilon": meta.optional_number("attention.layer_norm_epsilon"),
+        **mixtures,
+    }
+
+
 def _gpt_oss(file: _File) -> dict[str, Any]:
     scaling = _rope_scaling(file)
     return {
@@ -551,6 +585,8 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "olmoe": _olmoe,
     "granitemoe": _granitemoe,
     "granitehybrid": _granitehybrid,
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
     "gpt-oss": _gpt_oss,
     "glm4moe": _glm4moe,
     "deepseek2": _deepseek2,
@@ -562,5 +598,5 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
 }
 _WITH_EXPERTS = (
     "llama", "mistral3", "qwen2moe", "qwen3moe", "qwen3vlmoe", "qwen35moe", "qwen3next", "olmoe", "granitemoe", "gpt-oss", "glm4moe",
-    "deepseek2", "gemma4", "granitehybrid", "lfm2moe",
+    "deepseek2", "gemma4", "granitehybrid", "nemotron_h_moe", "lfm2moe",
 )  # fmt: skip

@@ -88,6 +88,7 @@ _SHORT_CONV = {
     "shortconv.conv": "conv.conv",
     "shortconv.out_proj": "conv.o_proj",
 }
+_NEMOTRON = _MAMBA | {"ffn_latent_down": "mlp.fc1_latent_proj", "ffn_latent_up": "mlp.fc2_latent_proj"}
 _PER_LAYER = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
@@ -125,6 +126,8 @@ _BY_ARCH = {
     "granitehybrid": _MAMBA,
     "lfm2": _SHORT_CONV,
     "lfm2moe": _SHORT_CONV,
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON,
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 _STACK = re.compile(r"ffn_(gate|up|down|gate_up)_exps")
