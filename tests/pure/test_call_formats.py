@@ -131,6 +131,10 @@ GOOD = [
     ("llama4_pythonic", "<|python_start|>[weather(city='Rome'), new.tool(a=1)]<|python_end|>", [CALLED, ["new.tool", '{"a": 1}']]),
     ("llama4_pythonic", "[weather(city='Rome')]", [CALLED]),
     ("llama4_pythonic", "<|python_start|>[weather(city=oops)]<|python_end|>!", [["weather", '{"city": oops)]'], "!"]),
+    ("lfm2", "<|tool_call_start|>[weather(city='Rome'), stop()]<|tool_call_end|>I look.", [CALLED, ["stop", "{}"], "I look."]),
+    ("lfm2", "So. <|tool_call_start|>[weather(city='it\\'s', exact=true, where={\"a\": null})]<|tool_call_end|>",
+     ["So.", ["weather", '{"city": "it\'s", "exact": true, "where": {"a": null}}']]),
+    ("lfm2", "[weather(city='Rome')]", [CALLED]),
     ("olmo3", "So.\n<function_calls>\nweather(city='Rome')\nstop()\n</function_calls> Done.", ["So.", CALLED, ["stop", "{}"], " Done."]),
     ("olmo3", "<function_calls>weather(city='Rome')</function_calls>", [CALLED]),
 ]  # fmt: skip
@@ -164,6 +168,7 @@ CONTENT = [
     ("pythonic", "[1, 2, 3]"),
     ("pythonic", "["),
     ("llama4_pythonic", "<|python_start|>print(1)<|python_end|>"),
+    ("lfm2", '<|tool_call_start|>[{"name": "weather"}]<|tool_call_end|>'),
     ("olmo3", "[weather(city='Rome')]"),
     ("olmo3", "<function_calls>\n<invoke>"),
 ]
@@ -188,6 +193,7 @@ WORDS = {
     "granite": ["<|tool_call|>", "<tool_call>", f'{{"name": "weather", "arguments": {ROME}}}'],
     "pythonic": ["weather(", "stop()", "city=", "days=", "'", '"""', "\\", "True", "-1.5e3", "r'", "\\u00e", "weather(city='Rome')"],
     "llama4_pythonic": ["<|python_start|>", "<|python_end|>", "weather(", "city=", "'Rome'", "stop()"],
+    "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>", "weather(", "city=", "'Rome'", "stop()"],
     "olmo3": ["<function_calls>", "</function_calls>", "weather(", "city=", "'Rome'", "stop()"],
 }  # fmt: skip
 COMMON = [*"{}[]():,=<\"'\n\\ 1x", "weather", "stop", ROME, "é", "\ud800", "\x00"]

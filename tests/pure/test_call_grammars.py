@@ -44,7 +44,7 @@ NAMES = [
     "granite-20b-fc",
     "hermes",
 ]
-NAMES += ["pythonic", "llama4_pythonic", "olmo3", "harmony"]
+NAMES += ["pythonic", "llama4_pythonic", "olmo3", "lfm2", "harmony"]
 MARKUP = sorted({mark for name in NAMES for mark in TOOL_FORMATS[name].markup} | set(MARKS))
 SPECIAL = {mark: 10 + place for place, mark in enumerate(MARKUP)}
 SPLIT = re.compile("(" + "|".join(map(re.escape, MARKUP)) + ")")
@@ -85,6 +85,7 @@ AROUND = {  # the texts before, between and after calls
     "granite-20b-fc": ("<function_call> ", "\n<function_call> ", ""),
     "pythonic": ("[", ", ", "]"),
     "llama4_pythonic": ("<|python_start|>[", ", ", "]<|python_end|>"),
+    "lfm2": ("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
     "olmo3": ("<function_calls>", "\n", "</function_calls>"),
     "harmony": ("", "<|end|><|start|>assistant", ""),
 }

@@ -94,6 +94,8 @@ TEMPLATES = {
         result="<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content }}",
         tools='{% if tools %}"parameters": write [func_name1(name1=value1, ...)]{% endif %}' + LISTED,
     ),
+    "lfm2": template(call="", **CHATML, tools="{% if tools %}List of tools: [{% endif %}" + LISTED)
+    .replace("{% if m.tool_calls %}", "{% if false %}"),
     "harmony": template(
         "<|start|>user<|message|>",
         "<|start|>assistant",
@@ -106,7 +108,8 @@ TEMPLATES = {
     .replace("{% for m in", "{% set last = namespace(name='') %}{% for m in", 1),
 }  # fmt: skip
 FORMS = {"deepseek_v3": EarlierCalls(as_text=True), "deepseek_v31": EarlierCalls(as_text=True)}
-FORMS |= {"granite": EarlierCalls(are_shown=False), "harmony": EarlierCalls(one_at_a_time=True)}
+FORMS |= {name: EarlierCalls(are_shown=False) for name in ("granite", "lfm2")}
+FORMS |= {"harmony": EarlierCalls(one_at_a_time=True)}
 
 
 class Characters:
@@ -170,6 +173,12 @@ def test_earlier_calls_are_read_from_the_prompt_as_they_were(name: str) -> None:
         assert text.index("sun") > text.index("Rome")
 
 
+def test_arguments_that_are_no_object_are_shown_as_they_are() -> None:
+    call = {"id": "call_0", "function": {"name": "weather", "arguments": "Rome, I think"}}
+    text = rendered(preprocessor(TEMPLATES["lfm2"]), [MESSAGES[0], {**MESSAGES[1], "tool_calls": [call]}])
+    assert "<|tool_call_start|>[weather(Rome, I think)]<|tool_call_end|>" in text
+
+
 def test_kimis_ids_count_through_the_conversation() -> None:
     made = preprocessor(TEMPLATES["kimi_k2"])
     text = rendered(made, [*MESSAGES, {"role": "assistant", "tool_calls": [{**CALLS[0], "id": "functions.weather:2"}]}])
@@ -214,6 +223,7 @@ def test_deepseeks_template_lists_no_tools_so_the_system_message_does() -> None:
         ('<|header_start|> "parameters"', "llama4_json"),
         ('<|start_header_id|> "parameters"', "llama3_json"),
         ("<function_calls>", "olmo3"),
+        ("List of tools: <|tool_list_start|>[", "lfm2"),
         ("<|channel|><|message|>", "harmony"),
         ("nothing", None),
     ],

@@ -1,4 +1,4 @@
-"""Tool calls in Python, as Llama 3.2, Llama 4 and OLMo 3 write them: formats, parser and grammar.
+"""Tool calls in Python, as Llama 3.2, Llama 4, OLMo 3 and LFM2 write them: formats, parser and grammar.
 
     [name(key="value", other=1), other_name()]
 
@@ -23,6 +23,7 @@ from engine.text.tools.tool_format import (
     SPACE,
     SPACING,
     CallParser,
+    Message,
     OfferedTool,
     ToolFormat,
     Tools,
@@ -48,6 +49,7 @@ class PythonFormat(ToolFormat):
 
     closing: str = ""  # the mark after calls that began with a mark
     is_listed: bool = True  # calls are between square brackets; else each has a line
+    is_marked: bool = True  # the model writes the marks, if there are any; else it may
 
     @property
     def markup(self) -> frozenset[str]:
@@ -80,13 +82,22 @@ class PythonFormat(ToolFormat):
         return "\n".join([f"start: {' | '.join(starts)}", *lines, *_calls(tools, is_forced=False)])
 
     def forced(self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, max_calls: int) -> list[str]:
-        more = max_calls - 1
-        if self.is_listed:
-            lines = [f'calls: "[" {repeated("call", ", ", more)} "]"']
-        else:
-            opening, closing = (literal(mark, special_tokens) for mark in (self.openings[0], self.closing))
-            lines = [f"calls: {opening} {repeated('call', chr(10), more)} {closing}"]
-        return lines + _calls(tools, is_forced=True)
+        between, opening, closing = (", ", '"["', '"]"') if self.is_listed else ("\n", "", "")
+        if self.openings and self.is_marked:
+            opening = f"{literal(self.openings[0], special_tokens)} {opening}"
+            closing = f"{closing} {literal(self.closing, special_tokens)}"
+        return [
+            f"calls: {opening} {repeated('call', between, max_calls - 1)} {closing}",
+            *_calls(tools, is_forced=True),
+        ]
+
+    @property
+    def spells_calls(self) -> bool:
+        return self.is_listed
+
+    def spelled(self, calls: Sequence[Message]) -> str:
+        written = [f"{each['function']['name']}({_spelled(each['function']['arguments'])})" for each in calls]
+        return f"{''.join(self.openings)}[{', '.join(written)}]{self.closing}"
 
     def _listed(self, more: int) -> str:
         if self.is_listed:
@@ -94,11 +105,19 @@ class PythonFormat(ToolFormat):
         return f"call (/{SPACE}/ call){{0,{more}}}"
 
 
+def _spelled(arguments: object) -> str:
+    """Return arguments between the brackets of a call; those that a client sent as a text that is no JSON object, as it is."""
+    if not isinstance(arguments, Mapping):
+        return str(arguments)
+    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+
+
 LLAMA4_PYTHONIC = PythonFormat(
     name="llama4_pythonic",
     signs=("[func_name1(", "<|header_start|>"),
     openings=("<|python_start|>",),
     closing="<|python_end|>",
+    is_marked=False,
 )
 PYTHONIC = PythonFormat(name="pythonic", signs=("[func_name1(",))
 OLMO3 = PythonFormat(
@@ -107,6 +126,12 @@ OLMO3 = PythonFormat(
     openings=("<function_calls>",),
     closing="</function_calls>",
     is_listed=False,
+)
+LFM2 = PythonFormat(  # templates list the tools, and most show no calls
+    name="lfm2",
+    signs=("List of tools: ",),
+    openings=("<|tool_call_start|>",),
+    closing="<|tool_call_end|>",
 )
 
 
