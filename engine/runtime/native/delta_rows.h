@@ -26,7 +26,6 @@ INLINE void change_by_delta(const struct pass *p, const struct head_token *t, st
                             int64_t columns, int64_t num, const char *next) {
     enum { MAX = 32 / W };
     int64_t k_dim = p->sizes->k_dim, ways = 8 / num, rows = k_dim / ways * ways;
-    int64_t row_bytes = columns * (int64_t)size_of(to.dtype);
     vf sums[8][MAX], deltas[MAX], results[MAX], decay = splat(t->decay);
     struct view v = {t->v, (size_t)first, DT_F32};
     UNROLL for (int64_t way = 0; way < ways; way++)
@@ -46,7 +45,7 @@ INLINE void change_by_delta(const struct pass *p, const struct head_token *t, st
     }
     for (int64_t i = 0; i < k_dim; i++) {
         vf k = splat(t->k[i]), q = splat(t->q[i]);
-        for (int64_t line = 0; next && line < row_bytes; line += 64) __builtin_prefetch(next + i * row_bytes + line);
+        fetch_rows(next, i, 1, columns * (int64_t)size_of(to.dtype));
         UNROLL for (int64_t j = 0; j < num; j++) {
             vf x = decay * get(from, i * columns + j * W, i * columns + end) + k * deltas[j];
             results[j] += q * x;

@@ -17,27 +17,36 @@ INLINE void complete_mamba(const struct pass *p, float *token, const char *row, 
     }
 }
 
+/* One row of a matrix, for `num` vectors of columns. */
+INLINE void change_row(const struct head_token *t, struct view from, struct view to, int64_t row, int64_t columns, int64_t end,
+                       int64_t num, vf decay, const vf *added, vf *results) {
+    vf k = splat(t->k[row]), q = splat(t->q[row]);
+    UNROLL for (int64_t j = 0; j < num; j++) {
+        vf x = decay * get(from, row * columns + j * W, row * columns + end) + k * added[j];
+        results[j] += q * x;
+        put(to, row * columns + j * W, row * columns + end, x);
+    }
+}
+
+/* Where the sum of a column is latency, it is one of two sums of rows. */
 INLINE void change_by_mamba(const struct pass *p, const struct head_token *t, struct view from, struct view to, int64_t first,
                             int64_t columns, int64_t num, const char *next) {
     enum { MAX = 32 / W };
-    int64_t k_dim = p->sizes->k_dim, row_bytes = columns * (int64_t)size_of(to.dtype), end = columns - first;
-    vf added[MAX], results[MAX], decay = splat(t->decay), skip = splat(((const struct mamba *)p->rule)->skips[t->head]);
+    int64_t k_dim = p->sizes->k_dim, ways = num == 1 ? 2 : 1, rows = k_dim / ways * ways, end = columns - first;
+    vf added[MAX], results[2][MAX], decay = splat(t->decay), skip = splat(((const struct mamba *)p->rule)->skips[t->head]);
     struct view v = {t->v, (size_t)first, DT_F32};
     from.at += (size_t)first, to.at += (size_t)first;
     UNROLL for (int64_t j = 0; j < num; j++) {
         vf x = get(v, j * W, end);
-        added[j] = x * t->step, results[j] = x * skip;
+        added[j] = x * t->step, results[0][j] = x * skip, results[1][j] = splat(0);
     }
-    for (int64_t i = 0; i < k_dim; i++) {
-        vf k = splat(t->k[i]), q = splat(t->q[i]);
-        for (int64_t line = 0; next && line < row_bytes; line += 64) __builtin_prefetch(next + i * row_bytes + line);
-        UNROLL for (int64_t j = 0; j < num; j++) {
-            vf x = decay * get(from, i * columns + j * W, i * columns + end) + k * added[j];
-            results[j] += q * x;
-            put(to, i * columns + j * W, i * columns + end, x);
-        }
+    for (int64_t i = 0; i < rows; i += ways) {
+        fetch_rows(next, i, ways, columns * (int64_t)size_of(to.dtype));
+        UNROLL for (int64_t way = 0; way < ways; way++)
+            change_row(t, from, to, i + way, columns, end, num, decay, added, results[way]);
     }
-    UNROLL for (int64_t j = 0; j < num; j++) put(v, j * W, end, results[j]);
+    if (rows < k_dim) change_row(t, from, to, rows, columns, end, num, decay, added, results[0]);
+    UNROLL for (int64_t j = 0; j < num; j++) put(v, j * W, end, ways == 1 ? results[0][j] : results[0][j] + results[1][j]);
 }
 
 /* Gate a token's results, in place; the sums of their squares by groups are left where its decays were. */

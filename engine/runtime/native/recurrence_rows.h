@@ -64,6 +64,11 @@ struct head_token {
 typedef void change_matrix(const struct pass *p, const struct head_token *t, struct view from, struct view to, int64_t first,
                            int64_t columns, int64_t num, const char *next);
 
+/* Fetch rows of the piece that is next, unless it is NULL: into the second cache, because the first has no room for two. */
+INLINE void fetch_rows(const char *next, int64_t row, int64_t num, int64_t row_bytes) {
+    for (int64_t at = row * row_bytes; next && at < (row + num) * row_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
+}
+
 /* A piece in the slot of a slice that a pass begins with; NULL: it is zero. */
 INLINE char *piece_before(const struct pass *p, int64_t slice, int64_t piece) {
     const struct step_states *states = p->convolution.states;
@@ -94,6 +99,8 @@ INLINE void advance_piece(const struct pass *p, int64_t slice, int64_t piece, co
         const char *soon = at + 1 < end ? NULL : next;
         if (columns == 32)
             change(p, &t, from, to, 0, 32, 32 / W, soon);
+        else if (columns == 16)
+            change(p, &t, from, to, 0, 16, 16 / W, soon);
         else
             for (int64_t j = 0; j < columns; j += W) change(p, &t, from, to, j, columns, 1, soon);
         from = to;
