@@ -1,6 +1,6 @@
-"""Models that transformers' code runs say what transformers' own `generate` says: offline, and one in the real daemon.
+"""Served models say what transformers' own `generate` says: offline, and one of each of today's families in the real daemon.
 
-Offline and daemon read a folder alike; a daemon takes seconds more.
+Offline and daemon read a folder alike; a daemon takes more time.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ def check_served(model: Any, folder: Path, generate: Callable[[Path, str], str] 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "phi", "deepseek_v3", "gpt_oss"])
 def test_it_says_what_generate_says(name: str, tmp_path: Path) -> None:
     check_served(save_servable(CASES[name], tmp_path), tmp_path, in_a_daemon if name == "gpt2" else offline)
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid-mamba", "nemotron_h", "qwen3_next", "lfm2-moe"])
+def test_a_daemon_says_what_generate_says(name: str, tmp_path: Path) -> None:
+    check_served(save_servable(NATIVE[name], tmp_path), tmp_path, in_a_daemon)
 
 
 VISION = {
@@ -122,7 +127,8 @@ def save_wrapper(name: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_language_model_inside_another_is_served(name: str, tmp_path: Path) -> None:
-    check_served(save_wrapper(name, tmp_path), tmp_path, in_a_daemon if name in ("qwen3_5", "lfm2_vl") else offline)
+    is_new = name in ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "gemma4")
+    check_served(save_wrapper(name, tmp_path), tmp_path, in_a_daemon if is_new else offline)
 
 
 def test_settings_beside_those_of_a_tower_and_transposed_experts_are_read(tmp_path: Path) -> None:
@@ -154,7 +160,7 @@ def test_the_language_model_of_gemma_3n_is_served(tmp_path: Path) -> None:
     )
     (tmp_path / "words").mkdir(exist_ok=True)
     save_tokenizer(tmp_path / "words")
-    check_served(model, tmp_path)
+    check_served(model, tmp_path, in_a_daemon)
 
 
 def test_a_body_that_was_saved_without_its_head_is_served(tmp_path: Path) -> None:
