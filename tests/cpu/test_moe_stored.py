@@ -23,8 +23,13 @@ SIZES: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 2, "layer_type
 
 
 def wide(name: str, **settings: Any) -> Case:
-    """A case whose rows are a multiple of a block."""
-    return replace(CASES[name], settings=CASES[name].settings | SIZES | settings)
+    """A case whose rows are a multiple of a block, and whose kinds of layers are the default unless they are given."""
+    sizes = {
+        key: value
+        for key, value in SIZES.items()
+        if key != "layer_types" or "layers_block_type" not in CASES[name].settings
+    }
+    return replace(CASES[name], settings=CASES[name].settings | sizes | settings)
 
 
 def log_probabilities(model: Any) -> Tensor:
@@ -78,18 +83,29 @@ PACKED = {
     "qwen3-moe": (wide("qwen3-moe", moe_intermediate_size=192), FP8),
     "qwen2-moe": (wide("qwen2-moe", moe_intermediate_size=192, shared_expert_intermediate_size=64), GPTQ),
 }
+KINDS = {"layer_types": ["linear_attention", "full_attention"]}
+GRANITE = KINDS | {"mamba_d_head": 32, "shared_intermediate_size": 128}
+NEMOTRON = {"mamba_head_dim": 16, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 128}
+HYBRIDS = {
+    "qwen3_5": (wide("qwen3_5", linear_value_head_dim=16, intermediate_size=192, **KINDS), AWQ),
+    "granitemoehybrid-mamba-dense": (wide("granitemoehybrid-mamba-dense", **GRANITE), FP8),
+    "granitemoehybrid-mamba": (wide("granitemoehybrid-mamba", **GRANITE), GPTQ),
+    "nemotron_h": (wide("nemotron_h", intermediate_size=192, **NEMOTRON), GPTQ),
+    "nemotron_h-latent": (wide("nemotron_h-latent", moe_latent_size=64, intermediate_size=192, **NEMOTRON), FP8),
+}
 METHODS = {"gpt-oss": MXFP4, **{name: packing.config for name, (_, packing) in PACKED.items()}}  # of the models here
 
 
-def save_experts(name: str, packed_folder: Path, plain_folder: Path) -> None:
-    """Save a mixture whose experts are packed one by one, and the same dequantised."""
-    case, packing = PACKED[name]
+def save_packed(name: str, packed_folder: Path, plain_folder: Path) -> None:
+    """Save a mixture whose experts are packed one by one, or a hybrid with all projections packed; and the same dequantised."""
+    case, packing = (PACKED | HYBRIDS)[name]
     for folder in (packed_folder, plain_folder):
         save_tiny(case, folder)
     plain, packed, rng = load_file(plain_folder / "model.safetensors"), {}, np.random.default_rng(0)
     for key, tensor in sorted(plain.items()):
         module = key.removesuffix(".weight")
-        if "expert" not in key or tensor.shape[0] == 1:
+        is_meant = "_proj" in key or "_linear" in key if name in HYBRIDS else "expert" in key and tensor.shape[0] > 1
+        if not is_meant or tensor.dim() != 2:
             packed[key] = tensor
             continue
         parts, weight = packing.pack(rng, *tensor.shape)
@@ -100,10 +116,10 @@ def save_experts(name: str, packed_folder: Path, plain_folder: Path) -> None:
     with_method(packed_folder, packing.config)
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_experts_one_by_one(name: str, tmp_path: Path) -> None:
-    """Every expert has scales, zeros and an order of inputs for itself."""
+@pytest.mark.parametrize("name", [*PACKED, *HYBRIDS])
+def test_packed_modules_one_by_one(name: str, tmp_path: Path) -> None:
+    """Every module has scales, zeros and an order of inputs for itself."""
     packed_folder, plain_folder = tmp_path / "packed", tmp_path / "plain"
-    save_experts(name, packed_folder, plain_folder)
+    save_packed(name, packed_folder, plain_folder)
     theirs = AutoModelForCausalLM.from_pretrained(plain_folder, dtype=torch.float32, attn_implementation="eager")
     check(packed_folder, log_probabilities(theirs.eval()))

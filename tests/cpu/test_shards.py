@@ -20,7 +20,7 @@ from engine.runtime.weights.safetensors import SafetensorsCheckpoint
 from engine.settings.engine_config import EngineConfig
 from tests.cpu import packers
 from tests.cpu.test_models_families import QWEN3_5, Case, save_tiny
-from tests.cpu.test_moe_stored import save_experts, save_gpt_oss
+from tests.cpu.test_moe_stored import save_gpt_oss, save_packed
 from tests.cpu.test_quant import quantise
 from tests.cpu.test_stored import CASES as PACKINGS
 from tests.cpu.test_weights_gguf import convert, write
@@ -125,7 +125,7 @@ def test_packed_experts(name: str, tmp_path: Path) -> None:
     if name == "gpt-oss":
         save_gpt_oss(tmp_path)
     else:
-        save_experts(name, tmp_path, tmp_path / "plain")
+        save_packed(name, tmp_path, tmp_path / "plain")
     for quantization in ("none", "stored"):
         whole, *ranks = (load(tmp_path, group, quantization=quantization) for group in (SINGLE, Rank(0, 2), Rank(1, 2)))
         x = torch.randn(5, whole.config.hidden_size, generator=torch.Generator().manual_seed(2))
@@ -136,7 +136,7 @@ def test_packed_experts(name: str, tmp_path: Path) -> None:
 
 
 def test_experts_whose_blocks_are_cut_are_refused(tmp_path: Path) -> None:
-    save_experts("qwen3-moe", tmp_path, tmp_path / "plain")
+    save_packed("qwen3-moe", tmp_path, tmp_path / "plain")
     with pytest.raises(ConfigError, match="width of 192 has too few blocks of 128"):
         load(tmp_path, Rank(0, 2))
 

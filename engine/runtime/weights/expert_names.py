@@ -175,17 +175,28 @@ def names_of(config: HFConfig, name: str) -> tuple[str, ...]:
 _ENDINGS = {"": ".weight", "_bias": ".bias"}
 
 
+_BY_COLUMNS = ("qweight", "qzeros", "scales")  # packed tensors whose columns are a matrix's outputs
+_BY_INPUTS = ("g_idx", "weight_g_idx")
+
+
 def _granite_shared(config: HFConfig, name: str, shape: tuple[int, ...]) -> Iterator[Part]:
-    """Yield the matrices of the shared expert, which is the MLP of models without other experts."""
+    """Yield the matrices of the shared expert, which is the MLP of models without other experts; packed ones, too."""
     module = "mlp" if config.values.get("num_local_experts") == 0 else "mlp.shared_expert"
-    name = name.replace("shared_mlp", module)
-    if name.endswith(".input_linear.weight"):
-        for role, rows in _halves(shape[0], interleaved=False).items():
-            place, chosen = name.replace("input_linear", role), range(*rows.indices(shape[0]))
-            first = chosen.start * math.prod(shape[1:])
-            yield Part(place, (len(chosen), *shape[1:]), partial(_rows, rows=rows), first)
-    else:
-        yield Part(name.replace("output_linear", "down_proj"), shape, _whole)
+    stem, _, ending = name.replace("shared_mlp", module).rpartition(".")
+    if not stem.endswith(".input_linear"):
+        yield Part(f"{stem.replace('output_linear', 'down_proj')}.{ending}", shape, _whole)
+        return
+    dim = int(ending in _BY_COLUMNS)
+    is_of_both = ending in _BY_INPUTS or math.prod(shape) == 1
+    for role, rows in _halves(shape[dim] if shape else 1, interleaved=False).items():
+        place = f"{stem.replace('input_linear', role)}.{ending}"
+        if is_of_both:
+            yield Part(place, shape, _whole)
+            continue
+        chosen = range(*rows.indices(shape[dim]))
+        first = None if dim else chosen.start * math.prod(shape[1:])
+        view = partial(_narrowed, dim=dim, chosen=chosen)
+        yield Part(place, (*shape[:dim], len(chosen), *shape[dim + 1 :]), view, first)
 
 
 def _renamed(kind: str, name: str) -> str:
@@ -218,8 +229,8 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _rows(tensor: Tensor, *, rows: slice) -> Tensor:
-    return tensor[rows]
+def _narrowed(tensor: Tensor, *, dim: int, chosen: range) -> Tensor:
+    return tensor.narrow(dim, chosen.start, len(chosen))
 
 
 def _cut(tensor: Tensor, *, expert: int, rows: slice, is_transposed: bool) -> Tensor:
