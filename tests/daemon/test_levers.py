@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from real_daemon import ROOT, SMALL, Daemon, refusal, serve
+from real_daemon import SMALL, Daemon, refusal, serve
 
 from engine.sources.model_source import find_model
+from server import cli
 from tests.cpu.served_models import save_servable
 from tests.cpu.test_models_families import CASES
 from tools import start_imports
@@ -244,15 +243,14 @@ def test_beam_search_answers_best_first(default: Daemon) -> None:
     assert len({choice["text"] for choice in answer["choices"]}) == 3
 
 
-def test_a_tuned_file_is_served(tmp_path: Path) -> None:
-    """Of a tiny model, because each size is timed over many steps."""
+def test_a_tuned_file_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tiny model, and of few steps: how they are timed is another test's matter."""
     file, model = tmp_path / "quire.yaml", tmp_path / "model"
     model.mkdir()
     save_servable(CASES["llama"], model)
-    tuning = [sys.executable, "-m", "server", "tune", "--context", "24", "--block-sizes", "16", "-o", str(file), "--"]
+    monkeypatch.setattr("loadtest.tuning.probe._NUM_TIMED", (2, 2))
     flags = (str(model), "--max-model-len", "64", "--kv-cache-memory-bytes", "256KiB")
-    ended = subprocess.run([*tuning, *flags], cwd=ROOT, check=False, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    assert cli.main(["tune", "--context", "24", "--block-sizes", "16", "-o", str(file), "--", *flags]) == 0
     found = yaml.safe_load(file.read_text())
     assert found["kv-cache-memory-bytes"] == 256 << 10
     with serve(model, "--config", file) as daemon:
