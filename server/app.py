@@ -195,7 +195,7 @@ def _history(
     if not (config.history_cache and engine.config.enable_prefix_caching and config.role == "both"):
         return None
     history = AnswerHistory(tokenizer, config.history_cache, engine.config.block_size)
-    metrics.add_history_counts(history.counts)
+    metrics.add_counts("history", history.counts)
     return history
 
 
@@ -216,7 +216,7 @@ def _open_export(config: AppConfig, engine: EngineHandle, metrics: Metrics) -> _
     from server.telemetry.tracing import GenAiMetrics, Tracing
 
     otlp, name = Otlp(endpoints), config.served_model_names[0]
-    metrics.add_span_counts(otlp.counts)
+    metrics.add_counts("spans", otlp.counts)
     tracing = None if otlp.tracers is None else Tracing(otlp.tracers, name, engine.clock)
     listeners: list[Listener] = [] if tracing is None else [tracing.observe]
     if otlp.meters is not None:

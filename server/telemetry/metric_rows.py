@@ -1,9 +1,9 @@
 """The engine's metrics, as rows of a table: name, meaning, and value in Stats.
 
 A metric is one row of metric_rows.json, which reads a field of Stats (engine/core/stats.py) or what is computed here of
-several; engine/core/scheduling/stats_recorder.py counts it. The help text is what Prometheus shows;
-server/telemetry/metrics.py renders rows at each scrape. VLLM_METRICS are the same rows under vLLM's
-names.
+several; engine/core/scheduling/stats_recorder.py counts it. The rows of `spans` and `history` read other counts. The help
+text is what Prometheus shows; server/telemetry/metrics.py renders rows at each scrape. VLLM_METRICS are the same rows under
+vLLM's names; those of `grammars` lack the labels of the others.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class Metric:
     kind: Kind
     name: str
     help: str
-    source: str  # a field or property of Stats, or a name of _COMPUTED
+    source: str  # a field or property of what is counted, or a name of _COMPUTED
     label: str = ""
     vllm: str = ""  # its name there, with --metrics-compat vllm
 
-    def read(self, stats: Stats) -> Value:
+    def read(self, counts: Any) -> Value:
         """Return the metric's current value."""
         compute = _COMPUTED.get(self.source)
-        value: Value = getattr(stats, self.source) if compute is None else compute(stats)
+        value: Value = getattr(counts, self.source) if compute is None else compute(counts)
         return value
 
-    def family(self, stats: Stats, common: Mapping[str, str]) -> Family:
+    def family(self, counts: object, common: Mapping[str, str]) -> Family:
         """Return the metric's current samples, each with the `common` labels."""
         labels = [*common, self.label] if self.label else list(common)
         family: Family = self.kind.value(self.name, self.help, labels=labels)
-        value = self.read(stats)
+        value = self.read(counts)
         own = tuple(common.values())
         if isinstance(family, HistogramMetricFamily):
             assert isinstance(value, Histogram)
@@ -83,15 +83,11 @@ _COMPUTED: Mapping[str, Callable[[Stats], Value]] = {
     "not_finite": lambda s: s.failed[FailureCause.NOT_FINITE],
     "waiting_or_preempted": lambda s: s.num_waiting + s.num_preempted,
 }
-_ROWS = json.loads(Path(__file__).with_name("metric_rows.json").read_text(encoding="utf-8"))
-
-
-def _metrics(group: str) -> tuple[Metric, ...]:
-    return tuple(Metric(**{**row, "kind": Kind[row["kind"].upper()]}) for row in _ROWS[group])
-
-
-METRICS = _metrics("quire")
-GRAMMAR_METRICS = _metrics("grammars")  # without the labels of the others
+ROWS: Mapping[str, tuple[Metric, ...]] = {
+    group: tuple(Metric(**{**row, "kind": Kind[row["kind"].upper()]}) for row in rows)
+    for group, rows in json.loads(Path(__file__).with_name("metric_rows.json").read_text(encoding="utf-8")).items()
+}
+METRICS = ROWS["quire"]
 
 # Under vLLM's names, so that dashboards and autoscalers made for it work.
-VLLM_METRICS = (*(replace(each, name=each.vllm) for each in METRICS if each.vllm), *_metrics("vllm"))
+VLLM_METRICS = (*(replace(each, name=each.vllm) for each in METRICS if each.vllm), *ROWS["vllm"])

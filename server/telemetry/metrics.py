@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -21,30 +20,26 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from engine.handle import EngineHandle
 from engine.system.version import VERSION
-from engine.text.chat.history import HistoryCounts
 from server.telemetry.event_metrics import EventMetrics, VllmEventMetrics
 from server.telemetry.events import Listener
 from server.telemetry.loop_lag import LoopLag
-from server.telemetry.metric_rows import GRAMMAR_METRICS, METRICS, VLLM_METRICS, Family, Metric
-
-if TYPE_CHECKING:
-    from server.telemetry.otlp import SpanCounts
+from server.telemetry.metric_rows import METRICS, ROWS, VLLM_METRICS, Family, Metric
 
 
-class EngineCollector(Collector):
-    """Reads rows from the engine's statistics at each scrape."""
+class RowCollector(Collector):
+    """Reads rows from counts, such as the engine's statistics, at each scrape."""
 
-    def __init__(self, engine: EngineHandle, rows: tuple[Metric, ...], labels: Mapping[str, str]) -> None:
-        self._engine, self.rows, self._labels = engine, rows, labels
+    def __init__(self, read: Callable[[], object], rows: tuple[Metric, ...], **labels: str) -> None:
+        self._read, self.rows, self._labels = read, rows, labels
 
     def collect(self) -> Iterator[Family]:
         for metric in self.rows:
-            yield metric.family(self._engine.stats, self._labels)
+            yield metric.family(self._read(), self._labels)
 
 
 class LoraCollector(Collector):
@@ -65,37 +60,6 @@ class LoraCollector(Collector):
         yield family
 
 
-class SpanCollector(Collector):
-    """What became of the spans of traces."""
-
-    def __init__(self, counts: SpanCounts) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterator[Family]:
-        yield CounterMetricFamily("quire_trace_spans_sent", "Spans that the collector took.", self._counts.sent)
-        dropped = CounterMetricFamily(
-            "quire_trace_spans_dropped",
-            "Spans that never reached the collector, by reason: the queue was full, or sending failed.",
-            labels=["reason"],
-        )
-        for reason, number in self._counts.dropped.items():
-            dropped.add_metric([reason], number)
-        yield dropped
-
-
-class HistoryCollector(Collector):
-    """How many answers in prompts got the tokens that they were generated in."""
-
-    def __init__(self, counts: HistoryCounts) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterator[Family]:
-        text = "Earlier answers in the prompts of chats."
-        yield CounterMetricFamily("quire_history_answers", text, self._counts.num_sought)
-        text = "Earlier answers in prompts that got the tokens they were generated in."
-        yield CounterMetricFamily("quire_history_answers_used", text, self._counts.num_used)
-
-
 class Metrics:
     """Everything that /metrics shows; `listeners` count events. Event loop."""
 
@@ -103,8 +67,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self.loop_lag = LoopLag()
-        self._registry.register(EngineCollector(engine, METRICS, {"model_name": model_name}))
-        self._registry.register(EngineCollector(engine, GRAMMAR_METRICS, {}))
+        self._registry.register(RowCollector(lambda: engine.stats, METRICS, model_name=model_name))
+        self._registry.register(RowCollector(lambda: engine.stats, ROWS["grammars"]))
         self._add_engine(engine)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
@@ -125,13 +89,9 @@ class Metrics:
         """Return everything that is registered, for the reference."""
         return list(self._registry._collector_to_names)  # noqa: SLF001
 
-    def add_span_counts(self, counts: SpanCounts) -> None:
-        """Export what became of spans; without traces these metrics do not exist."""
-        self._registry.register(SpanCollector(counts))
-
-    def add_history_counts(self, counts: HistoryCounts) -> None:
-        """Export how many answers were found again; with --history-cache 0 these metrics do not exist."""
-        self._registry.register(HistoryCollector(counts))
+    def add_counts(self, group: str, counts: object) -> None:
+        """Export the rows of a group, such as what became of spans, which do not exist where nothing counts them."""
+        self._registry.register(RowCollector(lambda: counts, ROWS[group]))
 
     def _add_engine(self, engine: EngineHandle) -> None:
         """Add the engine's health, adapters and settings."""
@@ -163,7 +123,7 @@ class Metrics:
     def _add_vllm(self, engine: EngineHandle) -> None:
         """Add the metrics of --metrics-compat vllm."""
         config, registry = engine.config, self._registry
-        registry.register(EngineCollector(engine, VLLM_METRICS, {"model_name": self._model_name, "engine": "0"}))
+        registry.register(RowCollector(lambda: engine.stats, VLLM_METRICS, model_name=self._model_name, engine="0"))
         if engine.facts.max_loras:
             registry.register(LoraCollector(engine))
         Info("vllm:cache_config", "KV cache settings.", registry=registry).info(

@@ -55,8 +55,8 @@ def families() -> dict[str, tuple[str, set[str]]]:
     """Every family that /metrics can have: its type and its labels."""
     config = SchedulerConfig(num_blocks=8, block_size=4, max_model_len=16, max_num_seqs=2, max_num_batched_tokens=8)
     metrics = Metrics(Engine(Scheduler(config), FakeRunner(config), EngineFacts(16)), "m", compat_vllm=False)
-    metrics.add_span_counts(Counts())
-    metrics.add_history_counts(HistoryCounts())
+    metrics.add_counts("spans", Counts())
+    metrics.add_counts("history", HistoryCounts())
     found: dict[str, tuple[str, set[str]]] = {}
     for line in metrics.render()[0].decode().splitlines():
         if line.startswith("# TYPE"):

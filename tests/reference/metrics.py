@@ -13,7 +13,7 @@ from engine.handle import EngineFacts
 from engine.loop import Engine
 from engine.text.chat.history import HistoryCounts
 from loadtest.fake_runner import FakeRunner
-from server.telemetry.metrics import EngineCollector, Metrics
+from server.telemetry.metrics import Metrics, RowCollector
 from server.telemetry.otlp import SpanCounts
 from tests.reference.tables import MADE, cell, table
 
@@ -34,9 +34,9 @@ def metrics_page() -> str:
     config = SchedulerConfig(num_blocks=8, block_size=4, max_model_len=16, max_num_seqs=1, max_num_batched_tokens=16)
     engine = Engine(Scheduler(config), FakeRunner(config), EngineFacts(16))
     metrics = Metrics(engine, "MODEL", compat_vllm=True)
-    metrics.add_span_counts(SpanCounts())
-    metrics.add_history_counts(HistoryCounts())
-    rows = list(dict.fromkeys(_rows(metrics, engine)))
+    metrics.add_counts("spans", SpanCounts())
+    metrics.add_counts("history", HistoryCounts())
+    rows = list(dict.fromkeys(_rows(metrics)))
     heads = ("metric", "type", "labels", "meaning")
     lines = [_HEAD]
     for title, prefix in (("Quire's names", "quire_"), ("OpenTelemetry's names", "gen_ai_")):
@@ -54,11 +54,11 @@ def metrics_page() -> str:
     return "\n".join(lines)
 
 
-def _rows(metrics: Metrics, engine: Engine) -> Iterator[Row]:
+def _rows(metrics: Metrics) -> Iterator[Row]:
     for collector in metrics.collectors():
-        if isinstance(collector, EngineCollector):
-            for metric in collector.rows:
-                yield _row(metric.family(engine.stats, {}), [metric.label] if metric.label else [])
+        if isinstance(collector, RowCollector):
+            for metric, family in zip(collector.rows, collector.collect(), strict=True):
+                yield _row(family, [metric.label] if metric.label else [])
         elif isinstance(collector, MetricWrapperBase):
             labels = [label for label in collector._labelnames if label not in ("model_name", "engine")]
             for family in collector.describe():
