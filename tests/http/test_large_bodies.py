@@ -145,27 +145,29 @@ def test_too_many_values_are_a_400_that_names_the_flag(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "says"),
+    ("make", "status", "says"),
     [
-        (b'{"messages":[%s]}' % b",".join([b"1"] * 400_000), 400, "messages.0: "),
-        (b'{"messages":[%s]}' % b",".join([b"1"] * 4_000_000), 400, "--max-json-values"),
-        (b'{"messages":' + b"[" * 300_000, 400, "--max-json-values"),
-        (b'{"messages":[%s]}' % b",".join([b"[]"] * 20_000), 400, "messages.0: "),
-        (b'{"a":' * 9_000, 400, "recursion limit"),
-        (b'{%s}' % b",".join(b'"u%d":1' % index for index in range(1_000_000)), 400, "--max-json-values"),
-        (b'{%s}' % b",".join(b'"u%d":1' % index for index in range(100_000)), 400, "100000 fields; send at most 1024"),
-        (b'{%s}' % b",".join(b'"u%d":1' % index for index in range(5_000)), 400, "5000 fields; send at most 1024"),
-        (b'{"messages":[{"role":"user","content":"x"}],"logit_bias":{%s}}'
+        (lambda: b'{"messages":[%s]}' % b",".join([b"1"] * 400_000), 400, "messages.0: "),
+        (lambda: b'{"messages":[%s]}' % b",".join([b"1"] * 4_000_000), 400, "--max-json-values"),
+        (lambda: b'{"messages":' + b"[" * 300_000, 400, "--max-json-values"),
+        (lambda: b'{"messages":[%s]}' % b",".join([b"[]"] * 20_000), 400, "messages.0: "),
+        (lambda: b'{"a":' * 9_000, 400, "recursion limit"),
+        (lambda: b'{%s}' % b",".join(b'"u%d":1' % index for index in range(1_000_000)), 400, "--max-json-values"),
+        (lambda: b'{%s}' % b",".join(b'"u%d":1' % index for index in range(100_000)), 400, "100000 fields; send at most 1024"),
+        (lambda: b'{%s}' % b",".join(b'"u%d":1' % index for index in range(5_000)), 400, "5000 fields; send at most 1024"),
+        (lambda: b'{"messages":[{"role":"user","content":"x"}],"logit_bias":{%s}}'
          % b",".join(b'"%d":null' % index for index in range(90_000)), 400, "logit_bias"),
-        (b'{"messages":[{"role":"user","content":"x"}],"stop":[%s]}' % b",".join([b"1"] * 300_000), 400, "stop"),
-        (b'{"messages":[{"role":"user","content":"%s"}]}' % (b"x" * 12_000_000), 400, "maximum context length"),
-        (b'{"messages":[%s]}' % b",".join([b'{"role":"user","content":"%s"}' % (b"x" * 1000)] * 10_000), 400, "maximum"),
-        (b" " * 400_000, 400, "The body is empty"),
-        (b'{"messages":["' + b"\xff" * 400_000, 400, "Invalid JSON"),
+        (lambda: b'{"messages":[{"role":"user","content":"x"}],"stop":[%s]}' % b",".join([b"1"] * 300_000), 400, "stop"),
+        (lambda: b'{"messages":[{"role":"user","content":"%s"}]}' % (b"x" * 12_000_000), 400, "maximum context length"),
+        (lambda: b'{"messages":[%s]}' % b",".join([b'{"role":"user","content":"%s"}' % (b"x" * 1000)] * 10_000), 400, "maximum"),
+        (lambda: b" " * 400_000, 400, "The body is empty"),
+        (lambda: b'{"messages":["' + b"\xff" * 400_000, 400, "Invalid JSON"),
     ],
 )  # fmt: skip
-def test_hostile_bodies_are_refused_in_one_sentence(large: Live, body: bytes, status: int, says: str) -> None:
-    response = send(large.url, CHAT, body)
+def test_hostile_bodies_are_refused_in_one_sentence(
+    large: Live, make: Callable[[], bytes], status: int, says: str
+) -> None:
+    response = send(large.url, CHAT, make())
     assert response.status_code == status, response.text
     assert says in response.json()["error"]["message"]
     assert len(response.content) < 1500
