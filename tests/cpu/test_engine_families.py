@@ -25,11 +25,12 @@ PROMPTS = [[_random.randrange(3, 128) for _ in range(length)] for length in (1, 
 # the longest length served, as K and V of a cached prefix must fit whatever follows it.
 LENGTH_DEPENDENT = "phi3-longrope-long"
 RECURRENT = ("qwen3_5", "lfm2", "granitemoehybrid-mamba", "granitemoehybrid-mamba-dense")  # see test_recurrent.py
-RECURRENT += ("nemotron_h", "nemotron_h-latent")
+RECURRENT += ("bamba", "nemotron_h", "nemotron_h-latent")
 # Mixtures of experts differ below the engine only.
 ALIKE = ("qwen3-moe", "qwen3-moe-not-normalised", "mixtral", "olmoe", "granitemoe", "glm4-moe", "glm4-moe-air")
 ALIKE += ("glm4_moe_lite", "deepseek_v2", "deepseek_v2-lite", "deepseek_v3-halves-biased", "lfm2-biased", "lfm2-moe")
 ALIKE += ("qwen3_5-moe", "qwen3_next", "granitemoeshared", "granitemoehybrid", "granitemoehybrid-dense")
+ALIKE += ("granitemoe_swa",)
 CASES = [pytest.param(own, name, id=name) for name in own.CASES if name not in (LENGTH_DEPENDENT, *RECURRENT, *ALIKE)]
 CASES += [pytest.param(adapted, name, id=f"adapted-{name}") for name in adapted.CASES]
 

@@ -269,6 +269,18 @@ CASES = {
         }
         | {"time_step_limit": [0.9, 1.3], "layer_types": ["linear_attention", "full_attention", "full_attention"]},
     ),
+    "granite_swa": Case(
+        "GraniteSWAConfig",
+        {key: value for key, value in GRANITE_MOE.items() if "multiplier" in key or "scaling" in key}
+        | {"sliding_window": 8, "layer_rope_theta": [10_000.0, 0, 500.0], "attention_bias": True, "mlp_bias": True},
+    ),
+    "granitemoe_swa": Case("GraniteMoeSWAConfig", GRANITE_MOE | {"sliding_window": 8, "shared_intermediate_size": 40}),
+    "bamba": Case(
+        "BambaConfig",
+        {key: value for key, value in MAMBA.items() if key != "layer_types"}
+        | {"attn_layer_indices": [1], "mamba_n_groups": 1, "mamba_d_state": 8}
+        | {"time_step_limit": [0.9, 1.3], "mlp_bias": True},
+    ),
     "nemotron_h": Case("NemotronHConfig", NEMOTRON),
     "nemotron_h-latent": Case(
         "NemotronHConfig",
@@ -329,7 +341,7 @@ CASES = {
     ),
 }
 
-IN_TORCH = ("gemma3n",)  # the cases whose layers run in torch, each for itself
+IN_TORCH = ("gemma3n", "nemotron_h", "nemotron_h-latent")  # the cases whose layers run in torch, each for itself
 
 # The cases that tests/gpu/ serves on a device, beside those of tests/gpu/features.py.
 ON_A_GPU = ("llama-llama3", "qwen3", "gemma2", "qwen3-moe", "gpt-oss", "deepseek_v3")

@@ -45,6 +45,7 @@ WITH_EXPERTS = (
     "granitemoehybrid",
     "gpt_oss",
     "glm4_moe",
+    "granitemoe_swa",
     "nemotron_h",
 )
 HIDDEN = 64

@@ -250,6 +250,28 @@ def granitemoehybrid(hf: HFConfig) -> ModelConfig:
     return replace(config, layers=with_mamba(hf, common.layers(hf, ropes=ropes, moes=moes)))
 
 
+def granite_swa(hf: HFConfig) -> ModelConfig:
+    """Granite with attention sinks, a window on three layers of four, and a rope base for each layer."""
+    return _granite_swa_common(HFConfig({"tie_word_embeddings": True, "rms_norm_eps": 1e-5, **hf.values}, hf.source))
+
+
+def granitemoe_swa(hf: HFConfig) -> ModelConfig:
+    """The same with experts in every layer."""
+    return _granite_swa_common(hf, granite_experts(hf, shared_width=0))
+
+
+def bamba(hf: HFConfig) -> ModelConfig:
+    """Bamba: Mamba-2, and in some layers attention, of whose heads a half is rotated."""
+    attending = hf.numbers("attn_layer_indices") if hf.has("attn_layer_indices") else ()
+    types = [common.FULL if i in attending else _LINEAR for i in range(common.num_layers(hf))]
+    defaults = {"max_position_embeddings": 262_144, "rms_norm_eps": 1e-5}
+    hf = HFConfig({**defaults, **hf.values, "layer_types": types, "partial_rotary_factor": 0.5}, hf.source)
+    from engine.runtime.models.mamba_settings import with_mamba
+
+    layers = with_mamba(hf, common.layers(hf))
+    return replace(common.settings(hf), mlp_bias=hf.flag("mlp_bias"), layers=layers)
+
+
 def nemotron_h(hf: HFConfig) -> ModelConfig:
     """Nemotron-H and Nemotron 3: each layer is Mamba-2, attention, an MLP of squared ReLUs or a mixture of them, alone."""
     for key in ("attention_bias", "mlp_bias", "sliding_window"):
@@ -422,6 +444,9 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "granitemoe": granitemoe,
     "granitemoeshared": granitemoeshared,
     "granitemoehybrid": granitemoehybrid,
+    "granite_swa": granite_swa,
+    "granitemoe_swa": granitemoe_swa,
+    "bamba": bamba,
     "nemotron_h": nemotron_h,
     "gpt_oss": gpt_oss,
     "glm4_moe": glm4_moe,
@@ -445,6 +470,22 @@ def _granite_common(hf: HFConfig) -> ModelConfig:
         attention_scale=hf.number("attention_multiplier", 1.0),
         logit_multiplier=1.0 / hf.positive("logits_scaling", 1.0),
     )
+
+
+def _granite_swa_common(hf: HFConfig, moes: Mixtures | None = None) -> ModelConfig:
+    """Return the settings that Granite with windows has with experts and without."""
+    hf, rope, num_layers = (
+        HFConfig({"sliding_window": 128, **hf.values}, hf.source),
+        common.rope(hf),
+        common.num_layers(hf),
+    )
+    thetas = hf.numbers("layer_rope_theta") if hf.has("layer_rope_theta") else [rope.theta] * num_layers
+    if len(thetas) != num_layers or min(thetas) < 0:
+        raise hf.error("layer_rope_theta", f"{num_layers} numbers, 0 for a layer without positions")
+    windows = common.windows(hf, [common.SLIDING if i % 4 else common.FULL for i in range(num_layers)])
+    ropes = [replace(rope, theta=theta) if theta else None for theta in thetas]
+    layers = common.layers(hf, windows=windows, ropes=ropes, moes=moes)
+    return replace(_granite_common(hf), mlp_bias=hf.flag("mlp_bias"), has_sinks=True, layers=layers)
 
 
 def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None, is_fused: bool = False) -> ModelConfig:

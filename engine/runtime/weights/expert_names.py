@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # A stack of experts: the module, the matrix, and the ending of a plain, biased, packed or scaled one.
 _STACK = re.compile(r"(.+\.(?:mlp|moe)\.experts)\.(gate_up_proj|up_proj|down_proj)((?:_bias|_blocks|_scales)?)")
-_GRANITES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
+_GRANITES = ("granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa")
 _GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _LFM2 = {
@@ -41,6 +41,7 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
     "gpt_oss": {"router": "gate"},
+    "bamba": {"feed_forward": "mlp", "pre_ff_layernorm": "post_attention_layernorm", "final_layernorm": "norm"},
     "nemotron_h": {"norm_f": "norm", "embeddings": "embed_tokens", "shared_experts": "shared_expert"},
     "deepseek_v2": {"shared_experts": "shared_expert"},
     "deepseek_v3": {"shared_experts": "shared_expert"},
