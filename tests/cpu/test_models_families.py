@@ -341,7 +341,7 @@ CASES = {
     ),
 }
 
-IN_TORCH = ("gemma3n", "nemotron_h", "nemotron_h-latent")  # the cases whose layers run in torch, each for itself
+IN_TORCH = ("gemma3n", "nemotron_h-latent")  # the cases whose layers run in torch, each for itself
 
 # The cases that tests/gpu/ serves on a device, beside those of tests/gpu/features.py.
 ON_A_GPU = ("llama-llama3", "qwen3", "gemma2", "qwen3-moe", "gpt-oss", "deepseek_v3")

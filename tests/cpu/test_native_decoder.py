@@ -25,9 +25,12 @@ from tests.cpu.dense_attention import DenseAttention
 # One or two of each form: biases, kinds of norm and where they stand, windows, soft caps, partial and missing rotation.
 NAMES = ("llama-tied-biased", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "phi3", "granite", "smollm3")
 NAMES += ("gemma4", "gemma4-shared", "gemma4-unified")
-NAMES += ("qwen3_5-attention",)
+NAMES += ("qwen3_5-attention", "nemotron_h-attention")
 MOE_NAMES = ("gemma4-moe", "qwen2-moe", "granitemoe", "gpt-oss", "glm4-moe", "olmoe")
 LATENT_NAMES = ("deepseek_v2", "deepseek_v2-lite", "deepseek_v3", "deepseek_v3-halves-biased")
+# Layers of one part, of which the first and the last do not attend.
+SINGLE = {"layers_block_type": ["mlp", "full_attention", "moe", "full_attention", "mlp"]}
+CASES = families.CASES | {"nemotron_h-attention": families.Case("NemotronHConfig", families.NEMOTRON | SINGLE)}
 STEPS = [(0, 9), (30, 1), (3, 1), (17, 5)]  # (tokens cached, tokens now) of each sequence
 CPU = torch.device("cpu")
 
@@ -81,7 +84,7 @@ def run(
 @pytest.mark.parametrize("name", NAMES + MOE_NAMES + LATENT_NAMES)
 def test_one_call_says_what_the_parts_say(library: Library, name: str, tmp_path: Path) -> None:
     library.use_threads(2)
-    families.save_tiny(families.CASES[name], tmp_path)
+    families.save_tiny(CASES[name], tmp_path)
     model = families.load(tmp_path)
     assert model._native is not None
     for rows in (None, torch.tensor([8, 9, 10, 15]), torch.tensor([0, 0, 0, 1, *[15] * 20])):  # n > 1 repeats a row
@@ -90,28 +93,28 @@ def test_one_call_says_what_the_parts_say(library: Library, name: str, tmp_path:
         assert parts.std() > 0.1
 
 
-@pytest.mark.parametrize("name", ["gemma4-shared", "gemma4-unified"])
+@pytest.mark.parametrize("name", ["gemma4-shared", "gemma4-unified", "nemotron_h-attention"])
 def test_rows_that_go_on_alone_have_the_bits_of_all(library: Library, name: str, tmp_path: Path) -> None:
     """Behind the last layer that keeps keys and values; a row may be of any slice, and stand twice."""
     library.use_threads(2)
-    families.save_tiny(families.CASES[name], tmp_path)
+    families.save_tiny(CASES[name], tmp_path)
     model = families.load(tmp_path)
     whole = run(model, in_one_call=True, rows=None)[0]
     for rows in ([8, 9, 10, 15], [0, 3, 3, 15], [13, 2], [9]):
         assert torch.equal(run(model, in_one_call=True, rows=torch.tensor(rows))[0], whole[rows])
 
 
-@pytest.mark.parametrize("name", ["granite", "gemma2", "olmo2", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["granite", "gemma2", "olmo2", "qwen2-moe", "nemotron_h-attention"])
 def test_one_call_copies_the_streams_of_its_parts(library: Library, name: str, tmp_path: Path) -> None:
     """The stream that enters a layer is what transformers calls its hidden state; the last goes with all rows."""
     library.use_threads(2)
-    theirs = families.save_tiny(families.CASES[name], tmp_path)
+    theirs = families.save_tiny(CASES[name], tmp_path)
     model = families.load(tmp_path)
-    last = len(model.states)
+    last = len(model._layers)
     for rows, layers in ((None, (0, 1, last)), (torch.tensor([8, 15]), (0, last - 1))):
-        ours, parts = (run(model, in_one_call=is_one, rows=rows, layers=layers)[1] for is_one in (True, False))
+        ours, parts = (run(model, in_one_call=is_one, rows=rows, layers=layers)[:2] for is_one in (True, False))
         torch.testing.assert_close(ours, parts, atol=2e-4, rtol=2e-4)
-        assert (ours[:, 0] - ours[:, 1]).std() > 0.01
+        assert (ours[1][:, 0] - ours[1][:, 1]).std() > 0.01
     ids = torch.randint(3, 128, (9,))
     attention, out = DenseAttention(model.states), torch.empty(9, 2, model._config.hidden_size)
     with torch.inference_mode():
@@ -124,7 +127,7 @@ def test_one_call_copies_the_streams_of_its_parts(library: Library, name: str, t
 def test_bfloat16_keeps_the_stream_in_float32(name: str, tmp_path: Path) -> None:
     if native() is None:
         pytest.skip("no native library and no C compiler")
-    families.save_tiny(families.CASES[name], tmp_path).bfloat16().float().save_pretrained(tmp_path)
+    families.save_tiny(CASES[name], tmp_path).bfloat16().float().save_pretrained(tmp_path)
     truth = families.load(tmp_path)
     config = EngineConfig(model=str(tmp_path))
     rounded = load_model(config, CPU, torch.bfloat16, lambda progress: None)

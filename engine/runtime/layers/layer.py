@@ -130,16 +130,11 @@ class DecoderLayer:
 
     def describe(self, rotary: int | None) -> LayerArgs | None:
         """Describe the loaded layer to the native library, or return None if that cannot compute it."""
-        if self._mixer is None or self._feed_forward is None:
-            return None
-        mixer, feed_forward = self._mixer.describe(), self._feed_forward.describe()
-        gate = None if self._gate is None else self._gate.describe()
-        is_whole = mixer is not None and feed_forward is not None and (gate is None) == (self._gate is None)
-        if not is_whole or len(self.states) != 1:  # a description has room for one state
+        parts = {"mixer": self._mixer, "feed_forward": self._feed_forward, "gate": self._gate}
+        described = {name: part.describe() for name, part in parts.items() if part is not None}
+        if None in described.values() or len(self.states) > 1:  # a description has room for one state
             return None
         norms = {name: norm_args(getattr(self, f"_{name}").weight) for name in _NORMS}
-        args = LayerArgs(mixer=mixer, feed_forward=feed_forward, rotary=-1 if rotary is None else rotary, **norms)
-        if gate is not None:
-            args.gate = gate
+        args = LayerArgs(rotary=-1 if rotary is None else rotary, **described, **norms)
         args.stream_scale = 1.0 if self._stream_scale is None else self._stream_scale.item()
         return args

@@ -86,8 +86,8 @@ class Decoder:
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
         self._rotaries = [Rotary(rope, served_len, dtype=dtype, device=device) for rope in ropes]
         self._native: NativeDecoder | None = None
-        # The layers behind it read the keys and values of others.
-        self._last_holder = max(index for index, layer in enumerate(config.layers) if layer.source is None)
+        # The layers behind it read the keys and values of others, or have no mixer.
+        self._last_holder = max(i for i, layer in enumerate(config.layers) if layer.mixer and layer.source is None)
         # The rotary of each layer; the index after the last rotary stands for a layer without positions.
         self._rope_of = [ropes.index(layer.rope) if layer.rope else len(ropes) for layer in config.layers]
 

@@ -33,6 +33,7 @@ struct needs {
 };
 
 static void add_part(struct needs *needs, const struct part *part, const struct decoder *d, int64_t rows) {
+    if (!part->kind) return;
     size_t room = part->kind->measure(part, d, rows, &needs->packed);
     widen_packed(&needs->packed, &part->first, rows);
     widen_packed(&needs->packed, &part->last, rows);
@@ -56,8 +57,10 @@ static int64_t last_whole(const struct forward_args *f) {
 static size_t lay_out_kept(const struct forward_args *f, char *base, int64_t after, struct kept_queries *kept) {
     int64_t widest = 0, rows = f->num_rows;
     size_t used = 0;
-    for (int64_t i = after + 1; i < f->decoder->num_layers; i++)
-        if (f->decoder->layers[i].attend->table_stride > widest) widest = f->decoder->layers[i].attend->table_stride;
+    for (int64_t i = after + 1; i < f->decoder->num_layers; i++) {
+        const struct attend_args *attend = f->decoder->layers[i].attend;
+        if (attend && attend->table_stride > widest) widest = attend->table_stride;
+    }
     if (!widest || !f->rows) return 0;
     kept->num = rows;
     kept->slices = carve(base, &used, rows, sizeof(int64_t));
@@ -77,7 +80,7 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
         const struct layer *layer = &d->layers[i];
         add_part(&needs, &layer->mixer, d, tokens);
         add_part(&needs, &layer->feed_forward, d, tokens);
-        if (layer->gate.kind) add_part(&needs, &layer->gate, d, tokens);
+        add_part(&needs, &layer->gate, d, tokens);
         if (layer->mixer.last.k > needs.mixed) needs.mixed = layer->mixer.last.k;
     }
     if (d->inputs) widen_packed(&needs.packed, &d->inputs->projection, INPUT_ROWS);
@@ -232,12 +235,35 @@ static void keep_rows(const struct forward_args *f, struct workspace *w) {
     if (w->kept.num) keep_queries(f, w);
 }
 
-/* Add w->delta to the stream (normalised first, in some families), scale that, and compute the norm `before` the next part: into
- * `out`, or packed for the matrix `next` if there is no `out`. */
-static void join(const struct decoder *d, struct norm after, float scale, struct norm before, struct workspace *w,
-                 const struct linear *next, void *out, int64_t rows) {
-    if (after.weight) add_norm(d, after, w->delta, NULL, w->delta, DT_F32, rows, NULL, 1, w);
-    add_norm(d, before, w->stream, w->delta, out, d->dtype, rows, next, scale, w);
+/* A part, and the norm before it; `part` NULL: none is left, and the norm is the decoder's. */
+struct upcoming {
+    const struct part *part;
+    struct norm norm;
+};
+
+/* The first part of some layer and those behind it, or but for its mixer. */
+static struct upcoming upcoming(const struct decoder *d, int64_t index, int without_mixer) {
+    for (; index < d->num_layers; index++, without_mixer = 0) {
+        const struct layer *layer = &d->layers[index];
+        if (layer->mixer.kind && !without_mixer) return (struct upcoming){&layer->mixer, layer->before_mixer};
+        if (layer->feed_forward.kind) return (struct upcoming){&layer->feed_forward, layer->before_feed_forward};
+    }
+    return (struct upcoming){NULL, d->norm};
+}
+
+/* Add delta to the stream, and compute the norm before the next part: as rows, or packed for its first matrix. */
+static void enter(const struct forward_args *f, struct upcoming next, const float *delta, float scale, struct workspace *w,
+                  int64_t rows) {
+    void *out = next.part ? input_of(f, w, next.part) : f->hidden;
+    add_norm(f->decoder, next.norm, w->stream, delta, out, f->decoder->dtype, rows, next.part ? &next.part->first : NULL,
+             scale, w);
+}
+
+/* The same with w->delta, which is normalised first in some families; the sum is scaled. */
+static void join(const struct forward_args *f, struct norm after, float scale, struct upcoming next, struct workspace *w,
+                 int64_t rows) {
+    if (after.weight) add_norm(f->decoder, after, w->delta, NULL, w->delta, DT_F32, rows, NULL, 1, w);
+    enter(f, next, w->delta, scale, w, rows);
 }
 
 /* x [rows, hidden] = the sum of all ranks' x. */
@@ -264,40 +290,50 @@ static void copy_stream(const struct forward_args *f, int64_t layer, struct work
 static int32_t run_gate(const struct forward_args *f, struct workspace *w, int64_t index, int64_t rows) {
     const struct layer *layer = &f->decoder->layers[index];
     const struct part *gate = &layer->gate;
-    join(f->decoder, layer->after_feed_forward, 1, (struct norm){0}, w, &gate->first, input_of(f, w, gate), rows);
+    join(f, layer->after_feed_forward, 1, (struct upcoming){gate, {0}}, w, rows);
     struct turn turn = turn_of(f, w, index, gate, w->delta, rows);
     return gate->kind->run(&turn);
 }
 
+/* The feed-forward of a layer, if it has one, and its gate; what they add to the stream. */
+static int32_t run_rest(const struct forward_args *f, struct workspace *w, int64_t index, int64_t rows) {
+    const struct decoder *d = f->decoder;
+    const struct layer *layer = &d->layers[index];
+    if (!layer->feed_forward.kind) return QUIRE_OK;
+    struct turn turn = turn_of(f, w, index, &layer->feed_forward, w->delta, rows);
+    int32_t status = turn.part->kind->run(&turn);
+    if (status || (status = reduce(d, w->delta, rows))) return status;
+    if (layer->gate.kind && (status = run_gate(f, w, index, rows))) return status;
+    struct norm after = layer->gate.kind ? layer->after_gate : layer->after_feed_forward;
+    join(f, after, layer->stream_scale, upcoming(d, index + 1, 0), w, rows);
+    return QUIRE_OK;
+}
+
 static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
-    const struct layer *first = d->layers;
     int64_t rows = f->num_tokens;
     if (f->adapters.num) adapter_rows_sort(&w->adapters, NULL, rows);
-    add_norm(d, first->before_mixer, w->stream, NULL, input_of(f, w, &first->mixer), d->dtype, rows, &first->mixer.first, 1, w);
+    enter(f, upcoming(d, 0, 0), NULL, 1, w, rows);
     for (int64_t i = 0; i < d->num_layers; i++) {
         const struct layer *layer = &d->layers[i];
-        int is_last = i + 1 == d->num_layers;
+        int has_mixer = layer->mixer.kind != NULL;
         copy_stream(f, i, w);
         struct turn turn = turn_of(f, w, i, &layer->mixer, w->mixed, rows);
-        int32_t status = layer->mixer.kind->run(&turn);
+        int32_t status = has_mixer ? layer->mixer.kind->run(&turn) : QUIRE_OK;
         if (status) return status;
         if (i == w->last_whole && f->num_rows == 0) return QUIRE_OK; /* a chunk of a prompt needs keys and values only */
         if (i == w->last_whole && f->rows) {
             keep_rows(f, w);
             turn.rows = rows = f->num_rows;
+            if (!has_mixer) enter(f, upcoming(d, i, 0), NULL, 1, w, rows);
         }
-        if ((status = part_multiply(&turn, PLACE_O, &layer->mixer.last, w->mixed, w->delta, DT_F32))) return status;
-        if ((status = reduce(d, w->delta, rows))) return status;
-        const struct part *next = &layer->feed_forward;
-        join(d, layer->after_mixer, 1, layer->before_feed_forward, w, &next->first, input_of(f, w, next), rows);
-        turn = turn_of(f, w, i, next, w->delta, rows);
-        if ((status = next->kind->run(&turn)) || (status = reduce(d, w->delta, rows))) return status;
-        if (layer->gate.kind && (status = run_gate(f, w, i, rows))) return status;
-        next = is_last ? NULL : &layer[1].mixer;
-        join(d, layer->gate.kind ? layer->after_gate : layer->after_feed_forward, layer->stream_scale,
-             is_last ? d->norm : layer[1].before_mixer, w, is_last ? NULL : &next->first,
-             is_last ? f->hidden : input_of(f, w, next), rows);
+        if (has_mixer) {
+            if ((status = part_multiply(&turn, PLACE_O, &layer->mixer.last, w->mixed, w->delta, DT_F32))) return status;
+            if ((status = reduce(d, w->delta, rows))) return status;
+            float scale = layer->feed_forward.kind ? 1 : layer->stream_scale;
+            join(f, layer->after_mixer, scale, upcoming(d, i, 1), w, rows);
+        }
+        if ((status = run_rest(f, w, i, rows))) return status;
     }
     copy_stream(f, d->num_layers, w);
     return QUIRE_OK;

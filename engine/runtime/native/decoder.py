@@ -154,7 +154,8 @@ class NativeDecoder:
         return hidden
 
     def _bind(self, step: PagedStep) -> None:
-        for layer, paged in zip(self._layers, step, strict=False):  # a head's layers follow in the pool
+        mixing = [layer for layer in self._layers if layer.mixer.kind]
+        for layer, paged in zip(mixing, step, strict=False):  # a head's layers follow in the pool
             if isinstance(paged, PagedState):
                 layer.states, layer.places = addressof(paged.step), paged.places.ctypes.data
                 layer.drafts = paged.drafts.data_ptr()

@@ -1,5 +1,5 @@
 /* Layers and their parts. A layer is a mixer, in which a token sees others, and a feed-forward, which computes each token
- * alone. A kind of either is one C file, which exports a `struct kind`; a part's description names it. */
+ * alone; or one of them. A kind of either is one C file, which exports a `struct kind`; a part's description names it. */
 #ifndef QUIRE_LAYER_H
 #define QUIRE_LAYER_H
 
@@ -21,7 +21,7 @@ SHARED struct rotary {
 
 /* A mixer or a feed-forward. */
 SHARED struct part {
-    const struct kind *kind;
+    const struct kind *kind; /* NULL: the layer has no such part */
     const void *args;    /* the kind's own description; NULL: it needs none */
     struct linear first; /* the input is packed for it; packed NULL: the part reads rows */
     struct linear last;  /* a mixer's is multiplied by the decoder */
@@ -29,7 +29,7 @@ SHARED struct part {
 
 SHARED struct layer {
     struct part mixer, feed_forward;
-    struct part gate; /* kind NULL: none; else a third part, which reads the stream and the layer's input */
+    struct part gate; /* a third part, which reads the stream and the layer's input */
     struct norm before_mixer, after_mixer, before_feed_forward, after_feed_forward, after_gate;
     float stream_scale; /* multiplies the stream behind the last part */
     struct pool pool; /* the mixer's state */
