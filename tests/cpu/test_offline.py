@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema
@@ -40,42 +41,44 @@ def test_the_default_model_says_what_it_always_said(kernels: str) -> None:
     assert [list(output.outputs[0].token_ids) for output in outputs] == list(GOLDEN.values())
 
 
-def test_grammars_and_calls_hold() -> None:
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
     with LLM(max_model_len=512, kv_cache_memory_bytes=64 << 20) as llm:
-        asked = [{"regex": "[A-Z][a-z]{2,8}"}, {"choice": ["yes", "no"]}, {"json": CLOSED}]
-        each = [
-            SamplingParams(structured_outputs=one, seed=seed, temperature=1.0) for one in asked for seed in range(4)
-        ]
-        said = [output.outputs[0].text for output in llm.generate(["Say it: "] * len(each), each)]
-        assert all(re.fullmatch("[A-Z][a-z]{2,8}", text) for text in said[:4])
-        assert all(text in ("yes", "no") for text in said[4:8])
-        for text in said[8:]:
-            jsonschema.validate(json.loads(text), SCHEMA)
-        assert len(set(said)) > 4
-
-        question = [{"role": "user", "content": "How many?"}]
-        schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
-        params = SamplingParams(max_tokens=40, response_format=schema, seed=1)
-        jsonschema.validate(json.loads(llm.chat(question, params)[0].outputs[0].text), CLOSED)
-        tool = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
-        params = SamplingParams(max_tokens=60, seed=1)
-        [output] = llm.chat(question, params, tools=[tool], tool_choice="required", parallel_tool_calls=False)
-        [call] = output.outputs[0].tool_calls
-        assert call.name == "count"
-        jsonschema.validate(json.loads(call.arguments), CLOSED)
+        yield llm
 
 
-def test_words_and_tokens_are_ruled_out() -> None:
-    with LLM(max_model_len=256, kv_cache_memory_bytes=32 << 20) as llm:
-        prompt = "The capital of Japan is"
-        greedy = SamplingParams(max_tokens=8, temperature=0)
-        assert "Tokyo" in llm.generate(prompt, greedy)[0].outputs[0].text
-        params = SamplingParams(max_tokens=8, temperature=0, bad_words=("Tokyo", "Kyoto"))
-        text = llm.generate(prompt, params)[0].outputs[0].text
-        assert text
-        assert "Tokyo" not in text
-        params = SamplingParams(max_tokens=8, seed=1, allowed_token_ids=(1, 5, 9))
-        assert set(llm.generate(prompt, params)[0].outputs[0].token_ids) <= {1, 5, 9}
+def test_grammars_and_calls_hold(llm: LLM) -> None:
+    asked = [{"regex": "[A-Z][a-z]{2,8}"}, {"choice": ["yes", "no"]}, {"json": CLOSED}]
+    each = [SamplingParams(structured_outputs=one, seed=seed, temperature=1.0) for one in asked for seed in range(4)]
+    said = [output.outputs[0].text for output in llm.generate(["Say it: "] * len(each), each)]
+    assert all(re.fullmatch("[A-Z][a-z]{2,8}", text) for text in said[:4])
+    assert all(text in ("yes", "no") for text in said[4:8])
+    for text in said[8:]:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert len(set(said)) > 4
+
+    question = [{"role": "user", "content": "How many?"}]
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+    params = SamplingParams(max_tokens=40, response_format=schema, seed=1)
+    jsonschema.validate(json.loads(llm.chat(question, params)[0].outputs[0].text), CLOSED)
+    tool = {"type": "function", "function": {"name": "count", "parameters": SCHEMA}}
+    params = SamplingParams(max_tokens=60, seed=1)
+    [output] = llm.chat(question, params, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    [call] = output.outputs[0].tool_calls
+    assert call.name == "count"
+    jsonschema.validate(json.loads(call.arguments), CLOSED)
+
+
+def test_words_and_tokens_are_ruled_out(llm: LLM) -> None:
+    prompt = "The capital of Japan is"
+    greedy = SamplingParams(max_tokens=8, temperature=0)
+    assert "Tokyo" in llm.generate(prompt, greedy)[0].outputs[0].text
+    params = SamplingParams(max_tokens=8, temperature=0, bad_words=("Tokyo", "Kyoto"))
+    text = llm.generate(prompt, params)[0].outputs[0].text
+    assert text
+    assert "Tokyo" not in text
+    params = SamplingParams(max_tokens=8, seed=1, allowed_token_ids=(1, 5, 9))
+    assert set(llm.generate(prompt, params)[0].outputs[0].token_ids) <= {1, 5, 9}
 
 
 def test_adapters_by_name(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.shapes import COMPARED, LLAMA_8B, ON_GPU, QWEN3_06B, Shape
+from tests.patience import PATIENCE_S
 from tools.gpu import __main__ as runner
 from tools.gpu import names, serving, suites
 from tools.gpu.figures import Figure, Findings, Notebook, Target, covered, read_findings
@@ -236,8 +237,9 @@ def test_without_vllm_its_part_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     assert read_findings(tmp_path / "vllm.json") == Findings(notes=["Not measured: vLLM is not installed here."])
 
 
-def test_tests_that_are_interrupted_have_told_what_they_found(tmp_path: Path) -> None:
+def test_tests_that_are_interrupted_have_told_what_they_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The part's time is up in the middle of the third."""
+    monkeypatch.setattr(suites, "_GRACE_S", PATIENCE_S)
     (tmp_path / "test_some.py").write_text(
         "import pathlib, time\n\ndef test_a(): pass\n\ndef test_b(): assert 1 == 2\n\n"
         "def test_c():\n    pathlib.Path(__file__).with_name('begun').touch()\n    time.sleep(100)\n"
