@@ -109,7 +109,7 @@ class SequenceKV:
     slots: list[int] = field(default_factory=list)  # runner rows: one, or one a choice until the prompt is computed
     num_published: int = 0  # blocks that the prefix cache was shown
     # Computed positions at which the next block is due: a prompt's as they are computed, an answer's at its end, unless
-    # lower tiers or snapshots need its names; and at which a block leaves a window.
+    # lower tiers or snapshots need its names.
     next_publish: int = NEVER
     writable_until: int = 0  # positions below have a block that is this sequence's alone
     shares_tail: bool = False  # the last block may have other holders: it is copied before the first write

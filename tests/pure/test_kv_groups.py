@@ -238,9 +238,13 @@ def off_by_a_block(group: WindowGroup, position: int) -> int:
     return max(position - group._window + 5, 0) // group._block_size
 
 
+WRITE = WindowGroup.extend
+
+
 def share_and_write(group: WindowGroup, seq: Sequence, step: InFlightStep, *, is_copied: bool) -> None:
     """Leave a shared tail in place."""
-    group._grow(seq, len(seq.kv.blocks), step)
+    if not is_copied:
+        WRITE(group, seq, step, is_copied=False)
 
 
 def answer_and_continue(driver: Driver) -> None:
@@ -297,7 +301,7 @@ def test_an_answer_is_named_at_its_end_with_the_window_that_it_has_then() -> Non
         driver.step()
     [seq] = driver.scheduler.running
     assert len(seq.tokens) > 70
-    assert len(seq.kv.chain) == 1 + blocks_for(len(prompt), driver.scheduler.config.block_size)
+    assert len(seq.kv.chain) == 1 + len(prompt) // driver.scheduler.config.block_size
     assert all(num_held(seq.kv.tables[group.number]) < 5 for group in groups_of(driver))
     driver.drain()
     answer = tuple(driver.streams["turn1", 0])

@@ -9,9 +9,9 @@ snapshots.py. KVCacheManager calls the methods of both for each group in turn:
                      `resume`, and `fill` for what host memory has of it, as of its ticket; `owed` says what it may still
                      need
     each chunk       `cover`: it takes the blocks that the chunk writes to, not those of its whole prompt
-    each block       `extend`
-    each commit      `publish`, then `slide`: blocks before the window of the next position are freed, as no step in
-                     flight reads them
+    each block       `slide`: blocks before the window of the next position are freed, as no step in flight reads them;
+                     then `extend`
+    each commit      of a prompt, `publish`, then `slide`
     rollback         `roll_back`: blocks for what was not computed are freed; they are taken again with the next chunk
 
 A block has the name that it would have in the first group, and the number of its group behind it. A block that slides out
@@ -213,8 +213,13 @@ class WindowGroup(Group):
 
     def cover(self, seq: Sequence, stop: int, step: InFlightStep) -> None:
         """Take the blocks that the next chunk of a prompt needs."""
-        is_end = stop == len(seq.tokens)
-        self._grow(seq, len(seq.kv.blocks) if is_end else blocks_for(stop, self._block_size), step)
+        table = self._table(seq)
+        num_before, is_end = len(table), stop == len(seq.tokens)
+        num_new = (len(seq.kv.blocks) if is_end else blocks_for(stop, self._block_size)) - num_before
+        if num_new > 0:
+            table += self.pool.alloc_many(num_new, after=table[-1] if table else NO_BLOCK)
+            slot, group = seq.slot, self.number
+            step.entries += [(slot, group, at, table[at]) for at in range(num_before, len(table))]
 
     def extend(self, seq: Sequence, step: InFlightStep, *, is_copied: bool) -> None:
         """Make the next position writable, in a copy of the last block if others hold that."""
@@ -223,16 +228,11 @@ class WindowGroup(Group):
             source, table[-1] = table[-1], self.pool.alloc()
             self.pool.free(source)
             step.copies.append((source, table[-1]))
-            step.entries.append((seq.slot, self.number, len(table) - 1, table[-1]))
-        self._grow(seq, len(seq.kv.blocks), step)
-
-    def _grow(self, seq: Sequence, num_blocks: int, step: InFlightStep) -> None:
-        table = self._table(seq)
-        num_before = len(table)
-        if num_blocks > num_before:
-            table += self.pool.alloc_many(num_blocks - num_before, after=table[-1] if table else NO_BLOCK)
-            slot, group = seq.slot, self.number
-            step.entries += [(slot, group, at, table[at]) for at in range(num_before, num_blocks)]
+        elif len(table) < len(seq.kv.blocks):  # by one: the tables of a sequence that decodes are equally long
+            table.append(self.pool.alloc(after=table[-1] if table else NO_BLOCK))
+        else:
+            return
+        step.entries.append((seq.slot, self.number, len(table) - 1, table[-1]))
 
     def publish(self, seq: Sequence, num_known: int) -> None:
         """Make those of the full blocks of known, computed positions findable that the table still has."""
@@ -243,17 +243,15 @@ class WindowGroup(Group):
             else:
                 self.register(chain, seq.tokens, index, (table[index],))
 
-    def slides_at(self, num_computed: int) -> int:
-        """Return the number of computed positions at which the next block is before the window."""
-        return (self._first_read(num_computed) + 1) * self._block_size + self._window - 1
-
     def slide(self, seq: Sequence) -> None:
         """Free the blocks that no position to compute reads."""
+        table, num_passed = self._table(seq), self._first_read(seq.num_computed)
+        if not num_passed or table[num_passed - 1] == NO_BLOCK:
+            return
         # Another turn of a conversation, or the same prompt again, resumes at one of the prompt's last two boundaries.
-        table, last = self._table(seq), seq.num_prompt // self._block_size
-        end = seq.request.turn_end or seq.num_prompt - 1
+        last, end = seq.num_prompt // self._block_size, seq.request.turn_end or seq.num_prompt - 1
         first_kept = self._first_read(end // self._block_size * self._block_size)
-        for index in range(self._first_read(seq.num_computed) - 1, -1, -1):
+        for index in range(num_passed - 1, -1, -1):
             block = table[index]
             if block == NO_BLOCK:
                 break

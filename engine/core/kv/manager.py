@@ -44,7 +44,6 @@ class KVCacheManager:
         self._pins = Pins(stats, max_pinned // config.num_groups)
         self.tiers = Tiers(config, stats, self._pins, times)
         self._listener = self.tiers if config.host_caching else None
-        # An answer is named at its end, but block by block if lower tiers or snapshots need the names.
         self._names_answers = config.host_caching or config.state_blocks > 0
         self._imports: dict[PrefixImport, None] = {}
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -259,6 +258,8 @@ class KVCacheManager:
         That is a block of each, or a copy of the last one if others hold it, and a slot for its state.
         """
         kv, pool, has_full = seq.kv, self.pool, self._config.has_full
+        for windowed in self._windows:
+            windowed.slide(seq)
         blocks = kv.tables[0]
         # All tables share their tails alike.
         is_copied = kv.shares_tail and self._num_groups > 0 and pool.is_shared(kv.tables[not has_full][-1])
@@ -401,8 +402,7 @@ class KVCacheManager:
         # With overlap, the K/V of a token may be there that an abort discarded: the token is unknown.
         num_known, kv = min(seq.num_computed, len(seq.tokens)), seq.kv
         full = num_known // self.block_size
-        is_prompt = kv.num_published * self.block_size < seq.num_prompt
-        if kv.is_cacheable and (is_prompt or self._names_answers or not self._windows):
+        if kv.is_cacheable:
             self._cache.register(kv.chain, seq.tokens, kv.blocks, kv.num_published, full)
             for group in self._others:
                 group.publish(seq, num_known)
@@ -414,9 +414,10 @@ class KVCacheManager:
         if kv.num_owed or self._recurrent is not None:  # else all tables are complete, as they were
             self._owe(seq)
         due = (full + 1) * self.block_size
-        if due > seq.num_prompt and not self._names_answers:
-            due = min([group.slides_at(seq.num_computed) for group in self._windows], default=NEVER)
-        kv.next_publish = min(due, kv.state.due)
+        # An answer is named at its end, but block by block if lower tiers or snapshots need the names; and what is computed
+        # again after a preemption leaves windows as it is computed.
+        is_due = due <= (len(seq.tokens) if self._windows else seq.num_prompt) or self._names_answers
+        kv.next_publish = min(due, kv.state.due) if is_due else NEVER
 
     def _pin(self, seq: Sequence, first: int, stop: int) -> None:
         """Pin those of a sequence's published blocks first .. stop - 1 that its request wants to be retained."""
