@@ -185,9 +185,13 @@ def test_random_weights_are_compared_with_the_memory(impl: str, tmp_path: Path) 
     assert "GiB of weights, and this machine has" in found
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size"])
-def test_sizes_for_transformers_are_compared_with_the_weights(key: str, tmp_path: Path) -> None:
-    save_tiny(ADAPTED["starcoder2"], tmp_path)
+SIZES = [("starcoder2", key) for key in ("vocab_size", "hidden_size", "intermediate_size")]
+SIZES += [("qwen3_5", "linear_conv_kernel_dim"), ("lfm2", "conv_L_cache"), ("nemotron_h", "conv_kernel")]
+
+
+@pytest.mark.parametrize(("name", "key"), SIZES)
+def test_sizes_are_compared_with_the_weights(name: str, key: str, tmp_path: Path) -> None:
+    save_tiny((ADAPTED | CASES)[name], tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     changed(values | {key: 2**24}, tmp_path)
     config = EngineConfig(model=str(tmp_path))

@@ -119,7 +119,8 @@ class DeltaConfig:
 
     def num_weights(self, hidden_size: int) -> int:
         """Return the elements of a mixer's matrices."""
-        return hidden_size * (self.channels + 2 * self.num_v_heads * (self.v_dim + 1))
+        products = hidden_size * (self.channels + 2 * self.num_v_heads * (self.v_dim + 1))
+        return products + self.channels * self.kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,7 @@ class MambaConfig:
 
     def num_weights(self, hidden_size: int) -> int:
         """Return the elements of a mixer's matrices."""
-        return hidden_size * (2 * self.width + self.channels + self.num_heads)
+        return hidden_size * (2 * self.width + self.channels + self.num_heads) + self.channels * self.kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +167,7 @@ class ShortConvConfig:
 
     def num_weights(self, hidden_size: int) -> int:
         """Return the elements of a mixer's matrices."""
-        return 4 * hidden_size * self.channels
+        return (4 * hidden_size + self.kernel) * self.channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
