@@ -425,17 +425,27 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(name: str, tmp_path: Path
     assert (ours - exact).abs().max() > 0  # it did run in bfloat16
 
 
-def test_nemotron_is_read_as_published(tmp_path: Path) -> None:
-    """Kinds of layers as a pattern, another name for the width of heads, and a head for later tokens, which is left out."""
-    save_tiny(CASES["nemotron_h"], tmp_path)
+PUBLISHED: dict[str, tuple[dict[str, Any], set[str]]] = {  # settings that config.json has instead of others
+    "nemotron_h": (
+        {"hybrid_override_pattern": "M-M*E", "num_hidden_layers": 5, "attention_head_dim": 16},
+        {"layers_block_type", "head_dim"},
+    ),
+    "bamba": ({"rope_theta": 10_000.0, "attn_rotary_emb": 8}, {"rope_parameters"}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_is_read_as_published(name: str, tmp_path: Path) -> None:
+    """Older settings; a head for later tokens, which Nemotron has beside its layers, is left out."""
+    save_tiny(CASES[name], tmp_path)
     ids = torch.arange(3, 43)
     expected = logits_of(load(tmp_path), ids, [40])
+    old, new = PUBLISHED[name]
     values = json.loads((tmp_path / "config.json").read_text())
-    del values["layers_block_type"]
-    values |= {"hybrid_override_pattern": "M-M*E", "num_hidden_layers": 5, "attention_head_dim": values.pop("head_dim")}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"mtp.layers.0.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({key: values[key] for key in values.keys() - new} | old))
+    if name == "nemotron_h":
+        tensors = load_file(tmp_path / "model.safetensors")
+        save_file(tensors | {"mtp.layers.0.norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
     assert torch.equal(logits_of(load(tmp_path), ids, [40]), expected)
 
 
