@@ -103,6 +103,10 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
             "time_step_limit": [0.0, 0.1],
         }.items()
     },
+    "bamba-of-mamba": (
+        CASES["bamba"].build().to_dict() | {"attn_layer_indices": [7]},
+        "'attn_layer_indices' is [7]; Quire needs a layer with attention",
+    ),
     "no-kind": ({key: value for key, value in LLAMA.items() if key != "model_type"}, "'model_type' is missing"),
 }
 

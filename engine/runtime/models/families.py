@@ -264,6 +264,8 @@ def bamba(hf: HFConfig) -> ModelConfig:
     """Bamba: Mamba-2, and in some layers attention, of whose heads a half is rotated."""
     attending = hf.numbers("attn_layer_indices") if hf.has("attn_layer_indices") else ()
     types = [common.FULL if i in attending else _LINEAR for i in range(common.num_layers(hf))]
+    if common.FULL not in types:
+        raise hf.error("attn_layer_indices", "a layer with attention, whose keys and values give blocks their size")
     defaults = {"max_position_embeddings": 262_144, "rms_norm_eps": 1e-5}
     hf = HFConfig({**defaults, **hf.values, "layer_types": types, "partial_rotary_factor": 0.5}, hf.source)
     from engine.runtime.models.mamba_settings import with_mamba
