@@ -113,7 +113,8 @@ def test_any_value_of_a_config_loads_or_is_refused(tmp_path: Path) -> None:
     """Every key of some families has every value; one that an earlier family has too, one of them."""
     seen: set[str] = set()
     chooser = random.Random(3)
-    for name in ("llama", "qwen2-window", "smollm3-window", "gemma2", "gemma3", "granite", "olmo3", "glm4-moe"):
+    names = ("llama", "qwen2-window", "smollm3-window", "gemma2", "gemma3", "granite", "olmo3", "glm4-moe")
+    for name in (*names, "qwen3_5", "granitemoehybrid-mamba", "nemotron_h-latent", "lfm2"):
         folder = tmp_path / name
         folder.mkdir()
         save_tiny(CASES[name], folder)

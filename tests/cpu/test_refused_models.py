@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -85,6 +86,8 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "gelu": (QWEN3_5 | {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; Quire needs silu"),
     "no-tail": (QWEN3_5 | {"linear_conv_kernel_dim": 1}, "'linear_conv_kernel_dim' is 1; Quire needs 2 or more"),
     "no-step": (GRANITE | {"time_step_limit": [0.1]}, "'time_step_limit' is [0.1]; Quire needs two numbers"),
+    "nan-step": (GRANITE | {"time_step_limit": [0.0, math.nan]}, "'time_step_limit' is [0.0, nan]; Quire needs two"),
+    "vast-step": (GRANITE | {"time_step_limit": [0, 10**400]}, "; Quire needs two numbers"),
     "no-group": (
         GRANITE | {"mamba_n_groups": 3},
         "'mamba_n_groups' is 3; Quire needs a number that divides mamba_n_heads, 8",

@@ -848,6 +848,12 @@ SIZES_OF_MAMBA: dict[str, Any] = {
         ),
         ("granitehybrid", SIZES_OF_MAMBA | {"attention.head_count_kv": 2}, "", "'layer_types' is missing"),
         (
+            "nemotron_h_moe",
+            SIZES_OF_MAMBA | {"attention.head_count_kv": [2]},
+            "",
+            "'block_count' is 2; Quire needs 1, as many as attention.head_count_kv has numbers",
+        ),
+        (
             "granitehybrid",
             SIZES_OF_MAMBA | {"attention.head_count_kv": [1, 2]},
             "",

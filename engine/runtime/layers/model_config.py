@@ -119,8 +119,7 @@ class DeltaConfig:
 
     def num_weights(self, hidden_size: int) -> int:
         """Return the elements of a mixer's matrices."""
-        products = hidden_size * (self.channels + 2 * self.num_v_heads * (self.v_dim + 1))
-        return products + self.channels * self.kernel
+        return hidden_size * (self.channels + 2 * self.num_v_heads * (self.v_dim + 1)) + self.kernel * self.channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +153,7 @@ class MambaConfig:
 
     def num_weights(self, hidden_size: int) -> int:
         """Return the elements of a mixer's matrices."""
-        return hidden_size * (2 * self.width + self.channels + self.num_heads) + self.channels * self.kernel
+        return hidden_size * (2 * self.width + self.channels + self.num_heads) + self.kernel * self.channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -263,7 +263,7 @@ def read_rope(params: HFConfig, config: HFConfig, *, theta: float, head_dim: int
     trained_len = config.optional_size("original_max_position_embeddings")
     if trained_len is None:
         trained_len = params.size("original_max_position_embeddings", max_positions)
-    dim = head_dim if kind == "proportional" else int(head_dim * partial)
+    dim = head_dim if kind == "proportional" else int(head_dim * min(max(partial, 0.0), 2.0))
     if not 2 <= dim <= head_dim or dim % 2:
         raise ModelLoadError(
             f"{config.source}: {dim} of a head's {head_dim} dimensions are to be rotated; it must be an even number of them."

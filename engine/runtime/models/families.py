@@ -282,10 +282,10 @@ def nemotron_h(hf: HFConfig) -> ModelConfig:
         raise hf.error("mlp_hidden_act", "relu2, which is without gates")
     from engine.runtime.models.mamba_settings import one_part_layers
 
-    hf = HFConfig({"head_dim": hf.size("attention_head_dim", 128), **hf.values}, hf.source)
-    layers = one_part_layers(hf)
+    head_dim = hf.size("head_dim", hf.size("attention_head_dim", 128))
+    layers = one_part_layers(HFConfig({**hf.values, "head_dim": head_dim}, hf.source))
     return replace(
-        common.settings(HFConfig({"num_hidden_layers": len(layers), **hf.values}, hf.source)),
+        common.settings(HFConfig({**hf.values, "head_dim": head_dim, "num_hidden_layers": len(layers)}, hf.source)),
         layers=layers,
         norm_eps=hf.positive("layer_norm_epsilon", 1e-5),
         activation=Activation.RELU2,

@@ -31,6 +31,7 @@ _BLOCKS = {  # published names, transformers' names and the letters of patterns
     **dict.fromkeys(("-", "mlp"), "mlp"),
     **dict.fromkeys(("E", "moe"), "moe"),
 }
+_MAX_STEP = 1e30  # of finite bounds; float32 has more
 _MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", common.FULL)  # published names, transformers' names
 
 
@@ -118,6 +119,7 @@ def _step_limit(hf: HFConfig) -> tuple[float, float]:
         math.inf if isinstance(each, Mapping) and each.get("__float__") == "Infinity" else each
         for each in (values if isinstance(values, (list, tuple)) else ())
     ]
-    if len(found) != 2 or not all(isinstance(each, (int, float)) for each in found) or found[0] > found[1]:
+    found = [each for each in found if isinstance(each, (int, float)) and (each == math.inf or abs(each) < _MAX_STEP)]
+    if len(found) != 2 or len(values) != 2 or found[0] > found[1]:
         raise hf.error("time_step_limit", "two numbers, of which the second may be infinite")
     return float(found[0]), float(found[1])

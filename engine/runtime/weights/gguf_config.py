@@ -404,6 +404,8 @@ def _nemotron_h(file: _File) -> dict[str, Any]:
     """Nemotron-H and Nemotron 3. Files have no bounds of steps."""
     meta, mamba = file.meta, _mamba(file)
     num_layers = meta.size("block_count") - meta.integer("nextn_predict_layers", 0)
+    if len(mamba["layer_types"]) < num_layers:
+        raise meta.error("block_count", f"{len(mamba['layer_types'])}, as many as attention.head_count_kv has numbers")
     mixtures = {}
     if meta.integer("expert_count", 0):
         mixtures = {
