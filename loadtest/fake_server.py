@@ -16,7 +16,7 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.handle import EngineFacts
 from engine.loop import Engine
 from engine.sources.model_source import find_model
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer_files import load_tokenizer
 from loadtest.fake_runner import CostModel, FakeRunner
 from server.app import create_app
 from server.daemon import run

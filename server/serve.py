@@ -304,7 +304,7 @@ def _fetch(plan: _Plan, report: Callable[[Progress], None]) -> _Plan:
 def _load_front(plan: _Plan) -> TextTokenizer:
     """Return the tokenizer, and import the modules of the HTTP side."""
     import server.daemon  # noqa: F401 - imported for its duration
-    from engine.text.tokenizer import check_draft_tokenizer, load_tokenizer
+    from engine.text.tokenizer_files import check_draft_tokenizer, load_tokenizer
     from server.app import routers
 
     routers()

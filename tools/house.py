@@ -80,7 +80,7 @@ def trace_chat() -> Traced:
 
         from engine.sources.model_source import find_model
         from engine.startup.build import build_engine
-        from engine.text.tokenizer import load_tokenizer
+        from engine.text.tokenizer_files import load_tokenizer
         from server.app import create_app
         from server.settings.settings import Settings
 

@@ -102,7 +102,7 @@ def measure(settings: str, options: argparse.Namespace, text: str) -> Score:
     )
     from engine.settings.setting import declared
     from engine.sources.model_source import fetch, find_model
-    from engine.text.tokenizer import load_tokenizer
+    from engine.text.tokenizer_files import load_tokenizer
     from quire import LLM, SamplingParams
     from server.settings.flags import load_settings
 

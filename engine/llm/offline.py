@@ -56,7 +56,8 @@ from engine.text.reasoning import REASONING_TAGS
 from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.requests.default_sampling import check_sampling_source, default_sampling
 from engine.text.requests.sampling import sampling_params, text_rules, truncated
-from engine.text.tokenizer import TextTokenizer, check_draft_tokenizer, load_tokenizer
+from engine.text.tokenizer import TextTokenizer
+from engine.text.tokenizer_files import check_draft_tokenizer, load_tokenizer
 from engine.text.tools.formats import TOOL_FORMATS
 
 logger = logging.getLogger(__name__)

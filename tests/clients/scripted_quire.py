@@ -22,7 +22,7 @@ from engine.core.types import Progress
 from engine.handle import EngineFacts
 from engine.loop import Engine
 from engine.settings.engine_config import EngineConfig
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer_files import load_tokenizer
 from loadtest.fake_runner import FakeRunner
 
 TURN = "<|im_start|>assistant\n"

@@ -22,7 +22,7 @@ from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer_files import load_tokenizer
 from tests.cpu.model_driver import make_runner, request, serve, settings
 from tests.cpu.native_linears import packed
 

@@ -16,7 +16,7 @@ from engine.core.types import BeamParams, EarlyStopping, FinishReason, Request
 from engine.runtime.models.load import load_model
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer_files import load_tokenizer
 from tests.cpu import test_models_families as tiny
 from tests.cpu.model_driver import Served, request, serve, settings
 

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from engine.core.errors import ConfigError
 from engine.sources.model_source import find_model
-from engine.text.tokenizer import check_draft_tokenizer, load_tokenizer
+from engine.text.tokenizer_files import check_draft_tokenizer, load_tokenizer
 
 
 def test_only_another_tokenizer_is_refused(tmp_path: Path) -> None:

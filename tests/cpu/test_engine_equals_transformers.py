@@ -15,7 +15,7 @@ from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer_files import load_tokenizer
 from tests.cpu.model_driver import make_runner, request, serve, settings
 
 NUM_NEW = 10

@@ -23,7 +23,7 @@ from engine.text.chat.prefixes import Owner
 from engine.text.fields.chat import ChatFields
 from engine.text.reasoning import ReasoningTags
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer_files import load_tokenizer
 from engine.text.tools.formats import TOOL_FORMATS
 from engine.text.tools.section_calls import KIMI_K2
 from server.answers.model import ServedModel

@@ -18,7 +18,7 @@ from engine.core.errors import ConfigError, HeadlessModelError, ModelLoadError
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from engine.startup.model_check import check_model
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer_files import load_tokenizer
 from quire import LLM
 from server.app import create_app
 from server.settings.app_config import AppConfig

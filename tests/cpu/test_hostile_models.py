@@ -22,7 +22,7 @@ from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from engine.startup.model_check import check_model
 from engine.text.generation_config import read_sampling
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer_files import load_tokenizer
 from tests.cpu.lora_folders import load_adapter, save_adapter
 from tests.cpu.served_models import save_servable, save_tokenizer
 from tests.cpu.test_models_families import CASES, save_tiny
@@ -417,7 +417,9 @@ def test_any_metadata_of_a_tokenizer_is_read_or_refused(key: str, kind: str, mon
 
     for value in HOSTILE_METADATA:
         metadata = METADATA | {"tokenizer.ggml.model": kind, key: value}
-        monkeypatch.setattr("engine.text.tokenizer.read_header", lambda path, found=metadata: GGUFHeader(found, []))
+        monkeypatch.setattr(
+            "engine.text.tokenizer_files.read_header", lambda path, found=metadata: GGUFHeader(found, [])
+        )
         outcome(lambda: load_tokenizer("m.gguf").encode("ab", add_special_tokens=True))
 
 

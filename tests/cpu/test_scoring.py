@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.startup.build import build_engine
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer_files import load_tokenizer
 from quire import LLM, SamplingParams
 from server.app import create_app
 from server.settings.app_config import AppConfig

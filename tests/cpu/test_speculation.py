@@ -32,7 +32,7 @@ from engine.runtime.speculation.drafter import Drafter
 from engine.runtime.speculation.ngram import NgramDrafter, continuation
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer_files import load_tokenizer
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.model_driver import CPU, Served, TinyModel, make_runner, request, serve, settings
 from tests.cpu.test_constraint import END, StepGrammar

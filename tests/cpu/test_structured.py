@@ -19,7 +19,8 @@ from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
-from engine.text.tokenizer import TextTokenizer, load_tokenizer
+from engine.text.tokenizer import TextTokenizer
+from engine.text.tokenizer_files import load_tokenizer
 from tests.cpu.model_driver import make_runner, request, serve, settings
 from tests.cpu.test_speculation import Prophet
 

@@ -24,7 +24,8 @@ from engine.sources.model_source import find_model
 from engine.text.chat_template import ChatTemplate
 from engine.text.generation_config import read_sampling, sampling_of
 from engine.text.gguf_tokenizer import WORDS, TokenType, build_tokenizer
-from engine.text.tokenizer import TextTokenizer, load_tokenizer
+from engine.text.tokenizer import TextTokenizer
+from engine.text.tokenizer_files import load_tokenizer
 from engine.text.types import SamplingDefaults
 
 TRICKY = (

@@ -15,7 +15,7 @@ from engine.text.fields.chat import ChatFields
 from engine.text.fields.faults import checked
 from engine.text.message_fallbacks import EarlierCalls
 from engine.text.requests.chat_preprocessor import ChatPreprocessor
-from engine.text.tokenizer import _turn_ends
+from engine.text.tokenizer_files import _turn_ends
 from engine.text.tools.formats import TOOL_FORMATS, detect_tool_format
 from engine.text.types import CallArguments, CallBegin, Content, Reasoning, SamplingDefaults
 
