@@ -336,7 +336,9 @@ def test_the_start_says_which_matrix_leaves_experts_to_torch(tmp_path: Path) -> 
     for dtype in (torch.float32, torch.float16):
         config = EngineConfig(model=str(tmp_path))
         load_model(config, CPU, dtype, lambda p: lines.append(p.detail) if p.stage == "kernels" else None)
-    first = "the experts of 2 of 3 layers run in torch, which is slower; the native library has no product for model.layers."
+    first = (
+        "the experts of 2 of 3 layers run in torch, which is slower; the native library does not compute model.layers."
+    )
     assert lines == [first + "0.mlp.experts.0.down_proj in float32", first + "0.mlp.experts.0.gate_proj in float16"]
     save_tiny(case, tmp_path)
     load_model(EngineConfig(model=str(tmp_path)), CPU, torch.float32, lambda p: lines.append(p.detail))

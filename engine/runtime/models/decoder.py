@@ -197,7 +197,7 @@ class Decoder:
         first, dtype = next(iter(lacking)), str(self.dtype).removeprefix("torch.")
         return (
             f"the experts of {len(lacking)} of {len(self._layers)} layers run in torch, which is slower; the native library "
-            f"has no product for model.layers.{first}.mlp.{lacking[first]} in {dtype}"
+            f"does not compute model.layers.{first}.mlp.{lacking[first]} in {dtype}"
         )
 
     def adapter_targets(self) -> dict[str, Target]:
