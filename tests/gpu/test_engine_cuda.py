@@ -26,7 +26,7 @@ pytestmark = [
 ]
 Wishes = Callable[[Engine, int], dict[str, Any]]
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # which takes a second for a step
-NUM_REQUESTS, MAX_SEQS, MAX_TOKENS = (3, 4, 6) if IS_INTERPRETED else (8, 8, 12)
+NUM_REQUESTS, MAX_SEQS = (3, 4) if IS_INTERPRETED else (8, 8)
 
 
 def build(folder: Path, device: str, **changes: object) -> Engine:
@@ -42,7 +42,7 @@ def answers(engine: Engine, wishes: Wishes = lambda engine, i: {}) -> dict[tuple
     said: dict[tuple[str, int], list[int]] = {}
     open_choices = 0
     for i in range(NUM_REQUESTS):
-        params = SamplingParams(max_tokens=MAX_TOKENS, temperature=float(i % 2), seed=i, n=1 + i % 3 // 2, top_p=0.9)
+        params = SamplingParams(max_tokens=12, temperature=float(i % 2), seed=i, n=1 + i % 3 // 2, top_p=0.9)
         if i % 4 > 1:
             params = replace(params, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias=((5, 1.5), (9, -100.0)))
         if i % 4 == 1:
