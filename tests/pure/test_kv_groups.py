@@ -421,3 +421,18 @@ def test_a_copied_tail_that_was_rolled_back_is_computed_again(has_full: bool) ->
     driver.run_out_of_memory()
     driver.drain()
     driver.check_streams()
+
+
+def test_a_prompt_that_waits_for_another_s_window_is_preempted() -> None:
+    """The window of the first slides past blocks that the second still reads, so that they do not become free."""
+    driver = Driver(config(windows=(41,), num_blocks=36, max_num_batched_tokens=6, max_model_len=80))
+    shared = tuple(range(1, 29))
+    driver.add(request("before", (*shared, 49), max_tokens=1))
+    driver.drain()
+    driver.add(request("long", (*shared, *range(10, 47)), max_tokens=3))
+    driver.step()
+    driver.add(request("short", (*shared, *range(30, 37)), max_tokens=3, n=2))
+    driver.drain()
+    assert driver.scheduler.stats.num_preempted == 0
+    assert sum(driver.scheduler.stats.preempted.values()) > 0
+    driver.check_streams()

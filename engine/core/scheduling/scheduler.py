@@ -133,8 +133,20 @@ class Scheduler:
             step.load = allowance.load
         if not (step.sequences or step.arrivals):
             self.kv.dropped(step)  # sequences were admitted and preempted again
-            return None
+            return self._plan_without_last(now) if catching_up and not self._in_flight else None
         return self._launch(step, allowance)
+
+    def _plan_without_last(self, now: float) -> StepPlan | None:
+        """Preempt the last of several prompts that wait for each other's blocks, and return the next step.
+
+        What a prompt may still need assumes that blocks which slide out of its window become free. One that another
+        prompt reads in its own window does not.
+        """
+        running = self._queue.running
+        if len(running) < 2:
+            return None
+        self._output.preempt(running[-1])
+        return self.plan(now)
 
     def _make_room(self, due: list[Sequence], limit: int) -> tuple[list[Sequence], Sequence | None]:
         """Return what a step plans, and the first prompt if it has come to an atomic span; some decodes may wait for it.
