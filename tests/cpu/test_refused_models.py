@@ -87,6 +87,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "no-tail": (QWEN3_5 | {"linear_conv_kernel_dim": 1}, "'linear_conv_kernel_dim' is 1; Quire needs 2 or more"),
     "no-step": (GRANITE | {"time_step_limit": [0.1]}, "'time_step_limit' is [0.1]; Quire needs two numbers"),
     "nan-step": (GRANITE | {"time_step_limit": [0.0, math.nan]}, "'time_step_limit' is [0.0, nan]; Quire needs two"),
+    "endless-step": (GRANITE | {"time_step_limit": [math.inf, math.inf]}, "; Quire needs two numbers"),
     "vast-step": (GRANITE | {"time_step_limit": [0, 10**400]}, "; Quire needs two numbers"),
     "no-group": (
         GRANITE | {"mamba_n_groups": 3},

@@ -21,6 +21,7 @@ from engine.runtime.native.library import DTYPES
 from engine.runtime.native.structs import mirror
 
 _COLUMNS = 32  # of a head's matrix in one piece, which stays in the nearest cache while all tokens of a slice change it
+_MOST_ROWS = 1024  # of a matrix, of which C keeps a piece on the stack
 
 # All heads' matrices [heads, k, v], and the index of a token -> the next matrices, and the token's output [heads, v].
 Rule = Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -44,12 +45,12 @@ class RecurrenceArgs(Structure):
 def recurrence_args(
     spec: RecurrentSpec, taps: Tensor, bias: Tensor | None, *, num_heads: int, num_k_heads: int, shared: int
 ) -> RecurrenceArgs | None:
-    """Describe a state and a convolution, taps [kernel, channels], to the native library; None if it has too many taps.
+    """Describe a state and a convolution, taps [kernel, channels], to the native library; None if they are too large.
 
     Head h goes with the keys of head h / shared % num_k_heads. C keeps the addresses.
     """
     matrices, tails = spec.pieces
-    if len(taps) > MOST_TAPS:
+    if len(taps) > MOST_TAPS or matrices.shape[0] > _MOST_ROWS:
         return None
     assert taps.is_contiguous()
     kernel, channels = taps.shape
