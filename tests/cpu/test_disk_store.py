@@ -270,7 +270,7 @@ engine = engine_on(Path({model!r}), Path({folder!r}))
 engine.start(lambda events: None)
 for i, prompt in enumerate(PROMPTS):
     engine.submit(request(str(i), prompt, max_tokens=8))
-while not engine.stats.transferred["store"] >= 6:
+while not engine.stats.transferred["store"] >= 105:  # of 120
     time.sleep(0.001)
 print("now", flush=True)
 time.sleep(60)
