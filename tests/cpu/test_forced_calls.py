@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import jsonschema
 import pytest
+from starlette.testclient import TestClient
 
 from engine.core.types import TagIds
 from engine.settings.engine_config import EngineConfig
@@ -25,9 +26,9 @@ from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedCha
 from engine.text.tokenizer_files import load_tokenizer
 from engine.text.tools.formats import TOOL_FORMATS
 from engine.text.tools.section_calls import KIMI_K2
+from server.answers.model import ServedModel
 from server.app import create_app
 from server.settings.app_config import AppConfig
-from tests.patience import PATIENCE_S
 
 PATH, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 WEATHER = {
@@ -52,43 +53,36 @@ TOOLS = [
 ]
 
 
-@pytest.fixture
-def app() -> Any:
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
     source = find_model(None)
     engine = build_engine(
         EngineConfig(model=source.path, max_model_len=640, max_num_seqs=24, kv_cache_memory_bytes=64 << 20),
         lambda _: None,
     )
-    return create_app(engine, load_tokenizer(source.path), AppConfig(model=source.path, served_model_names=("small",)))
+    app = create_app(engine, load_tokenizer(source.path), AppConfig(model=source.path, served_model_names=("small",)))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        yield client
 
 
-async def ask(app: Any, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers, in order."""
-    transport = httpx.ASGITransport(app=app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=PATIENCE_S) as client,
-    ):
-        answers = await asyncio.gather(
-            *(client.post(COMPLETIONS if "prompt" in body else PATH, json=body) for body in bodies)
+def ask(client: TestClient, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers, in order, to requests that run together."""
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        answers = list(
+            threads.map(lambda body: client.post(COMPLETIONS if "prompt" in body else PATH, json=body), bodies)
         )
     assert [answer.status_code for answer in answers] == [200] * len(bodies), answers[0].text
     return [answer.json() for answer in answers]
 
 
-def test_every_forced_call_validates(app: Any) -> None:
+def test_every_forced_call_validates(client: TestClient) -> None:
     asked = {"messages": [{"role": "user", "content": "How is Rome?"}], "tools": TOOLS, "max_tokens": 72}
     named = {"type": "function", "function": {"name": "paint"}}
-    answers = asyncio.run(
-        ask(
-            app,
-            [
-                {**asked, "seed": seed, "tool_choice": "required", "parallel_tool_calls": seed % 5 == 0}
-                for seed in range(10)
-            ]
-            + [{**asked, "seed": seed, "tool_choice": named} for seed in range(2)],
-        )
-    )
+    bodies = [
+        {**asked, "seed": seed, "tool_choice": "required", "parallel_tool_calls": seed % 5 == 0} for seed in range(10)
+    ]
+    bodies += [{**asked, "seed": seed, "tool_choice": named} for seed in range(2)]
+    answers = ask(client, bodies)
     choices = [answer["choices"][0] for answer in answers]
     finished = [choice for choice in choices if choice["finish_reason"] != "length"]
     assert len(finished) > 8
@@ -101,9 +95,11 @@ def test_every_forced_call_validates(app: Any) -> None:
     assert {call["function"]["name"] for choice in choices for call in choice["message"]["tool_calls"]} > {"paint"}
 
 
-def test_thoughts_keep_their_budget_and_a_grammar_waits_for_their_end(app: Any) -> None:
+def test_thoughts_keep_their_budget_and_a_grammar_waits_for_their_end(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SmolLM2 does not reason: two of its tokens play the tags, and it is taken to begin within them."""
-    model = app.state.model
+    model: ServedModel = client.app.state.model  # type: ignore[attr-defined]
     tags = ReasoningTags(name="played", opening="<file_sep>", closing="<jupyter_text>", always=True)
     special = model.tokenizer.special_tokens
     chat_format = ChatFormat(
@@ -111,7 +107,7 @@ def test_thoughts_keep_their_budget_and_a_grammar_waits_for_their_end(app: Any) 
         tag_ids=TagIds(special[tags.opening], special[tags.closing]),
         hidden_ids=frozenset(special.values()) - {special[tags.opening], special[tags.closing]},
     )
-    model.preprocessor = ChatPreprocessor(replace(model.limits, chat_format=chat_format))
+    monkeypatch.setattr(model, "preprocessor", ChatPreprocessor(replace(model.limits, chat_format=chat_format)))
     asked = {"messages": [{"role": "user", "content": "How is Rome?"}], "max_tokens": 60, "temperature": 0}
     forced = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**WEATHER, "additionalProperties": False}}}
@@ -119,7 +115,7 @@ def test_thoughts_keep_their_budget_and_a_grammar_waits_for_their_end(app: Any) 
     bodies += [{**asked, "thinking_token_budget": 7, **forced}]
     bodies += [{**asked, "reasoning_effort": "none", "response_format": schema}, asked]
     bodies += [{"prompt": "Rome or Oslo?", "structured_outputs": {"choice": ["Rome", "Oslo"]}}]  # in the same batch
-    *answers, chosen = asyncio.run(ask(app, bodies))
+    *answers, chosen = ask(client, bodies)
     spent = [answer["usage"]["completion_tokens_details"]["reasoning_tokens"] for answer in answers]
     assert spent == [1, 6, 8, 1, 60]  # the closing tag counts; without a budget nobody closes
     messages = [answer["choices"][0]["message"] for answer in answers]
@@ -131,7 +127,7 @@ def test_thoughts_keep_their_budget_and_a_grammar_waits_for_their_end(app: Any) 
     assert chosen["choices"][0]["text"] in ("Rome", "Oslo")
 
 
-def test_an_answer_with_a_schema_may_be_a_call_instead(app: Any) -> None:
+def test_an_answer_with_a_schema_may_be_a_call_instead(client: TestClient) -> None:
     schema = {
         "type": "json_schema",
         "json_schema": {"name": "a", "schema": {"$ref": "#/$defs/n", "$defs": {"n": {"enum": ["sun", "rain"]}}}},
@@ -142,7 +138,7 @@ def test_an_answer_with_a_schema_may_be_a_call_instead(app: Any) -> None:
         for seed in range(12)
     ]
     bodies += [{**body, "tool_choice": "required"} for body in bodies[:1]]
-    choices = [answer["choices"][0] for answer in asyncio.run(ask(app, bodies))]
+    choices = [answer["choices"][0] for answer in ask(client, bodies)]
     kinds = [choice["finish_reason"] for choice in choices]
     assert set(kinds) == {"stop", "tool_calls"}
     assert kinds[-1] == "tool_calls"
@@ -186,9 +182,9 @@ class EachFormat(ChatPreprocessor):
         return self._each[chat.seed or 0].prepare(chat, text, owner)
 
 
-def test_calls_are_forced_in_the_format_of_any_family(app: Any) -> None:
-    model = app.state.model
-    model.preprocessor = EachFormat(model.limits)
+def test_calls_are_forced_in_the_format_of_any_family(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: ServedModel = client.app.state.model  # type: ignore[attr-defined]
+    monkeypatch.setattr(model, "preprocessor", EachFormat(model.limits))
     named = {"type": "function", "function": {"name": "weather"}}
     asked = {
         "messages": [{"role": "user", "content": "How is Rome?"}],
@@ -199,7 +195,7 @@ def test_calls_are_forced_in_the_format_of_any_family(app: Any) -> None:
     bodies = [
         {**asked, "seed": seed, "tool_choice": choice} for seed in range(len(FORMATS)) for choice in ("required", named)
     ]
-    choices = [answer["choices"][0] for answer in asyncio.run(ask(app, bodies))]
+    choices = [answer["choices"][0] for answer in ask(client, bodies)]
     for index, choice in enumerate(choices):
         name, message = list(FORMATS)[index // 2], choice["message"]
         [call] = message["tool_calls"]
@@ -231,7 +227,7 @@ def is_valid(call: dict[str, str]) -> bool:
     return True
 
 
-def test_a_strict_tool_is_called_rightly_where_calling_is_the_models_choice(app: Any) -> None:
+def test_a_strict_tool_is_called_rightly_where_calling_is_the_models_choice(client: TestClient) -> None:
     messages = [*spoiled_turn("Berlin", 30), *spoiled_turn("Madrid", 12)]
     asked = {
         "messages": [*messages, {"role": "user", "content": "How is London for 40 days?"}],
@@ -244,7 +240,7 @@ def test_a_strict_tool_is_called_rightly_where_calling_is_the_models_choice(app:
         for strict in (True, False)
         for seed in range(12)
     ]
-    choices = [answer["choices"][0] for answer in asyncio.run(ask(app, bodies))]
+    choices = [answer["choices"][0] for answer in ask(client, bodies)]
     strict, free = (
         [
             is_valid(call["function"])

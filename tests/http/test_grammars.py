@@ -255,3 +255,16 @@ def test_masks_are_right_however_they_are_filled(meter: Meter) -> None:
         assert masks[0].any()
     assert all(grammar.is_worn for grammar in grammars)  # it is not known which one took 2 MiB at step 60
     assert not any(grammar.is_quiet for grammar in grammars)  # so each is filled alone
+
+
+def test_a_grammar_that_becomes_quiet_while_masks_are_filled_leaves_none_empty(meter: Meter) -> None:
+    meter.per_call = 0
+    quiet, other = Built(0), Built(0)
+    while not quiet.is_quiet:
+        quiet.charge(0)
+    matchers = [quiet.start(), *[other.start() for _ in range(12)]]
+    masks = np.zeros((13, NUM_WORDS), np.int32)
+    while not other.is_quiet:
+        masks[:] = 0
+        other.fill_masks(matchers, masks.ctypes.data, NUM_WORDS)
+        assert masks.any(axis=1).all()

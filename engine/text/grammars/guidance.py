@@ -148,8 +148,9 @@ class GuidanceGrammar:
         num_bytes = 4 * num_words
         rows = [(matcher, row) for row, matcher in enumerate(matchers) if isinstance(matcher, GuidanceMatcher)]
         together = [(matcher, row) for matcher, row in rows if matcher.grammar.is_quiet] if len(rows) > _FEW else []
+        filled = {row for _, row in together}  # a grammar may become quiet while others are filled one by one
         for matcher, row in rows:
-            if not together or not matcher.grammar.is_quiet:
+            if row not in filled:
                 before = _memory()
                 matcher.inner.unsafe_compute_mask_ptr(address + row * num_bytes, num_bytes)
                 matcher.grammar.charge(_memory() - before)
