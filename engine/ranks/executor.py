@@ -124,9 +124,9 @@ class Executor(Ranks):
     def _await(self, word: str) -> None:
         """Wait until all ranks have said a word, however long they load."""
         with self._hears:
-            self._hears.wait_for(lambda: self._loss is not None or all(word in said for said in self._said))
-        if self._loss is not None:
-            raise self._loss
+            self._hears.wait_for(lambda: self._is_aborted or all(word in said for said in self._said))
+        if self._is_aborted:
+            raise self._loss or DeviceLostError("a rank of the model missed another while they started")
 
     def send(self, work: Packet | DecodeRows, *, draws: bool) -> None:
         """Have the ranks compute a step's forward pass and logits, or launch its graph."""
@@ -256,9 +256,8 @@ class Executor(Ranks):
     def _lose(self, loss: QuireError | None) -> None:
         """Let all calls fail: no step can be computed any more."""
         with self._hears:
-            self._loss = self._loss or loss
+            self._loss, self._is_aborted = self._loss or loss, True
             self._hears.notify_all()
-        self._is_aborted = True
         self.group.abort()
         if self._loss is not None:
             self.on_loss(self._loss)

@@ -465,6 +465,7 @@ def test_the_first_rank_learns_which_gpu_has_least_room(tmp_path: Path, monkeypa
     first, other = executor.Executor.__new__(executor.Executor), worker.Worker.__new__(worker.Worker)
     other._config, other._device = EngineConfig(model="", gpu_memory_utilization=0.5), CPU
     first._said, first._hears, first._loss, first._device = [{"loaded"}], threading.Condition(), None, CPU
+    first._is_aborted = False
     with ring() as (first._ring, [reader]), ThreadPoolExecutor(1) as thread:
 
         def serve() -> None:
@@ -479,3 +480,17 @@ def test_the_first_rank_learns_which_gpu_has_least_room(tmp_path: Path, monkeypa
         first._ring.send(encode(Kind.CLOSE))
         served.result(PATIENCE_S)
     assert held == [0.5]
+
+
+def test_a_rank_that_misses_another_while_it_loads_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so and ends; nobody else is to blame, and nothing more will be heard."""
+    says = """print('{"here": ""}'); print('{"lost": "no answer"}')"""
+
+    def spawn(_: object) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", says], stdout=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(executor, "_spawn", spawn)
+    ranks = executor.Executor(EngineConfig(model="", tensor_parallel_size=2), 1)
+    with pytest.raises(DeviceLostError, match="missed another"):
+        ranks.least_room(1)
+    ranks.close()
