@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 
 from engine.files.formats import FORMATS
 from engine.files.quant_config import READERS
-from engine.runtime.models.families import FAMILIES
+from engine.runtime.models.families import FAMILIES, family_of
 from engine.runtime.native.quantised import is_served_quantised
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.weights.gguf import KINDS
@@ -143,7 +143,7 @@ def _gpu_run() -> dict[str, str] | None:
 def _families(state: str) -> Iterator[Sequence[str]]:
     own = [name for kind, name in (case.values for case in test_engine_families.CASES) if kind.CASES is CASES]
     own += test_recurrent.NAMES
-    for family, make in FAMILIES.items():
+    for family in FAMILIES:
         cases = [name for name, case in CASES.items() if _type_of(case) == family]
         files: dict[str, int] = {}
         for name, (case, _, _) in test_weights_gguf.ARCHITECTURES.items():
@@ -151,7 +151,7 @@ def _families(state: str) -> Iterator[Sequence[str]]:
                 files[name.partition("/")[0]] = files.get(name.partition("/")[0], 0) + 1
         yield (
             f"`{family}`",
-            _summary(make).rstrip("."),
+            _summary(family_of(family)).rstrip("."),
             _count(cases),
             _count(set(cases) & set(own)),
             ", ".join(f"{name} ({count})" for name, count in files.items()),

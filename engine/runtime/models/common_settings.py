@@ -89,6 +89,14 @@ def layer_types(hf: HFConfig, types: Sequence[str], kinds: Collection[str] = (SL
     return types
 
 
+def taps(hf: HFConfig, key: str, default: int) -> int:
+    """Return the taps of a convolution along the tokens."""
+    found = hf.size(key, default)
+    if found < 2:
+        raise hf.error(key, "2 or more, because a state keeps the tokens before")
+    return found
+
+
 def windows(hf: HFConfig, types: Sequence[str]) -> list[int | None]:
     return [hf.size("sliding_window") if kind == SLIDING else None for kind in layer_types(hf, types)]
 

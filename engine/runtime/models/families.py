@@ -1,8 +1,8 @@
 """The model families of the Llama lineage, each as its differences from the others.
 
-A new family is one function, one line in FAMILIES and one tiny-config test. It takes what all spell alike from
-common_settings.py and never calls another family. A family refuses by name every setting that it does not implement and
-that would change the answer.
+A new family is one function, one line in FAMILIES and one tiny-config test; those with recurrent layers are in
+recurrent_families.py. It takes what all spell alike from common_settings.py and never calls another family. A family
+refuses by name every setting that it does not implement and that would change the answer.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any
 
 from engine.core.errors import ModelLoadError
@@ -17,14 +18,12 @@ from engine.files.hf_config import HFConfig
 from engine.runtime.activation import Activation
 from engine.runtime.layers.model_config import (
     AltUpConfig,
-    DeltaConfig,
     HeadsConfig,
     LatentConfig,
     LayerConfig,
     ModelConfig,
     NormPlacement,
     QKNorm,
-    ShortConvConfig,
 )
 from engine.runtime.models import common_settings as common
 from engine.runtime.models.expert_settings import (
@@ -36,14 +35,14 @@ from engine.runtime.models.expert_settings import (
     glm4_lite_experts,
     gpt_oss_experts,
     granite_experts,
-    lfm2_experts,
     mixtral_experts,
     olmoe_experts,
     qwen_experts,
 )
 
+Family = Callable[[HFConfig], ModelConfig]
+
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-_LINEAR, _CONV = "linear_attention", "conv"
 _GEMMA4_ROPES = {
     common.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     common.FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -53,16 +52,24 @@ _GEMMA4_ROPES = {
 def read_config(values: Mapping[str, Any], source: str) -> ModelConfig:
     """Return the ModelConfig of a config.json; `source` is named in errors."""
     hf = HFConfig(values, source)
-    family = FAMILIES.get(hf.text("model_type"))
-    if family is None:
+    if hf.text("model_type") not in FAMILIES:
         raise hf.error("model_type", f"one of {', '.join(FAMILIES)}")
-    config = family(hf)
+    config = family_of(hf.text("model_type"))(hf)
     for heads in {layer.heads for layer in config.layers}:
         if heads.num_heads % heads.num_kv_heads:
             raise ModelLoadError(
                 f"{source}: {heads.num_heads} attention heads cannot share {heads.num_kv_heads} key/value heads evenly."
             )
     return config
+
+
+def family_of(model_type: str) -> Family:
+    """Return the family of a model type in FAMILIES."""
+    found = FAMILIES[model_type]
+    if callable(found):
+        return found
+    family: Family = resolve_name(f"engine.runtime.models.recurrent_families:{found}")
+    return family
 
 
 def llama(hf: HFConfig) -> ModelConfig:
@@ -160,7 +167,7 @@ def gemma3(hf: HFConfig) -> ModelConfig:
 
 def granite(hf: HFConfig) -> ModelConfig:
     """Llama with four multipliers."""
-    return replace(_granite_common(hf), mlp_bias=hf.flag("mlp_bias"))
+    return replace(granite_settings(hf), mlp_bias=hf.flag("mlp_bias"))
 
 
 def olmo2(hf: HFConfig) -> ModelConfig:
@@ -228,26 +235,12 @@ def olmoe(hf: HFConfig) -> ModelConfig:
 
 def granitemoe(hf: HFConfig) -> ModelConfig:
     """Granite with experts in every layer."""
-    return replace(_granite_common(hf), layers=common.layers(hf, moes=mixtral_experts(hf)))
+    return replace(granite_settings(hf), layers=common.layers(hf, moes=mixtral_experts(hf)))
 
 
 def granitemoeshared(hf: HFConfig) -> ModelConfig:
     """Granite with experts and a shared expert in every layer."""
-    return replace(_granite_common(hf), layers=common.layers(hf, moes=granite_experts(hf, shared_width=0)))
-
-
-def granitemoehybrid(hf: HFConfig) -> ModelConfig:
-    """Granite 4: Mamba-2 or attention in each layer, and a shared expert alone or beside others."""
-    num_layers = common.num_layers(hf)
-    ropes = None if hf.text("position_embedding_type", "nope") == "rope" else [None] * num_layers
-    config, moes = _granite_common(hf), None
-    if hf.values.get("num_local_experts") == 0:
-        config = replace(config, intermediate_size=hf.size("shared_intermediate_size", 1024))
-    else:
-        moes = granite_experts(hf, shared_width=1024)
-    from engine.runtime.models.mamba_settings import with_mamba
-
-    return replace(config, layers=with_mamba(hf, common.layers(hf, ropes=ropes, moes=moes)))
+    return replace(granite_settings(hf), layers=common.layers(hf, moes=granite_experts(hf, shared_width=0)))
 
 
 def granite_swa(hf: HFConfig) -> ModelConfig:
@@ -258,38 +251,6 @@ def granite_swa(hf: HFConfig) -> ModelConfig:
 def granitemoe_swa(hf: HFConfig) -> ModelConfig:
     """The same with experts in every layer."""
     return _granite_swa_common(hf, granite_experts(hf, shared_width=0))
-
-
-def bamba(hf: HFConfig) -> ModelConfig:
-    """Bamba: Mamba-2, and in some layers attention, of whose heads a half is rotated."""
-    attending = hf.numbers("attn_layer_indices") if hf.has("attn_layer_indices") else ()
-    types = [common.FULL if i in attending else _LINEAR for i in range(common.num_layers(hf))]
-    if common.FULL not in types:
-        raise hf.error("attn_layer_indices", "a layer with attention, whose keys and values give blocks their size")
-    defaults = {"max_position_embeddings": 262_144, "rms_norm_eps": 1e-5}
-    hf = HFConfig({**defaults, **hf.values, "layer_types": types, "partial_rotary_factor": 0.5}, hf.source)
-    from engine.runtime.models.mamba_settings import with_mamba
-
-    layers = with_mamba(hf, common.layers(hf))
-    return replace(common.settings(hf), mlp_bias=hf.flag("mlp_bias"), layers=layers)
-
-
-def nemotron_h(hf: HFConfig) -> ModelConfig:
-    """Nemotron-H and Nemotron 3: each layer is Mamba-2, attention, an MLP of squared ReLUs or a mixture of them, alone."""
-    for key in ("attention_bias", "mlp_bias", "sliding_window"):
-        hf.refuse(key, "no layer of this family has it")
-    if hf.text("mlp_hidden_act", "relu2") != "relu2":
-        raise hf.error("mlp_hidden_act", "relu2, which is without gates")
-    from engine.runtime.models.mamba_settings import one_part_layers
-
-    head_dim = hf.size("head_dim", hf.size("attention_head_dim", 128))
-    layers = one_part_layers(HFConfig({**hf.values, "head_dim": head_dim}, hf.source))
-    return replace(
-        common.settings(HFConfig({**hf.values, "head_dim": head_dim, "num_hidden_layers": len(layers)}, hf.source)),
-        layers=layers,
-        norm_eps=hf.positive("layer_norm_epsilon", 1e-5),
-        activation=Activation.RELU2,
-    )
 
 
 def gpt_oss(hf: HFConfig) -> ModelConfig:
@@ -329,42 +290,6 @@ def glm4_moe_lite(hf: HFConfig) -> ModelConfig:
     sizes = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
     hf = HFConfig({**sizes, **hf.values}, hf.source)
     return _latent_common(hf, glm4_lite_experts(hf), is_interleaved=hf.flag("rope_interleave", True))
-
-
-def qwen3_5(hf: HFConfig) -> ModelConfig:
-    """Qwen 3.5: Gated DeltaNet, and in every fourth layer gated attention, of whose heads a quarter is rotated."""
-    return _qwen3_5_common(hf, moes=None)
-
-
-def qwen3_5_moe(hf: HFConfig) -> ModelConfig:
-    """Qwen 3.5 with experts: many small ones, and a shared one behind a gate."""
-    width = hf.size("moe_intermediate_size", 512)
-    hf = HFConfig({"norm_topk_prob": True, "intermediate_size": width, **hf.values}, hf.source)
-    moes = qwen_experts(hf, num_experts=256, num_chosen=8, width=width, shared_width=512)
-    return _qwen3_5_common(hf, moes=moes)
-
-
-def qwen3_next(hf: HFConfig) -> ModelConfig:
-    """Qwen3-Next: the layers of Qwen 3.5 with experts, whose projections are fused."""
-    hf = HFConfig({"norm_topk_prob": True, **hf.values}, hf.source)
-    moes = qwen_experts(hf, num_experts=512, num_chosen=10, width=512, shared_width=512)
-    return _qwen3_5_common(hf, moes=moes, is_fused=True)
-
-
-def lfm2(hf: HFConfig) -> ModelConfig:
-    """LFM2 and LFM2.5: short convolutions between gates, and attention in some layers."""
-    width = hf.size("block_ff_dim", hf.optional_size("intermediate_size") or 12_288)
-    if hf.flag("block_auto_adjust_ff_dim", True):
-        width = int(2 * width / 3)
-        if hf.values.get("block_ffn_dim_multiplier", 1.0) is not None:
-            unit = hf.size("block_multiple_of", 256)
-            width = -(-int(hf.positive("block_ffn_dim_multiplier", 1.0) * width) // unit) * unit
-    return _lfm2_common(HFConfig({**hf.values, "intermediate_size": width}, hf.source), moes=None)
-
-
-def lfm2_moe(hf: HFConfig) -> ModelConfig:
-    """LFM2 with experts after the first dense layers."""
-    return _lfm2_common(HFConfig({"intermediate_size": 7168, **hf.values}, hf.source), moes=lfm2_experts(hf))
 
 
 def gemma4(hf: HFConfig) -> ModelConfig:
@@ -423,7 +348,8 @@ def gemma3n(hf: HFConfig) -> ModelConfig:
     )
 
 
-FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
+# By model type. A name is that of a function in recurrent_families.py, which is imported where a model needs it.
+FAMILIES: Mapping[str, Family | str] = {
     "llama": llama,
     "mistral": mistral,
     "qwen2": qwen2,
@@ -445,25 +371,25 @@ FAMILIES: Mapping[str, Callable[[HFConfig], ModelConfig]] = {
     "olmoe": olmoe,
     "granitemoe": granitemoe,
     "granitemoeshared": granitemoeshared,
-    "granitemoehybrid": granitemoehybrid,
+    "granitemoehybrid": "granitemoehybrid",
     "granite_swa": granite_swa,
     "granitemoe_swa": granitemoe_swa,
-    "bamba": bamba,
-    "nemotron_h": nemotron_h,
+    "bamba": "bamba",
+    "nemotron_h": "nemotron_h",
     "gpt_oss": gpt_oss,
     "glm4_moe": glm4_moe,
-    "qwen3_5_text": qwen3_5,
-    "qwen3_5_moe_text": qwen3_5_moe,
-    "qwen3_next": qwen3_next,
-    "lfm2": lfm2,
-    "lfm2_moe": lfm2_moe,
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_next": "qwen3_next",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2_moe",
     "gemma3n_text": gemma3n,
     "gemma4_text": gemma4,
     "gemma4_unified_text": gemma4_unified,
 }
 
 
-def _granite_common(hf: HFConfig) -> ModelConfig:
+def granite_settings(hf: HFConfig) -> ModelConfig:
     """Return the settings that the generations of Granite share."""
     return replace(
         common.settings(hf),
@@ -487,71 +413,7 @@ def _granite_swa_common(hf: HFConfig, moes: Mixtures | None = None) -> ModelConf
     windows = common.windows(hf, [common.SLIDING if i % 4 else common.FULL for i in range(num_layers)])
     ropes = [replace(rope, theta=theta) if theta else None for theta in thetas]
     layers = common.layers(hf, windows=windows, ropes=ropes, moes=moes)
-    return replace(_granite_common(hf), mlp_bias=hf.flag("mlp_bias"), has_sinks=True, layers=layers)
-
-
-def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None, is_fused: bool = False) -> ModelConfig:
-    """Return the settings that Qwen 3.5 has with experts and without, and Qwen3-Next."""
-    hf = HFConfig({"partial_rotary_factor": 0.25, **hf.values}, hf.source)
-    every = hf.size("full_attention_interval", 4)
-    types = [_LINEAR if (i + 1) % every else common.FULL for i in range(common.num_layers(hf))]
-    delta = DeltaConfig(
-        num_k_heads=hf.size("linear_num_key_heads", 16),
-        num_v_heads=hf.size("linear_num_value_heads", 32),
-        k_dim=hf.size("linear_key_head_dim", 128),
-        v_dim=hf.size("linear_value_head_dim", 128),
-        kernel=hf.size("linear_conv_kernel_dim", 4),
-        is_tiled=hf.flag("linear_value_heads_tiled"),
-        has_fused_rows=is_fused and not hf.flag("linear_rows_split"),
-        has_fused_gates=is_fused,
-    )
-    if delta.num_v_heads % delta.num_k_heads:
-        raise hf.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {delta.num_k_heads}")
-    if delta.kernel < 2:
-        raise hf.error("linear_conv_kernel_dim", "2 or more, because a state keeps the tokens before")
-    if common.activation(hf, "hidden_act", "silu") is not Activation.SILU:
-        raise hf.error("hidden_act", "silu, which the convolution has too")
-    if not hf.flag("attn_output_gate", True):
-        raise hf.error("attn_output_gate", "true")
-    layers = [replace(layer, heads=replace(layer.heads, is_gated=True)) for layer in common.layers(hf, moes=moes)]
-    for index, kind in enumerate(common.layer_types(hf, types, (_LINEAR, common.FULL))):
-        if kind == _LINEAR:
-            layers[index] = replace(layers[index], rope=None, mixer="delta", recurrent=delta)
-    return replace(
-        common.settings(hf),
-        norm_offset=True,
-        qk_norm=QKNorm.HEAD,
-        layers=tuple(layers),
-        num_mtp_layers=common.num_mtp_layers(hf),
-    )
-
-
-def _lfm2_common(hf: HFConfig, *, moes: Mixtures | None) -> ModelConfig:
-    """Return the settings that LFM2 has with experts and without."""
-    hf = HFConfig({"max_position_embeddings": 128_000, **hf.values}, hf.source)
-    num_layers = common.num_layers(hf)
-    attending = hf.numbers("full_attn_idxs") if hf.has("full_attn_idxs") else range(num_layers)
-    types = common.layer_types(
-        hf, [common.FULL if i in attending else _CONV for i in range(num_layers)], (_CONV, common.FULL)
-    )
-    conv = ShortConvConfig(
-        channels=hf.size("hidden_size"), kernel=hf.size("conv_L_cache", 3), has_bias=hf.flag("conv_bias")
-    )
-    if conv.kernel < 2:
-        raise hf.error("conv_L_cache", "2 or more, because a state keeps the tokens before")
-    layers = list(common.layers(hf, ropes=[common.rope(hf, theta=1_000_000.0)] * num_layers, moes=moes))
-    for index, kind in enumerate(types):
-        if kind == _CONV:
-            layers[index] = replace(layers[index], rope=None, mixer="short_conv", recurrent=conv)
-    return replace(
-        common.settings(hf),
-        layers=tuple(layers),
-        norm_eps=hf.positive("norm_eps", 1e-5),
-        tied_head=hf.flag("tie_embedding", hf.flag("tie_word_embeddings", True)),
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=QKNorm.HEAD,
-    )
+    return replace(granite_settings(hf), mlp_bias=hf.flag("mlp_bias"), has_sinks=True, layers=layers)
 
 
 def _gemma_common(hf: HFConfig) -> ModelConfig:

@@ -103,8 +103,7 @@ def _checked(hf: HFConfig, mamba: MambaConfig, names: Mapping[str, tuple[str, in
     """Return the sizes. Raises ModelLoadError for those that no layer can have."""
     if mamba.num_heads % mamba.num_groups:
         raise hf.error(names["num_groups"][0], f"a number that divides {names['num_heads'][0]}, {mamba.num_heads}")
-    if mamba.kernel < 2:
-        raise hf.error(names["kernel"][0], "2 or more, because a state keeps the tokens before")
+    common.taps(hf, *names["kernel"])
     if common.activation(hf, activation, "silu") is not Activation.SILU:
         raise hf.error(activation, "silu, which the convolution has too")
     return mamba

@@ -32,7 +32,8 @@ _RECURRENT = {
 # Kinds whose recurrent layers are, and the types of these.
 _SERVED_RECURRENT = {
     "qwen3_5_text": {"linear_attention"}, "qwen3_5_moe_text": {"linear_attention"}, "qwen3_next": {"linear_attention"},
-    "granitemoehybrid": {"linear_attention", "mamba"}, "bamba": {"linear_attention", "mamba"}, "nemotron_h": {"linear_attention", "mamba", "mlp", "moe"}, "lfm2": {"conv"}, "lfm2_moe": {"conv"},
+    "granitemoehybrid": {"linear_attention", "mamba"}, "bamba": {"linear_attention", "mamba"},
+    "nemotron_h": {"linear_attention", "mamba", "mlp", "moe"}, "lfm2": {"conv"}, "lfm2_moe": {"conv"},
 }  # fmt: skip
 _SPARSE = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa")  # layers that choose the tokens they attend to
 # Their code in transformers computes attention itself, so it cannot use a paged pool.
