@@ -305,20 +305,15 @@ def test_daemon_and_child_grow_by_64_mib_and_4_times_the_body(daemon: tuple[str,
     assert largest - before < 64 * MIB + 4 * len(body), f"it grew by {(largest - before) / MIB:.0f} MiB"
 
 
-def test_hostile_bodies_can_be_measured(
-    large: Live, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_bodies_can_be_measured(large: Live, capsys: pytest.CaptureFixture[str]) -> None:
     """Whether probes were late is the machine's matter; that every case makes JSON, and is answered, is not."""
     flags = ["--base-url", large.url, "--pid", str(os.getpid()), "--seconds", "0.2", "--only", "unknown fields"]
     assert main(["hostile", *flags]) in (0, 1)
     out = capsys.readouterr().out
     assert re.search(r"a million unknown fields .* \d+ x 400 \|\n", out)
     assert re.search(r"a thousand unknown fields .* \d+ x 200 \|\n", out)
-    monkeypatch.setattr(json, "dumps", lambda *_, **__: '{"made":"by json"}')  # what it writes needs no check
-    large_or_wrong = ("million", "30 MB", "100,000 brackets")  # the first are as others are, with more items
-    for case in cases():
-        if not any(part in case.name for part in large_or_wrong):
-            json.loads(case.make())
+    for make in {case.make for case in cases() if case.name != "100,000 brackets" and "30 MB" not in case.name}:
+        json.loads(make())
 
 
 def test_the_reader_can_be_used_from_any_thread_and_logs_what_failed(caplog: pytest.LogCaptureFixture) -> None:

@@ -85,7 +85,7 @@ def spread(driver: Metered, weights: dict[str, float]) -> float:
 
 
 @given(jobs, jobs, jobs, st.integers(0, 1), st.sampled_from([0.5, 1.0, 3.0]), st.sampled_from([9, 24]))
-@settings(max_examples=30)
+@settings(max_examples=60)
 def test_no_waiting_tenant_is_served_more_than_another_by_more_than_the_bound(
     one: list[tuple[int, int]],
     two: list[tuple[int, int]],

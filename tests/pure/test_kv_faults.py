@@ -367,4 +367,4 @@ class FaultMachine(RuleBasedStateMachine):
 
 
 TestKVFaults = FaultMachine.TestCase
-TestKVFaults.settings = settings(max_examples=120, stateful_step_count=100)
+TestKVFaults.settings = settings(max_examples=200, stateful_step_count=100)
