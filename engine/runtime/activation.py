@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 
 
 class Activation(Enum):
-    """The activation function of an MLP's gate; RELU2 is that of an MLP without gates."""
+    """The activation function of an MLP's gate; RELU2 is that of an MLP without gates. Values are those of quire_cpu.h."""
 
-    SILU = auto()
-    GELU_TANH = auto()
-    GELU = auto()
-    RELU2 = auto()  # max(x, 0)^2
+    SILU = 1
+    GELU_TANH = 2
+    GELU = 3
+    RELU2 = 4  # max(x, 0)^2
 
     @property
     def is_gated(self) -> bool:
         """Return whether it makes factors of the ups."""
         return self is not Activation.RELU2
+
+
+def code_of(activation: Activation | None) -> int:
+    """Return the native library's number of an activation, or of none."""
+    return 0 if activation is None else activation.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class EventMetrics:
         self._ttft_s = histogram("quire_tenant_time_to_first_token_seconds", "Arrival until the first token.", "tenant")
         self._prefixes = counter(
             "quire_prefix_ends_total",
-            "Prompts that are alone in their request, by why the prefix that was reused ends where it does.",
+            "Prompts of requests that generate from one, by why the prefix that was reused ends where it does.",
             "cause",
         )
         self._fields, self._adapter_names = _Names(), _Names()

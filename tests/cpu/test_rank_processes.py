@@ -483,7 +483,7 @@ def test_the_first_rank_learns_which_gpu_has_least_room(tmp_path: Path, monkeypa
 
 
 def test_a_rank_that_misses_another_while_it_loads_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says so and ends; nobody else is to blame, and nothing more will be heard."""
+    """Such a rank says so and ends, without an error of its own."""
     says = """print('{"here": ""}'); print('{"lost": "no answer"}')"""
 
     def spawn(_: object) -> subprocess.Popen[str]:

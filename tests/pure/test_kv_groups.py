@@ -293,7 +293,7 @@ def test_the_next_turn_finds_its_prompt_in_a_pool_full_of_others() -> None:
 
 
 def test_an_answer_is_named_at_its_end_with_the_window_that_it_has_then() -> None:
-    """While it decodes no digest is made of it, and what its windows pass is free at once."""
+    """While it decodes no digest of its blocks is made, and blocks that slide out of windows are free."""
     driver = Driver(windowed([8, 3], num_blocks=200, max_model_len=120))
     prompt = tuple(range(1000, 1030))
     driver.add(request("turn1", prompt, max_tokens=60, eos_token_ids=frozenset()))

@@ -16,10 +16,10 @@ snapshots.py. KVCacheManager calls the methods of both for each group in turn:
 
 A block has the name that it would have in the first group, and the number of its group behind it. A block that slides out
 of a window is evicted before all others, unless prompts may branch there: it is in the window of a prompt's end, or a
-sequence has resumed from it. One of an answer has no name yet, unless tiers or snapshots need names, so it is free at once:
-an answer is named at its end, with the window that it has then. What prompts may branch from is what tiers get. A content
-that the first group loses goes to the tiers with it, and is forgotten by all others (`drop`): no prompt reaches it in the
-pool.
+sequence has resumed from it. The blocks of an answer are named at its end, with the window that it has then, unless tiers
+or snapshots need their names before; so a block that slides out while the answer decodes has no name, and is free. Tiers
+get what prompts may branch from. A content that the first group loses goes to the tiers with it, and is forgotten by all
+others (`drop`): no prompt reaches it in the pool.
 """
 
 from __future__ import annotations

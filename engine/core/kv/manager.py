@@ -414,8 +414,8 @@ class KVCacheManager:
         if kv.num_owed or self._recurrent is not None:  # else all tables are complete, as they were
             self._owe(seq)
         due = (full + 1) * self.block_size
-        # An answer is named at its end, but block by block if lower tiers or snapshots need the names; and what is computed
-        # again after a preemption leaves windows as it is computed.
+        # An answer is named at its end, but block by block if lower tiers or snapshots need the names. What is computed again
+        # after a preemption is published as it is computed, so that windows free what they have passed.
         is_due = due <= (len(seq.tokens) if self._windows else seq.num_prompt) or self._names_answers
         kv.next_publish = min(due, kv.state.due) if is_due else NEVER
 

@@ -19,7 +19,7 @@ from engine.runtime.native.decoder import describe_part, norm_args
 from engine.runtime.native.library import DTYPES, PLAIN, LinearArgs, PartArgs
 from engine.runtime.native.structs import mirror
 from engine.runtime.schemes.activations import activate
-from engine.runtime.schemes.linear import CODES, Embedding
+from engine.runtime.schemes.linear import Embedding
 
 _HALF = 0.5**0.5  # of two independent terms, whose sum has the variance of one
 
@@ -92,5 +92,5 @@ class PerLayerGate:
 
     def describe(self) -> PartArgs | None:
         """Describe the part to the native library, if that holds both matrices."""
-        self._args = GateArgs(first=self._layer * self._width, activation=CODES[self._activation])
+        self._args = GateArgs(first=self._layer * self._width, activation=self._activation.value)
         return describe_part("per_layer", (self._gate.args, self._projection.args), self._args)

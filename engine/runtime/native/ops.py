@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
+from engine.runtime.activation import Activation
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import (
     DTYPES,
@@ -36,7 +37,7 @@ from engine.runtime.native.rows import RepackedRows, StoredRows
 
 _BLOCK = 32  # inputs of a block
 _WORTH_A_THREAD = 1 << 20  # weights; fewer are packed sooner than another thread has the GIL again
-_RELU2 = 4  # the activation without gates
+_UNGATED = (0, Activation.RELU2.value)
 PANEL = 32  # weight rows that are interleaved, as in quire_cpu.h
 FLOAT_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # of floats in a file, by GGUF's numbers
 _FLOATS = {kind: dtype for dtype, kind in FLOAT_KINDS.items()}
@@ -142,7 +143,7 @@ class NativeLinear:
         linear, library = self.args, self._library
         assert x.is_contiguous()
         assert (DTYPES[x.dtype], x.shape[1]) == (linear.dtype, linear.k)
-        num_columns = linear.n // 2 if linear.activation not in (0, _RELU2) else linear.n
+        num_columns = linear.n // 2 if linear.activation not in _UNGATED else linear.n
         y = torch.empty(x.shape[0], num_columns, dtype=dtype or x.dtype)
         args = GemmArgs(linear, x.data_ptr(), None, y.data_ptr(), x.shape[0], *x.stride()[:1], *y.stride()[:1])
         args.y_dtype = DTYPES[y.dtype]

@@ -33,8 +33,9 @@ static int32_t run(const struct turn *t) {
     struct gated_rows rows = {
         .projected = room.projected, .inputs = room.inputs, .out = t->out, .dtype = dtype,
         .convolution = {
-            t->layer->states, t->layer->places, t->layer->drafts, s->taps, s->bias, room.inputs,
-            channels * (int64_t)size_of(dtype), 0, channels, s->kernel, 0, s->segment, dtype,
+            .states = t->layer->states, .places = t->layer->places, .drafts = t->layer->drafts, .taps = s->taps,
+            .bias = s->bias, .rows = room.inputs, .row_bytes = channels * (int64_t)size_of(dtype), .channels = channels,
+            .kernel = s->kernel, .segment = s->segment, .dtype = dtype,
         },
     };
     run_ranges(run_first_gate, &rows, t->rows, channels, WORTH_SHARING);

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from engine.runtime.activation import Activation
+from engine.runtime.activation import Activation, code_of
 from engine.runtime.native.arena import Arena
 from engine.runtime.native.library import LinearArgs, native
 from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, rows_of
@@ -25,13 +25,6 @@ from engine.runtime.schemes.activations import act_mul
 
 Product = Callable[[Tensor], Tensor]  # [T, inputs] -> [T, outputs], without the activation if it is not native
 HeadProducts = Callable[[Tensor, Tensor], None]  # x [T, heads, inputs], out [T, heads, outputs]
-CODES = {
-    None: 0,
-    Activation.SILU: 1,
-    Activation.GELU_TANH: 2,
-    Activation.GELU: 3,
-    Activation.RELU2: 4,
-}  # as in quire_cpu.h
 
 
 class Addend(NamedTuple):
@@ -179,7 +172,7 @@ def pack(
     is_fit = weight.device.type == "cpu" and weight.is_contiguous() and num_inputs % 2 == 0
     if library is None or kind is None or not is_fit:
         return Dense(weight, bias)
-    return NativeLinear(library, kind, [rows_of(weight)], num_inputs, weight.dtype, bias, CODES[activation], arena)
+    return NativeLinear(library, kind, [rows_of(weight)], num_inputs, weight.dtype, bias, code_of(activation), arena)
 
 
 @cache

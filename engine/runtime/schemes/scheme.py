@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
-from engine.runtime.activation import Activation
+from engine.runtime.activation import Activation, code_of
 from engine.runtime.native.library import Library, WeightFormat, native
 from engine.runtime.native.ops import FLOAT_FORMATS, PANEL, NativeHeads, NativeLinear, holds_floats
 from engine.runtime.native.rows import RepackedRows, StoredRows
-from engine.runtime.schemes.linear import CODES, DenseHeads, HeadProducts, Product, pack
+from engine.runtime.schemes.linear import DenseHeads, HeadProducts, Product, pack
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.runtime.weights.cut import Span
 from engine.runtime.weights.stored.storage import Storage
@@ -146,8 +146,8 @@ def native_product(
     library: Library, weight_format: WeightFormat, parts: Sequence[StoredRows | RepackedRows], matrix: Matrix
 ) -> NativeLinear:
     """Return the native library's product with a matrix of these rows."""
-    code = CODES[matrix.activation]
-    return NativeLinear(library, weight_format, parts, matrix.shape[1], matrix.dtype, matrix.bias, code)
+    activation = code_of(matrix.activation)
+    return NativeLinear(library, weight_format, parts, matrix.shape[1], matrix.dtype, matrix.bias, activation)
 
 
 def stored_rows(matrix: Matrix) -> list[StoredRows] | None:

@@ -57,7 +57,7 @@ class PeerFolder:
     def remove(self, part: str) -> None:
         """Have a parcel removed that has arrived, or is not wanted. Raises OSError and ParcelError.
 
-        There is no answer to wait for: the other daemon frees the pages that it sent first, which takes 0.1 s a GB.
+        There is no answer to wait for: before it the other daemon would free the pages that it sent.
         """
         self._connect()
         with self._asked(wire.DROP, part, b""):

@@ -126,7 +126,7 @@ def _common(file: _File) -> dict[str, Any]:
         "partial_rotary_factor": meta.integer("rope.dimension_count", head_dim) / head_dim,
         "rope_scaling": _rope_scaling(file),
         "attention_bias": _has(file, "attn_output.bias"),
-        "mlp_bias": "blk.0.ffn_down.bias" in file.shapes,
+        "mlp_bias": _has(file, "ffn_down.bias"),
         "tie_word_embeddings": "output.weight" not in file.shapes,
         **_window_pattern(file),
         "dtype": "bfloat16",  # in which dequantised weights are computed

@@ -153,9 +153,9 @@ def _num_common(one: bytes, other: bytes) -> int:
     at, step, end = 0, _FIRST_BYTES, min(len(one), len(other))
     while at < end and one[at : at + step] == other[at : at + step]:
         at, step = at + step, 2 * step
-    # The lowest bit of this is in the first byte that differs, or behind the end of the shorter one.
+    # The lowest bit of this is in the first byte that differs, or behind the end of the shorter prompt.
     unequal = int.from_bytes(one[at : at + step], "little") ^ int.from_bytes(other[at : at + step], "little")
-    return min(at + (unequal & -unequal).bit_length() // 8, end) // ID_BYTES if unequal else end // ID_BYTES
+    return min(at + ((unequal & -unequal).bit_length() - 1) // 8, end) // ID_BYTES if unequal else end // ID_BYTES
 
 
 def _has_rest(ids: bytes, num: int, other: RecentPrompt) -> bool:
