@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
@@ -31,6 +33,7 @@ from engine.loop import Engine
 from engine.ranks import executor, worker
 from engine.runtime.execution.packet import Kind, RankMessage, Step, decode, encode
 from engine.runtime.native.library import GroupError
+from engine.runtime.parallel.group import Group
 from engine.runtime.parallel.ring import RingError, RingReader, RingWriter, make_memory
 from engine.runtime.pool.batch import BatchBuilder, DecodeRows, Packet, PacketBuffers
 from engine.runtime.pool.tables import RowTables
@@ -494,3 +497,50 @@ def test_a_rank_that_misses_another_while_it_loads_ends_the_start(monkeypatch: p
     with pytest.raises(DeviceLostError, match="missed another"):
         ranks.least_room(1)
     ranks.close()
+
+
+class LateStore(dist.Store):  # type: ignore[misc, name-defined] # torch has it
+    """A store that is read once an event is set, or after a while."""
+
+    def __init__(self, store: Any, event: threading.Event) -> None:
+        super().__init__()
+        self.store, self.event = store, event
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.event.wait(0.1)
+        found: bytes = self.store.get(key)
+        return found
+
+    def wait(self, keys: list[str], *limit: Any) -> None:
+        self.event.wait(0.1)
+        self.store.wait(keys, *limit)
+
+
+@pytest.mark.parametrize("attempt", range(5))  # gloo's choice of who connects to whom differs from one to the next
+def test_a_group_is_open_once_all_ranks_have_read_its_folder(
+    attempt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank removes the folder then."""
+    make, has_left, place = dist.FileStore, threading.Event(), tmp_path / str(attempt)  # type: ignore[attr-defined] # as above
+    rank = threading.local()
+
+    def meet(number: int) -> Group:
+        rank.number = number
+        group = ranks.open_kind("gloo", number, place, 2, timeout_s=PATIENCE_S)
+        if number == 0:
+            shutil.rmtree(place)
+            has_left.set()
+        return group
+
+    def store(path: str, size: int) -> Any:
+        return make(path, size) if rank.number == 0 else LateStore(make(path, size), has_left)
+
+    place.mkdir()
+    monkeypatch.setattr(dist, "FileStore", store)
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(meet, (0, 1)))
+    for group in groups:
+        group.close()

@@ -95,6 +95,7 @@ class GlooGroup(Group):
         limit = timedelta(seconds=timeout_s)
         store = dist.FileStore(str(folder / "gloo"), size)  # type: ignore[attr-defined] # torch has it
         self._ranks: Any = guarded(lambda: dist.ProcessGroupGloo(store, rank, size, limit))
+        self.all_reduce(torch.zeros(1))  # all ranks have read the folder, which the first one removes
 
     def all_reduce(self, x: Tensor) -> None:
         """Replace contiguous x by the float32 sum of all ranks' x."""
