@@ -43,6 +43,7 @@ NAMES = (
     "qwen2",
     "qwen3",
     "gemma2",
+    "gemma3n",
     "gemma4-shared",
     "olmo2",
     "phi3",

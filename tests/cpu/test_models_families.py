@@ -341,8 +341,6 @@ CASES = {
     ),
 }
 
-IN_TORCH = ("gemma3n", "nemotron_h-latent")  # the cases whose layers run in torch, each for itself
-
 # The cases that tests/gpu/ serves on a device, beside those of tests/gpu/features.py.
 ON_A_GPU = ("llama-llama3", "qwen3", "gemma2", "qwen3-moe", "gpt-oss", "deepseek_v3")
 
@@ -392,7 +390,7 @@ def test_matches_transformers(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = theirs(ids[None], use_cache=False).logits[0]
     model = load(tmp_path)
-    assert (model._native is None) == (native() is None or name in IN_TORCH)
+    assert (model._native is None) == (native() is None)
     whole = logits_of(model, ids, [NUM_TOKENS])
     assert whole.dtype == torch.float32
     torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-4)

@@ -24,13 +24,18 @@ from tests.cpu.dense_attention import DenseAttention
 
 # One or two of each form: biases, kinds of norm and where they stand, windows, soft caps, partial and missing rotation.
 NAMES = ("llama-tied-biased", "qwen3", "gemma", "gemma2", "gemma3", "olmo2", "phi3", "granite", "smollm3")
-NAMES += ("gemma4", "gemma4-shared", "gemma4-unified")
+NAMES += ("gemma3n", "gemma4", "gemma4-shared", "gemma4-unified")
 NAMES += ("qwen3_5-attention", "nemotron_h-attention")
-MOE_NAMES = ("gemma4-moe", "qwen2-moe", "granitemoe", "gpt-oss", "glm4-moe", "olmoe")
+MOE_NAMES = ("gemma4-moe", "qwen2-moe", "granitemoe", "gpt-oss", "glm4-moe", "olmoe", "nemotron_h-latent-attention")
 LATENT_NAMES = ("deepseek_v2", "deepseek_v2-lite", "deepseek_v3", "deepseek_v3-halves-biased")
 # Layers of one part, of which the first and the last do not attend.
 SINGLE = {"layers_block_type": ["mlp", "full_attention", "moe", "full_attention", "mlp"]}
-CASES = families.CASES | {"nemotron_h-attention": families.Case("NemotronHConfig", families.NEMOTRON | SINGLE)}
+CASES = families.CASES | {
+    "nemotron_h-attention": families.Case("NemotronHConfig", families.NEMOTRON | SINGLE),
+    "nemotron_h-latent-attention": families.Case(
+        "NemotronHConfig", families.NEMOTRON | SINGLE | {"moe_latent_size": 32}
+    ),
+}
 STEPS = [(0, 9), (30, 1), (3, 1), (17, 5)]  # (tokens cached, tokens now) of each sequence
 CPU = torch.device("cpu")
 
@@ -93,7 +98,7 @@ def test_one_call_says_what_the_parts_say(library: Library, name: str, tmp_path:
         assert parts.std() > 0.1
 
 
-@pytest.mark.parametrize("name", ["gemma4-shared", "gemma4-unified", "nemotron_h-attention"])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4-shared", "gemma4-unified", "nemotron_h-attention"])
 def test_rows_that_go_on_alone_have_the_bits_of_all(library: Library, name: str, tmp_path: Path) -> None:
     """Behind the last layer that keeps keys and values; a row may be of any slice, and stand twice."""
     library.use_threads(2)
@@ -123,7 +128,7 @@ def test_one_call_copies_the_streams_of_its_parts(library: Library, name: str, t
     torch.testing.assert_close(out, torch.stack([states[0] for states in expected[1:3]], 1), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2"])  # norms before the parts, around them, behind them
+@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "gemma3n"])  # norms before, around and behind the parts
 def test_bfloat16_keeps_the_stream_in_float32(name: str, tmp_path: Path) -> None:
     if native() is None:
         pytest.skip("no native library and no C compiler")

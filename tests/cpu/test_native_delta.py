@@ -28,6 +28,7 @@ LAYERS = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_lay
 NARROW = {"linear_key_head_dim": 12, "linear_conv_kernel_dim": 3}
 MATRICES = LAYERS | {"embedding_multiplier": 1.0}  # in torch, bfloat16 loses digits of another product
 SMALL = MATRICES | {"mamba_d_head": 8, "mamba_n_heads": 16, "mamba_d_state": 12}
+LATENT = {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}  # with experts in a narrower space
 CONV = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
 SHAPES = {
     # Blocks of 32 columns, which have a form of their own; blocks of 8, less than a vector of some instruction sets.
@@ -36,6 +37,7 @@ SHAPES = {
     # Groups of two heads; then one group, numbers that no vector divides, and bounds of steps.
     "mamba": Case("GraniteMoeHybridConfig", GRANITE_MOE | MAMBA | MATRICES | {"mamba_n_heads": 4, "mamba_expand": 4}),
     "mamba-narrow": Case("GraniteMoeHybridConfig", CASES["granitemoehybrid-mamba-dense"].settings | SMALL),
+    "mamba-latent": Case("NemotronHConfig", CASES["nemotron_h-latent"].settings | LATENT),
     "short_conv": Case("Lfm2Config", LFM2 | CONV | {"hidden_size": 192}),
     "short_conv-biased": Case("Lfm2Config", LFM2 | CONV | {"hidden_size": 72, "conv_bias": True, "conv_L_cache": 7}),
 }

@@ -74,12 +74,18 @@ def test_vectors_are_the_models_own_hidden_states(regime: dict[str, int | bool])
     assert (scheduler.stats.prefix_hit_tokens > 0) == regime.get("enable_prefix_caching", True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_schedule_shows(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Alone in one step, and in whatever a regime does to it: the same bits, as the native kernels promise."""
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama", torch.float32), *((name, torch.bfloat16) for name in ("llama", "gemma3n", "gemma4-shared"))],
+)
+def test_no_schedule_shows(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Alone in one step, and in whatever a regime does to it: the same bits, as the native kernels promise.
+
+    Of the last two families, layers that read others' K/V compute all rows here, and only sampled ones of other prompts.
+    """
     if native() is None:
         pytest.skip("no native library and no C compiler")
-    save_tiny(CASES["llama"], tmp_path)
+    save_tiny(CASES[name], tmp_path)
     model = load_model(EngineConfig(model=str(tmp_path)), CPU, dtype, lambda progress: None)
     alone, _ = vectors(model, {}, others=0)
     for regime in REGIMES:

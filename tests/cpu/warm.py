@@ -26,7 +26,7 @@ from tests.cpu.test_engine_faults import Forgetful
 from tests.cpu.test_models_families import CASES, Case, save_tiny
 from tests.patience import PATIENCE_S
 
-NAMES = ("qwen3_5", "granitemoehybrid-mamba", "lfm2", "gemma3", "gpt-oss", "deepseek_v2")
+NAMES = ("qwen3_5", "granitemoehybrid-mamba", "lfm2", "gemma3", "gemma3n", "gpt-oss", "deepseek_v2")
 SIZES = {"block_size": 4, "max_model_len": 256, "max_num_batched_tokens": 40, "num_threads": 2}
 NUM_OPEN = 4  # conversations that run concurrently
 NUM_KEPT = 12  # conversations that may go on

@@ -2,11 +2,12 @@
 
 A layer predicts all streams from all streams, computes its parts on the first one, and moves each by a share of what it found
 beyond the prediction. Beside its attention stands a product of low rank (LAuReL). The torch operations here define the
-arithmetic; the native library has none of it.
+arithmetic; the native library has each part in a file of its own.
 """
 
 from __future__ import annotations
 
+from ctypes import Structure, addressof
 from statistics import NormalDist
 
 import torch
@@ -22,37 +23,70 @@ from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.norms import RMSNorm
 from engine.runtime.layers.parts import Angles, LayerStates
 from engine.runtime.layers.per_layer import PerLayerGate
-from engine.runtime.native.library import LayerArgs
+from engine.runtime.native.decoder import describe_part, norm_args
+from engine.runtime.native.library import LayerArgs, LinearArgs, PartArgs
+from engine.runtime.native.structs import mirror, structure
 from engine.runtime.schemes.activations import activate
 
 _LEAST = 1e-5  # of a mean square that divides
+_HALF = 0.5**0.5
+
+
+@mirror("altup_ends")
+class EndsArgs(Structure):
+    """The matrices of the streams' ends, for the native library."""
 
 
 class Streams:
     """Makes the streams of embeddings, and one vector of the streams that leave the last layer."""
 
+    _args: EndsArgs  # C keeps its address, and that of an array
+    _array: object
+
     def __init__(self, config: ModelConfig, make: Maker) -> None:
         assert config.altup is not None, "the family has its settings"
-        hidden, num = config.hidden_size, config.altup.num_streams - 1
-        self._spread, self._gather = (
-            [make.linear({f"model.{name}.{i}": hidden}, hidden) for i in range(num)]
-            for name in ("altup_projections", "altup_unembed_projections")
-        )
+        hidden, others = config.hidden_size, range(config.altup.num_streams - 1)
+        self._spread = make.linear({f"model.altup_projections.{i}": hidden for i in others}, hidden)
+        self._gather = [make.linear({f"model.altup_unembed_projections.{i}": hidden}, hidden) for i in others]
 
     def spread(self, x: Tensor) -> Tensor:
         """Return [T, streams, hidden] of x [T, hidden]: products with it, each of its length."""
-        return torch.stack([x, *(_of_length(matrix(x), x) for matrix in self._spread)], 1)
+        others = self._spread.in_float32(x).unflatten(1, (-1, x.shape[1]))
+        return torch.cat((x[:, None], _of_length(others, x[:, None]).to(x.dtype)), 1)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return [T, hidden], the mean of the streams, each of the first one's length."""
         first, *others = (each.contiguous() for each in x.unbind(1))
-        rest = [_of_length(matrix(each), first) for matrix, each in zip(self._gather, others, strict=True)]
-        return torch.stack([first, *rest]).mean(0)
+        rest = [_of_length(matrix.in_float32(each), first) for matrix, each in zip(self._gather, others, strict=True)]
+        return torch.stack([first.float(), *rest]).mean(0).to(x.dtype)
+
+    def describe(self) -> PartArgs | None:
+        """Describe the part before the first layer to the native library, if that holds every matrix."""
+        gather = [matrix.args for matrix in self._gather if matrix.args is not None]
+        if self._spread.args is None or len(gather) < len(self._gather):
+            return None
+        array = (LinearArgs * len(gather))(*gather)
+        self._array, self._args = array, EndsArgs(spread=self._spread.args, gather=addressof(array))
+        return describe_part("altup_start", args=self._args)
 
 
 def _of_length(x: Tensor, like: Tensor) -> Tensor:
+    """Return x in float32, each row with the length of the one in `like`."""
     wanted, own = (each.float().square().mean(-1, keepdim=True) for each in (like, x))
-    return (x.float() * wanted.sqrt() / own.clamp(min=_LEAST).sqrt()).to(x.dtype)
+    return x.float() * wanted.sqrt() / own.clamp(min=_LEAST).sqrt()
+
+
+MixingArgs = structure("mixing")  # what a layer does to the streams
+
+
+@mirror("altup")
+class AltUpArgs(Structure):
+    """The gate behind a layer and what else it does to the streams, for the native library."""
+
+
+@mirror("laurel")
+class LaurelArgs(Structure):
+    """A mixer and the product beside it, for the native library."""
 
 
 class AltUpLayer:
@@ -60,6 +94,8 @@ class AltUpLayer:
 
     is_capturable = True
     lacking = ""
+    _args: AltUpArgs  # C keeps the addresses of both
+    _laurel: LaurelArgs
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, *, state: int) -> None:
         """`state` is the number of states of all layers before."""
@@ -82,8 +118,7 @@ class AltUpLayer:
         self._left = make.linear({"laurel.linear_left": rank}, hidden)
         self._right = make.linear({"laurel.linear_right": hidden}, rank)
         self._after_laurel = RMSNorm(make, "laurel.post_laurel_norm", hidden, config)
-        self._router_norm = RMSNorm(make, "altup.router_norm", hidden, config)
-        make.loads.append(Load({}, lambda _: self._router_norm.weight.div_(hidden)))
+        norm = make.tensor("altup.router_norm.weight", hidden, dtype=torch.float32)
         self._router, self._predict, self._correct = (
             make.tensor(f"altup.{name}.weight", *shape, dtype=torch.float32)
             for name, shape in (
@@ -92,8 +127,16 @@ class AltUpLayer:
                 ("correction_coefs", (num, num)),
             )
         )
-        self._output_scale = make.tensor("altup.correct_output_scale", hidden)
-        self._is_scaled = config.altup.scales_output
+        self._scale = make.tensor("altup.correct_output_scale", hidden, dtype=torch.float32)
+        self._eps, is_scaled = config.norm_eps, config.altup.scales_output
+
+        def complete(_: object) -> None:
+            self._router.mul_(norm / hidden)
+            self._after.weight.mul_(_HALF)
+            if not is_scaled:
+                self._scale.fill_(1.0)
+
+        make.loads.append(Load({}, complete))
 
     def __call__(
         self,
@@ -112,26 +155,47 @@ class AltUpLayer:
         active = predicted[:, 0].to(x.dtype)
         normed = self._before(active)
         laurel = normed + self._after_laurel(self._right(self._left(normed)))
-        mixed = active + self._after(self._attention(normed, angles, attention, adapters))
-        mixed = (mixed + laurel) * 0.5**0.5
+        mixed = (active + laurel) * _HALF + self._after(self._attention(normed, angles, attention, adapters))
         found = mixed + self._after_ff(self._feed_forward(self._before_ff(mixed), adapters))
         shares = F.linear(self._modalities(found), self._correct) + 1.0
         corrected = predicted + shares[..., None] * (found - predicted[:, 0])[:, None]
         x.copy_(corrected)
-        first = x[:, 0] * self._output_scale if self._is_scaled else x[:, 0].contiguous()
+        first = (corrected[:, 0] * self._scale).to(x.dtype)
         x[:, 1:] += self._after_gate(self._gate(first, inputs))[:, None]
 
     def _modalities(self, x: Tensor) -> Tensor:
-        return F.linear(self._router_norm(x).float(), self._router).tanh()
+        return F.linear(F.rms_norm(x.float(), x.shape[-1:], None, self._eps), self._router).tanh()
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
         """Return what attention keeps of each token."""
         return self._attention.states
 
-    def describe(self, rotary: int | None) -> LayerArgs | None:  # noqa: ARG002 - a DecoderLayer's
-        """Return None: the native library computes one stream."""
-        return None
+    def describe(self, rotary: int | None) -> LayerArgs | None:
+        """Describe the loaded layer to the native library, or return None if that cannot compute it."""
+        mixer, feed_forward, gate = self._attention.describe(), self._feed_forward.describe(), self._gate.describe()
+        left, right = self._left.args, self._right.args
+        if mixer is None or feed_forward is None or gate is None or left is None or right is None:
+            return None
+        self._laurel = LaurelArgs(mixer, left, right, self._after_laurel.weight.data_ptr())
+        weights = (self._router, self._predict, self._correct, self._scale, self._after_gate.weight)
+        self._args = AltUpArgs(gate, MixingArgs(*(weight.data_ptr() for weight in weights)))
+        return LayerArgs(
+            mixer=describe_part("laurel", (LinearArgs(), mixer.last), self._laurel),
+            feed_forward=feed_forward,
+            gate=describe_part("altup", args=self._args),
+            before_mixer=norm_args(self._before.weight),
+            after_mixer=norm_args(self._after.weight),
+            before_feed_forward=norm_args(self._before_ff.weight),
+            after_feed_forward=norm_args(self._after_ff.weight),
+            stream_scale=1.0,
+            rotary=-1 if rotary is None else rotary,
+        )
+
+
+@mirror("sparse_mlp")
+class SparseMLPArgs(Structure):
+    """What the native library needs beside matrices."""
 
 
 class SparseMLP:
@@ -139,6 +203,7 @@ class SparseMLP:
 
     is_capturable = True
     lacking = ""
+    _args: SparseMLPArgs  # C keeps its address
 
     def __init__(self, config: ModelConfig, layer: int, make: Maker, sparsity: float) -> None:
         make = make.within("mlp")
@@ -154,3 +219,8 @@ class SparseMLP:
         cut = wide.mean(-1, keepdim=True) + wide.std(-1, keepdim=True, correction=0) * self._deviations
         inner = activate((wide - cut).relu().to(gate.dtype), self._activation) * up
         return adapted(self._down, AdaptedMatrix.DOWN, inner, adapters)
+
+    def describe(self) -> PartArgs | None:
+        """Describe the part to the native library, if that holds both matrices."""
+        self._args = SparseMLPArgs(self._deviations, self._activation.value)
+        return describe_part("sparse_mlp", (self._gate_up.args, self._down.args), self._args)

@@ -9,6 +9,7 @@ product leads back; the router and the shared expert read x.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from ctypes import Structure
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +21,10 @@ from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.mlp import widths_of
 from engine.runtime.layers.model_config import ModelConfig, MoEConfig
 from engine.runtime.layers.shards import Plan, colwise, rowwise
+from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import LinearArgs, PartArgs, RouterArgs, native
 from engine.runtime.native.moe import Mixture
+from engine.runtime.native.structs import mirror
 from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
 from engine.runtime.schemes.activations import clamped_mul
 from engine.runtime.schemes.linear import Linear
@@ -94,12 +97,19 @@ class Router:
         )
 
 
+@mirror("latent_experts")
+class LatentExpertsArgs(Structure):
+    """A mixture between two products, for the native library."""
+
+
 class MoE:
     """The weighted sum of each token's experts, plus the shared expert."""
 
+    _args: LatentExpertsArgs  # C keeps its address
+
     def __init__(self, config: MoEConfig, hidden_size: int, make: Maker) -> None:
         self._clamp, self._activation, self._group = config.clamp, config.activation, make.group
-        self.mixture: Mixture | None = None  # the native library's, which computes all of this
+        self.mixture: Mixture | None = None  # the native library's: all of this, or between latents the routed experts
         self.experts: CudaExperts | None = None  # the kernels', for all but the router and the shared expert
         self.lacking = ""  # on a CPU, a matrix without which it cannot
         self.router = Router(config.router, hidden_size, make)
@@ -141,7 +151,7 @@ class MoE:
             y = self._in_kernels(self.experts, x, routed)
             self._group.all_reduce(y)
             return y
-        total = self._total(x, routed) if self.mixture is None else self.mixture(x, routed)
+        total = self._total(x, routed) if self.latents or self.mixture is None else self.mixture(x, routed)
         self._group.all_reduce(total)
         return total.to(x.dtype)
 
@@ -164,20 +174,28 @@ class MoE:
 
     def describe(self) -> PartArgs | None:
         """Describe the part to the native library, if that holds every matrix."""
-        return None if self.mixture is None else self.mixture.describe()
+        experts = None if self.mixture is None else self.mixture.describe()
+        if self.latents is None or experts is None:
+            return experts
+        narrow, widen = _args_of(self.latents)
+        self._args = LatentExpertsArgs(experts=experts, narrow=narrow, widen=widen)
+        shared = _args_of([self.shared_gate_up, self.shared_down])
+        if shared and (mlp := describe_part("mlp", shared)):
+            self._args.shared = mlp
+        return describe_part("latent_experts", args=self._args)
 
     def _complete(self) -> None:
         """Make the native library's mixture of the loaded one, if that holds every matrix."""
-        lacking = (name for name, linear in self._matrices() if linear.args is None)
-        self.lacking = next(lacking, "") if self.latents is None else "fc1_latent_proj"
+        self.lacking = next((name for name, linear in self._matrices() if linear.args is None), "")
         library = native()
         if library is None or self.lacking:
             return
+        shared = [] if self.latents is not None else [self.shared_gate_up, self.shared_down]
         self.mixture = Mixture(
             library,
             self.router.describe(),
-            _args_of([*self.gate_up, self.shared_gate_up]),
-            _args_of([*self.down, self.shared_down]),
+            _args_of([*self.gate_up, *shared[:1]]),
+            _args_of([*self.down, *shared[1:]]),
             correction=self.router.correction,
             expert_scale=self.router.expert_scale,
             shared_gate=None if self.shared_gate is None else self.shared_gate.args,
@@ -196,6 +214,8 @@ class MoE:
             yield f"{name}.down_proj", down
         if self.shared_gate is not None:
             yield "shared_expert_gate", self.shared_gate
+        if self.latents is not None:
+            yield from zip(("fc1_latent_proj", "fc2_latent_proj"), self.latents, strict=True)
 
     def _routed(self, x: Tensor, routed: Tensor | None) -> Tensor:
         """Return the float32 sum over each token's experts, added in the order of their ranks."""

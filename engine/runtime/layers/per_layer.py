@@ -39,7 +39,6 @@ class PerLayerInputs:
         whole = self._width * len(config.layers)
         self._table = Embedding()
         self._num_rows = config.num_input_rows or config.vocab_size
-        self._is_short = self._num_rows < config.vocab_size
         make.table("model.embed_tokens_per_layer", self._num_rows, whole, self._table)
         self._projection = make.linear({"model.per_layer_model_projection": whole}, config.hidden_size)
         self._norm = make.tensor("model.per_layer_projection_norm.weight", self._width, dtype=torch.float32)
@@ -50,8 +49,7 @@ class PerLayerInputs:
 
     def __call__(self, ids: Tensor, x: Tensor) -> Tensor:
         """Return [T, layers, width] in float32 of ids [T] and their scaled embeddings x [T, hidden]."""
-        if self._is_short:
-            ids = ids.where(ids < self._num_rows, 0)
+        ids = ids.where(ids < self._num_rows, 0)
         projected = self._projection.in_float32(x).view(-1, self._width)
         normed = add_rms_norm(projected, None, self._norm, self._eps).view(len(ids), -1)
         return normed.add_(self._table(ids).float(), alpha=self._scale).unflatten(1, (-1, self._width))
@@ -59,10 +57,10 @@ class PerLayerInputs:
     def describe(self) -> InputsArgs | None:
         """Describe it to the native library, if that multiplies the projection."""
         table = self._table.described
-        if self._projection.args is None or self._is_short:
+        if self._projection.args is None:
             return None
         self._args = InputsArgs(projection=self._projection.args, norm=norm_args(self._norm), width=self._width)
-        self._args.scale, self._args.eps = self._scale, self._eps
+        self._args.scale, self._args.eps, self._args.num_rows = self._scale, self._eps, self._num_rows
         if isinstance(table, LinearArgs):
             self._args.table, self._args.format, self._args.dtype = table.packed, table.format, table.dtype
         else:

@@ -234,6 +234,11 @@ class Decoder:
             if inputs is None:
                 return None
             description.inputs = addressof(inputs)
+        if self._streams is not None and config.altup is not None:
+            start = self._streams.describe()
+            if start is None:
+                return None
+            description.start, description.num_altup = start, config.altup.num_streams
         if self._shards is not None:
             description.first_id, description.num_ids = self._shards.vocabulary[:2]
         rotaries = [rotary.frequencies for rotary in self._rotaries]

@@ -8,12 +8,14 @@
 /* The intermediate results of a step. */
 struct workspace {
     float *stream, *delta;     /* [T, hidden] */
+    float *all_streams;        /* [T, num_altup, hidden] */
     char *mixed;               /* [T, last.k] in the model's type, the mixer's result */
     char *normed;              /* [T, hidden] in the model's type, only for parts that read rows, and for adapters */
     void *packed;              /* input of the next product */
     char *room;                /* of the part that runs */
     float *cos, *sin;          /* [rotaries][T, dim], the sign of the negated half inside sin */
     float *kept_stream;        /* [num_rows, hidden], in the last layer */
+    float *kept_all;           /* [num_rows, num_altup, hidden], likewise */
     char *kept_mixed;          /* likewise */
     float *inputs, *projected; /* [T, layers * width]; [INPUT_ROWS, layers * width] */
     float *kept_inputs;        /* [num_rows, layers * width] */
@@ -21,7 +23,7 @@ struct workspace {
     struct kept_queries kept;  /* the rows that go on behind layer `last_whole` */
     int64_t last_whole;        /* the layer whose mixer is the last to need all rows */
     struct adapter_rows adapters; /* only with adapters */
-    int64_t *ids;              /* only with a group: the tokens' rows of this rank's embedding */
+    int64_t *ids;              /* of the tokens' rows in this rank's embedding, or in the table of inputs */
 };
 
 enum { INPUT_ROWS = 64 }; /* tokens whose inputs of layers are projected together */
@@ -83,9 +85,11 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
         add_part(&needs, &layer->gate, d, tokens);
         if (layer->mixer.last.k > needs.mixed) needs.mixed = layer->mixer.last.k;
     }
+    add_part(&needs, &d->start, d, tokens);
     if (d->inputs) widen_packed(&needs.packed, &d->inputs->projection, INPUT_ROWS);
     w->stream = carve(base, &used, tokens * d->hidden, sizeof(float));
     w->delta = carve(base, &used, tokens * d->hidden, sizeof(float));
+    w->all_streams = carve(base, &used, tokens * d->num_altup * d->hidden, sizeof(float));
     w->mixed = carve(base, &used, tokens * needs.mixed, size);
     w->normed = carve(base, &used, needs.num_readers || f->adapters.num ? tokens * d->hidden : 0, size);
     w->packed = carve(base, &used, 1, needs.packed);
@@ -93,8 +97,9 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
     w->cos = carve(base, &used, tokens * angles, sizeof(float));
     w->sin = carve(base, &used, tokens * angles, sizeof(float));
     w->kept_stream = carve(base, &used, f->num_rows * d->hidden, sizeof(float));
+    w->kept_all = carve(base, &used, f->num_rows * d->num_altup * d->hidden, sizeof(float));
     w->kept_mixed = carve(base, &used, f->num_rows * needs.mixed, size);
-    w->ids = carve(base, &used, d->group ? tokens : 0, sizeof(int64_t));
+    w->ids = carve(base, &used, d->group || d->inputs ? tokens : 0, sizeof(int64_t));
     w->inputs = carve(base, &used, tokens * inputs_of(d), sizeof(float));
     w->projected = carve(base, &used, INPUT_ROWS * inputs_of(d), sizeof(float));
     w->kept_inputs = carve(base, &used, f->rows ? f->num_rows * inputs_of(d) : 0, sizeof(float));
@@ -191,6 +196,7 @@ static struct turn turn_of(const struct forward_args *f, struct workspace *w, in
     return (struct turn){
         .decoder = d, .layer = layer, .part = part, .index = index, .rows = rows, .x = input_of(f, w, part), .out = out,
         .room = w->room, .packed = w->packed, .cos = w->cos + angles, .signed_sin = w->sin + angles,
+        .stream = w->stream, .all_streams = w->all_streams,
         .rope_dim = layer->rotary < 0 ? 0 : d->rotaries[layer->rotary].dim,
         .adapters = f->adapters.num ? &w->adapters : NULL, .inputs = w->inputs, .input_stride = inputs_of(d),
         .kept = is_kept ? &w->kept : NULL,
@@ -221,16 +227,18 @@ static void keep_queries(const struct forward_args *f, struct workspace *w) {
 /* Nothing reads the other rows of the last layer that needs all: continue with the requested ones, which may repeat. */
 static void keep_rows(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
-    size_t stream = (size_t)d->hidden * sizeof(float), inputs = (size_t)inputs_of(d) * sizeof(float);
+    size_t stream = (size_t)d->hidden * sizeof(float), all = (size_t)d->num_altup * stream;
+    size_t inputs = (size_t)inputs_of(d) * sizeof(float);
     size_t mixed = (size_t)d->layers[w->last_whole].mixer.last.k * size_of(d->dtype);
     for (size_t i = 0; i < (size_t)f->num_rows; i++) {
         size_t row = (size_t)f->rows[i];
         memcpy((char *)w->kept_stream + i * stream, (char *)w->stream + row * stream, stream);
+        memcpy((char *)w->kept_all + i * all, (char *)w->all_streams + row * all, all);
         memcpy(w->kept_mixed + i * mixed, w->mixed + row * mixed, mixed);
         memcpy((char *)w->kept_inputs + i * inputs, (char *)w->inputs + row * inputs, inputs);
     }
     w->inputs = w->kept_inputs;
-    w->stream = w->kept_stream, w->mixed = w->kept_mixed;
+    w->stream = w->kept_stream, w->all_streams = w->kept_all, w->mixed = w->kept_mixed;
     if (f->adapters.num) adapter_rows_sort(&w->adapters, f->rows, f->num_rows);
     if (w->kept.num) keep_queries(f, w);
 }
@@ -305,7 +313,8 @@ static int32_t run_rest(const struct forward_args *f, struct workspace *w, int64
     if (status || (status = reduce(d, w->delta, rows))) return status;
     if (layer->gate.kind && (status = run_gate(f, w, index, rows))) return status;
     struct norm after = layer->gate.kind ? layer->after_gate : layer->after_feed_forward;
-    join(f, after, layer->stream_scale, upcoming(d, index + 1, 0), w, rows);
+    if (d->num_altup) enter(f, upcoming(d, index + 1, 0), NULL, 1, w, rows); /* the gate has changed all streams */
+    else join(f, after, layer->stream_scale, upcoming(d, index + 1, 0), w, rows);
     return QUIRE_OK;
 }
 
@@ -313,6 +322,11 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
     int64_t rows = f->num_tokens;
     if (f->adapters.num) adapter_rows_sort(&w->adapters, NULL, rows);
+    if (d->start.kind) {
+        struct turn turn = turn_of(f, w, 0, &d->start, w->delta, rows);
+        int32_t status = d->start.kind->run(&turn);
+        if (status) return status;
+    }
     enter(f, upcoming(d, 0, 0), NULL, 1, w, rows);
     for (int64_t i = 0; i < d->num_layers; i++) {
         const struct layer *layer = &d->layers[i];
@@ -363,7 +377,8 @@ static int32_t fill_inputs(const struct forward_args *f, struct workspace *w) {
     const struct per_layer_inputs *p = d->inputs;
     int64_t wide = inputs_of(d);
     if (!wide) return QUIRE_OK;
-    struct embed_args rows = {p->table, f->ids, w->inputs, f->num_tokens, wide, p->dtype, p->format, p->scale};
+    for (int64_t t = 0; t < f->num_tokens; t++) w->ids[t] = f->ids[t] < p->num_rows ? f->ids[t] : 0;
+    struct embed_args rows = {p->table, w->ids, w->inputs, f->num_tokens, wide, p->dtype, p->format, p->scale};
     quire_embed(&rows);
     for (int64_t at = 0; at < f->num_tokens; at += INPUT_ROWS) {
         int64_t num = f->num_tokens - at < INPUT_ROWS ? f->num_tokens - at : INPUT_ROWS;

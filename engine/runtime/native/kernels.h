@@ -16,6 +16,7 @@
 #include "delta_rows.h"
 #include "mamba_rows.h"
 #include "short_conv_rows.h"
+#include "altup_rows.h"
 
 #define DEFINE_KERNELS(isa)                                                                        \
     const struct kernels kernels_##isa = {                                                         \
@@ -24,4 +25,5 @@
         add_ranks, narrow_halves, round_fp8, delta_prepare, delta_advance, delta_finish,              \
         mamba_prepare, mamba_advance, mamba_gate, mamba_norm,                                         \
         first_gate, convolve_gated,                                                                   \
+        altup_predict, altup_correct, altup_share, lengthen, add_laurel, sparse_act,                  \
     };

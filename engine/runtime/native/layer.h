@@ -43,10 +43,10 @@ SHARED struct layer {
 
 /* The inputs of all layers: scale * row(id) of a table, plus a norm of a projection of the scaled embedding. */
 SHARED struct per_layer_inputs {
-    const void *table;        /* [vocab, num_layers * width] of `dtype`, or panels of `format` */
+    const void *table;        /* [num_rows, num_layers * width] of `dtype`, or panels of `format` */
     struct linear projection; /* to [num_layers * width] */
     struct norm norm;         /* of each layer's part */
-    int64_t width;
+    int64_t width, num_rows;  /* num_rows: a further token has the first row */
     int32_t format, dtype;
     float scale, eps;
 };
@@ -57,7 +57,9 @@ SHARED struct decoder {
     const void *embedding; /* [vocab, hidden], or panels of embedding_format, see struct embed_args */
     struct norm norm;
     const struct per_layer_inputs *inputs; /* NULL: layers have none */
+    struct part start; /* reads the embeddings before the first layer, and changes the residual stream; kind NULL: none */
     int64_t num_layers, num_rotaries, hidden;
+    int64_t num_altup; /* residual streams, which `start` and the gates change (altup.h); 0: one, to which parts are added */
     int64_t last_holder; /* the last layer that keeps keys and values; those behind it read others' */
     int32_t dtype, embedding_format;
     float eps, embedding_scale, residual_scale;
@@ -76,6 +78,8 @@ struct turn {
     const void *x;       /* [rows, hidden] in the model's type; NULL: packed for the part's first matrix */
     void *out;           /* of a mixer [rows, last.k] in the model's type; of a feed-forward [rows, hidden] in float32 */
     char *room;          /* as many bytes as the kind wants */
+    float *stream;       /* [rows, hidden] */
+    float *all_streams;  /* [rows, num_altup, hidden] */
     void *packed;        /* for the packed rows of one product */
     const float *cos, *signed_sin;  /* [rows, rope_dim], of the layer's rotary */
     int64_t rope_dim;               /* 0: the layer has no positions */

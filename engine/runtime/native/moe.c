@@ -17,7 +17,7 @@ enum {
 
 /* The intermediate results of at most MOST_ROWS rows. A row has `ranks` experts, the shared one being the last. */
 struct room {
-    float *wide, *logits;      /* [rows, hidden]; [rows, num_experts] */
+    float *wide, *logits;      /* what the router reads; [rows, num_experts] */
     float *shared, *weights;   /* [rows]; [rows, ranks] */
     int32_t *chosen, *places;  /* [rows, ranks] */
     int32_t *row_of, *starts;  /* [places]; [num_experts + 2], the first place of each expert */
@@ -25,7 +25,7 @@ struct room {
     char *packed;              /* [places], packed by expert */
     float *gate_up;            /* [places, 2 * width], only with a clamp */
     char *inner;               /* [places, width], the inputs of down */
-    float *results;            /* [places, hidden] */
+    float *results;            /* [places, down->n] */
     struct gemm_job *jobs;     /* [num_experts + 1] */
 };
 
@@ -66,12 +66,12 @@ static size_t all_packed_bytes(const struct moe *m, const struct linear *of, uin
 
 static size_t lay_out(const struct moe *m, int64_t rows, struct room *r, char *base) {
     const struct router *router = &m->router;
-    int64_t hidden = router->gate.k, ranks = router->num_chosen + m->has_shared, places = rows * ranks;
+    int64_t ranks = router->num_chosen + m->has_shared, places = rows * ranks;
     int64_t values = rows * router->num_chosen * m->down->k; /* of inner */
     if (m->has_shared) values += rows * m->down[router->num_experts].k;
     size_t used = 0, packed = all_packed_bytes(m, m->gate_up, m->gate_up_formats, rows);
     size_t packed_inner = all_packed_bytes(m, m->down, m->down_formats, rows);
-    r->wide = carve(base, &used, rows * hidden, sizeof(float));
+    r->wide = carve(base, &used, rows * router->gate.k, sizeof(float));
     r->logits = carve(base, &used, rows * router->num_experts, sizeof(float));
     r->shared = carve(base, &used, rows, sizeof(float));
     r->weights = carve(base, &used, places, sizeof(float));
@@ -84,7 +84,7 @@ static size_t lay_out(const struct moe *m, int64_t rows, struct room *r, char *b
     r->packed = carve(base, &used, 1, packed > packed_inner ? packed : packed_inner);
     r->gate_up = carve(base, &used, m->clamp_limit != 0 ? 2 * values : 0, sizeof(float));
     r->inner = carve(base, &used, values, size_of(m->down->dtype));
-    r->results = carve(base, &used, places * hidden, sizeof(float));
+    r->results = carve(base, &used, places * m->down->n, sizeof(float));
     r->jobs = carve(base, &used, router->num_experts + 1, sizeof(struct gemm_job));
     return used;
 }
@@ -336,21 +336,21 @@ static void multiply_down(const struct mixture *m) {
 
 static int32_t forward_rows(const struct moe_args *a, int64_t first, int64_t rows, char *memory) {
     const struct moe *moe = a->moe;
-    int64_t hidden = moe->router.gate.k, ranks = moe->router.num_chosen + moe->has_shared;
+    int64_t read = moe->gate_up->k, made = moe->down->n, ranks = moe->router.num_chosen + moe->has_shared;
     struct mixture m = {.moe = moe, .rows = rows, .ranks = ranks};
     lay_out(moe, rows, &m.room, memory);
-    size_t at = (size_t)(first * hidden) * size_of(moe->gate_up->dtype);
-    const char *x = (const char *)a->x + at;
-    int32_t status = route(&m, a->routed ? (const char *)a->routed + at : x);
+    size_t size = size_of(moe->gate_up->dtype);
+    const char *x = (const char *)a->x + (size_t)(first * read) * size, *routed = a->routed;
+    int32_t status = route(&m, routed ? routed + (size_t)(first * moe->router.gate.k) * size : x);
     if (status) return status;
     sort(&m);
     m.room.jobs->args.x = x;
-    run_ranges(run_pack_alone, &m, rows, hidden, WORTH_SHARING);
+    run_ranges(run_pack_alone, &m, rows, read, WORTH_SHARING);
     multiply_gate_up(&m);
     if (moe->clamp_limit != 0) clamp_inner(&m);
     multiply_down(&m);
-    struct ranks_args add = {m.room.results, m.room.weights, m.room.places, a->y + first * hidden, ranks, hidden};
-    run_ranges(run_add, &add, rows, ranks * hidden, WORTH_SHARING);
+    struct ranks_args add = {m.room.results, m.room.weights, m.room.places, a->y + first * made, ranks, made};
+    run_ranges(run_add, &add, rows, ranks * made, WORTH_SHARING);
     size_t places = (size_t)(rows * ranks);
     if (a->chosen) memcpy(a->chosen + first * ranks, m.room.chosen, places * sizeof(int32_t));
     if (a->weights) memcpy(a->weights + first * ranks, m.room.weights, places * sizeof(float));

@@ -30,7 +30,7 @@ SHARED struct moe {
     float clamp_alpha, clamp_limit; /* limit not 0: struct clamp_args is the activation, and gate_up has none */
 };
 
-/* y [rows, hidden] = the mixture of x [rows, hidden], rows contiguous, x of the experts' type. */
+/* y [rows, down->n] = the mixture of x [rows, gate_up->k], rows contiguous, x of the experts' type. */
 SHARED struct moe_args {
     const struct moe *moe;
     const void *x;
@@ -38,7 +38,7 @@ SHARED struct moe_args {
     int32_t *chosen; /* [rows, num_chosen + has_shared] or NULL: the experts of each row, best first */
     float *weights;  /* likewise */
     int64_t rows;
-    const void *routed; /* [rows, hidden], what the router reads; NULL: x */
+    const void *routed; /* [rows, router.gate.k], what the router reads; NULL: x */
 };
 
 /* Bytes of memory that moe_forward needs. */

@@ -349,6 +349,10 @@ SHARED struct sample_args {
 
 struct pass; /* recurrence.h */
 struct gated_rows; /* short_conv.h */
+struct altup_args; /* altup.h, and the next three */
+struct lengthen_args;
+struct laurel_args;
+struct sparse_args;
 
 /* The kernels of one instruction set. Ranges are [begin, end) of rows, tokens or tiles. */
 struct kernels {
@@ -383,6 +387,12 @@ struct kernels {
     void (*mamba_norm)(const struct pass *, int64_t begin, int64_t end);
     void (*first_gate)(const struct gated_rows *, int64_t begin, int64_t end);
     void (*convolve_gated)(const struct gated_rows *, int64_t begin, int64_t end);
+    void (*altup_predict)(const struct altup_args *, int64_t begin, int64_t end);
+    void (*altup_correct)(const struct altup_args *, int64_t begin, int64_t end);
+    void (*altup_share)(const struct altup_args *, int64_t begin, int64_t end);
+    void (*lengthen)(const struct lengthen_args *, int64_t begin, int64_t end);
+    void (*add_laurel)(const struct laurel_args *, int64_t begin, int64_t end);
+    void (*sparse_act)(const struct sparse_args *, int64_t begin, int64_t end);
 };
 
 extern const struct kernels kernels_portable;
