@@ -128,7 +128,7 @@ class Responder:
         generation = Generation(answer, requests, self.tokenizer, rules)
         adapter = requests[0].params.adapter
         if rules.turn is not None:
-            rules.turn.prompt.tag = state.request_id[:TAG_CHARS]
+            rules.turn.begin(state.request_id[:TAG_CHARS])
         state.record = RequestRecord(
             request_id=state.request_id,
             answer_id=answer_id(requests),

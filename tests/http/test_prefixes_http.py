@@ -56,6 +56,8 @@ def counted(live: Live) -> dict[str, float]:
 
 def test_a_conversation_says_where_it_leaves_the_one_before(serve: Callable[..., Live]) -> None:
     live = serve(template=TEMPLATE)
+    refused = {"messages": turns(SYSTEM, QUESTION), "max_tokens": CONFIG.max_model_len}
+    assert httpx.post(live.url + CHAT, json=refused).status_code == 400  # and the prompt is not remembered
     first = ask(live, SYSTEM, QUESTION)
     assert (first["cause"], first["message"]) == ("new", "Nothing earlier goes on like this prompt after token 0.")
     told = ask(live, SYSTEM, QUESTION, first["said"][:8] + "!", "And the second?")
@@ -91,6 +93,8 @@ def test_a_prompt_that_is_no_conversation_says_where_it_leaves_the_one_before(se
         told: dict[str, Any] | None = httpx.get(f"{live.url}/v1/requests/{name}").json()["prefix"]
         return told and {**told, "said": answer.json()["choices"][0]["text"], "id": name}
 
+    refused = {"prompt": SYSTEM + QUESTION, "max_tokens": CONFIG.max_model_len}
+    assert httpx.post(f"{live.url}/v1/completions", json=refused).status_code == 400  # and the prompt is not remembered
     first = complete(SYSTEM + QUESTION)
     assert first is not None
     assert first["cause"] == "new"

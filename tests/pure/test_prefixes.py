@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.text.chat import prefixes
-from engine.text.chat.prefixes import Owner, RecentPrompts
+from engine.text.chat.prefixes import Forks, Owner, RecentPrompt, RecentPrompts
 from server.telemetry.prefix_ends import Cause, prefix_end
 from tests.pure.driver import Driver, config, request
 
@@ -18,6 +19,13 @@ ANN, OTHER = Owner("ann"), Owner("ann", salt="s")
 SIZE = 4
 # Conversations over few tokens, so that many begin alike.
 PROMPTS = st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 1), max_size=30)), min_size=2, max_size=8)
+
+
+def add(recent: RecentPrompts, owner: Owner, ids: Sequence[int]) -> tuple[RecentPrompt, Forks]:
+    """Remember a prompt, as of a request that the engine takes."""
+    prompt, forks = recent.compare(owner, ids)
+    recent.add(prompt, forks.own)
+    return prompt, forks
 
 
 def num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -37,7 +45,7 @@ def test_a_cause_is_what_the_engine_lacked_of_the_longest_common_prefix(
     said: list[tuple[int, ...]] = [()]
     for number, (back, own) in enumerate(prompts):
         ids = (*said[-1 - back % len(said)][:50], *own, 2)
-        prompt, forks = recent.add(ANN, ids)
+        prompt, forks = add(recent, ANN, ids)
         longest = max(num_common(ids, each) for each in said)
         assert (0 if forks.own is None else forks.own.num_common) in range(longest - SIZE + 1, longest + 1)
         name = str(number)
@@ -70,30 +78,30 @@ def test_a_cause_is_what_the_engine_lacked_of_the_longest_common_prefix(
 def test_an_edit_is_told_from_another_conversation_that_begins_alike() -> None:
     recent = RecentPrompts(SIZE)
     begin, rest = tuple(range(20)), tuple(range(100, 150))
-    mine, _ = recent.add(ANN, (*begin, 1, *rest))
-    recent.add(ANN, (*begin, 2, *range(200, 250)))
-    recent.add(OTHER, (*begin, 3, *rest, 9))
-    _, forks = recent.add(ANN, (*begin, 3, *rest, 9, 9))
+    mine, _ = add(recent, ANN, (*begin, 1, *rest))
+    add(recent, ANN, (*begin, 2, *range(200, 250)))
+    add(recent, OTHER, (*begin, 3, *rest, 9))
+    _, forks = add(recent, ANN, (*begin, 3, *rest, 9, 9))
     assert forks.own is not None
     assert (forks.own.earlier, forks.own.num_common, forks.own.is_edit) == (mine, 20, True)
     assert forks.other is not None
     assert forks.other.num_common == 72
-    _, forks = recent.add(ANN, (*begin, 4, *range(300, 350)))
+    _, forks = add(recent, ANN, (*begin, 4, *range(300, 350)))
     assert forks.own is not None
     assert not forks.own.is_edit
-    assert recent.add(Owner("bob"), begin)[1] == (None, None)
+    assert add(recent, Owner("bob"), begin)[1] == (None, None)
 
 
 def test_a_prompt_is_forgotten_once_its_answer_has_come_back() -> None:
     recent = RecentPrompts(SIZE)
-    first, _ = recent.add(ANN, range(10))
+    first, _ = add(recent, ANN, range(10))
     first.turn_end = 8  # two tokens open the answer
-    second, forks = recent.add(ANN, (*range(8), *range(20, 30)))
+    second, forks = add(recent, ANN, (*range(8), *range(20, 30)))
     assert (len(first.ids), forks.own) == (40, forks.own)  # its answer is not there yet
     recent.answer(first, range(50, 60))
-    changed, _ = recent.add(ANN, (*range(10), 50, 51))
+    changed, _ = add(recent, ANN, (*range(10), 50, 51))
     assert first.ids
-    third, forks = recent.add(ANN, (*range(10), *range(50, 60), 70))
+    third, forks = add(recent, ANN, (*range(10), *range(50, 60), 70))
     assert forks.own is not None
     assert (forks.own.earlier, forks.own.num_common, first.ids) == (first, 20, b"")
     assert [*recent._order] == [second, changed, third]
@@ -101,15 +109,15 @@ def test_a_prompt_is_forgotten_once_its_answer_has_come_back() -> None:
 
 def test_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     recent = RecentPrompts(SIZE)
-    first, _ = recent.add(ANN, range(10))
+    first, _ = add(recent, ANN, range(10))
     monkeypatch.setattr(prefixes, "MAX_BYTES", 100)
-    second, _ = recent.add(Owner("bob"), range(10))
-    assert (first.ids, recent.add(ANN, range(10))[1].own) != (b"", None)
+    second, _ = add(recent, Owner("bob"), range(10))
+    assert (first.ids, add(recent, ANN, range(10))[1].own) != (b"", None)
     assert (first.ids, len(second.ids)) == (b"", 40)
     recent.answer(second, range(10))  # its prompt is the oldest now
     recent.answer(first, range(10))
     assert (first.ids, second.ids, first.is_answered) == (b"", b"", True)
     monkeypatch.setattr(prefixes, "MAX_PROMPTS", 1)
-    recent.add(ANN, (1,))
+    add(recent, ANN, (1,))
     assert [len(each.ids) for each in recent._order] == [4]
     assert recent._num_bytes == 4

@@ -61,6 +61,11 @@ class ChatTurn:
     prompt: RecentPrompt
     forks: Forks  # where it leaves earlier prompts
 
+    def begin(self, tag: str) -> None:
+        """Remember the prompt, by the beginning of its request's id: the engine has taken it."""
+        self.prompt.tag = tag
+        self.history.prompts.add(self.prompt, self.forks.own)
+
     def remember(self, ids: Sequence[int], *, has_end: bool) -> None:
         """Remember an answer, whose last token may be its end."""
         if self.place is not None:
@@ -90,11 +95,11 @@ class AnswerHistory:
         with self._lock:
             self.counts.num_sought += num_sought
             self.counts.num_used += min(place.num_found, num_sought)
-        return ids, ChatTurn(self, place, *self.prompts.add(owner, ids))
+        return ids, ChatTurn(self, place, *self.prompts.compare(owner, ids))
 
     def follow(self, owner: Owner, ids: Sequence[int]) -> ChatTurn:
         """Return the turn of a prompt that is taken as these ids, and not as a conversation's text."""
-        return ChatTurn(self, None, *self.prompts.add(owner, ids))
+        return ChatTurn(self, None, *self.prompts.compare(owner, ids))
 
     def encode(self, owner: Owner, text: str) -> tuple[list[int], AnswerPlace]:
         """Return the ids of a prompt, and the place of the answer to it. Raises InvalidRequestError."""

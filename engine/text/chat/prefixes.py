@@ -77,21 +77,24 @@ class RecentPrompts:
         self._num_bytes = 0
         self._lock = Lock()
 
-    def add(self, owner: Owner, ids: Sequence[int]) -> tuple[RecentPrompt, Forks]:
-        """Remember a prompt; returns it, and where it leaves earlier ones."""
+    def compare(self, owner: Owner, ids: Sequence[int]) -> tuple[RecentPrompt, Forks]:
+        """Return a prompt, which `add` remembers once the engine has taken it, and where it leaves earlier ones."""
         prompt = RecentPrompt(owner, array("I", ids).tobytes(), len(ids), len(ids))
         with self._lock:
             earlier = [*self._of.get(owner.name, ())]
         own = self._longest(prompt, [each for each in earlier if each.owner == owner])
         other = self._longest(prompt, [each for each in earlier if each.owner != owner])
+        return prompt, Forks(own, other)
+
+    def add(self, prompt: RecentPrompt, own: Fork | None) -> None:
+        """Remember a prompt, which leaves an earlier one with the same owner so."""
         with self._lock:
             if own is not None and own.was_answered and own.num_common >= own.num_earlier:
                 self._forget(own.earlier)
                 own.earlier.heir = prompt
             self._order[prompt] = None
-            self._of.setdefault(owner.name, deque()).append(prompt)
-            self._grow(len(prompt.ids), owner.name)
-        return prompt, Forks(own, other)
+            self._of.setdefault(prompt.owner.name, deque()).append(prompt)
+            self._grow(len(prompt.ids), prompt.owner.name)
 
     def answer(self, prompt: RecentPrompt, ids: Sequence[int]) -> None:
         """Add an answer to its prompt; of several, the first."""
