@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.in_flight import InFlightStep
+from engine.core.kv import groups as kv_groups
 from engine.core.kv.groups import WindowGroup
 from engine.core.kv.prefix_cache import PrefixCache, name_block
 from engine.core.page_table import NO_BLOCK, blocks_for
@@ -289,6 +290,19 @@ def test_the_next_turn_finds_its_prompt_in_a_pool_full_of_others() -> None:
     prompt = tuple(range(1000, 1030))
     prefill(driver, request("turn1", prompt, max_tokens=60, eos_token_ids=frozenset()))
     assert prefill(driver, request("turn2", (*prompt[:28], 7, 8, 9, 10, 11))) == 28
+    driver.check_streams()
+
+
+def test_a_prompt_finds_the_window_where_another_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pool whose passed windows make room for others: where one left, and every so often, they are kept."""
+    monkeypatch.setattr(kv_groups, "EVERY", 5)
+    driver = Driver(windowed([8], num_blocks=80, max_model_len=200))
+    pool, common, found = driver.scheduler.kv.pool, tuple(range(500, 590)), list[int]()
+    for index in range(3):
+        found.append(prefill(driver, request(f"{index}", (*common, *range(100 * index, 100 * index + 9)))))
+        while pool._passed:
+            groups_of(driver)[0].forget(next(iter(pool._passed)))
+    assert found == [0, 64, 88], "every eight blocks: a window takes two"
     driver.check_streams()
 
 

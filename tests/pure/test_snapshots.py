@@ -16,7 +16,7 @@ from hypothesis.stateful import initialize, invariant
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, NeverFitsError
-from engine.core.kv import snapshots
+from engine.core.kv import groups
 from engine.core.kv.block_pool import BlockPool
 from engine.core.kv.prefix_cache import name_block
 from engine.core.kv.snapshots import RecurrentGroup
@@ -276,7 +276,7 @@ def named(driver: Driver, tokens: tuple[int, ...]) -> bytes:
 
 
 def test_long_prompts_are_kept_every_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "EVERY", 5)
+    monkeypatch.setattr(groups, "EVERY", 5)
     driver = Driver(stateful())
     prompt = tuple(range(90))
     run(driver, "first", prompt)

@@ -15,11 +15,12 @@ snapshots.py. KVCacheManager calls the methods of both for each group in turn:
     rollback         `roll_back`: blocks for what was not computed are freed; they are taken again with the next chunk
 
 A block has the name that it would have in the first group, and the number of its group behind it. A block that slides out
-of a window is evicted before all others, unless prompts may branch there: it is in the window of a prompt's end, or a
-sequence has resumed from it. The blocks of an answer are named at its end, with the window that it has then, unless tiers
-or snapshots need their names before; so a block that slides out while the answer decodes has no name, and is free. Tiers
-get what prompts may branch from. A content that the first group loses goes to the tiers with it, and is forgotten by all
-others (`drop`): no prompt reaches it in the pool.
+of a window is evicted before all others, unless prompts may branch there: it is in the window of a prompt's end, of the
+place where the prompt leaves an earlier one, or of one of the boundaries of a long prompt that are `EVERY` blocks apart,
+or a sequence has resumed from it. The blocks of an answer are named at its end, with the window that it has then, unless
+tiers or snapshots need their names before; so a block that slides out while the answer decodes has no name, and is free.
+Tiers get what prompts may branch from. A content that the first group loses goes to the tiers with it, and is forgotten
+by all others (`drop`): no prompt reaches it in the pool.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ from engine.core.kv.prefix_cache import BlockIndex, Listener, PrefixCache, name_
 from engine.core.page_table import NO_BLOCK, TO_LOAD, blocks_for
 from engine.core.sequence import Sequence
 
+EVERY = 256  # blocks of a long prompt between two boundaries that are kept, at least ...
+SPACING = 4  # ... and times the blocks that one takes in all groups: a prompt's take a quarter of its K/V at most
+
 
 class Below(Listener, Protocol):
     """The tiers below the pool, as far as groups speak to them."""
@@ -51,7 +55,17 @@ class Group(BlockIndex):
     blocks that the last `window` - 1 positions before it are in. Contents are named by the block at whose end they stand.
     """
 
-    __slots__ = ("_block_size", "_branches", "_config", "_kept", "_listener", "_suffixes", "_window", "number")
+    __slots__ = (
+        "_block_size",
+        "_branches",
+        "_config",
+        "_every",
+        "_kept",
+        "_listener",
+        "_suffixes",
+        "_window",
+        "number",
+    )
 
     def __init__(self, number: int, config: SchedulerConfig, cache: PrefixCache, listener: Below | None = None) -> None:
         """The pool is that of the layers with full attention; `listener` takes what prompts may branch from."""
@@ -60,6 +74,8 @@ class Group(BlockIndex):
         self.number, self._window, self._block_size = number, kind.window, config.block_size
         self._suffixes = [in_group(b"", number, part) for part in range(kind.num_parts)]
         self._config, self._listener = config, listener
+        sizes = (blocks_for(kind.window - 1, config.block_size) * kind.num_parts for kind in config.groups[1:])
+        self._every = max(EVERY, SPACING * sum(sizes)) * config.block_size
         self._branches = set[int]()  # findable blocks that prompts may resume from
         self._kept = set[bytes]()  # contents that pinned prefixes are resumed from
 
@@ -249,14 +265,15 @@ class WindowGroup(Group):
         if not num_passed or table[num_passed - 1] == NO_BLOCK:
             return
         # Another turn of a conversation, or the same prompt again, resumes at one of the prompt's last two boundaries.
-        last, end = seq.num_prompt // self._block_size, seq.request.turn_end or seq.num_prompt - 1
-        first_kept = self._first_read(end // self._block_size * self._block_size)
+        size, last, every = self._block_size, seq.num_prompt // self._block_size, self._every // self._block_size
+        ends = {(seq.request.turn_end or seq.num_prompt - 1) // size, last, seq.kv.branch // size}
+        kept = [self.window_at(end) for end in ends.union(range(every, last, every))]
         for index in range(num_passed - 1, -1, -1):
             block = table[index]
             if block == NO_BLOCK:
                 break
             table[index] = NO_BLOCK
-            if first_kept <= index < last:
+            if any(index in window for window in kept):
                 self.branch((block,))
             if block in self._branches:
                 self.pool.free(block)

@@ -41,19 +41,16 @@ from engine.core.kv.prefix_cache import PrefixCache, name_block
 from engine.core.page_table import TO_LOAD, LeftSlot, StateSlots
 from engine.core.sequence import Sequence
 
-EVERY = 256  # blocks of a long prompt between two snapshots, at least ...
-SPACING = 4  # ... and times the blocks of a snapshot, so that a prompt's take a quarter of its K/V at most
 WORTH = 4  # an answer's end goes below the pool if it saves this part of what K/V in its place would
 
 
 class RecurrentGroup(Group):
     """The slots that sequences hold. A snapshot's blocks are the parts of one content, at the boundary's last block."""
 
-    __slots__ = ("_every", "_left")
+    __slots__ = ("_left",)
 
     def __init__(self, number: int, config: SchedulerConfig, cache: PrefixCache, listener: Below | None = None) -> None:
         super().__init__(number, config, cache, listener)
-        self._every = max(EVERY, SPACING * config.state_blocks) * config.block_size
         self._left = dict[bytes, None]()  # the snapshots that a prompt was seen to leave, those found last at the end
 
     # -- where to keep one ---------------------------------------------------------------------------------------------
