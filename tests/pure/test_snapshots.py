@@ -379,6 +379,13 @@ def test_forks_that_no_pool_can_hold_are_refused() -> None:
         driver.add(request("n", tuple(range(9)), n=6, max_tokens=6))
 
 
+def test_a_search_that_no_pool_of_windows_can_hold_is_refused() -> None:
+    """Without full attention its beams share no blocks of the prompt."""
+    driver = Driver(stateful(windows=(4,), has_full=False, num_blocks=22))
+    with pytest.raises(NeverFitsError, match="needs up to 46 KV blocks"):
+        driver.add(request("b", tuple(range(22)), beam=BeamParams(width=6), max_tokens=14))
+
+
 def test_beams_write_fresh_slots_wherever_they_go_on() -> None:
     driver = Driver(stateful(num_blocks=120))
     for index in range(6):

@@ -79,8 +79,8 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
     longest = request.longest_atomic
     needed = config.max_blocks(peak_positions(num_prompt, max_tokens), num_states, longest)
     if params.beam is not None:
-        # No beam can wait for the others, so all have to fit; they share the prompt's full blocks.
-        num_shared, num_states = num_prompt // config.block_size, 2 * params.beam.width + 2
+        # No beam can wait for the others, so all have to fit; in the first group they share the prompt's full blocks.
+        num_shared, num_states = config.has_full * (num_prompt // config.block_size), 2 * params.beam.width + 2
         needed = config.max_blocks(peak_positions(num_prompt, max_tokens), 0, longest)
         needed = num_shared + params.beam.width * (needed - num_shared) + num_states * config.state_blocks
     if needed > config.num_blocks:
