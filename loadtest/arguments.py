@@ -34,6 +34,11 @@ def positive_float(text: str) -> float:
     return _within(text, lambda value: 0 < value < inf, "a number above 0")
 
 
+def not_negative(text: str) -> float:
+    """Return a number from 0; a type of argparse."""
+    return _within(text, lambda value: 0 <= value < inf, "a number from 0")
+
+
 def share(text: str) -> float:
     """Return a number above 0, at most 1; a type of argparse."""
     return _within(text, lambda value: 0 < value <= 1, "a number above 0, at most 1")

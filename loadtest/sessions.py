@@ -4,7 +4,7 @@
 
 A session is a conversation whose prompts grow turn by turn: results of tools, and answers without what was thought, or
 with a call that the client has written in its own way. Quire gets a K/V pool, as much host memory, and a disk; with
-`--restart` it is killed (kill -9) halfway, and started again.
+`--restart` it is killed (kill -9) halfway, and started again. With `--foresee` the simulator runs the same sessions.
 
 `count` knows no engine: what can be reused of a prompt is what it has in common with any earlier prompt and its answer,
 in tokens. A server that does not return these is asked for those of the texts.
@@ -22,21 +22,29 @@ import random
 import signal
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
-from loadtest.arguments import positive_float, positive_int
+from engine.core.config import SchedulerConfig, StoreSize
+from engine.core.step import RowStart
+from engine.core.types import Request, SamplingParams, TokenEvent
+from loadtest.arguments import not_negative, positive_float, positive_int
 from loadtest.bench import PATHS
 from loadtest.client import Client, ClientError, Target
 from loadtest.compare import PeerAsking
 from loadtest.daemon import get_json, total
+from loadtest.fleet.foresee import read_recording
 from loadtest.output import in_ms, print_table
 from loadtest.peers.process import free_port, running
 from loadtest.peers.table import DEFAULT_EXECUTABLES, FORMATS, PEERS, PRECISIONS, QUIRE, Peer, Setup
 from loadtest.report import percentile
+from loadtest.simulation.costs import StepCosts
+from loadtest.simulation.replica import Replica
+from loadtest.simulation.variants import plain_settings
 from loadtest.workload import Job, text_of
 
 TURNS, CONTEXT, OUTPUT = 43, 142_000, 444  # medians of agents' sessions; the context is that of the last turn
@@ -185,6 +193,57 @@ async def drive(
         client.close()
 
 
+def foresee(
+    turns: Iterable[Turn],
+    settings: SchedulerConfig,
+    costs: StepCosts,
+    *,
+    num_clients: int,
+    num_opening: int,
+    delay_s: float = 0.0,
+) -> list[Turn]:
+    """Return a log's turns as a scheduler with these settings would serve them, on a virtual clock.
+
+    A prompt follows the answer before it, which is the logged one, and reaches the engine after a delay. Its last
+    `num_opening` tokens open the answer.
+    """
+    asked = sorted(turns, key=lambda turn: (turn.session, turn.number))
+    firsts = deque([at for at, turn in enumerate(asked) if not at or asked[at - 1].session != turn.session])
+    coming = deque([(delay_s, firsts.popleft()) for _ in range(min(num_clients, len(firsts)))])
+
+    def submit(at_s: float, at: int) -> None:
+        prompt, params = tuple(asked[at].prompt), SamplingParams(max_tokens=len(asked[at].answer), seed=at)
+        asked[at] = replace(asked[at], start_s=at_s - delay_s)
+        turn_end = len(prompt) - num_opening if num_opening else 0
+        request = Request(request_id=str(at), prompt=prompt, params=params, arrival_s=at_s, turn_end=turn_end)
+        replica.submit(request, at_s)
+
+    def draw(row: RowStart, position: int) -> int:
+        return asked[row.seed].answer[position + 1 - row.num_prompt]
+
+    def begin(event: TokenEvent) -> None:
+        at, info = int(event.request_id), event.prompt
+        assert info is not None
+        ttft_s = delay_s + info.queue_s + info.prefill_s
+        asked[at] = replace(asked[at], cached=info.num_cached_tokens, ttft_s=ttft_s)
+
+    def follow(event: TokenEvent) -> None:
+        at = int(event.request_id)
+        asked[at] = replace(asked[at], end_s=replica.now)
+        if at + 1 < len(asked) and asked[at + 1].session == asked[at].session:
+            coming.append((replica.now + delay_s, at + 1))
+        elif firsts:
+            coming.append((replica.now + delay_s, firsts.popleft()))
+
+    replica = Replica(settings, costs, on_finish=follow, on_prompt=begin, draw=draw)
+    while coming or replica.has_work:
+        if coming and (not replica.has_work or coming[0][0] <= replica.now):
+            submit(*coming.popleft())
+        else:
+            replica.turn()
+    return asked
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `sessions`."""
     for peer in PEERS:
@@ -197,8 +256,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=positive_int, default=8, metavar="N", help="default 8")
     parser.add_argument("--clients", type=positive_int, default=4, metavar="N", help="concurrent sessions; default 4")
     parser.add_argument("--kv-gib", type=positive_float, default=0.25, help="K/V memory; default 0.25")
-    parser.add_argument("--disk-gib", type=positive_float, default=4.0, help="of Quire, behind it; default 4")
+    parser.add_argument("--disk-gib", type=not_negative, default=4.0, help="behind it; 0: no tiers; default 4")
     parser.add_argument("--restart", action="store_true", help="kill Quire halfway, and start it again")
+    parser.add_argument("--foresee", action="store_true", help="add what the simulator finds for Quire's turns")
     parser.add_argument("--num-threads", type=positive_int, metavar="N", default=os.cpu_count(), help="one a core")
     parser.add_argument("--log", type=Path, metavar="FILE", help="append each turn as a line of JSON")
 
@@ -212,6 +272,8 @@ def run(options: argparse.Namespace) -> int:
             turns, half = _measure(options, peer)
             rows.append((peer.name, *_cells(count(turns))))
             rows += [("after kill -9", *_cells(count(turns, half)))] if half else []
+            if options.foresee and peer.name == QUIRE:
+                rows.append(("foreseen", *_cells(count(_foreseen(options, peer, turns)))))
     head = ("server", "turns", "tokens in", "reusable", "reused", "recomputed a turn p50", "p90", "most", "TTFT p50 ms")
     print_table(head, rows)
     return 0
@@ -245,6 +307,27 @@ def _measure(options: argparse.Namespace, peer: Peer) -> tuple[list[Turn], int]:
     return turns, half
 
 
+def _foreseen(options: argparse.Namespace, peer: Peer, turns: Sequence[Turn]) -> list[Turn]:
+    """Return what is foreseen of Quire's turns, from a recording of the first two turns of other sessions."""
+    from loadtest.simulation.fit import fit  # here, because it imports numpy
+
+    seen, others = list[Turn](), [Session(number, options.scale) for number in range(-options.clients, 0)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recording"
+        with _running(options, peer, Path(folder), path) as (server, _):
+            asyncio.run(drive(server, others, options.clients, seen.append, 2))
+        lines = [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
+        measured = read_recording(path)
+    settings, chat = measured.config, [line for line in lines if line.get("op") == "add"][-1]
+    if settings.num_host_blocks:  # a recording covers no disk
+        num_slots = int(settings.num_blocks * options.disk_gib / options.kv_gib)
+        settings = replace(settings, stores=(StoreSize("disk", num_slots),))
+    costs = replace(fit(measured.shapes, measured.seconds), settings=plain_settings(settings))
+    num_opening = chat["prompt"][0] - chat["turn_end"] if "turn_end" in chat else 0
+    delay_s = max(mean(turn.ttft_s for turn in seen) - mean(measured.ttft_s[-len(seen) :]), 0.0)
+    return foresee(turns, settings, costs, num_clients=options.clients, num_opening=num_opening, delay_s=delay_s)
+
+
 def _settle(port: int) -> None:
     """Wait until no more blocks come to the disk."""
     before = -1
@@ -254,14 +337,18 @@ def _settle(port: int) -> None:
 
 
 @contextlib.contextmanager
-def _running(options: argparse.Namespace, peer: Peer, folder: Path) -> Iterator[tuple[Server, int]]:
+def _running(
+    options: argparse.Namespace, peer: Peer, folder: Path, recording: Path | None = None
+) -> Iterator[tuple[Server, int]]:
+    """Run a server; Quire with its tiers in a folder, or with none on disk and a recording."""
     model, most = (options.models_dir / options.model).absolute(), 256 * math.ceil(CONTEXT * options.scale / 80)
     threads, clients, memory = options.num_threads, options.clients, options.kv_gib
     setup = Setup(model, free_port(), options.precision, threads, clients, most, memory)
     command = peer.command(str(getattr(options, peer.name.replace("-", "_"))), setup)
-    tiers = {"host_gib": memory, "folder": str(folder), "disk_gib": options.disk_gib}
-    more = ["--kv-offload-config", json.dumps(tiers)] if peer.name == QUIRE else []
-    command = command._replace(argv=[*command.argv, *more])
+    disk = {} if recording else {"folder": str(folder), "disk_gib": options.disk_gib}
+    more = ["--kv-offload-config", json.dumps({"host_gib": memory} | disk)] if options.disk_gib else []
+    more += ["--record", str(recording)] if recording else []
+    command = command._replace(argv=[*command.argv, *(more if peer.name == QUIRE else [])])
     first = {"model": model.name, "prompt": "time", "max_tokens": 1}
     with running(command, setup.port, folder / "log", first, _START_LIMIT_S) as process:
         yield Server(peer.name, setup.port, PeerAsking(model.name, "chat")), process.pid

@@ -1,6 +1,7 @@
 """A simulated daemon: the real scheduler on a virtual clock.
 
-StepCosts give the time of a step. A drawn token is its own position, so that answers end where they did in the trace.
+StepCosts give the time of a step. A drawn token is its own position, so that answers end where they did in the trace,
+unless the caller draws.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from engine.core.kv.prefix_cache import Listener
 from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import Histogram, Stats
-from engine.core.step import StepPlan, StepResult
+from engine.core.step import RowStart, StepPlan, StepResult
 from engine.core.types import Request, TokenEvent
 from loadtest.errors import LoadtestError
 from loadtest.simulation.costs import StepCosts
@@ -48,6 +49,7 @@ class Gaps(Histogram):
 
 
 Finished = Callable[[TokenEvent], None]
+Draw = Callable[[RowStart, int], int]  # the token that follows a position of a row
 
 
 class Replica:
@@ -61,7 +63,9 @@ class Replica:
         depth: int = 0,
         sample_every_s: float = 0.0,
         on_finish: Finished = lambda _: None,
+        on_prompt: Finished = lambda _: None,
         limits: QueueLimits = NO_LIMITS,
+        draw: Draw | None = None,
     ) -> None:
         self.gaps = Gaps()
         self.stats = Stats(itl_s=self.gaps)
@@ -71,6 +75,8 @@ class Replica:
         self.now = 0.0
         self._scheduler = Scheduler(config, self.stats)
         self._costs, self._depth, self._on_finish = costs, depth, on_finish
+        self._draw, self._rows = draw, dict[int, RowStart]()  # by slot
+        self._on_prompt = on_prompt
         self._overload = OverloadControl(config, self.stats, limits)
         self._launched: deque[tuple[StepPlan, StepResult, float]] = deque()
         self._device_free_s = 0.0
@@ -129,11 +135,16 @@ class Replica:
     def _launch(self, plan: StepPlan) -> None:
         num_seqs = plan.num_slices
         self.num_sequence_steps += num_seqs
-        drawn = [*plan.positions, *(each.start + each.num_tokens - 1 for each in plan.chunks if each.samples)]
+        ending = [each for each in plan.chunks if each.samples]
+        drawn = [*plan.positions, *(each.start + each.num_tokens - 1 for each in ending)]
         if plan.num_tokens == num_seqs == plan.num_samples:
             seconds = self._costs.decode_step(num_seqs, sum(drawn) + num_seqs)
         else:
             seconds = self._costs.step(plan)
+        if self._draw is not None:
+            self._rows |= {row.slot: row for row in plan.rows}
+            slots = [*plan.slots, *(each.slot for each in ending)]
+            drawn = [self._draw(self._rows[slot], position) for slot, position in zip(slots, drawn, strict=True)]
         seconds += self._owed_s
         self._owed_s = 0.0
         self.busy_s += seconds
@@ -144,6 +155,9 @@ class Replica:
         plan, result, done_s = self._launched.popleft()
         self.now = max(self.now, done_s)
         events = self._scheduler.commit(plan, result, self.now)
+        for entry in events.entries:
+            if isinstance(entry, TokenEvent) and entry.prompt is not None:
+                self._on_prompt(entry)
         num_ended = sum(self.stats.finished.values())
         if num_ended != self._num_ended:
             self._num_ended = num_ended

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from engine.core.config import SchedulerConfig, StoreSize
-from engine.core.types import Request, SamplingParams
 from loadtest.compare import PeerAsking
 from loadtest.daemon import fake_daemon
-from loadtest.sessions import Server, Session, Turn, common, count, drive
+from loadtest.sessions import Server, Session, Turn, common, count, drive, foresee
 from loadtest.simulation.costs import DEFAULT_COSTS, StepCosts
-from loadtest.simulation.replica import Replica
 from tests.http.harness import Live
 
 
@@ -63,48 +61,29 @@ def test_sessions_reuse_all_that_their_prompts_have_in_common() -> None:
     assert len({tuple(each.prompt[:10]) for each in turns}) == 1, "all begin with the same instructions"
 
 
-def foresee(turns: list[Turn], settings: SchedulerConfig, num_clients: int) -> int:
-    """How many tokens of a log's prompts are found on a virtual clock, where each turn follows its answer."""
-    replica = Replica(settings, StepCosts.load(DEFAULT_COSTS), on_finish=lambda event: follow(event.request_id))
-    left = {each.session: deque[Turn]() for each in turns}
-    for each in sorted(turns, key=lambda turn: turn.number):
-        left[each.session].append(each)
-    waiting = deque(sorted(left))
-
-    def follow(name: str) -> None:
-        session = int(name.partition(" ")[0]) if name else -1
-        if not left.get(session):
-            session = waiting.popleft() if waiting else -1
-        if session in left:
-            asked = left[session].popleft()
-            params = SamplingParams(max_tokens=len(asked.answer), eos_token_ids=frozenset())
-            name, turn_end = f"{session} {asked.number}", len(asked.prompt) - 1
-            request = Request(
-                request_id=name, prompt=tuple(asked.prompt), params=params, arrival_s=replica.now, turn_end=turn_end
-            )
-            replica.submit(request, replica.now)
-
-    for _ in range(num_clients):
-        follow("")
-    while replica.has_work:
-        replica.turn()
-    assert not waiting
-    assert not any(left.values())
-    return replica.stats.prefix_hit_tokens
+def num_foreseen(turns: list[Turn], settings: SchedulerConfig) -> int:
+    """How many tokens of a log's prompts are found on a virtual clock."""
+    costs = StepCosts.load(DEFAULT_COSTS)
+    return sum(each.cached for each in foresee(turns, settings, costs, num_clients=4, num_opening=1))
 
 
-@pytest.mark.parametrize("num_blocks", [250, 900])
-def test_the_simulator_foresees_what_sessions_reuse(serve: Callable[..., Live], num_blocks: int) -> None:
-    """From the log alone, for a model with recurrent state: a state takes as much as 384 tokens."""
+STATE: dict[str, Any] = {"state_blocks": 24}  # as much as 384 tokens
+
+
+@pytest.mark.parametrize(("num_blocks", "kind"), [(250, STATE), (900, STATE), (250, {}), (250, {"windows": (64,)})])
+def test_the_simulator_foresees_what_sessions_reuse(
+    serve: Callable[..., Live], num_blocks: int, kind: dict[str, Any]
+) -> None:
+    """From the log alone, for a model with recurrent state, one without, and one with windows."""
     settings = SchedulerConfig(
         num_blocks=num_blocks,
         block_size=16,
         max_model_len=1200,
         max_num_seqs=4,
         max_num_batched_tokens=256,
-        state_blocks=24,
         num_host_blocks=200,
         host_caching=True,
+        **kind,
     )
     sessions, turns = [Session(number, 0.001) for number in range(6)], list[Turn]()
     for session in sessions:
@@ -114,8 +93,7 @@ def test_the_simulator_foresees_what_sessions_reuse(serve: Callable[..., Live], 
     asyncio.run(drive(Server("quire", port, PeerAsking("parrot", "chat")), sessions, 4, turns.append))
     found = sum(each.cached for each in turns)
     assert found > 0.95 * count(turns).reusable
-    assert foresee(turns, settings, 4) == pytest.approx(found, rel=0.1)
+    assert num_foreseen(turns, settings) == pytest.approx(found, rel=0.1)
     tight = replace(settings, num_blocks=150, num_host_blocks=100)
-    without = foresee(turns, tight, 4)
-    assert without < 0.7 * found
-    assert foresee(turns, replace(tight, stores=(StoreSize("disk", 4000),)), 4) == pytest.approx(found, rel=0.1)
+    assert kind is not STATE or num_foreseen(turns, tight) < 0.7 * found
+    assert num_foreseen(turns, replace(tight, stores=(StoreSize("disk", 4000),))) == pytest.approx(found, rel=0.1)
