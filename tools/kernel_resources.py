@@ -39,13 +39,13 @@ from engine.runtime.attention.backend import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
 from engine.runtime.cuda.activation import NAMES, act_mul
 from engine.runtime.cuda.attention_tuning import Cut, choose_latent_tuning, choose_tuning
-from engine.runtime.cuda.delta import DeltaWeights, gated_delta
-from engine.runtime.cuda.delta_state import DeltaSizes
 from engine.runtime.cuda.fp8_linear import quantise_rows
 from engine.runtime.cuda.mask import mask_rows
 from engine.runtime.cuda.norm import add_rms_norm
 from engine.runtime.cuda.packed import Rows
 from engine.runtime.cuda.packed_linear import PackedProduct, decode
+from engine.runtime.cuda.recurrence import Weights, advance, gated_norm
+from engine.runtime.cuda.recurrence_state import Sizes
 from engine.runtime.cuda.rope_store import rotate_and_store
 from engine.runtime.cuda.routing import route
 from engine.runtime.cuda.sampling import Penalties, sample
@@ -194,7 +194,8 @@ def brief_cases(capability: int) -> Iterator[Case]:
             "width 4096",
             partial(quantise_rows, torch.zeros(3, 4096, dtype=BF16), torch.zeros(3, 4096).to(FP8), torch.zeros(3)),
         )
-    yield from (*list(delta_cases((BF16,)))[1:3], *convolution_cases((BF16,)))
+    recurrences = list(recurrence_cases((BF16,)))
+    yield from (*recurrences[1:3], recurrences[-1], *convolution_cases((BF16,)))
     yield "64 rows of 151936", partial(_sample, 64, 151_936)
     yield from _mixtures(("gpt-oss-20b",), (1,), BF16, "mxfp4")
     yield from _mixtures(("Qwen3-30B-A3B",), (1,), BF16, "bf16")
@@ -330,6 +331,7 @@ class Mixture(NamedTuple):
 
 MIXTURES = {
     "Qwen3-30B-A3B": Mixture(128, 8, 2048, 768),
+    "Nemotron-3-Nano": Mixture(128, 6, 2688, 1856, Activation.RELU2),
     "gpt-oss-20b": Mixture(32, 4, 2880, 2880, Clamp(1.702, 7.0)),
     "DeepSeek-V2-Lite": Mixture(64, 6, 2048, 1408),
 }
@@ -341,6 +343,7 @@ def mixture_cases(capability: int) -> Iterator[Case]:
     yield from _mixtures(("DeepSeek-V2-Lite",), (1,), F32, "f32")
     yield from _mixtures(("gpt-oss-20b",), (1, 4096), BF16, "mxfp4")
     yield from _mixtures(("Qwen3-30B-A3B",), (1,), BF16, "int4")
+    yield from _mixtures(("Nemotron-3-Nano",), (1, 4096), BF16, "bf16")
     if capability >= _FIRST_WITH_FP8:
         yield from _mixtures(("Qwen3-30B-A3B",), (1, 4096), BF16, "fp8")
 
@@ -361,7 +364,8 @@ def _mix(sizes: Mixture, num_tokens: int, dtype: torch.dtype, stored: str) -> No
 
     router = RouterConfig(num_experts=sizes.num_experts, num_chosen=sizes.num_chosen, is_normalised=True)
     weights, chosen = route(torch.zeros(num_tokens, sizes.num_experts), None, router)
-    experts = CudaExperts(stack(2 * sizes.width, sizes.hidden), stack(sizes.hidden, sizes.width), sizes.activation)
+    first = stack((1 + sizes.activation.is_gated) * sizes.width, sizes.hidden)
+    experts = CudaExperts(first, stack(sizes.hidden, sizes.width), sizes.activation)
     experts(torch.zeros(num_tokens, sizes.hidden, dtype=dtype), weights, chosen)
 
 
@@ -379,26 +383,44 @@ def _rows(kind: str, num_outputs: int, num_inputs: int, experts: tuple[int, ...]
     return Rows(numbers, None, kind, scales, zeros, group, 128 if kind == "int8" else 0)
 
 
-def delta_cases(dtypes: Sequence[torch.dtype] = (BF16, F32)) -> Iterator[Case]:
-    """Yield decodes with drafts, and a prompt, of a layer of Qwen 3.5 and of a small one."""
-    for sizes, columns in ((DeltaSizes(16, 32, 128, 128, 4, 2), 32), (DeltaSizes(4, 8, 64, 40, 4, 2), 8)):
+_RECURRENCES = (  # Qwen 3.5, a small one, Granite 4, and one with the largest states
+    (Sizes(16, 32, 128, 128, 4, 2), 32),
+    (Sizes(4, 8, 64, 40, 4, 2), 8),
+    (Sizes(1, 48, 128, 64, 4, 48, inputs=3072, is_delta=False), 32),
+    (Sizes(8, 128, 256, 64, 4, 16, inputs=8192, is_delta=False), 32),
+)
+
+
+def recurrence_cases(dtypes: Sequence[torch.dtype] = (BF16, F32)) -> Iterator[Case]:
+    """Yield decodes with drafts, and a prompt, of layers with a matrix for each head; states are of the other type."""
+    for sizes, columns in _RECURRENCES:
+        rule = "delta" if sizes.is_delta else "Mamba-2"
         for dtype in dtypes:
+            states = F32 if dtype == BF16 else BF16
             for query_len, max_drafts in ((1, 0), (1, 4), (64, 0)):
                 shape = (
-                    f"{sizes.num_v_heads} heads of {sizes.v_dim}, {_name(dtype)}, {query_len} and {max_drafts} drafts"
+                    f"{rule}, {sizes.num_v_heads} heads of {sizes.k_dim} x {sizes.v_dim} in {_name(states)}, {_name(dtype)}, "
+                    f"{query_len} and {max_drafts} drafts"
                 )
-                yield shape, partial(_advance, sizes, columns, dtype, query_len, max_drafts)
+                yield shape, partial(_advance, sizes, columns, dtype, states, query_len, max_drafts)
 
 
-def _advance(sizes: DeltaSizes, columns: int, dtype: torch.dtype, query_len: int, max_drafts: int) -> None:
+def _advance(
+    sizes: Sizes, columns: int, dtype: torch.dtype, states: torch.dtype, query_len: int, max_drafts: int
+) -> None:
     """Compute a slice of a layer."""
-    matrices = Pieces(sizes.num_v_heads * sizes.v_dim // columns, (sizes.k_dim, columns), F32)
-    row = sizes.channels + sizes.num_v_heads * (sizes.v_dim + 2)
+    width = sizes.num_v_heads * sizes.v_dim
+    matrices = Pieces(width // columns, (sizes.k_dim, columns), states)
+    row = sizes.channels + width + (1 + sizes.is_delta) * sizes.num_v_heads
     spec = RecurrentSpec((matrices, tail_pieces(sizes.channels, sizes.kernel, dtype)), row, dtype)
-    heads, norm = torch.zeros(sizes.num_v_heads), torch.zeros(sizes.v_dim)
-    weights = DeltaWeights(torch.zeros(sizes.channels, 1, sizes.kernel), heads, heads, norm)
+    heads = torch.zeros(sizes.num_v_heads)
+    weights = Weights(torch.zeros(sizes.channels, 1, sizes.kernel), heads, heads)
+    if not sizes.is_delta:
+        weights = weights._replace(conv_bias=torch.zeros(sizes.channels), skip=heads)
     rows, state = torch.zeros(query_len, row, dtype=dtype), _state_of(spec, query_len, max_drafts)
-    gated_delta(rows, state, sizes, weights, 1e-6)
+    out = advance(rows, state, sizes, weights)
+    first = sizes.channels if sizes.is_delta else 0
+    gated_norm(out, rows[:, first : first + width], torch.zeros(width), sizes, 1e-6)
 
 
 def convolution_cases(dtypes: Sequence[torch.dtype] = (BF16, F32)) -> Iterator[Case]:
@@ -472,7 +494,7 @@ def compile_all(capability: int, known: dict[str, str], *, is_brief: bool) -> li
             layer_cases(capability),
             mixture_cases(capability),
             packed_cases(capability),
-            delta_cases(),
+            recurrence_cases(),
             convolution_cases(),
             sampling_cases(),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 
 class Activation(Enum):
@@ -31,3 +32,4 @@ class Clamp:
 
     alpha: float
     limit: float
+    is_gated: ClassVar[bool] = True

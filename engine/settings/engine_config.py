@@ -141,7 +141,8 @@ class EngineConfig:
     state_dtype: str = _device(
         "float32",
         "",
-        "number format of recurrent states, rounded after every token; bfloat16 halves their memory and its traffic",
+        "number format of recurrent states, rounded after every token, or on CUDA every 64 of a prompt; bfloat16 halves "
+        "their memory and its traffic",
         choices=("float32", "bfloat16"),
     )
     block_size: int = _device(16, "TOKENS", "tokens per KV block, a power of two", at_least=1, at_most=1024)

@@ -382,8 +382,6 @@ def _check_early(config: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError for what the device cannot do, and for missing adapters, before minutes of loading."""
     if config.kv_cache_dtype == "fp8":
         pool_size.require_fp8(device)
-    if config.state_dtype != "float32" and device.type == "cuda":
-        raise ConfigError(f"--state-dtype is {config.state_dtype!r}, which only CPUs have; leave it out.")
     load_backend(config.attention_backend, device)
     for module in config.lora_modules:
         with naming(module):

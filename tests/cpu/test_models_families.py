@@ -342,7 +342,10 @@ CASES = {
 }
 
 # The cases that tests/gpu/ serves on a device, beside those of tests/gpu/features.py.
-ON_A_GPU = ("llama-llama3", "qwen3", "gemma2", "qwen3-moe", "gpt-oss", "deepseek_v3")
+ON_A_GPU = (
+    *("llama-llama3", "qwen3", "gemma2", "qwen3-moe", "gpt-oss", "deepseek_v3"),
+    *("qwen3_5", "lfm2", "granitemoehybrid-mamba", "nemotron_h"),
+)
 
 
 def save_tiny(case: Case, folder: Path) -> torch.nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -164,12 +165,26 @@ GPT_OSS = MoEConfig(
     clamp=Clamp(1.702, 1.0),
     has_bias=True,
 )
+UNGATED = MoEConfig(
+    router=RouterConfig(num_experts=6, num_chosen=2, scoring=Scoring.SIGMOID, has_correction=True),
+    width=40,
+    activation=Activation.RELU2,
+    shared_width=24,
+)
+LATENT = replace(UNGATED, latent_width=36)
 
 
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    [(PLAIN, torch.float32), (PLAIN, torch.bfloat16), (SHARED, torch.bfloat16), (GPT_OSS, torch.float16)],
-    ids=["plain", "plain_bf16", "shared_bf16", "gpt_oss_f16"],
+    [
+        (PLAIN, torch.float32),
+        (PLAIN, torch.bfloat16),
+        (SHARED, torch.bfloat16),
+        (GPT_OSS, torch.float16),
+        (UNGATED, torch.float32),
+        (LATENT, torch.bfloat16),
+    ],
+    ids=["plain", "plain_bf16", "shared_bf16", "gpt_oss_f16", "ungated", "latent_bf16"],
 )
 def test_a_mixture_equals_its_definition(config: MoEConfig, dtype: torch.dtype) -> None:
     """With experts that no token chooses, one token, and tiles that are not full."""
@@ -225,8 +240,9 @@ def test_a_token_is_the_same_alone_and_in_a_batch() -> None:
     assert torch.equal(together[[0, 8]], torch.cat([moe(x[[at]]) for at in (0, 8)]))
 
 
-def test_a_broken_row_stays_alone_and_broken() -> None:
-    moe = mixture_of(GPT_OSS, torch.float32)
+@pytest.mark.parametrize("config", [GPT_OSS, UNGATED], ids=["gpt_oss", "ungated"])
+def test_a_broken_row_stays_alone_and_broken(config: MoEConfig) -> None:
+    moe = mixture_of(config, torch.float32)
     x = torch.randn(6, HIDDEN, generator=generator(4)).to(DEVICE)
     expected = moe(x)
     x[2] = torch.nan
@@ -262,7 +278,7 @@ def test_tiles_fit_every_gpu(itemsize: int, is_gated: bool) -> None:
         assert num_inputs % tile.inputs == 0 or num_inputs == 40
 
 
-@pytest.mark.parametrize("config", [PLAIN, SHARED, GPT_OSS], ids=["plain", "shared", "gpt_oss"])
+@pytest.mark.parametrize("config", [PLAIN, SHARED, GPT_OSS, LATENT], ids=["plain", "shared", "gpt_oss", "latent"])
 def test_nothing_is_read_on_the_host(config: MoEConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a graph can hold it. Tensors without memory have shapes alone; the kernels do not run."""
     launched: list[str] = []
@@ -276,8 +292,8 @@ def test_nothing_is_read_on_the_host(config: MoEConfig, monkeypatch: pytest.Monk
             monkeypatch.setattr(module, name, defaultdict(lambda n=name: lambda *_, **__: launched.append(n)))
     monkeypatch.setattr(Tensor, "data_ptr", lambda _: pytest.fail("no memory"))
     moe.router.linear.product = without_memory(moe.router.linear.product)
-    shared = [each for each in (moe.shared_gate_up, moe.shared_down, moe.shared_gate) if each is not None]
-    for each in shared:
+    shared = (moe.shared_gate_up, moe.shared_down, moe.shared_gate, *(moe.latents or ()))
+    for each in [each for each in shared if each is not None]:
         each.product = without_memory(each.product)
     moe.experts._gate_up, moe.experts._down = (
         each.on(torch.device("meta")) for each in (moe.experts._gate_up, moe.experts._down)

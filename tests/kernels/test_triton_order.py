@@ -27,7 +27,7 @@ from tests.fake_kernels import watched_kernels
 from tests.fake_order import OrderError
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the device is made of Triton's interpreter"),
 ]
 CONFIG = settings(max_num_seqs=2, max_model_len=20, num_blocks=5, num_host_blocks=12, max_num_batched_tokens=16)
@@ -113,10 +113,30 @@ TINY = {
     "num_key_value_heads": 1,
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
+}
+DELTA = {
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+}
+EXPERTS = {"num_experts_per_tok": 2, "shared_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24}
+GRANITE = TINY | EXPERTS | {"num_local_experts": 4, "mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 16}
+NEMOTRON = CASES["nemotron_h-latent"].settings | {
+    **{name: size for name, size in TINY.items() if name not in ("num_hidden_layers", "layer_types")},
+    **EXPERTS,
+    "layers_block_type": ["moe", "linear_attention", "full_attention"],
+    "mamba_num_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_latent_size": 16,
+}
+KINDS = {
+    **{name: CASES[name] for name in ("lfm2", "gemma3n", "gemma4-shared")},
+    "qwen3_5": Case("Qwen3_5TextConfig", TINY | DELTA),
+    "granitemoehybrid": Case("GraniteMoeHybridConfig", GRANITE),
+    "nemotron_h": Case("NemotronHConfig", NEMOTRON),
 }
 
 
@@ -128,17 +148,12 @@ class Oracle(Prophet):
         return {index: drafts for index, drafts in found.items() if len(slices[index].tokens) % 3 == 0}
 
 
-QWEN = Case("Qwen3_5TextConfig", TINY)
-
-
 @pytest.mark.parametrize(
-    ("case", "num_drafts"),
-    [(QWEN, 0), (QWEN, 1), *[(CASES[name], 0) for name in ("lfm2", "gemma3n", "gemma4-shared")]],
-    ids=["qwen3_5", "qwen3_5-drafts", "lfm2", "gemma3n", "gemma4-shared"],
+    ("name", "num_drafts"), [*((name, 0) for name in KINDS), ("qwen3_5", 1), ("granitemoehybrid", 1)]
 )
-def test_graphs_of_many_kinds_of_layer_say_what_the_cpu_says(case: Case, num_drafts: int, tmp_path: Path) -> None:
+def test_graphs_of_many_kinds_of_layer_say_what_the_cpu_says(name: str, num_drafts: int, tmp_path: Path) -> None:
     """No graph takes drafts in."""
-    save_tiny(case, tmp_path)
+    save_tiny(KINDS[name], tmp_path)
     prompts = [[(7 * i + 3 * j * j) % 128 for j in range(length)] for i, length in enumerate((1, 18))]
     asked = [request(f"r{i}", prompt, max_tokens=6) for i, prompt in enumerate(prompts)]
 

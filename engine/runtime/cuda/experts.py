@@ -1,8 +1,8 @@
 """The experts of a mixture: two products over pairs sorted by expert, and their weighted sum.
 
 A program multiplies a tile of one expert's pairs by some rows of the expert's matrix, so a matrix is read once for a
-tile. The first product gathers the tokens' rows, and applies the activation; the last launch adds up each token's
-experts. All shapes follow from the number of tokens, and nothing is read back to the host, so a CUDA graph can hold all
+tile. The first product gathers the tokens' rows, and applies the activation, with gates or without; the last launch adds up
+each token's experts. All shapes follow from the number of tokens, and nothing is read back to the host, so a CUDA graph can hold all
 of it. Sums are float32. Engine thread.
 """
 
@@ -21,6 +21,7 @@ from engine.runtime.cuda.attention_tile import PRECISION
 from engine.runtime.cuda.packed import Rows, block_of, load_weights, scale_rows
 from engine.runtime.cuda.routing import Order
 
+_NAMES = {**NAMES, Activation.RELU2: "relu2"}
 _NO_CLAMP = Clamp(0.0, 0.0)
 _BLOCK = 1024  # columns that a program of the sum adds up
 
@@ -68,13 +69,13 @@ def choose_dense_tile(rows: Rows, num_rows: int, itemsize: int) -> ExpertTile:
 def gate_and_up(
     x: Tensor, stack: Rows, order: Order, num_chosen: int, activation: Activation | Clamp, tile: ExpertTile
 ) -> Tensor:
-    """Return activation(gates x) * ups x of sorted pairs [pairs, width] in x's type.
+    """Return activation(gates x) * ups x, or activation(ups x), of sorted pairs [pairs, width] in x's type.
 
-    x [T, inputs]; the matrices have gates, then as many ups.
+    x [T, inputs]; the matrices have gates, if the activation is of gates, then as many ups.
     """
     clamp = activation if isinstance(activation, Clamp) else _NO_CLAMP
-    name = "clamped" if isinstance(activation, Clamp) else NAMES[activation]
-    width = stack.numbers.shape[1] // 2
+    name = "clamped" if isinstance(activation, Clamp) else _NAMES[activation]
+    width = stack.numbers.shape[1] // (1 + activation.is_gated)
     out = torch.empty((order.pairs.shape[0], width), dtype=x.dtype, device=x.device)
     multiply(x, stack, out, tile, order, num_chosen, name, clamp)
     return out
@@ -158,7 +159,7 @@ def multiply(
         ZERO=rows.zero,
         KIND=rows.kind,
         ACTIVATION=activation,
-        IS_GATED=activation != "",
+        IS_GATED=activation not in ("", "relu2"),
         BLOCK_M=tile.rows,
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
@@ -212,8 +213,8 @@ def _expert_kernel(
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     KIND: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    IS_GATED: tl.constexpr,  # else one product of sorted x
+    ACTIVATION: tl.constexpr,  # "": x is sorted
+    IS_GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -232,7 +233,7 @@ def _expert_kernel(
     places = first + tl.arange(0, BLOCK_M)
     # Rows after the end repeat the last one, which is cheaper than a mask.
     from_rows = tl.minimum(places, end - 1)
-    if IS_GATED:
+    if ACTIVATION != "":
         from_rows = tl.load(pairs_ptr + from_rows) // NUM_CHOSEN
     x_at = from_rows.to(tl.int64) * x_stride
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -258,6 +259,8 @@ def _expert_kernel(
             ups += tl.load(bias_ptr + rows + OUTPUTS).to(tl.float32)[None, :]
     if IS_GATED:
         acc = _activate(acc, ups, alpha, limit, ACTIVATION)
+    elif ACTIVATION == "relu2":
+        acc = tl.where(acc < 0.0, 0.0, acc * acc)  # NaN stays
     to = out_ptr + places.to(tl.int64)[:, None] * OUTPUTS + outputs[None, :]
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(places < end)[:, None] & (outputs < OUTPUTS)[None, :])
 

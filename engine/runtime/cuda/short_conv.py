@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.runtime.cuda.delta_state import STEP_ARGS, leave_rows, load_raw, tail_args
+from engine.runtime.cuda.recurrence_state import STEP_ARGS, leave_rows, load_raw, tail_args
 from engine.runtime.kv_layout import DeviceState
 
 _ROWS = 16  # of a program, in a step with prompts
@@ -128,5 +128,5 @@ def _leave(
     leave_rows(
         x, drafts, tails, places, read, written, index, tl.load(rows + index), own, tl.load(starts + index + 1) - own,
         tl.load(num_kept + index), replayed, tl.program_id(1), x_stride, draft_stride, tail_stride, slot_width, CHANNELS,
-        CHANNELS, 0, SEGMENT, KERNEL, BLOCK_C, BLOCK_C,
+        CHANNELS, CHANNELS, 0, SEGMENT, KERNEL, BLOCK_C, BLOCK_C,
     )  # fmt: skip

@@ -5,7 +5,8 @@ first part; then, with unit queries and keys, for each head, in float32 and toke
 
     S = exp(g) S        S += k (beta (v - S' k))'        o = S' q        y = norm(o) silu(z)
 
-The torch operations here define the arithmetic; delta.c has the same, in one order. Engine thread.
+The torch operations here define the arithmetic; delta.c has the same, in one order, and cuda/recurrence.py for GPUs. Engine
+thread.
 """
 
 from __future__ import annotations
@@ -121,13 +122,13 @@ class DeltaNet:
         return (normed.flatten(1) * F.silu(z.float())).to(rows.dtype)
 
     def _by_kernels(self, rows: Tensor, state: DeviceState) -> Tensor:
-        from engine.runtime.cuda.delta import DeltaWeights, gated_delta
-        from engine.runtime.cuda.delta_state import DeltaSizes
+        from engine.runtime.cuda.recurrence import Weights, advance, gated_norm
+        from engine.runtime.cuda.recurrence_state import Sizes
 
         delta = self._delta
-        sizes = DeltaSizes(delta.num_k_heads, delta.num_v_heads, delta.k_dim, delta.v_dim, delta.kernel, delta.shared)
-        weights = DeltaWeights(self._conv, self._decay, self._bias, self._norm)
-        return gated_delta(rows, state, sizes, weights, self._eps)
+        sizes = Sizes(delta.num_k_heads, delta.num_v_heads, delta.k_dim, delta.v_dim, delta.kernel, delta.shared)
+        out = advance(rows, state, sizes, Weights(self._conv, self._decay, self._bias))
+        return gated_norm(out, rows.split(self._widths, 1)[1], self._norm, sizes, self._eps)
 
     def _prepare(self, rows: Tensor, raw: Tensor) -> Rule:
         """Return the delta rule for some rows."""

@@ -34,7 +34,7 @@ FEED_FORWARDS = {
     "mixture": "engine.runtime.layers.mixture:make_mixture",
     "beside": "engine.runtime.layers.beside:MLPBesideMixture",
 }
-_CAPTURABLE = ("", "attention", "latent", "delta", "short_conv")  # mixers for which a GPU has kernels
+_CAPTURABLE = ("", "attention", "latent", "delta", "mamba", "short_conv")  # mixers for which a GPU has kernels
 
 # Checkpoint names of the norms before the mixer, after it, before the feed-forward and after it.
 _NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {

@@ -6,7 +6,7 @@ change the second part; then for each head, in float32 and token by token, whate
     dt = softplus(dt + bias)      S = exp(A dt) S + B (dt x)'      y = S' C + D x
 
 A norm over each group's heads follows, of y silu(z). The torch operations here define the arithmetic; mamba.c has the
-same, in one order. Engine thread.
+same, in one order, and cuda/recurrence.py for GPUs. Engine thread.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
+from engine.runtime.cuda.available import uses_triton
+from engine.runtime.kv_layout import DeviceState
 from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
 from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import MambaConfig, ModelConfig
@@ -81,17 +83,33 @@ class Mamba2:
         """Return [T, hidden] of x [T, hidden]."""
         rows, state = adapted(self._in, AdaptedMatrix.QKV, x, adapters), attention.recurrent(self._state)
         width, channels, num_heads = self._widths
-        outputs = [
-            advance(
-                state, index, piece, rows[piece.first : piece.stop], num_heads=num_heads,
-                channels=slice(width, width + channels), prepare=self._prepare,
-            )
-            for index, piece in enumerate(state.slices)
-        ]  # fmt: skip
-        gated = torch.cat(outputs).flatten(1) * F.silu(rows[:, :width].float())
-        y = adapted(self._o, AdaptedMatrix.O, self._normed(gated).to(rows.dtype), adapters)
+        if uses_triton(x):
+            mixed = self._by_kernels(rows, state.on_device)
+        else:
+            outputs = [
+                advance(
+                    state, index, piece, rows[piece.first : piece.stop], num_heads=num_heads,
+                    channels=slice(width, width + channels), prepare=self._prepare,
+                )
+                for index, piece in enumerate(state.slices)
+            ]  # fmt: skip
+            mixed = self._gated(torch.cat(outputs), rows)
+        y = adapted(self._o, AdaptedMatrix.O, mixed, adapters)
         self._group.all_reduce(y)
         return y
+
+    def _by_kernels(self, rows: Tensor, state: DeviceState) -> Tensor:
+        from engine.runtime.cuda.recurrence import Weights, advance, gated_norm
+        from engine.runtime.cuda.recurrence_state import Sizes
+
+        mamba, (width, _, num_heads) = self._mamba, self._widths
+        heads = (mamba.num_groups, num_heads, mamba.state_dim, mamba.head_dim)
+        sizes = Sizes(*heads, mamba.kernel, mamba.shared, inputs=width, is_delta=False)
+        weights = Weights(self._conv, self._rates, self._bias, self._conv_bias, self._skip, mamba.step_limit)
+        out = advance(rows, state, sizes, weights)
+        if mamba.num_sharing > 1:
+            return self._gated(out, rows)
+        return gated_norm(out, rows[:, :width], self._norm, sizes, self._eps)
 
     def _prepare(self, rows: Tensor, raw: Tensor) -> Rule:
         """Return the recurrence for some rows."""
@@ -110,14 +128,15 @@ class Mamba2:
 
         return rule
 
-    def _normed(self, x: Tensor) -> Tensor:
-        """Return the norms of float32 [T, width] by groups; ranks that share the one group sum its squares."""
-        groups = x.unflatten(1, (self._mamba.num_groups, -1))
+    def _gated(self, out: Tensor, rows: Tensor) -> Tensor:
+        """Return the norms [T, width] of gated outputs by groups; ranks that share the one group sum its squares."""
+        gated = out.flatten(1) * F.silu(rows[:, : self._mamba.width].float())
+        groups = gated.unflatten(1, (self._mamba.num_groups, -1))
         squares = groups.square().sum(-1, keepdim=True)
         if self._mamba.num_sharing > 1:
             self._group.all_reduce(squares)
         scales = torch.rsqrt(squares / (groups.shape[2] * self._mamba.num_sharing) + self._eps)
-        return (groups * scales).flatten(1) * self._norm
+        return ((groups * scales).flatten(1) * self._norm).to(rows.dtype)
 
     def describe(self) -> PartArgs | None:
         """Describe the part to the native library, if that holds both matrices."""

@@ -123,8 +123,7 @@ class MoE:
             gate_up, down = _expert(config, config.width, config.latent_width or hidden_size, own)
             self.gate_up.append(gate_up)
             self.down.append(down)
-        has_kernels = config.activation.is_gated and not config.latent_width
-        if has_kernels and make.device.type == "cuda" and has_triton(make.device):
+        if make.device.type == "cuda" and has_triton(make.device):
             make.loads.append(Load({}, lambda _: self.stack()))  # before the next layer, which reuses their memory
         self.shared_gate_up = self.shared_down = self.shared_gate = None
         if config.shared_width:
@@ -160,7 +159,10 @@ class MoE:
         return self._total(x, routed).to(x.dtype)
 
     def _total(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
-        total = self._routed(x, routed)
+        return self._with_shared(self._routed(x, routed), x)
+
+    def _with_shared(self, total: Tensor, x: Tensor) -> Tensor:
+        """Add the shared expert, if there is one, to a float32 total [T, hidden]."""
         shared = self._shared(x)
         if shared is not None:
             total += shared if self.shared_gate is None else shared * self.shared_gate(x.float()).sigmoid()
@@ -241,8 +243,12 @@ class MoE:
 
     def _in_kernels(self, experts: CudaExperts, x: Tensor, routed: Tensor | None) -> Tensor:
         """Return all of it without waiting for the device."""
+        chosen = self.router(x if routed is None else routed)
+        if self.latents is not None:
+            total = self.latents[1].in_float32(experts(self.latents[0](x), *chosen))
+            return self._with_shared(total, x).to(x.dtype)
         gate = None if self.shared_gate is None else self.shared_gate(x.float())
-        return experts(x, *self.router(x if routed is None else routed), self._shared(x), gate)
+        return experts(x, *chosen, self._shared(x), gate)
 
     def _shared(self, x: Tensor) -> Tensor | None:
         """Return the shared expert's output in float32, before its gate; None without one."""

@@ -40,7 +40,7 @@ class CudaExperts:
         `shared_gate` [T, 1] float32, if given.
         """
         num_experts, num_pairs = len(self._down.numbers), chosen.numel()
-        first = choose_tile(num_pairs, self._gate_up, x.itemsize, is_gated=True)
+        first = choose_tile(num_pairs, self._gate_up, x.itemsize, is_gated=self._activation.is_gated)
         second = choose_tile(num_pairs, self._down, x.itemsize, is_gated=False)
         assert first.rows == second.rows
         order = sort_by_expert(chosen, num_experts, first.rows)

@@ -1,8 +1,10 @@
-"""Gated DeltaNet's state in the paged pool, as the Triton kernels see it.
+"""Recurrent state in the paged pool, as the Triton kernels see it.
 
 A slot is some blocks; a piece of it is contiguous in one of them (pool/states.py). A program owns one piece, of a value head
 and some of its columns, and as large a share of the projected rows' columns: of these it writes the convolution's tail, and
-keeps the drafts. So nothing that one program writes is read by another of the same launch. Engine thread.
+keeps the drafts. So nothing that one program writes is read by another of the same launch.
+
+A projected row has the inputs of the convolution first; what stands before them is not given to the kernels. Engine thread.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ from engine.runtime.kv_layout import DeviceState
 STEP_ARGS = ["read", "written", "starts", "begins", "num_kept", "replays", "rows", "slice_of"]
 
 
-class DeltaSizes(NamedTuple):
-    """A layer's heads, the tokens that its convolution reads, and neighbouring value heads that share a key head."""
+class Sizes(NamedTuple):
+    """A layer's heads, the tokens that its convolution reads, and neighbouring value heads that share a key head.
+
+    The rule is that of Gated DeltaNet, or of Mamba-2, whose B are the keys and C the queries, of groups instead of heads.
+    """
 
     num_k_heads: int
     num_v_heads: int
@@ -27,6 +32,8 @@ class DeltaSizes(NamedTuple):
     v_dim: int
     kernel: int
     shared: int
+    inputs: int = 0  # where in a row the convolution's inputs begin
+    is_delta: bool = True
 
     @property
     def channels(self) -> int:
@@ -34,10 +41,11 @@ class DeltaSizes(NamedTuple):
         return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
 
 
-def shape_args(sizes: DeltaSizes, state: DeviceState) -> dict[str, Any]:
+def shape_args(sizes: Sizes, state: DeviceState) -> dict[str, Any]:
     """Return what is constant in the kernels of a layer."""
     matrices, tails = state.spec.pieces
     return {
+        "IS_DELTA": sizes.is_delta,
         "CHANNELS": sizes.channels,
         "FIRST": matrices.num,  # of the tail's pieces
         "HK": sizes.num_k_heads,
@@ -48,7 +56,8 @@ def shape_args(sizes: DeltaSizes, state: DeviceState) -> dict[str, Any]:
         "SHARED": sizes.shared,
         "COLUMNS": matrices.shape[1],
         "SEGMENT": tails.shape[1],
-        "WIDTH": state.spec.row,
+        "WIDTH": state.spec.row - sizes.inputs,
+        "PITCH": state.spec.row,  # of the drafts' rows
     }
 
 
@@ -78,14 +87,15 @@ def tail_args(state: DeviceState) -> dict[str, Any]:
     }
 
 
-def program_args(sizes: DeltaSizes, state: DeviceState) -> tuple[int, dict[str, int]]:
+def program_args(sizes: Sizes, state: DeviceState) -> tuple[int, dict[str, int]]:
     """Return the programs of a slice, one a piece, and the sizes of their blocks."""
     num = state.spec.pieces[0].num
+    share = triton.cdiv(state.spec.row - sizes.inputs, num)
     return num, {
         "BLOCK_K": max(triton.next_power_of_2(sizes.k_dim), 16),  # the least that a product takes
         "BLOCK_C": max(triton.next_power_of_2(state.spec.pieces[0].shape[1]), 16),
-        "SHARE": triton.cdiv(state.spec.row, num),
-        "BLOCK_S": triton.next_power_of_2(triton.cdiv(state.spec.row, num)),
+        "SHARE": share,
+        "BLOCK_S": triton.next_power_of_2(share),
     }
 
 
@@ -131,7 +141,7 @@ def load_raw(
     tail_stride,
     slot_width,
     CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
     FIRST: tl.constexpr,
     SEGMENT: tl.constexpr,
     KERNEL: tl.constexpr,
@@ -143,7 +153,7 @@ def load_raw(
     """
     value = tl.load(x + (own + at - replays).to(tl.int64) * x_stride + column, mask=mask & (at >= replays), other=0.0)
     if drafts is not None:
-        kept = drafts + row.to(tl.int64) * draft_stride + at * WIDTH + column
+        kept = drafts + row.to(tl.int64) * draft_stride + at * PITCH + column
         value = tl.where(at >= replays, value, tl.load(kept, mask=mask & (at >= 0) & (at < replays), other=0.0))
     is_before = mask & (at < 0) & (column < CHANNELS)
     first, is_there = locate_tails(
@@ -174,6 +184,7 @@ def leave_rows(
     slot_width,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
+    PITCH: tl.constexpr,
     FIRST: tl.constexpr,
     SEGMENT: tl.constexpr,
     KERNEL: tl.constexpr,
@@ -192,7 +203,7 @@ def leave_rows(
     for tap in tl.static_range(KERNEL - 1):  # a tail in place moves to the front: no tap is read after it is written
         raw = load_raw(
             x, drafts, tails, places, read, index, row, own, replays + num_kept - (KERNEL - 1) + tap, replays, column,
-            is_channel, x_stride, draft_stride, tail_stride, slot_width, CHANNELS, WIDTH, FIRST, SEGMENT, KERNEL,
+            is_channel, x_stride, draft_stride, tail_stride, slot_width, CHANNELS, PITCH, FIRST, SEGMENT, KERNEL,
         )  # fmt: skip
         tl.store(tails + first + tap * SEGMENT, raw, mask=is_there)
     if drafts is not None:
@@ -204,10 +215,10 @@ def leave_rows(
         for tap in tl.static_range(KERNEL - 1):
             raw = load_raw(
                 x, drafts, tails, places, read, index, row, own, replays - (KERNEL - 1) + tap, replays, column,
-                is_there, x_stride, draft_stride, tail_stride, slot_width, CHANNELS, WIDTH, FIRST, SEGMENT, KERNEL,
+                is_there, x_stride, draft_stride, tail_stride, slot_width, CHANNELS, PITCH, FIRST, SEGMENT, KERNEL,
             )  # fmt: skip
             tl.store(tails + first + tap * SEGMENT, raw, mask=is_there)
         tl.debug_barrier()  # replays were read where the drafts go
         for draft in range(num_own - num_kept):
             raw = tl.load(x + (own + num_kept + draft).to(tl.int64) * x_stride + column, mask=inside)
-            tl.store(drafts + row.to(tl.int64) * draft_stride + draft * WIDTH + column, raw, mask=inside)
+            tl.store(drafts + row.to(tl.int64) * draft_stride + draft * PITCH + column, raw, mask=inside)
