@@ -285,11 +285,11 @@ class Engine:
         messages = self._inbox.take(wait_s=_QUIET_S)
         if not messages:
             self.stats.blocks_waste = waste(self._scheduler.recent_lengths, self.config.block_size)
-            checks = self._scheduler.checks()  # a message changes what is checked, and ends it
-            while not messages and self._check_next(checks):
-                messages = self._inbox.take(wait_s=_PAUSE_S)
             while not messages and ((self._offload and self._offload.spill()) or self._runner.use_idle_moment()):
                 messages = self._inbox.take(wait_s=0)
+            checks = self._scheduler.checks()  # of seconds with a large disk; a message ends it
+            while not messages and self._check_next(checks):
+                messages = self._inbox.take(wait_s=_PAUSE_S)
             if self._contents is not None:
                 self._contents.flush()
             messages = messages or self._inbox.take(wait_s=None)
