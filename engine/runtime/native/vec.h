@@ -100,7 +100,9 @@ struct view {
 
 /* 16 bits to the low half of each lane. Compilers do not find the one instruction for it. */
 INLINE vu widen_halves(vh halves) {
-#if defined(X86_INTRINSICS) && VECTOR_BYTES == 32
+#if defined(X86_INTRINSICS) && VECTOR_BYTES == 64
+    return (vu)_mm512_cvtepu16_epi32((__m256i)halves);
+#elif defined(X86_INTRINSICS)
     return (vu)_mm256_cvtepu16_epi32((__m128i)halves);
 #else
     return __builtin_convertvector(halves, vu);
