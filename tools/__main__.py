@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from loadtest.__main__ import Commands, run_command
-from tools import accuracy, groups, handover, house, loading, perplexity, ranks, scheduler, steps
+from tools import accuracy, drafts, groups, handover, house, loading, perplexity, ranks, scheduler, steps
 
 COMMANDS: Commands = {
     "house": ("measure the code itself", house.add_options, house.run),
@@ -15,6 +15,7 @@ COMMANDS: Commands = {
     "handover": ("time a hand-over of K/V between two processes", handover.add_options, handover.run),
     "scheduler": ("time the scheduler alone", scheduler.add_options, scheduler.run),
     "steps": ("time the parts of a step of the real engine", steps.add_options, steps.run),
+    "drafts": ("measure an MTP head's gain on this machine", drafts.add_options, drafts.run),
     "ranks": ("measure a model divided among processes", ranks.add_options, ranks.run),
     "perplexity": ("score a text under settings of the daemon", perplexity.add_options, perplexity.run),
     "accuracy": ("measure what each format of weights costs", accuracy.add_options, accuracy.run),
