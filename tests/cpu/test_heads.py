@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.core.config import DraftCosts
 from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.kv_layout import AttentionSpec
 from engine.runtime.layers.parts import LayerAttention
+from engine.runtime.speculation import heads
 from tests.cpu.model_driver import Served, make_runner, request, serve, settings
 from tests.cpu.test_constraint import END, StepGrammar
 
@@ -75,6 +77,9 @@ class BagHead(Bag):
         by_state = (states * num + later) / (num + 1)
         return (by_cache + by_state) / 2
 
+    def store(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerAttention) -> None:
+        self.forward(ids, positions, states, attention)
+
 
 ASKED: dict[str, dict[str, object]] = {
     "greedy": {},
@@ -121,6 +126,44 @@ def test_answers_stay_the_same(name: str, regime: str) -> None:
     served, scheduler = run(name, has_head=True, **REGIMES[regime])
     assert served.ids == plainly(name).ids
     assert scheduler.stats.spec_accepted_tokens > 0
+
+
+class Watched(BagHead):
+    """Notes how many rows it computes, and the first position that each attends to, by averages of positions."""
+
+    def __init__(self) -> None:
+        self.firsts, self.num_stored = list[float](), 0
+
+    def forward(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerAttention) -> Tensor:  # type: ignore[override]
+        self.firsts += (2 * self._average(positions, attention) - positions).tolist()
+        num = positions[:, None] + 1.0
+        return (states * num + _TABLE[ids]) / (num + 1)
+
+    def store(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerAttention) -> None:
+        self.num_stored += len(ids)
+        self._average(positions, attention)
+
+    def _average(self, positions: Tensor, attention: LayerAttention) -> Tensor:
+        return average(positions[:, None].float().expand(-1, WIDTH), attention)[:, 0]
+
+
+@pytest.mark.parametrize("most_idle", [2, 100])
+def test_a_head_runs_where_drafts_pay_alone(most_idle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside others no draft pays, and after a while nothing is stored; the last sequences get drafts all the same."""
+    monkeypatch.setattr(heads, "_MOST_IDLE", most_idle)
+    dear = ((1, 1.0), (3, 1.1), (64, 64.0))
+    config = settings(num_speculative_tokens=4, draft_costs=DraftCosts(dear, dear, ((1, 0.01),)))
+    asked = [request(f"r{i}", prompt, max_tokens=12 + 20 * (i > 5)) for i, prompt in enumerate(PROMPTS)]
+    head, model, scheduler = Watched(), Bag(), Scheduler(config)
+    served = serve(model, config, asked, scheduler=scheduler, runner=make_runner(model, config, head=head))
+    assert served.ids == serve(model, settings(), asked).ids
+    assert len(head.firsts) == scheduler.stats.spec_draft_tokens == scheduler.stats.spec_accepted_tokens > 2
+    blocks = torch.tensor(head.firsts) / config.block_size
+    torch.testing.assert_close(blocks, blocks.round(), atol=1e-2, rtol=0)  # nothing that was not stored is attended to
+    was_left_out = most_idle == 2
+    assert (blocks.max() > 0.5) == was_left_out
+    num_computed = sum(len(each.prompt) + each.params.max_tokens - 1 for each in asked)
+    assert (head.num_stored < num_computed) == was_left_out
 
 
 def test_a_shared_prefix_costs_at_most_its_last_position() -> None:

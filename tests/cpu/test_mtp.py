@@ -240,7 +240,7 @@ def test_a_slot_that_changes_hands_has_no_state() -> None:
     runner = make_runner(target, config, head=head)
     plan = warm_up_plan(config, 1, 5)
     runner.run(plan).wait()
-    following = Rows().follow(plan)[0].at(5)
+    following = Rows().follow(plan)[0].at(5)._replace(tokens=[0] * 6)
     assert runner.heads is not None
     for seq_id, num_drafted in ((following.seq_id, 2), (99, 0)):
         drafts = runner.heads.draft(plan._replace(drafts=((0, 2),)), [following._replace(seq_id=seq_id)])

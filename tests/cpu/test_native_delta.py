@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import StepStates
-from engine.runtime.layers.parts import LayerStates
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library
@@ -66,7 +65,8 @@ class Steps:
             model.states, backend, num_blocks=num_blocks, block_size=BLOCK, dtype=model.dtype, device=CPU,
             max_rows=ROWS, max_drafts=MAX_DRAFTS,
         )  # fmt: skip
-        self._attention: LayerStates = self._cache if is_native else self._cache.last_layers(len(model.states))
+        if not is_native:
+            self._cache.paged_step = None
         blocks = _random.sample(range(num_blocks), num_blocks)
         self._tables = [[blocks.pop() for _ in range(width)] for _ in range(ROWS)]
         self._slots = [[blocks.pop() for _ in range(size)] for _ in range(SLOTS)]
@@ -90,7 +90,7 @@ class Steps:
         batch.states = StepStates(*(torch.tensor(column, dtype=torch.int32).numpy() for column in columns))
         self._cache.prepare(batch)
         with torch.inference_mode():
-            return list(self._model.forward(batch.ids, batch.positions, self._attention, None).split(lens))
+            return list(self._model.forward(batch.ids, batch.positions, self._cache, None).split(lens))
 
     def state(self, slot: int) -> bytes:
         return self._cache.blocks[0][self._slots[slot]].view(torch.uint8).numpy().tobytes()

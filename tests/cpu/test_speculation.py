@@ -27,8 +27,9 @@ from engine.runtime.native.library import native
 from engine.runtime.pool.groups import TILE_KEYS
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.pool.tables import RowTables
-from engine.runtime.speculation.draft_model import DraftModel, KnownPositions
+from engine.runtime.speculation.draft_model import DraftModel
 from engine.runtime.speculation.drafter import Drafter
+from engine.runtime.speculation.known import KnownPositions
 from engine.runtime.speculation.ngram import NgramDrafter, continuation
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model

@@ -305,7 +305,7 @@ class ModelRunner:
                 last = max(last, int(batch.states.written.max()))
             self._num_used_blocks = max(self._num_used_blocks, last + 1)
         self._kv_cache.prepare(batch)
-        heads = self.heads
+        heads = None if self.heads is None or self.heads.is_idle else self.heads
         returns_all = packet.keeps_all or (heads is not None and heads.needs_all)
         streams = None if heads is None else heads.new_streams(batch.ids)
         hidden = self._forward(slices, batch, None if returns_all else batch.sample_rows, streams)

@@ -92,7 +92,18 @@ class Attention:
     def __call__(
         self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None
     ) -> Tensor:
-        """Compute attention for x [T, inputs]; `angles` from Rotary, None without positions.
+        """Compute attention for x [T, inputs]; `angles` from Rotary, None without positions."""
+        out, gate = self.attend(x, angles, attention, adapters)
+        if gate is not None:
+            out = (out.float() * gate.float().sigmoid()).to(out.dtype)
+        y = adapted(self._o, AdaptedMatrix.O, out, adapters)
+        self._group.all_reduce(y)
+        return y
+
+    def attend(
+        self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Store keys and values; return what all heads attend to [T, width], and the gate of that.
 
         The tensors that `attention` gets are views into wider rows: a token's heads are contiguous, tokens are not.
         """
@@ -120,12 +131,7 @@ class Attention:
             if spec.source is not None:
                 k = v = q[:, : spec.num_kv_heads]  # which are not read
             out = attention(self._state, q, k, v)
-        out = out.flatten(1)
-        if gate is not None:
-            out = (out.float() * gate.float().sigmoid()).to(out.dtype)
-        y = adapted(self._o, AdaptedMatrix.O, out, adapters)
-        self._group.all_reduce(y)
-        return y
+        return out.flatten(1), gate
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries, keys and values without gates between, and the gates [T, width]."""

@@ -118,6 +118,17 @@ class LatentAttention:
         self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None
     ) -> Tensor:
         """Compute attention for x [T, hidden]; `angles` from Rotary."""
+        mixed = self.attend(x, angles, attention, adapters)
+        values = x.new_empty(len(x), self._num_heads, self._value_dim)
+        self._values(mixed, values)
+        y = adapted(self._o, AdaptedMatrix.O, values.flatten(1), adapters)
+        self._group.all_reduce(y)
+        return y
+
+    def attend(
+        self, x: Tensor, angles: Angles | None, attention: LayerAttention, adapters: LayerAdapters | None = None
+    ) -> Tensor:
+        """Store the latents; return the mixed ones of all heads [T, heads, rank]."""
         assert angles is not None, "a family with latents has positions in every layer"
         first, row = adapted(self._down, AdaptedMatrix.QKV, x, adapters).split(self._widths, 1)
         if self._queries is not None and self._query_norm is not None:
@@ -133,12 +144,7 @@ class LatentAttention:
         keys[:, 0, : self._rank] = self._key_norm(row[:, : self._rank].contiguous())
         keys[..., self._rank :] = turned[:, -1:]
 
-        mixed = attention(self._state, queries, keys, keys[..., : self._rank])
-        values = x.new_empty(num_tokens, self._num_heads, self._value_dim)
-        self._values(mixed, values)
-        y = adapted(self._o, AdaptedMatrix.O, values.flatten(1), adapters)
-        self._group.all_reduce(y)
-        return y
+        return attention(self._state, queries, keys, keys[..., : self._rank])
 
     def describe(self) -> PartArgs | None:
         """Describe the part to the native library, if that holds every matrix."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from engine.runtime.layers.adapters import LayerAdapters
 from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig, NormPlacement
 from engine.runtime.layers.norms import NoNorm, RMSNorm
-from engine.runtime.layers.parts import Angles, FeedForward, LayerStates, Mixer
+from engine.runtime.layers.parts import Angles, Attending, FeedForward, LayerStates, Mixer
 from engine.runtime.native.decoder import norm_args
 from engine.runtime.native.library import LayerArgs
 
@@ -110,6 +111,10 @@ class DecoderLayer:
             x.mul_(self._stream_scale)
             delta.mul_(self._stream_scale)
         return delta
+
+    def store(self, x: Tensor, angles: Angles | None, attention: LayerStates) -> None:
+        """Store the keys and values of x [T, hidden], in a layer whose mixer attends."""
+        cast("Attending", self._mixer).attend(self._before_mixer.add(x, None, self._scale), angles, attention, None)
 
     @property
     def states(self) -> tuple[StateSpec, ...]:

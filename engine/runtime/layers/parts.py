@@ -104,6 +104,16 @@ class Mixer(Protocol):
         ...
 
 
+class Attending(Mixer, Protocol):
+    """A mixer that keeps keys and values of each token."""
+
+    def attend(
+        self, x: Tensor, angles: Angles | None, attention: LayerStates, adapters: LayerAdapters | None
+    ) -> object:
+        """Store the keys and values of x, and attend; the first half of a call."""
+        ...
+
+
 class FeedForward(Protocol):
     """The part of a layer that computes each token alone."""
 

@@ -56,9 +56,17 @@ class _FirstLayer:
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream [T, hidden] and the term to add to it."""
         normed = self._state_norm(states)
-        attended = self._attention(torch.cat((self._token_norm(tokens), normed), -1), angles, attention)
+        attended = self._attention(self._inputs(tokens, normed), angles, attention)
         stream = normed if self._norm_before_residual else states.clone()
         return stream, self._mlp(self._before_mlp.add(stream, attended, 1.0))
+
+    def store(self, tokens: Tensor, states: Tensor, angles: Angles | None, attention: LayerStates) -> None:
+        """Store keys and values."""
+        self._attention.attend(self._inputs(tokens, self._state_norm(states)), angles, attention)
+
+    def _inputs(self, tokens: Tensor, normed: Tensor) -> Tensor:
+        """Return the attention's inputs [T, 2 * hidden] of normed states."""
+        return torch.cat((self._token_norm(tokens), normed), -1)
 
 
 class Eagle3:
@@ -122,12 +130,23 @@ class Eagle3:
 
     def forward(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerStates) -> Tensor:
         """Return the next states [T, hidden]; `ids` [T] are the tokens at positions + 1, `states` g of positions."""
-        rope = {rope: rotary(positions) for rope, rotary in self._rotaries.items()}
-        angles = [None if layer.rope is None else rope[layer.rope] for layer in self._config.model.layers]
+        angles = self._angles(positions)
         stream, delta = self._first(self._embed(ids), states, angles[0], attention)
         for layer, own in zip(self._layers, angles[1:], strict=True):
             delta = layer(stream, delta, own, attention, None)
         return self._norm.add(stream, delta, 1.0) if self._config.norm_output else stream.add_(delta)
+
+    def store(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerStates) -> None:
+        """Store keys and values; see Head. Of several layers all but the first read the ones before."""
+        if self._layers:
+            self.forward(ids, positions, states, attention)
+        else:
+            self._first.store(self._embed(ids), states, self._angles(positions)[0], attention)
+
+    def _angles(self, positions: Tensor) -> list[Angles | None]:
+        """Return the angles of each layer."""
+        rope = {rope: rotary(positions) for rope, rotary in self._rotaries.items()}
+        return [None if layer.rope is None else rope[layer.rope] for layer in self._config.model.layers]
 
     def logits(self, states: Tensor) -> Tensor:
         """Return float32 logits [R, the target's vocab_size] of states; -inf for tokens that cannot be drafted."""

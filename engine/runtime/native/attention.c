@@ -1,5 +1,6 @@
 /* Attention over keys and values of each token: layers/attention.py in C. */
 #include "layer.h"
+#include "quant_format.h"
 
 #include <string.h>
 
@@ -56,18 +57,32 @@ static void split_rows(const void *args, int64_t begin, int64_t end) {
     }
 }
 
-static void rotate(const struct turn *t, const struct attention *a, char *q) {
+/* Rotate `num_heads` heads of queries and those of keys behind them. */
+static void rotate(const struct turn *t, const struct attention *a, char *qk, int64_t num_heads) {
     int per_head = a->qk_norm == QK_NORM_HEAD;
     if (!t->rope_dim && !per_head) return;
     struct rope_args args = {
-        .qk = q, .cos = t->cos, .signed_sin = t->signed_sin,
+        .qk = qk, .cos = t->cos, .signed_sin = t->signed_sin,
         .q_weight = per_head ? a->q.weight : NULL, .k_weight = per_head ? a->k.weight : NULL,
         .v_weight = a->v.weight,
-        .tokens = t->rows, .stride = t->part->first.n, .num_heads = a->scores.num_heads, .num_kv_heads = a->num_kv_heads,
+        .tokens = t->rows, .stride = t->part->first.n, .num_heads = num_heads, .num_kv_heads = a->num_kv_heads,
         .head_dim = a->head_dim, .rope_dim = t->rope_dim,
         .dtype = t->decoder->dtype, .weight_dtype = a->q.dtype, .angle_dtype = DT_F32, .eps = t->decoder->eps,
     };
     quire_rope(&args);
+}
+
+/* Compute the columns of queries, keys and values from `first` on, or all where a panel is not cut there. */
+static int32_t project(const struct turn *t, int64_t first) {
+    const struct linear *qkv = &t->part->first;
+    size_t size = size_of(t->decoder->dtype);
+    if (t->adapters || first % PANEL) first = 0;
+    struct linear some = *qkv;
+    int64_t bytes = is_quantised(qkv->format) ? quire_quant_bytes(qkv->format, first, qkv->k) : first * qkv->k * (int64_t)size;
+    some.packed = (const char *)qkv->packed + bytes, some.n = qkv->n - first;
+    if (qkv->scales) some.scales = (const float *)qkv->scales + first;
+    if (qkv->bias) some.bias = (const char *)qkv->bias + (size_t)first * size;
+    return part_multiply_into(t, PLACE_QKV, &some, t->x, t->room + (size_t)first * size, qkv->n, t->decoder->dtype);
 }
 
 static int32_t run(const struct turn *t) {
@@ -76,25 +91,26 @@ static int32_t run(const struct turn *t) {
     size_t size = size_of(t->decoder->dtype);
     int64_t q_width = a->scores.num_heads * a->head_dim, kv_width = a->num_kv_heads * a->head_dim;
     char *q = t->room, *gates = q + (size_t)(t->rows * qkv->n) * size;
-    int32_t status = part_multiply(t, PLACE_QKV, qkv, t->x, q, t->decoder->dtype);
+    int has_queries = !t->stores_only;
+    int32_t status = project(t, has_queries ? 0 : qkv->n - 2 * kv_width);
     if (status) return status;
-    if (a->is_gated) {
+    if (a->is_gated && has_queries) {
         struct split split = {q, gates, (size_t)a->head_dim * size, (size_t)qkv->n * size, a->scores.num_heads};
         run_ranges(split_rows, &split, t->rows, qkv->n, WORTH_SHARING);
-        q += (size_t)q_width * size;
     }
+    if (a->is_gated) q += (size_t)q_width * size;
     char *k = q + (size_t)q_width * size, *v = k + (size_t)kv_width * size;
     if (a->qk_norm == QK_NORM_FULL) {
-        norm_whole(t, a->q, q, q_width);
+        if (has_queries) norm_whole(t, a->q, q, q_width);
         norm_whole(t, a->k, k, kv_width);
     }
     if (a->clip != 0) {
         struct clip_args clip = {t->room, qkv->n, a->clip, t->decoder->dtype};
         run_ranges(run_clip, &clip, t->rows, qkv->n, WORTH_SHARING);
     }
-    rotate(t, a, q);
+    rotate(t, a, has_queries ? q : k, has_queries ? a->scores.num_heads : 0);
     status = part_attend(t, &a->scores, kv_width ? k : NULL, v, qkv->n, q, qkv->n, t->out);
-    if (status || !a->is_gated) return status;
+    if (status || !a->is_gated || !has_queries) return status;
     struct gate_args gate = {t->out, gates, q_width, t->decoder->dtype};
     run_ranges(run_gate, &gate, t->rows, q_width, WORTH_SHARING);
     return 0;

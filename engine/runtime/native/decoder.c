@@ -148,6 +148,7 @@ int32_t part_attend(const struct turn *t, const struct scores *scores, const voi
     store.num_tokens = t->rows;
     store.pool = t->layer->pool, store.k = k, store.v = v, store.k_stride = store.v_stride = kv_stride;
     if (k) quire_store(&store);
+    if (t->stores_only) return QUIRE_OK;
     struct attend_args attend = *t->layer->attend;
     if (t->kept) {
         const struct kept_queries *kept = t->kept;
@@ -199,7 +200,7 @@ static struct turn turn_of(const struct forward_args *f, struct workspace *w, in
         .stream = w->stream, .all_streams = w->all_streams,
         .rope_dim = layer->rotary < 0 ? 0 : d->rotaries[layer->rotary].dim,
         .adapters = f->adapters.num ? &w->adapters : NULL, .inputs = w->inputs, .input_stride = inputs_of(d),
-        .kept = is_kept ? &w->kept : NULL,
+        .kept = is_kept ? &w->kept : NULL, .stores_only = index == w->last_whole && f->num_rows == 0,
     };
 }
 

@@ -139,7 +139,7 @@ static int32_t run(const struct turn *t) {
     run_ranges(run_rotate, &rows, t->rows, heads * l->rope_dim + l->rank, WORTH_SHARING);
     status = multiply_heads(t, l->keys, rows.queries, rows.query_stride, head, room.absorbed, width);
     if (!status) status = part_attend(t, &l->scores, room.keys, NULL, width, room.absorbed, heads * width, room.mixed);
-    if (status) return status;
+    if (status || t->stores_only) return status;
     return multiply_heads(t, l->values, room.mixed, heads * l->rank, l->rank, t->out, l->values->n);
 }
 

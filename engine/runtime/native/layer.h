@@ -87,6 +87,7 @@ struct turn {
     const float *inputs;            /* [rows, input_stride] of all layers; NULL: none */
     int64_t input_stride;
     const struct kept_queries *kept; /* NULL: x has all tokens of the step */
+    int32_t stores_only;             /* nothing reads a mixer's `out`: it stores keys and values, or advances its state */
 };
 
 /* Tokens of a step that go on alone, as if each were a slice. */
@@ -117,7 +118,8 @@ SHARED struct scores {
     float scale, softcap;
 };
 
-/* Store new keys and values unless k is NULL, `kv_stride` values a token, and attend with queries, into t->out or, if given, `out`. */
+/* Store new keys and values unless k is NULL, `kv_stride` values a token, and attend with queries into `out`, unless the turn
+ * only stores. */
 EXPORT int32_t part_attend(const struct turn *t, const struct scores *scores, const void *k, const void *v,
                            int64_t kv_stride, const void *q, int64_t q_stride, void *out);
 

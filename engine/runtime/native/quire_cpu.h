@@ -433,6 +433,7 @@ static inline const struct gemm_job *job_of(const struct gemm_job *jobs, int64_t
 EXPORT int32_t quire_gemm(const struct gemm_args *);
 EXPORT int32_t quire_gemm_heads(const struct heads_args *);
 size_t quire_rows_bytes(const struct gemm_args *);
+int64_t quire_quant_bytes(int32_t format, int64_t n, int64_t k);
 EXPORT int32_t quire_low_dtype(const struct linear *up);
 EXPORT int32_t quire_store(const struct store_args *);
 EXPORT int32_t quire_attend(const struct attend_args *);

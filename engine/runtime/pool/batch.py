@@ -94,14 +94,14 @@ class PacketBuffers:
         longs[: len(packet.longs)], ints[: len(packet.ints)] = packet.longs, packet.ints
         return packet
 
-    def to_batch(self, packet: Packet, last_ids: Tensor) -> Batch:
+    def to_batch(self, packet: Packet, last_ids: Tensor, first_blocks: Sequence[int] = ()) -> Batch:
         """Return the tensors of a packet in the memory of `begin`; `last_ids` [max_num_seqs] int64 are the slots'."""
         num_slices, num_tokens = packet.num_slices, packet.num_tokens
         num_heads, num_groups = len(packet.ints), self._num_groups
         shape = num_groups, num_slices, -(-max(packet.contexts) // self._block_size)
         num_ints = num_heads + prod(shape)
         host_tables = self._host_ints[num_heads:num_ints].reshape(shape)
-        self._tables.read(packet.slots, host_tables)
+        self._tables.read(packet.slots, host_tables, first_blocks)
         longs, ints = self._longs.send(len(packet.longs)), self._ints.send(num_ints)
         ids, first_row = longs[:num_tokens], (2 + num_groups) * num_tokens
         first_carry = first_row + packet.num_samples
@@ -164,9 +164,17 @@ class BatchBuilder:
         self._has_states = config.state_blocks > 0
         self._buffers = PacketBuffers(config, device, tables)
 
-    def build(self, slices: Sequence[SequenceSlice], last_ids: Tensor) -> Batch:
-        """Return one step's tensors; `last_ids` [max_num_seqs] int64 has each slot's last id."""
-        return self.to_batch(self.prepare(slices), last_ids)
+    def build(self, slices: Sequence[SequenceSlice], last_ids: Tensor, first_blocks: Sequence[int] = ()) -> Batch:
+        """Return one step's tensors; `last_ids` [max_num_seqs] int64 has each slot's last id.
+
+        `first_blocks` are the first that each slice attends to, if not the sequence's.
+        """
+        packet = self.prepare(slices)
+        if any(first_blocks):
+            contexts = np.array(packet.contexts) - np.array(first_blocks) * self._block_size
+            packet.ints[len(slices) + 1 : 2 * len(slices) + 1] = contexts
+            packet = packet._replace(contexts=contexts.tolist())
+        return self._buffers.to_batch(packet, last_ids, first_blocks)
 
     def to_batch(self, packet: Packet, last_ids: Tensor) -> Batch:
         """Return the tensors of the packet that was prepared last."""

@@ -180,12 +180,11 @@ class KVCache:
 
 
 class _LastLayers:
-    """The LayerStates over the layers of a pool from one on, outside of the library's forward pass."""
-
-    paged_step = None
+    """The LayerStates over the layers of a pool from one on."""
 
     def __init__(self, cache: KVCache, first: int) -> None:
         self._cache, self._first = cache, first
+        self.paged_step = None if cache.paged_step is None else cache.paged_step[first:]
 
     def recurrent(self, layer: int) -> RecurrentState:
         """See KVCache."""

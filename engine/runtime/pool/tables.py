@@ -5,6 +5,8 @@ Each rank keeps them. The slots are two more tables, of the blocks that a row re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -62,7 +64,11 @@ class RowTables:
         self.rows[self._num_groups, slots] = self.rows[self._num_groups + 1, slots]
         return read, written
 
-    def read(self, slots: NDArray[np.int64], into: NDArray[np.int32]) -> None:
-        """Copy the slots' rows into [groups, slots, width], as many groups and entries as that has."""
+    def read(self, slots: NDArray[np.int64], into: NDArray[np.int32], first: Sequence[int] = ()) -> None:
+        """Copy the slots' rows, each from an entry on if given, into [groups, slots, width], as much as that has."""
         groups, _, width = into.shape
-        np.take(self.rows[:groups, :, :width], slots, axis=1, out=into, mode="clip")
+        if any(first):
+            places = np.minimum(np.array(first)[:, None] + np.arange(width), self.width - 1)
+            into[:] = self.rows[:groups, slots[:, None], places]
+        else:
+            np.take(self.rows[:groups, :, :width], slots, axis=1, out=into, mode="clip")

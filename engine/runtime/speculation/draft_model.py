@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
@@ -29,6 +27,7 @@ from engine.runtime.pool.tables import RowTables
 from engine.runtime.sampling.draw import draw
 from engine.runtime.sampling.sampler import wishes
 from engine.runtime.speculation.drafter import draft_by_depth
+from engine.runtime.speculation.known import KnownPositions
 from engine.runtime.transfer import to_device
 
 
@@ -112,49 +111,3 @@ class DraftModel:
     def close(self) -> None:
         """Release weights and pool."""
         del self._model, self._backend, self._kv_cache
-
-
-class KnownPositions:
-    """The positions that have K/V: a number for each block, counted from its first."""
-
-    def __init__(self, config: SchedulerConfig, tables: RowTables) -> None:
-        self._block_size, self._tables = config.block_size, tables
-        self._counts = np.zeros(config.num_blocks, np.int64)
-        self._num_full: dict[int, int] = {}  # by slot: known first blocks
-
-    def follow(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> None:
-        """Note that a step writes other blocks and tokens, which voids what was there."""
-        counts = self._counts
-        for source, destination in plan.copies:
-            counts[destination] = counts[source]
-        for _, destination in plan.swap_in:
-            counts[destination] = 0
-        for row in plan.rows:
-            self._num_full[row.slot] = 0
-        for piece in slices:
-            blocks, firsts = self._blocks(piece.slot, piece.start, piece.start + piece.num_tokens)
-            counts[blocks] = np.minimum(counts[blocks], np.maximum(piece.start - firsts, 0))
-
-    def _blocks(self, slot: int, begin: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Return the blocks of positions begin .. end - 1, and each one's first position."""
-        first, stop = begin // self._block_size, min(-(-end // self._block_size), self._tables.width)
-        return self._tables.rows[0, slot, first:stop], np.arange(first, stop) * self._block_size
-
-    def forget(self, blocks: Sequence[int]) -> None:
-        """Forget these blocks."""
-        self._counts[list(blocks)] = 0
-
-    def up_to(self, piece: SequenceSlice) -> int:
-        """Return a sequence's first missing position, at most the slice's first."""
-        size, table = self._block_size, self._tables.rows[0, piece.slot]
-        last = piece.start // size
-        at = min(self._num_full.get(piece.slot, 0), last)
-        while at < last and self._counts[table[at]] == size:
-            at += 1
-        self._num_full[piece.slot] = at
-        return min(at * size + int(self._counts[table[at]]), piece.start)
-
-    def note(self, slot: int, begin: int, end: int, void: int = 0) -> None:
-        """Note that positions `begin` to `end` are computed, and `end` to `void` are not."""
-        blocks, firsts = self._blocks(slot, begin, max(end, void))
-        self._counts[blocks] = np.clip(end - firsts, 0, self._block_size)

@@ -1,12 +1,16 @@
 """Drafts by a head: a few layers over the target's states, which predict the token after next.
 
-A head runs over the batch of every step, after its draws, with the tokens shifted by one: the row of position p gets the
-target's state at p and the token at p + 1, which is the next row's, the prompt's, or the one that was just drawn. Its
-layers follow the target's in the pool, so its K/V are copied, shared, swapped and offloaded with the target's: a block
-that holds the one holds the other. K/V of rejected drafts are overwritten with the target's.
+A head's keys and values are stored for the batch of every step, after its draws, with the tokens shifted by one: the row of
+position p gets the target's state at p and the token at p + 1, which is the next row's, the prompt's, or the one that was
+just drawn. Its layers follow the target's in the pool, so its K/V are copied, shared, swapped and offloaded with the
+target's: a block that holds the one holds the other. K/V of rejected drafts are overwritten with the target's.
 
-The head's states of the rows that were drawn from are kept by slot. The next step's drafts begin with the state of the
-last known position; for each further draft the head reads what it drew, and its previous state in place of the target's.
+The rest of a head runs for sequences that draft: the target's states of the rows that were drawn from are kept by slot. A
+step's first drafts begin with that of the last position but one and the last token; for each further draft the head reads
+what it drew, and its previous state in place of the target's.
+
+Where no draft has paid for a while nothing is stored, and a step costs what it does without a head. Later drafts attend
+from the first block on that has no gap behind it.
 
 Three things make a draft worse, and never change an answer. Where a prompt has several answers, or sequences share a
 prefix, the last shared position was computed with one of the tokens that follow. Adapters do not change a head. After a
@@ -40,6 +44,7 @@ from engine.runtime.pool.tables import RowTables
 from engine.runtime.sampling.draw import draw
 from engine.runtime.sampling.sampler import wishes
 from engine.runtime.speculation.drafter import draft_by_depth
+from engine.runtime.speculation.known import KnownPositions
 from engine.runtime.transfer import to_device
 
 
@@ -65,9 +70,16 @@ class Head(Protocol):
         """
         ...
 
+    def store(self, ids: Tensor, positions: Tensor, states: Tensor, attention: LayerStates) -> None:
+        """Store the keys and values of projected states alone; see `forward`."""
+        ...
+
     def logits(self, states: Tensor) -> Tensor:
         """Return float32 logits [R, the target's vocab_size] of states that `forward` returned."""
         ...
+
+
+_MOST_IDLE = 8  # steps with decodes and without drafts, one after the other, after which nothing is stored
 
 
 class _Kept(NamedTuple):
@@ -98,6 +110,13 @@ class HeadDrafter:
         self._states = torch.zeros(shape, dtype=head.dtype, device=device)
         self._kept: dict[int, _Kept] = {}  # by slot
         self._no_ids = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=device)
+        self._known = KnownPositions(config, tables, travels=True)
+        self._num_idle = 0  # last steps that had decodes and no drafts
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no draft has paid for a while, so that steps need not be observed."""
+        return self._num_idle > _MOST_IDLE
 
     @property
     def needs_all(self) -> bool:
@@ -113,12 +132,13 @@ class HeadDrafter:
         return Streams(layers, torch.empty(len(like), len(layers), width, dtype=self._head.dtype, device=self._device))
 
     def observe(self, slices: Sequence[SequenceSlice], batch: Batch, states: Tensor, drawn: Tensor | None) -> None:
-        """Run the head over a step: the target's states [T, ...] and the ids that were drawn, in plan order.
+        """Store a step for later drafts: the target's states [T, ...] and the ids that were drawn, in plan order.
 
         The pool is still prepared for the batch.
         """
         following, rows, places = self._follow(slices, batch, drawn)
-        states = self._head.forward(following, batch.positions, self._head.project(states), self._attention)
+        states = self._head.project(states)
+        self._head.store(following, batch.positions, states, self._attention)
         if rows:
             at = to_device([places, rows], torch.int64, self._device)
             self._states.index_copy_(0, at[0], states.index_select(0, at[1]))
@@ -135,6 +155,7 @@ class HeadDrafter:
         end, first_draw = 0, num_tokens
         for piece in slices:
             begin, end, stop = end, end + piece.num_tokens, piece.start + piece.num_tokens
+            self._known.note(piece.slot, piece.start, stop)
             if piece.samples:
                 own = range(end - 1 - len(piece.drafts), end)
                 sources += range(begin + 1, own.start + 1)
@@ -159,6 +180,8 @@ class HeadDrafter:
     @torch.inference_mode()
     def draft(self, plan: StepPlan, slices: Sequence[SequenceSlice]) -> dict[int, list[int]]:
         """See Drafter; a sequence without the state of its last position gets no drafts."""
+        self._known.follow(plan, slices)
+        self._num_idle = 0 if plan.drafts or not plan.slots else self._num_idle + 1
         rows = {index: self._row_before(slices[index]) for index, _ in plan.drafts}
         # Those that want most are first, so that the ones that go on are always the first rows.
         wanted = sorted(plan.drafts, key=lambda each: -each[1])
@@ -166,16 +189,15 @@ class HeadDrafter:
         if not asked:
             return {}
         states = self._states.index_select(0, to_device([rows[i] for i in asked], torch.int64, self._device))
-        ids = states.new_empty(0)
+        ids = to_device([slices[index].tokens[slices[index].start] for index in asked], torch.int64, self._device)
+        firsts = [self._known.first_block(slices[index].slot, slices[index].start - 1) or 0 for index in asked]
 
         def draw_next(depth: int, going: Sequence[int]) -> Tensor:
             nonlocal states, ids
-            if depth:
-                behind = [slices[index].at(slices[index].start + depth - 1) for index in going]
-                batch = self._batches.build(behind, self._no_ids)
-                self._kv_cache.prepare(batch)
-                read = ids[: len(going)], batch.positions, states[: len(going)]
-                states = self._head.forward(*read, self._attention)
+            behind = [slices[index].at(slices[index].start + depth - 1) for index in going]
+            batch = self._batches.build(behind, self._no_ids, firsts[: len(going)])
+            self._kv_cache.prepare(batch)
+            states = self._head.forward(ids[: len(going)], batch.positions, states[: len(going)], self._attention)
             pieces = [slices[index].at(slices[index].start + depth) for index in going]
             ids = draw(self._head.logits(states), wishes(pieces)).ids
             return ids
@@ -183,15 +205,16 @@ class HeadDrafter:
         return draft_by_depth(asked, draw_next)
 
     def _row_before(self, piece: SequenceSlice) -> int | None:
-        """Return where the state before a slice's one position is kept, if it is."""
+        """Return where the state before a slice's one position is kept, if it is and the head can attend from there."""
         kept = self._kept.get(piece.slot)
-        if kept is None or kept.seq_id != piece.seq_id:
+        if kept is None or kept.seq_id != piece.seq_id or self._known.first_block(piece.slot, piece.start - 1) is None:
             return None
         at = piece.start - 1 - kept.first
         return piece.slot * self._num_rows + at if 0 <= at < kept.num else None
 
     def forget(self, blocks: Sequence[int]) -> None:
         """See Drafter; blocks from elsewhere hold the head's K/V, too."""
+        self._known.forget(blocks)
 
     def close(self) -> None:
         """Release weights and states."""
