@@ -297,7 +297,8 @@ def test_a_head_is_loaded_and_quantised_like_the_model() -> None:
     folder = saved("glm4_moe").folder
     _, head = load(folder)
     quantised, its_head = load(folder, quantization="int8")
-    assert run(quantised, its_head, {})[0].ids == run(quantised, None, {})[0].ids
+    plain = run(quantised, None, {})[0].ids
+    assert run(quantised, its_head, {})[0].ids == run(quantised, its_head, {}, max_num_batched_tokens=8)[0].ids == plain
     exact, rounded = states_of(head), states_of(its_head)
     assert 1e-4 < (exact - rounded).abs().mean() < 0.1
 
