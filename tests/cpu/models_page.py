@@ -54,7 +54,7 @@ _FAMILIES = """
 
 By `model_type` of config.json. The engine's tests run chunked, preempted and batched requests; families that differ from
 one that is tested there below the engine only have none of their own. On CUDA, decode steps of all of them are captured as
-CUDA graphs. The last column says which families `tests/gpu/` serves on a GPU.
+CUDA graphs, unless the experts of a layer are stored in different ways. The last column says which families `tests/gpu/` serves on a GPU.
 
 | `model_type` | models | safetensors: configs | engine: configs | GGUF: architectures (files) | tests on a GPU |
 |---|---|---|---|---|---|"""

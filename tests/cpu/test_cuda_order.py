@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -22,12 +24,15 @@ from engine.runtime.attention.table import load_backend
 from engine.runtime.cuda import available
 from engine.runtime.execution.runner import warm_up_plan
 from engine.runtime.layers.parts import LayerAttention
+from engine.runtime.models.load import load_model
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.speculation.draft_model import DraftModel
 from engine.runtime.speculation.drafter import Drafter
 from engine.runtime.speculation.ngram import NgramDrafter
-from tests.cpu.model_driver import CPU, TinyModel, make_runner, request, serve, settings
+from engine.settings.engine_config import EngineConfig
+from tests.cpu.model_driver import CPU, TinyModel, make_runner, request, serve, settings, state_blocks
 from tests.cpu.test_constraint import END, StepGrammar
+from tests.cpu.test_models_families import Case, save_tiny
 from tests.fake_device import CUDA, FakeDevice, Graph, fake_device
 from tests.fake_order import OrderError
 
@@ -106,12 +111,39 @@ def ahead(device: torch.device) -> Said:
     return rows | {("step", i): step.wait().token_ids for i, step in enumerate(steps)}
 
 
+@cache
+def tiny_granite() -> TemporaryDirectory[str]:
+    """A model of one layer with a recurrent state, and one that attends."""
+    folder = TemporaryDirectory()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    layers = {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4, "mamba_d_state": 8}
+    experts = {"num_local_experts": 0, "shared_intermediate_size": 16}
+    save_tiny(Case("GraniteMoeHybridConfig", sizes | layers | experts), Path(folder.name))
+    return folder
+
+
+def recurrent(device: torch.device) -> Said:
+    """Serve a model whose states are gathered from the pool and written there, with drafts that are taken in later."""
+    options = EngineConfig(model=tiny_granite().name, model_impl="quire", dtype="float32")
+    model = load_model(options, device, torch.float32, lambda progress: None)
+    size = state_blocks(model, 4)
+    sizes = {"num_blocks": 20 + 4 * size, "state_blocks": size, "max_num_batched_tokens": 24, "max_model_len": 32}
+    config = settings(**sizes, max_num_seqs=3, num_speculative_tokens=2)
+    runner = make_runner(model, config, "torch", device=device)
+    runner.speculate(NgramDrafter(1, 2))
+    asked = [request(f"r{i}", prompt, max_tokens=6) for i, prompt in enumerate(PROMPTS[:3])]
+    served = serve(model, config, asked, apart=1, runner=runner)
+    runner.close()
+    return dict(served.ids)
+
+
 RUNS: dict[str, Callable[[torch.device], Said]] = {
     "overlapped": lambda device: answers(device, depth=1),
     "one by one": answers,
     "ahead": ahead,
     "n-gram drafts": lambda device: answers(device, drafter=lambda _: NgramDrafter(1, 3)),
     "a draft model": lambda device: answers(device, drafter=draft_model),
+    "recurrent states": recurrent,
 }
 
 

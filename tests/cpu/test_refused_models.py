@@ -89,6 +89,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "nan-step": (GRANITE | {"time_step_limit": [0.0, math.nan]}, "'time_step_limit' is [0.0, nan]; Quire needs two"),
     "endless-step": (GRANITE | {"time_step_limit": [math.inf, math.inf]}, "; Quire needs two numbers"),
     "vast-step": (GRANITE | {"time_step_limit": [0, 10**400]}, "; Quire needs two numbers"),
+    "backward-step": (GRANITE | {"time_step_limit": [-2.0, -1.0]}, "of which the second is 0 or more"),
     "no-group": (
         GRANITE | {"mamba_n_groups": 3},
         "'mamba_n_groups' is 3; Quire needs a number that divides mamba_n_heads, 8",

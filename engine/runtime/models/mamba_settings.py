@@ -119,6 +119,6 @@ def _step_limit(hf: HFConfig) -> tuple[float, float]:
         for each in (values if isinstance(values, (list, tuple)) else ())
     ]
     found = [each for each in found if isinstance(each, (int, float)) and (each == math.inf or abs(each) < _MAX_STEP)]
-    if len(found) != 2 or len(values) != 2 or found[0] > found[1] or found[0] == math.inf:
-        raise hf.error("time_step_limit", "two numbers, of which the second may be infinite")
+    if len(found) != 2 or len(values) != 2 or found[0] > found[1] or found[0] == math.inf or found[1] < 0:
+        raise hf.error("time_step_limit", "two numbers, of which the second is 0 or more, and may be infinite")
     return float(found[0]), float(found[1])
