@@ -50,6 +50,7 @@ from loadtest.workload import Job, text_of
 TURNS, CONTEXT, OUTPUT = 43, 142_000, 444  # medians of agents' sessions; the context is that of the last turn
 _MOST = 1.5  # times the median: the longest session
 _SHARED = 0.06  # of the context: instructions and tools that all sessions begin with
+_LONG = 10  # times as long: two turns that reach the median context, to measure steps
 _START_LIMIT_S, _SETTLED_S = 600.0, 2.0  # of a server; without a new block on the disk
 
 
@@ -308,10 +309,10 @@ def _measure(options: argparse.Namespace, peer: Peer) -> tuple[list[Turn], int]:
 
 
 def _foreseen(options: argparse.Namespace, peer: Peer, turns: Sequence[Turn]) -> list[Turn]:
-    """Return what is foreseen of Quire's turns, from a recording of the first two turns of other sessions."""
+    """Return what is foreseen of Quire's turns, from a recording of other sessions, whose first prompts are long."""
     from loadtest.simulation.fit import fit  # here, because it imports numpy
 
-    seen, others = list[Turn](), [Session(number, options.scale) for number in range(-options.clients, 0)]
+    seen, others = list[Turn](), [Session(number, _LONG * options.scale) for number in range(-options.clients, 0)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recording"
         with _running(options, peer, Path(folder), path) as (server, _):

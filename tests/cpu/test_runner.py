@@ -9,7 +9,9 @@ import torch
 
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.types import FinishReason
+from engine.runtime.execution.ranks import Ranks
 from engine.runtime.execution.runner import warm_up_plan
+from engine.runtime.pool.kv_cache import KVCache
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.model_driver import Served, TinyModel, make_runner, request, serve, settings, solo_greedy
 
@@ -118,6 +120,15 @@ def test_seeded_requests_say_the_same_alone_busy_preempted_and_on_a_hit(depth: i
         for key, ids in alone.items():
             assert served.ids[key] == ids, (key, regime)
     assert num_preemptions > 0
+
+
+def test_other_ranks_copy_the_blocks_that_this_one_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, by_others = list[tuple[int, int]](), list[tuple[int, int]]()
+    monkeypatch.setattr(KVCache, "copy_blocks", lambda _, copies: copied.extend(copies))
+    monkeypatch.setattr(Ranks, "copy", lambda _, copies: by_others.extend(copies))
+    serve(MODEL, settings(), [request("n", PROMPTS[3], n=3, temperature=1.0)])
+    assert len(copied) == 2, "the prompt's last block, for all but one of the answers"
+    assert by_others == copied
 
 
 def test_greedy_choices_are_alike_and_share_a_first_choice_with_n_1() -> None:
