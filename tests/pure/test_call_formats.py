@@ -111,6 +111,7 @@ GOOD = [
     ("granite", f'So. <tool_call> [{{"name": "weather", "arguments": {ROME}}}] Done.', ["So.", CALLED, " Done."]),
     ("granite", f'<|tool_call|>[{{"name": "weather", "arguments": {ROME}', [CALLED]),
     ("granite4", f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>', [CALLED]),
+    ("nemotron_json", f'So.\n<TOOLCALL>[{{"name": "weather", "arguments": {ROME}}}, {{"name": "stop", "arguments": {{}}}}]</TOOLCALL>', ["So.", CALLED, ["stop", "{}"]]),
     ("granite-20b-fc", f'<function_call> {{"name": "weather", "arguments": {ROME}}}<function_call> {{"name": "stop", "arguments": {{}}}}', [CALLED, ["stop", "{}"]]),
     ("llama4_json", f'<|python_start|>{{"name": "weather", "parameters": {ROME}}}<|python_end|>', [CALLED]),
     ("pythonic", '[weather(city="Rome")]', [CALLED]),

@@ -43,6 +43,7 @@ NAMES = [
     "granite",
     "granite-20b-fc",
     "hermes",
+    "nemotron_json",
 ]
 NAMES += ["pythonic", "llama4_pythonic", "olmo3", "lfm2", "harmony"]
 MARKUP = sorted({mark for name in NAMES for mark in TOOL_FORMATS[name].markup} | set(MARKS))
@@ -70,7 +71,7 @@ def call(name: str, function: str, **arguments: Any) -> str:
         "qwen3_coder": f"<tool_call>\n<function={function}>\n{xml}</function>\n</tool_call>",
         "hermes": f"<tool_call>\n{listed}\n</tool_call>",
         "harmony": f"<|channel|>commentary to=functions.{function} <|constrain|>json<|message|>{text}",
-    }.get(name, listed if "granite" in name else f"{function}({python})")
+    }.get(name, listed if name.startswith(("granite", "nemotron")) else f"{function}({python})")
 
 
 AROUND = {  # the texts before, between and after calls
@@ -82,6 +83,7 @@ AROUND = {  # the texts before, between and after calls
     "qwen3_coder": ("", "\n", ""),
     "hermes": ("", "\n", ""),
     "granite": ("<|tool_call|>[", ", ", "]"),
+    "nemotron_json": ("<TOOLCALL>[", ", ", "]</TOOLCALL>"),
     "granite-20b-fc": ("<function_call> ", "\n<function_call> ", ""),
     "pythonic": ("[", ", ", "]"),
     "llama4_pythonic": ("<|python_start|>[", ", ", "]<|python_end|>"),

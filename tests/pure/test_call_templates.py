@@ -82,6 +82,13 @@ TEMPLATES = {
     ),
     "granite": template(call="", **ROLES, tools="{% if tools %}After <|tool_call|> comes a list:{% endif %}" + LISTED)
     .replace("{% if m.tool_calls %}", "{% if false %}"),
+    "nemotron_json": template(
+        "<SPECIAL_11>User\n",
+        "<SPECIAL_11>Assistant\n",
+        f'{{{{ \'{{"name": "\' + c.function.name + \'", "arguments": \' }}}}{OBJECT}{{{{ "}}" + (", " if not loop.last else "") }}}}',
+        around="<TOOLCALL>[@]</TOOLCALL>",
+        result="<SPECIAL_11>User\n<TOOL_RESPONSE>[{{ m.content }}]</TOOL_RESPONSE>",
+    ),
     "hermes": template(
         call='\n<tool_call>\n{{ {"name": c.function.name, "arguments": c.function.arguments} | tojson }}\n</tool_call>',
         **ROLES,
@@ -219,6 +226,7 @@ def test_deepseeks_template_lists_no_tools_so_the_system_message_does() -> None:
         ("<tool_call> <|start_of_role|> </tool_call>", "hermes"),
         ("<|tool_call|>", "json"),
         ("<function_call>", "granite-20b-fc"),
+        ("<TOOLCALL>[]</TOOLCALL>", "nemotron_json"),
         ('<|header_start|> [func_name1(a=1)] "parameters"', "llama4_pythonic"),
         ('<|header_start|> "parameters"', "llama4_json"),
         ('<|start_header_id|> "parameters"', "llama3_json"),

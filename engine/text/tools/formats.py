@@ -7,7 +7,7 @@ import uuid
 from engine.text.tools.gemma_calls import GEMMA4
 from engine.text.tools.glm_calls import GLM45
 from engine.text.tools.harmony import HARMONY
-from engine.text.tools.json_calls import GRANITE, GRANITE_FC, HERMES, JSON, LLAMA3, LLAMA4, MISTRAL
+from engine.text.tools.json_calls import GRANITE, GRANITE_FC, HERMES, JSON, LLAMA3, LLAMA4, MISTRAL, NEMOTRON
 from engine.text.tools.python_calls import LFM2, LLAMA4_PYTHONIC, OLMO3, PYTHONIC
 from engine.text.tools.section_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
 from engine.text.tools.tool_format import ToolFormat
@@ -24,6 +24,7 @@ _FORMATS = (
     QWEN3_CODER,
     GRANITE,
     GRANITE_FC,
+    NEMOTRON,
     HERMES,
     LLAMA4_PYTHONIC,
     PYTHONIC,

@@ -77,7 +77,7 @@ class JsonFormat(ToolFormat):
             return None
         opening, closing = (literal(mark, special_tokens) if mark else "" for mark in self.marks[0])
         if self.is_listed:
-            lines = [f'calls: {opening} "[" {repeated("call", ", ", max_calls - 1)} "]"']
+            lines = [f'calls: {opening} "[" {repeated("call", ", ", max_calls - 1)} "]" {closing}']
         elif closing:
             lines = [
                 f"calls: {repeated('one', chr(10), max_calls - 1)}",
@@ -107,7 +107,7 @@ class JsonFormat(ToolFormat):
         written = [json.dumps(call, ensure_ascii=False) for call in named]
         opening, closing = self.marks[0]
         if self.is_listed:
-            return f"{opening}[{', '.join(written)}]"
+            return f"{opening}[{', '.join(written)}]{closing}"
         return "\n".join(f"{opening}\n{call}\n{closing}" if closing else f"{opening} {call}" for call in written)
 
 
@@ -127,6 +127,12 @@ GRANITE = JsonFormat(
     name="granite",  # 3.x; 4 writes as Hermes does
     signs=("<|tool_call|>", "<|start_of_role|>"),
     marks=(("<|tool_call|>", ""), ("<tool_call>", "")),
+    is_listed=True,
+)
+NEMOTRON = JsonFormat(
+    name="nemotron_json",  # Nemotron Nano 2; 3 writes as Qwen3-Coder does
+    signs=("<TOOLCALL>",),
+    marks=(("<TOOLCALL>", "</TOOLCALL>"),),
     is_listed=True,
 )
 GRANITE_FC = JsonFormat(name="granite-20b-fc", signs=("<function_call>",), marks=(("<function_call>", ""),))
