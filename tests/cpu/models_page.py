@@ -189,8 +189,8 @@ def _methods() -> Iterator[Sequence[str]]:
             models[_method(packing.config)].append(name)
     for name, config in test_moe_stored.METHODS.items():
         models[_method(config)].append(f"experts of {name}")
-    for name, (_, packing) in test_moe_stored.HYBRIDS.items():
-        models[_method(packing.config)].append(name)
+    for name, (_, packing) in test_moe_stored.WHOLE.items():
+        models[_method(packing.config)].append(name.partition("/")[0])
     for method in READERS:
         yield f"`{method}`", ", ".join(matrices[method]), ", ".join(models[method])
 

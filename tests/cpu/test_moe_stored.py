@@ -93,30 +93,54 @@ HYBRIDS = {
     "nemotron_h": (wide("nemotron_h", intermediate_size=192, **NEMOTRON), GPTQ),
     "nemotron_h-latent": (wide("nemotron_h-latent", moe_latent_size=64, intermediate_size=192, **NEMOTRON), FP8),
 }
+WIDE = {"moe_intermediate_size": 192, "intermediate_size": 192}
+DELTA = KINDS | WIDE | {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 64}
+MIXTURES = {  # each in each format, with its experts one by one and all its projections
+    "qwen3_5-moe": wide("qwen3_5-moe", **DELTA),
+    "qwen3_next": wide("qwen3_next", **DELTA),
+    "lfm2-moe": wide("lfm2-moe", **WIDE, layer_types=["conv", "full_attention"], num_dense_layers=1),
+    "gemma4-moe": wide("gemma4-moe", **WIDE, layer_types=["sliding_attention", "full_attention"]),
+}
+FORMATS = {"awq": AWQ, "fp8": FP8, "gptq": GPTQ, "mxfp4": packers.mxfp4()}
+WHOLE = HYBRIDS | {f"{name}/{end}": (case, each) for name, case in MIXTURES.items() for end, each in FORMATS.items()}
 METHODS = {"gpt-oss": MXFP4, **{name: packing.config for name, (_, packing) in PACKED.items()}}  # of the models here
 
 
+def modules_of(key: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The matrices of a tensor, by the names of their modules: of a stack of experts one by one."""
+    if tensor.dim() == 2:
+        return {key.removesuffix(".weight"): tensor}
+    stem, _, matrix = key.rpartition(".")
+    names = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
+    return {
+        f"{stem}.{expert}.{name}": rows
+        for expert, whole in enumerate(tensor)
+        for name, rows in zip(names, whole.chunk(len(names)), strict=True)
+    }
+
+
 def save_packed(name: str, packed_folder: Path, plain_folder: Path) -> None:
-    """Save a mixture whose experts are packed one by one, or a hybrid with all projections packed; and the same dequantised."""
-    case, packing = (PACKED | HYBRIDS)[name]
+    """Save a mixture whose experts are packed one by one, or a model with all projections packed; and the same dequantised."""
+    case, packing = (PACKED | WHOLE)[name]
     for folder in (packed_folder, plain_folder):
         save_tiny(case, folder)
     plain, packed, rng = load_file(plain_folder / "model.safetensors"), {}, np.random.default_rng(0)
     for key, tensor in sorted(plain.items()):
-        module = key.removesuffix(".weight")
-        is_meant = "_proj" in key or "_linear" in key if name in HYBRIDS else "expert" in key and tensor.shape[0] > 1
-        if not is_meant or tensor.dim() != 2:
+        is_expert = "expert" in key and tensor.shape[0] > 1 and not key.endswith(("bias", "scale"))
+        is_meant = is_expert or (name in WHOLE and ("_proj" in key or "_linear" in key))
+        if not is_meant or tensor.dim() == 1 or (tensor.dim() == 3 and ".experts." not in key):
             packed[key] = tensor
             continue
-        parts, weight = packing.pack(rng, *tensor.shape)
-        packed |= {module + ending: part.contiguous() for ending, part in parts.items()}
-        plain[key] = torch.from_numpy(weight.copy()).float()
+        for module, matrix in modules_of(key, tensor).items():
+            parts, weight = packing.pack(rng, *matrix.shape)
+            packed |= {module + ending: part.contiguous() for ending, part in parts.items()}
+            matrix.copy_(torch.from_numpy(weight.copy()))
     save_file(plain, plain_folder / "model.safetensors")
     save_file(packed, packed_folder / "model.safetensors")
     with_method(packed_folder, packing.config)
 
 
-@pytest.mark.parametrize("name", [*PACKED, *HYBRIDS])
+@pytest.mark.parametrize("name", [*PACKED, *WHOLE])
 def test_packed_modules_one_by_one(name: str, tmp_path: Path) -> None:
     """Every module has scales, zeros and an order of inputs for itself."""
     packed_folder, plain_folder = tmp_path / "packed", tmp_path / "plain"
