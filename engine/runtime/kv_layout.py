@@ -30,6 +30,7 @@ PEAKS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the types of narrow p
 # Least peak of a row. Smaller ones, such as zeros, are stored as if they had it; otherwise the scale or its inverse
 # would not be a normal float32.
 SMALLEST_PEAK = 2.0**-116
+LINE = 64  # bytes to which the pieces of a recurrent state are aligned in a block
 CHUNK = 64  # positions of a prompt that kernels of recurrent layers compute together
 _LATENT_RANGE = 257.0  # how much larger than a latent the numbers beside it may be without its losing digits
 

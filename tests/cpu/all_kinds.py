@@ -69,6 +69,8 @@ _MORE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _DELTA),
     "granitemoehybrid": {"layer_types": _HYBRID} | _MAMBA,
     "bamba": {"attn_layer_indices": [1, 3]} | _MAMBA,
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
+    "falcon_h1": {"mamba_d_ssm": 128} | _MAMBA,
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
         "sliding_window": None,

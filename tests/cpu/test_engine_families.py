@@ -25,7 +25,16 @@ PROMPTS = [[_random.randrange(3, 128) for _ in range(length)] for length in (1, 
 # the longest length served, as K and V of a cached prefix must fit whatever follows it.
 LENGTH_DEPENDENT = "phi3-longrope-long"
 RECURRENT = ("qwen3_5", "lfm2", "granitemoehybrid-mamba", "granitemoehybrid-mamba-dense")  # see test_recurrent.py
-RECURRENT += ("bamba", "nemotron_h", "nemotron_h-latent")
+RECURRENT += (
+    "lfm3",
+    "lfm3-ungated",
+    "bamba",
+    "mamba2",
+    "falcon_h1",
+    "falcon_h1-normed",
+    "nemotron_h",
+    "nemotron_h-latent",
+)
 # Mixtures of experts differ below the engine only.
 ALIKE = ("qwen3-moe", "qwen3-moe-not-normalised", "mixtral", "olmoe", "granitemoe", "glm4-moe", "glm4-moe-air")
 ALIKE += ("glm4_moe_lite", "deepseek_v2", "deepseek_v2-lite", "deepseek_v3-halves-biased", "lfm2-biased", "lfm2-moe")

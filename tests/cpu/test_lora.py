@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_attention import NUM_BLOCKS, make_batch, make_tables
 from test_native_decoder import Piecewise
 
-from engine.core.errors import AdapterLoadError, AdapterNotFoundError
+from engine.core.errors import AdapterLoadError, AdapterNotFoundError, ConfigError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.runtime.attention.table import load_backend
@@ -32,9 +32,10 @@ from engine.runtime.speculation.ngram import NgramDrafter
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from tests.cpu import test_models_families as families
+from tests.cpu import test_weights_gguf as gguf
 from tests.cpu.dense_attention import DenseAttention
 from tests.cpu.lora_folders import load_adapter, merge, save_adapter
-from tests.cpu.model_driver import make_runner, request, serve, settings
+from tests.cpu.model_driver import make_runner, request, serve, settings, state_blocks
 
 CPU = torch.device("cpu")
 NAMES = (
@@ -123,9 +124,7 @@ def test_what_is_added_is_what_merged_weights_have_more(name: str, tmp_path: Pat
     assert min((apart[i] - apart[j]).abs().max() for i, j in ((0, 1), (0, 2), (1, 2))) > 0.05
 
 
-DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj")
-
-
+DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj")
 MAMBA = ("in_proj", "out_proj", "q_proj", "up_proj", "down_proj")
 
 
@@ -136,12 +135,25 @@ MAMBA = ("in_proj", "out_proj", "q_proj", "up_proj", "down_proj")
         ("lfm2", ("in_proj", "out_proj", "w1", "w2")),
         ("granitemoehybrid-mamba", MAMBA),
         ("nemotron_h", MAMBA),
+        ("falcon_h1", (*MAMBA, "o_proj", "gate_proj")),
+        ("mamba2", MAMBA),
+        ("lfm3", ("in_proj", "out_proj", "g_proj", "v_proj", "w1", "w2")),
+        ("gguf/qwen35", DELTA),
+        ("gguf/qwen3next", (*DELTA, "in_proj_ba")),
+        ("gguf/granitehybrid", MAMBA),
+        ("gguf/lfm2", ("in_proj", "out_proj", "w1", "w2")),
     ],
 )
 def test_adapters_change_layers_with_recurrent_state(name: str, targets: Sequence[str], tmp_path: Path) -> None:
-    theirs = families.save_tiny(families.CASES[name], tmp_path / "model")
+    """Of checkpoints, and of files, in which some heads are in another order."""
+    arch = name.removeprefix("gguf/")
+    case, names, extra = gguf.ARCHITECTURES[arch] if arch != name else (families.CASES[name], {}, {})
+    theirs = families.save_tiny(case, tmp_path / "model")
     folder = save_adapter(theirs, tmp_path / "all", targets=targets)
-    model = families.load(tmp_path / "model")
+    path = tmp_path / "model"
+    if arch != name:
+        path = gguf.write(tmp_path / "a.gguf", arch, theirs.config, gguf.convert(theirs, arch, names), **extra)
+    model = families.load(path)
     adapter, ids = load_adapter(model, folder), torch.arange(3, 3 + LENGTH)
     with torch.inference_mode():
         plain = theirs(ids[None], use_cache=False).logits[0]
@@ -151,6 +163,29 @@ def test_adapters_change_layers_with_recurrent_state(name: str, targets: Sequenc
         found = model.logits(model.forward(ids, torch.arange(LENGTH), attention, adapters=rows))
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
     assert (found - plain).abs().max() > 0.1
+    size = state_blocks(model, 4)
+    config = settings(num_blocks=60 + 4 * size, max_model_len=64, state_blocks=size)
+    asked = [request(of, ids.tolist(), adapter=adapter if of else None, logprobs=1) for of in ("", "all")]
+    answers = serve(model, config, asked)  # in the native library, beside a row without an adapter
+    answer = answers.ids["all", 0]
+    with torch.inference_mode():
+        rows = (
+            theirs(torch.tensor([[*ids.tolist(), *answer]]), use_cache=False).logits[0, LENGTH - 1 : -1].log_softmax(-1)
+        )
+    told = [each.logprob for event in answers.events["all", 0] for each in event.logprobs or ()]
+    torch.testing.assert_close(
+        torch.tensor(told), rows.gather(1, torch.tensor(answer)[:, None])[:, 0], atol=2e-4, rtol=0
+    )
+
+
+def test_a_file_with_the_models_multipliers_in_its_matrices_takes_no_adapters(tmp_path: Path) -> None:
+    case, names, extra = gguf.ARCHITECTURES["falcon-h1"]
+    theirs = families.save_tiny(case, tmp_path / "model")
+    path = gguf.write(
+        tmp_path / "a.gguf", "falcon-h1", theirs.config, gguf.convert(theirs, "falcon-h1", names), **extra
+    )
+    with pytest.raises(ConfigError, match="multipliers in its matrices, which adapters come before"):
+        families.load(path, allow_runtime_lora_updating=True)
 
 
 def test_an_adapter_of_a_model_inside_another_is_the_same(tmp_path: Path) -> None:

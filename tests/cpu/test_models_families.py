@@ -111,6 +111,23 @@ MAMBA = {
     "mamba_n_groups": 2,
     "mamba_d_state": 16,
 }
+FALCON_H1 = {
+    "head_dim": 24,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 5.6,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9,
+    "key_multiplier": 0.4,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.6, 0.8, 1.4, 0.5, 1.7],
+    "mlp_multipliers": [1.6, 0.5],
+    "lm_head_multiplier": 0.4,
+}
+MAMBA2 = {"num_heads": 8, "head_dim": 16, "n_groups": 4, "state_size": 16, "use_bias": True}
 NEMOTRON = {
     "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "moe"],
     "head_dim": 16,
@@ -142,6 +159,12 @@ LFM2 = {
     "tie_word_embeddings": True,
 }
 
+LFM3 = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "sliding_window": 8,
+    "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+}
 GEMMA4 = {
     "head_dim": 16,
     "global_head_dim": 32,
@@ -281,6 +304,14 @@ CASES = {
         | {"attn_layer_indices": [1], "mamba_n_groups": 1, "mamba_d_state": 8}
         | {"time_step_limit": [0.9, 1.3], "mlp_bias": True},
     ),
+    "falcon_h1": Case("FalconH1Config", FALCON_H1),
+    "falcon_h1-normed": Case(
+        "FalconH1Config",
+        FALCON_H1
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False, "mamba_d_ssm": None}
+        | {"time_step_limit": [0.9, 1.3], "tie_word_embeddings": True},
+    ),
+    "mamba2": Case("Mamba2Config", MAMBA2),
     "nemotron_h": Case("NemotronHConfig", NEMOTRON),
     "nemotron_h-latent": Case(
         "NemotronHConfig",
@@ -306,6 +337,11 @@ CASES = {
     "lfm2-moe": Case(
         "Lfm2MoeConfig",
         LFM2 | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5},
+    ),
+    "lfm3": Case("Lfm3Config", LFM3),
+    "lfm3-ungated": Case(
+        "Lfm3Config",
+        LFM3 | {"use_attention_gate": False, "conv_bias": True, "conv_L_cache": 3, "tie_word_embeddings": False},
     ),
     "gemma3n": Case(
         "Gemma3nTextConfig",

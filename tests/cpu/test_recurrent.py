@@ -27,7 +27,7 @@ from tests.cpu.model_driver import Served, TinyModel, make_runner, request, serv
 from tests.cpu.test_models_families import CASES, Case, load, save_tiny
 from tests.cpu.test_speculation import Prophet, draft_model
 
-NAMES = ("qwen3_5", "granitemoehybrid-mamba", "lfm2", "nemotron_h-latent")
+NAMES = ("qwen3_5", "granitemoehybrid-mamba", "lfm2", "nemotron_h-latent", "falcon_h1", "mamba2", "lfm3")
 _random = random.Random(5)
 LONG = [_random.randrange(3, 128) for _ in range(100)]
 PROMPTS = [LONG, [*LONG[:70], *LONG[:20]], LONG[30:90], LONG[:31], LONG[:5]]

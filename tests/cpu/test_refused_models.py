@@ -28,6 +28,7 @@ from tests.patience import PATIENCE_S
 LLAMA = SIZES | {"model_type": "llama", "rms_norm_eps": 1e-5, "architectures": ["LlamaForCausalLM"]}
 QWEN3_5 = Case("Qwen3_5TextConfig").build().to_dict()
 NEMOTRON = CASES["nemotron_h"].build().to_dict()
+FALCON_H1 = CASES["falcon_h1"].build().to_dict()
 GRANITE = CASES["granitemoehybrid-mamba"].build().to_dict()
 
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
@@ -53,10 +54,6 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "no-method": (
         LLAMA | {"quantization_config": {"bits_per_weight": 4}},
         "quantization_config: 'quant_method' is missing; serve the checkpoint",
-    ),
-    "granite-of-mamba": (
-        LLAMA | {"model_type": "granitemoehybrid", "layer_types": ["mamba"] * 3},
-        "'layer_types' is ['mamba', 'mamba', 'mamba']; Quire needs a layer with attention",
     ),
     "other-layers": (LLAMA | {"model_type": "granitemoehybrid", "layer_types": ["rwkv"]}, "layers of type rwkv"),
     "falcon": (transformers.FalconConfig().to_dict(), "'falcon' has attention that transformers cannot exchange"),
@@ -103,15 +100,22 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
             "sliding_window": 8,
             "n_groups": 3,
             "n_shared_experts": 2,
-            "layers_block_type": ["mamba", "mlp"],
+            "layers_block_type": ["mlp", "mlp"],
             "conv_kernel": 1,
             "time_step_limit": [0.0, 0.1],
         }.items()
     },
-    "bamba-of-mamba": (
-        CASES["bamba"].build().to_dict() | {"attn_layer_indices": [7]},
-        "'attn_layer_indices' is [7]; Quire needs a layer with attention",
-    ),
+    **{
+        f"falcon-{key}": (FALCON_H1 | {key: value}, f"{key!r} is {value!r}")
+        for key, value in {
+            "projectors_bias": True,
+            "mlp_multipliers": [1.0, 0.0],
+            "ssm_multipliers": [1.0],
+            "key_multiplier": -1.0,
+        }.items()
+    },
+    "norm-before-gate": (FALCON_H1 | {"mamba_rms_norm": True}, "'mamba_norm_before_gate' is True; Quire needs false"),
+    "one-norm": (CASES["lfm3"].build().to_dict() | {"use_sandwich_norm": False}, "'use_sandwich_norm' is False"),
     "no-kind": ({key: value for key, value in LLAMA.items() if key != "model_type"}, "'model_type' is missing"),
 }
 

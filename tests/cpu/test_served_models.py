@@ -58,7 +58,9 @@ def test_it_says_what_generate_says(name: str, tmp_path: Path) -> None:
     check_served(save_servable(CASES[name], tmp_path), tmp_path, in_a_daemon if name == "gpt2" else offline)
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid-mamba", "nemotron_h", "qwen3_next", "lfm2-moe"])
+@pytest.mark.parametrize(
+    "name", ["granitemoehybrid-mamba", "nemotron_h", "qwen3_next", "lfm2-moe", "falcon_h1", "mamba2", "lfm3"]
+)
 def test_a_daemon_says_what_generate_says(name: str, tmp_path: Path) -> None:
     check_served(save_servable(NATIVE[name], tmp_path), tmp_path, in_a_daemon)
 

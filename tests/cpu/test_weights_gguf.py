@@ -100,11 +100,16 @@ NEMOTRON_NAMES = {
     "mixer.shared_experts.down_proj": "ffn_down_shexp",
     **{f"mixer.{role}_proj": f"attn_{role if role != 'o' else 'output'}" for role in "qkvo"},
 }
+FALCON_H1_NAMES = {
+    "model.final_layernorm": "output_norm",
+    "pre_ff_layernorm": "ffn_norm",
+    **{f"feed_forward.{role}_proj": f"ffn_{role}" for role in ("gate", "up", "down")},
+}
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 SANDWICH = AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
 
 OFFSET = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")  # whose norms are stored as 1 + weight
-INTERLEAVED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "smollm3")
+INTERLEAVED = ("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "granite_swa", "smollm3")
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}
 GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.1}
 BEFORE_MLP = {"post_attention_layernorm": "post_attention_norm"}
@@ -158,6 +163,63 @@ def granite_hybrid(name: str, **extra: Any) -> tuple[Case, dict[str, str], dict[
     }  # fmt: skip
 
 
+def falcon_h1(name: str) -> tuple[Case, dict[str, str], dict[str, Any]]:
+    """Falcon-H1's metadata; files have no bounds of steps."""
+    case = Case(
+        CASES[name].config,
+        CASES[name].settings | {"time_step_limit": (0.0, float("inf")), "tie_word_embeddings": False},
+    )
+    config = case.build()
+    return case, FALCON_H1_NAMES, {
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.inner_size": config.mamba_d_head * config.mamba_n_heads,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.time_step_rank": config.mamba_n_heads,
+        "ssm.group_count": config.mamba_n_groups,
+    }  # fmt: skip
+
+
+def multiplied(name: str, values: np.ndarray, config: Any) -> np.ndarray:
+    """Falcon-H1's matrices, into which the converter multiplies what the model multiplies their results by."""
+    into, groups = config.attention_in_multiplier, config.mamba_n_groups * config.mamba_d_state
+    width = config.mamba_d_head * config.mamba_n_heads
+    rows = np.repeat(config.ssm_multipliers, (width, width, groups, groups, config.mamba_n_heads))[:, None]
+    factors = {
+        "embed_tokens.weight": config.embedding_multiplier,
+        "lm_head.weight": config.lm_head_multiplier,
+        "q_proj.weight": into,
+        "k_proj.weight": into * config.key_multiplier,
+        "v_proj.weight": into,
+        "o_proj.weight": config.attention_out_multiplier,
+        "in_proj.weight": rows * config.ssm_in_multiplier,
+        "out_proj.weight": config.ssm_out_multiplier,
+        "gate_proj.weight": config.mlp_multipliers[0],
+        "down_proj.weight": config.mlp_multipliers[1],
+    }
+    return np.float32(values * factors.get(".".join(name.split(".")[-2:]), 1.0))
+
+
+def bamba() -> tuple[Case, dict[str, str], dict[str, Any]]:
+    """Bamba's metadata, which is Granite's without multipliers."""
+    case = Case(CASES["bamba"].config, CASES["bamba"].settings | {"time_step_limit": (0.0, float("inf"))})
+    extra = {key: value for key, value in granite_hybrid("granitemoehybrid-mamba-dense")[2].items() if "ssm" in key}
+    sizes = {"ssm.conv_kernel": 4, "ssm.state_size": 8, "attention.head_count_kv": [0, 2, 0]}
+    return case, FALCON_H1_NAMES, extra | sizes | {"rope.dimension_count": 8, "rope.scaling.finetuned": True}
+
+
+def granite_swa(name: str, **extra: Any) -> tuple[Case, dict[str, str], dict[str, Any]]:
+    """Granite's metadata with windows: one rope base, and the layers that have it."""
+    case = Case(CASES[name].config, CASES[name].settings | {"layer_rope_theta": [10_000.0, 0, 10_000.0]})
+    return case, {}, {
+        **GRANITE,
+        "logit_scale": 6.0,
+        "attention.sliding_window": 8,
+        "attention.sliding_window_pattern": [False, True, True],
+        "attention.rope_pattern": [True, False, True],
+        **extra,
+    }  # fmt: skip
+
+
 def nemotron(name: str, **settings: Any) -> tuple[Case, dict[str, str], dict[str, Any]]:
     """Nemotron's metadata; files have no bounds of steps, and one kind of feed-forward."""
     case = Case(CASES[name].config, CASES[name].settings | {"time_step_min": 1e-9} | settings)
@@ -200,7 +262,8 @@ GEMMA4_NAMES = SANDWICH | {
     "post_feedforward_layernorm_2": "post_ffw_norm_2",
     "router.proj": "ffn_gate_inp",
 }
-GEMMA4_IN_LAYER = {
+WHOLE_IN_LAYER = {
+    "pre_ff_layernorm.weight": "ffn_norm",
     "altup.correct_output_scale": "altup_correct_scale.weight",
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
@@ -367,8 +430,27 @@ ARCHITECTURES: dict[str, tuple[Case, dict[str, str], dict[str, Any]]] = {
         {**EXPERTS, **GRANITE, "logit_scale": 6.0, "expert_shared_feed_forward_length": 40},
     ),
     "granitemoe/dense": (CASES["granite"], {}, {**GRANITE, "logit_scale": 8.0}),
+    "granite_swa": granite_swa("granite_swa"),
+    "granite_swa/experts": granite_swa("granitemoe_swa", **EXPERTS, expert_shared_feed_forward_length=40),
+    "granitehybrid/bamba": bamba(),
     "granitehybrid": granite_hybrid("granitemoehybrid-mamba"),
     "granitehybrid/dense": granite_hybrid("granitemoehybrid-mamba-dense"),
+    "falcon-h1": falcon_h1("falcon_h1"),
+    "falcon-h1/normed": falcon_h1("falcon_h1-normed"),
+    "mamba2": (
+        CASES["mamba2"],
+        NEMOTRON_NAMES,
+        {
+            "attention.head_count_kv": 0,
+            "attention.key_length": 16,
+            "feed_forward_length": 0,
+            "ssm.conv_kernel": 4,
+            "ssm.inner_size": 128,
+            "ssm.state_size": 16,
+            "ssm.time_step_rank": 8,
+            "ssm.group_count": 4,
+        },
+    ),
     "nemotron_h": nemotron(
         "nemotron_h", layers_block_type=["linear_attention", "mlp", "linear_attention", "full_attention"]
     ),
@@ -425,15 +507,16 @@ def write(
     """A GGUF file, as llama.cpp's converter would lay it out; with `part_tensors`, files of so many tensors each."""
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=part_tensors)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(getattr(config, "max_position_embeddings", 1 << 20))
     writer.add_embedding_length(config.hidden_size)
     if "feed_forward_length" not in extra:
         writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count(getattr(config, "num_attention_heads", 0))
     if "attention.head_count_kv" not in extra:
         writer.add_head_count_kv(config.num_key_value_heads)
     if "attention.layer_norm_epsilon" not in extra:
-        writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
+        found = (getattr(config, f"{name}_eps", None) for name in ("norm", "rms_norm"))
+        writer.add_layer_norm_rms_eps(next(filter(None, found), 1e-5))
     if "attention.key_length" not in extra:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         writer.add_key_length(head_dim)
@@ -472,7 +555,9 @@ def convert(model: torch.nn.Module, arch: str, names: Mapping[str, str]) -> dict
         if stack:
             stored[f"{ours}.weight"] = (np.stack(stack), Kind.F32)
     for name, parameter in model.state_dict().items():
-        values = parameter.detach().numpy()
+        name, values = name.replace("backbone.", "model."), parameter.detach().numpy()
+        if arch == "falcon-h1":
+            values = multiplied(name, values, model.config)
         if name.startswith("model.altup_"):
             continue
         if not name.startswith("model.layers."):
@@ -488,16 +573,16 @@ def convert(model: torch.nn.Module, arch: str, names: Mapping[str, str]) -> dict
 def converted_in_layer(
     name: str, values: np.ndarray, config: Any, arch: str, table: Mapping[str, str]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    if arch in ("gemma3n", "gemma4") and name in GEMMA4_IN_LAYER:
-        yield GEMMA4_IN_LAYER[name], values
+    if name in (WHOLE_IN_LAYER if arch in ("gemma3n", "gemma4", "falcon-h1") else ()):
+        yield WHOLE_IN_LAYER[name], values
         return
     if ".experts." in name:
         yield from experts_of(name, values, arch)
         return
     if name == "shared_mlp.input_linear.weight":
-        ending = table["shared_mlp.output_linear"].removeprefix("ffn_down")
-        yield f"ffn_gate{ending}.weight", values[: len(values) // 2]
-        yield f"ffn_up{ending}.weight", values[len(values) // 2 :]
+        ending, half = table["shared_mlp.output_linear"].removeprefix("ffn_down"), len(values) // 2
+        parts = {"up": values} if arch == "granite_swa" else {"gate": values[:half], "up": values[half:]}
+        yield from ((f"ffn_{part}{ending}.weight", rows) for part, rows in parts.items())
         return
     if name == "self_attn.sinks":
         yield "attn_sinks.weight", values
@@ -588,6 +673,9 @@ def experts_of(name: str, values: np.ndarray, arch: str) -> Iterator[tuple[str, 
         return
     if "gate_up_proj" not in name:
         yield f"ffn_up_exps.{ending}", values
+        return
+    if arch == "granite_swa":
+        yield "ffn_gate_up_exps.weight", values
         return
     half = values.shape[1] // 2
     yield f"ffn_gate_exps.{ending}", values[:, ::2] if arch == "gpt-oss" else values[:, :half]

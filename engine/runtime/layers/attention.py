@@ -23,6 +23,7 @@ from engine.runtime.native.library import PartArgs
 from engine.runtime.native.structs import mirror
 
 _BY_HEAD, _FULL = 1, 2  # norms of queries and keys, as in attention.c
+_GATED, _GATED_BY_HEAD = 1, 2  # gates, likewise
 
 
 _PLAN: Plan = {
@@ -30,6 +31,7 @@ _PLAN: Plan = {
     "k_proj": colwise("kv_heads"),
     "v_proj": colwise("kv_heads"),
     "qkv_proj": colwise("heads", "kv_heads", "kv_heads"),
+    "g_proj": colwise("heads"),
     "o_proj": rowwise("heads"),
     "sinks": colwise("heads"),
 }
@@ -56,11 +58,14 @@ class Attention:
             heads = replace(heads, num_kv_heads=0)
         self._state, self._num_heads = state, heads.num_heads
         self._heads = heads.num_heads + heads.num_kv_heads  # the heads that are normalised and rotated
-        self._shape, self._is_gated = (-1, self._heads + heads.num_kv_heads, heads.head_dim), heads.is_gated
+        self._shape = (-1, self._heads + heads.num_kv_heads, heads.head_dim)
+        self._gates = _GATED_BY_HEAD * heads.has_head_gates or _GATED * heads.is_gated
         width, kv_width = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         rows = {"q_proj": width * (1 + heads.is_gated)}
         if source is None:
             rows |= {"k_proj": kv_width, "v_proj": kv_width}
+        if heads.has_head_gates:
+            rows["g_proj"] = heads.num_heads
         if config.merged_checkpoint:
             rows = {"qkv_proj": sum(rows.values())}
         self._qkv = make.linear(rows, num_inputs or config.hidden_size, bias=config.qkv_bias, place=AdaptedMatrix.QKV)
@@ -108,7 +113,7 @@ class Attention:
         The tensors that `attention` gets are views into wider rows: a token's heads are contiguous, tokens are not.
         """
         qkv, gate = adapted(self._qkv, AdaptedMatrix.QKV, x, adapters), None
-        if self._is_gated:
+        if self._gates:
             qkv, gate = self._split(qkv)
         qkv = qkv.view(self._shape)
         qk = qkv[:, : self._heads]
@@ -134,7 +139,10 @@ class Attention:
         return out.flatten(1), gate
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries, keys and values without gates between, and the gates [T, width]."""
+        """Return queries, keys and values without gates, and the gates [T, width]."""
+        if self._gates == _GATED_BY_HEAD:
+            gates = projected[:, -self._num_heads :]
+            return projected[:, : -self._num_heads], gates.repeat_interleave(self._shape[2], 1)
         width = self._num_heads * self._shape[2]
         q, gate = projected[:, : 2 * width].unflatten(1, (self._num_heads, 2, -1)).unbind(2)
         return torch.cat((q.flatten(1), projected[:, 2 * width :]), 1), gate.flatten(1)
@@ -150,7 +158,7 @@ class Attention:
             return None
         num_kv_heads, head_dim = self._shape[1] - self._heads, self._shape[2]
         self._args = AttentionArgs(scores=scores_args(self.states[0]), num_kv_heads=num_kv_heads, head_dim=head_dim)
-        self._args.clip, self._args.is_gated = self._clip or 0.0, self._is_gated
+        self._args.clip, self._args.gates = self._clip or 0.0, self._gates
         norm = self._head_norm or self._full_norm
         if norm is not None:
             self._args.qk_norm = _FULL if norm is self._full_norm else _BY_HEAD

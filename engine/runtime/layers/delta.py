@@ -74,18 +74,17 @@ class DeltaNet:
         if self._moves is not None:
             order = np.argsort(np.concatenate([to + np.arange(num) for _, to, num in self._moves]))
             self._order = torch.from_numpy(order).to(make.device)
-        # Adapters know the order of heads in the checkpoint that a file with another was made from.
-        adaptable = (AdaptedMatrix.QKV, AdaptedMatrix.Q_B, AdaptedMatrix.O)
-        places = (None, None, None) if delta.is_tiled else adaptable
-        self._in = make.linear(rows, config.hidden_size, place=places[0])
+        self._in = make.linear(rows, config.hidden_size, place=AdaptedMatrix.QKV)
         # Checkpoints often leave these as floats: in one matrix with the others, all would be.
-        self._gates = make.linear(gates, config.hidden_size, place=places[1])
+        self._gates = make.linear(gates, config.hidden_size, place=AdaptedMatrix.Q_B)
         self._conv = make.tensor("conv1d.weight", delta.channels, 1, delta.kernel, dtype=torch.float32)
         self._decay = make.tensor("A_log", delta.num_v_heads, dtype=torch.float32)
         make.loads.append(Load({}, lambda _: self._decay.exp_().neg_()))
         self._bias = make.tensor("dt_bias", delta.num_v_heads, dtype=torch.float32)
         self._norm = make.tensor("norm.weight", delta.v_dim, dtype=torch.float32)
-        self._o = make.linear({"out_proj": config.hidden_size}, width, place=places[2])
+        self._o = make.linear({"out_proj": config.hidden_size}, width, place=AdaptedMatrix.O)
+        if delta.is_tiled and make.shards is None:
+            _reorder(delta, make)
         sizes = (delta.num_v_heads, delta.k_dim, delta.v_dim, delta.channels, delta.kernel, sum(self._widths))
         self.states = (matrix_state(make, *sizes),)
 
@@ -167,6 +166,19 @@ class DeltaNet:
         if self._moves is not None:
             self._args.moves, self._args.num_moves = self._moves.ctypes.data, len(self._moves)
         return describe_part("delta", (LinearArgs(), self._o.args), self._args)
+
+
+def _reorder(delta: DeltaConfig, make: Maker) -> None:
+    """Note the order of heads: adapters have that of the checkpoint, in which neighbours share a key head."""
+    heads = torch.arange(delta.num_v_heads).unflatten(0, (delta.num_k_heads, -1)).T.flatten()
+    values = (heads[:, None] * delta.v_dim + torch.arange(delta.v_dim)).flatten()
+    keys = torch.arange(delta.channels - len(values))
+    for name, order in (
+        ("in_proj_qkv", torch.cat((keys, len(keys) + values))), ("in_proj_z", values), ("in_proj_b", heads), ("in_proj_a", heads),
+    ):  # fmt: skip
+        make.targets[make.prefix + name] = make.targets[make.prefix + name]._replace(row_order=order)
+    out = make.prefix + "out_proj"
+    make.targets[out] = make.targets[out]._replace(input_order=values)
 
 
 def _moves(delta: DeltaConfig) -> NDArray[np.int32] | None:

@@ -1,4 +1,7 @@
-"""A decoder layer: a mixer and a feed-forward, or one of them, each behind a norm and added to the residual stream."""
+"""A decoder layer: a mixer and a feed-forward, or one of them, each behind a norm and added to the residual stream.
+
+Two mixers may read the same rows (Falcon-H1); the sum of their results, each times a number, is the mixer's.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from torch import Tensor
 
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.kv_layout import StateSpec, attends
-from engine.runtime.layers.adapters import LayerAdapters
-from engine.runtime.layers.maker import Maker
+from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, beside
+from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import ModelConfig, NormPlacement
 from engine.runtime.layers.norms import NoNorm, RMSNorm
 from engine.runtime.layers.parts import Angles, Attending, FeedForward, LayerStates, Mixer
 from engine.runtime.native.decoder import norm_args
-from engine.runtime.native.library import LayerArgs
+from engine.runtime.native.library import LayerArgs, PartArgs
 
 MakeMixer = Callable[[ModelConfig, int, Maker, int], Mixer]  # settings, layer, tensors, number of states before its own
 MakeFeedForward = Callable[[ModelConfig, int, Maker], FeedForward]
@@ -35,7 +38,7 @@ FEED_FORWARDS = {
     "mixture": "engine.runtime.layers.mixture:make_mixture",
     "beside": "engine.runtime.layers.beside:MLPBesideMixture",
 }
-_CAPTURABLE = ("", "attention", "latent", "delta", "mamba", "short_conv")  # mixers for which a GPU has kernels
+_CAPTURABLE = ("attention", "latent", "delta", "mamba", "short_conv")  # mixers for which a GPU has kernels
 
 # Checkpoint names of the norms before the mixer, after it, before the feed-forward and after it.
 _NORM_NAMES: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | None]] = {
@@ -57,15 +60,19 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, layer: int, make: Maker, *, state: int) -> None:
         """`state` is the number of states of all layers before."""
         settings = config.layers[layer]
-        self._mixer: Mixer | None = None
+        mixers, self.states, of_mixer = list[Mixer](), tuple[StateSpec, ...](), make
         self._feed_forward: FeedForward | None = None
-        if settings.mixer:
-            make_mixer: MakeMixer = resolve_name(MIXERS[settings.mixer])
-            self._mixer = make_mixer(config, layer, make, state)
+        for name in settings.mixers:
+            make_mixer: MakeMixer = resolve_name(MIXERS[name])
+            mixers.append(make_mixer(config, layer, of_mixer, state + len(self.states)))
+            self.states += mixers[-1].states  # all that it keeps
+            of_mixer = make._replace(first_place=AdaptedMatrix.BESIDE_QKV)
+        self._mixer, self._beside = (*mixers, None, None)[:2]
+        self._mixer_scales = settings.mixer_scales
         if settings.feed_forward:
             make_feed_forward: MakeFeedForward = resolve_name(FEED_FORWARDS[settings.feed_forward])
             self._feed_forward = make_feed_forward(config, layer, make)
-        self._has_kernels = settings.mixer in _CAPTURABLE
+        self._has_kernels = set(_CAPTURABLE).issuperset(settings.mixers)
         self._scale, self._device = config.residual_multiplier, make.device
         names = _NORM_NAMES[config.norm_placement]
         if settings.feed_forward == "beside":  # whose parts have norms of their own
@@ -76,6 +83,9 @@ class DecoderLayer:
             names = (None, None, names[0], None)
         places = [RMSNorm(make, name, config.hidden_size, config) if name else NoNorm() for name in names]
         self._before_mixer, self._after_mixer, self._before_feed_forward, self._after_feed_forward = places
+        read = self._before_feed_forward.weight
+        if config.feed_forward_multiplier != 1.0 and read is not None:
+            make.loads.append(Load({}, lambda _: read.mul_(config.feed_forward_multiplier)))
         self._gate, self._after_gate = None, places[-1]
         if config.layer_inputs:
             from engine.runtime.layers.per_layer import PerLayerGate
@@ -99,7 +109,11 @@ class DecoderLayer:
         """
         if self._mixer is not None:
             normed = self._before_mixer.add(x, delta, self._scale)
-            delta = self._after_mixer(self._mixer(normed, angles, attention, adapters))
+            mixed = self._mixer(normed, angles, attention, adapters)
+            if self._beside is not None:
+                other = self._beside(normed, angles, attention, beside(adapters))
+                mixed = mixed.mul_(self._mixer_scales[0]).add_(other, alpha=self._mixer_scales[1])
+            delta = self._after_mixer(mixed)
         if self._feed_forward is not None:
             normed = self._before_feed_forward.add(x, delta, self._scale)
             delta = self._after_feed_forward(self._feed_forward(normed, adapters))
@@ -117,11 +131,6 @@ class DecoderLayer:
         cast("Attending", self._mixer).attend(self._before_mixer.add(x, None, self._scale), angles, attention, None)
 
     @property
-    def states(self) -> tuple[StateSpec, ...]:
-        """Return what the mixer keeps."""
-        return () if self._mixer is None else self._mixer.states
-
-    @property
     def is_capturable(self) -> bool:
         """Return whether a CUDA graph can hold the loaded layer."""
         takes_states = has_triton(self._device) or len(attends(self.states)) == len(self.states)
@@ -135,11 +144,19 @@ class DecoderLayer:
 
     def describe(self, rotary: int | None) -> LayerArgs | None:
         """Describe the loaded layer to the native library, or return None if that cannot compute it."""
-        parts = {"mixer": self._mixer, "feed_forward": self._feed_forward, "gate": self._gate}
-        described = {name: part.describe() for name, part in parts.items() if part is not None}
-        if None in described.values() or len(self.states) > 1:  # a description has room for one state
+        parts = {"mixer": self._mixer, "beside": self._beside, "feed_forward": self._feed_forward, "gate": self._gate}
+        described, kinds = dict[str, PartArgs](), [type(state) for state in self.states]
+        if len(set(kinds)) < len(kinds):  # a description has room for one state of a kind
             return None
+        for name, part in parts.items():
+            args = None if part is None else part.describe()
+            if part is not None and args is None:
+                return None
+            if args is not None:
+                described[name] = args
+                args.reads_rows = self._beside is not None and name in ("mixer", "beside")
         norms = {name: norm_args(getattr(self, f"_{name}").weight) for name in _NORMS}
-        args = LayerArgs(rotary=-1 if rotary is None else rotary, **described, **norms)
-        args.stream_scale = 1.0 if self._stream_scale is None else self._stream_scale.item()
-        return args
+        layer = LayerArgs(rotary=-1 if rotary is None else rotary, **described, **norms)
+        layer.mixer_scale, layer.beside_scale = self._mixer_scales
+        layer.stream_scale = 1.0 if self._stream_scale is None else self._stream_scale.item()
+        return layer

@@ -44,6 +44,7 @@ class Maker(NamedTuple):
     targets: dict[str, Target]  # the matrices that adapters can change, by checkpoint name
     prefix: str = ""  # of checkpoint names
     layer: int = 0
+    first_place: int = 0  # of a mixer's AdaptedMatrix
     shards: Shards | None = None  # of this rank; None: the model is whole
     plan: Plan = MappingProxyType({})  # how ranks divide the modules under the prefix
     state_dtype: torch.dtype = torch.float32  # of recurrent states
@@ -94,7 +95,8 @@ class Maker(NamedTuple):
         shape, parts = empty.shape, empty.bundles
         if place is not None and self.shards is None:
             for part in parts:
-                self.targets[part.name] = Target(self.layer, place, part.first_row, part.num_rows, shape, activation)
+                at = AdaptedMatrix(place + self.first_place)
+                self.targets[part.name] = Target(self.layer, at, part.first_row, part.num_rows, shape, activation)
         linear = Linear(_not_loaded, activation)
 
         def take(stored: Mapping[str, StoredTensor]) -> None:

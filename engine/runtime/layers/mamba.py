@@ -65,13 +65,22 @@ class Mamba2:
             make.tensor("conv1d.bias", mamba.channels, dtype=torch.float32) if mamba.has_conv_bias else None
         )
         self._rates = make.tensor("A_log", mamba.num_heads, dtype=torch.float32)
-        make.loads.append(Load({}, lambda _: self._rates.exp_().neg_()))
+        make.loads.append(Load({}, self._complete))
         self._skip = make.tensor("D", mamba.num_heads, dtype=torch.float32)
         self._bias = make.tensor("dt_bias", mamba.num_heads, dtype=torch.float32)
-        self._norm = make.tensor("norm.weight", mamba.width, dtype=torch.float32)
+        self._norm = make.tensor("norm.weight", mamba.width, dtype=torch.float32) if mamba.has_norm else None
         self._o = make.linear({"out_proj": config.hidden_size}, mamba.width, bias=mamba.has_bias, place=AdaptedMatrix.O)
         sizes = (mamba.num_heads, mamba.state_dim, mamba.head_dim, mamba.channels, mamba.kernel, sum(self._widths))
         self.states = (matrix_state(make, *sizes),)
+
+    def _complete(self, _: object) -> None:
+        """Make decay rates, and taps that scale the convolution's inputs."""
+        self._rates.exp_().neg_()
+        groups = self._mamba.num_groups * self._mamba.state_dim
+        scales = torch.tensor(self._mamba.scales[1:4]).repeat_interleave(
+            torch.tensor([self._mamba.width, groups, groups])
+        )
+        self._conv.mul_(scales[:, None, None].to(self._conv.device))
 
     def __call__(
         self,
@@ -82,7 +91,10 @@ class Mamba2:
     ) -> Tensor:
         """Return [T, hidden] of x [T, hidden]."""
         rows, state = adapted(self._in, AdaptedMatrix.QKV, x, adapters), attention.recurrent(self._state)
-        width, channels, num_heads = self._widths
+        (width, channels, num_heads), scales = self._widths, self._mamba.scales
+        for part, scale in ((rows[:, :width], scales[0]), (rows[:, -num_heads:], scales[4])):
+            if scale != 1.0:
+                part.mul_(scale)
         if uses_triton(x):
             mixed = self._by_kernels(rows, state.on_device)
         else:
@@ -107,7 +119,7 @@ class Mamba2:
         sizes = Sizes(*heads, mamba.kernel, mamba.shared, inputs=width, is_delta=False)
         weights = Weights(self._conv, self._rates, self._bias, self._conv_bias, self._skip, mamba.step_limit)
         out = advance(rows, state, sizes, weights)
-        if mamba.num_sharing > 1:
+        if mamba.num_sharing > 1 or self._norm is None:
             return self._gated(out, rows)
         return gated_norm(out, rows[:, :width], self._norm, sizes, self._eps)
 
@@ -129,8 +141,10 @@ class Mamba2:
         return rule
 
     def _gated(self, out: Tensor, rows: Tensor) -> Tensor:
-        """Return the norms [T, width] of gated outputs by groups; ranks that share the one group sum its squares."""
+        """Return gated outputs [T, width], or their norms by groups; ranks that share the one group sum its squares."""
         gated = out.flatten(1) * F.silu(rows[:, : self._mamba.width].float())
+        if self._norm is None:
+            return gated.to(rows.dtype)
         groups = gated.unflatten(1, (self._mamba.num_groups, -1))
         squares = groups.square().sum(-1, keepdim=True)
         if self._mamba.num_sharing > 1:
@@ -146,6 +160,8 @@ class Mamba2:
         sizes = recurrence_args(self.states[0], self._taps, self._conv_bias, **heads)
         if sizes is None:
             return None
-        addresses = [each.data_ptr() for each in (self._rates, self._bias, self._skip, self._norm)]
-        self._args = MambaArgs(sizes, *addresses, *mamba.step_limit, mamba.num_sharing)
+        addresses = [each.data_ptr() for each in (self._rates, self._bias, self._skip)]
+        norm, num_sharing = (None, 1) if self._norm is None else (self._norm.data_ptr(), mamba.num_sharing)
+        ends = (mamba.scales[0], mamba.scales[4])
+        self._args = MambaArgs(sizes, *addresses, norm, *mamba.step_limit, *ends, num_sharing)
         return describe_part("mamba", (self._in.args, self._o.args), self._args)

@@ -86,6 +86,7 @@ class HeadsConfig:
     latent: LatentConfig | None = None
     values_are_keys: bool = False  # the checkpoint has one matrix for both, which is loaded twice
     is_gated: bool = False  # q_proj has a gate behind each head's query; its sigmoid multiplies what the head read
+    has_head_gates: bool = False  # the same with one number for each head, from g_proj
 
     def num_weights(self, hidden_size: int) -> int:
         """Return the elements of a mixer's matrices."""
@@ -134,6 +135,14 @@ class MambaConfig:
     has_conv_bias: bool
     has_bias: bool  # of both projections
     step_limit: tuple[float, float]
+    has_norm: bool = True  # of gated results
+    scales: tuple[float, float, float, float, float] = (
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+    )  # of projected gates, x, B, C and steps
     num_sharing: int = 1  # ranks that have heads of the same group
 
     @property
@@ -190,11 +199,18 @@ class LayerConfig:
     rope: RopeConfig | None
     moe: MoEConfig | None = None  # None: a dense MLP
     mixer: str = "attention"  # a name in MIXERS (layer.py); "": the layer has a feed-forward alone
+    beside: str = ""  # a second mixer, which reads the same rows; both results are added
+    mixer_scales: tuple[float, float] = (1.0, 1.0)  # of the results of both
     recurrent: RecurrentConfig | None = None  # of a mixer without attention
     source: int | None = None  # the layer whose keys and values it reads; None: it has its own
     width: int | None = None  # of its MLP, if not the model's intermediate size
     sparsity: float = 0.0  # the share of its MLP's gates that are 0 (layers/altup.py)
     has_feed_forward: bool = True
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """Return the names of its mixers: none, one or two."""
+        return tuple(name for name in (self.mixer, self.beside) if name)
 
     @property
     def has_mlp(self) -> bool:
@@ -247,6 +263,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
+    feed_forward_multiplier: float = 1.0  # of what feed-forwards read
     logit_multiplier: float = 1.0
     num_mtp_layers: int = 0  # that the checkpoint has behind the last, for later tokens; models/mtp.py
     value_norm: bool = False  # values are normalised by head, without a weight
@@ -260,7 +277,11 @@ class ModelConfig:
     def num_weights(self) -> int:
         """Return the elements of all matrices, which are nearly all of the allocation."""
         mixers = [
-            (layer.recurrent or layer.heads).num_weights(self.hidden_size) for layer in self.layers if layer.mixer
+            (layer.heads if layer.recurrent is None or name == "attention" else layer.recurrent).num_weights(
+                self.hidden_size
+            )
+            for layer in self.layers
+            for name in layer.mixers
         ]
         unit = (2 + self.activation.is_gated) * self.hidden_size
         mlps = [

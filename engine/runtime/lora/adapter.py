@@ -85,7 +85,8 @@ class NativeAdapters:
             assert adapter.native is not None
             self._of_rows[rows] = index
             self._layers[index] = addressof(adapter.native)
-        self.args = AdaptersArgs(addressof(self._layers), self._of_rows.data_ptr(), len(groups))
+        num_layers = min((len(adapter.layers) for adapter, _ in groups), default=0)  # all have the model's last
+        self.args = AdaptersArgs(addressof(self._layers), self._of_rows.data_ptr(), len(groups), num_layers)
 
 
 def _describe(layers: Sequence[Sequence[LowRank | None]]) -> Array[LowRankArgs] | None:

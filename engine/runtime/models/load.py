@@ -49,7 +49,7 @@ def load_model(
     checkpoint, here = _open(config, device, dtype)
     scheme = choose_scheme(config.quantization, here)
     if config.num_loras:
-        _require_adaptable(config, scheme, here)
+        _require_adaptable(config, scheme, here, checkpoint.config)
     if group.size > 1:
         _require_divisible(config, group, here)
     try:
@@ -169,12 +169,17 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _require_adaptable(config: EngineConfig, scheme: Scheme, here: Circumstances) -> None:
-    """Raise ConfigError if the model's products do not support addends."""
+def _require_adaptable(config: EngineConfig, scheme: Scheme, here: Circumstances, model: HFConfig) -> None:
+    """Raise ConfigError if the model's products do not support addends, or are not those that adapters add to."""
     flag = "--lora-modules names adapters" if config.lora_modules else "--allow-runtime-lora-updating is on"
     if not here.is_own:
         raise ConfigError(
             f"{flag}, but transformers' code runs this model, to which they cannot be added; leave it out."
+        )
+    if model.flag("multipliers_in_matrices"):
+        raise ConfigError(
+            f"{flag}, and this GGUF file has the model's multipliers in its matrices, which adapters come before; serve its "
+            "safetensors."
         )
     if scheme.is_native and here.dtype == torch.float16:
         raise ConfigError(

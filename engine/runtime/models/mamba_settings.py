@@ -19,6 +19,12 @@ _GRANITE = {
     "state_dim": ("mamba_d_state", 256),
     "kernel": ("mamba_d_conv", 4),
 }
+_MAMBA2 = {
+    "num_heads": ("num_heads", 128),
+    "num_groups": ("n_groups", 8),
+    "state_dim": ("state_size", 128),
+    "kernel": ("conv_kernel", 4),
+}
 _NEMOTRON = {
     "num_heads": ("mamba_num_heads", 128),
     "num_groups": ("n_groups", 8),
@@ -40,9 +46,7 @@ def with_mamba(hf: HFConfig, layers: Sequence[LayerConfig]) -> tuple[LayerConfig
     types = common.layer_types(hf, [_MAMBA[0]] * len(layers), (*_MAMBA, *_ATTENTION))
     if set(_MAMBA).isdisjoint(types):
         return tuple(layers)
-    if set(_ATTENTION).isdisjoint(types):
-        raise hf.error("layer_types", "a layer with attention, whose keys and values give blocks their size")
-    mamba = _mamba(hf)
+    mamba = mamba_sizes(hf)
     return tuple(
         replace(layer, rope=None, mixer="mamba", recurrent=mamba) if kind in _MAMBA else layer
         for kind, layer in zip(types, layers, strict=True)
@@ -54,8 +58,8 @@ def one_part_layers(hf: HFConfig) -> tuple[LayerConfig, ...]:
     is_listed = hf.has("layers_block_type")
     key = "layers_block_type" if is_listed else "hybrid_override_pattern"
     kinds = [_BLOCKS.get(each) for each in (hf.texts(key) if is_listed else hf.text(key))]
-    if None in kinds or "attention" not in kinds:
-        raise hf.error(key, f"{', '.join(_BLOCKS)}, one a layer, and one of them attention")
+    if None in kinds or not {"attention", "mamba"}.intersection(kinds):
+        raise hf.error(key, f"{', '.join(_BLOCKS)}, one a layer, and one of them attention or mamba")
     hf = HFConfig({**hf.values, "num_hidden_layers": len(kinds)}, hf.source)
     mamba = _mamba_of_nemotron(hf) if "mamba" in kinds else None
     moe = nemotron_experts(hf)[0] if "moe" in kinds else None
@@ -69,44 +73,54 @@ def one_part_layers(hf: HFConfig) -> tuple[LayerConfig, ...]:
     return tuple(layers[kind] for kind in kinds if kind is not None)
 
 
-def _mamba(hf: HFConfig) -> MambaConfig:
+def mamba_sizes(hf: HFConfig) -> MambaConfig:
     """Return the sizes of Mamba-2 layers, in the names of Granite 4."""
     width = hf.size("mamba_d_ssm", hf.size("mamba_expand", 2) * hf.size("hidden_size"))
     num_heads, is_auto = hf.size(*_GRANITE["num_heads"]), hf.values.get("mamba_d_head", "auto") == "auto"
-    mamba = MambaConfig(
-        **{name: hf.size(*given) for name, given in _GRANITE.items()},
-        head_dim=width // num_heads if is_auto else hf.size("mamba_d_head"),
-        has_conv_bias=hf.flag("mamba_conv_bias", True),
-        has_bias=hf.flag("mamba_proj_bias"),
-        step_limit=_step_limit(hf),
-    )
-    if mamba.width != width:
+    head_dim = width // num_heads if is_auto else hf.size("mamba_d_head")
+    if num_heads * head_dim != width:
         raise hf.error("mamba_d_head", f"{width // num_heads}, for {num_heads} heads of {width} numbers")
-    return _checked(hf, mamba, _GRANITE, "hidden_act")
+    return _read(hf, _GRANITE, head_dim, _step_limit(hf), biases=("mamba_conv_bias", "mamba_proj_bias"))
+
+
+def mamba_alone(hf: HFConfig) -> MambaConfig:
+    """Return the same in the names of models that have nothing else."""
+    return _read(hf, _MAMBA2, hf.size("head_dim", 64), _step_limit(hf))
 
 
 def _mamba_of_nemotron(hf: HFConfig) -> MambaConfig:
     """Return the same in the names of Nemotron, whose steps have a lower bound alone, as in transformers."""
     if _step_limit(hf) != (0.0, math.inf):
         raise hf.error("time_step_limit", "0 and infinity: 'time_step_min' is the bound of this family")
-    mamba = MambaConfig(
-        **{name: hf.size(*given) for name, given in _NEMOTRON.items()},
-        head_dim=hf.size("mamba_head_dim", 64),
-        has_conv_bias=hf.flag("use_conv_bias", True),
-        has_bias=hf.flag("use_bias"),
-        step_limit=(hf.number("time_step_min", 0.001), math.inf),
-    )
-    return _checked(hf, mamba, _NEMOTRON, "mamba_hidden_act")
+    step_limit = (hf.number("time_step_min", 0.001), math.inf)
+    return _read(hf, _NEMOTRON, hf.size("mamba_head_dim", 64), step_limit, activation="mamba_hidden_act")
 
 
-def _checked(hf: HFConfig, mamba: MambaConfig, names: Mapping[str, tuple[str, int]], activation: str) -> MambaConfig:
-    """Return the sizes. Raises ModelLoadError for those that no layer can have."""
-    if mamba.num_heads % mamba.num_groups:
-        raise hf.error(names["num_groups"][0], f"a number that divides {names['num_heads'][0]}, {mamba.num_heads}")
-    common.taps(hf, *names["kernel"])
+def _read(
+    hf: HFConfig,
+    names: Mapping[str, tuple[str, int]],
+    head_dim: int,
+    step_limit: tuple[float, float],
+    *,
+    biases: tuple[str, str] = ("use_conv_bias", "use_bias"),
+    activation: str = "hidden_act",
+) -> MambaConfig:
+    """Return the sizes by their names. Raises ModelLoadError for those that no layer can have."""
+    num_heads, num_groups = hf.size(*names["num_heads"]), hf.size(*names["num_groups"])
+    if num_heads % num_groups:
+        raise hf.error(names["num_groups"][0], f"a number that divides {names['num_heads'][0]}, {num_heads}")
     if common.activation(hf, activation, "silu") is not Activation.SILU:
         raise hf.error(activation, "silu, which the convolution has too")
-    return mamba
+    return MambaConfig(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=num_groups,
+        state_dim=hf.size(*names["state_dim"]),
+        kernel=common.taps(hf, *names["kernel"]),
+        has_conv_bias=hf.flag(biases[0], True),
+        has_bias=hf.flag(biases[1]),
+        step_limit=step_limit,
+    )
 
 
 def _step_limit(hf: HFConfig) -> tuple[float, float]:

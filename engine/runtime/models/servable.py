@@ -24,8 +24,8 @@ _ENCODER_DECODERS = (
 )  # fmt: skip
 # Kinds whose recurrent layers are not served, and what these are.
 _RECURRENT = {
-    "falcon_h1": "Mamba-2", "falcon_mamba": "Mamba", "jamba": "Mamba",
-    "kimi_linear": "Kimi Delta Attention", "mamba": "Mamba", "mamba2": "Mamba-2", "minimax": "lightning attention",
+    "falcon_mamba": "Mamba", "jamba": "Mamba",
+    "kimi_linear": "Kimi Delta Attention", "mamba": "Mamba", "minimax": "lightning attention",
     "minimax_m1": "lightning attention", "olmo_hybrid": "Gated DeltaNet", "recurrent_gemma": "RG-LRU",
     "rwkv": "RWKV", "xlstm": "xLSTM", "zamba": "Mamba", "zamba2": "Mamba-2",
 }  # fmt: skip
@@ -33,7 +33,9 @@ _RECURRENT = {
 _SERVED_RECURRENT = {
     "qwen3_5_text": {"linear_attention"}, "qwen3_5_moe_text": {"linear_attention"}, "qwen3_next": {"linear_attention"},
     "granitemoehybrid": {"linear_attention", "mamba"}, "bamba": {"linear_attention", "mamba"},
+    "falcon_h1": {"hybrid"}, "mamba2": {"linear_attention"},
     "nemotron_h": {"linear_attention", "mamba", "mlp", "moe"}, "lfm2": {"conv"}, "lfm2_moe": {"conv"},
+    "lfm3": {"conv"},
 }  # fmt: skip
 _SPARSE = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa")  # layers that choose the tokens they attend to
 # Their code in transformers computes attention itself, so it cannot use a paged pool.

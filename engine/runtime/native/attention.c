@@ -5,6 +5,7 @@
 #include <string.h>
 
 enum qk_norm { QK_NORM_NONE = 0, QK_NORM_HEAD = 1, QK_NORM_FULL = 2 }; /* by head, or all heads as one */
+enum gates { NO_GATES = 0, GATES_BETWEEN = 1, GATES_BY_HEAD = 2 }; /* behind each head's query; one a head, behind the values */
 
 SHARED struct attention {
     struct scores scores;
@@ -12,13 +13,13 @@ SHARED struct attention {
     /* A layer that reads the keys and values of another has no heads of its own, and its matrix makes queries alone. */
     int64_t num_kv_heads, head_dim;
     int32_t qk_norm;
-    int32_t is_gated; /* a gate stands behind each head's query */
+    int32_t gates;
     float clip; /* bound of queries, keys and values before rotation; 0: none */
 };
 
 static size_t measure(const struct part *part, const struct decoder *d, int64_t rows, size_t *packed) {
     const struct attention *a = part->args;
-    int64_t gates = a->is_gated ? a->scores.num_heads * a->head_dim : 0;
+    int64_t gates = a->gates ? a->scores.num_heads * a->head_dim : 0;
     (void)packed;
     return (size_t)(rows * (part->first.n + gates)) * size_of(d->dtype);
 }
@@ -41,7 +42,7 @@ static void run_gate(const void *args, int64_t begin, int64_t end) { active_kern
 /* Rows of queries with a gate behind each: the gates are moved out, and the queries together, up to the keys. */
 struct split {
     char *projected, *gates;
-    size_t head, stride; /* bytes of a head, and from row to row */
+    size_t size, head, stride; /* bytes of a number, of a head, and from row to row */
     int64_t num_heads;
 };
 
@@ -54,6 +55,17 @@ static void split_rows(const void *args, int64_t begin, int64_t end) {
             memcpy(gates + at - s->head, from + 2 * at - s->head, s->head);
             memmove(from + width + at - s->head, from + 2 * (at - s->head), s->head);
         }
+    }
+}
+
+/* Rows with a gate for each head at their ends, which is repeated for each number of the head. */
+static void spread_rows(const void *args, int64_t begin, int64_t end) {
+    const struct split *s = args;
+    size_t size = s->size, num = s->head / size, width = (size_t)s->num_heads * s->head;
+    for (int64_t row = begin; row < end; row++) {
+        const char *from = s->projected + (size_t)(row + 1) * s->stride - (size_t)s->num_heads * size;
+        char *gates = s->gates + (size_t)row * width;
+        for (size_t i = 0; i < (size_t)s->num_heads * num; i++) memcpy(gates + i * size, from + i / num * size, size);
     }
 }
 
@@ -92,13 +104,14 @@ static int32_t run(const struct turn *t) {
     int64_t q_width = a->scores.num_heads * a->head_dim, kv_width = a->num_kv_heads * a->head_dim;
     char *q = t->room, *gates = q + (size_t)(t->rows * qkv->n) * size;
     int has_queries = !t->stores_only;
-    int32_t status = project(t, has_queries ? 0 : qkv->n - 2 * kv_width);
+    int64_t keys = (a->gates == GATES_BETWEEN ? 2 : 1) * q_width; /* where they begin in a row */
+    int32_t status = project(t, has_queries ? 0 : keys);
     if (status) return status;
-    if (a->is_gated && has_queries) {
-        struct split split = {q, gates, (size_t)a->head_dim * size, (size_t)qkv->n * size, a->scores.num_heads};
-        run_ranges(split_rows, &split, t->rows, qkv->n, WORTH_SHARING);
+    if (a->gates && has_queries) {
+        struct split split = {q, gates, size, (size_t)a->head_dim * size, (size_t)qkv->n * size, a->scores.num_heads};
+        run_ranges(a->gates == GATES_BETWEEN ? split_rows : spread_rows, &split, t->rows, qkv->n, WORTH_SHARING);
     }
-    if (a->is_gated) q += (size_t)q_width * size;
+    q += (size_t)(keys - q_width) * size;
     char *k = q + (size_t)q_width * size, *v = k + (size_t)kv_width * size;
     if (a->qk_norm == QK_NORM_FULL) {
         if (has_queries) norm_whole(t, a->q, q, q_width);
@@ -110,7 +123,7 @@ static int32_t run(const struct turn *t) {
     }
     rotate(t, a, has_queries ? q : k, has_queries ? a->scores.num_heads : 0);
     status = part_attend(t, &a->scores, kv_width ? k : NULL, v, qkv->n, q, qkv->n, t->out);
-    if (status || !a->is_gated || !has_queries) return status;
+    if (status || !a->gates || !has_queries) return status;
     struct gate_args gate = {t->out, gates, q_width, t->decoder->dtype};
     run_ranges(run_gate, &gate, t->rows, q_width, WORTH_SHARING);
     return 0;

@@ -9,14 +9,15 @@
 struct workspace {
     float *stream, *delta;     /* [T, hidden] */
     float *all_streams;        /* [T, num_altup, hidden] */
-    char *mixed;               /* [T, last.k] in the model's type, the mixer's result */
+    char *mixed, *beside;      /* [T, last.k] in the model's type, the results of the mixer and of a second one */
+    float *added;              /* [T, hidden], what the second one adds */
     char *normed;              /* [T, hidden] in the model's type, only for parts that read rows, and for adapters */
     void *packed;              /* input of the next product */
     char *room;                /* of the part that runs */
     float *cos, *sin;          /* [rotaries][T, dim], the sign of the negated half inside sin */
     float *kept_stream;        /* [num_rows, hidden], in the last layer */
     float *kept_all;           /* [num_rows, num_altup, hidden], likewise */
-    char *kept_mixed;          /* likewise */
+    char *kept_mixed, *kept_beside; /* likewise */
     float *inputs, *projected; /* [T, layers * width]; [INPUT_ROWS, layers * width] */
     float *kept_inputs;        /* [num_rows, layers * width] */
     float *kept_cos, *kept_sin; /* [rotaries][num_rows, dim], only with kept queries */
@@ -31,7 +32,7 @@ enum { INPUT_ROWS = 64 }; /* tokens whose inputs of layers are projected togethe
 /* What the parts of all layers need at most, one after the other. */
 struct needs {
     size_t packed, room;
-    int64_t mixed, num_readers; /* num_readers: parts that read rows */
+    int64_t mixed, beside, num_readers; /* num_readers: parts that read rows */
 };
 
 static void add_part(struct needs *needs, const struct part *part, const struct decoder *d, int64_t rows) {
@@ -40,7 +41,7 @@ static void add_part(struct needs *needs, const struct part *part, const struct 
     widen_packed(&needs->packed, &part->first, rows);
     widen_packed(&needs->packed, &part->last, rows);
     if (room > needs->room) needs->room = room;
-    needs->num_readers += part->first.packed == NULL;
+    needs->num_readers += part->reads_rows || part->first.packed == NULL;
 }
 
 /* Numbers of a token's inputs of all layers. */
@@ -81,9 +82,11 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
     for (int64_t i = 0; i < d->num_layers; i++) {
         const struct layer *layer = &d->layers[i];
         add_part(&needs, &layer->mixer, d, tokens);
+        add_part(&needs, &layer->beside, d, tokens);
         add_part(&needs, &layer->feed_forward, d, tokens);
         add_part(&needs, &layer->gate, d, tokens);
         if (layer->mixer.last.k > needs.mixed) needs.mixed = layer->mixer.last.k;
+        if (layer->beside.last.k > needs.beside) needs.beside = layer->beside.last.k;
     }
     add_part(&needs, &d->start, d, tokens);
     if (d->inputs) widen_packed(&needs.packed, &d->inputs->projection, INPUT_ROWS);
@@ -91,6 +94,8 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
     w->delta = carve(base, &used, tokens * d->hidden, sizeof(float));
     w->all_streams = carve(base, &used, tokens * d->num_altup * d->hidden, sizeof(float));
     w->mixed = carve(base, &used, tokens * needs.mixed, size);
+    w->beside = carve(base, &used, tokens * needs.beside, size);
+    w->added = carve(base, &used, needs.beside ? tokens * d->hidden : 0, sizeof(float));
     w->normed = carve(base, &used, needs.num_readers || f->adapters.num ? tokens * d->hidden : 0, size);
     w->packed = carve(base, &used, 1, needs.packed);
     w->room = carve(base, &used, 1, needs.room);
@@ -99,6 +104,7 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
     w->kept_stream = carve(base, &used, f->num_rows * d->hidden, sizeof(float));
     w->kept_all = carve(base, &used, f->num_rows * d->num_altup * d->hidden, sizeof(float));
     w->kept_mixed = carve(base, &used, f->num_rows * needs.mixed, size);
+    w->kept_beside = carve(base, &used, f->num_rows * needs.beside, size);
     w->ids = carve(base, &used, d->group || d->inputs ? tokens : 0, sizeof(int64_t));
     w->inputs = carve(base, &used, tokens * inputs_of(d), sizeof(float));
     w->projected = carve(base, &used, INPUT_ROWS * inputs_of(d), sizeof(float));
@@ -107,7 +113,7 @@ static size_t lay_out(const struct forward_args *f, char *base, struct workspace
     w->kept_sin = carve(base, &used, w->last_whole < d->num_layers - 1 ? f->num_rows * angles : 0, sizeof(float));
     w->kept = (struct kept_queries){0};
     used += lay_out_kept(f, base ? base + used : NULL, w->last_whole, &w->kept);
-    return used + adapter_rows_lay_out(&w->adapters, &f->adapters, d->num_layers, tokens, base ? base + used : NULL);
+    return used + adapter_rows_lay_out(&w->adapters, &f->adapters, tokens, base ? base + used : NULL);
 }
 
 /* Angles of all tokens, one rotary after the other. */
@@ -134,8 +140,8 @@ int32_t part_multiply(const struct turn *t, enum place place, const struct linea
 int32_t part_multiply_into(const struct turn *t, enum place place, const struct linear *weight, const void *x, void *y,
                            int64_t y_stride, int32_t y_dtype) {
     struct gemm_args args = {*weight, x, t->packed, y, t->rows, weight->k, y_stride, y_dtype, NULL};
-    if (t->adapters) {
-        int32_t status = adapter_rows_multiply(t->adapters, t->index, place, x);
+    if (t->adapters && t->index < t->adapters->adapters->num_layers) {
+        int32_t status = adapter_rows_multiply(t->adapters, t->index, t->first_place + place, x);
         if (status) return status;
         args.addends = t->adapters->addends;
     }
@@ -182,7 +188,7 @@ static void add_norm(const struct decoder *d, struct norm norm, float *stream, c
 
 /* Where the input of a part goes as rows; NULL: it is packed for the part's first matrix. */
 static void *input_of(const struct forward_args *f, const struct workspace *w, const struct part *part) {
-    return f->adapters.num || !part->first.packed ? w->normed : NULL;
+    return f->adapters.num || part->reads_rows || !part->first.packed ? w->normed : NULL;
 }
 
 /* The turn of a part of layer `index`, whose input is where `join` has put it. */
@@ -228,18 +234,21 @@ static void keep_queries(const struct forward_args *f, struct workspace *w) {
 /* Nothing reads the other rows of the last layer that needs all: continue with the requested ones, which may repeat. */
 static void keep_rows(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
+    const struct layer *layer = &d->layers[w->last_whole];
     size_t stream = (size_t)d->hidden * sizeof(float), all = (size_t)d->num_altup * stream;
-    size_t inputs = (size_t)inputs_of(d) * sizeof(float);
-    size_t mixed = (size_t)d->layers[w->last_whole].mixer.last.k * size_of(d->dtype);
+    size_t inputs = (size_t)inputs_of(d) * sizeof(float), size = size_of(d->dtype);
+    size_t mixed = (size_t)layer->mixer.last.k * size, beside = (size_t)layer->beside.last.k * size;
     for (size_t i = 0; i < (size_t)f->num_rows; i++) {
         size_t row = (size_t)f->rows[i];
         memcpy((char *)w->kept_stream + i * stream, (char *)w->stream + row * stream, stream);
         memcpy((char *)w->kept_all + i * all, (char *)w->all_streams + row * all, all);
         memcpy(w->kept_mixed + i * mixed, w->mixed + row * mixed, mixed);
+        memcpy(w->kept_beside + i * beside, w->beside + row * beside, beside);
         memcpy((char *)w->kept_inputs + i * inputs, (char *)w->inputs + row * inputs, inputs);
     }
     w->inputs = w->kept_inputs;
-    w->stream = w->kept_stream, w->all_streams = w->kept_all, w->mixed = w->kept_mixed;
+    w->stream = w->kept_stream, w->all_streams = w->kept_all;
+    w->mixed = w->kept_mixed, w->beside = w->kept_beside;
     if (f->adapters.num) adapter_rows_sort(&w->adapters, f->rows, f->num_rows);
     if (w->kept.num) keep_queries(f, w);
 }
@@ -319,6 +328,20 @@ static int32_t run_rest(const struct forward_args *f, struct workspace *w, int64
     return QUIRE_OK;
 }
 
+/* w->delta = what both mixers of a layer add to the stream, of which it has that of the first. */
+static int32_t add_beside(const struct turn *second, struct workspace *w) {
+    const struct decoder *d = second->decoder;
+    const struct layer *layer = second->layer;
+    int32_t status = part_multiply(second, PLACE_O, &layer->beside.last, w->beside, w->added, DT_F32);
+    struct norm_args sum = {
+        .residual = w->delta, .delta = w->added, .out = w->delta, .rows = second->rows, .width = d->hidden,
+        .residual_stride = d->hidden, .delta_stride = d->hidden, .out_stride = d->hidden,
+        .alpha = layer->beside_scale / layer->mixer_scale, .scale = layer->mixer_scale,
+    };
+    if (!status) quire_add_rms_norm(&sum);
+    return status;
+}
+
 static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
     int64_t rows = f->num_tokens;
@@ -333,17 +356,20 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
         const struct layer *layer = &d->layers[i];
         int has_mixer = layer->mixer.kind != NULL;
         copy_stream(f, i, w);
-        struct turn turn = turn_of(f, w, i, &layer->mixer, w->mixed, rows);
+        struct turn turn = turn_of(f, w, i, &layer->mixer, w->mixed, rows), second = turn;
+        second.part = &layer->beside, second.out = w->beside, second.first_place = PLACE_BESIDE;
         int32_t status = has_mixer ? layer->mixer.kind->run(&turn) : QUIRE_OK;
+        if (!status && layer->beside.kind) status = layer->beside.kind->run(&second);
         if (status) return status;
         if (i == w->last_whole && f->num_rows == 0) return QUIRE_OK; /* a chunk of a prompt needs keys and values only */
         if (i == w->last_whole && f->rows) {
             keep_rows(f, w);
-            turn.rows = rows = f->num_rows;
+            turn.rows = second.rows = rows = f->num_rows;
             if (!has_mixer) enter(f, upcoming(d, i, 0), NULL, 1, w, rows);
         }
         if (has_mixer) {
             if ((status = part_multiply(&turn, PLACE_O, &layer->mixer.last, w->mixed, w->delta, DT_F32))) return status;
+            if (layer->beside.kind && (status = add_beside(&second, w))) return status;
             if ((status = reduce(d, w->delta, rows))) return status;
             float scale = layer->feed_forward.kind ? 1 : layer->stream_scale;
             join(f, layer->after_mixer, scale, upcoming(d, i, 1), w, rows);

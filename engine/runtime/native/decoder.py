@@ -154,7 +154,7 @@ class NativeDecoder:
         return hidden
 
     def _bind(self, step: PagedStep) -> None:
-        mixing = [layer for layer in self._layers if layer.mixer.kind]
+        mixing = [layer for layer in self._layers for part in (layer.mixer, layer.beside) if part.kind]
         for layer, paged in zip(mixing, step, strict=False):  # a head's layers follow in the pool
             if isinstance(paged, PagedState):
                 layer.states, layer.places = addressof(paged.step), paged.places.ctypes.data

@@ -25,14 +25,17 @@ SHARED struct part {
     const void *args;    /* the kind's own description; NULL: it needs none */
     struct linear first; /* the input is packed for it; packed NULL: the part reads rows */
     struct linear last;  /* a mixer's is multiplied by the decoder */
+    int32_t reads_rows;  /* other parts read the same input, so that it is not packed */
 };
 
 SHARED struct layer {
     struct part mixer, feed_forward;
+    struct part beside; /* a second mixer, which reads the same rows */
     struct part gate; /* a third part, which reads the stream and the layer's input */
     struct norm before_mixer, after_mixer, before_feed_forward, after_feed_forward, after_gate;
+    float mixer_scale, beside_scale; /* multiply the results of two mixers */
     float stream_scale; /* multiplies the stream behind the last part */
-    struct pool pool; /* the mixer's state */
+    struct pool pool; /* the mixer's state; of two mixers one has a pool, and the other states */
     const struct store_args *store;   /* the step's slots in that; pool, k and v are set for each layer */
     const struct attend_args *attend; /* its slices, contexts and tables; the rest is set for each layer */
     const struct step_states *states; /* of a recurrent mixer, which has no pool, store and attend */
@@ -75,6 +78,7 @@ struct turn {
     const struct layer *layer;
     const struct part *part;
     int64_t index, rows; /* of the layer; of x */
+    enum place first_place; /* of a mixer's matrices that adapters change */
     const void *x;       /* [rows, hidden] in the model's type; NULL: packed for the part's first matrix */
     void *out;           /* of a mixer [rows, last.k] in the model's type; of a feed-forward [rows, hidden] in float32 */
     char *room;          /* as many bytes as the kind wants */

@@ -18,12 +18,11 @@ static void widen(struct room *room, const struct low_rank *low, int64_t num_row
     if (packed > room->packed) room->packed = packed;
 }
 
-size_t adapter_rows_lay_out(struct adapter_rows *r, const struct adapters *adapters, int64_t num_layers,
-                            int64_t num_rows, char *base) {
+size_t adapter_rows_lay_out(struct adapter_rows *r, const struct adapters *adapters, int64_t num_rows, char *base) {
     if (!adapters->num) return 0;
     struct room room = {0};
     for (int64_t i = 0; i < adapters->num; i++)
-        for (int64_t at = 0; at < num_layers * NUM_PLACES; at++) {
+        for (int64_t at = 0; at < adapters->num_layers * NUM_PLACES; at++) {
             const struct low_rank *low = &adapters->layers[i][at];
             if (low->down.packed) widen(&room, low, num_rows);
         }

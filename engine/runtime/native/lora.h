@@ -5,7 +5,12 @@
 #include "quire_cpu.h"
 
 /* The matrices of a layer that adapters may change. */
-enum place { PLACE_QKV, PLACE_O, PLACE_GATE_UP, PLACE_DOWN, PLACE_Q_B, NUM_PLACES }; /* Q_B: of a latent of queries, or the gates of Gated DeltaNet */
+enum place {
+    PLACE_QKV, PLACE_O, PLACE_Q_B, /* Q_B: of a latent of queries, or the gates of Gated DeltaNet */
+    PLACE_GATE_UP, PLACE_DOWN,
+    PLACE_BESIDE, /* that of the second mixer's PLACE_QKV; its others follow */
+    NUM_PLACES = PLACE_BESIDE + PLACE_GATE_UP
+};
 
 /* y += (x down^T) up^T, see struct addend; down.packed NULL: nothing. */
 SHARED struct low_rank {
@@ -14,9 +19,9 @@ SHARED struct low_rank {
 
 /* The adapters of a step: their layers, and the adapter of each row. */
 SHARED struct adapters {
-    const struct low_rank *const *layers; /* [num], each [layers][NUM_PLACES] */
+    const struct low_rank *const *layers; /* [num], each [num_layers][NUM_PLACES]; layers behind them have no such matrix */
     const int32_t *of_rows;               /* [rows], -1: none */
-    int64_t num;                          /* 0: the other fields are undefined */
+    int64_t num, num_layers;              /* num 0: the other fields are undefined */
 };
 
 /* Rows sorted by adapter, and room for their results. */
@@ -30,10 +35,8 @@ struct adapter_rows {
     void *packed;           /* rows of x, packed for a product */
 };
 
-/* Point `r` at its parts of `base`, or with NULL count their bytes, which are returned: for at most `num_rows` rows of
- * `num_layers` layers. */
-size_t adapter_rows_lay_out(struct adapter_rows *r, const struct adapters *adapters, int64_t num_layers,
-                            int64_t num_rows, char *base);
+/* Point `r` at its parts of `base`, or with NULL count their bytes, which are returned: for at most `num_rows` rows. */
+size_t adapter_rows_lay_out(struct adapter_rows *r, const struct adapters *adapters, int64_t num_rows, char *base);
 
 /* Sort a step's rows, or those of them that `rows` names. */
 void adapter_rows_sort(struct adapter_rows *r, const int64_t *rows, int64_t num_rows);

@@ -9,8 +9,9 @@
 SHARED struct mamba {
     struct recurrence sizes;
     const float *rates, *biases, *skips; /* [num_heads]: -exp(A_log); added to dt; D */
-    const float *norm;                   /* [num_heads * v_dim] */
+    const float *norm;                   /* [num_heads * v_dim]; NULL: none */
     float min_step, max_step;
+    float gate_scale, step_scale; /* of z and dt as projected */
     int64_t num_sharing; /* ranks that have heads of the one group */
 };
 

@@ -9,7 +9,7 @@ INLINE void complete_mamba(const struct pass *p, float *token, const char *row, 
     struct view rates = {(void *)m->rates, 0, DT_F32}, biases = {(void *)m->biases, 0, DT_F32};
     struct view decays = {token, (size_t)channels, DT_F32}, steps = {token, (size_t)(channels + heads), DT_F32};
     for (int64_t i = 0; i < heads; i += W) {
-        vf step = softplus_f(get(dt, i, heads) + get(biases, i, heads));
+        vf step = softplus_f(get(dt, i, heads) * splat(m->step_scale) + get(biases, i, heads));
         step = select_f(step < splat(m->min_step), splat(m->min_step), step);
         step = select_f(step > splat(m->max_step), splat(m->max_step), step);
         put(decays, i, heads, exp_f(get(rates, i, heads) * step));
@@ -53,13 +53,14 @@ INLINE void change_by_mamba(const struct pass *p, const struct head_token *t, st
 INLINE void gate_mamba(const struct pass *p, float *token, const char *row, int64_t out_row) {
     (void)out_row;
     const struct recurrence *r = p->sizes;
+    vf scale = splat(((const struct mamba *)p->rule)->gate_scale);
     int64_t width = r->shared * r->v_dim;
     for (int64_t group = 0; group < r->num_k_heads; group++) {
         struct view x = {token + p->v, (size_t)(group * width), DT_F32};
         struct view z = {(void *)row, (size_t)(group * width), (enum dtype)p->convolution.dtype};
         vf squares = splat(0);
         for (int64_t i = 0; i < width; i += W) {
-            vf gated = get(x, i, width) * silu_f(get(z, i, width));
+            vf gated = get(x, i, width) * silu_f(get(z, i, width) * scale);
             squares += gated * gated;
             put(x, i, width, gated);
         }
@@ -67,7 +68,7 @@ INLINE void gate_mamba(const struct pass *p, float *token, const char *row, int6
     }
 }
 
-/* The norm of gated results by groups. */
+/* The norm of gated results by groups, or the results as they are. */
 INLINE void norm_mamba(const struct pass *p, float *token, const char *row, int64_t out_row) {
     (void)row;
     const struct recurrence *r = p->sizes;
@@ -78,7 +79,8 @@ INLINE void norm_mamba(const struct pass *p, float *token, const char *row, int6
         struct view norm = {(void *)m->norm, (size_t)(group * width), DT_F32};
         struct view out = {p->out, (size_t)((out_row * r->num_k_heads + group) * width), (enum dtype)p->convolution.dtype};
         float factor = 1.f / sqrtf(token[r->channels + group] / (float)(width * m->num_sharing) + p->eps);
-        for (int64_t i = 0; i < width; i += W) put(out, i, width, get(x, i, width) * factor * get(norm, i, width));
+        for (int64_t i = 0; i < width; i += W)
+            put(out, i, width, m->norm ? get(x, i, width) * factor * get(norm, i, width) : get(x, i, width));
     }
 }
 

@@ -7,7 +7,8 @@ The rest of a block, too small for another layer of the group, is unused. A laye
 values keeps none itself.
 
 In a model whose layers all have windows the first group has no layers, and takes no blocks. A model whose windows no
-sequence fills is one group. Layers with recurrent state are in no group: states.py places that in whole blocks.
+sequence fills is one group. Layers with recurrent state are in no group: states.py places that in whole blocks. A model of
+such layers alone has the first group without layers, and blocks of a size that states fill.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.runtime.kv_layout import AttentionSpec, StateSpec
+from engine.runtime.kv_layout import LINE, AttentionSpec, RecurrentSpec, StateSpec
 
 NO_GROUP = -1
 TILE_KEYS = 128  # most keys that a kernel reads at once; before a window it reads up to so many, with weight 0
@@ -136,11 +137,17 @@ def _divided(parts: Sequence[tuple[int, Sequence[int]]], specs: Sequence[StateSp
             ends.update((place_of[layer] + size, end))
     cuts = sorted(end for end in ends if not any(first < end < last for first, last in tensors))
     if len(paged) < len(specs):  # a state takes whole blocks
-        cuts = cuts[-1:]
+        cuts = cuts[-1:] or [_most_bytes(specs)]
     for index, spec in paged.items():
         source = _source(index, spec)
         group_of[index], place_of[index] = group_of[source], place_of[source]
     return LayerGroups(tuple(group_of), tuple(place_of), tuple(cuts), tuple(kept for kept, _ in parts[1:]))
+
+
+def _most_bytes(specs: Sequence[StateSpec]) -> int:
+    """Return the bytes a token of a pool for recurrent states alone: a block is as many of their largest pieces as it has tokens."""
+    pieces = [kind.num_bytes for spec in specs if isinstance(spec, RecurrentSpec) for kind in spec.pieces]
+    return -(-max(pieces) // LINE) * LINE
 
 
 def regroup(specs: Sequence[StateSpec], dtype: torch.dtype, windows: Sequence[int]) -> LayerGroups:

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from engine.core.errors import ConfigError
 from engine.runtime.attention.backend import Batch
-from engine.runtime.kv_layout import CHUNK, DeviceState, RecurrentSpec, StateSpec, StateTensors, StepStates
+from engine.runtime.kv_layout import CHUNK, LINE, DeviceState, RecurrentSpec, StateSpec, StateTensors, StepStates
 from engine.runtime.layers.parts import Slice
 from engine.runtime.native.decoder import PagedState
 from engine.runtime.native.library import StepStatesArgs
 from engine.runtime.transfer import to_device
 
-_LINE = 64  # bytes to which pieces are aligned in a block
 _SHORT = 16  # most rows of a slice that kernels compute token by token: a chunk's products cost as much for a few rows
 
 
@@ -57,7 +56,7 @@ def place_states(specs: Sequence[StateSpec], block_bytes: int) -> StatePlaces:
         if used + size > block_bytes:
             num_blocks, used = num_blocks + 1, 0
         of_layer[layer][piece] = num_blocks - 1, used
-        used = -(-(used + size) // _LINE) * _LINE
+        used = -(-(used + size) // LINE) * LINE
     return StatePlaces(num_blocks, of_layer)
 
 

@@ -23,6 +23,8 @@ _STACK = re.compile(r"(.+\.(?:mlp|moe)\.experts)\.(gate_up_proj|up_proj|down_pro
 _GRANITES = ("granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa")
 _GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_BAMBA = {"feed_forward": "mlp", "pre_ff_layernorm": "post_attention_layernorm", "final_layernorm": "norm"}
+_BACKBONE = {"norm_f": "norm", "embeddings": "embed_tokens"}
 _LFM2 = {
     "embedding_norm": "norm",
     "operator_norm": "input_layernorm",
@@ -40,9 +42,18 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {
     **{kind: {"block_sparse_moe": "mlp"} for kind in _GRANITES},
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
+    "lfm3": {
+        **_LFM2,
+        "out_proj": "out_proj",
+        "post_operator_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffn_norm": "post_feedforward_layernorm",
+    },
     "gpt_oss": {"router": "gate"},
-    "bamba": {"feed_forward": "mlp", "pre_ff_layernorm": "post_attention_layernorm", "final_layernorm": "norm"},
-    "nemotron_h": {"norm_f": "norm", "embeddings": "embed_tokens", "shared_experts": "shared_expert"},
+    "bamba": _BAMBA,
+    "falcon_h1": _BAMBA,
+    "nemotron_h": {**_BACKBONE, "shared_experts": "shared_expert"},
+    "mamba2": _BACKBONE,
     "deepseek_v2": {"shared_experts": "shared_expert"},
     "deepseek_v3": {"shared_experts": "shared_expert"},
     "glm4_moe": {"shared_experts": "shared_expert"},
@@ -71,6 +82,7 @@ _GEMMA4 = {
     ".router.scale": ".moe.gate_norm.weight",
     ".router.per_expert_scale": ".moe.gate.per_expert_scale",
 }
+_OF_ONE_PART = ("nemotron_h", "mamba2")  # a layer has one part, `mixer`, and one norm
 _NEMOTRON_NORM = re.compile(r"(\.layers\.\d+)\.norm\.")
 _NEMOTRON_MIXER = re.compile(r"\.mixer\.(\w+)")
 _NEMOTRON_PARTS = {
@@ -205,7 +217,9 @@ def _renamed(kind: str, name: str) -> str:
         name = name.replace(".router.layer.", ".gate.").replace(".router.", ".gate.")
         for theirs, ours in _GRANITE.items():
             name = name.removesuffix(theirs) + ours if name.endswith(theirs) else name
-    if kind == "nemotron_h":
+    if kind == "lfm3":
+        name = name.replace(".self_attn.gate_proj.", ".self_attn.g_proj.").replace(".conv.out_proj.", ".conv.o_proj.")
+    if kind in _OF_ONE_PART:
         name = _NEMOTRON_NORM.sub(r"\1.input_layernorm.", name)
         name = _NEMOTRON_MIXER.sub(lambda found: f".{_NEMOTRON_PARTS.get(found[1], 'mlp')}.{found[1]}", name)
     return ".".join(_RENAMED[kind].get(part, part) for part in name.split("."))
@@ -214,7 +228,9 @@ def _renamed(kind: str, name: str) -> str:
 def their_name(kind: str, name: str) -> str:
     """Return what a kind of model calls a module outside experts, in adapters too."""
     theirs = {ours: their for their, ours in _RENAMED.get(kind, {}).items()}
-    if kind == "nemotron_h":
+    if kind == "lfm3":
+        return ".".join(theirs.get(part, part) for part in name.replace("conv.o_proj", "conv.out_proj").split("."))
+    if kind in _OF_ONE_PART:
         theirs |= dict.fromkeys(("mamba", "self_attn", "mlp"), "mixer")
     return ".".join(theirs.get(part, part) for part in name.split("."))
 

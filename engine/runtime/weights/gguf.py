@@ -50,6 +50,7 @@ _INTERLEAVED = (
     "granite",
     "granitemoe",
     "granitehybrid",
+    "granite_swa",
     "smollm3",
 )  # llama.cpp rotates neighbours (0, 1), transformers halves (0, d / 2)
 _OFFSET_NORMS = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")

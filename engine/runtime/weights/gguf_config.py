@@ -30,6 +30,8 @@ def hf_config(
     own = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
     if arch == "gemma4":
         own = _by_kind_of_layer(own, f"{source}, {arch}")
+    if arch == "mamba2":  # which has no heads that attend, and no MLP
+        own |= {"attention.head_count": 1, "attention.head_count_kv": 1, "feed_forward_length": 1}
     if arch in _KINDS_OF_LAYERS:
         own = _with_kinds_of_layers(own, *_KINDS_OF_LAYERS[arch])
     meta = HFConfig(_same_in_all_layers(own, f"{source}, {arch}"), f"{source}, {arch}")
@@ -304,6 +306,19 @@ def _granite(file: _File) -> dict[str, Any]:
     }
 
 
+def _granite_swa(file: _File) -> dict[str, Any]:
+    """Granite with windows, of which files have one rope base, and a flag for each layer that has positions."""
+    meta, theta = file.meta, file.meta.number("rope.freq_base", 10_000.0)
+    flags = meta.values.get("attention.rope_pattern")
+    thetas = {"layer_rope_theta": [theta if flag else 0.0 for flag in flags]} if isinstance(flags, list) else {}
+    kind: dict[str, Any] = {"model_type": "granite_swa"}
+    if meta.integer("expert_count", 0):
+        shared = meta.integer("expert_shared_feed_forward_length", 0)
+        kind = {"model_type": "granitemoe_swa", **_experts(file), "shared_intermediate_size": shared}
+        kind["intermediate_size"] = _expert_width(file)
+    return {**_granite(file), "sliding_window": _window(file), **thetas, **kind}
+
+
 def _olmo2(file: _File) -> dict[str, Any]:
     window = _window(file)  # OLMo 3 is named olmo2 and has windows
     return {"model_type": "olmo3", "sliding_window": window} if window else {}
@@ -370,42 +385,64 @@ def _granitemoe(file: _File) -> dict[str, Any]:
 
 def _granitehybrid(file: _File) -> dict[str, Any]:
     """Granite 4 with Mamba-2. Files have no bounds of steps; their layers with attention have positions by a flag."""
+    if not file.meta.has("attention.scale"):
+        return _bamba(file)
     meta, has_experts = file.meta, file.meta.integer("expert_count", 0) > 0
     widths = {"intermediate_size": _expert_width(file), **_experts(file)} if has_experts else {"num_local_experts": 0}
     shared = meta.integer("expert_shared_feed_forward_length", 0) if has_experts else meta.size("feed_forward_length")
     return {
         **_granite(file),
-        **_mamba(file),
+        **_mamba(file, _GRANITE_MAMBA),
         **widths,
         "model_type": "granitemoehybrid",
+        "layer_types": meta.texts("layer_types"),
         "shared_intermediate_size": shared,
         "position_embedding_type": "rope" if meta.flag("rope.scaling.finetuned", True) else "nope",
     }
 
 
-def _mamba(file: _File) -> dict[str, Any]:
-    """Return the sizes of Mamba-2 layers, in the names of Granite 4."""
+_GRANITE_MAMBA = tuple(
+    f"mamba_{name}"
+    for name in ("d_ssm", "n_heads", "d_head", "n_groups", "d_state", "d_conv", "conv_bias", "proj_bias")
+)
+_MAMBA2 = ("width", "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "use_conv_bias", "use_bias")
+_NEMOTRON_MAMBA = ("width", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", *_MAMBA2[5:])
+
+
+def _mamba(file: _File, names: Sequence[str]) -> dict[str, Any]:
+    """Return the sizes of Mamba-2 layers by the names that a family has for them, in the order of these tables."""
     meta, num_heads = file.meta, file.meta.size("ssm.time_step_rank")
-    if meta.size("ssm.inner_size") % num_heads:
-        raise meta.error("ssm.time_step_rank", f"a number that divides ssm.inner_size, {meta.size('ssm.inner_size')}")
-    return {
-        "layer_types": meta.texts("layer_types"),
-        "mamba_n_heads": num_heads,
-        "mamba_d_ssm": meta.size("ssm.inner_size"),
-        "mamba_n_groups": meta.size("ssm.group_count"),
-        "mamba_d_state": meta.size("ssm.state_size"),
-        "mamba_d_conv": meta.size("ssm.conv_kernel"),
-        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
-        "mamba_proj_bias": _has(file, "ssm_in.bias"),
-    }
+    width = meta.size("ssm.inner_size")
+    if width % num_heads:
+        raise meta.error("ssm.time_step_rank", f"a number that divides ssm.inner_size, {width}")
+    sizes = (meta.size(f"ssm.{key}") for key in ("group_count", "state_size", "conv_kernel"))
+    biases = (_has(file, f"{tensor}.bias") for tensor in ("ssm_conv1d", "ssm_in"))
+    return dict(zip(names, (width, num_heads, width // num_heads, *sizes, *biases), strict=True))
+
+
+def _bamba(file: _File) -> dict[str, Any]:
+    """Bamba, which llama.cpp names as Granite 4 and which has none of its multipliers."""
+    attending = [index for index, kind in enumerate(file.meta.texts("layer_types")) if kind == "attention"]
+    return {**_mamba(file, _GRANITE_MAMBA), "model_type": "bamba", "attn_layer_indices": attending}
+
+
+def _falcon_h1(file: _File) -> dict[str, Any]:
+    """Falcon-H1, whose multipliers are in the matrices of a file."""
+    norm = {"mamba_rms_norm": _has(file, "ssm_norm.weight"), "mamba_norm_before_gate": False}
+    return {**_mamba(file, _GRANITE_MAMBA), **norm, "model_type": "falcon_h1", "multipliers_in_matrices": True}
+
+
+def _mamba2(file: _File) -> dict[str, Any]:
+    """Mamba-2 alone. Files have no bounds of steps."""
+    return {**_mamba(file, _MAMBA2), "layer_norm_epsilon": file.meta.number("attention.layer_norm_rms_epsilon")}
 
 
 def _nemotron_h(file: _File) -> dict[str, Any]:
     """Nemotron-H and Nemotron 3. Files have no bounds of steps."""
-    meta, mamba = file.meta, _mamba(file)
+    meta, types = file.meta, file.meta.texts("layer_types")
     num_layers = meta.size("block_count") - meta.integer("nextn_predict_layers", 0)
-    if len(mamba["layer_types"]) < num_layers:
-        raise meta.error("block_count", f"{len(mamba['layer_types'])}, as many as attention.head_count_kv has numbers")
+    if len(types) < num_layers:
+        raise meta.error("block_count", f"{len(types)}, as many as attention.head_count_kv has numbers")
     mixtures = {}
     if meta.integer("expert_count", 0):
         mixtures = {
@@ -414,15 +451,9 @@ def _nemotron_h(file: _File) -> dict[str, Any]:
             "moe_latent_size": meta.optional_size("moe_latent_size"),
         }
     return {
+        **_mamba(file, _NEMOTRON_MAMBA),
         "model_type": "nemotron_h",
-        "layers_block_type": mamba["layer_types"][:num_layers],
-        "mamba_num_heads": mamba["mamba_n_heads"],
-        "mamba_head_dim": mamba["mamba_d_ssm"] // mamba["mamba_n_heads"],
-        "n_groups": mamba["mamba_n_groups"],
-        "ssm_state_size": mamba["mamba_d_state"],
-        "conv_kernel": mamba["mamba_d_conv"],
-        "use_conv_bias": mamba["mamba_conv_bias"],
-        "use_bias": mamba["mamba_proj_bias"],
+        "layers_block_type": types[:num_layers],
         "time_step_min": 0.0,
         "layer_norm_epsilon": meta.optional_number("attention.layer_norm_epsilon"),
         **mixtures,
@@ -586,7 +617,10 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "qwen3moe": _qwen3moe,
     "olmoe": _olmoe,
     "granitemoe": _granitemoe,
+    "granite_swa": _granite_swa,
     "granitehybrid": _granitehybrid,
+    "falcon-h1": _falcon_h1,
+    "mamba2": _mamba2,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,
     "gpt-oss": _gpt_oss,
@@ -599,6 +633,6 @@ ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
     "lfm2moe": _lfm2moe,
 }
 _WITH_EXPERTS = (
-    "llama", "mistral3", "qwen2moe", "qwen3moe", "qwen3vlmoe", "qwen35moe", "qwen3next", "olmoe", "granitemoe", "gpt-oss", "glm4moe",
+    "llama", "mistral3", "qwen2moe", "qwen3moe", "qwen3vlmoe", "qwen35moe", "qwen3next", "olmoe", "granitemoe", "granite_swa", "gpt-oss", "glm4moe",
     "deepseek2", "gemma4", "granitehybrid", "nemotron_h_moe", "lfm2moe",
 )  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 _GLOBAL = {
@@ -83,6 +83,8 @@ _MAMBA = {
     "ssm_d": "mamba.D",
     "ssm_dt.bias": "mamba.dt_bias",
 }
+# The norm ahead of the MLP, of which the converter leaves out the ending where it was called pre_ff_layernorm.
+_UNENDED = dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "post_attention_layernorm.weight")
 _SHORT_CONV = {
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.conv": "conv.conv",
@@ -123,13 +125,16 @@ _BY_ARCH = {
     "qwen35": _DELTA,
     "qwen35moe": _DELTA,
     "qwen3next": _DELTA,
-    "granitehybrid": _MAMBA,
+    "granitehybrid": _MAMBA | _UNENDED,
+    "falcon-h1": _MAMBA | _UNENDED,
+    "mamba2": _MAMBA,
     "lfm2": _SHORT_CONV,
     "lfm2moe": _SHORT_CONV,
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": _NEMOTRON,
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(weight|bias))?")
+_MERGED = ("granite_swa", "ffn_up_shexp")  # an architecture, and its tensor of the shared expert's gates and then ups
 _STACK = re.compile(r"ffn_(gate|up|down|gate_up)_exps")
 _EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # files of before the stacks
 _CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")  # in transformers' form, each channel reads one
@@ -162,12 +167,18 @@ def parts_of(arch: str, name: str, shape: tuple[int, ...], num_layers: int) -> I
             return
         yield Part(f"{_GLOBAL[stem]}.{ending}" if stem in _GLOBAL else name, shape)
         return
-    index, role, ending = layer.groups()
-    if int(index) >= num_layers:
+    if int(layer[1]) < num_layers:
+        yield from _parts_in_layer(arch, name, shape, *layer.groups())
+
+
+def _parts_in_layer(arch: str, name: str, shape: tuple[int, ...], index: str, role: str, ending: str) -> Iterator[Part]:
+    prefix, expert = f"model.layers.{index}.", _EXPERT.fullmatch(role)
+    if len(shape) > 1 and (stack := _STACK.fullmatch(role)):
+        experts = f"{prefix}{'moe' if arch == 'gemma4' else 'mlp'}.experts"
+        yield from _cut_stack([f"{experts}.{each}" for each in range(shape[0])], stack[1], ending, shape)
         return
-    prefix, stack, expert = f"model.layers.{index}.", _STACK.fullmatch(role), _EXPERT.fullmatch(role)
-    if stack is not None and len(shape) > 1:
-        yield from _cut_stack(f"{prefix}{'moe' if arch == 'gemma4' else 'mlp'}.experts", stack[1], ending, shape)
+    if (arch, role) == _MERGED:
+        yield from _cut_stack([f"{prefix}mlp.shared_expert"], "gate_up", ending, (1, *shape))
         return
     names: Mapping[str, str] = _WHOLE_NAMES | _IN_LAYER | _BY_ARCH.get(arch, {})
     whole = role if ending is None else f"{role}.{ending}"
@@ -188,12 +199,12 @@ def parts_of(arch: str, name: str, shape: tuple[int, ...], num_layers: int) -> I
     yield Part(prefix + found if found else name, shape)
 
 
-def _cut_stack(module: str, matrix: str, ending: str, shape: tuple[int, ...]) -> Iterator[Part]:
+def _cut_stack(modules: Sequence[str], matrix: str, ending: str, shape: tuple[int, ...]) -> Iterator[Part]:
     """Yield every expert's matrix or bias; of merged ones the gate, then the up."""
     roles = ("gate", "up") if matrix == "gate_up" else (matrix,)
     num_rows = math.prod(shape[1:-1]) // len(roles)
     one = shape[1:] if len(roles) == 1 else (num_rows, *shape[2:])
-    for expert in range(shape[0]):
+    for expert, module in enumerate(modules):
         for place, role in enumerate(roles):
             first = (expert * len(roles) + place) * num_rows
-            yield Part(f"{module}.{expert}.{role}_proj.{ending}", one, first)
+            yield Part(f"{module}.{role}_proj.{ending}", one, first)
