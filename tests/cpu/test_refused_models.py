@@ -65,6 +65,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "doge": (Case("DogeConfig").build().to_dict(), "'doge' adds a bias of its own to attention"),
     "nemotron": (Case("NemotronConfig").build().to_dict(), "'nemotron' does not pass to its attention"),
+    "muse_glimmer": (transformers.MuseGlimmerConfig().to_dict(), "'muse_glimmer' normalises embeddings"),
     "hrm_text": (LLAMA | {"model_type": "hrm_text"}, "'hrm_text' runs each layer more than once a token"),
     "fuyu": (LLAMA | {"model_type": "fuyu", "text_config": {}}, "'fuyu' has its language model inside another model"),
     "llama4": (Case("Llama4TextConfig").build().to_dict(), "layers of type chunked_attention"),

@@ -43,12 +43,15 @@ _OWN_ATTENTION = (
     "big_bird", "biogpt", "bloom", "blt", "codegen", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj",
     "megatron-bert", "mpt", "openai-gpt", "reformer", "rembert", "stablelm", "trocr", "xglm", "xlnet",
 )  # fmt: skip
-# Their attention is not a sum over one paged cache of keys and values a layer.
+# Their attention is not a sum over one paged cache of keys and values a layer, or their layers have parts that Quire lacks.
 _OTHER_ATTENTION = {
     "diffllama": "takes the difference of two attentions a layer",
     "doge": "adds a bias of its own to attention",
     "gemma4_assistant": "drafts from the states of another model",
     "gemma4_unified_assistant": "drafts from the states of another model",
+    **dict.fromkeys(
+        ("muse_glimmer", "muse_glimmer_text"), "normalises embeddings, and the results of parts with another epsilon"
+    ),
     "hrm_text": "runs each layer more than once a token",
     "nemotron": "does not pass to its attention what a paged cache needs",
 }
