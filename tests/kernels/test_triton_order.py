@@ -137,6 +137,13 @@ KINDS = {
     "qwen3_5": Case("Qwen3_5TextConfig", TINY | DELTA),
     "granitemoehybrid": Case("GraniteMoeHybridConfig", GRANITE),
     "nemotron_h": Case("NemotronHConfig", NEMOTRON),
+    "falcon_h1": Case(
+        "FalconH1Config",
+        CASES["falcon_h1"].settings
+        | {name: size for name, size in TINY.items() if name not in ("num_hidden_layers", "layer_types")}
+        | {"num_hidden_layers": 1, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_n_groups": 2},
+    ),
+    "lfm3": Case("Lfm3Config", TINY | {"layer_types": ["conv", "full_attention"]}),
 }
 
 
