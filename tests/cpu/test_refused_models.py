@@ -30,6 +30,7 @@ QWEN3_5 = Case("Qwen3_5TextConfig").build().to_dict()
 NEMOTRON = CASES["nemotron_h"].build().to_dict()
 FALCON_H1 = CASES["falcon_h1"].build().to_dict()
 GRANITE = CASES["granitemoehybrid-mamba"].build().to_dict()
+GEMMA3N = CASES["gemma3n"].build().to_dict()
 
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "bert": (
@@ -106,6 +107,12 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
             "time_step_limit": [0.0, 0.1],
         }.items()
     },
+    "one-stream": (GEMMA3N | {"altup_num_inputs": 1}, "'altup_num_inputs' is 1; Quire needs 2 to 16"),
+    "many-streams": (GEMMA3N | {"altup_num_inputs": 17}, "'altup_num_inputs' is 17; Quire needs 2 to 16"),
+    "negative-widths": (
+        GEMMA3N | {"intermediate_size": [64.5, -1, 64, 64, 64]},
+        "'intermediate_size' is [64.5, -1, 64, 64, 64]; Quire needs integers of at least 1",
+    ),
     **{
         f"falcon-{key}": (FALCON_H1 | {key: value}, f"{key!r} is {value!r}")
         for key, value in {

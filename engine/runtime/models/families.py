@@ -42,6 +42,7 @@ from engine.runtime.models.expert_settings import (
 
 Family = Callable[[HFConfig], ModelConfig]
 
+_MOST_STREAMS = 16  # as many numbers, squared, are on a stack of the native library
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _GEMMA4_ROPES = {
     common.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -309,6 +310,10 @@ def gemma3n(hf: HFConfig) -> ModelConfig:
     if hf.integer("altup_active_idx", 0):
         raise hf.error("altup_active_idx", "0")
     widths = [*hf.numbers("intermediate_size")] if isinstance(hf.values.get("intermediate_size"), list) else []
+    if not all(each >= 1 and each.is_integer() for each in widths):
+        raise hf.error("intermediate_size", "integers of at least 1")
+    if not 2 <= hf.integer("altup_num_inputs", 4) <= _MOST_STREAMS:
+        raise hf.error("altup_num_inputs", f"2 to {_MOST_STREAMS}")
     hf = HFConfig({**hf.values, **({"intermediate_size": int(max(widths))} if widths else {})}, hf.source)
     sparse = [0.95] * (10 if num_layers > 10 else 0) + [0.0] * num_layers
     if hf.has("activation_sparsity_pattern"):
@@ -341,7 +346,7 @@ def gemma3n(hf: HFConfig) -> ModelConfig:
         layer_inputs=hf.size("hidden_size_per_layer_input", 256),
         num_input_rows=hf.size("vocab_size_per_layer_input", 262_144),
         altup=AltUpConfig(
-            num_streams=hf.size("altup_num_inputs", 4),
+            num_streams=hf.integer("altup_num_inputs", 4),
             rank=hf.size("laurel_rank", 64),
             scales_output=hf.flag("altup_correct_scale", True),
         ),

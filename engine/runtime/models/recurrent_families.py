@@ -70,7 +70,7 @@ def falcon_h1(hf: HFConfig) -> ModelConfig:
         layers=tuple(replace(layer, beside="mamba", mixer_scales=scales, recurrent=mamba) for layer in settings.layers),
         norm_eps=hf.positive("rms_norm_eps", 1e-5),
         wide_norms=True,
-        attention_scale=common.head_dim(hf) ** -0.5 * key * into**2,
+        attention_scale=common.head_dim(hf) ** -0.5 * key * into * into,
         embedding_multiplier=hf.positive("embedding_multiplier", 1.0),
         residual_multiplier=added,
         feed_forward_multiplier=gate,

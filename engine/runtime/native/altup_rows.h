@@ -120,19 +120,28 @@ INLINE void add_laurel_as(const struct laurel_args *a, int64_t begin, int64_t en
     }
 }
 
+/* Values i .. of a row less its mean, zeros from `end` on. */
+INLINE vf less_mean(struct view x, float mean, int64_t i, int64_t end) {
+    vf all = get(x, i, end) - mean, kept = {0};
+    copy_values(&kept, &all, end - i, sizeof(float));
+    return kept;
+}
+
 INLINE void sparse_act_as(const struct sparse_args *a, int64_t begin, int64_t end, enum dtype dtype) {
-    float beyond[a->width]; /* a row's gates less their mean */
     for (int64_t row = begin; row < end; row++) {
         struct view gates = {(void *)a->gate_up, (size_t)(2 * row * a->width), dtype}, ups = gates;
-        struct view inner = {a->inner, (size_t)(row * a->width), dtype}, rest = floats(beyond, 0);
+        struct view inner = {a->inner, (size_t)(row * a->width), dtype};
         ups.at += (size_t)a->width;
-        vf sum = splat(0);
+        vf sum = splat(0), squares = splat(0);
         for (int64_t i = 0; i < a->width; i += W) sum += get(gates, i, a->width);
         float mean = sum_f(sum) / (float)a->width;
-        for (int64_t i = 0; i < a->width; i += W) put(rest, i, a->width, get(gates, i, a->width) - mean);
-        float cut = a->deviations * sqrtf(mean_square(rest, a->width));
         for (int64_t i = 0; i < a->width; i += W) {
-            vf gate = max_f(splat(0), get(rest, i, a->width) - cut); /* NaN stays */
+            vf rest = less_mean(gates, mean, i, a->width);
+            squares += rest * rest;
+        }
+        float cut = a->deviations * sqrtf(sum_f(squares) / (float)a->width);
+        for (int64_t i = 0; i < a->width; i += W) {
+            vf gate = max_f(splat(0), less_mean(gates, mean, i, a->width) - cut); /* NaN stays */
             put(inner, i, a->width, activate(gate, (enum activation)a->activation) * get(ups, i, a->width));
         }
     }
