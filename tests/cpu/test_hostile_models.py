@@ -50,6 +50,7 @@ VALUES: list[Any] = [
     7,
     1.5,
     -1e308,
+    1e308,
     math.nan,
     math.inf,
     10**9,
@@ -114,7 +115,8 @@ def test_any_value_of_a_config_loads_or_is_refused(tmp_path: Path) -> None:
     seen: set[str] = set()
     chooser = random.Random(3)
     names = ("llama", "qwen2-window", "smollm3-window", "gemma2", "gemma3", "granite", "olmo3", "glm4-moe")
-    for name in (*names, "qwen3_5", "granitemoehybrid-mamba", "nemotron_h-latent", "lfm2"):
+    names += ("qwen3_5", "granitemoehybrid-mamba", "nemotron_h-latent", "lfm2", "lfm3", "mamba2", "falcon_h1")
+    for name in (*names, "gemma3n"):
         folder = tmp_path / name
         folder.mkdir()
         save_tiny(CASES[name], folder)
