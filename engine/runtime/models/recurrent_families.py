@@ -135,7 +135,8 @@ def lfm2(hf: HFConfig) -> ModelConfig:
         width = int(2 * width / 3)
         if hf.values.get("block_ffn_dim_multiplier", 1.0) is not None:
             unit = hf.size("block_multiple_of", 256)
-            width = -(-int(hf.positive("block_ffn_dim_multiplier", 1.0) * width) // unit) * unit
+            wanted = min(hf.positive("block_ffn_dim_multiplier", 1.0) * width, 2.0**60)  # more is refused as a size
+            width = -(-int(wanted) // unit) * unit
     return _lfm2_common(HFConfig({**hf.values, "intermediate_size": width}, hf.source), moes=None)
 
 
