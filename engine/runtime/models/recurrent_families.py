@@ -193,7 +193,7 @@ def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None, is_fused: bool = Fal
         k_dim=hf.size("linear_key_head_dim", 128),
         v_dim=hf.size("linear_value_head_dim", 128),
         kernel=common.taps(hf, "linear_conv_kernel_dim", 4),
-        is_tiled=hf.flag("linear_value_heads_tiled"),
+        is_tiled=hf.flag("linear_value_heads_tiled") and not is_fused,
         has_fused_rows=is_fused and not hf.flag("linear_rows_split"),
         has_fused_gates=is_fused,
     )
