@@ -37,6 +37,7 @@ from loadtest.bench import PATHS
 from loadtest.client import Client, ClientError, Target
 from loadtest.compare import PeerAsking
 from loadtest.daemon import get_json, total
+from loadtest.errors import LoadtestError
 from loadtest.fleet.foresee import read_recording
 from loadtest.output import in_ms, print_table
 from loadtest.peers.process import free_port, running
@@ -266,6 +267,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Drive one server after another, and print what each reused."""
+    if options.foresee and options.restart:
+        raise LoadtestError("The simulator foresees no restart; leave out --foresee or --restart.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows = []
     for peer in PEERS:

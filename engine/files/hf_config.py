@@ -27,12 +27,12 @@ class HFConfig:
     def integer(self, key: str, default: int | None = None) -> int:
         return self._read(key, int, default)
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, most: int = _MAX_SIZE) -> int:
         """Return an integer of at least 1, within the bounds of memory."""
         if self.integer(key, default) < 1:
             raise self.error(key, "an integer of at least 1")
-        if self.integer(key, default) > _MAX_SIZE:
-            raise self.error(key, f"at most {_MAX_SIZE}")
+        if self.integer(key, default) > most:
+            raise self.error(key, f"at most {most}")
         return self.integer(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:

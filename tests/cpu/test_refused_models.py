@@ -122,6 +122,13 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
             "key_multiplier": -1.0,
         }.items()
     },
+    "vast-multipliers": (FALCON_H1 | {"mlp_multipliers": [5e-324, 1.0]}, "'mlp_multipliers' is [5e-324, 1.0]"),
+    "vast-head": (LLAMA | {"head_dim": 1 << 17}, "'head_dim' is 131072; Quire needs at most 65536"),
+    "vast-latent": (CASES["deepseek_v3"].build().to_dict() | {"kv_lora_rank": 1 << 17}, "'kv_lora_rank' is 131072"),
+    "vast-row": (
+        CASES["qwen3_next"].build().to_dict() | {"linear_value_head_dim": 1 << 30},
+        "'linear_num_value_heads' is",
+    ),
     "norm-before-gate": (FALCON_H1 | {"mamba_rms_norm": True}, "'mamba_norm_before_gate' is True; Quire needs false"),
     "one-norm": (CASES["lfm3"].build().to_dict() | {"use_sandwich_norm": False}, "'use_sandwich_norm' is False"),
     "no-kind": ({key: value for key, value in LLAMA.items() if key != "model_type"}, "'model_type' is missing"),

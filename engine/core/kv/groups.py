@@ -264,21 +264,28 @@ class WindowGroup(Group):
         table, num_passed = self._table(seq), self._first_read(seq.num_computed)
         if not num_passed or table[num_passed - 1] == NO_BLOCK:
             return
-        # Another turn of a conversation, or the same prompt again, resumes at one of the prompt's last two boundaries.
-        size, last, every = self._block_size, seq.num_prompt // self._block_size, self._every // self._block_size
-        ends = {(seq.request.turn_end or seq.num_prompt - 1) // size, last, seq.kv.branch // size}
-        kept = [self.window_at(end) for end in ends.union(range(every, last, every))]
         for index in range(num_passed - 1, -1, -1):
             block = table[index]
             if block == NO_BLOCK:
                 break
             table[index] = NO_BLOCK
-            if any(index in window for window in kept):
+            if self._may_branch(seq, index):
                 self.branch((block,))
             if block in self._branches:
                 self.pool.free(block)
             else:
                 self.pool.pass_by(block)
+
+    def _may_branch(self, seq: Sequence, index: int) -> bool:
+        """Return whether a block is in the window of a boundary at which prompts may leave this one."""
+        size, every = self._block_size, self._every // self._block_size
+        last = seq.num_prompt // size
+        if index >= last:
+            return False
+        # Another turn of a conversation, or the same prompt again, resumes at one of the prompt's last two boundaries.
+        turn_end, next_kept = (seq.request.turn_end or seq.num_prompt - 1) // size, (index // every + 1) * every
+        ends = (turn_end, last, seq.kv.branch // size, next_kept)
+        return any(end <= last and index in self.window_at(end) for end in ends)
 
     def roll_back(self, seq: Sequence, start: int) -> None:
         """Free the blocks behind those of `start` positions."""

@@ -11,6 +11,7 @@ from engine.runtime.layers.rope_config import RopeConfig, read_rope
 from engine.runtime.models.expert_settings import Mixtures
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+MOST_OF_ROW = 1 << 16  # numbers of a head, or of a latent: a thread's stack holds a row of them
 _ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -51,7 +52,7 @@ def max_positions(hf: HFConfig) -> int:
 
 
 def head_dim(hf: HFConfig) -> int:
-    return hf.size("head_dim", hf.size("hidden_size") // hf.size("num_attention_heads"))
+    return hf.size("head_dim", hf.size("hidden_size") // hf.size("num_attention_heads"), MOST_OF_ROW)
 
 
 def activation(hf: HFConfig, key: str, default: str) -> Activation:

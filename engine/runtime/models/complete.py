@@ -41,7 +41,7 @@ def _missing_in_layers(config: ModelConfig, names: Sequence[str]) -> list[str]:
         match = _LAYER.fullmatch(name)
         if match is not None and int(match[1]) < len(found):
             found[int(match[1])].add(match[2])
-    kinds: dict[tuple[str, str, bool], set[str]] = defaultdict(set)
+    kinds: dict[tuple[tuple[str, ...], str, bool], set[str]] = defaultdict(set)
     for layer, modules in zip(config.layers, found, strict=True):
         kinds[_kind_of(layer)] |= modules
     return [
@@ -51,8 +51,8 @@ def _missing_in_layers(config: ModelConfig, names: Sequence[str]) -> list[str]:
     ]
 
 
-def _kind_of(layer: LayerConfig) -> tuple[str, str, bool]:
-    return layer.mixer, layer.feed_forward, layer.source is None
+def _kind_of(layer: LayerConfig) -> tuple[tuple[str, ...], str, bool]:
+    return layer.mixers, layer.feed_forward, layer.source is None
 
 
 def lacking(source: str, missing: Sequence[str]) -> ModelLoadError:

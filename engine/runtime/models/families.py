@@ -500,9 +500,9 @@ def _with_full_heads(hf: HFConfig) -> HFConfig:
 def _latent_common(hf: HFConfig, moes: Mixtures, *, is_interleaved: bool) -> ModelConfig:
     """Return the settings that the families with latent attention share."""
     latent = LatentConfig(
-        rank=hf.size("kv_lora_rank", 512),
+        rank=hf.size("kv_lora_rank", 512, common.MOST_OF_ROW),
         nope_dim=hf.size("qk_nope_head_dim", 128),
-        rope_dim=hf.size("qk_rope_head_dim", 64),
+        rope_dim=hf.size("qk_rope_head_dim", 64, common.MOST_OF_ROW),
         value_dim=hf.size("v_head_dim", 128),
         query_rank=hf.optional_size("q_lora_rank") if "q_lora_rank" in hf.values else 1536,
         is_interleaved=is_interleaved,

@@ -20,6 +20,7 @@ from engine.runtime.models.families import granite_settings
 from engine.runtime.models.mamba_settings import mamba_alone, mamba_sizes, one_part_layers, with_mamba
 
 _LINEAR, _CONV = "linear_attention", "conv"
+_LEAST = 2.0**-100  # of products of multipliers; with its inverse far within float32
 _LFM3_ROPES = {
     common.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     common.FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
@@ -64,13 +65,16 @@ def falcon_h1(hf: HFConfig) -> ModelConfig:
     z, x, b, c, dt = (each * into_mamba for each in _multipliers(hf, "ssm_multipliers", 5))
     mamba = replace(mamba_sizes(hf), has_norm=hf.flag("mamba_rms_norm"), scales=(z, x, b, c, dt))
     scales = (into * out / added, out_of_mamba / added)
+    attention_scale = common.head_dim(hf) ** -0.5 * key * into * into
+    if not all(_LEAST <= each <= 1 / _LEAST for each in (added, gate, *scales, *mamba.scales, attention_scale)):
+        raise hf.error("mlp_multipliers", "numbers whose products with the other multipliers are float32")
     settings = common.settings(hf)
     return replace(
         settings,
         layers=tuple(replace(layer, beside="mamba", mixer_scales=scales, recurrent=mamba) for layer in settings.layers),
         norm_eps=hf.positive("rms_norm_eps", 1e-5),
         wide_norms=True,
-        attention_scale=common.head_dim(hf) ** -0.5 * key * into * into,
+        attention_scale=attention_scale,
         embedding_multiplier=hf.positive("embedding_multiplier", 1.0),
         residual_multiplier=added,
         feed_forward_multiplier=gate,
@@ -199,6 +203,10 @@ def _qwen3_5_common(hf: HFConfig, *, moes: Mixtures | None, is_fused: bool = Fal
     )
     if delta.num_v_heads % delta.num_k_heads:
         raise hf.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {delta.num_k_heads}")
+    if delta.has_fused_rows and delta.channels + delta.num_v_heads * (delta.v_dim + 2) > 4 * common.MOST_OF_ROW:
+        raise hf.error(
+            "linear_num_value_heads", f"fewer: a row of all heads has at most {4 * common.MOST_OF_ROW} numbers"
+        )
     if common.activation(hf, "hidden_act", "silu") is not Activation.SILU:
         raise hf.error("hidden_act", "silu, which the convolution has too")
     if not hf.flag("attn_output_gate", True):

@@ -75,7 +75,7 @@ class DraftModel:
 
     def forget(self, blocks: Sequence[int]) -> None:
         """See Drafter."""
-        self._known.forget(blocks)
+        self._known.bring(blocks)
 
     def _go_on(self, slices: Sequence[SequenceSlice], asked: Mapping[int, int], drawn: Tensor) -> dict[int, list[int]]:
         """Draw the further drafts, one step each; `drawn` are the first ones."""

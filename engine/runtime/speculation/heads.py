@@ -12,9 +12,10 @@ what it drew, and its previous state in place of the target's.
 Where no draft has paid for a while nothing is stored, and a step costs what it does without a head. Later drafts attend
 from the first block on that has no gap behind it.
 
-Three things make a draft worse, and never change an answer. Where a prompt has several answers, or sequences share a
+Four things make a draft worse, and never change an answer. Where a prompt has several answers, or sequences share a
 prefix, the last shared position was computed with one of the tokens that follow. Adapters do not change a head. After a
-swap, and for the further answers to a prompt, a sequence has no state and gets no drafts for one step.
+swap, and for the further answers to a prompt, a sequence has no state and gets no drafts for one step. Blocks that were
+swapped or come from elsewhere count as known, although they may have gaps.
 
 On CUDA all steps of an engine with a head are launched kernel by kernel: a graph would have to contain the head and the
 rows of drafts. Other drafters leave steps without drafts to graphs. Engine thread.
@@ -214,7 +215,7 @@ class HeadDrafter:
 
     def forget(self, blocks: Sequence[int]) -> None:
         """See Drafter; blocks from elsewhere hold the head's K/V, too."""
-        self._known.forget(blocks)
+        self._known.bring(blocks)
 
     def close(self) -> None:
         """Release weights and states."""

@@ -17,7 +17,7 @@ class KnownPositions:
     """The positions that have K/V: a number for each block, counted from its first."""
 
     def __init__(self, config: SchedulerConfig, tables: RowTables, *, travels: bool = False) -> None:
-        """With `travels` a drafter's K/V are in blocks that are swapped or come from elsewhere."""
+        """With `travels` blocks that are swapped or come from elsewhere bring a drafter's K/V, as far as it had any there."""
         self._block_size, self._tables = config.block_size, tables
         self._num_brought = config.block_size * travels
         self._counts = np.zeros(config.num_blocks, np.int64)
@@ -41,7 +41,7 @@ class KnownPositions:
         first, stop = begin // self._block_size, min(-(-end // self._block_size), self._tables.width)
         return self._tables.rows[0, slot, first:stop], np.arange(first, stop) * self._block_size
 
-    def forget(self, blocks: Sequence[int]) -> None:
+    def bring(self, blocks: Sequence[int]) -> None:
         """Note that these blocks come from elsewhere."""
         self._counts[list(blocks)] = self._num_brought
 
