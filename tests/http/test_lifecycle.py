@@ -270,6 +270,7 @@ def test_when_the_engine_dies_every_stream_hears_it_and_health_turns_red(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live = serve(**SLOW)
+    live.require_thread()
     answers: list[httpx.Response] = []
 
     def ask(stream: bool) -> None:
