@@ -294,7 +294,7 @@ def test_blocks_that_came_from_elsewhere_are_read_anew() -> None:
     piece = Rows().follow(plan)[0].at(3 * size - 1)
     known.note(piece.slot, 0, 3 * size - 1)
     assert known.up_to(piece) == 3 * size - 1
-    known.forget([3])
+    known.bring([3])
     known.follow(plan, [])
     assert known.up_to(piece) == size, "a row that begins again is walked from its first block"
 
