@@ -136,13 +136,7 @@ class MambaConfig:
     has_bias: bool  # of both projections
     step_limit: tuple[float, float]
     has_norm: bool = True  # of gated results
-    scales: tuple[float, float, float, float, float] = (
-        1.0,
-        1.0,
-        1.0,
-        1.0,
-        1.0,
-    )  # of projected gates, x, B, C and steps
+    scales: tuple[float, ...] = (1.0,) * 5  # of projected gates, x, B, C and steps
     num_sharing: int = 1  # ranks that have heads of the same group
 
     @property

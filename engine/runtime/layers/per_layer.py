@@ -39,6 +39,7 @@ class PerLayerInputs:
         whole = self._width * len(config.layers)
         self._table = Embedding()
         self._num_rows = config.num_input_rows or config.vocab_size
+        self._is_short = self._num_rows < config.vocab_size
         make.table("model.embed_tokens_per_layer", self._num_rows, whole, self._table)
         self._projection = make.linear({"model.per_layer_model_projection": whole}, config.hidden_size)
         self._norm = make.tensor("model.per_layer_projection_norm.weight", self._width, dtype=torch.float32)
@@ -49,7 +50,8 @@ class PerLayerInputs:
 
     def __call__(self, ids: Tensor, x: Tensor) -> Tensor:
         """Return [T, layers, width] in float32 of ids [T] and their scaled embeddings x [T, hidden]."""
-        ids = ids.where(ids < self._num_rows, 0)
+        if self._is_short:
+            ids = ids.where(ids < self._num_rows, 0)
         projected = self._projection.in_float32(x).view(-1, self._width)
         normed = add_rms_norm(projected, None, self._norm, self._eps).view(len(ids), -1)
         return normed.add_(self._table(ids).float(), alpha=self._scale).unflatten(1, (-1, self._width))

@@ -48,6 +48,8 @@ from engine.runtime.speculation.drafter import draft_by_depth
 from engine.runtime.speculation.known import KnownPositions
 from engine.runtime.transfer import to_device
 
+_MOST_IDLE = 8  # steps with decodes and without drafts, one after the other, after which nothing is stored
+
 
 class Head(Protocol):
     """Layers that predict the token at p + 2 from the target's state at p and the token at p + 1."""
@@ -78,9 +80,6 @@ class Head(Protocol):
     def logits(self, states: Tensor) -> Tensor:
         """Return float32 logits [R, the target's vocab_size] of states that `forward` returned."""
         ...
-
-
-_MOST_IDLE = 8  # steps with decodes and without drafts, one after the other, after which nothing is stored
 
 
 class _Kept(NamedTuple):
