@@ -42,6 +42,7 @@ class EngineFacts:
     num_ranks: int = 1  # processes that hold the model
     layout: Layout | None = None  # None: its K/V is not handed over
     max_loras: int = 0
+    takes_images: bool = False  # of the kinds that its `submit` checks
     kv_events: EventsSource | None = None
 
 

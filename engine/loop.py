@@ -148,7 +148,7 @@ class Engine:
             num_unseen=self._inbox.num_requests,
             num_unseen_tokens=self._inbox.num_tokens,
         )
-        self._inbox.put_requests([Submission(request, self._resources.hold(request.params)) for request in requests])
+        self._inbox.put_requests([Submission(request, self._resources.hold(request)) for request in requests])
 
     def abort(self, request_id: str, cause: AbortCause, choice: int | None = None) -> None:
         """End a request (or one of its choices) early."""

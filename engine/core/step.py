@@ -223,11 +223,14 @@ class PendingStep(Protocol):
         ...
 
 
-class Resources(Protocol):
-    """Finds what the parameters of a plan's requests name."""
+Name = Adapter | GrammarKey | bytes  # bytes: the digest of an image
 
-    def find(self, name: Adapter | GrammarKey) -> Any:
-        """Return the weights of an adapter, or a grammar."""
+
+class Resources(Protocol):
+    """Finds what a plan's requests name."""
+
+    def find(self, name: Name) -> Any:
+        """Return the weights of an adapter, a grammar, or an image."""
         ...
 
 

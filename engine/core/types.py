@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.core.errors import ErrorValue
 from engine.core.spans import Span
@@ -207,6 +207,7 @@ class Request:
     max_queue_s: float | None = None  # ... in which it is to be started
     is_background: bool = False  # runs in steps that no other work needs, under every policy
     spans: tuple[Span, ...] = ()  # of the prompt, in order, where vectors stand instead of ids
+    images: tuple[Any, ...] = ()  # engine.images.Image, opaque here: those that the spans name
     tenant: str = ""  # on whose account it runs; "" is a tenant like any other
     weight: float = 1.0  # that tenant's, under the policy `fair`: with 2 it gets twice what others get
 

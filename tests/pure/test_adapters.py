@@ -72,10 +72,11 @@ def test_one_that_is_loaded_again_is_found_as_long_as_a_request_uses_either() ->
     resources = EngineResources(adapters)
     adapter = adapters.load("a", "1").adapter
     params = SamplingParams(max_tokens=1, adapter=adapter)
-    first = resources.hold(params)
+    request = Request(request_id="", prompt=(1,), params=params, arrival_s=0.0)
+    first = resources.hold(request)
     adapters.unload("a")
     assert adapters.load("a", "1").adapter == adapter
-    second = resources.hold(params)
+    second = resources.hold(request)
     assert second[0] is not first[0]
     adapters.unload("a")
     del second
