@@ -1,13 +1,15 @@
 """Rewrites GGUF metadata as the config.json that the model has on the hub.
 
 Facts that a GGUF file does not state (biases, a tied head) are derived from its tensors' names. Facts that llama.cpp
-holds in code (the query scale of the Gemma 27B models) are repeated here.
+holds in code (the query scale of the Gemma 27B models) are repeated here. What hybrids alone need is in gguf_hybrids.py,
+which is imported for them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -15,7 +17,9 @@ from engine.core.errors import ModelLoadError
 from engine.files.hf_config import HFConfig
 
 
-class _File(NamedTuple):
+class File(NamedTuple):
+    """What is read of a file."""
+
     meta: HFConfig  # the architecture's keys, without their prefix
     shapes: Mapping[str, Sequence[int]]
     ropes: Mapping[str, Sequence[float]]  # rope factors, which GGUF stores as tensors
@@ -26,21 +30,20 @@ def hf_config(
 ) -> tuple[str, dict[str, Any]]:
     """Return the architecture and its config, from metadata, shapes and rope factors."""
     arch = check_architecture(metadata, source)
-    prefix = f"{arch}."
+    row, prefix, named = ARCHITECTURES[arch], f"{arch}.", f"{source}, {arch}"
     own = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
-    if arch == "gemma4":
-        own = _by_kind_of_layer(own, f"{source}, {arch}")
-    if arch == "mamba2":  # which has no heads that attend, and no MLP
-        own |= {"attention.head_count": 1, "attention.head_count_kv": 1, "feed_forward_length": 1}
-    if arch in _KINDS_OF_LAYERS:
-        own = _with_kinds_of_layers(own, *_KINDS_OF_LAYERS[arch])
-    meta = HFConfig(_same_in_all_layers(own, f"{source}, {arch}"), f"{source}, {arch}")
-    if arch not in _WITH_EXPERTS:
-        meta.refuse("expert_count", f"{arch} has no mixture of experts; {', '.join(_WITH_EXPERTS)} have")
+    meta = HFConfig(_same_in_all_layers(_found(row.by_layer)(own, named), named), named)
+    if not row.has_experts:
+        having = (name for name, each in ARCHITECTURES.items() if each.has_experts)
+        meta.refuse("expert_count", f"{arch} has no mixture of experts; {', '.join(having)} have")
     if "token_embd.weight" not in shapes:
         raise ModelLoadError(f"{source} has no tensor 'token_embd.weight'; it is not a language model.")
-    file = _File(meta, shapes, ropes)
-    return arch, {"model_type": arch} | _common(file) | ARCHITECTURES[arch](file)
+    file = File(meta, shapes, ropes)
+    return arch, {"model_type": row.name or arch} | _common(file) | _found(row.settings)(file)
+
+
+def _found(function: Callable[..., dict[str, Any]] | str) -> Callable[..., dict[str, Any]]:
+    return resolve_name(function) if isinstance(function, str) else function
 
 
 def _same_in_all_layers(values: dict[str, Any], source: str) -> dict[str, Any]:
@@ -74,26 +77,6 @@ def _by_kind_of_layer(values: dict[str, Any], source: str) -> dict[str, Any]:
     return found
 
 
-def _with_kinds_of_layers(values: dict[str, Any], attending: str, recurrent: str) -> dict[str, Any]:
-    """Return a hybrid's metadata with the types of layers: those with attention have K/V heads, an MLP alone has a width."""
-    heads, given = values.get("attention.head_count_kv"), values.get("feed_forward_length")
-    if not isinstance(heads, list):
-        return values
-    widths = given if isinstance(given, list) else [0] * len(heads)
-    alone = "moe" if values.get("expert_count") else "mlp"
-    types = [attending if num else alone if width else recurrent for num, width in zip(heads, widths, strict=False)]
-    found = {"attention.head_count_kv": [num for num in heads if num] or [1], "layer_types": types}
-    return values | found | ({"feed_forward_length": [width for width in widths if width]} if any(widths) else {})
-
-
-# Of architectures whose K/V heads tell the types of layers: the names of those with attention and of the others.
-_KINDS_OF_LAYERS = {
-    "granitehybrid": ("attention", "mamba"),
-    "nemotron_h": ("attention", "mamba"),
-    "nemotron_h_moe": ("attention", "mamba"),
-    "lfm2": ("full_attention", "conv"),
-    "lfm2moe": ("full_attention", "conv"),
-}
 _ONE_A_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv", "expert_used_count")
 
 
@@ -107,7 +90,7 @@ def check_architecture(metadata: Mapping[str, Any], source: str) -> str:
     return arch
 
 
-def _common(file: _File) -> dict[str, Any]:
+def _common(file: File) -> dict[str, Any]:
     meta = file.meta
     heads, hidden = meta.size("attention.head_count"), meta.size("embedding_length")
     head_dim = meta.size("attention.key_length", hidden // heads)
@@ -115,7 +98,7 @@ def _common(file: _File) -> dict[str, Any]:
         "vocab_size": file.shapes["token_embd.weight"][0],
         "hidden_size": hidden,
         "intermediate_size": meta.size("feed_forward_length", meta.optional_size("expert_feed_forward_length")),
-        "num_hidden_layers": meta.size("block_count") - meta.integer("nextn_predict_layers", 0),
+        "num_hidden_layers": num_layers(file),
         "num_nextn_predict_layers": meta.integer("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": meta.size("attention.head_count_kv", heads),
@@ -127,20 +110,25 @@ def _common(file: _File) -> dict[str, Any]:
         "rope_theta": meta.number("rope.freq_base", 10_000.0),
         "partial_rotary_factor": meta.integer("rope.dimension_count", head_dim) / head_dim,
         "rope_scaling": _rope_scaling(file),
-        "attention_bias": _has(file, "attn_output.bias"),
-        "mlp_bias": _has(file, "ffn_down.bias"),
+        "attention_bias": has(file, "attn_output.bias"),
+        "mlp_bias": has(file, "ffn_down.bias"),
         "tie_word_embeddings": "output.weight" not in file.shapes,
         **_window_pattern(file),
         "dtype": "bfloat16",  # in which dequantised weights are computed
     }
 
 
-def _has(file: _File, ending: str) -> bool:
+def num_layers(file: File) -> int:
+    """Return the number of layers, without those that draft."""
+    return file.meta.size("block_count") - file.meta.integer("nextn_predict_layers", 0)
+
+
+def has(file: File, ending: str) -> bool:
     """Return whether a layer has a tensor."""
     return any(name.endswith(f".{ending}") for name in file.shapes)
 
 
-def _rope_scaling(file: _File) -> dict[str, Any] | None:
+def _rope_scaling(file: File) -> dict[str, Any] | None:
     meta, trained = file.meta, file.meta.optional_integer("rope.scaling.original_context_length")
     kind = meta.text("rope.scaling.type", "none")
     if "rope_freqs.weight" in file.ropes:  # Llama 3's scaling, precomputed as one factor for each dimension
@@ -171,41 +159,34 @@ def _rope_scaling(file: _File) -> dict[str, Any] | None:
     raise meta.error("rope.scaling.type", "none, linear, yarn or longrope with its factor tensors")
 
 
-def _window_pattern(file: _File) -> dict[str, Any]:
+def _window_pattern(file: File) -> dict[str, Any]:
     """Return which layers have a window, if the file says so: by a flag for each, or as all but every n-th."""
     pattern = file.meta.values.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
-        num_layers = file.meta.size("block_count") - file.meta.integer("nextn_predict_layers", 0)
-        return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in pattern[:num_layers]]}
+        return {
+            "layer_types": ["sliding_attention" if flag else "full_attention" for flag in pattern[: num_layers(file)]]
+        }
     return {} if pattern is None else {"sliding_window_pattern": file.meta.size("attention.sliding_window_pattern")}
 
 
-def _window(file: _File) -> int | None:
-    return file.meta.optional_integer("attention.sliding_window") or None
+def _windowed(file: File) -> dict[str, int | None]:
+    return {"sliding_window": file.meta.optional_integer("attention.sliding_window") or None}
 
 
-def _llama(file: _File) -> dict[str, Any]:
-    window = _window(file)
+def _llama(file: File) -> dict[str, Any]:
+    window = _windowed(file)
     if file.meta.integer("expert_count", 0):
-        return {"model_type": "mixtral", "sliding_window": window} | _experts(file)
-    return {"model_type": "mistral", "sliding_window": window} if window else {}
+        return {"model_type": "mixtral", **window, **experts(file)}
+    return {"model_type": "mistral", **window} if window["sliding_window"] else {}
 
 
-def _mistral3(file: _File) -> dict[str, Any]:
+def _mistral3(file: File) -> dict[str, Any]:
     file.meta.refuse("attention.temperature_scale", "its queries are scaled by their position")
     file.meta.refuse("expert_count", "only the llama architecture has experts among Mistral's")
-    return {"model_type": "mistral", "sliding_window": _window(file)}
+    return _windowed(file)
 
 
-def _as_named(_: _File) -> dict[str, Any]:
-    return {}
-
-
-def _phi3(file: _File) -> dict[str, Any]:
-    return {"sliding_window": _window(file)}
-
-
-def _query_scalar(file: _File, num_layers_27b: int) -> float:
+def _query_scalar(file: File, num_layers_27b: int) -> float:
     """Return the query scale: the mean head width for 27B models, head_dim for others."""
     meta = file.meta
     hidden, heads = meta.size("embedding_length"), meta.size("attention.head_count")
@@ -213,19 +194,18 @@ def _query_scalar(file: _File, num_layers_27b: int) -> float:
     return hidden / heads if large else float(meta.size("attention.key_length", hidden // heads))
 
 
-def _gemma2(file: _File) -> dict[str, Any]:
+def _gemma2(file: File) -> dict[str, Any]:
     return {
-        "sliding_window": _window(file),
+        **_windowed(file),
         "query_pre_attn_scalar": _query_scalar(file, 46),
         "attn_logit_softcapping": file.meta.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": file.meta.number("final_logit_softcapping", 30.0),
     }
 
 
-def _gemma3(file: _File) -> dict[str, Any]:
+def _gemma3(file: File) -> dict[str, Any]:
     return {
-        "model_type": "gemma3_text",
-        "sliding_window": _window(file),
+        **_windowed(file),
         "query_pre_attn_scalar": _query_scalar(file, 62),
         "rope_theta": file.meta.number("rope.freq_base", 1_000_000.0),
         "rope_local_base_freq": file.meta.number("rope.freq_base_swa", 10_000.0),
@@ -233,7 +213,7 @@ def _gemma3(file: _File) -> dict[str, Any]:
     }
 
 
-def _gemma3n(file: _File) -> dict[str, Any]:
+def _gemma3n(file: File) -> dict[str, Any]:
     meta, deviations = file.meta, file.meta.values.get("activation_sparsity_scale")
     sparsity = {}
     if deviations is not None:  # of a normal distribution, from its mean; -inf where all gates stay
@@ -241,8 +221,7 @@ def _gemma3n(file: _File) -> dict[str, Any]:
             raise meta.error("activation_sparsity_scale", "a list of numbers")
         sparsity = {"activation_sparsity_pattern": [NormalDist().cdf(each) for each in deviations]}
     return {
-        "model_type": "gemma3n_text",
-        "sliding_window": _window(file),
+        **_windowed(file),
         "rope_theta": meta.number("rope.freq_base", 1_000_000.0),
         "rope_local_base_freq": meta.number("rope.freq_base_swa", 10_000.0),
         "final_logit_softcapping": meta.number("final_logit_softcapping", 30.0),
@@ -256,7 +235,7 @@ def _gemma3n(file: _File) -> dict[str, Any]:
     }
 
 
-def _gemma4(file: _File) -> dict[str, Any]:
+def _gemma4(file: File) -> dict[str, Any]:
     meta, factors = file.meta, file.ropes.get("rope_freqs.weight", ())
     types = _window_pattern(file).get("layer_types", ())
     if "full_attention" not in types:
@@ -265,14 +244,13 @@ def _gemma4(file: _File) -> dict[str, Any]:
     turned = sum(factor < _UNTURNED for factor in factors) / len(factors) if factors else 1.0
     full = {"rope_type": "proportional", "partial_rotary_factor": turned, "rope_theta": meta.number("rope.freq_base")}
     sliding = {"rope_type": "default", "rope_theta": meta.number("rope.freq_base_swa", 10_000.0)}
-    num_experts = meta.integer("expert_count", 0)
+    mixture = experts(file) if meta.integer("expert_count", 0) else {}
     return {
-        "model_type": "gemma4_text",
         "head_dim": meta.size("attention.key_length_swa", head_dim),
         "global_head_dim": head_dim,
         "num_global_key_value_heads": meta.size("attention.head_count_kv_full", meta.size("attention.head_count_kv")),
         "attention_k_eq_v": f"blk.{first_full}.attn_v.weight" not in file.shapes,
-        "sliding_window": _window(file),
+        **_windowed(file),
         "rope_scaling": None,
         "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
         "partial_rotary_factor": 1.0,
@@ -280,25 +258,18 @@ def _gemma4(file: _File) -> dict[str, Any]:
         "use_double_wide_mlp": meta.flag("double_wide"),
         "hidden_size_per_layer_input": meta.integer("embedding_length_per_layer_input", 0),
         "final_logit_softcapping": meta.optional_number("final_logit_softcapping"),
-        "enable_moe_block": bool(num_experts),
-        **(
-            {
-                "num_experts": num_experts,
-                "top_k_experts": meta.size("expert_used_count"),
-                "moe_intermediate_size": _expert_width(file),
-            }
-            if num_experts
-            else {}
-        ),
+        "enable_moe_block": bool(mixture),
+        "top_k_experts": mixture.get("num_experts_per_tok"),
+        **mixture,
     }
 
 
 _UNTURNED = 1e20  # a factor of a rotation that llama.cpp divides a frequency by, so that it does not turn
 
 
-def _granite(file: _File) -> dict[str, Any]:
+def granite(file: File) -> dict[str, Any]:
+    """Return Granite's multipliers."""
     return {
-        "model_type": "granite",
         "embedding_multiplier": file.meta.number("embedding_scale"),
         "residual_multiplier": file.meta.number("residual_scale"),
         "attention_multiplier": file.meta.number("attention.scale"),
@@ -306,29 +277,34 @@ def _granite(file: _File) -> dict[str, Any]:
     }
 
 
-def _granite_swa(file: _File) -> dict[str, Any]:
+def _granite_swa(file: File) -> dict[str, Any]:
     """Granite with windows, of which files have one rope base, and a flag for each layer that has positions."""
     meta, theta = file.meta, file.meta.number("rope.freq_base", 10_000.0)
     flags = meta.values.get("attention.rope_pattern")
     thetas = {"layer_rope_theta": [theta if flag else 0.0 for flag in flags]} if isinstance(flags, list) else {}
-    kind: dict[str, Any] = {"model_type": "granite_swa"}
+    kind: dict[str, Any] = {}
     if meta.integer("expert_count", 0):
         shared = meta.integer("expert_shared_feed_forward_length", 0)
-        kind = {"model_type": "granitemoe_swa", **_experts(file), "shared_intermediate_size": shared}
-        kind["intermediate_size"] = _expert_width(file)
-    return {**_granite(file), "sliding_window": _window(file), **thetas, **kind}
+        kind = {"model_type": "granitemoe_swa", **experts(file), "shared_intermediate_size": shared}
+        kind["intermediate_size"] = expert_width(file)
+    return {**granite(file), **_windowed(file), **thetas, **kind}
 
 
-def _olmo2(file: _File) -> dict[str, Any]:
-    window = _window(file)  # OLMo 3 is named olmo2 and has windows
-    return {"model_type": "olmo3", "sliding_window": window} if window else {}
+def _olmo2(file: File) -> dict[str, Any]:
+    window = _windowed(file)  # OLMo 3 is named olmo2 and has windows
+    return {"model_type": "olmo3", **window} if window["sliding_window"] else {}
 
 
-def _experts(file: _File) -> dict[str, Any]:
-    return {"num_experts": file.meta.size("expert_count"), "num_experts_per_tok": file.meta.size("expert_used_count")}
+def experts(file: File) -> dict[str, int]:
+    """Return the settings that all mixtures have."""
+    return {
+        "num_experts": file.meta.size("expert_count"),
+        "num_experts_per_tok": file.meta.size("expert_used_count"),
+        "moe_intermediate_size": expert_width(file),
+    }
 
 
-def _width(file: _File, *tensors: str) -> int:
+def width(file: File, *tensors: str) -> int:
     """Return the rows of an expert: old files have no key for them."""
     endings = tuple(f".{tensor}.weight" for tensor in tensors)
     shape = next((shape for name, shape in file.shapes.items() if name.endswith(endings)), ())
@@ -337,147 +313,66 @@ def _width(file: _File, *tensors: str) -> int:
     return shape[-2]
 
 
-def _expert_width(file: _File) -> int:
+def expert_width(file: File) -> int:
+    """Return the rows of an expert of a mixture."""
     if any(name.endswith(".ffn_gate_up_exps.weight") for name in file.shapes):
-        return _width(file, "ffn_gate_up_exps") // 2
-    return _width(file, "ffn_up_exps", "ffn_up.0")
+        return width(file, "ffn_gate_up_exps") // 2
+    return width(file, "ffn_up_exps", "ffn_up.0")
 
 
-def _dense_layers(file: _File) -> list[int]:
+def dense_layers(file: File) -> list[int]:
+    """Return the layers without experts."""
     names = (name.split(".") for name in file.shapes if name.endswith(".ffn_up.weight"))
     return [int(index) for _, index, *_ in names if index.isdigit()]
 
 
-def _qwen2moe(file: _File) -> dict[str, Any]:
+def _qwen2moe(file: File) -> dict[str, Any]:
     return {
-        "model_type": "qwen2_moe",
-        **_experts(file),
-        "moe_intermediate_size": _expert_width(file),
-        "shared_expert_intermediate_size": _width(file, "ffn_up_shexp"),
+        **experts(file),
+        "shared_expert_intermediate_size": width(file, "ffn_up_shexp"),
         "norm_topk_prob": False,
-        "mlp_only_layers": _dense_layers(file),
+        "mlp_only_layers": dense_layers(file),
         "qkv_bias": "blk.0.attn_q.bias" in file.shapes,
     }
 
 
-def _qwen3moe(file: _File) -> dict[str, Any]:
+def _qwen3moe(file: File) -> dict[str, Any]:
     return {
-        "model_type": "qwen3_moe",
-        **_experts(file),
-        "moe_intermediate_size": _expert_width(file),
+        **experts(file),
         "norm_topk_prob": True,
-        "mlp_only_layers": _dense_layers(file),
+        "mlp_only_layers": dense_layers(file),
     }
 
 
-def _olmoe(file: _File) -> dict[str, Any]:
-    return {**_experts(file), "intermediate_size": _expert_width(file), "norm_topk_prob": False}
+def _olmoe(file: File) -> dict[str, Any]:
+    return {**experts(file), "intermediate_size": expert_width(file), "norm_topk_prob": False}
 
 
-def _granitemoe(file: _File) -> dict[str, Any]:
+def _granitemoe(file: File) -> dict[str, Any]:
     if not file.meta.integer("expert_count", 0):
-        return _granite(file)
+        return granite(file)
     shared_width = file.meta.integer("expert_shared_feed_forward_length", 0)
     shared = {"model_type": "granitemoeshared", "shared_intermediate_size": shared_width} if shared_width else {}
-    experts = {"model_type": "granitemoe", **_experts(file), "intermediate_size": _expert_width(file)}
-    return {**_granite(file), **experts, **shared}
+    mixture = {"model_type": "granitemoe", **experts(file), "intermediate_size": expert_width(file)}
+    return {**granite(file), **mixture, **shared}
 
 
-def _granitehybrid(file: _File) -> dict[str, Any]:
-    """Granite 4 with Mamba-2. Files have no bounds of steps; their layers with attention have positions by a flag."""
-    if not file.meta.has("attention.scale"):
-        return _bamba(file)
-    meta, has_experts = file.meta, file.meta.integer("expert_count", 0) > 0
-    widths = {"intermediate_size": _expert_width(file), **_experts(file)} if has_experts else {"num_local_experts": 0}
-    shared = meta.integer("expert_shared_feed_forward_length", 0) if has_experts else meta.size("feed_forward_length")
-    return {
-        **_granite(file),
-        **_mamba(file, _GRANITE_MAMBA),
-        **widths,
-        "model_type": "granitemoehybrid",
-        "layer_types": meta.texts("layer_types"),
-        "shared_intermediate_size": shared,
-        "position_embedding_type": "rope" if meta.flag("rope.scaling.finetuned", True) else "nope",
-    }
-
-
-_GRANITE_MAMBA = tuple(
-    f"mamba_{name}"
-    for name in ("d_ssm", "n_heads", "d_head", "n_groups", "d_state", "d_conv", "conv_bias", "proj_bias")
-)
-_MAMBA2 = ("width", "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "use_conv_bias", "use_bias")
-_NEMOTRON_MAMBA = ("width", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", *_MAMBA2[5:])
-
-
-def _mamba(file: _File, names: Sequence[str]) -> dict[str, Any]:
-    """Return the sizes of Mamba-2 layers by the names that a family has for them, in the order of these tables."""
-    meta, num_heads = file.meta, file.meta.size("ssm.time_step_rank")
-    width = meta.size("ssm.inner_size")
-    if width % num_heads:
-        raise meta.error("ssm.time_step_rank", f"a number that divides ssm.inner_size, {width}")
-    sizes = (meta.size(f"ssm.{key}") for key in ("group_count", "state_size", "conv_kernel"))
-    biases = (_has(file, f"{tensor}.bias") for tensor in ("ssm_conv1d", "ssm_in"))
-    return dict(zip(names, (width, num_heads, width // num_heads, *sizes, *biases), strict=True))
-
-
-def _bamba(file: _File) -> dict[str, Any]:
-    """Bamba, which llama.cpp names as Granite 4 and which has none of its multipliers."""
-    attending = [index for index, kind in enumerate(file.meta.texts("layer_types")) if kind == "attention"]
-    return {**_mamba(file, _GRANITE_MAMBA), "model_type": "bamba", "attn_layer_indices": attending}
-
-
-def _falcon_h1(file: _File) -> dict[str, Any]:
-    """Falcon-H1, whose multipliers are in the matrices of a file."""
-    norm = {"mamba_rms_norm": _has(file, "ssm_norm.weight"), "mamba_norm_before_gate": False}
-    return {**_mamba(file, _GRANITE_MAMBA), **norm, "model_type": "falcon_h1", "multipliers_in_matrices": True}
-
-
-def _mamba2(file: _File) -> dict[str, Any]:
-    """Mamba-2 alone. Files have no bounds of steps."""
-    return {**_mamba(file, _MAMBA2), "layer_norm_epsilon": file.meta.number("attention.layer_norm_rms_epsilon")}
-
-
-def _nemotron_h(file: _File) -> dict[str, Any]:
-    """Nemotron-H and Nemotron 3. Files have no bounds of steps."""
-    meta, types = file.meta, file.meta.texts("layer_types")
-    num_layers = meta.size("block_count") - meta.integer("nextn_predict_layers", 0)
-    if len(types) < num_layers:
-        raise meta.error("block_count", f"{len(types)}, as many as attention.head_count_kv has numbers")
-    mixtures = {}
-    if meta.integer("expert_count", 0):
-        mixtures = {
-            **_sigmoid_or_softmax(file),
-            "moe_shared_expert_intermediate_size": _width(file, "ffn_up_shexp"),
-            "moe_latent_size": meta.optional_size("moe_latent_size"),
-        }
-    return {
-        **_mamba(file, _NEMOTRON_MAMBA),
-        "model_type": "nemotron_h",
-        "layers_block_type": types[:num_layers],
-        "time_step_min": 0.0,
-        "layer_norm_epsilon": meta.optional_number("attention.layer_norm_epsilon"),
-        **mixtures,
-    }
-
-
-def _gpt_oss(file: _File) -> dict[str, Any]:
+def _gpt_oss(file: File) -> dict[str, Any]:
     scaling = _rope_scaling(file)
     return {
-        "model_type": "gpt_oss",
-        **_experts(file),
-        "intermediate_size": _expert_width(file),
-        "sliding_window": _window(file),
+        **experts(file),
+        "intermediate_size": expert_width(file),
+        **_windowed(file),
         "rope_scaling": scaling and {**scaling, "truncate": False},
     }
 
 
-def _sigmoid_or_softmax(file: _File) -> dict[str, Any]:
+def sigmoid_or_softmax(file: File) -> dict[str, Any]:
     """Return the settings of routers that DeepSeek V2, V3 and GLM-4.5 share."""
     meta = file.meta
     groups = meta.size("expert_group_count", 1)
     return {
-        **_experts(file),
-        "moe_intermediate_size": _expert_width(file),
+        **experts(file),
         "n_shared_experts": meta.integer("expert_shared_count", 0),
         "first_k_dense_replace": meta.integer("leading_dense_block_count", 0),
         "norm_topk_prob": meta.flag("expert_weights_norm"),
@@ -491,18 +386,22 @@ def _sigmoid_or_softmax(file: _File) -> dict[str, Any]:
 _SOFTMAX, _SIGMOID = 1, 2
 
 
-def _glm4moe(file: _File) -> dict[str, Any]:
+def require_sigmoid(file: File) -> None:
+    """Raise ModelLoadError for a router with another function."""
     if file.meta.integer("expert_gating_func", _SIGMOID) != _SIGMOID:
         raise file.meta.error("expert_gating_func", f"{_SIGMOID}, a sigmoid")
+
+
+def _glm4moe(file: File) -> dict[str, Any]:
+    require_sigmoid(file)
     return {
-        "model_type": "glm4_moe",
-        **_sigmoid_or_softmax(file),
+        **sigmoid_or_softmax(file),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.shapes,
         "attention_bias": "blk.0.attn_q.bias" in file.shapes,
     }
 
 
-def _deepseek2(file: _File) -> dict[str, Any]:
+def _deepseek2(file: File) -> dict[str, Any]:
     """DeepSeek V2 and V3. Files of before 2025 have kv_b whole, and other keys for the widths of a head."""
     meta = file.meta
     has_correction = any(name.endswith(".exp_probs_b.bias") for name in file.shapes)  # beside a sigmoid only
@@ -518,7 +417,7 @@ def _deepseek2(file: _File) -> dict[str, Any]:
         scaling |= {"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}
     return {
         "model_type": "deepseek_v3" if gating == _SIGMOID else "deepseek_v2",
-        **_sigmoid_or_softmax(file),
+        **sigmoid_or_softmax(file),
         "num_key_value_heads": heads,
         "head_dim": rotated,
         "partial_rotary_factor": 1.0,
@@ -533,106 +432,51 @@ def _deepseek2(file: _File) -> dict[str, Any]:
     }
 
 
-def _qwen35(file: _File) -> dict[str, Any]:
-    """Qwen 3.5, whose value heads llama.cpp reorders: the first of each key head, then the second of each."""
-    meta, num_heads = file.meta, file.meta.size("ssm.time_step_rank")
-    num_layers = meta.size("block_count") - meta.integer("nextn_predict_layers", 0)
-    every, flags = meta.size("full_attention_interval", 4), meta.values.get("attention.recurrent_layers")
-    if not isinstance(flags, list):
-        flags = [(index + 1) % every for index in range(num_layers)]
-    return {
-        "model_type": "qwen3_5_text",
-        "layer_types": ["linear_attention" if flag else "full_attention" for flag in flags[:num_layers]],
-        "linear_num_key_heads": meta.size("ssm.group_count"),
-        "linear_num_value_heads": num_heads,
-        "linear_key_head_dim": meta.size("ssm.state_size"),
-        "linear_value_head_dim": meta.size("ssm.inner_size") // num_heads,
-        "linear_conv_kernel_dim": meta.size("ssm.conv_kernel"),
-        "linear_value_heads_tiled": meta.size("ssm.group_count") != num_heads,
-    }
+class Architecture(NamedTuple):
+    """What one architecture has beside the common settings; functions of hybrids are named by their places."""
+
+    name: str = ""  # on the hub, if that is another
+    settings: Callable[[File], dict[str, Any]] | str = lambda _: {}
+    has_experts: bool = False
+    # Replaces lists with a value a layer by what a config.json has; the others must be of one value.
+    by_layer: Callable[[dict[str, Any], str], dict[str, Any]] | str = lambda values, _: values
 
 
-def _qwen35moe(file: _File) -> dict[str, Any]:
-    return {
-        **_qwen35(file),
-        **_experts(file),
-        "model_type": "qwen3_5_moe_text",
-        "moe_intermediate_size": _expert_width(file),
-        "shared_expert_intermediate_size": _width(file, "ffn_up_shexp"),
-    }
-
-
-def _qwen3next(file: _File) -> dict[str, Any]:
-    """Qwen3-Next, of which llama.cpp splits the fused rows and leaves the gates, and moves no heads."""
-    named = {"model_type": "qwen3_next", "linear_value_heads_tiled": False, "linear_rows_split": True}
-    return _qwen35moe(file) | named | {"mlp_only_layers": _dense_layers(file)}
-
-
-def _lfm2(file: _File) -> dict[str, Any]:
-    """LFM2, of which files have the width of the MLP as it is."""
-    meta = file.meta
-    meta.refuse("attention.sliding_window", "its layers with attention see all positions")
-    if not meta.flag("attention.causal", True):
-        raise meta.error("attention.causal", "true: its embedding models see the tokens behind, too")
-    return {
-        "layer_types": meta.texts("layer_types"),
-        "conv_L_cache": meta.size("shortconv.l_cache"),
-        "norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
-        "block_auto_adjust_ff_dim": False,
-    }
-
-
-def _lfm2moe(file: _File) -> dict[str, Any]:
-    if file.meta.integer("expert_gating_func", _SIGMOID) != _SIGMOID:
-        raise file.meta.error("expert_gating_func", f"{_SIGMOID}, a sigmoid")
-    return {
-        **_lfm2(file),
-        **_experts(file),
-        "model_type": "lfm2_moe",
-        "moe_intermediate_size": _expert_width(file),
-        "num_dense_layers": file.meta.integer("leading_dense_block_count", 0),
-        "use_expert_bias": _has(file, "exp_probs_b.bias"),
-    }
-
-
-# What each architecture has beside the common settings, and its name on the hub if that is another.
-ARCHITECTURES: Mapping[str, Callable[[_File], dict[str, Any]]] = {
-    "llama": _llama,
-    "qwen2": _as_named,
-    "qwen3": _as_named,
-    "smollm3": _as_named,
-    "phi3": _phi3,
-    "gemma": _as_named,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "gemma3n": _gemma3n,
-    "gemma4": _gemma4,
-    "granite": _granite,
-    "olmo2": _olmo2,
-    "mistral3": _mistral3,
-    "qwen2vl": lambda _: {"model_type": "qwen2"},
-    "qwen3vl": lambda _: {"model_type": "qwen3"},
-    "qwen3vlmoe": _qwen3moe,
-    "qwen2moe": _qwen2moe,
-    "qwen3moe": _qwen3moe,
-    "olmoe": _olmoe,
-    "granitemoe": _granitemoe,
-    "granite_swa": _granite_swa,
-    "granitehybrid": _granitehybrid,
-    "falcon-h1": _falcon_h1,
-    "mamba2": _mamba2,
-    "nemotron_h": _nemotron_h,
-    "nemotron_h_moe": _nemotron_h,
-    "gpt-oss": _gpt_oss,
-    "glm4moe": _glm4moe,
-    "deepseek2": _deepseek2,
-    "qwen35": _qwen35,
-    "qwen35moe": _qwen35moe,
-    "qwen3next": _qwen3next,
-    "lfm2": _lfm2,
-    "lfm2moe": _lfm2moe,
+_HYBRIDS = "engine.runtime.weights.gguf_hybrids:"
+_WITH_MAMBA, _WITH_CONV = f"{_HYBRIDS}with_mamba", f"{_HYBRIDS}with_conv"
+ARCHITECTURES = {
+    "llama": Architecture("", _llama, has_experts=True),
+    "qwen2": Architecture(),
+    "qwen3": Architecture(),
+    "smollm3": Architecture(),
+    "phi3": Architecture("", _windowed),
+    "gemma": Architecture(),
+    "gemma2": Architecture("", _gemma2),
+    "gemma3": Architecture("gemma3_text", _gemma3),
+    "gemma3n": Architecture("gemma3n_text", _gemma3n),
+    "gemma4": Architecture("gemma4_text", _gemma4, has_experts=True, by_layer=_by_kind_of_layer),
+    "granite": Architecture("", granite),
+    "olmo2": Architecture("", _olmo2),
+    "mistral3": Architecture("mistral", _mistral3, has_experts=True),  # to be refused with a reason
+    "qwen2vl": Architecture("qwen2"),
+    "qwen3vl": Architecture("qwen3"),
+    "qwen3vlmoe": Architecture("qwen3_moe", _qwen3moe, has_experts=True),
+    "qwen2moe": Architecture("qwen2_moe", _qwen2moe, has_experts=True),
+    "qwen3moe": Architecture("qwen3_moe", _qwen3moe, has_experts=True),
+    "olmoe": Architecture("", _olmoe, has_experts=True),
+    "granitemoe": Architecture("granite", _granitemoe, has_experts=True),
+    "granite_swa": Architecture("", _granite_swa, has_experts=True),
+    "granitehybrid": Architecture("granitemoehybrid", f"{_HYBRIDS}granitehybrid", True, _WITH_MAMBA),
+    "falcon-h1": Architecture("falcon_h1", f"{_HYBRIDS}falcon_h1"),
+    "mamba2": Architecture("", f"{_HYBRIDS}mamba2", by_layer=f"{_HYBRIDS}without_attention"),
+    "nemotron_h": Architecture("", f"{_HYBRIDS}nemotron_h", by_layer=_WITH_MAMBA),
+    "nemotron_h_moe": Architecture("nemotron_h", f"{_HYBRIDS}nemotron_h", True, _WITH_MAMBA),
+    "gpt-oss": Architecture("gpt_oss", _gpt_oss, has_experts=True),
+    "glm4moe": Architecture("glm4_moe", _glm4moe, has_experts=True),
+    "deepseek2": Architecture("", _deepseek2, has_experts=True),
+    "qwen35": Architecture("qwen3_5_text", f"{_HYBRIDS}qwen35"),
+    "qwen35moe": Architecture("qwen3_5_moe_text", f"{_HYBRIDS}qwen35moe", has_experts=True),
+    "qwen3next": Architecture("qwen3_next", f"{_HYBRIDS}qwen3next", has_experts=True),
+    "lfm2": Architecture("", f"{_HYBRIDS}lfm2", by_layer=_WITH_CONV),
+    "lfm2moe": Architecture("lfm2_moe", f"{_HYBRIDS}lfm2moe", True, _WITH_CONV),
 }
-_WITH_EXPERTS = (
-    "llama", "mistral3", "qwen2moe", "qwen3moe", "qwen3vlmoe", "qwen35moe", "qwen3next", "olmoe", "granitemoe", "granite_swa", "gpt-oss", "glm4moe",
-    "deepseek2", "gemma4", "granitehybrid", "nemotron_h_moe", "lfm2moe",
-)  # fmt: skip
