@@ -98,6 +98,12 @@ class ChildProcess:
             self._watch()
         return answer
 
+    def interrupt(self) -> None:
+        """Give up the question that is being answered, if one is: it fails with ChildLostError."""
+        process = self._process
+        if process is not None:
+            _kill_group(process)
+
     def close(self) -> None:
         """End the process for good; a question that waits for it fails. Idempotent."""
         self._is_closed = True
