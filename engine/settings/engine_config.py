@@ -132,6 +132,12 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = _device(
         None, "N", "blocks of the KV pool, instead of as many as there is memory for", unset="measured", at_least=1
     )
+    image_cache_memory: int = _device(
+        256 << 20,
+        "SIZE",
+        "vectors of images that are kept, such as 1GiB; 0 loads no vision tower, and serves text alone",
+        at_least=0,
+    )
     kv_cache_dtype: str = _device(
         "auto",
         "",

@@ -49,7 +49,7 @@ from engine.runtime.kv_layout import StateSpec, attends
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config
-from engine.runtime.models.load import load_model, resolve_dtype
+from engine.runtime.models.load import load_model, load_vision, resolve_dtype
 from engine.runtime.native.backed_memory import BackedMemory
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.parallel.group import SINGLE
@@ -206,6 +206,7 @@ def _build(
     group = SINGLE if executor is None else executor.meet(device)
     with _weights_in(memory):
         model = load_model(config, device, dtype, report, group)
+    tower = load_vision(config, model, device, report)
     share_threads(executor.num_threads if executor else config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
     captures = _captures(config, model, device) and (speculation is None or speculation.head is None)
@@ -214,9 +215,13 @@ def _build(
     parts = _Parts(config, report, device, model, speculation, captures, executor or ALONE, content)
     settings = _scheduler_config(parts)
     adapters, adapter_bytes = _load_adapters(parts, settings.max_num_batched_tokens)
-    parts = replace(parts, resources=EngineResources(adapters))
-    settings = _fit_pool(parts, settings, _pool_budget(parts, settings, adapter_bytes))
+    resources = EngineResources(adapters) if tower is None else EngineResources(adapters, tower.check)
+    parts = replace(parts, resources=resources)
+    more_bytes = adapter_bytes if tower is None else adapter_bytes + config.image_cache_memory
+    settings = _fit_pool(parts, settings, _pool_budget(parts, settings, more_bytes))
     runner = parts.make_runner(settings)
+    if tower is not None:
+        runner.take_images(tower.remember(config.image_cache_memory))
     report(Progress("warm_up", f"on {device.type}"))
     (_warm_up_cuda if device.type == "cuda" else _warm_up_cpu)(parts, runner, settings)
     settings, tiers = open_tiers(runner, config, settings, model.dtype, report, content)
@@ -238,6 +243,7 @@ def _build(
             model.capabilities.generates,
             config.tensor_parallel_size,
             None if content is None else _layout(config, settings, runner, model.dtype, content),
+            takes_images=tower is not None,
         ),
         depth=depth,
         limits=_queue_limits(config, settings),
@@ -433,8 +439,8 @@ def _load_adapters(parts: _Parts, num_tokens: int) -> tuple[Adapters, int]:
     return adapters, num_to_come * loader.adapter_bytes() + loader.step_bytes(num_tokens)
 
 
-def _pool_budget(parts: _Parts, settings: SchedulerConfig, adapter_bytes: int) -> PoolBudget:
-    """Return the bytes for the pool: as asked, all that is useful on a CPU, or the rest of a GPU's memory."""
+def _pool_budget(parts: _Parts, settings: SchedulerConfig, more_bytes: int) -> PoolBudget:
+    """Return the bytes for the pool: as asked, all that is useful on a CPU, or the rest of a GPU's but for `more_bytes`."""
     config, model, device = parts.config, parts.model, parts.device
     if config.kv_cache_memory_bytes is not None:
         return PoolBudget(config.kv_cache_memory_bytes)
@@ -457,7 +463,7 @@ def _pool_budget(parts: _Parts, settings: SchedulerConfig, adapter_bytes: int) -
     )._replace(shortfall=shortfall)
     remedy = "raise --gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs"
     staging = 2 * STAGING_BYTES if config.swap_space or config.kv_offload_gib else 0
-    return PoolBudget(memory.pool - staging - adapter_bytes, str(memory), remedy)
+    return PoolBudget(memory.pool - staging - more_bytes, str(memory), remedy)
 
 
 def _captures(config: EngineConfig, model: CausalLM, device: torch.device) -> bool:

@@ -10,6 +10,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+# Of the library transformers at a start: it imports its modules on first use, and a second thread finds them half imported.
+TRANSFORMERS = threading.Lock()
+
 
 def settle(outcome: Future[T], call: Callable[[], T]) -> None:
     """Give a future a call's result or exception."""

@@ -13,7 +13,7 @@ from engine.core.errors import ConfigError, ModelLoadError
 from engine.files.gguf_header import read_header
 from engine.settings.speculative_config import SpeculativeConfig
 from engine.sources.model_source import check_entries
-from engine.system.calls import foreign_code
+from engine.system.calls import TRANSFORMERS, foreign_code
 from engine.text.generation_config import FILE, read_json_beside
 from engine.text.gguf_tokenizer import TokenType, build_tokenizer, special_token
 from engine.text.tokenizer import PROBE, TextTokenizer, TokenizerConfig
@@ -101,7 +101,6 @@ def _turn_ends(control: Mapping[str, int], named: set[int]) -> frozenset[int]:
 
 def _from_folder(folder: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
     check_entries(folder)
-    from transformers import AutoTokenizer  # seconds to import; a GGUF file does without
 
     def refuse(error: Exception) -> Exception:
         reason = " ".join(str(error).split()).rstrip(".")
@@ -111,7 +110,9 @@ def _from_folder(folder: Path) -> tuple[tokenizers.Tokenizer, TokenizerConfig]:
             f"The tokenizer of {str(folder)!r} cannot be loaded: {reason}; name another with --tokenizer."
         )
 
-    with foreign_code(refuse):
+    with TRANSFORMERS, foreign_code(refuse):
+        from transformers import AutoTokenizer  # seconds to import; a GGUF file does without
+
         loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
+from engine.core.types import Request
+from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.models.causal_lm import CausalLM
 from tests.cpu.model_driver import request, serve, settings
 
@@ -24,7 +26,13 @@ TIGHT = settings(num_blocks=15, max_model_len=60, max_num_batched_tokens=11)
 
 
 def largest_difference(
-    model: CausalLM, theirs: Any, prompts: Sequence[Sequence[int]] = PROMPTS, config: SchedulerConfig = TIGHT
+    model: CausalLM,
+    theirs: Any,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    config: SchedulerConfig = TIGHT,
+    *,
+    ask: Callable[..., Request] = request,
+    runner: ModelRunner | None = None,
 ) -> float:
     """Return the largest difference in log probability over all tokens that `model` reports for some prompts.
 
@@ -33,11 +41,11 @@ def largest_difference(
     scheduler, worst = Scheduler(config), 0.0
     runs = [{"prompt_logprobs": 1}, {}]  # a request for its prompt's log probabilities computes the whole prompt
     requests = [
-        request(f"{run}-{i}", prompt, max_tokens=NUM_NEW, logprobs=1, **fields)
+        ask(f"{run}-{i}", prompt, max_tokens=NUM_NEW, logprobs=1, **fields)
         for run, fields in enumerate(runs)
         for i, prompt in enumerate(prompts)
     ]
-    served = serve(model, config, requests, depth=1, apart=1, scheduler=scheduler)
+    served = serve(model, config, requests, depth=1, apart=1, scheduler=scheduler, runner=runner)
     # Windows and states are kept for a sequence from its start.
     assert scheduler.stats.preemptions > 0 or config.state_blocks or not config.has_full
     assert scheduler.stats.prefix_hit_tokens > 0

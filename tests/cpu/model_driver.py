@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.step import StepPlan
+from engine.core.step import Name, StepPlan
 from engine.core.types import Adapter, GrammarKey, Request, SamplingParams, TokenEvent
 from engine.runtime.attention.table import load_backend
 from engine.runtime.execution.runner import ModelRunner, ModelStep
@@ -86,7 +86,7 @@ class Named:
             self.found[keys["adapter"]] = adapter
         return sampling | keys
 
-    def find(self, name: Adapter | GrammarKey) -> Any:
+    def find(self, name: Name) -> Any:
         return self.found[name]
 
 

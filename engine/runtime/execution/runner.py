@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -46,6 +47,8 @@ from engine.runtime.transfer import to_device
 
 if TYPE_CHECKING:
     from engine.runtime.execution.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
+    from engine.runtime.execution.image_rows import Embed, ImageRows  # of models with a tower alone
+    from engine.runtime.layers.vectors import Vectors
 
 _RULED_OUT = Fault(
     "allowed_token_ids, bad_words and the other constraints of this answer leave no token to continue with; allow more.",
@@ -195,6 +198,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._drafter: Drafter | None = None
         self.heads = None if head is None else HeadDrafter(head, kv_cache, config, device, self._tables)
+        self._images: ImageRows | None = None
         self._num_used_blocks = 0  # up to the last that was ever written
 
     def begin(self) -> None:
@@ -233,6 +237,13 @@ class ModelRunner:
         """Draft from now on where plans have room; steps must then run one at a time."""
         self._drafter = drafter
 
+    def take_images(self, embed: Embed) -> None:
+        """Compute prompts with images from now on; `embed` makes vectors of them."""
+        from engine.runtime.execution.image_rows import ImageRows
+
+        assert self._resources is not None, "images are found there"
+        self._images = ImageRows(embed, self._resources, self._device)
+
     def open_host_pool(self, num_blocks: int, folder: Path | None = None) -> HostPool:
         """Open host blocks for swapped K/V: in main memory, or on a CPU in a file.
 
@@ -266,13 +277,15 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> ModelStep:
         """Launch a step."""
         slices, changes = self._rows.follow(plan), self._tables.follow(plan)
+        if self._images is not None:
+            self._images.follow(plan.rows)
         self._move_blocks(plan)
         if self._drafter is not None:
             slices = self._draft(self._drafter, plan, slices)
         self._await_text(slices)
         if not slices:
             computed = _Computed()
-        elif self._graphs is not None and not plan.replays and self._graphs.takes(slices):
+        elif self._graphs is not None and not plan.replays and self._is_recorded(self._graphs, slices):
             computed = _Computed(self._replay(self._graphs, slices, changes))
         else:
             computed = self._compute(slices, changes, plan.replays, draws=plan.num_samples > 0)
@@ -308,7 +321,12 @@ class ModelRunner:
         heads = None if self.heads is None or self.heads.is_idle else self.heads
         returns_all = packet.keeps_all or (heads is not None and heads.needs_all)
         streams = None if heads is None else heads.new_streams(batch.ids)
-        hidden = self._forward(slices, batch, None if returns_all else batch.sample_rows, streams)
+        seen, vectors = batch, None
+        if self._images is not None and self._images.has(slices):
+            texts = packet.longs[packet.num_tokens : 2 * packet.num_tokens]
+            vectors, positions = self._images.inputs(slices, texts)
+            seen = batch if positions is None else replace(batch, positions=positions)
+        hidden = self._forward(slices, seen, None if returns_all else batch.sample_rows, streams, vectors)
         scores = self._score(slices, packet, hidden) if packet.scored else []
         pooled = pool(slices, [*accumulate(packet.query_lens[:-1], initial=0)], hidden) if packet.keeps_all else None
         sampled = None
@@ -320,6 +338,10 @@ class ModelRunner:
             states = hidden if streams is None else streams.out.flatten(1)
             heads.observe(slices, batch, states, None if sampled is None else sampled.ids)
         return _Computed(sampled, scores, pooled)
+
+    def _is_recorded(self, graphs: DecodeGraphs, slices: Sequence[SequenceSlice]) -> bool:
+        """Return whether a step runs as a graph, which has positions of text alone."""
+        return graphs.takes(slices) and not (self._images is not None and self._images.has(slices))
 
     def _await_text(self, slices: Sequence[SequenceSlice]) -> None:
         """Wait for the ids of all steps but the last, if a draw depends on a text: only its last id may be missing.
@@ -339,13 +361,18 @@ class ModelRunner:
         return with_drafts(slices, kept)
 
     def _forward(
-        self, slices: Sequence[SequenceSlice], batch: Batch, rows: Tensor | None, streams: Streams | None
+        self,
+        slices: Sequence[SequenceSlice],
+        batch: Batch,
+        rows: Tensor | None,
+        streams: Streams | None,
+        vectors: Vectors | None,
     ) -> Tensor:
-        if streams is None and all(piece.params.adapter is None for piece in slices):
+        if streams is None and vectors is None and all(piece.params.adapter is None for piece in slices):
             return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows)
-        assert self._resources is not None, "only what has resources names an adapter"
+        assert self._resources is not None, "only what has resources names an adapter or an image"
         groups = group_rows(slices, self._device, self._resources.find)
-        return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows, groups, streams)
+        return self._model.forward(batch.ids, batch.positions, self._kv_cache, rows, groups, streams, vectors)
 
     def _replay(self, graphs: DecodeGraphs, slices: Sequence[SequenceSlice], changes: Changes) -> Sampled:
         """Launch a step as a graph; rows with edited logits are drawn again after it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.runtime.layers.rope_config import RopeConfig
+from engine.runtime.layers.rope_config import Frequencies, RopeConfig
 from engine.runtime.native.ops import rotate_heads
 
 
@@ -13,22 +13,27 @@ class Rotary:
     """cos and sin of a step's positions, ready for `rotate`."""
 
     def __init__(self, config: RopeConfig, served_len: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        inverse, magnitude = config.frequencies(served_len)
+        inverse, magnitude, axes = config.frequencies(served_len)
         signs = torch.full((config.dim,), magnitude)
         signs[: config.dim // 2] = -magnitude
         self._inverse = torch.cat((inverse, inverse)).to(device)
         self._signs = signs.to(device)
+        self._axes = None if axes is None else axes.to(device)
         self._magnitude = magnitude
         self._dtype = dtype
 
     @property
-    def frequencies(self) -> tuple[Tensor, float]:
-        """Return the frequencies of each pair of dimensions [dim / 2], and the magnitude."""
-        return self._inverse[: len(self._inverse) // 2], self._magnitude
+    def frequencies(self) -> Frequencies:
+        """Return the frequencies of each pair of dimensions."""
+        return Frequencies(self._inverse[: len(self._inverse) // 2], self._magnitude, self._axes)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and signed sin of positions [T], each [T, dim] in the model's dtype."""
-        angles = positions.float()[:, None] * self._inverse
+        """Return cos and signed sin of positions [T], or [3, T] of three axes, each [T, dim] in the model's dtype."""
+        by_token = positions.float()[:, None]
+        if positions.dim() > 1:
+            assert self._axes is not None, "only what turns in three axes has positions in them"
+            by_token = positions.float()[self._axes.repeat(2)].T
+        angles = by_token * self._inverse
         return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._signs).to(self._dtype)
 
 

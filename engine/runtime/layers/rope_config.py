@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 class Frequencies(NamedTuple):
-    """inverse [dim / 2] float32, in radians a position; `magnitude` scales cos and sin."""
+    """inverse [dim / 2] float32, in radians a position; `magnitude` scales cos and sin; axes [dim / 2] int64, if several."""
 
     inverse: Tensor
     magnitude: float = 1.0
+    axes: Tensor | None = None
 
 
 class Basis(NamedTuple):
@@ -56,16 +57,19 @@ class RopeConfig:
     theta: float
     dim: int
     scaling: Scaling
+    axes: tuple[int, ...] = ()  # of which of a position's three axes each frequency is; empty: positions have one
 
     def frequencies(self, served_len: int) -> Frequencies:
         """Return the frequencies for up to `served_len` positions. Raises ModelLoadError."""
+        import torch
+
         try:
             found = self.scaling.frequencies(Basis(self.theta, self.dim, served_len))
         except (ArithmeticError, ValueError) as error:
             raise ModelLoadError(f"The config's rope settings give no frequencies ({error}): {self}.") from error
         if not (found.inverse.isfinite().all() and math.isfinite(found.magnitude)):
             raise ModelLoadError(f"The config's rope settings give frequencies that are not finite: {self}.")
-        return found
+        return found._replace(axes=torch.tensor(self.axes)) if self.axes else found
 
     def remark(self, served_len: int) -> str:
         """Return a line for the log about frequencies that `served_len` decides; "" for none."""
@@ -242,7 +246,7 @@ def _proportional(rope: RopeReader) -> Scaling:
 
 _SCALINGS: Mapping[str, Callable[[RopeReader], Scaling]] = {
     "default": lambda _: Linear(1.0),
-    "mrope": lambda _: Linear(1.0),  # in three axes, which are one for text
+    "mrope": lambda _: Linear(1.0),  # in three axes, see _axes
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
@@ -272,4 +276,14 @@ def read_rope(params: HFConfig, config: HFConfig, *, theta: float, head_dim: int
         scaling = _SCALINGS[kind](RopeReader(params, trained_len, dim, max_positions))
     except (ArithmeticError, ValueError) as error:
         raise ModelLoadError(f"{params.source}: the rope settings give no frequencies ({error}).") from error
-    return RopeConfig(params.positive("rope_theta", theta), dim, scaling)
+    return RopeConfig(params.positive("rope_theta", theta), dim, scaling, _axes(params, config, dim // 2))
+
+
+def _axes(params: HFConfig, config: HFConfig, num: int) -> tuple[int, ...]:
+    """Return the axis of each frequency of a rotation in three; none where there is one, or where sections do not fit."""
+    sections = params.numbers("mrope_section") if params.has("mrope_section") else ()
+    if len(sections) != 3 or sum(sections) != num:
+        return ()
+    if not str(config.values.get("text_of", "")).startswith("qwen3"):
+        return tuple(axis for axis, size in enumerate(sections) for _ in range(int(size)))
+    return tuple(index % 3 if index < 3 * sections[index % 3] else 0 for index in range(num))  # interleaved

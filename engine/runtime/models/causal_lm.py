@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from engine.runtime.layers.adapters import Target
 from engine.runtime.layers.parts import LayerStates
 from engine.runtime.lora.adapter import AdapterRows
 from engine.runtime.native.decoder import Streams
+
+if TYPE_CHECKING:
+    from engine.runtime.layers.vectors import Vectors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +51,11 @@ class CausalLM(Protocol):
         rows: Tensor | None = None,
         adapters: Sequence[AdapterRows] = (),
         streams: Streams | None = None,
+        vectors: Vectors | None = None,
     ) -> Tensor:
         """Return the final, normed hidden states [R, hidden] of `rows` [R] int64, or of all; ids, positions [T].
 
+        Of images, which only models with a vision tower get, there are `vectors`, and perhaps positions [3, T].
         Each adapter adds to its rows of the T; the bits of all other rows are the same as without. `streams` are
         written by models with the capability `heads`.
         """

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from engine.runtime.layers.altup import AltUpLayer
     from engine.runtime.layers.altup import Streams as AltUpStreams
     from engine.runtime.layers.per_layer import PerLayerInputs
+    from engine.runtime.layers.vectors import Vectors
 
 
 class Decoder:
@@ -127,15 +128,18 @@ class Decoder:
         rows: Tensor | None = None,
         adapters: Sequence[AdapterRows] = (),
         streams: Streams | None = None,
+        vectors: Vectors | None = None,
     ) -> Tensor:
-        """Return normed hidden states [R, hidden] of `rows` [R], or all; ids, positions [T]."""
+        """Return normed hidden states [R, hidden] of `rows` [R], or all; ids [T], positions [T] or [3, T]."""
         if self._native is not None and attention.paged_step is not None:
             described = NativeAdapters(adapters, len(ids)) if adapters else None  # lives as long as the call
             args = None if described is None else described.args
-            return self._native.forward(ids, positions, attention.paged_step, rows, args, streams)
+            return self._native.forward(ids, positions, attention.paged_step, rows, args, streams, vectors)
         x = self.embed(ids)
         if self._embedding_multiplier != 1.0:
             x.mul_(self._embedding_multiplier)
+        if vectors is not None:
+            x.index_copy_(0, vectors.rows, vectors.values[0])
         angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
         inputs = None if self._inputs is None else self._inputs(ids, x)
         if self._streams is not None:
@@ -146,6 +150,8 @@ class Decoder:
                 self._copy_stream(x, delta, streams, index)
             own = partial(addends, adapters, index) if adapters else None
             delta = layer(x, delta, angles[rope], attention, own, inputs)
+            if vectors is not None and index + 1 < len(vectors.values):
+                x.index_add_(0, vectors.rows, vectors.values[1 + index])
             if index == self._last_holder and rows is not None and not len(rows):
                 break  # a chunk of a prompt needs keys and values only
         if streams is not None and len(self._layers) in streams.layers:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,7 @@ from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.shards import Shards, blocks_of
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.config_file import (
+    TOWERS,
     check_mtp,
     is_native,
     read_model_config,
@@ -30,6 +32,7 @@ from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.eagle3_config import foreign_target, read_eagle3
 from engine.runtime.models.fill import check_size, fill
 from engine.runtime.models.mtp import MTPHead
+from engine.runtime.models.overrides import override
 from engine.runtime.native.library import native
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes import SCHEMES
@@ -37,6 +40,10 @@ from engine.runtime.schemes.scheme import Circumstances, Scheme
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.stored.storage import Storage
 from engine.settings.engine_config import EngineConfig
+from engine.system.calls import TRANSFORMERS
+
+if TYPE_CHECKING:
+    from engine.runtime.models.tower import Tower
 
 _CPU_FEATURES = Path("/proc/cpuinfo")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,6 +71,27 @@ def load_model(
             f"{config.model} does not fit the memory of {device} in {str(dtype).removeprefix('torch.')}; choose a "
             "smaller model, a smaller --dtype or a larger device."
         ) from None
+
+
+def sees_images(config: EngineConfig, checkpoint: Checkpoint) -> bool:
+    """Return whether a model of Quire's own has a vision tower, which is served; `checkpoint` has its text half."""
+    kind = checkpoint.config.values.get("text_of")
+    is_asked = config.image_cache_memory > 0 and config.tensor_parallel_size == 1
+    return is_asked and kind in TOWERS and (checkpoint.num_weights is None or bool(checkpoint.towers()))
+
+
+def load_vision(config: EngineConfig, model: CausalLM, device: torch.device, report: ReportProgress) -> Tower | None:
+    """Load the vision tower of the checkpoint that a model was loaded from, if it has one. Raises ModelLoadError."""
+    checkpoint = open_checkpoint(config.load_format, Path(config.model), config.seed)
+    whole = override(checkpoint.config, config.hf_overrides)
+    checkpoint.config = servable(checkpoint.config, config.hf_overrides)
+    if not (isinstance(model, Decoder) and sees_images(config, checkpoint)):
+        return None
+    report(Progress("vision", f"the tower of {checkpoint.config.text('text_of')}"))
+    with TRANSFORMERS:
+        from engine.runtime.models.tower import load_tower  # transformers' model code takes seconds to import
+
+        return load_tower(whole, checkpoint, model.dtype, device)
 
 
 def load_mtp(config: EngineConfig, target: CausalLM, device: torch.device, report: ReportProgress) -> MTPHead:
@@ -225,7 +253,8 @@ def load_decoder(
     model_config = read_own(checkpoint)
     config.check_length(model_config.max_positions)
     if checkpoint.config.has("text_of"):
-        report(Progress("text", f"{checkpoint.config.text('text_of')} serves text alone; images and sound are refused"))
+        seen = "text and images; sound is" if sees_images(config, checkpoint) else "text alone; images and sound are"
+        report(Progress("text", f"{checkpoint.config.text('text_of')} serves {seen} refused"))
     if not model_config.has_head:
         _require_no_drafts(config)
         report(Progress("head", "the checkpoint has no LM head; the model makes vectors, and generation is refused"))

@@ -36,6 +36,7 @@ from engine.runtime.kv_layout import AttentionSpec, StateSpec
 from engine.runtime.layers.adapters import Target
 from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.layers.rope_config import describe_longrope
+from engine.runtime.layers.vectors import Vectors
 from engine.runtime.lora.adapter import AdapterRows
 from engine.runtime.models.causal_lm import ModelCapabilities
 from engine.runtime.models.config_file import read_model_config
@@ -111,10 +112,12 @@ class TransformersModel:
         rows: Tensor | None = None,
         adapters: Sequence[AdapterRows] = (),
         streams: Streams | None = None,
+        vectors: Vectors | None = None,
     ) -> Tensor:
         """Return normed hidden states [R, hidden] of `rows` [R], or all; ids, positions [T]."""
         assert not adapters, "load_model has refused adapters"
         assert streams is None, "speculation.py has refused heads"
+        assert vectors is None, "it has no tower"
         output = self._body(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, quire_attention=attention
         )

@@ -124,7 +124,8 @@ static void fill_angles(const struct forward_args *f, struct workspace *w) {
         int64_t half = r->dim / 2;
         for (int64_t t = 0; t < f->num_tokens; t++, cos_at += r->dim, sin_at += r->dim)
             for (int64_t j = 0; j < half; j++) {
-                float angle = (float)f->positions[t] * r->inverse[j];
+                int64_t axis = r->axes ? r->axes[j] : 0;
+                float angle = (float)f->positions[axis * f->axis_step + t] * r->inverse[j];
                 cos_at[j] = cos_at[half + j] = cosf(angle) * r->magnitude;
                 sin_at[half + j] = sinf(angle) * r->magnitude;
                 sin_at[j] = -sin_at[half + j];
@@ -304,6 +305,16 @@ static void copy_stream(const struct forward_args *f, int64_t layer, struct work
     }
 }
 
+/* Add what vectors add behind a layer: to the stream, before the delta of the feed-forward, whose input is there already. */
+static void add_deep(const struct forward_args *f, struct workspace *w, int64_t index, int64_t rows) {
+    int64_t hidden = f->decoder->hidden;
+    const float *deep = f->vectors + (1 + index) * f->num_vectors * hidden;
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t at = f->vector_of[index >= w->last_whole && f->rows ? f->rows[r] : r];
+        for (int64_t j = 0; at >= 0 && j < hidden; j++) w->stream[r * hidden + j] += deep[at * hidden + j];
+    }
+}
+
 /* The third part of a layer: its delta is added to the stream by the join that follows. */
 static int32_t run_gate(const struct forward_args *f, struct workspace *w, int64_t index, int64_t rows) {
     const struct layer *layer = &f->decoder->layers[index];
@@ -374,6 +385,7 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
             float scale = layer->feed_forward.kind ? 1 : layer->stream_scale;
             join(f, layer->after_mixer, scale, upcoming(d, i, 1), w, rows);
         }
+        if (i < f->num_deep) add_deep(f, w, i, rows);
         if ((status = run_rest(f, w, i, rows))) return status;
     }
     copy_stream(f, d->num_layers, w);
@@ -381,7 +393,7 @@ static int32_t run_layers(const struct forward_args *f, struct workspace *w) {
 }
 
 /* Look the tokens up. With a group, a token's row is zeros on all ranks but one, and then the sum of them. */
-static int32_t embed(const struct forward_args *f, struct workspace *w) {
+static int32_t look_up(const struct forward_args *f, struct workspace *w) {
     const struct decoder *d = f->decoder;
     const int64_t *ids = f->ids;
     for (int64_t t = 0; d->group && t < f->num_tokens; t++) {
@@ -396,6 +408,16 @@ static int32_t embed(const struct forward_args *f, struct workspace *w) {
     for (int64_t t = 0; t < f->num_tokens; t++)
         if (w->ids[t] + d->first_id != f->ids[t]) memset(w->stream + t * d->hidden, 0, (size_t)d->hidden * sizeof(float));
     return reduce(d, w->stream, f->num_tokens);
+}
+
+/* The stream that enters the first layer: embeddings, or the vectors in their place. */
+static int32_t embed(const struct forward_args *f, struct workspace *w) {
+    size_t bytes = (size_t)f->decoder->hidden * sizeof(float);
+    int32_t status = look_up(f, w);
+    for (int64_t t = 0; f->vector_of && t < f->num_tokens; t++)
+        if (f->vector_of[t] >= 0)
+            memcpy((char *)w->stream + (size_t)t * bytes, (const char *)f->vectors + (size_t)f->vector_of[t] * bytes, bytes);
+    return status;
 }
 
 /* Compute the inputs of all layers, from the tokens and the stream that enters the first. */

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import Structure, addressof, c_int64
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,10 @@ from engine.runtime.native.library import (
     StoreArgs,
     native,
 )
+
+if TYPE_CHECKING:
+    from engine.runtime.layers.rope_config import Frequencies
+    from engine.runtime.layers.vectors import Vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +106,13 @@ class NativeDecoder:
         library: Library,
         description: DecoderArgs,
         layers: Sequence[LayerArgs],
-        rotaries: Sequence[tuple[Tensor, float]],
+        rotaries: Sequence[Frequencies],
         *,
         embedding: Tensor | LinearArgs,
         norm: Tensor,
         dtype: torch.dtype,
     ) -> None:
-        """`description` has its numbers set; rotaries are (frequencies [dim / 2], magnitude).
+        """`description` has its numbers set.
 
         C holds the tensors' addresses, and the model the tensors. An embedding given as LinearArgs is a packed
         matrix, perhaps that of the head.
@@ -116,7 +120,10 @@ class NativeDecoder:
         self._library, self._decoder = library, description
         self._layers = (LayerArgs * len(layers))(*layers)
         self._rotaries = (RotaryArgs * len(rotaries))(
-            *(RotaryArgs(inverse.data_ptr(), 2 * len(inverse), magnitude) for inverse, magnitude in rotaries)
+            *(
+                RotaryArgs(inverse.data_ptr(), 2 * len(inverse), None if axes is None else axes.data_ptr(), magnitude)
+                for inverse, magnitude, axes in rotaries
+            )
         )
         self._dtype = dtype
         self._bound: PagedStep | None = None
@@ -134,6 +141,7 @@ class NativeDecoder:
         rows: Tensor | None,
         adapters: AdaptersArgs | None,
         streams: Streams | None = None,
+        vectors: Vectors | None = None,
     ) -> Tensor:
         """Return normed hidden states [R, hidden] of `rows`, or of all; all indices are int64."""
         if self._bound is not step:
@@ -150,6 +158,12 @@ class NativeDecoder:
             layers = (c_int64 * len(streams.layers))(*streams.layers)  # lives as long as the call
             args.streams, args.stream_layers = streams.out.data_ptr(), addressof(layers)
             args.num_streams = len(layers)
+        args.axis_step = len(ids) if positions.dim() > 1 else 0
+        if vectors is not None:
+            places, values = torch.full_like(ids, -1), vectors.values.float()  # live as long as the call
+            places[vectors.rows] = torch.arange(len(vectors.rows))
+            args.vector_of, args.vectors = places.data_ptr(), values.data_ptr()
+            args.num_deep, args.num_vectors = len(values) - 1, len(vectors.rows)
         self._library.forward(args)
         return hidden
 

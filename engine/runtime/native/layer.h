@@ -16,6 +16,7 @@ SHARED struct norm {
 SHARED struct rotary {
     const float *inverse; /* [dim / 2] */
     int64_t dim;
+    const int64_t *axes; /* [dim / 2]: of which of a position's axes it is; NULL: positions have one */
     float magnitude;
 };
 

@@ -73,6 +73,10 @@ class Checkpoint:
         """Yield every tensor, file by file; random weights yield those `wanted`, name to shape."""
         raise NotImplementedError
 
+    def towers(self) -> Sequence[StoredTensor]:
+        """Return the tensors beside those of the language model, under the names in the files."""
+        return ()
+
 
 def open_checkpoint(load_format: str, path: Path, seed: int = 0) -> Checkpoint:
     """Return the checkpoint at a path, its config read; `seed` is of random weights. Raises ModelLoadError."""

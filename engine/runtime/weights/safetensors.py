@@ -89,6 +89,9 @@ class SafetensorsCheckpoint(Checkpoint):
                 _require_readable(tensor, is_quantised=self.quantization is not None)
                 yield tensor
 
+    def towers(self) -> list[StoredTensor]:
+        return [tensor for file in self._files for tensor in _tensors(file, self.config, of_towers=True)]
+
     @cached_property
     def _files(self) -> list[SafetensorsFile]:
         return [SafetensorsFile(path) for path in _weight_files(self._folder)]
@@ -122,12 +125,12 @@ def language_name(name: str) -> str | None:
     return name.removeprefix("language_model.")
 
 
-def _tensors(file: SafetensorsFile, config: HFConfig) -> Iterator[StoredTensor]:
-    """Yield the tensors of a file; one of the file may be several, or none."""
+def _tensors(file: SafetensorsFile, config: HFConfig, *, of_towers: bool = False) -> Iterator[StoredTensor]:
+    """Yield the tensors of a file, of the language model or of the towers; one of the file may be several, or none."""
     path = str(file.path)
     for stored_name, span in file.spans.items():
-        name = language_name(stored_name)
-        if name is None:
+        name = stored_name if of_towers else language_name(stored_name)
+        if name is None or (of_towers and language_name(stored_name) is not None):
             continue
         size = TYPES[span.kind][0] if span.kind in TYPES else 0
         for part in expert_parts(config, name, span.shape):

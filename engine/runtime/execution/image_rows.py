@@ -1,0 +1,114 @@
+"""The rows of a runner whose prompts have images: their vectors and positions, step by step. Engine thread.
+
+A row's positions are computed from its spans when it begins, so that they hold whatever of it was cached, swapped or
+preempted. A step without such rows asks nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.core.rows import SequenceSlice
+from engine.core.spans import Span
+from engine.core.step import Resources, RowStart
+from engine.images import Image
+from engine.runtime.layers.vectors import Vectors
+from engine.runtime.transfer import to_device
+
+Embed = Callable[[Sequence[Image]], Sequence[Tensor]]  # images to their vectors, each [1 + D, V, hidden] on the device
+
+
+class _Row(NamedTuple):
+    """A row with images."""
+
+    spans: tuple[Span, ...]
+    positions: NDArray[np.int64] | None  # [3, positions of the prompt]; None: those of text
+    delta: int  # what is added to a later token's index
+    held: dict[bytes, Tensor]  # vectors, by digest, until all of them were computed
+
+    def at(self, start: int, num: int) -> NDArray[np.int64]:
+        """Return the positions [3, num] of tokens, of which those behind the prompt have one for all axes."""
+        assert self.positions is not None
+        found = np.tile(np.arange(start, start + num) + self.delta, (3, 1))
+        known = self.positions[:, start : start + num]
+        found[:, : known.shape[1]] = known
+        return found
+
+
+class ImageRows:
+    """The rows with images, by slot."""
+
+    def __init__(self, embed: Embed, resources: Resources, device: torch.device) -> None:
+        self._embed, self._resources, self._device = embed, resources, device
+        self._rows: dict[int, _Row] = {}
+
+    def follow(self, rows: Sequence[RowStart]) -> None:
+        """Begin rows."""
+        for row in rows:
+            self._rows.pop(row.slot, None)
+            if row.spans:
+                grids = [self._image(span).grid for span in row.spans]
+                positions, delta = _positions(row.num_prompt, row.spans, grids)
+                self._rows[row.slot] = _Row(row.spans, positions, delta, {})
+
+    def has(self, slices: Sequence[SequenceSlice]) -> bool:
+        """Return whether a step has such rows."""
+        return bool(self._rows) and any(piece.slot in self._rows for piece in slices)
+
+    def inputs(
+        self, slices: Sequence[SequenceSlice], positions: NDArray[np.int64]
+    ) -> tuple[Vectors | None, Tensor | None]:
+        """Return the vectors of a step, and its positions [3, T], if it has any; `positions` [T] are those of text."""
+        axes, first = np.tile(positions, (3, 1)), 0
+        places, parts, is_moved = list[int](), list[Tensor](), False
+        for piece in slices:
+            row = self._rows.get(piece.slot)
+            if row is not None:
+                if row.positions is not None:
+                    axes[:, first : first + piece.num_tokens] = row.at(piece.start, piece.num_tokens)
+                    is_moved = True
+                for span, begin, end in self._cover(row, piece):
+                    places += range(first + begin - piece.start, first + end - piece.start)
+                    parts.append(row.held[span.digest][:, begin - span.start : end - span.start])
+                if piece.start + piece.num_tokens >= row.spans[-1].end:
+                    row.held.clear()
+            first += piece.num_tokens
+        vectors = Vectors(to_device(places, torch.int64, self._device), torch.cat(parts, 1)) if parts else None
+        return vectors, to_device(axes, torch.int64, self._device) if is_moved else None
+
+    def _cover(self, row: _Row, piece: SequenceSlice) -> list[tuple[Span, int, int]]:
+        """Return the spans that a slice covers, and what it covers of them; the row then holds their vectors."""
+        stop = piece.start + piece.num_tokens
+        found = [(span, max(span.start, piece.start), min(span.end, stop)) for span in row.spans]
+        found = [each for each in found if each[1] < each[2]]
+        if missing := {span.digest: self._image(span) for span, *_ in found if span.digest not in row.held}:
+            row.held.update(zip(missing, self._embed(list(missing.values())), strict=True))
+        return found
+
+    def _image(self, span: Span) -> Image:
+        image: Image = self._resources.find(span.digest)
+        return image
+
+
+def _positions(
+    num: int, spans: Sequence[Span], grids: Sequence[tuple[int, int, int] | None]
+) -> tuple[NDArray[np.int64] | None, int]:
+    """Return the positions of a prompt on three axes, and how far those of later tokens are from their indices.
+
+    An image of a grid begins where the text before it ends, and takes as many positions as its longer side.
+    """
+    if None in grids:
+        return None, 0
+    found, delta = np.tile(np.arange(num), (3, 1)), 0
+    for span, grid in zip(spans, grids, strict=True):
+        assert grid is not None
+        found[:, span.start : span.end] = np.indices(grid).reshape(3, -1) + span.start + delta
+        delta += max(grid[1:]) - span.length
+        found[:, span.end :] = np.arange(span.end, num) + delta
+    return found, delta

@@ -1,0 +1,284 @@
+"""Models that see images, through the whole engine against transformers, over tiny random checkpoints."""
+
+from __future__ import annotations
+
+import queue
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForImageTextToText
+
+from engine.core.config import SchedulerConfig
+from engine.core.errors import InvalidRequestError
+from engine.core.spans import Span
+from engine.core.types import Request, StepEvents
+from engine.images import Image
+from engine.runtime.execution.runner import ModelRunner
+from engine.runtime.models.decoder import Decoder
+from engine.runtime.models.load import load_model
+from engine.runtime.models.tower import ImageVectors, Tower, load_tower
+from engine.runtime.weights.checkpoint import open_checkpoint
+from engine.settings.engine_config import EngineConfig
+from engine.startup.build import build_engine
+from tests.cpu.engine_logprobs import TIGHT, largest_difference
+from tests.cpu.model_driver import CPU, NAMED, Served, make_runner, request, serve, settings, state_blocks
+from tests.patience import PATIENCE_S
+
+PLACE = 100  # the id of a placeholder
+TEXT = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+AXES = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 2, 2]}
+QWEN3_VISION = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+PLACES = {"image_token_id": PLACE, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen3VLConfig": {
+        "text_config": TEXT | {"rope_parameters": AXES},
+        "vision_config": QWEN3_VISION | {"deepstack_visual_indexes": [0, 1]},
+        **PLACES,
+    },
+    "Qwen2_5_VLConfig": {
+        "text_config": TEXT | {"num_hidden_layers": 2, "rope_parameters": AXES},
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 4,
+            "patch_size": 4,
+            "out_hidden_size": 64,
+            "window_size": 16,  # of two by two vectors
+            "fullatt_block_indexes": [1],
+        },
+        **PLACES,
+    },
+    "Qwen3_5Config": {
+        "text_config": TEXT
+        | DELTA
+        | {"head_dim": 64, "rope_parameters": AXES | {"partial_rotary_factor": 0.25}}
+        | {"layer_types": ["linear_attention", "full_attention"] * 2, "full_attention_interval": 2},
+        "vision_config": QWEN3_VISION,
+        **PLACES,
+    },
+}
+
+
+class Vision(NamedTuple):
+    """A tiny model, transformers' and ours."""
+
+    path: Path
+    theirs: torch.nn.Module
+    model: Decoder
+    tower: Tower
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("images")
+
+
+@cache
+def vision(folder: Path, name: str) -> Vision:
+    """A checkpoint of random weights, read by both."""
+    torch.manual_seed(0)
+    path = folder / name
+    settings = getattr(transformers, name)(**CONFIGS[name])
+    theirs = AutoModelForImageTextToText.from_config(settings, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for key, parameter in theirs.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.normal_(std=0.3 if "embed" in key else 0.15)
+    theirs.save_pretrained(path)
+    config = EngineConfig(model=str(path), dtype="float32")
+    model = load_model(config, CPU, torch.float32, lambda progress: None)
+    assert isinstance(model, Decoder)
+    checkpoint = open_checkpoint("auto", path)
+    return Vision(path, theirs, model, load_tower(checkpoint.config, checkpoint, torch.float32, CPU))
+
+
+def picture(rows: int, columns: int, seed: int) -> Image:
+    """An image of so many patches, of four of which a vector is made."""
+    generator = np.random.default_rng(seed)
+    pixels = generator.standard_normal((rows * columns, 3 * 2 * 4 * 4), np.float32)
+    arrays = {"pixel_values": pixels, "image_grid_thw": np.array([[1, rows, columns]])}
+    grid = (1, rows // 2, columns // 2)
+    image = Image(b"image %d" % seed, arrays, rows * columns // 4, grid)
+    NAMED.found[image.digest] = image
+    return image
+
+
+_random = random.Random(5)
+WIDE, TALL, LARGE, SMALL = picture(4, 8, 1), picture(8, 4, 2), picture(8, 8, 3), picture(4, 4, 4)
+
+
+def prompt(*parts: int | Image) -> tuple[list[int], list[Image]]:
+    """A prompt of so many tokens of text, and of images."""
+    ids: list[int] = []
+    for part in parts:
+        if isinstance(part, Image):
+            ids += [PLACE] * part.num_tokens
+        else:
+            ids += [_random.randrange(3, 100) for _ in range(part)]
+    return ids, [part for part in parts if isinstance(part, Image)]
+
+
+FIRST = prompt(9, LARGE, 6)
+PROMPTS = [FIRST, prompt(3, WIDE, 1, TALL, 20), (FIRST[0] + [7, 8, 9], [LARGE]), prompt(11), prompt(2, SMALL, 3, LARGE)]
+IMAGES = {tuple(ids): images for ids, images in PROMPTS}
+
+
+def ask(request_id: str, ids: Sequence[int], **fields: Any) -> Request:
+    """A request with the images of a prompt."""
+    images, spans, start = IMAGES[tuple(ids)], list[Span](), 0
+    for image in images:
+        start = ids.index(PLACE, start)
+        spans.append(Span(start, image.num_tokens, image.digest))
+        start += image.num_tokens
+    return replace(request(request_id, ids, **fields), spans=tuple(spans), images=tuple(images))
+
+
+class Theirs:
+    """transformers' model over a context that begins with one of the prompts."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, ids: torch.Tensor, **fields: Any) -> Any:
+        context = ids[0].tolist()
+        # Of those that it begins with, the longest.
+        images = max((len(known), i) for i, (known, _) in enumerate(PROMPTS) if context[: len(known)] == known)[1]
+        found = PROMPTS[images][1]
+        if not found:
+            return self._model(ids, **fields)
+        arrays = {
+            name: torch.from_numpy(np.concatenate([each.arrays[name] for each in found])) for name in found[0].arrays
+        }
+        return self._model(ids, mm_token_type_ids=(ids == PLACE).int(), **arrays, **fields)
+
+
+def runner_of(found: Vision, config: SchedulerConfig) -> ModelRunner:
+    runner = make_runner(found.model, config)
+    runner.take_images(ImageVectors(found.tower, 1 << 20))
+    return runner
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_engine_says_what_transformers_says(name: str, folder: Path) -> None:
+    found = vision(folder, name)
+    size = state_blocks(found.model, TIGHT.block_size)
+    config = replace(TIGHT, num_blocks=42 if size else 18, state_blocks=size)
+    texts = [ids for ids, _ in PROMPTS]
+    runner = runner_of(found, config)
+    assert largest_difference(found.model, Theirs(found.theirs), texts, config, ask=ask, runner=runner) < 1e-4
+
+
+def test_torch_computes_them_without_the_native_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = vision(folder, "Qwen3VLConfig")
+    monkeypatch.setattr(found.model, "_native", None)
+    texts, config = [ids for ids, _ in PROMPTS], replace(TIGHT, num_blocks=18)
+    runner = runner_of(found, config)
+    assert largest_difference(found.model, Theirs(found.theirs), texts, config, ask=ask, runner=runner) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["Qwen3VLConfig", "Qwen3_5Config"])
+def test_batch_mates_chunks_and_forks_change_no_bit(name: str, folder: Path) -> None:
+    found = vision(folder, name)
+    roomy = settings(num_blocks=300, state_blocks=state_blocks(found.model, 4))
+    fields = {"logprobs": 3, "max_tokens": 6}
+    alone = {}
+    for i, (ids, _) in enumerate(PROMPTS):
+        alone |= said(serve(found.model, roomy, [ask(f"{i}", ids, **fields)], runner=runner_of(found, roomy)))
+    tight = replace(roomy, max_num_batched_tokens=9)
+    together = [ask(f"{i}", ids, n=1 + i % 2, **fields) for i, (ids, _) in enumerate(PROMPTS)]
+    mixed = said(serve(found.model, tight, together, runner=runner_of(found, tight), apart=1))
+    assert {request_id for request_id, _ in mixed} == {request_id for request_id, _ in alone}
+    assert all(mixed[request_id, choice] == alone[request_id, 0] for request_id, choice in mixed)
+
+
+def said(served: Served) -> dict[tuple[str, int], Any]:
+    """All that events say of the tokens of each answer."""
+    return {key: [event.logprobs for event in events if event.logprobs] for key, events in served.events.items()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_answers_are_those_of_generate(name: str, folder: Path) -> None:
+    found = vision(folder, name)
+    config = settings(num_blocks=300, state_blocks=state_blocks(found.model, 4))
+    ids, images = PROMPTS[1]
+    served = serve(found.model, config, [ask("a", ids, max_tokens=12)], runner=runner_of(found, config))
+    tokens = torch.tensor([ids])
+    arrays = {
+        name: torch.from_numpy(np.concatenate([each.arrays[name] for each in images])) for name in images[0].arrays
+    }
+    with torch.no_grad():
+        expected = found.theirs.generate(
+            tokens,
+            mm_token_type_ids=(tokens == PLACE).int(),
+            **arrays,
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=-1,
+        )
+    assert served.ids["a", 0] == expected[0, len(ids) :].tolist()
+
+
+def test_an_engine_is_built_with_its_tower(folder: Path) -> None:
+    path = str(vision(folder, "Qwen3VLConfig").path)
+    events = queue.SimpleQueue[StepEvents]()
+    lines = list[str]()
+    config = EngineConfig(model=path, dtype="float32", max_model_len=80, max_num_seqs=2, kv_cache_memory_bytes=1 << 20)
+    engine = build_engine(config, lambda progress: lines.append(progress.detail))
+    engine.start(events.put)
+    try:
+        assert engine.facts.takes_images
+        assert "qwen3_vl serves text and images; sound is refused" in lines
+        engine.submit(ask("a", PROMPTS[1][0], max_tokens=3))
+        ids = list[int]()
+        while len(ids) < 3:
+            ids += [token for event in events.get(timeout=PATIENCE_S) for token in event.token_ids]
+        small = replace(SMALL, arrays=SMALL.arrays | {"pixel_values": np.zeros((16, 5), np.float32)})
+        with pytest.raises(InvalidRequestError, match="not what this model's vision tower takes"):
+            engine.submit(replace(ask("b", PROMPTS[4][0]), images=(small, LARGE)))
+    finally:
+        engine.stop(drain_s=0)
+    without = build_engine(replace(config, image_cache_memory=0), lambda progress: None)
+    with pytest.raises(InvalidRequestError, match="takes no images"):
+        without.submit(ask("c", PROMPTS[1][0]))
+    without.stop(drain_s=0)
+    assert not without.facts.takes_images
