@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
 
 FOLDER = Path(__file__).parents[1] / "page"
@@ -57,17 +57,17 @@ def load_files() -> dict[str, PageFile]:
 
 
 def page_router(files: dict[str, PageFile]) -> APIRouter:
-    """Return the routes of these files."""
+    """Return the route of these files: one for all, since each route of FastAPI lengthens the start."""
     router = APIRouter()
 
-    def add(url: str, file: PageFile) -> None:
-        async def send(request: Request) -> Response:
-            if request.headers.get("if-none-match") == file.headers["etag"]:
-                return Response(status_code=304, headers=file.headers)
-            return Response(file.content, headers=file.headers)
+    @router.get("/", include_in_schema=False)
+    @router.get("/page/{name:path}", include_in_schema=False)
+    async def send(request: Request) -> Response:
+        file = files.get(request.scope["path"])
+        if file is None:
+            raise HTTPException(404)
+        if request.headers.get("if-none-match") == file.headers["etag"]:
+            return Response(status_code=304, headers=file.headers)
+        return Response(file.content, headers=file.headers)
 
-        router.add_api_route(url, send, include_in_schema=False)
-
-    for url, file in files.items():
-        add(url, file)
     return router
