@@ -37,7 +37,9 @@ from server.app import create_app
 from server.http.connection import Connection
 from server.settings.app_config import AppConfig
 from tests.http.engine_process import EngineProcess
-from tests.patience import PATIENCE_S, eventually
+from tests.patience import PATIENCE_S, eventually, hurry_uvicorn
+
+hurry_uvicorn()
 
 PLACE = os.environ.get("ENGINE_PLACE", "thread")  # where engines are; "process" for all of them elsewhere
 NOT_SERVED: set[EngineProcess] = set()  # of applications that no test has served to the end
