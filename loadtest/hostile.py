@@ -316,10 +316,10 @@ def run(options: argparse.Namespace) -> int:
 def _run(target: Target, pid: int | None, options: argparse.Namespace) -> int:
     rows = []
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients:
-        run_case(target, pid, WARM_UP, max(options.seconds, 2.0), clients)  # the first large body starts the child
+        run_case(target, pid, WARM_UP, options.seconds, clients)  # the first large body starts the child
         prober = Prober(target, pid)
         with prober.probing():
-            time.sleep(max(options.seconds, 1.0))
+            time.sleep(options.seconds)
         idle = prober.row("idle", 0, {}, 0.0, prober.largest)
         for case in cases():
             if options.only in case.name:

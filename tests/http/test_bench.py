@@ -257,7 +257,7 @@ def test_requests_beside_a_long_prompt_are_measured_on_each_daemon_in_turns(
     step = ("5", "1024")  # the long prompt takes several
     with fake_daemon(*step) as one, fake_daemon(*step) as two:
         urls = [one.url, two.url]
-        assert main(["beside", *urls, "--rounds", "2", "--json", str(report)]) == 0
+        assert main(["beside", *urls, "--rounds", "2", "--streams", "2", "--json", str(report)]) == 0
     told, rounds = capsys.readouterr().out, json.loads(report.read_text())
     assert list(rounds) == urls
     for url, measured in rounds.items():

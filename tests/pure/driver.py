@@ -264,11 +264,10 @@ class Driver:
         assert len(kinds) == 1, "a step is of the background or of all others"
         assert all(0 < num <= settings.num_speculative_tokens for _, num in plan.drafts)
         for index, piece in enumerate(slices):
-            known = self.known.get(piece.seq_id, [])
-            assert list(piece.tokens[: len(known)]) == known, (
-                "under one id tokens only ever come to those that are there"
-            )
-            self.known[piece.seq_id] = list(piece.tokens)
+            known = self.known.setdefault(piece.seq_id, [])
+            seen = list(piece.tokens)
+            assert seen[: len(known)] == known, "under one id tokens only ever come to those that are there"
+            self.known[piece.seq_id] = seen
             assert piece.num_tokens > 0
             num_tokens = piece.num_tokens + dict(plan.drafts).get(index, 0)
             peak = piece.num_prompt + max(piece.params.max_tokens - 1, 0)

@@ -65,5 +65,5 @@ HOSTILE = {
     ),
 }
 SLOW = [
-    GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 99_991 + i})) for i in range(6)
+    GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 50_021 + i})) for i in range(6)
 ]

@@ -70,6 +70,13 @@ def resources() -> dict[tuple[str, str], Any]:
 
 def check(each: Object) -> None:
     """Raise a ValidationError unless the API server would take the object."""
+    check_once(json.dumps(each, default=str))
+
+
+@cache  # most objects are those of several overlays
+def check_once(text: str) -> None:
+    """Check an object that is written as JSON."""
+    each = json.loads(text)
     own = resources().get((each["apiVersion"], each["kind"]))
     if own is None:
         for version in VERSIONS:
