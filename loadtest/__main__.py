@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from engine.core.errors import QuireError
-from loadtest import bench, beside, compare, formats, front, hostile, levers, sessions, vllm_bench
+from loadtest import bench, beside, compare, formats, hostile, levers, sessions, vllm_bench
 from loadtest.arguments import refuse_unwritable
 from loadtest.errors import LoadtestError
 from loadtest.fleet import command as fleet
@@ -22,7 +22,6 @@ COMMANDS: Commands = {
     "calibrate": ("measure the time of steps here, for the simulator", calibrate.add_options, calibrate.run),
     "tune": ("find this machine's settings for a model", tuning.add_options, tuning.run),
     "fleet": ("drive daemons behind a real router, and foresee the runs", fleet.add_options, fleet.run),
-    "front": ("measure the HTTP front alone, over a fake engine", front.add_options, front.run),
     "compare": ("drive Quire and its peers by the same requests", compare.add_options, compare.run),
     "formats": ("measure each format of weights on this machine", formats.add_options, formats.run),
     "levers": ("measure the effect of each setting", levers.add_options, levers.run),
