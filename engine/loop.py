@@ -36,7 +36,7 @@ from engine.core.page_table import waste
 from engine.core.scheduling.admission import NO_LIMITS, OverloadControl, QueueLimits, check_headless, check_request
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import FailureCause
-from engine.core.step import PendingStep, Runner, StepPlan
+from engine.core.step import PendingStep, Runner, StepPlan, VectorMaker
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
 from engine.handle import Command, Deliver, EngineFacts, EngineHealth, EventsSource, LoadedAdapter
 from engine.inbox import Abort, EngineCall, Fail, Inbox, InboxMessage, Stop, Submission
@@ -52,6 +52,7 @@ T = TypeVar("T")
 
 _RATE_MEMORY = 0.95  # weight of the past in the moving average of tokens per second
 _QUIET_S = 0.1  # without a message for this long, no client waits while other work is done
+_PIECE_S = 0.02  # of the work on an image, where no step runs: a message waits no longer
 _PAUSE_S = 0.001  # between two parts of a check, in which other threads run
 _MAX_CHECK_S = 5.0  # of the check when the engine stops
 
@@ -82,6 +83,7 @@ class Engine:
         depth: int = 0,
         limits: QueueLimits = NO_LIMITS,
         resources: EngineResources | None = None,
+        vision: VectorMaker | None = None,
         outbound: Outbound = Outbound(),  # noqa: B008 - immutable
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,6 +102,10 @@ class Engine:
         )
         self._scheduler = scheduler
         self._runner = runner
+        self._vision = vision
+        if vision is not None:
+            scheduler.missing.has = vision.has
+        self._step_s = 0.0  # of the last step
         self._offload = Offload(scheduler, runner, transports, clock) if transports else None
         self._depth = depth
         self._kv_events = kv_events
@@ -237,6 +243,9 @@ class Engine:
         except DeviceMemoryError as error:
             self._roll_back(error, events)
         self._tell(events)
+        if self._vision is not None and (digests := list(self._scheduler.missing.digests)):
+            # Streams then wait for the next step no longer than twice as long as without.
+            self._vision.advance(digests, self._step_s or _PIECE_S)
         if self._offload is not None:
             self._offload.exchange()
         if self._contents is not None:
@@ -245,7 +254,7 @@ class Engine:
     def _step(self, events: StepEvents) -> None:
         """Launch a step, commit the oldest."""
         events.entries += self._scheduler.drop_hopeless(self.clock())
-        plan = self._scheduler.plan(self.clock())
+        plan, self._step_s = self._scheduler.plan(self.clock()), 0.0
         if plan is not None:
             if self._contents is not None:
                 self._contents.flush()  # blocks are lost before they are written again
@@ -258,8 +267,12 @@ class Engine:
                 raise
         if self._launched and (plan is None or len(self._launched) > self._depth):
             events.entries += self._commit_oldest().entries
-        elif plan is None and self._scheduler.has_work and not (self._offload and self._offload.wait_for_loads()):
+        elif plan is None and self._scheduler.has_work and not self._is_waiting():
             raise RuntimeError("requests wait, nothing runs, and the scheduler plans nothing")
+
+    def _is_waiting(self) -> bool:
+        """Return whether requests wait for vectors, or have waited a moment for blocks."""
+        return bool(self._scheduler.missing.digests or (self._offload and self._offload.wait_for_loads()))
 
     def _roll_back(self, error: DeviceMemoryError, events: StepEvents) -> None:
         """Try a smaller step after one did not fit the device's memory; if that fails, end a request."""
@@ -328,6 +341,7 @@ class Engine:
         # With overlap a step begins, as far as the device goes, when the one before it ends.
         seconds = now - max(begun_s, self.stats.last_step_s)
         self.stats.step_s.observe(seconds)
+        self._step_s = seconds
         if seconds > 0:
             rate, memory = plan.num_tokens / seconds, _RATE_MEMORY if self.stats.tokens_per_s else 0.0
             self.stats.tokens_per_s = memory * self.stats.tokens_per_s + (1 - memory) * rate

@@ -7,7 +7,7 @@ names by a digest, because they are needed again after a preemption.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
 from typing import NamedTuple
 
@@ -51,6 +51,24 @@ class Chain(list[bytes]):
         copied = Chain(self, (), 1)
         copied.parts = self.parts
         return copied
+
+
+class Missing:
+    """Spans whose vectors are not made yet: those that prompts have come to in the last plan, in order, by digest."""
+
+    __slots__ = ("digests", "has")
+
+    def __init__(self) -> None:
+        self.has: Callable[[bytes], bool] = lambda _: True  # whether vectors are there
+        self.digests: dict[bytes, None] = {}
+
+    def clip(self, spans: Iterable[Span], start: int, stop: int) -> int:
+        """Return where a chunk start .. stop ends at the latest: before the first span that it lacks, which is noted."""
+        for span in spans:
+            if span.start < stop and start < span.end and not self.has(span.digest):
+                self.digests[span.digest] = None
+                return max(span.start, start)
+        return stop
 
 
 def divided(spans: Iterable[Span], stop: int) -> Span | None:

@@ -22,7 +22,7 @@ from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.page_table import Layout
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.step import Runner, StepResult
+from engine.core.step import Runner, StepResult, VectorMaker
 from engine.core.types import Progress, ReportProgress
 from engine.handle import EngineFacts
 from engine.loop import Engine, Outbound
@@ -207,7 +207,7 @@ def _build(
     with _weights_in(memory):
         model = load_model(config, device, dtype, report, group)
     tower = load_vision(config, model, device, report)
-    share_threads(executor.num_threads if executor else config.num_threads, model)
+    num_threads = share_threads(executor.num_threads if executor else config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
     captures = _captures(config, model, device) and (speculation is None or speculation.head is None)
     if content is not None:
@@ -220,8 +220,9 @@ def _build(
     more_bytes = adapter_bytes if tower is None else adapter_bytes + config.image_cache_memory
     settings = _fit_pool(parts, settings, _pool_budget(parts, settings, more_bytes))
     runner = parts.make_runner(settings)
-    if tower is not None:
-        runner.take_images(tower.remember(config.image_cache_memory))
+    vision: VectorMaker | None = (
+        None if tower is None else runner.take_images(tower, config.image_cache_memory, num_threads)
+    )
     report(Progress("warm_up", f"on {device.type}"))
     (_warm_up_cuda if device.type == "cuda" else _warm_up_cpu)(parts, runner, settings)
     settings, tiers = open_tiers(runner, config, settings, model.dtype, report, content)
@@ -248,6 +249,7 @@ def _build(
         depth=depth,
         limits=_queue_limits(config, settings),
         resources=parts.resources,
+        vision=vision if device.type == "cpu" else None,  # on a GPU a tower takes no longer than a step
         outbound=Outbound(tiers, kv_events),
     )
 

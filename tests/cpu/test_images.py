@@ -21,10 +21,11 @@ from engine.core.errors import InvalidRequestError
 from engine.core.spans import Span
 from engine.core.types import Request, StepEvents
 from engine.images import Image
+from engine.runtime.execution.pieces import Pieces
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
-from engine.runtime.models.tower import ImageVectors, Tower, load_tower
+from engine.runtime.models.tower import Tower, load_tower
 from engine.runtime.weights.checkpoint import open_checkpoint
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
@@ -194,7 +195,7 @@ class Theirs:
 
 def runner_of(found: Vision, config: SchedulerConfig) -> ModelRunner:
     runner = make_runner(found.model, config)
-    runner.take_images(ImageVectors(found.tower, 1 << 20))
+    runner.take_images(found.tower, 1 << 20, num_threads=2)
     return runner
 
 
@@ -256,6 +257,19 @@ def test_greedy_answers_are_those_of_generate(name: str, folder: Path) -> None:
             eos_token_id=-1,
         )
     assert served.ids["a", 0] == expected[0, len(ids) :].tolist()
+
+
+def test_a_tower_goes_on_between_steps_and_can_be_left(folder: Path) -> None:
+    tower, num_threads, num_turns = vision(folder, "Qwen3VLConfig").tower, torch.get_num_threads(), 1
+    pieces = Pieces(lambda: tower(LARGE), 1)
+    while not pieces.advance(0.0):
+        num_turns += 1
+    assert num_turns > 50
+    assert torch.equal(pieces.result(), tower(LARGE))
+    left = Pieces(lambda: tower(LARGE), 1)
+    assert not left.advance(0.0)
+    left.close()
+    assert torch.get_num_threads() == num_threads
 
 
 def test_an_engine_is_built_with_its_tower(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Images that requests name: held while a request lives, and refused where a model takes none."""
+"""Images that requests name: held while a request lives, refused where a model takes none, waited for while they are made."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import pickle
 import numpy as np
 import pytest
 
+from engine.core.config import SchedulerConfig
 from engine.core.errors import InvalidRequestError
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
 from engine.core.types import Request, SamplingParams
 from engine.images import Image
 from engine.resources import EngineResources
+from loadtest.fake_runner import FakeRunner
 
 
 def request_of(image: Image) -> Request:
@@ -41,3 +44,27 @@ def test_an_image_is_found_as_long_as_a_request_holds_it() -> None:
 def test_a_model_without_images_refuses_them() -> None:
     with pytest.raises(InvalidRequestError, match="takes no images"):
         EngineResources().hold(request_of(image()))
+
+
+@pytest.mark.parametrize("is_atomic", [False, True])
+def test_a_prompt_waits_before_vectors_that_are_not_made_and_others_go_on(is_atomic: bool) -> None:
+    config = SchedulerConfig(num_blocks=64, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16)
+    scheduler, runner, made = Scheduler(config), FakeRunner(config), set[bytes]()
+    scheduler.missing.has = made.__contains__
+    spans = (Span(5, 6, b"first", is_atomic), Span(12, 3, b"second", is_atomic))
+    params = SamplingParams(max_tokens=2)
+    scheduler.add(Request(request_id="seen", prompt=tuple(range(20)), params=params, arrival_s=0.0, spans=spans))
+    scheduler.add(Request(request_id="text", prompt=(1, 2, 3), params=params, arrival_s=0.0))
+    reached, ended = [], list[str]()
+    for step in range(12):
+        plan = scheduler.plan(float(step))
+        reached.append(
+            max([*reached[-1:], *[each.start + each.num_tokens for each in plan.chunks]] if plan else reached)
+        )
+        if plan is not None:
+            ended += [event.request_id for event in scheduler.commit(plan, runner.run(plan).wait(), float(step)).ends]
+        assert list(scheduler.missing.digests) == ([] if step > 7 else [b"first"] if step < 4 else [b"second"])
+        made |= {b"first"} if step == 3 else {b"second"} if step == 7 else set()
+    assert reached == [5] * 4 + [12] * 4 + [20] * 4
+    assert ended == ["text", "seen"]
+    scheduler.check_integrity()

@@ -16,7 +16,7 @@ from engine.core.in_flight import InFlightStep
 from engine.core.kv.manager import KVCacheManager
 from engine.core.scheduling.running import RunningQueue
 from engine.core.sequence import Sequence, Status
-from engine.core.spans import divided
+from engine.core.spans import Missing, divided
 from engine.core.step import Sample
 
 
@@ -26,12 +26,19 @@ class PromptPlan:
     With `in_order` long prompts do not share: after out-of-memory, the prompt that does not fit is found sooner.
     """
 
-    __slots__ = ("_allowance", "_delayed", "_in_order", "_is_full", "_kv", "_long", "_queue", "_step")
+    __slots__ = ("_allowance", "_delayed", "_in_order", "_is_full", "_kv", "_long", "_missing", "_queue", "_step")
 
     def __init__(
-        self, kv: KVCacheManager, queue: RunningQueue, step: InFlightStep, allowance: Allowance, *, in_order: bool
+        self,
+        kv: KVCacheManager,
+        queue: RunningQueue,
+        step: InFlightStep,
+        allowance: Allowance,
+        missing: Missing,
+        *,
+        in_order: bool,
     ) -> None:
-        self._kv, self._queue, self._step, self._allowance = kv, queue, step, allowance
+        self._kv, self._queue, self._step, self._allowance, self._missing = kv, queue, step, allowance, missing
         self._in_order = in_order
         self._is_full = False
         self._long: list[Sequence] = []
@@ -96,6 +103,8 @@ class PromptPlan:
         count = self._allowance.prompt(start, num_left, seq.request.spans, least) if num_left > 0 else 0
         self._is_full = self._is_full or start + count < len(seq.tokens)
         stop, spans = start + count, seq.request.spans
+        if spans:
+            stop = self._missing.clip(spans, start, stop)
         span = divided(spans, stop) if spans else None
         if span is not None:
             # One that is alone in a step may exceed a limit that is lowered.

@@ -25,7 +25,7 @@ from engine.core.scheduling.prompts import PromptPlan
 from engine.core.scheduling.running import RunningQueue
 from engine.core.scheduling.stats_recorder import StatsRecorder
 from engine.core.sequence import Sequence, Status
-from engine.core.spans import divided
+from engine.core.spans import Missing, divided
 from engine.core.stats import FailureCause, Snapshot, Stats
 from engine.core.step import StepPlan, StepResult
 from engine.core.types import AbortCause, FinishReason, Request, StepEvents, TokenEvent
@@ -53,6 +53,7 @@ class Scheduler:
         self._next_step_id = 0
         self._made_room = False  # for an atomic span, by decodes that waited, in the last step
         self._committed_s = 0.0
+        self.missing = Missing()  # vectors that prompts wait for
 
     @property
     def has_work(self) -> bool:
@@ -119,13 +120,14 @@ class Scheduler:
         if self._queue.may_yield:
             self._admit_first(now, step)
         due, urgent = self._queue.due(limit), None
+        self.missing.digests.clear()
         if self._queue.num_with_spans:
             due, urgent = self._make_room(due, limit)
         catching_up = self._plan_decodes(step, due)
         allowance.take_decodes(step.positions)
         admits = (self.kv.has_slot or self._queue.has_takeable) and self._queue.first_waiting is not None
         if allowance.num_tokens and (catching_up or admits):
-            prompts = PromptPlan(self.kv, self._queue, step, allowance, in_order=self._budget.is_reduced)
+            prompts = PromptPlan(self.kv, self._queue, step, allowance, self.missing, in_order=self._budget.is_reduced)
             prompts.resume(catching_up, urgent)
             if admits:
                 prompts.admit(self._admit(now, step))
@@ -133,7 +135,8 @@ class Scheduler:
             step.load = allowance.load
         if not (step.sequences or step.arrivals):
             self.kv.dropped(step)  # sequences were admitted and preempted again
-            return self._plan_without_last(now) if catching_up and not self._in_flight else None
+            is_stuck = catching_up and not self._in_flight and not self.missing.digests
+            return self._plan_without_last(now) if is_stuck else None
         return self._launch(step, allowance)
 
     def _plan_without_last(self, now: float) -> StepPlan | None:
@@ -156,7 +159,7 @@ class Scheduler:
         was_made, self._made_room = self._made_room, False
         for urgent in due:
             span = divided(urgent.request.spans, urgent.num_planned + 1)
-            if span is not None and urgent.status is Status.PREFILL:
+            if span is not None and urgent.status is Status.PREFILL and self.missing.has(span.digest):
                 break
         else:
             return due, None

@@ -1,4 +1,4 @@
-"""The rows of a runner whose prompts have images: their vectors and positions, step by step. Engine thread.
+"""Images in a runner: vectors that are kept, and the rows whose prompts have them. Engine thread.
 
 A row's positions are computed from its spans when it begins, so that they hold whatever of it was cached, swapped or
 preempted. A step without such rows asks nothing here.
@@ -6,6 +6,7 @@ preempted. A step without such rows asks nothing here.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,10 +19,11 @@ from engine.core.rows import SequenceSlice
 from engine.core.spans import Span
 from engine.core.step import Resources, RowStart
 from engine.images import Image
+from engine.runtime.execution.pieces import Pieces
 from engine.runtime.layers.vectors import Vectors
 from engine.runtime.transfer import to_device
 
-Embed = Callable[[Sequence[Image]], Sequence[Tensor]]  # images to their vectors, each [1 + D, V, hidden] on the device
+Embed = Callable[[Image], Tensor]  # an image to its vectors [1 + D, V, hidden] on the device
 
 
 class _Row(NamedTuple):
@@ -87,13 +89,55 @@ class ImageRows:
         stop = piece.start + piece.num_tokens
         found = [(span, max(span.start, piece.start), min(span.end, stop)) for span in row.spans]
         found = [each for each in found if each[1] < each[2]]
-        if missing := {span.digest: self._image(span) for span, *_ in found if span.digest not in row.held}:
-            row.held.update(zip(missing, self._embed(list(missing.values())), strict=True))
+        for span, *_ in found:
+            if span.digest not in row.held:
+                row.held[span.digest] = self._embed(self._image(span))
         return found
 
     def _image(self, span: Span) -> Image:
         image: Image = self._resources.find(span.digest)
         return image
+
+
+class ImageVectors:
+    """The vectors of the images that were used last, in up to so many bytes; a VectorMaker."""
+
+    def __init__(self, tower: Embed, max_bytes: int, find: Callable[[bytes], Image], num_threads: int) -> None:
+        self._tower, self._max_bytes, self._find, self._num_threads = tower, max_bytes, find, num_threads
+        self._num_bytes = 0
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._job: tuple[bytes, Pieces[Tensor]] | None = None
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self._kept
+
+    def advance(self, digests: Sequence[bytes], seconds: float) -> None:
+        if self._job is not None and self._job[0] not in digests:  # nobody waits for it any more
+            self._job[1].close()
+            self._job = None
+        if self._job is None:
+            image = self._find(digests[0])
+            self._job = digests[0], Pieces(lambda: self._tower(image), self._num_threads)
+        digest, pieces = self._job
+        if pieces.advance(seconds):
+            self._job = None
+            self._keep(digest, pieces.result())
+
+    def __call__(self, image: Image) -> Tensor:
+        """Return the vectors of an image, made now if they are not there."""
+        found = self._kept.get(image.digest)
+        if found is None:
+            found = self._tower(image)
+            self._keep(image.digest, found)
+        self._kept.move_to_end(image.digest)
+        return found
+
+    def _keep(self, digest: bytes, vectors: Tensor) -> None:
+        """Add vectors, and drop those used longest ago; what was just made stays, for the prompt that waits for it."""
+        self._kept[digest] = vectors
+        self._num_bytes += vectors.nbytes
+        while self._num_bytes > self._max_bytes and len(self._kept) > 1:
+            self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
 
 
 def _positions(

@@ -47,7 +47,7 @@ from engine.runtime.transfer import to_device
 
 if TYPE_CHECKING:
     from engine.runtime.execution.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
-    from engine.runtime.execution.image_rows import Embed, ImageRows  # of models with a tower alone
+    from engine.runtime.execution.image_rows import Embed, ImageRows, ImageVectors  # of models with a tower alone
     from engine.runtime.layers.vectors import Vectors
 
 _RULED_OUT = Fault(
@@ -237,12 +237,14 @@ class ModelRunner:
         """Draft from now on where plans have room; steps must then run one at a time."""
         self._drafter = drafter
 
-    def take_images(self, embed: Embed) -> None:
-        """Compute prompts with images from now on; `embed` makes vectors of them."""
-        from engine.runtime.execution.image_rows import ImageRows
+    def take_images(self, embed: Embed, max_bytes: int, num_threads: int) -> ImageVectors:
+        """Compute prompts with images from now on; `embed` makes their vectors, of which so many bytes are kept."""
+        from engine.runtime.execution.image_rows import ImageRows, ImageVectors
 
         assert self._resources is not None, "images are found there"
-        self._images = ImageRows(embed, self._resources, self._device)
+        vectors = ImageVectors(embed, max_bytes, self._resources.find, num_threads)
+        self._images = ImageRows(vectors, self._resources, self._device)
+        return vectors
 
     def open_host_pool(self, num_blocks: int, folder: Path | None = None) -> HostPool:
         """Open host blocks for swapped K/V: in main memory, or on a CPU in a file.

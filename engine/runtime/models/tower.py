@@ -6,11 +6,9 @@ this module, and transformers with it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_MAPPING
@@ -47,43 +45,12 @@ class Tower:
                 "An image's numbers are not what this model's vision tower takes.", param="messages"
             )
 
-    def remember(self, max_bytes: int) -> ImageVectors:
-        """Return the tower with a memory of up to so many bytes."""
-        return ImageVectors(self, max_bytes)
-
     @torch.inference_mode()
-    def __call__(self, images: Sequence[Image]) -> list[Tensor]:
-        """Return the vectors [1 + D, V, hidden] of images with arrays of equal shapes."""
-        names = images[0].arrays
-        arrays = {
-            name: torch.from_numpy(np.concatenate([each.arrays[name] for each in images])).to(self._device)
-            for name in names
-        }
+    def __call__(self, image: Image) -> Tensor:
+        """Return the vectors [1 + D, V, hidden] of an image, alone: others in a batch might change its bits."""
+        arrays = {name: torch.from_numpy(array).to(self._device) for name, array in image.arrays.items()}
         found = self._model.get_image_features(**arrays, return_dict=True)
-        levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
-        return [torch.stack([level[index] for level in levels]) for index in range(len(images))]
-
-
-class ImageVectors:
-    """The vectors of the images that were used last, in up to so many bytes."""
-
-    def __init__(self, tower: Tower, max_bytes: int) -> None:
-        self._tower, self._max_bytes, self._num_bytes = tower, max_bytes, 0
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
-
-    def __call__(self, images: Sequence[Image]) -> list[Tensor]:
-        """Return the vectors of images."""
-        return [self._find(image) for image in images]
-
-    def _find(self, image: Image) -> Tensor:
-        found = self._kept.pop(image.digest, None)
-        if found is None:
-            found = self._tower([image])[0]  # alone: other images in a product may change its bits
-            self._num_bytes += found.nbytes
-        self._kept[image.digest] = found
-        while self._num_bytes > self._max_bytes:
-            self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
-        return found
+        return torch.stack([found.pooler_output[0], *(each[0] for each in getattr(found, "deepstack_features", ()))])
 
 
 def load_tower(config: HFConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower:

@@ -1,0 +1,106 @@
+"""A computation in torch that goes on for a while at a time, between the steps of an engine.
+
+It runs on a thread of its own, with torch's threads, which works only while another waits for it: one of both runs at any
+time. It stops between two operations of torch; long products and attentions are divided into blocks of rows, so that it
+can stop there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Semaphore, Thread
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+T = TypeVar("T")
+
+_BLOCK = 1 << 30  # multiplications in a block; some 10 ms of a core with bfloat16 instructions
+
+
+class _Closed(BaseException):
+    """Ends the thread of a computation that nobody wants any more."""
+
+
+class Pieces(Generic[T]):
+    """One computation; `advance` it until it is done."""
+
+    def __init__(self, call: Callable[[], T], num_threads: int) -> None:
+        self._call, self._num_threads, self._until, self._is_closed = call, num_threads, 0.0, False
+        self._go, self._back = Semaphore(0), Semaphore(0)
+        self._outcome: T | BaseException | None = None
+        self._thread = Thread(target=self._run, name="quire-image", daemon=True)
+        self._thread.start()
+
+    def advance(self, seconds: float) -> bool:
+        """Go on for about so long; returns whether it is done."""
+        self._until, usual = time.perf_counter() + seconds, torch.get_num_threads()
+        self._go.release()
+        self._back.acquire()
+        torch.set_num_threads(usual)  # in part it is the process's
+        return self._outcome is not None
+
+    def result(self) -> T:
+        """Return the result of what is done, or raise its error."""
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        assert self._outcome is not None, "it is done"
+        return self._outcome
+
+    def close(self) -> None:
+        """End it where it is."""
+        self._is_closed = True
+        self._go.release()
+        self._thread.join()
+
+    def pause(self) -> None:
+        """Wait for the next turn, if this one is over. On its thread."""
+        if time.perf_counter() >= self._until:
+            self._back.release()
+            self._wait()
+
+    def _wait(self) -> None:
+        self._go.acquire()
+        if self._is_closed:
+            raise _Closed
+        torch.set_num_threads(self._num_threads)
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+            with _Pausing(self.pause):
+                self._outcome = self._call()
+        except BaseException as error:  # any: it is raised where the result is asked for
+            self._outcome = error
+        self._back.release()
+
+
+class _Pausing(TorchFunctionMode):
+    """Calls `pause` before every operation, and between blocks of long ones."""
+
+    def __init__(self, pause: Callable[[], None]) -> None:
+        super().__init__()
+        self._pause = pause
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._pause()
+        kwargs = kwargs or {}
+        if func is F.linear and args[0].dim() > 1:
+            return self._by_rows(func, args, kwargs, args[1].numel(), -2)
+        if func is F.conv3d:  # of patches, which are its batch
+            return self._by_rows(func, args, kwargs, args[1].numel(), 0)
+        if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is None and not kwargs.get("is_causal"):
+            return self._by_rows(func, args, kwargs, 2 * args[1].numel(), -2)
+        return func(*args, **kwargs)
+
+    def _by_rows(self, func: Any, args: Any, kwargs: Any, num_products: int, dim: int) -> Tensor:
+        """Return func(x, ...) of blocks of rows of x, each of which takes so many multiplications."""
+        parts = []
+        for rows in args[0].split(max(_BLOCK // num_products, 1), dim):
+            parts.append(func(rows, *args[1:], **kwargs))
+            self._pause()
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
