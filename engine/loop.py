@@ -154,7 +154,7 @@ class Engine:
             num_unseen=self._inbox.num_requests,
             num_unseen_tokens=self._inbox.num_tokens,
         )
-        self._inbox.put_requests([Submission(request, self._resources.hold(request)) for request in requests])
+        self._inbox.put_requests([Submission(_bare(request), self._resources.hold(request)) for request in requests])
 
     def abort(self, request_id: str, cause: AbortCause, choice: int | None = None) -> None:
         """End a request (or one of its choices) early."""
@@ -397,6 +397,11 @@ def _close(part: Offload | KVEvents | Runner | Control) -> None:
         part.close()
     except Exception as error:  # any: the other parts are closed too
         log.error("%s could not be closed: %s: %s", type(part).__name__, type(error).__name__, error)  # noqa: TRY400 - one line
+
+
+def _bare(request: Request) -> Request:
+    """Return a request without its images, which are held apart until it ends, and no longer."""
+    return replace(request, images=()) if request.images else request
 
 
 def _send_contents(scheduler: Scheduler) -> None:

@@ -53,6 +53,8 @@ from server.tenancy.tenancy import Tenancy
 from server.tenancy.tenant_file import read_tenants
 
 if TYPE_CHECKING:
+    from engine.text.images.preprocessor import ImagePreprocessor
+    from server.answers.images import ImageReader
     from server.telemetry.otlp import Otlp
     from server.telemetry.tracing import Tracing
 
@@ -85,12 +87,14 @@ def routers() -> list[APIRouter]:
     return [import_module(name).router for name in ENDPOINTS]
 
 
-def create_app(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> FastAPI:
-    """Return an application that serves one engine.
+def create_app(
+    engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig, images: ImagePreprocessor | None = None
+) -> FastAPI:
+    """Return an application that serves one engine, with `images` of requests where its model takes some.
 
     Its lifespan starts the engine's thread and drains it.
     """
-    parts = _parts(engine, tokenizer, config)
+    parts = _parts(engine, tokenizer, config, images)
     tenancy: Tenancy = parts["tenancy"]
     responders = (
         () if parts["batches"] is None else (replace(parts["responder"], is_background=True), parts["responder"])
@@ -116,7 +120,9 @@ def create_app(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig
     return app
 
 
-def _parts(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> dict[str, Any]:
+def _parts(
+    engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig, images: ImagePreprocessor | None
+) -> dict[str, Any]:
     """Return the application's parts by the names under which `app.state` has them."""
     metrics = Metrics(engine, config.served_model_names[0], config.metrics_compat == "vllm")
     request_log, live_view = RequestLog(engine.clock), LiveView(engine)
@@ -124,17 +130,17 @@ def _parts(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) ->
     exported = [] if export is None else export.listeners
     logged = [AnswerLog().observe] if config.enable_log_requests else []
     emit = Telemetry(*metrics.listeners, *exported, *logged, request_log.observe).emit
-    tenants = None if config.tenants is None else read_tenants(config.tenants, config.api_keys)
     tenancy = Tenancy(
         config.api_keys,
-        tenants,
+        None if config.tenants is None else read_tenants(config.tenants, config.api_keys),
         lambda tenant, limit: emit(TenantRefused(tenant, limit)),
         shares_prefixes=config.share_prefix_cache,
     )
     bodies = BodyReader(config.max_json_values, config.max_body_bytes)
     limits = _limits(engine, tokenizer, config)
     history = _history(engine, tokenizer, config, metrics)
-    model = ServedModel(engine, ChatPreprocessor(limits, config.default_chat_template_kwargs or {}, history), config)
+    preprocessor = ChatPreprocessor(limits, config.default_chat_template_kwargs or {}, history, images)
+    model = ServedModel(engine, preprocessor, config, _reader(images, config))
     prefixes = [] if config.pinned_prefixes is None else read_prefixes(config.pinned_prefixes, model, engine)
     responder = Responder(
         client=EngineClient(engine),
@@ -174,6 +180,15 @@ def _parts(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) ->
         "tokenizer": tokenizer,
         "tracing": None if export is None else export.tracing,
     }
+
+
+def _reader(images: ImagePreprocessor | None, config: AppConfig) -> ImageReader | None:
+    """Return what reads images of requests; None, and nothing imported, for a model of text alone."""
+    if images is None:
+        return None
+    from server.answers.images import ImageReader
+
+    return ImageReader(images, config)
 
 
 def _limits(engine: EngineHandle, tokenizer: TextTokenizer, config: AppConfig) -> ModelLimits:
@@ -244,6 +259,8 @@ async def _stop(parts: State) -> None:
         parts.batches.close()
     parts.tokenizer.close()
     parts.bodies.close()
+    if parts.model.images is not None:
+        parts.model.images.close()
     if parts.otlp is not None:
         await parts.otlp.close()
     parts.metrics.loop_lag.stop()

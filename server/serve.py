@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from engine.handle import EngineHandle
     from engine.system.progress import StartupProgress
+    from engine.text.images.preprocessor import ImagePreprocessor
     from engine.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("quire.serve")
@@ -163,6 +164,10 @@ def prepare(settings: Settings) -> _Plan:
     offload_dir = None if engine_config.kv_offload_dir is None else Path(engine_config.kv_offload_dir)
     check_folder("--kv-offload-config: folder", offload_dir)
     check_folder("--kv-transfer-config: folder", app_config.kv_connector_dir)
+    if app_config.allowed_local_media_path is not None and not app_config.allowed_local_media_path.is_dir():
+        raise ConfigError(
+            f"--allowed-local-media-path is {str(app_config.allowed_local_media_path)!r}, which is no folder."
+        )
     if app_config.pinned_prefixes is not None:
         read_setting_file("--pinned-prefixes", app_config.pinned_prefixes)
     if serve_config.tokenizer is not None:
@@ -222,17 +227,16 @@ def open_app(argv: Sequence[str]) -> FastAPI:
 
 def _make_app(plan: _Plan, undo: ExitStack) -> FastAPI:
     """Return the application with its engine loaded, which `undo` stops."""
-    engine, tokenizer = _load(plan, undo)
-    tokenizer.hold_to(engine.facts.vocab_size)
+    engine, tokenizer, images = _load(plan, undo)
     if (num_tokens := engine.config.num_blocks * engine.config.block_size) < _SMALL_POOL:
         log.warning("the KV pool holds %d tokens; longer requests are refused: give it more memory", num_tokens)
     from server.app import create_app
 
-    return create_app(engine, tokenizer, plan.app)
+    return create_app(engine, tokenizer, plan.app, images)
 
 
-def _load(plan: _Plan, undo: ExitStack) -> tuple[EngineHandle, TextTokenizer]:
-    """Return the engine and the tokenizer.
+def _load(plan: _Plan, undo: ExitStack) -> tuple[EngineHandle, TextTokenizer, ImagePreprocessor | None]:
+    """Return the engine, the tokenizer, and what prepares images for a model that takes some.
 
     Python imports, which hold the GIL, take most of a start, so C code works beside them (engine/startup/ahead.py):
 
@@ -249,15 +253,27 @@ def _load(plan: _Plan, undo: ExitStack) -> tuple[EngineHandle, TextTokenizer]:
 
     with StartupProgress() as startup:
         if plan.model.is_native:
-            return _load_beside(_fetch(plan, startup.report), startup, undo)
-        from engine.startup.build import build_engine, check_foreign  # torch, seconds
+            plan = _fetch(plan, startup.report)
+            engine, tokenizer = _load_beside(plan, startup, undo)
+        else:
+            from engine.startup.build import build_engine, check_foreign  # torch, seconds
 
-        check_foreign(plan.engine)
-        plan = _fetch(plan, startup.report)
-        tokenizer = _load_front(plan)
-        engine = build_engine(plan.engine, startup.report, hands_over=plan.hands_over)
-        undo.callback(engine.stop, 0.0)
-        return engine, tokenizer
+            check_foreign(plan.engine)
+            plan = _fetch(plan, startup.report)
+            tokenizer = _load_front(plan)
+            engine = build_engine(plan.engine, startup.report, hands_over=plan.hands_over)
+            undo.callback(engine.stop, 0.0)
+        tokenizer.hold_to(engine.facts.vocab_size)
+        if not engine.facts.takes_images:
+            return engine, tokenizer, None
+        from engine.text.images.preprocessor import ImagePreprocessor  # transformers' part for images
+
+        app, folder = plan.app, Path(plan.engine.model)
+        return (
+            engine,
+            tokenizer,
+            ImagePreprocessor.of(folder, tokenizer, app.mm_processor_kwargs, app.limit_mm_per_prompt),
+        )
 
 
 def _load_beside(plan: _Plan, startup: StartupProgress, undo: ExitStack) -> tuple[EngineHandle, TextTokenizer]:

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from jinja2 import Template, meta, nodes, pass_context
@@ -30,6 +30,7 @@ _HERE_S = 0.01  # CPU time of a rendering on the caller's thread; a chat takes 0
 _HERE_CHARS = 4 << 20  # of a prompt made there
 _LIMIT_S = 60.0  # the process enforces far lower limits of CPU time itself
 _RETRY_S = 1.0
+_PROBE = "quire-text"
 _QUESTION = ({"role": "user", "content": "a"},)
 _MAX_OPENINGS = 256  # variables whose answers' openings are remembered; and characters of them
 
@@ -85,10 +86,13 @@ class ChatTemplate:
             _check_names(template_kwargs)
         # Templates ask whether tools and documents are none, which an undefined name is not.
         variables = {"documents": None, **template_kwargs}
+        if continue_final_message:
+            messages = [*messages[:-1], _marked(messages)]
+        if self._wants_parts:
+            messages = [{**each, "content": in_parts(each.get("content") or "")} for each in messages]
         variables.update(messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt)
         if not continue_final_message:
             return self._render(variables)
-        variables["messages"] = [*messages[:-1], _marked(messages)]
         prompt = self._render(variables)
         return _cut(prompt) if isinstance(prompt, str) else lambda: _cut(prompt())
 
@@ -111,6 +115,19 @@ class ChatTemplate:
     def close(self) -> None:
         """End the process for good. Idempotent."""
         self._child.close()
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Return whether the template shows a list of parts, and no text as it is."""
+        return not self._shows(_PROBE) and self._shows(in_parts(_PROBE))
+
+    def _shows(self, content: Any) -> bool:
+        messages = [{"role": "user", "content": content}]
+        try:
+            text = self._render({"documents": None, "messages": messages, "tools": None, "add_generation_prompt": True})
+            return _PROBE in (text if isinstance(text, str) else text())
+        except (InvalidRequestError, OverloadedError):
+            return False
 
     def _render(self, variables: dict[str, Any]) -> str | Callable[[], str]:
         try:
@@ -191,6 +208,11 @@ def _concatenated(pieces: Iterable[str]) -> str:
             raise _GivenUpError
         text.append(piece)
     return "".join(text)
+
+
+def in_parts(content: Any) -> list[Any]:
+    """Return a message's content as a list of parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _check_names(template_kwargs: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.core.errors import InvalidRequestError
-from engine.text.chat_template import ChatTemplate
+from engine.text.chat_template import ChatTemplate, in_parts
 
 _PROBE = "quire-probe"
 _PROBE_NAME, _PROBE_KEY = "quire_call_", "quire_argument_"
@@ -65,7 +65,7 @@ class KnownRoles(NamedTuple):
                 joins = before == role and (is_open if role == "user" else role == "system" and not self.late_system)
                 is_open = False
             if joins:
-                fitted[-1]["content"] += f"\n\n{content}"
+                fitted[-1]["content"] = _joined(fitted[-1]["content"], "\n\n", content)
             else:
                 fitted.append({**message, "role": role, "content": content})
         return fitted
@@ -192,12 +192,15 @@ def spell_out_tools(
 ) -> list[dict[str, Any]]:
     """Return the conversation with tools, calls and results in plain text."""
     plain: list[dict[str, Any]] = []
+    is_open = False  # the last one is the result of a tool
     for message in put_calls_in_content(messages, spelled):
         message.pop("tool_call_id", None)
-        if message["role"] == "tool":
-            message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-            if plain and plain[-1]["role"] == "user" and plain[-1]["content"].startswith("<tool_response>"):
-                plain[-1]["content"] += "\n" + message["content"]  # templates want turns to alternate
+        is_next, is_open = is_open, message["role"] == "tool"
+        if is_open:
+            content = _joined("<tool_response>\n", message["content"], "\n</tool_response>")
+            message = {"role": "user", "content": content}
+            if is_next:
+                plain[-1]["content"] = _joined(plain[-1]["content"], "\n", content)  # templates want turns to alternate
                 continue
         plain.append(message)
     return introduce_tools(plain, tools, _INTRODUCTION)
@@ -217,6 +220,13 @@ def introduce_tools(
     else:
         introduced.insert(0, {"role": "system", "content": text})
     return introduced
+
+
+def _joined(*contents: Any) -> Any:
+    """Return contents one after another: a text, or parts where one of them has parts."""
+    if all(isinstance(each, str) for each in contents):
+        return "".join(contents)
+    return [part for each in contents for part in in_parts(each)]
 
 
 def _shows(template: ChatTemplate, *messages: Message) -> bool:

@@ -37,6 +37,7 @@ class Generation:
         self._answer = answer
         self._n = requests[0].params.n
         self._num_prompt_tokens = sum(len(request.prompt) for request in requests)
+        self._num_image_tokens = sum([span.length for request in requests for span in request.spans])
         self._choices = [Choice(tokenizer, request.prompt, rules) for request in requests for _ in range(self._n)]
         self._tells_reasoning = rules.make_parser is not None
         self._num_open = len(self._choices)
@@ -51,7 +52,9 @@ class Generation:
         num_tokens = sum(choice.num_tokens for choice in self._choices)
         num_reasoning = sum(choice.num_reasoning_tokens for choice in self._choices) if self._tells_reasoning else None
         pinned = None if self._pinned_tokens is None else sum(self._pinned_tokens.values())
-        return Usage.of(self._num_prompt_tokens, num_tokens, self._prompts.values(), num_reasoning, pinned)
+        return Usage.of(
+            self._num_prompt_tokens, num_tokens, self._prompts.values(), num_reasoning, pinned, self._num_image_tokens
+        )
 
     @property
     def prompt_info(self) -> PromptInfo | None:

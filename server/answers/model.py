@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from fastapi import Request as HttpRequest
 
@@ -29,6 +30,10 @@ from server.http.threads import run_slowly
 from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
 
+if TYPE_CHECKING:
+    from engine.text.images.preprocessor import PreparedImage
+    from server.answers.images import ImageReader
+
 MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread
 
 Result = TypeVar("Result")
@@ -41,6 +46,11 @@ async def aside(function: Callable[[], Result], num_chars: int = 0) -> Result:
     if IS_LARGE.get():
         return await run_slowly(function)
     return function() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(function)
+
+
+def _work(text: str, images: Sequence[PreparedImage]) -> int:
+    """Return how many characters a rendered prompt has with its images."""
+    return len(text) + sum([len(image.text) for image in images])
 
 
 class Named(NamedTuple):
@@ -61,8 +71,15 @@ class Named(NamedTuple):
 class ServedModel:
     """Finds models by name, and makes prompts and grammars of what requests ask."""
 
-    def __init__(self, engine: EngineHandle, preprocessor: ChatPreprocessor, config: AppConfig) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: EngineHandle,
+        preprocessor: ChatPreprocessor,
+        config: AppConfig,
+        images: ImageReader | None = None,
+    ) -> None:
+        """No `images`: the model takes text alone."""
+        self._engine, self.images = engine, images
         self.preprocessor = preprocessor
         self.tokenizer = preprocessor.limits.tokenizer
         self.names, self._aliases = config.served_model_names, config.model_aliases
@@ -87,21 +104,37 @@ class ServedModel:
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
-    async def prepare(self, body: ChatFields, owner: Owner | None) -> PreparedChat:
+    async def prepare(self, http: HttpRequest, body: ChatFields, owner: Owner | None) -> PreparedChat:
         """Return a conversation as the engine takes it, once that has its grammar. Raises ClientError.
 
         `owner` is whose earlier answers are found again.
         """
+        images = await self.read_images(http, body)
         text = await self.render(body)
-        chat = await aside(lambda: self.preprocessor.prepare(body, text, owner), len(text))
+        chat = await aside(lambda: self.preprocessor.prepare(body, text, owner, images), _work(text, images))
         if chat.constraint is not None:
             await self.compile(chat.constraint)
         return chat
 
-    async def prompt_ids(self, body: ChatFields, owner: Owner | None) -> list[int]:
+    async def prompt_ids(self, http: HttpRequest, body: ChatFields, owner: Owner | None) -> list[int]:
         """Return the tokens of a conversation's prompt, as `prepare`. Raises ClientError."""
+        images = await self.read_images(http, body)
         text = await self.render(body)
-        return await aside(lambda: self.preprocessor.encode(body, text, owner), len(text))
+        return await aside(lambda: self.preprocessor.encode(body, text, owner, images), _work(text, images))
+
+    async def conversation_ids(self, http: HttpRequest, body: Conversation, *, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a conversation, as its text alone has them. Raises ClientError."""
+        images = await self.read_images(http, body)
+        text = await self.render(body)
+        encode = partial(self.preprocessor.encode_text, text, images, add_special_tokens=add_special_tokens)
+        return await aside(encode, _work(text, images))
+
+    async def read_images(self, http: HttpRequest, body: Conversation) -> Sequence[PreparedImage]:
+        """Return the images of a conversation; none where the model takes none, which `render` reports.
+
+        Raises ClientError or OverloadedError.
+        """
+        return () if self.images is None else await self.images.read(http, body)
 
     async def render(self, body: Conversation) -> str:
         """Return a conversation's prompt; threads prepare a long one, and wait for the process that renders it.

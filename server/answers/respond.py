@@ -27,6 +27,7 @@ from engine.core.errors import QuireError
 from engine.core.scheduling.admission import check_request
 from engine.core.types import Adapter, Pin, Request, SamplingParams
 from engine.text.chat.choice import TextRules
+from engine.text.requests.chat_preprocessor import PreparedChat
 from engine.text.tokenizer import TextTokenizer
 from server.answers.body import EngineBody, KVTransferParams, SamplingBody
 from server.answers.client import Answer, EngineClient
@@ -75,10 +76,8 @@ class Responder:
         adapter: Adapter | None,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
-        *,
-        turn_end: int = 0,
     ) -> list[Request]:
-        """Return one engine request a prompt; `turn_end` is that of a conversation, as prepared."""
+        """Return one engine request a prompt."""
         answer_id = uuid.uuid4().hex
         if adapter is not None:
             params = [replace(each, adapter=adapter) for each in params]
@@ -92,7 +91,6 @@ class Responder:
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 pins=(Pin(len(prompt), retained_s),) if retained_s else (),
-                turn_end=turn_end,
                 deadline_s=body.deadline_ms and body.deadline_ms / 1e3,
                 max_queue_s=body.max_queue_ms and body.max_queue_ms / 1e3,
                 is_background=self.is_background,
@@ -100,6 +98,12 @@ class Responder:
             )
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
+
+    def chat_requests(self, body: EngineBody, adapter: Adapter | None, chat: PreparedChat) -> list[Request]:
+        """Return the engine request of a conversation, as a list."""
+        [request] = self.requests(body, adapter, [chat.prompt], [chat.params])
+        images = tuple([each.image for each in chat.images])
+        return [replace(request, turn_end=chat.turn_end, spans=chat.spans, images=images)]
 
     def meta(self, requests: Sequence[Request], *, id_prefix: str, model: str) -> ChunkMeta:
         """Return the fields that all chunks of the requests' answer share."""

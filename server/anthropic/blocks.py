@@ -10,15 +10,17 @@ from pydantic import BeforeValidator, Field, model_validator
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
 from engine.text.fields.body import RequestBody
 
-_KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+_KINDS = ("text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _NEEDED: dict[str, tuple[str, ...]] = {
     "text": ("text",),
+    "image": ("source",),
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
     "thinking": ("thinking",),
     "redacted_thinking": (),
 }
-_ROLES = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant", "tool_result": "user"}
+_ROLES = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
+_ROLES |= dict.fromkeys(("image", "tool_result"), "user")
 
 
 def _as_blocks(content: Any) -> Any:
@@ -44,13 +46,33 @@ class MarkPosition(NamedTuple):
     num_inner: int  # blocks within the last block's content
 
 
+class ImageBlockSource(RequestBody):
+    """Where an image of a block is: in it, or at an address."""
+
+    type: Literal["base64", "url"] = Field(description="Which kind of object this is.")
+    media_type: str = Field("image/png", description="The image's format; its bytes decide.")
+    data: str | None = Field(None, description="The image's bytes in base64.")
+    url: str | None = Field(None, description="The image's address.")
+
+    @model_validator(mode="after")
+    def _check(self) -> ImageBlockSource:
+        if (self.data if self.type == "base64" else self.url) is None:
+            raise ValueError(f"a source of type {self.type} needs {'data' if self.type == 'base64' else 'url'}")
+        return self
+
+    def for_chat(self) -> dict[str, Any]:
+        url = f"data:{self.media_type};base64,{self.data}" if self.type == "base64" else self.url
+        return {"type": "image_url", "image_url": {"url": url}}
+
+
 class Block(RequestBody):
     """A content block. The fields that it needs depend on its type."""
 
-    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"] = Field(
+    type: Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"] = Field(
         description="Which kind of object this is."
     )
     text: str | None = Field(None, description="The text.")
+    source: ImageBlockSource | None = Field(None, description="The image.")
     thinking: str | None = Field(None, description="The reasoning's text, sent back.")
     id: str | None = Field(None, description="The identifier of the call or item.")
     name: str | None = Field(None, description="Its name.")
@@ -65,7 +87,9 @@ class Block(RequestBody):
     def _look_at_type(cls, data: Any) -> Any:
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind not in _KINDS:
-            raise UnsupportedError("messages", f"content of type {shorten(kind)!r} cannot be read; send text.")
+            raise UnsupportedError(
+                "messages", f"content of type {shorten(kind)!r} cannot be read; send text and images."
+            )
         return data
 
     @model_validator(mode="after")
@@ -126,6 +150,20 @@ def joined_text(blocks: Sequence[Block], param: str) -> str:
     return "\n".join(block.text or "" for block in blocks)
 
 
+def _content(blocks: Sequence[Block]) -> str | list[dict[str, Any]]:
+    """Return the text of blocks, or their parts in chat's form where images are among them."""
+    if not any(block.type == "image" for block in blocks):
+        return joined_text(blocks, "messages")
+    for block in blocks:
+        if block.type not in ("text", "image"):
+            raise InvalidRequestError(
+                "messages has a tool_result with a block that is no text or image.", param="messages"
+            )
+    return [
+        {"type": "text", "text": block.text} if block.source is None else block.source.for_chat() for block in blocks
+    ]
+
+
 def chat_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     """Return the chat's messages; a tool result is one by itself."""
     messages: list[dict[str, Any]] = []
@@ -135,10 +173,10 @@ def chat_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
             messages.append(_assistant(turn, names))
             continue
         results = [block for block in turn.content if block.type == "tool_result"]
-        words = [block for block in turn.content if block.type == "text"]
+        words = [block for block in turn.content if block.type in ("text", "image")]
         messages += [_result(block, names) for block in results]
         if words or not results:
-            messages.append({"role": turn.role, "content": joined_text(words, "messages")})
+            messages.append({"role": turn.role, "content": _content(words)})
     return messages
 
 
@@ -159,12 +197,14 @@ def _result(block: Block, names: dict[str, str]) -> dict[str, Any]:
     if use not in names:
         message = f"messages has a tool_result for {shorten(use)!r}, but no tool_use with that id stands before it; send it too."
         raise InvalidRequestError(message, param="messages")
-    text = joined_text(block.content or (), "messages")
+    content = _content(block.content or ())
+    if block.is_error:  # templates cannot show it
+        content = f"Error: {content}" if isinstance(content, str) else [{"type": "text", "text": "Error: "}, *content]
     return {
         "role": "tool",
         "tool_call_id": use,
         "name": names[use],
-        "content": f"Error: {text}" if block.is_error else text,  # templates cannot show it
+        "content": content,
     }
 
 

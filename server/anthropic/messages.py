@@ -323,10 +323,8 @@ async def create_message(
     with body.own_names():
         chat = await aside(body.to_chat)
         answers_of = named.history_owner(http, chat)
-        prepared = await model.prepare(chat, answers_of)
-        requests = responder.requests(
-            chat, named.adapter, [prepared.prompt], [prepared.params], turn_end=prepared.turn_end
-        )
+        prepared = await model.prepare(http, chat, answers_of)
+        requests = responder.chat_requests(chat, named.adapter, prepared)
         meta = responder.meta(requests, id_prefix="msg", model=named.name)
         if engine.config.pinned_share:
             pins = requests[0].pins + await _pins(model, body, chat, prepared, answers_of)
@@ -352,7 +350,8 @@ async def _count_common(model: ServedModel, body: ChatBody, chat: PreparedChat, 
     try:
         rendered = await model.render(body)
         common = await aside(lambda: chat.text[: num_common(rendered, chat.text)])
-        ids = await aside(lambda: model.preprocessor.encode(body, common, answers_of), len(common))
+        images = chat.images[: model.preprocessor.num_images(common)]
+        ids = await aside(lambda: model.preprocessor.encode(body, common, answers_of, images), len(common))
     except (ClientError, ApiError):
         return 0
     return num_common(ids, chat.prompt)
@@ -366,5 +365,5 @@ async def count_tokens(
     named = model.find(body.model)
     with body.own_names():
         chat = await aside(body.to_chat)
-        ids = await model.prompt_ids(chat, named.history_owner(http, chat))
+        ids = await model.prompt_ids(http, chat, named.history_owner(http, chat))
     return {"input_tokens": len(ids)}

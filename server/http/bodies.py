@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
+from threading import Lock
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -148,15 +149,46 @@ def limited(request: Request, max_bytes: int, message: str) -> AsyncIterator[byt
     return pieces()
 
 
+class HeldBytes:
+    """Counts bytes that callers hold. Any thread.
+
+    A caller may hold as many as are still free, so that there is room for another one, however many the first ones never
+    give back.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._num_free, self._held = most, Counter[str]()
+        self._lock = Lock()
+
+    def of(self, caller: str) -> int:
+        """Return the bytes that a caller holds."""
+        return self._held[caller]
+
+    def take(self, caller: str, num_bytes: int) -> bool:
+        """Count bytes on a caller; returns False, and counts nothing, if that is too much."""
+        with self._lock:
+            if self._held[caller] + num_bytes > self._num_free:
+                return False
+            self._num_free -= num_bytes
+            self._held[caller] += num_bytes
+            return True
+
+    def give(self, caller: str, num_bytes: int) -> None:
+        """Count bytes as held no longer."""
+        with self._lock:
+            self._num_free += num_bytes
+            self._held[caller] -= num_bytes
+            if not self._held[caller]:
+                del self._held[caller]
+
+
 class BodyReader:
     """Reads bodies; `read_here` and `read_member` may run on worker threads."""
 
     def __init__(self, max_values: int, max_body_bytes: int) -> None:
         """`max_values` bounds the JSON values of a body, as count_values counts them."""
         self._max_values = max_values
-        self._most_held = MAX_HELD_BODIES * max(max_body_bytes - FREE_BYTES, FREE_BYTES)
-        self._num_held = 0  # bytes
-        self._held: Counter[str] = Counter()  # by caller
+        self._held = HeldBytes(MAX_HELD_BODIES * max(max_body_bytes - FREE_BYTES, FREE_BYTES))
         self.turns = Turns()
         self.child = ChildProcess("server.http.body_child", limit_s=MAX_READ_S)
         self._asking = Worker("quire-bodies")
@@ -165,32 +197,21 @@ class BodyReader:
     async def receive(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytearray]:
         """Yield a body as it was sent. Raises ApiError.
 
-        The bytes of a body beyond FREE_BYTES count as held until the end of the block. A caller may hold as many as are
-        still free, so that there is room for another caller, however many bodies the first ones never end.
+        The bytes of a body beyond FREE_BYTES count as held until the end of the block.
         """
         raw, num_bytes, caller = bytearray(), 0, CALLER.get()
         try:
             async for piece in pieces:
                 more = max(len(raw) + len(piece) - FREE_BYTES, 0) - num_bytes
-                held = self._held[caller]
-                if more and held + more > self._most_held - self._num_held:
+                if more and not self._held.take(caller, more):
                     raise _not_read(
-                        f"{held} bytes of your large bodies wait to be read; try again later, or send less."
+                        f"{self._held.of(caller)} bytes of your large bodies wait to be read; try again later, or send less."
                     )
-                if more:
-                    self._hold(caller, more)
                 num_bytes += more
                 raw += piece
             yield raw
         finally:
-            if num_bytes:
-                self._hold(caller, -num_bytes)
-
-    def _hold(self, caller: str, num_bytes: int) -> None:
-        self._num_held += num_bytes
-        self._held[caller] += num_bytes
-        if not self._held[caller]:
-            del self._held[caller]
+            self._held.give(caller, num_bytes)
 
     async def read(self, model: type[Checked], raw: bytearray) -> Checked:
         """Return a large body as a model, and empty `raw`. Raises ApiError and others."""

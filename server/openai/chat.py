@@ -209,8 +209,8 @@ async def create_chat_completion(
 ) -> Response:
     """Answer a conversation."""
     named = model.find(body.model)
-    chat = await model.prepare(body, named.history_owner(http, body))
-    requests = responder.requests(body, named.adapter, [chat.prompt], [chat.params], turn_end=chat.turn_end)
+    chat = await model.prepare(http, body, named.history_owner(http, body))
+    requests = responder.chat_requests(body, named.adapter, chat)
     meta = responder.meta(requests, id_prefix="chatcmpl", model=named.name)
     formatter = ChatFormatter(body, meta, call_id_length=responder.call_id_length)
     return await responder.respond(http, body, requests, chat.rules, formatter)

@@ -28,6 +28,9 @@ class ModelCard(ResponseBody):
     root: str = Field(description="What is served under this name.")
     parent: str | None = Field(description="An adapter's model.")  # of an adapter: its base model
     max_model_len: int = Field(description="The longest prompt and answer together.")
+    input_modalities: list[str] = Field(
+        description="What prompts may have: text, and image where the model takes images."
+    )
 
     def for_anthropic(self) -> ModelInfo:
         """Return the model in Anthropic's shape."""
@@ -106,6 +109,7 @@ def _card(engine: EngineHandle, model: ServedModel, root: str, owner: str, name:
         root=path if owner == DEFAULT else name,
         parent=None if loaded is None else model.names[0],
         max_model_len=model.limits.max_model_len,
+        input_modalities=["text"] if model.images is None else ["text", "image"],
     )
 
 

@@ -106,6 +106,8 @@ def _requests(line: str, model: ServedModel, engine: EngineHandle) -> list[Reque
         raise InvalidRequestError(
             "truncate_prompt_tokens cuts off beginnings, which are what is kept here; leave it out."
         )
+    if isinstance(body, ChatBody) and body.images:
+        raise InvalidRequestError("it has images, and prefixes of text alone are kept; leave them out.")
     adapter = model.find(body.model).adapter
     requests = [
         Request(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
@@ -66,13 +66,16 @@ MAX_INLINE_TOKENS = 2048  # about 2 ms; more are spelled on a worker thread
 
 
 @router.post("/tokenize", responses=answers(Tokenized))
-async def tokenize(model: InModel, body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]) -> Response:
+async def tokenize(
+    http: Request, model: InModel, body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]
+) -> Response:
     """Return the token ids of a text or of a rendered conversation."""
     model.find(body.model)
-    text = await model.render(body) if body.prompt is None else body.prompt
     special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
-    param = "messages" if body.prompt is None else "prompt"
-    [ids] = await model.encode([text], param, add_special_tokens=special)
+    if body.prompt is None:
+        ids = await model.conversation_ids(http, body, add_special_tokens=special)
+    else:
+        [ids] = await model.encode([body.prompt], "prompt", add_special_tokens=special)
 
     def document() -> bytes:
         answer = Tokenized(count=len(ids), max_model_len=model.limits.max_model_len, tokens=ids)

@@ -24,6 +24,7 @@ class PromptTokensDetails(ResponseBody):
     cached_tokens_host: int | None = Field(None, description="Those of them found in host memory.")
     cached_tokens_disk: int | None = Field(None, description="Those of them found on disk.")
     pinned_tokens: int | None = Field(None, description="Tokens of the prompt whose K/V is now pinned.")
+    image_tokens: int | None = Field(None, description="Tokens of the prompt that stand for images.")
 
 
 class CompletionTokensDetails(ResponseBody):
@@ -47,6 +48,7 @@ class Usage(ResponseBody):
         prompts: Collection[PromptInfo] = (),
         reasoning_tokens: int | None = None,
         pinned_tokens: int | None = None,
+        image_tokens: int = 0,
     ) -> Usage:
         """Return the counts; `prompts` are the computed ones, None is not reported."""
         details = PromptTokensDetails(cached_tokens=sum([prompt.num_cached_tokens for prompt in prompts]))
@@ -56,6 +58,8 @@ class Usage(ResponseBody):
             details.cached_tokens_host, details.cached_tokens_disk = host, disk
         if pinned_tokens is not None:
             details.pinned_tokens = pinned_tokens
+        if image_tokens:
+            details.image_tokens = image_tokens
         usage = cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,

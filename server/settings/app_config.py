@@ -57,6 +57,15 @@ class AppConfig:
         'variables of the chat template where a request names none, such as {"enable_thinking": false}',
         unset="none",
     )
+    limit_mm_per_prompt: Mapping[str, Any] | None = _model(
+        None, "JSON", 'most images of a prompt, such as {"image": 4}', unset='{"image": 32}'
+    )
+    mm_processor_kwargs: Mapping[str, Any] | None = _model(
+        None,
+        "JSON",
+        'options of the model\'s image processor, such as {"max_pixels": 1003520}: fewer pixels are fewer tokens',
+        unset="the checkpoint's own",
+    )
     pooling: str = _model(
         "last",
         "",
@@ -223,6 +232,15 @@ class AppConfig:
     )
     allowed_origins: Annotated[tuple[str, ...], BeforeValidator(read_origins)] = _security(
         (), "ORIGIN", "origins whose pages may call from a browser (CORS); * is any", unset="none"
+    )
+    allowed_media_domains: tuple[str, ...] = _security(
+        (),
+        "HOST",
+        "hosts that images of requests are fetched from by http or https; another port than theirs as HOST:PORT",
+        unset="none: images come with their requests",
+    )
+    allowed_local_media_path: Path | None = _security(
+        None, "DIR", "folder of this machine that images of requests may name a file of, as file:///...", unset="none"
     )
     protect_metrics: bool = _security(False, "", "ask for a key on /metrics and /version, too")
 

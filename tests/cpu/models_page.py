@@ -16,6 +16,7 @@ from pkgutil import resolve_name
 
 from engine.files.formats import FORMATS
 from engine.files.quant_config import READERS
+from engine.runtime.models.config_file import TOWERS
 from engine.runtime.models.families import FAMILIES, family_of
 from engine.runtime.native.quantised import is_served_quantised
 from engine.runtime.schemes import SCHEMES
@@ -70,7 +71,12 @@ Other causal models run by transformers' own code over Quire's pool, from safete
 """
 _WRAPPED = """
 Of checkpoints that take images or sound, too, the text is served, and the start says so; tested, in safetensors: {names}.
-Requests with images are refused.
+"""
+_IMAGES = """
+## Images
+
+[Images](guides/images.md) are taken by these kinds of checkpoints, from safetensors: {towers}. The tower and the image processor
+are transformers' own. All other models refuse requests with images.
 """
 _FEATURES = """
 On a GPU, `tests/gpu/` serves beside these families {features} ({state})."""
@@ -120,6 +126,7 @@ def page() -> str:
         _OTHERS + _listed(_adapted()) + ".",
         _WRAPPED.format(names=_listed(test_served_models.WRAPPERS)).rstrip("\n"),
         _FEATURES.format(features=_listed(FEATURES), state=state),
+        _IMAGES.format(towers=_listed(TOWERS)).rstrip("\n"),
     ]
     parts += [_GGUF.format(architectures=_listed(ARCHITECTURES)), *map(_row, _types())]
     parts += [_STORED, *map(_row, _methods())]

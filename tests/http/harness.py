@@ -29,7 +29,8 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.handle import EngineFacts
 from engine.loop import Engine, Outbound
 from engine.outbound.kv_events import KVEvents
-from engine.resources import EngineResources
+from engine.resources import EngineResources, refuse_image
+from engine.text.images.preprocessor import ImagePreprocessor
 from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 from engine.text.types import SamplingDefaults
 from loadtest.fake_runner import CostModel, FakeRunner
@@ -60,8 +61,8 @@ CONFIG = SchedulerConfig(
 APP = AppConfig(model="some/parrot", served_model_names=("parrot", "bird"), shutdown_timeout_s=0.0)
 
 
-def byte_tokenizer(template: str = TEMPLATE, pairs: Mapping[str, int] = {}) -> TextTokenizer:
-    """One token a byte, in byte order, and an end token; `pairs` of letters are tokens in place of other bytes."""
+def byte_tokenizer(template: str = TEMPLATE, pairs: Mapping[str, int] = {}, marks: Sequence[str] = ()) -> TextTokenizer:
+    """One token a byte, in byte order, an end token, and `marks`; `pairs` of letters are tokens in place of other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -69,7 +70,7 @@ def byte_tokenizer(template: str = TEMPLATE, pairs: Mapping[str, int] = {}) -> T
     backend = Tokenizer(models.BPE(dict(ids), [(pair[0], pair[1]) for pair in pairs]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    backend.add_special_tokens([AddedToken(mark, special=True) for mark in ("<end>", *marks)])
     vocabulary = TokenizerConfig(
         special_tokens={},
         eos_token_ids=frozenset({END}),
@@ -129,16 +130,22 @@ class Live:
         adapters: Adapters | None = None,
         kv_events: KVEvents | None = None,
         place: str = PLACE,
+        images: Callable[[TextTokenizer], ImagePreprocessor] | None = None,
         **app: Any,
     ) -> None:
-        """`place` of the engine is "thread" or "process"; KV events have sockets, which no other process can share."""
+        """`place` of the engine is "thread" or "process"; KV events have sockets, which no other process can share.
+
+        `images` makes what prepares images; then `<|image_pad|>` is a token.
+        """
         self.gate = Gate()
 
         def make() -> tuple[Scheduler, FakeRunner, Engine]:
             scheduler, cost = Scheduler(config), CostModel(step_s=step_s, token_s=0.0)
             made = runner(config, vocab_size=VOCAB_SIZE, choose=parrot, cost=cost, sleep=self.gate, fail=fail)
-            facts = EngineFacts(VOCAB_SIZE, layout=Layout("parrot", config.block_size, 4 * config.block_size))
-            resources, outbound = EngineResources(adapters), Outbound(kv_events=kv_events)
+            layout = Layout("parrot", config.block_size, 4 * config.block_size)
+            facts = EngineFacts(VOCAB_SIZE, layout=layout, takes_images=images is not None)
+            check = refuse_image if images is None else lambda _: None
+            resources, outbound = EngineResources(adapters, check), Outbound(kv_events=kv_events)
             engine = Engine(scheduler, made, facts, depth=depth, limits=limits, resources=resources, outbound=outbound)
             return scheduler, made, engine
 
@@ -153,7 +160,9 @@ class Live:
             NOT_SERVED.add(self.engine)
         else:
             *self._parts, self.engine = make()
-        self.app = create_app(self.engine, byte_tokenizer(template, pairs), replace(APP, **app))
+        tokenizer = byte_tokenizer(template, pairs, [] if images is None else ["<|image_pad|>"])
+        prepares = None if images is None else images(tokenizer)
+        self.app = create_app(self.engine, tokenizer, replace(APP, **app), prepares)
         self.context = self.app.state
         self.url = ""
 

@@ -132,7 +132,11 @@ def test_a_completion_that_cannot_be_is_a_400_that_names_the_field(
         ({"messages": "hi"}, "messages", "invalid_type"),
         ({"messages": [{"content": "x"}]}, "messages.0.role", "missing_required_parameter"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "invalid_value"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "unsupported_parameter"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:,"}]}]},
+            "messages",
+            "unsupported_parameter",
+        ),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "invalid_type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content", "invalid_value"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content", "invalid_value"),

@@ -328,7 +328,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}
         ({"messages": []}, "messages"),
         ({"messages": "x"}, "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [user([IMAGE])]}, "'image' cannot be read"),
+        ({"messages": [user([IMAGE])]}, "takes text alone"),
         ({"messages": [user([{"type": "text"}])]}, "needs text"),
         ({"messages": [user([{"type": "tool_use", "id": "1", "name": "a", "input": {}}])]}, "no place in a message"),
         ({"messages": [user([{"type": "tool_result", "tool_use_id": "1"}])]}, "no tool_use with that id"),
@@ -349,7 +349,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}
             },
             "tool_result",
         ),
-        ({"system": [IMAGE]}, "cannot be read"),
+        ({"system": [IMAGE]}, "system has a block that is not text"),
         ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences.0"),
         ({"temperature": -1}, "temperature"),
@@ -469,7 +469,7 @@ def test_anthropics_client(sdk: anthropic.Anthropic) -> None:
 
 
 def test_anthropics_clients_errors(sdk: anthropic.Anthropic, serve: Serve) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="cannot be read"):
+    with pytest.raises(anthropic.BadRequestError, match="takes text alone"):
         sdk.messages.create(model="parrot", max_tokens=5, messages=[user([IMAGE])])
     with pytest.raises(anthropic.NotFoundError):
         sdk.messages.create(model="claude", max_tokens=5, messages=[user("x")])

@@ -421,7 +421,11 @@ def test_fields_of_chat_mean_the_same(http: httpx.Client) -> None:
         ({"input": [{"role": "king", "content": "x"}]}, "input.0.role", "invalid_value"),
         ({"input": [{"role": "user", "content": 5}]}, "input.0.content", "invalid_type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content", "invalid_value"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "unsupported_parameter"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
+            "input",
+            "unsupported_parameter",
+        ),
         ({"input": [{"type": "item_reference"}]}, "input.0", "invalid_value"),
         ({"input": [{"type": 5}]}, "input.0.type", "invalid_value"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input.0", "invalid_value"),

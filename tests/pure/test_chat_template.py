@@ -372,3 +372,17 @@ def test_a_refusal_is_the_templates_sentence_wherever_it_is_rendered() -> None:
         with pytest.raises(InvalidRequestError, match="refuses these messages: no tools"):
             render(template)
         template.close()
+
+
+PARTS = "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{{ p.text if p.type == 'text' else '<image>' }}{% endfor %};{% endfor %}"
+
+
+def test_texts_become_parts_where_a_template_shows_nothing_else() -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "image"}]}
+    assert render(made(PARTS), [{"role": "user", "content": "a"}, parts]) == "user:a;user:b<image>;"
+    either = "{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
+    assert render(made(either), [{"role": "user", "content": "a"}, parts]) == "ab"
+    options: dict[str, Any] = {**HOW, "add_generation_prompt": False, "continue_final_message": True}
+    assert made(PARTS).render([{"role": "assistant", "content": "a"}], **options) == "assistant:a"
+    calls = {"role": "assistant", "content": None, "tool_calls": []}
+    assert render(made(PARTS), [calls]) == "assistant:;"

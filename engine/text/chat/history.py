@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 from engine.text.chat.prefixes import Forks, Owner, RecentPrompt, RecentPrompts
 from engine.text.tokenizer import PROBE, TextTokenizer
+
+Encode = Callable[[str], list[int]]
 
 MAX_IDS = 16 << 20  # of all answers, 4 bytes each
 _MAX_MARKS = 10_000  # of a prompt, before which an answer may end
@@ -89,9 +91,11 @@ class AnswerHistory:
         self._lock = Lock()
         self.counts, self.prompts = HistoryCounts(), RecentPrompts(block_size)
 
-    def begin(self, owner: Owner, text: str, num_sought: int) -> tuple[list[int], ChatTurn]:
+    def begin(
+        self, owner: Owner, text: str, num_sought: int, encode: Encode | None = None
+    ) -> tuple[list[int], ChatTurn]:
         """Return the ids of a prompt that has so many earlier answers, and the turn that it begins. Raises as `encode`."""
-        ids, place = self.encode(owner, text)
+        ids, place = self.encode(owner, text, encode)
         with self._lock:
             self.counts.num_sought += num_sought
             self.counts.num_used += min(place.num_found, num_sought)
@@ -101,8 +105,12 @@ class AnswerHistory:
         """Return the turn of a prompt that is taken as these ids, and not as a conversation's text."""
         return ChatTurn(self, None, *self.prompts.compare(owner, ids))
 
-    def encode(self, owner: Owner, text: str) -> tuple[list[int], AnswerPlace]:
-        """Return the ids of a prompt, and the place of the answer to it. Raises InvalidRequestError."""
+    def encode(self, owner: Owner, text: str, encode: Encode | None = None) -> tuple[list[int], AnswerPlace]:
+        """Return the ids of a prompt, and the place of the answer to it. Raises InvalidRequestError.
+
+        `encode` returns the ids of what stands between answers, instead of the tokenizer.
+        """
+        encode = encode or self._encode
         whose = blake2b("\0".join(owner).encode("utf-8", "surrogatepass")).digest()
         digest, done = blake2b(whose, digest_size=32), 0
         names = dict[bytes, int]()  # with the place in the text up to which each is the digest
@@ -111,10 +119,10 @@ class AnswerHistory:
             names[digest.digest()] = done = end
         found, ids, done = self._find(names), list[int](), 0
         for end, answer in found:
-            ids += self._encode(text[done : answer.start])
+            ids += encode(text[done : answer.start])
             ids += answer.ids
             done = end
-        ids += self._encode(text[done:])
+        ids += encode(text[done:])
         is_continued = bool(found) and done == len(text)
         begun = found[-1][1] if is_continued else _Answer(len(text), array("I"))
         return ids, AnswerPlace(digest, ids[-_NUM_CONTEXT:], begun, len(found))

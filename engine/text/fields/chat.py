@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticKnownError
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
 from engine.text.fields.body import IdleFields, Integer, RequestBody
@@ -18,25 +19,64 @@ _MANY_MESSAGES = 50
 _MANY_TOOLS = 8
 _MANY_CHARS = 100_000
 _PLAIN_ROLES = ("user", "assistant", "system")
+_DETAILS = ("auto", "low", "high", "original")
+_LOW_DETAIL = 512  # pixels, as OpenAI has it
+_SHOWN_ROLES = ("user", "tool", "function")  # whose messages may have images
+
+Content = str | list[dict[str, Any]]
 
 
-def join_parts(content: Any, kinds: Mapping[str, str], param: str) -> Any:
-    """Return the joined text of content in parts; `kinds` maps types to fields."""
-    if not isinstance(content, list):
+class ImageSource(NamedTuple):
+    """An image as a client names it."""
+
+    url: str
+    detail: str
+
+    @property
+    def longest(self) -> int | None:
+        """The longest side that is wanted, in pixels."""
+        return _LOW_DETAIL if self.detail == "low" else None
+
+
+def join_parts(content: Any, kinds: Mapping[str, str], param: str, image: str = "") -> Any:
+    """Return the joined text of content in parts; `kinds` maps types to fields, `image` is the type of an image.
+
+    With an image among them the parts are returned, in chat's form.
+    """
+    if isinstance(content, str):
         return content
-    texts = []
+    if not isinstance(content, list):
+        raise PydanticKnownError("string_type")  # a union would name its members as fields
+    parts: list[dict[str, Any]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
+        if image and kind == image:
+            parts.append(_image_part(part))
+            continue
         if isinstance(kind, str) and kind not in kinds:
-            raise UnsupportedError(param, f"content of type {shorten(kind)!r} cannot be read; send text only.")
+            served = "text and images" if image else "text"
+            raise UnsupportedError(param, f"content of type {shorten(kind)!r} cannot be read; send {served} only.")
         text = part.get(kinds[kind]) if isinstance(kind, str) else None
         if not isinstance(text, str):
             raise ValueError(f'parts must look like {{"type": "{next(iter(kinds))}", "text": "..."}}')
-        texts.append(text)
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": text})
+    return parts if any(part["type"] == "image_url" for part in parts) else "\n".join([part["text"] for part in parts])
 
 
-_as_text = partial(join_parts, kinds={"text": "text"}, param="messages")
+def _image_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an image in chat's form; the address is an object's or, as in Responses, stands beside the detail."""
+    found = part.get("image_url")
+    given = found if isinstance(found, Mapping) else {**part, "url": found}
+    url, detail = given.get("url"), given.get("detail") or "auto"
+    if not isinstance(url, str) or detail not in _DETAILS:
+        raise ValueError(
+            f"an image needs image_url, an address such as data:image/png;base64,..., and detail, if it has "
+            f"one, must be {', '.join(_DETAILS)}"
+        )
+    return {"type": "image_url", "image_url": {"url": url, "detail": detail}}
+
+
+_as_content = partial(join_parts, kinds={"text": "text"}, param="messages", image="image_url")
 
 
 class Message(RequestBody):
@@ -45,14 +85,37 @@ class Message(RequestBody):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
         description="Who speaks: system, developer, user, assistant or tool."
     )
-    content: Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | list[dict[str, Any]])] = Field(
+    content: Annotated[Content, BeforeValidator(_as_content, json_schema_input_type=Content)] = Field(
         "", description="The text, or a list of parts."
     )
     tool_calls: list[ToolCall] = Field(default_factory=list, description="The calls that an earlier answer made.")
 
+    @model_validator(mode="after")
+    def _check_images(self) -> Message:
+        if not isinstance(self.content, str) and self.role not in _SHOWN_ROLES:
+            raise ValueError(f"a message of the {self.role} has no place for images; send them in one of the user")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The text of all parts."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join([part["text"] for part in self.content if part["type"] == "text"])
+
+    @property
+    def images(self) -> list[ImageSource]:
+        """The images of all parts."""
+        if isinstance(self.content, str):
+            return []
+        return [ImageSource(**part["image_url"]) for part in self.content if part["type"] == "image_url"]
+
     def for_template(self, *, arguments_as_text: bool = False) -> dict[str, Any]:
         """Return the message as chat templates expect it."""
-        shown = {**(self.model_extra or {}), "role": self.role, "content": self.content}
+        content = self.content
+        if not isinstance(content, str):
+            content = [{"type": "image"} if part["type"] == "image_url" else part for part in content]
+        shown = {**(self.model_extra or {}), "role": self.role, "content": content}
         if "reasoning" in shown:
             shown.setdefault("reasoning_content", shown["reasoning"])
         if self.tool_calls:
@@ -97,7 +160,12 @@ class Conversation(RequestBody):
     @property
     def num_chars(self) -> int:
         """The characters of all messages."""
-        return sum([len(message.content) for message in self.messages])
+        return sum([len(message.text) for message in self.messages])
+
+    @property
+    def images(self) -> list[ImageSource]:
+        """The images of all messages, in order."""
+        return [image for message in self.messages for image in message.images]
 
     @property
     def is_long(self) -> bool:

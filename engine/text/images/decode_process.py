@@ -52,7 +52,7 @@ def answer(parts: Parts) -> list[bytes]:
         return [str(error).encode()]
     except MemoryError:
         raise
-    except Exception:
+    except Exception:  # any: a dozen decoders have errors of their own, whose words say nothing to a client
         return [b"it is damaged, or a part of it is missing"]
     return [b"", b"%d %d" % image.size, image.tobytes()]
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import HeadlessModelError, InvalidRequestError, UnsupportedError
+from engine.core.spans import Span
 from engine.core.types import GrammarKey, SamplingParams, Thinking
 from engine.text.chat.choice import TextRules
-from engine.text.chat.history import AnswerHistory, ChatTurn
+from engine.text.chat.history import AnswerHistory, ChatTurn, Encode
 from engine.text.chat.limits import ModelLimits
 from engine.text.chat.prefixes import Owner
 from engine.text.fields.chat import ChatFields, Conversation
@@ -23,6 +24,9 @@ from engine.text.grammars.thinking import EFFORT_BUDGETS
 from engine.text.requests.sampling import sampling_params, text_rules, truncated
 from engine.text.tools.forced import forced_grammar
 from engine.text.tools.tool_format import ToolFormat
+
+if TYPE_CHECKING:
+    from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,8 @@ class PreparedChat:
     params: SamplingParams
     rules: TextRules  # of the answer's text, with a factory of its parsers
     constraint: Constraint | None
+    images: Sequence[PreparedImage] = ()
+    spans: tuple[Span, ...] = ()  # where they stand in the prompt
 
 
 class ChatPreprocessor:
@@ -45,9 +51,10 @@ class ChatPreprocessor:
         limits: ModelLimits,
         template_kwargs: Mapping[str, Any] | None = None,
         history: AnswerHistory | None = None,
+        images: ImagePreprocessor | None = None,
     ) -> None:
-        """`template_kwargs` are variables of the chat template where a request names none."""
-        self.limits, self._history = limits, history
+        """`template_kwargs` are variables of the chat template where a request names none; no `images`: they are refused."""
+        self.limits, self._history, self.images = limits, history, images
         self._template_kwargs = template_kwargs or {}
         self._tokenizer = limits.tokenizer
         self._format = limits.chat_format
@@ -71,6 +78,10 @@ class ChatPreprocessor:
             message.for_template(arguments_as_text=chat_format.earlier_calls.as_text) for message in chat.messages
         ]
         tools: Sequence[Mapping[str, Any]] = [tool.model_dump(exclude_unset=True) for tool in chat.shown_tools]
+        if self.images is not None:
+            messages, tools = self.images.hide_marks([messages, tools])
+        elif chat.images:
+            raise no_images("messages")
         if tools or not chat.is_plain:
             messages, tools = chat_format.fit(messages, tools)
         wants_answer = chat.add_generation_prompt
@@ -98,38 +109,77 @@ class ChatPreprocessor:
             return 0
         return max(num_prompt - len(self._tokenizer.encode(opening, add_special_tokens=False)), 0)
 
-    def encode(self, chat: ChatFields, text: str, owner: Owner | None = None) -> list[int]:
+    def encode(
+        self, chat: ChatFields, text: str, owner: Owner | None = None, images: Sequence[PreparedImage] = ()
+    ) -> list[int]:
         """Return the tokens of a rendered prompt, whose earlier answers are an owner's. Raises ContextLengthError."""
-        self.limits.check_length(len(text), "messages")
         if self._history is not None and owner is not None and _is_plain_text(chat):
-            return self._history.encode(owner, text)[0]
-        ids = self._tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
-        return ids if chat.truncate_prompt_tokens is None else truncated(chat, ids, self.limits)
+            self.limits.check_length(len(text), "messages")
+            return self._history.encode(owner, text, self._encoder(text, images))[0]
+        ids = self.encode_text(text, images, add_special_tokens=chat.add_special_tokens)
+        if chat.truncate_prompt_tokens is None:
+            return ids
+        if images:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens may cut an image in two; leave it out, or send text alone.",
+                param="truncate_prompt_tokens",
+            )
+        return truncated(chat, ids, self.limits)
+
+    def encode_text(self, text: str, images: Sequence[PreparedImage] = (), *, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a rendered prompt. Raises ContextLengthError."""
+        self.limits.check_length(len(text), "messages")
+        encode = self._encoder(text, images, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens) if encode is None else encode(text)
+
+    def num_images(self, text: str) -> int:
+        """Return how many images a rendered prompt has places for."""
+        return 0 if self.images is None else self.images.count(text)
+
+    def _encoder(
+        self, text: str, images: Sequence[PreparedImage], *, add_special_tokens: bool = False
+    ) -> Encode | None:
+        """Return what encodes a prompt with images, or marks of images that a client wrote; None for any other text."""
+        if self.images is None or not (images or self.images.has_marks(text)):
+            return None
+        if (places := self.num_images(text)) != len(images):
+            raise InvalidRequestError(
+                f"The model's chat template has places for {places} of {len(images)} images; send images in messages of the "
+                "user.",
+                param="messages",
+            )
+        return self.images.encoder(images, add_special_tokens=add_special_tokens)
 
     def follow(self, prompt: Sequence[int], owner: Owner | None) -> ChatTurn | None:
         """Return the turn of an owner's prompt that is no conversation's text; None if no prompts are remembered."""
         return None if self._history is None or owner is None else self._history.follow(owner, prompt)
 
-    def prepare(self, chat: ChatFields, text: str | None = None, owner: Owner | None = None) -> PreparedChat:
+    def prepare(
+        self,
+        chat: ChatFields,
+        text: str | None = None,
+        owner: Owner | None = None,
+        images: Sequence[PreparedImage] = (),
+    ) -> PreparedChat:
         """Return what the engine takes. `text` is the rendered prompt, whose earlier answers are an owner's.
 
         Raises ClientError.
         """
         text = self.render(chat) if text is None else text
         if self._history is None or owner is None or not _is_plain_text(chat):
-            prompt = self.encode(chat, text)
+            prompt = self.encode(chat, text, images=images)
             turn = self.follow(prompt, owner)
         else:
             self.limits.check_length(len(text), "messages")
             num_answers = sum([message.role == "assistant" for message in chat.messages])
-            prompt, turn = self._history.begin(owner, text, num_answers)
+            prompt, turn = self._history.begin(owner, text, num_answers, self._encoder(text, images))
         params = self._params(chat, len(prompt))
         constraint, tool_format = next(iter(chat.constraints()), None), None
         if chat.shown_tools:
             constraint, tool_format = self._plan_calls(chat, constraint)
         begins_within, thinking = False, None
         if self._format.tags is not None:
-            continued = chat.messages[-1].content if chat.continue_final_message else ""
+            continued = chat.messages[-1].text if chat.continue_final_message else ""
             begins_within = self._format.tags.begins_within(text, continued)
             thinking = self._thinking(chat, text, begins_within=begins_within)
         rules = text_rules(chat, params)
@@ -145,7 +195,14 @@ class ChatPreprocessor:
         if turn is not None:
             turn.prompt.turn_end = turn_end or len(prompt)
         return PreparedChat(
-            text=text, prompt=prompt, turn_end=turn_end, params=params, rules=rules, constraint=constraint
+            text=text,
+            prompt=prompt,
+            turn_end=turn_end,
+            params=params,
+            rules=rules,
+            constraint=constraint,
+            images=images,
+            spans=self.images.spans(prompt, images) if self.images is not None and images else (),
         )
 
     def _params(self, chat: ChatFields, num_prompt: int) -> SamplingParams:
@@ -239,6 +296,15 @@ class ChatPreprocessor:
         if chat_format.hidden_ids is None or not rules.skip_special_tokens:
             return rules
         return replace(rules, skip_special_tokens=False, hidden_ids=chat_format.hidden_ids)
+
+
+def no_images(param: str) -> UnsupportedError:
+    """Return the error for an image where the model takes none."""
+    return UnsupportedError(
+        param,
+        "this server's model takes text alone, and there is an image; send text, or serve a checkpoint with a vision tower "
+        "that Quire knows, such as Qwen3-VL.",
+    )
 
 
 def _is_plain_text(chat: ChatFields) -> bool:

@@ -11,16 +11,16 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from engine.core.errors import InvalidRequestError, UnsupportedError, shorten
 from engine.text.fields.body import RequestBody
-from engine.text.fields.chat import join_parts
+from engine.text.fields.chat import Content, join_parts
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> the field of its text
 _THOUGHT_PARTS = {"reasoning_text": "text", "summary_text": "text"}
 
 
-_words = partial(join_parts, kinds=_TEXT_PARTS, param="input")
+_words = partial(join_parts, kinds=_TEXT_PARTS, param="input", image="input_image")
 _thoughts = partial(join_parts, kinds=_THOUGHT_PARTS, param="input")
-Words = Annotated[str, BeforeValidator(_words, json_schema_input_type=str | list[dict[str, Any]])]
+Words = Annotated[Content, BeforeValidator(_words, json_schema_input_type=Content)]
 Thoughts = Annotated[str, BeforeValidator(_thoughts, json_schema_input_type=list[dict[str, Any]])]
 
 
@@ -79,15 +79,29 @@ class Item(RequestBody):
             call = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
             return {**head, **call, "status": "completed"}
         if self.type == "function_call_output":
-            return {**head, "call_id": self.call_id, "output": self.output, "status": "completed"}
+            return {**head, "call_id": self.call_id, "output": _listed(self.output), "status": "completed"}
         if self.type == "reasoning":
             parts = [{"type": "reasoning_text", "text": self.thoughts}] if self.thoughts else []
             summary = [{"type": "summary_text", "text": self.summary}] if self.summary else []
             return {**head, "summary": summary, "content": parts}
-        part: dict[str, Any] = {"type": "input_text", "text": self.content}
+        content = _listed(self.content)
         if self.role == "assistant":
-            part = {"type": "output_text", "text": self.content, "annotations": []}
-        return {**head, "role": self.role, "status": "completed", "content": [part]}
+            content = [{"type": "output_text", "text": content, "annotations": []}]
+        elif isinstance(content, str):
+            content = [{"type": "input_text", "text": content}]
+        return {**head, "role": self.role, "status": "completed", "content": content}
+
+
+def _listed(content: Content | None) -> Content | None:
+    """Return content as items have it: a text, or parts with images among them."""
+    if content is None or isinstance(content, str):
+        return content
+    return [
+        {"type": "input_text", "text": part["text"]}
+        if part["type"] == "text"
+        else {"type": "input_image", "image_url": part["image_url"]["url"], "detail": part["image_url"]["detail"]}
+        for part in content
+    ]
 
 
 def _as_items(value: Any) -> Any:

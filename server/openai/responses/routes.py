@@ -58,10 +58,8 @@ async def create_response(
     with body.own_names():
         body = await _with_stored_items(responses, owner, body)
         chat = await _chat(responses, owner, body)
-        prepared = await model.prepare(chat, named.history_owner(http, chat))
-        requests = responder.requests(
-            chat, named.adapter, [prepared.prompt], [prepared.params], turn_end=prepared.turn_end
-        )
+        prepared = await model.prepare(http, chat, named.history_owner(http, chat))
+        requests = responder.chat_requests(chat, named.adapter, prepared)
         meta = responder.meta(requests, id_prefix="resp", model=named.name)
         make = partial(ResponsesFormatter, body, meta, prepared.params, call_id_length=responder.call_id_length)
         if responses.is_open and body.store is not False:
@@ -82,7 +80,7 @@ async def count_input_tokens(
     with body.own_names():
         body = await _with_stored_items(responses, owner, body)
         chat = await _chat(responses, owner, body)
-        ids = await model.prompt_ids(chat, named.history_owner(http, chat))
+        ids = await model.prompt_ids(http, chat, named.history_owner(http, chat))
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 

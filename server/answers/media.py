@@ -1,0 +1,116 @@
+"""Fetches images of requests from the hosts that the operator allows. Event loop.
+
+A host's name is resolved once, and the connection goes to what it was resolved to, so that it cannot mean another machine a
+moment later; no machine of a private network is spoken to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from typing import TYPE_CHECKING
+
+from engine.text.images.decoder import refused
+from engine.text.images.sources import scheme_of
+from server.settings.app_config import AppConfig
+
+if TYPE_CHECKING:
+    import httpx
+
+FETCH_S = 20.0  # for all of an image, redirects included
+_MAX_REDIRECTS = 3
+_PORTS = {"http": 80, "https": 443}
+_TRANSLATED = IPv6Network("64:ff9b::/96")  # IPv4 through a gateway
+
+
+class MediaFetcher:
+    """Fetches one image from its address."""
+
+    def __init__(self, config: AppConfig) -> None:
+        self._hosts = frozenset(host.lower() for host in config.allowed_media_domains)
+        self._max_bytes = config.max_body_bytes
+
+    async def fetch(self, url: str, param: str) -> bytes | None:
+        """Return an image of another host; None for an address that names none. Raises InvalidRequestError."""
+        if scheme_of(url) not in _PORTS:
+            return None
+        try:
+            return await asyncio.wait_for(self._follow(url, param), FETCH_S)
+        except asyncio.TimeoutError:  # not the builtin's before Python 3.11
+            raise refused(f"its host did not send it within {FETCH_S:.0f} s", param) from None
+
+    async def _follow(self, url: str, param: str) -> bytes:
+        import httpx  # few daemons fetch
+
+        for _ in range(_MAX_REDIRECTS + 1):
+            try:
+                address = httpx.URL(url)
+            except httpx.InvalidURL:
+                raise refused("its address is malformed", param) from None
+            target = await _resolve(address.host, self._check(address, param), param)
+            try:
+                async with (
+                    httpx.AsyncClient(trust_env=False, timeout=FETCH_S) as client,
+                    client.stream(
+                        "GET",
+                        address.copy_with(host=target),
+                        headers={"host": address.netloc.decode(), "accept": "image/*", "accept-encoding": "identity"},
+                        extensions={"sni_hostname": address.host},
+                    ) as answer,
+                ):
+                    if answer.has_redirect_location:
+                        url = str(address.join(answer.headers["location"]))
+                        continue
+                    return await self._content(answer, param)
+            except httpx.HTTPError as error:
+                raise refused(f"its host could not be asked ({type(error).__name__})", param) from None
+        raise refused(f"its host redirects more than {_MAX_REDIRECTS} times", param)
+
+    def _check(self, address: httpx.URL, param: str) -> int:
+        """Return the port of an address that the operator allows. Raises InvalidRequestError for any other."""
+        usual = _PORTS.get(address.scheme, 0)
+        port = address.port or usual
+        names = {f"{address.host}:{port}", *([address.host] if port == usual else [])}
+        if not usual or address.userinfo or not names & self._hosts:
+            raise refused(
+                "images are fetched only from hosts that --allowed-media-domains names; send its bytes, as "
+                "data:image/png;base64,...",
+                param,
+            )
+        return port
+
+    async def _content(self, answer: httpx.Response, param: str) -> bytes:
+        if answer.status_code != 200:
+            raise refused(f"its host answers {answer.status_code}", param)
+        content = bytearray()
+        async for piece in answer.aiter_raw():
+            content += piece
+            if len(content) > self._max_bytes:
+                raise refused(f"it has more than {self._max_bytes} bytes (--max-body-bytes)", param)
+        return bytes(content)
+
+
+async def _resolve(host: str, port: int, param: str) -> str:
+    """Return an address of a host whose addresses are all public. Raises InvalidRequestError."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise refused("its host has no address", param) from None
+    addresses = [str(address[0]) for *_, address in found]
+    if not all(is_public(ip_address(each)) for each in addresses):
+        raise refused("its host is one of a private network", param)
+    return addresses[0]
+
+
+def is_public(address: IPv4Address | IPv6Address) -> bool:
+    """Return whether an address is one of the Internet, also that of an IPv4 machine that an IPv6 address leads to."""
+    if isinstance(address, IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
+        if address in _TRANSLATED:
+            inner = IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None and not is_public(inner):
+            return False
+        if address.ipv4_mapped is not None:
+            return True
+    return address.is_global and not address.is_multicast

@@ -1,0 +1,328 @@
+"""Prompts with images against transformers' own processors: the same ids, for images of many sizes."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from fastapi.testclient import TestClient
+from PIL import Image as Pillow
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+
+from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
+from engine.settings.engine_config import EngineConfig
+from engine.startup.build import build_engine
+from engine.text.images.families import FAMILIES, ImageTokens
+from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage, most_images
+from engine.text.tokenizer import TextTokenizer, TokenizerConfig
+from engine.text.tokenizer_files import load_tokenizer
+from server.app import create_app
+from server.settings.app_config import AppConfig
+from tests.cpu.test_images import CONFIGS
+
+POOL: dict[str, Any] = {"kv_cache_memory_bytes": 8 << 20, "max_num_seqs": 4}
+SIZES = [(30, 20), (10, 10), (5, 7), (100, 40), (90, 95)]
+ROWS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+
+
+def tokenizer_of(marks: list[str]) -> Tokenizer:
+    """One token a byte and one for two newlines, as in Gemma's and Qwen's, and marks."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    newline = letters[10]
+    vocabulary = {letter: byte for byte, letter in letters.items()} | {newline * 2: 256}
+    backend = Tokenizer(models.BPE(vocabulary, [(newline, newline)]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    return backend
+
+
+def without_video(kind: Any) -> Any:
+    """A processor without its part for videos, which needs another library."""
+
+    class Still(kind):  # type: ignore[misc]
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in super().get_attributes() if name != "video_processor"]
+
+    Still.__name__ = kind.__name__
+    return Still
+
+
+def made(folder: Path, marks: list[str], config: Mapping[str, Any], processor: Any) -> ImagePreprocessor:
+    """A checkpoint's folder, read."""
+    backend = tokenizer_of(marks)
+    values = {name: backend.token_to_id(value) if value in marks else value for name, value in config.items()}
+    (folder / "config.json").write_text(json.dumps(values))
+    processor.save_pretrained(folder)
+    text = TextTokenizer(backend, TokenizerConfig(special_tokens={}, eos_token_ids=frozenset(), chat_template=None))
+    return ImagePreprocessor.of(folder, text)
+
+
+def qwen(tokenizer: Any) -> Any:
+    size = {"shortest_edge": 64, "longest_edge": 4096}
+    images = transformers.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size)
+    return without_video(transformers.Qwen3VLProcessor)(images, tokenizer, None)
+
+
+def gemma3(tokenizer: Any) -> Any:
+    images = transformers.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    return transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
+
+
+def idefics3(tokenizer: Any) -> Any:
+    sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+    return transformers.Idefics3Processor(transformers.Idefics3ImageProcessorPil(**sizes), tokenizer, image_seq_len=4)
+
+
+def internvl(tokenizer: Any) -> Any:
+    images = transformers.GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, min_patches=1, max_patches=4)
+    return without_video(transformers.InternVLProcessor)(images, tokenizer, None, image_seq_length=4)
+
+
+def llava(tokenizer: Any) -> Any:
+    pinpoints = [[16, 16], [16, 32], [32, 16], [32, 32], [16, 48], [96, 96]]
+    images = transformers.LlavaOnevisionImageProcessorPil(
+        size={"height": 16, "width": 16}, image_grid_pinpoints=pinpoints
+    )
+    kind = without_video(transformers.LlavaOnevisionProcessor)
+    return kind(images, tokenizer, None, num_image_tokens=16, vision_feature_select_strategy="full")
+
+
+TOWER = {"image_size": 16, "patch_size": 4}
+CASES: dict[str, tuple[Callable[[Any], Any], list[str], dict[str, str], dict[str, Any], str, bool]] = {
+    "qwen3_vl": (
+        qwen,
+        ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
+        {},
+        {"image_token_id": "<|image_pad|>", "vision_config": {"spatial_merge_size": 2}},
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        False,
+    ),
+    "gemma3": (
+        gemma3,
+        ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
+        {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+        {
+            "image_token_index": "<image_soft_token>",
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+            "mm_tokens_per_image": 4,
+        },
+        "<start_of_image>",
+        True,
+    ),
+    "idefics3": (
+        idefics3,
+        ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *ROWS],
+        {},
+        {"image_token_id": "<image>", "scale_factor": 2, "vision_config": TOWER},
+        "<image>",
+        True,
+    ),
+    "internvl": (
+        internvl,
+        ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"],
+        {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        {
+            "image_token_id": "<IMG_CONTEXT>",
+            "downsample_ratio": 0.5,
+            "vision_config": {"image_size": [16, 16], "patch_size": [4, 4]},
+        },
+        "<IMG_CONTEXT>",
+        False,
+    ),
+    "llava_onevision": (
+        llava,
+        ["<image>", "<video>"],
+        {},
+        {"image_token_index": "<image>", "vision_config": TOWER},
+        "<image>",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_ids_are_those_of_transformers(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
+    make, marks, named, config, mark, is_nested = CASES[kind]
+    theirs = make(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(marks), extra_special_tokens=named or None))
+    ours = made(tmp_path, marks, {"model_type": kind, **config}, theirs.image_processor)
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    images = [Pillow.fromarray(pixels), Pillow.fromarray(pixels[:, ::-1].copy())]
+    text = f"Look:\n{mark} and\n\n{mark}\nwhat?"
+    wanted = theirs(images=[images] if is_nested else images, text=[text])
+    prepared = [ours.prepare(np.asarray(image), "messages") for image in images]
+    ids = ours.encoder(prepared)(text)
+    assert ids == [int(each) for each in wanted["input_ids"][0]]
+    token_id = ours._token_id
+    for span, (image, _) in zip(ours.spans(ids, prepared), prepared, strict=True):
+        assert ids[span.start] == ids[span.end - 1] == token_id
+        assert ids[span.start : span.end].count(token_id) == image.num_tokens
+        assert span.is_atomic == (kind == "gemma3")
+        assert kind == "idefics3" or span.length == image.num_tokens
+    assert prepared[0].image.digest != prepared[1].image.digest
+
+
+def spelled(kind: str, config: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
+    spell = {"boi_token_id": "<b>", "eoi_token_id": "<e>"}.__getitem__
+    return FAMILIES[kind](ImageTokens(config=config, processor={}, token="[IMG]", spell=spell)).spelled(arrays)
+
+
+def test_families_whose_processors_need_another_library() -> None:
+    """Theirs of Pixtral cannot be imported here: rows of [IMG], [IMG_BREAK] behind each, [IMG_END] behind the last."""
+    pixtral = {"vision_config": {"patch_size": 4}, "spatial_merge_size": 2}
+    assert spelled("mistral3", pixtral, {"image_sizes": np.array([[16, 24]])}) == (
+        "[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG][IMG_END]"
+    )
+    theirs = SimpleNamespace(boi_token="<b>", eoi_token="<e>", image_token="[IMG]")
+    arrays = {"num_soft_tokens_per_image": [5]}
+    assert spelled("gemma4", {"text_config": {}}, arrays) == Gemma4Processor.replace_image_token(theirs, arrays, 0)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
+    "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+EACH = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A tiny Qwen3-VL with all its files, and transformers' processor and model of them."""
+    folder, backend = tmp_path_factory.mktemp("checkpoint"), tokenizer_of(EACH)
+    ids = {mark: backend.token_to_id(mark) for mark in EACH}
+    config = copy.deepcopy(CONFIGS["Qwen3VLConfig"])
+    config["text_config"] |= {"vocab_size": 272, "max_position_embeddings": 1024, "bos_token_id": None}
+    config["text_config"] |= {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|im_end|>"]}
+    config |= {"image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"]}
+    config |= {f"vision_{end}_token_id": ids[f"<|vision_{end}|>"] for end in ("start", "end")}
+    torch.manual_seed(0)
+    settings = transformers.Qwen3VLConfig(**config)
+    model = transformers.AutoModelForImageTextToText.from_config(settings, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.normal_(std=0.3 if "embed" in name else 0.15)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=TEMPLATE)
+    processor = qwen(tokenizer)
+    for part in (model, tokenizer, processor.image_processor):
+        part.save_pretrained(folder)
+    return folder, processor, model
+
+
+def picture(seed: int, width: int, height: int) -> Pillow.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Pillow.fromarray(pixels)
+
+
+def sent(part: str | Pillow.Image) -> dict[str, Any]:
+    """A part of a message as a client sends it."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    file = BytesIO()
+    part.save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+CONVERSATIONS: list[list[str | Pillow.Image]] = [
+    [picture(1, 60, 40), "What?"],
+    ["See", picture(2, 33, 70), "and", picture(3, 120, 90), "which is larger?"],
+    [picture(1, 60, 40), "What?"],
+]
+
+
+def theirs_of(checkpoint: tuple[Path, Any, Any], parts: list[str | Pillow.Image]) -> tuple[list[int], list[int]]:
+    """The ids of a prompt and of its answer, by transformers."""
+    _, processor, model = checkpoint
+    words = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+    prompt = processor.tokenizer.apply_chat_template([{"role": "user", "content": words}], tokenize=False)
+    images = [part for part in parts if not isinstance(part, str)]
+    asked = processor(text=[prompt], images=images, return_tensors="pt")
+    answered = model.generate(**asked, max_new_tokens=16, do_sample=False)[0]
+    ids = asked["input_ids"][0].tolist()
+    return ids, answered[len(ids) :].tolist()
+
+
+def test_answers_are_those_of_transformers(checkpoint: tuple[Path, Any, Any]) -> None:
+    """From bytes of a request to tokens; the last one has its image in the prefix cache."""
+    folder = checkpoint[0]
+    engine = build_engine(EngineConfig(model=str(folder), dtype="float32", **POOL), lambda progress: None)
+    assert engine.facts.takes_images
+    tokenizer = load_tokenizer(str(folder))
+    app = AppConfig(model=str(folder), served_model_names=("tiny",), shutdown_timeout_s=0.0)
+    application = create_app(engine, tokenizer, app, ImagePreprocessor.of(folder, tokenizer))
+    with TestClient(application, base_url="http://127.0.0.1") as http:
+        for parts in CONVERSATIONS:
+            body = {"messages": [{"role": "user", "content": [sent(part) for part in parts]}], "temperature": 0}
+            given = http.post("/v1/chat/completions", json={**body, "max_tokens": 16, "return_token_ids": True}).json()
+            answer = given["choices"][0]["token_ids"]
+            assert (given["prompt_token_ids"], answer) == theirs_of(checkpoint, parts)
+        assert given["usage"]["prompt_tokens_details"]["cached_tokens"] > 40
+
+
+def test_options_of_the_processor(tmp_path: Path) -> None:
+    make, marks, _, config, _, _ = CASES["qwen3_vl"]
+    theirs = make(PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(marks)))
+    made(tmp_path, marks, {"model_type": "qwen3_vl", **config}, theirs.image_processor)
+    text = TextTokenizer(
+        tokenizer_of(marks), TokenizerConfig(special_tokens={}, eos_token_ids=frozenset(), chat_template=None)
+    )
+    pixels = np.zeros((64, 64, 3), np.uint8)
+
+    def prepared(**options: Any) -> PreparedImage:
+        return ImagePreprocessor.of(tmp_path, text, options).prepare(pixels, "messages")
+
+    assert prepared().image.num_tokens == 64
+    assert prepared(max_pixels=1024).image.num_tokens == 16
+    assert prepared(size={"shortest_edge": 64, "longest_edge": 1024}).image.num_tokens == 16
+    assert prepared(do_rescale=True).image.digest != prepared().image.digest, "options are part of the name"
+    with pytest.raises(ConfigError, match="'max_pixel', which"):
+        prepared(max_pixel=1024)
+    with pytest.raises(InvalidRequestError, match="refuses 500 x 1 pixels"):
+        ImagePreprocessor.of(tmp_path, text).prepare(np.zeros((1, 500, 3), np.uint8), "messages")
+
+
+def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
+    text = TextTokenizer(
+        tokenizer_of(["<|image_pad|>"]),
+        TokenizerConfig(special_tokens={}, eos_token_ids=frozenset(), chat_template=None),
+    )
+    with pytest.raises(ModelLoadError, match=r"has no config\.json"):
+        ImagePreprocessor.of(tmp_path, text)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "image_token_id": 257, "vision_config": {}}')
+    with pytest.raises(ModelLoadError, match=r"image processor of .* cannot be loaded"):
+        ImagePreprocessor.of(tmp_path, text)
+
+
+def test_the_most_images_of_a_prompt() -> None:
+    assert most_images(None) == 32
+    assert most_images({"image": 3, "video": 1}) == 3
+    assert most_images({"image": {"count": 2, "width": 512}}) == 2
+    for wrong in ("2", -1, True, 1.5):
+        with pytest.raises(ConfigError, match="limit-mm-per-prompt"):
+            most_images({"image": wrong})

@@ -1,0 +1,428 @@
+"""Images in requests of every API: where they may come from, what becomes of them, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from harness import Live
+from PIL import Image as Pillow
+
+from engine.core.types import Request
+from engine.text.images.families import FAMILIES, ImageTokens
+from engine.text.images.preprocessor import ImagePreprocessor
+from engine.text.tokenizer import TextTokenizer
+from server.answers import media
+from server.http.bodies import HeldBytes
+from tests.patience import eventually
+
+PAD = 257
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}[<|image_pad|>]{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}|{% endif %}"
+)
+
+
+def patches(images: Any, **_: Any) -> Mapping[str, Any]:
+    """What Qwen's image processor returns, of patches of 4 x 4 pixels."""
+    pixels = np.asarray(images[0], np.float32)
+    rows, columns = max(pixels.shape[0] // 8, 1) * 2, max(pixels.shape[1] // 8, 1) * 2
+    values = np.full((rows * columns, 48), pixels.mean() / 255, np.float32)
+    return {"pixel_values": values, "image_grid_thw": np.array([[1, rows, columns]])}
+
+
+def preprocessor(tokenizer: TextTokenizer) -> ImagePreprocessor:
+    config = {"vision_config": {"spatial_merge_size": 2}}
+    tokens = ImageTokens(config=config, processor={}, token="<|image_pad|>", spell=lambda _: "")
+    return ImagePreprocessor(FAMILIES["qwen3_vl"](tokens), patches, tokenizer, {}, 4)
+
+
+def picture(width: int = 24, height: int = 16, shade: int = 100, kind: str = "PNG") -> bytes:
+    file = BytesIO()
+    Pillow.new("RGB", (width, height), (shade, shade, shade)).save(file, kind)
+    return file.getvalue()
+
+
+def data_url(content: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def part(content: bytes | str, **more: Any) -> dict[str, Any]:
+    url = content if isinstance(content, str) else data_url(content)
+    return {"type": "image_url", "image_url": {"url": url, **more}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Iterator[Live]:
+    with Live(template=TEMPLATE, images=preprocessor, place="thread").serving() as live:
+        yield live
+
+
+@pytest.fixture
+def http(seeing: Live) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=seeing.url, timeout=60) as client:
+        yield client
+    seeing.check_idle()
+
+
+@pytest.fixture
+def requests(seeing: Live, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What reaches the engine."""
+    found: list[Request] = []
+    submit = seeing.engine.submit
+    monkeypatch.setattr(seeing.engine, "submit", lambda *given: (found.extend(given), submit(*given))[1])
+    return found
+
+
+def ask(http: httpx.Client, *parts: Any, **fields: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": list(parts)}]
+    return http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3, **fields})
+
+
+def refusal(response: httpx.Response, status: int = 400) -> str:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return str(error["message"])
+
+
+def test_an_image_is_vectors_in_a_prompt(http: httpx.Client, requests: list[Request]) -> None:
+    answer = ask(http, text("a"), part(picture(32, 16)), text("b"), return_token_ids=True).json()
+    assert answer["prompt_token_ids"] == [*b"a[", *[PAD] * 8, *b"]b|"]
+    assert answer["usage"]["prompt_tokens"] == 13
+    assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 8
+    [request] = requests
+    [span], [image] = request.spans, request.images
+    assert (span.start, span.length, span.digest, span.is_atomic) == (2, 8, image.digest, False)
+    assert image.num_tokens == 8
+    assert image.grid == (1, 2, 4)
+    assert image.arrays["pixel_values"].shape == (32, 48)
+    assert "image_tokens" not in ask(http, text("a")).json()["usage"]["prompt_tokens_details"]
+
+
+def test_streams_and_many_images(http: httpx.Client, requests: list[Request]) -> None:
+    shades = (10, 20, 10)
+    messages = [
+        {"role": "user", "content": [part(picture(shade=shades[0])), text("x"), part(picture(shade=shades[1]))]},
+        {"role": "assistant", "content": "y"},
+        {"role": "user", "content": [text("z"), part(picture(shade=shades[2]))]},
+    ]
+    body = {"messages": messages, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}
+    lines = http.post("/v1/chat/completions", json=body).text.split("\n\n")
+    usage = next(json.loads(line[6:])["usage"] for line in reversed(lines) if '"usage":{' in line)
+    assert usage["prompt_tokens_details"]["image_tokens"] == 18
+    [request] = requests
+    digests = [span.digest for span in request.spans]
+    assert digests[0] == digests[2] != digests[1]
+    assert [image.digest for image in request.images] == digests
+    assert [request.prompt[span.start - 1 : span.end + 1] for span in request.spans] == [(91, *[PAD] * 6, 93)] * 3
+
+
+def test_a_mark_that_a_client_writes_is_text(http: httpx.Client, requests: list[Request]) -> None:
+    for parts in ([text("<|image_pad|>"), part(picture())], [text("<|image_pad|>")]):
+        assert ask(http, *parts).status_code == 200
+        prompt = requests[-1].prompt
+        assert bytes(prompt[:13]) == b"<|image_pad|>"
+        assert prompt.count(PAD) == 6 * (len(parts) - 1)
+    body = {"prompt": "<|image_pad|>", "max_tokens": 1}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    said = refusal(ask(http, text("a"), chat_template_kwargs={"messages": []}))
+    assert "chat_template_kwargs" in said
+
+
+def test_little_detail_is_fewer_tokens(http: httpx.Client) -> None:
+    large = picture(800, 8, kind="JPEG")
+    count = [
+        ask(http, part(large, detail=detail)).json()["usage"]["prompt_tokens_details"]["image_tokens"]
+        for detail in ("low", "high")
+    ]
+    assert count == [64, 100]
+    assert "detail" in refusal(ask(http, part(large, detail="much")))
+
+
+def test_the_tokenizer_counts_images(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": [text("a"), part(picture())]}]
+    assert http.post("/tokenize", json={"messages": messages}).json()["tokens"] == [*b"a[", *[PAD] * 6, *b"]|"]
+    blocks = [text("a"), {"type": "image", "source": {"type": "base64", "data": data_url(picture())[22:]}}]
+    counted = http.post("/v1/messages/count_tokens", json={"messages": [{"role": "user", "content": blocks}]}).json()
+    assert counted == {"input_tokens": 10}
+    items = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": data_url(picture())}]
+    counted = http.post("/v1/responses/input_tokens", json={"input": [{"role": "user", "content": items}]}).json()
+    assert counted["input_tokens"] == 10
+
+
+def test_messages_have_images_in_turns_and_results(http: httpx.Client, requests: list[Request]) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": data_url(picture())[22:]}
+    image = {"type": "image", "source": source}
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    messages = [
+        {"role": "user", "content": [image, text("a")]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [text("b"), image]}]},
+    ]
+    answer = http.post("/v1/messages", json={"messages": messages, "max_tokens": 2, "tools": [tool]})
+    assert answer.status_code == 200, answer.text
+    assert len(requests[0].spans) == 2
+    by_url = {"type": "image", "source": {"type": "url", "url": data_url(picture())}}
+    marked = {**by_url, "cache_control": {"type": "ephemeral"}}
+    body = {"messages": [{"role": "user", "content": [marked, text("a" * 40)]}], "max_tokens": 2}
+    assert http.post("/v1/messages", json=body).status_code == 200
+    assert len(requests[1].spans) == 1
+    for wrong in ({"type": "base64"}, {"type": "url"}, {"type": "file", "file_id": "f"}):
+        blocks = [{"type": "image", "source": wrong}]
+        said = refusal(
+            http.post("/v1/messages", json={"messages": [{"role": "user", "content": blocks}], "max_tokens": 1})
+        )
+        assert "source" in said
+    documents = [{"type": "document", "source": source}]
+    said = refusal(
+        http.post("/v1/messages", json={"messages": [{"role": "user", "content": documents}], "max_tokens": 1})
+    )
+    assert "'document' cannot be read" in said
+
+
+def test_responses_keep_images(http: httpx.Client, requests: list[Request]) -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": data_url(picture())}]
+    body = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 2}
+    first = http.post("/v1/responses", json=body).json()
+    items = http.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
+    assert items[0]["content"] == [parts[0], {**parts[1], "detail": "auto"}]
+    more = {"input": "and now?", "previous_response_id": first["id"], "max_output_tokens": 2}
+    assert http.post("/v1/responses", json=more).status_code == 200
+    assert [len(request.spans) for request in requests] == [1, 1]
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": parts}
+    assert http.post("/v1/responses", json={"input": [call, output], "max_output_tokens": 2}).status_code == 200
+    assert len(requests[2].spans) == 1
+    said = refusal(http.post("/v1/responses", json={"input": [{"role": "user", "content": [{"type": "input_file"}]}]}))
+    assert "'input_file' cannot be read" in said
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([{"type": "video_url", "video_url": {"url": "x"}}], "'video_url' cannot be read; send text and images only"),
+        ([{"type": "input_audio", "input_audio": {}}], "'input_audio' cannot be read"),
+        ([{"type": "file", "file": {}}], "'file' cannot be read"),
+        ([{"type": "image_url"}], "an image needs image_url"),
+        ([part(b"hello")], "its format is not known"),
+        ([part("data:image/png,abc")], "data:image/png;base64"),
+        ([part("data:image/png;base64,a")], "base64 is malformed"),
+        ([part("ftp://example.com/a.png")], "'ftp://example.com/a.png'"),
+        ([part("/etc/passwd")], "'/etc/passwd'"),
+        ([part("https://example.com/a.png")], "--allowed-media-domains"),
+        ([part("http://127.0.0.1:1/")], "--allowed-media-domains"),
+        ([part("http://host:port/")], "malformed"),
+        ([part("file:///etc/passwd")], "--allowed-local-media-path"),
+        ([part(picture(1, 1000))], "at most 200 times"),
+        ([part(picture())] * 5, "5 images, and at most 4"),
+    ],
+    ids=range(15),
+)
+def test_images_that_are_refused(http: httpx.Client, parts: list[Any], words: str) -> None:
+    assert words in refusal(ask(http, *parts))
+
+
+def test_images_have_a_place_in_turns_of_users_and_tools(http: httpx.Client) -> None:
+    for role in ("system", "assistant"):
+        messages = [{"role": role, "content": [part(picture())]}, {"role": "user", "content": "a"}]
+        said = refusal(http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1}))
+        assert "no place for images" in said
+
+
+def test_a_model_of_text_alone_says_so(live: Live) -> None:
+    with httpx.Client(base_url=live.url) as client:
+        assert "this server's model takes text alone" in refusal(ask(client, part(picture())))
+        messages = [{"role": "user", "content": [part(picture())]}]
+        assert "text alone" in refusal(client.post("/tokenize", json={"messages": messages}))
+        assert client.get("/v1/models").json()["data"][0]["input_modalities"] == ["text"]
+
+
+def test_the_list_of_models_says_what_is_taken(http: httpx.Client) -> None:
+    assert http.get("/v1/models").json()["data"][0]["input_modalities"] == ["text", "image"]
+
+
+# -- doors -----------------------------------------------------------------------------------------------------------------
+
+
+class Pages(BaseHTTPRequestHandler):
+    """A host of images; what it was asked is in `seen`."""
+
+    seen: list[tuple[str, str | None]] = []  # noqa: RUF012
+
+    def do_GET(self) -> None:
+        self.seen.append((self.path, self.headers["Cookie"]))
+        kind, _, rest = self.path[1:].partition("/")
+        if kind == "to":
+            self.send_response(302)
+            self.send_header("Location", rest)
+            self.send_header("Set-Cookie", "a=b")
+            self.end_headers()
+            return
+        content = picture() if kind == "image" else bytes(int(rest)) if kind == "zeros" else b"hello"
+        self.send_response(404 if kind == "none" else 200)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def host() -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        Pages.seen = []
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+def test_images_of_other_hosts(host: int, serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
+    live = serve(
+        template=TEMPLATE,
+        images=preprocessor,
+        place="thread",
+        allowed_media_domains=(f"localhost:{host}", f"127.0.0.1:{host}"),
+        max_body_bytes=100_000,
+    )
+    base = f"http://localhost:{host}"
+    with httpx.Client(base_url=live.url, timeout=60) as client:
+        assert "private network" in refusal(ask(client, part(f"{base}/image")))
+        assert not Pages.seen
+        monkeypatch.setattr(media, "is_public", lambda _: True)
+        assert ask(client, part(f"{base}/image")).status_code == 200
+        there = f"http://127.0.0.1:{host}"
+        assert ask(client, part(f"{base}/to/{there}/image")).status_code == 200
+        assert [cookie for _, cookie in Pages.seen] == [None] * 3
+        assert "--allowed-media-domains" in refusal(ask(client, part(f"{base}/to/http://example.com/a.png")))
+        assert "--allowed-media-domains" in refusal(ask(client, part(f"{base}/to/http://localhost:1/a.png")))
+        assert "--allowed-media-domains" in refusal(ask(client, part(f"{base}/to/file:///etc/passwd")))
+        assert "--allowed-media-domains" in refusal(ask(client, part(f"http://user:word@localhost:{host}/image")))
+        assert "redirects more than" in refusal(ask(client, part(f"{base}/to//to//to//to//to//to//image")))
+        assert "answers 404" in refusal(ask(client, part(f"{base}/none")))
+        assert "more than 100000 bytes" in refusal(ask(client, part(f"{base}/zeros/200000")))
+        assert "its format is not known" in refusal(ask(client, part(f"{base}/words")))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "10.1.2.3",
+        "192.168.0.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "::1",
+        "fe80::1",
+        "fd00::1",
+        "::ffff:10.0.0.1",
+        "64:ff9b::a00:1",
+        "2002:a00:1::",
+        "2001:0:1::f5ff:fffe",
+    ],
+)
+def test_addresses_of_private_networks(address: str) -> None:
+    assert not media.is_public(media.ip_address(address))
+
+
+def test_addresses_of_the_internet() -> None:
+    for address in (
+        "93.184.216.34",
+        "2606:2800:220:1:248:1893:25c8:1946",
+        "::ffff:93.184.216.34",
+        "64:ff9b::5db8:d822",
+    ):
+        assert media.is_public(media.ip_address(address))
+
+
+def test_files_below_a_folder(tmp_path: Path, serve: Callable[..., Live]) -> None:
+    folder, outside = tmp_path / "open", tmp_path / "secret.png"
+    folder.mkdir()
+    (folder / "a b.png").write_bytes(picture())
+    outside.write_bytes(picture())
+    (folder / "link.png").symlink_to(outside)
+    (folder / "inner.png").symlink_to(folder / "a b.png")
+    live = serve(template=TEMPLATE, images=preprocessor, place="thread", allowed_local_media_path=folder)
+    with httpx.Client(base_url=live.url) as client:
+        for name in ("a%20b.png", "inner.png"):
+            assert ask(client, part(f"file://{folder}/{name}")).status_code == 200
+        for name in ("link.png", "../secret.png", "%2e%2e/secret.png", "none.png", "", "a\0b"):
+            said = refusal(ask(client, part(f"file://{folder}/{name}")))
+            assert "not below --allowed-local-media-path, or cannot be read" in said
+            assert str(tmp_path) not in said
+
+
+# -- bounds ----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_images_take_counts_until_their_requests_end(serve: Callable[..., Live]) -> None:
+    live = serve(template=TEMPLATE, images=preprocessor, place="thread")
+    reader = live.context.model.images
+    size = len(data_url(picture())) + 24 * 48 * 4 + 24
+    reader._held = HeldBytes(3 * size)
+    live.gate.close()
+    answers: list[httpx.Response] = []
+
+    def first() -> None:
+        with httpx.Client(base_url=live.url, timeout=60) as client:
+            answers.append(ask(client, part(picture())))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    eventually(lambda: live.context.client.num_open == 1)
+    with httpx.Client(base_url=live.url, timeout=60) as client:
+        said = refusal(ask(client, part(picture()), part(picture())), 429)
+        assert "bytes of your images wait" in said
+        live.gate.open()
+        thread.join()
+        assert answers[0].status_code == 200
+        gc.collect()
+        eventually(lambda: reader._held.of("127.0.0.1") == 0)
+        assert ask(client, part(picture())).status_code == 200
+
+
+def test_a_client_that_leaves_stops_its_image(seeing: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = seeing.context.model.images
+    asked, stopped, wanted = threading.Event(), threading.Event(), list[bool]()
+    decode = reader._decoder.decode
+
+    def slow(*given: Any, is_wanted: Callable[[], bool], **more: Any) -> Any:
+        asked.set()
+        stopped.wait(60)
+        wanted.append(is_wanted())
+        return decode(*given, is_wanted=is_wanted, **more)
+
+    monkeypatch.setattr(reader._decoder, "decode", slow)
+    monkeypatch.setattr(reader._decoder, "interrupt", stopped.set)
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=seeing.url, timeout=60) as client:
+            messages = [{"role": "user", "content": [part(picture())]}]
+            asking = asyncio.ensure_future(client.post("/v1/chat/completions", json={"messages": messages}))
+            await asyncio.to_thread(asked.wait, 60)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    asyncio.run(leave())
+    eventually(lambda: wanted == [False])
+    eventually(lambda: reader._held.of("127.0.0.1") == 0)
+    seeing.check_idle()
