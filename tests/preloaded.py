@@ -7,5 +7,7 @@ import engine.startup.build  # noqa: F401 - imported for its duration, as the ne
 import server.daemon  # noqa: F401
 import tests.cpu.ranks  # noqa: F401
 from server.app import routers
+from tests.patience import hurry_uvicorn
 
 routers()
+hurry_uvicorn()

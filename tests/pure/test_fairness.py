@@ -43,7 +43,7 @@ class Metered(Driver):
 
     def waits(self, tenant: str) -> bool:
         """True if a request of the tenant's has never run."""
-        return any(asked.tenant == tenant and name not in self.started for name, asked in self.requests.items())
+        return any(self.requests[name].tenant == tenant for name in self.requests.keys() - self.started)
 
     def lanes(self) -> list[Account]:
         return list(self.scheduler._queue.foreground._lanes)

@@ -190,7 +190,9 @@ def test_the_parts_fit_into_a_run() -> None:
 
 
 RUN = """
+import subprocess
 import sys
+import time
 from pathlib import Path
 from tools.gpu import __main__ as runner
 from tools.gpu.parts import Part
@@ -211,10 +213,20 @@ def command(part, scratch, options):
     return [sys.executable, "-c", PROGRAMS[part.name]]
 
 
+def wait(process, timeout=None):
+    if "daemon.pid" in process.args[-1] and (timeout or 0.0) > runner._GRACE_S:  # its time is up once it hangs
+        daemon = Path("daemon.pid")
+        while not daemon.exists() or not daemon.stat().st_size:
+            time.sleep(0.01)
+        timeout = 0.0
+    return popen_wait(process, timeout)
+
+
+popen_wait, subprocess.Popen.wait = subprocess.Popen.wait, wait
 runner._command, runner._GRACE_S, runner._LEAST_S = command, 0.5, 1.0
-parts = tuple(Part(name, 10.0 if name == "hangs" else 60.0, "") for name in PROGRAMS)
+parts = tuple(Part(name, 60.0, "") for name in PROGRAMS)
 runner.MACHINE, runner.STAGES = Part("works", 2.0, ""), {"all": parts}
-sys.exit(runner.main(["--out", "out", "--rehearse", "--limit", "192"]))
+sys.exit(runner.main(["--out", "out", "--rehearse", "--limit", "242"]))
 """
 
 
