@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 
 from engine.files.formats import FORMATS
 from engine.files.quant_config import READERS
-from engine.runtime.models.config_file import TOWERS
+from engine.runtime.models.config_file import BOTH_WAYS, TOWERS
 from engine.runtime.models.families import FAMILIES, family_of
 from engine.runtime.native.quantised import is_served_quantised
 from engine.runtime.schemes import SCHEMES
@@ -76,7 +76,8 @@ _IMAGES = """
 ## Images
 
 [Images](guides/images.md) are taken by these kinds of checkpoints, from safetensors: {towers}. The tower and the image processor
-are transformers' own. All other models refuse requests with images.
+are transformers' own. Where tokens of an image attend both ways ({both_ways}), a GPU needs `--attention-backend torch`. All other models
+refuse requests with images.
 """
 _FEATURES = """
 On a GPU, `tests/gpu/` serves beside these families {features} ({state})."""
@@ -126,7 +127,7 @@ def page() -> str:
         _OTHERS + _listed(_adapted()) + ".",
         _WRAPPED.format(names=_listed(test_served_models.WRAPPERS)).rstrip("\n"),
         _FEATURES.format(features=_listed(FEATURES), state=state),
-        _IMAGES.format(towers=_listed(TOWERS)).rstrip("\n"),
+        _IMAGES.format(towers=_listed(TOWERS), both_ways=_listed(BOTH_WAYS)).rstrip("\n"),
     ]
     parts += [_GGUF.format(architectures=_listed(ARCHITECTURES)), *map(_row, _types())]
     parts += [_STORED, *map(_row, _methods())]

@@ -61,9 +61,18 @@ class Pools:
         self.backend, self.spec, self.block_size = backend, spec, block_size
         self.k, self.v = empty_pools(backend, spec, NUM_BLOCKS, block_size, dtype)
 
-    def run(self, queries: list[torch.Tensor], keys: list, values: list, steps: list, tables: list) -> torch.Tensor:
+    def run(
+        self,
+        queries: list[torch.Tensor],
+        keys: list,
+        values: list,
+        steps: list,
+        tables: list,
+        ends: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """One step: the last `num` of each sequence's keys and values are new, the rest were stored before."""
         batch = make_batch(steps, tables, self.block_size)
+        batch.ends = ends
         self.backend.prepare(batch)
         new_k, new_v = (
             torch.cat([x[start : start + num] for x, (start, num) in zip(xs, steps, strict=True)])
@@ -134,6 +143,30 @@ def test_equals_the_definition(name: str, spec: AttentionSpec, steps: list, is_s
         dense_attention(spec, queries[s][start:], keys[s], values[s], start) for s, (start, _) in enumerate(steps)
     ]
     torch.testing.assert_close(out, torch.cat(expected), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("spec", [SPECS["gqa"], SPECS["window"], SPECS["all"]], ids=["gqa", "window", "all"])
+@pytest.mark.parametrize("name", HERE)
+def test_tokens_of_an_image_see_each_other_both_ways(name: str, spec: AttentionSpec, is_int8: bool) -> None:
+    torch.manual_seed(3)
+    steps, spans = [(12, 170), (5, 1), (0, 30)], {0: [(15, 150), (160, 166)], 2: [(0, 30)]}
+    backend = load_backend(name, CPU)
+    assert backend.capabilities.both_ways
+    pools = Pools(backend, spec, 16, torch.int8 if is_int8 else torch.float32)
+    tables, (keys, values) = make_tables(steps, 16, is_scattered=True), make_rows(spec, steps)
+    queries = [torch.randn(start + num, spec.num_heads, spec.head_dim) for start, num in steps]
+    pools.run([q[:start] for q, (start, _) in zip(queries[:2], steps, strict=False)], keys[:2], values[:2],
+              [(0, start) for start, _ in steps[:2]], tables[:2])  # fmt: skip
+    ends = [torch.arange(start, start + num, dtype=torch.int32) + 1 for start, num in steps]
+    for index, found in spans.items():
+        for begin, end in found:
+            ends[index][begin - steps[index][0] : end - steps[index][0]] = end
+    new = [q[start:] for q, (start, _) in zip(queries, steps, strict=True)]
+    out = pools.run(new, keys, values, steps, tables, torch.cat(ends))
+    expected = [dense_attention(spec, new[s], keys[s], values[s], start, ends[s]) for s, (start, _) in enumerate(steps)]
+    tolerance = 6e-2 if is_int8 else 2e-5
+    torch.testing.assert_close(out, torch.cat(expected), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -26,6 +26,7 @@ from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.models.tower import Tower, load_tower
+from engine.runtime.pool.groups import group_layers
 from engine.runtime.weights.checkpoint import open_checkpoint
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
@@ -98,6 +99,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+WINDOWED = {
+    "text_config": TEXT
+    | {"sliding_window": 12, "query_pre_attn_scalar": 16}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 32,
+        "patch_size": 4,
+    },
+    "mm_tokens_per_image": 16,
+    "image_token_index": PLACE,
+}
+CONFIGS_BOTH_WAYS = {"Gemma3Config": WINDOWED}
+
+
 class Vision(NamedTuple):
     """A tiny model, transformers' and ours."""
 
@@ -117,7 +136,7 @@ def vision(folder: Path, name: str) -> Vision:
     """A checkpoint of random weights, read by both."""
     torch.manual_seed(0)
     path = folder / name
-    settings = getattr(transformers, name)(**CONFIGS[name])
+    settings = getattr(transformers, name)(**(CONFIGS | CONFIGS_BOTH_WAYS)[name])
     theirs = AutoModelForImageTextToText.from_config(settings, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in theirs.named_parameters():
@@ -144,6 +163,14 @@ def picture(rows: int, columns: int, seed: int) -> Image:
     return image
 
 
+def square(seed: int) -> Image:
+    """An image of one size, as Gemma 3 takes it."""
+    pixels = np.random.default_rng(seed).standard_normal((1, 3, 32, 32), np.float32)
+    image = Image(b"square %d" % seed, {"pixel_values": pixels}, 16)
+    NAMED.found[image.digest] = image
+    return image
+
+
 _random = random.Random(5)
 WIDE, TALL, LARGE, SMALL = picture(4, 8, 1), picture(8, 4, 2), picture(8, 8, 3), picture(4, 4, 4)
 
@@ -161,7 +188,11 @@ def prompt(*parts: int | Image) -> tuple[list[int], list[Image]]:
 
 FIRST = prompt(9, LARGE, 6)
 PROMPTS = [FIRST, prompt(3, WIDE, 1, TALL, 20), (FIRST[0] + [7, 8, 9], [LARGE]), prompt(11), prompt(2, SMALL, 3, LARGE)]
-IMAGES = {tuple(ids): images for ids, images in PROMPTS}
+ONE, OTHER = square(1), square(2)
+SQUARE = prompt(9, ONE, 6)
+SQUARES = [SQUARE, prompt(3, OTHER, 1, ONE, 20), (SQUARE[0] + [7, 8, 9], [ONE]), prompt(11), prompt(2, ONE, 3, OTHER)]
+ALL = [*PROMPTS, *SQUARES]
+IMAGES = {tuple(ids): images for ids, images in ALL}
 
 
 def ask(request_id: str, ids: Sequence[int], **fields: Any) -> Request:
@@ -169,7 +200,7 @@ def ask(request_id: str, ids: Sequence[int], **fields: Any) -> Request:
     images, spans, start = IMAGES[tuple(ids)], list[Span](), 0
     for image in images:
         start = ids.index(PLACE, start)
-        spans.append(Span(start, image.num_tokens, image.digest))
+        spans.append(Span(start, image.num_tokens, image.digest, is_atomic=image.grid is None))
         start += image.num_tokens
     return replace(request(request_id, ids, **fields), spans=tuple(spans), images=tuple(images))
 
@@ -183,14 +214,14 @@ class Theirs:
     def __call__(self, ids: torch.Tensor, **fields: Any) -> Any:
         context = ids[0].tolist()
         # Of those that it begins with, the longest.
-        images = max((len(known), i) for i, (known, _) in enumerate(PROMPTS) if context[: len(known)] == known)[1]
-        found = PROMPTS[images][1]
+        _, found = max((len(known), images) for known, images in ALL if context[: len(known)] == known)
         if not found:
             return self._model(ids, **fields)
         arrays = {
             name: torch.from_numpy(np.concatenate([each.arrays[name] for each in found])) for name in found[0].arrays
         }
-        return self._model(ids, mm_token_type_ids=(ids == PLACE).int(), **arrays, **fields)
+        kind = "mm_token_type_ids" if found[0].grid else "token_type_ids"
+        return self._model(ids, **{kind: (ids == PLACE).int()}, **arrays, **fields)
 
 
 def runner_of(found: Vision, config: SchedulerConfig) -> ModelRunner:
@@ -214,6 +245,21 @@ def test_torch_computes_them_without_the_native_library(folder: Path, monkeypatc
     monkeypatch.setattr(found.model, "_native", None)
     texts, config = [ids for ids, _ in PROMPTS], replace(TIGHT, num_blocks=18)
     runner = runner_of(found, config)
+    assert largest_difference(found.model, Theirs(found.theirs), texts, config, ask=ask, runner=runner) < 1e-4
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_images_that_attend_both_ways_are_computed_whole(
+    is_native: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = vision(folder, "Gemma3Config")
+    if not is_native:
+        monkeypatch.setattr(found.model, "_native", None)
+    groups = group_layers(found.model.states, torch.float32, 256)
+    config = settings(max_num_batched_tokens=18, num_blocks=60, windows=groups.windows, has_full=groups.has_full)
+    runner = make_runner(found.model, config, "auto" if is_native else "torch")
+    runner.take_images(found.tower, 1 << 20, num_threads=2)
+    texts = [ids for ids, _ in SQUARES]
     assert largest_difference(found.model, Theirs(found.theirs), texts, config, ask=ask, runner=runner) < 1e-4
 
 

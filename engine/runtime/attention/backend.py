@@ -39,6 +39,7 @@ class Batch:
     others: Sequence[Batch] = ()  # the same tokens in each further group of layers, with other slots and tables
     states: StepStates | None = None  # of a model with recurrent layers
     state_tensors: StateTensors | None = None  # the same, of a graph, which has them on the device alone
+    ends: Tensor | None = None  # [T] int32, where the positions end that a token sees; None: behind its own
 
     def of_group(self, kv_slots: Tensor, tables: Tensor, tables_host: Sequence[Sequence[int]]) -> Batch:
         """Return the same tokens with the slots and tables of another group."""
@@ -60,6 +61,7 @@ class BackendCapabilities:
     graphs: bool = False  # may be captured in a CUDA graph once prepared
     rotates: bool = False  # norms, rotates and stores in one pass: `rotate_and_attend`
     native: bool = False  # the native library attends by itself: `paged_layer`
+    both_ways: bool = False  # honours the `ends` of a batch
 
 
 class AttentionBackend(ABC):

@@ -19,7 +19,7 @@ from engine.runtime.native.library import DTYPES, AttendArgs, Pool, StoreArgs, n
 class CpuNativeAttention(AttentionBackend):
     """Few calls, no gathering, no padding."""
 
-    capabilities = BackendCapabilities(native=True)
+    capabilities = BackendCapabilities(native=True, both_ways=True)
 
     def __init__(self) -> None:
         library = native()
@@ -50,6 +50,7 @@ class CpuNativeAttention(AttentionBackend):
         args.query_starts = batch.query_starts.data_ptr()
         args.context_lens = batch.context_lens.data_ptr()
         args.block_tables = batch.block_tables.data_ptr()
+        args.ends = None if batch.ends is None else batch.ends.data_ptr()
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.backend import AttentionBackend
+from engine.runtime.attention.backend import AttentionBackend, BackendCapabilities
 from engine.runtime.kv_layout import AttentionSpec, from_pool, store
 
 
-def dense_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+def dense_attention(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int, ends: Tensor | None = None
+) -> Tensor:
     """Return attention of q [T, H, D] at positions from `start` over k [start + T, Hkv, D] and v [start + T, Hkv, Dv].
 
-    Computed in float64; the result [T, H, Dv] has q's dtype.
+    A query sees keys before its end in `ends` [T], by default those up to its own. Computed in float64; the result [T, H, Dv] has q's dtype.
     """
     group = spec.num_heads // spec.num_kv_heads
     wide_k, wide_v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
@@ -25,7 +27,7 @@ def dense_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     query_at = torch.arange(start, start + q.shape[0], device=q.device)[:, None]
     key_at = torch.arange(k.shape[0], device=q.device)[None, :]
-    is_visible = key_at <= query_at
+    is_visible = key_at <= query_at if ends is None else key_at < ends[:, None]
     if spec.window is not None:
         is_visible &= key_at > query_at - spec.window
     scores = scores.masked_fill(~is_visible, -torch.inf)
@@ -39,6 +41,8 @@ def dense_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start:
 
 class ReferenceAttention(AttentionBackend):
     """A backend that gathers each slice's rows."""
+
+    capabilities = BackendCapabilities(both_ways=True)
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend slice by slice."""
@@ -57,6 +61,7 @@ class ReferenceAttention(AttentionBackend):
             keys, *rest = (from_pool(each, q.dtype, spec.value_dim) for each in rows)
             values = rest[0] if rest else keys[..., : spec.out_dim]
             queries = q[row : row + num_queries]
-            pieces.append(dense_attention(spec, queries, keys, values, num_keys - num_queries))
+            ends = None if batch.ends is None else batch.ends[row : row + num_queries] - first * size
+            pieces.append(dense_attention(spec, queries, keys, values, num_keys - num_queries, ends))
             row += num_queries
         return torch.cat(pieces)

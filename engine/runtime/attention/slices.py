@@ -37,8 +37,9 @@ def view_slice(
     block_size: int,
     window: int | None,
     device: torch.device,
+    ends: Tensor | None = None,
 ) -> SliceView:
-    """Plan one slice whose last query sees `context` positions, less what a window hides."""
+    """Plan one slice whose last query sees `context` positions, less what a window hides; `ends` are a batch's."""
     start = context - num_queries
     first = 0 if window is None else max(0, start - window + 1)
     first_block = first // block_size
@@ -50,17 +51,19 @@ def view_slice(
         num_keys,
         first - first_block * block_size,
         to_device(blocks, torch.int64, device),
-        _mask(num_queries, num_keys, start - first, window, device),
+        _mask(num_queries, num_keys, start - first, window, device, None if ends is None else ends - first),
     )
 
 
-def _mask(num_queries: int, num_keys: int, start: int, window: int | None, device: torch.device) -> Tensor | None:
+def _mask(
+    num_queries: int, num_keys: int, start: int, window: int | None, device: torch.device, ends: Tensor | None
+) -> Tensor | None:
     is_hiding = window is not None and num_keys > window
-    if num_queries == 1 or (start == 0 and not is_hiding):
+    if num_queries == 1 or (start == 0 and not is_hiding and ends is None):
         return None
     query_at = torch.arange(start, start + num_queries, device=device)[:, None]
     key_at = torch.arange(num_keys, device=device)
-    mask = key_at <= query_at
+    mask = key_at <= query_at if ends is None else key_at < ends[:, None]
     return mask & (key_at > query_at - window) if is_hiding and window is not None else mask
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.runtime.attention.backend import AttentionBackend, Batch
+from engine.runtime.attention.backend import AttentionBackend, BackendCapabilities, Batch
 from engine.runtime.attention.slices import SliceView, attend_slice, view_slice
 from engine.runtime.kv_layout import AttentionSpec, store
 
 
 class TorchPagedAttention(AttentionBackend):
     """The blocks of each slice are gathered."""
+
+    capabilities = BackendCapabilities(both_ways=True)
 
     def prepare(self, batch: Batch) -> None:
         """Forget the last step; views are made for the first layer with each window."""
@@ -35,6 +37,7 @@ def _view_all(batch: Batch, block_size: int, window: int | None) -> list[SliceVi
     for num_queries, context, table in zip(
         batch.query_lens_host, batch.context_lens_host, batch.block_tables_host, strict=True
     ):
-        views.append(view_slice(row, num_queries, context, table, block_size, window, batch.kv_slots.device))
+        ends = None if batch.ends is None else batch.ends[row : row + num_queries]
+        views.append(view_slice(row, num_queries, context, table, block_size, window, batch.kv_slots.device, ends))
         row += num_queries
     return views

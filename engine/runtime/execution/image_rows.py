@@ -20,7 +20,7 @@ from engine.core.spans import Span
 from engine.core.step import Resources, RowStart
 from engine.images import Image
 from engine.runtime.execution.pieces import Pieces
-from engine.runtime.layers.vectors import Vectors
+from engine.runtime.native.decoder import Vectors
 from engine.runtime.transfer import to_device
 
 Embed = Callable[[Image], Tensor]  # an image to its vectors [1 + D, V, hidden] on the device
@@ -43,6 +43,14 @@ class _Row(NamedTuple):
         return found
 
 
+class ImageInputs(NamedTuple):
+    """What images make of a step, as far as it differs from text."""
+
+    vectors: Vectors | None
+    positions: Tensor | None  # [3, T]
+    ends: Tensor | None  # [T], as in a Batch
+
+
 class ImageRows:
     """The rows with images, by slot."""
 
@@ -63,11 +71,9 @@ class ImageRows:
         """Return whether a step has such rows."""
         return bool(self._rows) and any(piece.slot in self._rows for piece in slices)
 
-    def inputs(
-        self, slices: Sequence[SequenceSlice], positions: NDArray[np.int64]
-    ) -> tuple[Vectors | None, Tensor | None]:
-        """Return the vectors of a step, and its positions [3, T], if it has any; `positions` [T] are those of text."""
-        axes, first = np.tile(positions, (3, 1)), 0
+    def inputs(self, slices: Sequence[SequenceSlice], texts: NDArray[np.int64]) -> ImageInputs:
+        """Return what images make of a step; `texts` [T] are the positions of text."""
+        axes, ends, first = np.tile(texts, (3, 1)), texts + 1, 0
         places, parts, is_moved = list[int](), list[Tensor](), False
         for piece in slices:
             row = self._rows.get(piece.slot)
@@ -78,11 +84,18 @@ class ImageRows:
                 for span, begin, end in self._cover(row, piece):
                     places += range(first + begin - piece.start, first + end - piece.start)
                     parts.append(row.held[span.digest][:, begin - span.start : end - span.start])
+                    if span.is_atomic:
+                        ends[first + begin - piece.start : first + end - piece.start] = span.end
                 if piece.start + piece.num_tokens >= row.spans[-1].end:
                     row.held.clear()
             first += piece.num_tokens
         vectors = Vectors(to_device(places, torch.int64, self._device), torch.cat(parts, 1)) if parts else None
-        return vectors, to_device(axes, torch.int64, self._device) if is_moved else None
+        is_causal = (ends == texts + 1).all()
+        return ImageInputs(
+            vectors,
+            to_device(axes, torch.int64, self._device) if is_moved else None,
+            None if is_causal else to_device(ends, torch.int32, self._device),
+        )
 
     def _cover(self, row: _Row, piece: SequenceSlice) -> list[tuple[Span, int, int]]:
         """Return the spans that a slice covers, and what it covers of them; the row then holds their vectors."""

@@ -33,7 +33,7 @@ from engine.runtime.execution.pooling import Pooled, pool
 from engine.runtime.execution.ranks import ALONE, Ranks
 from engine.runtime.lora.adapter import group_rows
 from engine.runtime.models.causal_lm import CausalLM
-from engine.runtime.native.decoder import Streams
+from engine.runtime.native.decoder import Streams, Vectors
 from engine.runtime.pool.batch import BatchBuilder, Packet, scored_portions
 from engine.runtime.pool.groups import LayerGroups
 from engine.runtime.pool.kv_cache import KVCache
@@ -48,7 +48,6 @@ from engine.runtime.transfer import to_device
 if TYPE_CHECKING:
     from engine.runtime.execution.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack
     from engine.runtime.execution.image_rows import Embed, ImageRows, ImageVectors  # of models with a tower alone
-    from engine.runtime.layers.vectors import Vectors
 
 _RULED_OUT = Fault(
     "allowed_token_ids, bad_words and the other constraints of this answer leave no token to continue with; allow more.",
@@ -319,15 +318,17 @@ class ModelRunner:
             if batch.states is not None:
                 last = max(last, int(batch.states.written.max()))
             self._num_used_blocks = max(self._num_used_blocks, last + 1)
+        seen, vectors = batch, None
+        if self._images is not None and self._images.has(slices):
+            texts = packet.longs[packet.num_tokens : 2 * packet.num_tokens]
+            vectors, positions, ends = self._images.inputs(slices, texts)
+            for each in (batch, *batch.others):
+                each.ends = ends
+            seen = batch if positions is None else replace(batch, positions=positions)
         self._kv_cache.prepare(batch)
         heads = None if self.heads is None or self.heads.is_idle else self.heads
         returns_all = packet.keeps_all or (heads is not None and heads.needs_all)
         streams = None if heads is None else heads.new_streams(batch.ids)
-        seen, vectors = batch, None
-        if self._images is not None and self._images.has(slices):
-            texts = packet.longs[packet.num_tokens : 2 * packet.num_tokens]
-            vectors, positions = self._images.inputs(slices, texts)
-            seen = batch if positions is None else replace(batch, positions=positions)
         hidden = self._forward(slices, seen, None if returns_all else batch.sample_rows, streams, vectors)
         scores = self._score(slices, packet, hidden) if packet.scored else []
         pooled = pool(slices, [*accumulate(packet.query_lens[:-1], initial=0)], hidden) if packet.keeps_all else None

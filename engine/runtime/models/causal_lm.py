@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +13,7 @@ from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.adapters import Target
 from engine.runtime.layers.parts import LayerStates
 from engine.runtime.lora.adapter import AdapterRows
-from engine.runtime.native.decoder import Streams
-
-if TYPE_CHECKING:
-    from engine.runtime.layers.vectors import Vectors
+from engine.runtime.native.decoder import Streams, Vectors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

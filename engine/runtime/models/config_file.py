@@ -47,7 +47,15 @@ _WRAPPERS = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
 }
-TOWERS = ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")  # those of them whose images are served
+BOTH_WAYS = ("gemma3",)  # those whose images attend both ways
+TOWERS = (
+    *BOTH_WAYS,
+    "qwen2_5_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)  # those of them whose images are served
 _LLAMA = {
     "vocab_size": 32_000,
     "hidden_size": 4096,

@@ -25,7 +25,7 @@ from engine.runtime.layers.rope import Rotary
 from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, addends
 from engine.runtime.models.causal_lm import ModelCapabilities
-from engine.runtime.native.decoder import NativeDecoder, Streams
+from engine.runtime.native.decoder import NativeDecoder, Streams, Vectors
 from engine.runtime.native.library import DTYPES, DecoderArgs, native
 from engine.runtime.parallel.group import Group
 from engine.runtime.schemes.linear import Embedding, Linear, ShardedEmbedding
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from engine.runtime.layers.altup import AltUpLayer
     from engine.runtime.layers.altup import Streams as AltUpStreams
     from engine.runtime.layers.per_layer import PerLayerInputs
-    from engine.runtime.layers.vectors import Vectors
 
 
 class Decoder:

@@ -15,10 +15,12 @@ from engine.core.errors import ConfigError, MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress, ReportProgress
 from engine.files.formats import FORMATS, choose_format
 from engine.files.hf_config import HFConfig
+from engine.runtime.attention.table import load_backend
 from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.shards import Shards, blocks_of
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.config_file import (
+    BOTH_WAYS,
     TOWERS,
     check_mtp,
     is_native,
@@ -73,11 +75,17 @@ def load_model(
         ) from None
 
 
-def sees_images(config: EngineConfig, checkpoint: Checkpoint) -> bool:
+def sees_images(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> bool:
     """Return whether a model of Quire's own has a vision tower, which is served; `checkpoint` has its text half."""
     kind = checkpoint.config.values.get("text_of")
+    if kind in BOTH_WAYS and not _attends_both_ways(config, device):
+        return False
     is_asked = config.image_cache_memory > 0 and config.tensor_parallel_size == 1
     return is_asked and kind in TOWERS and (checkpoint.num_weights is None or bool(checkpoint.towers()))
+
+
+def _attends_both_ways(config: EngineConfig, device: torch.device) -> bool:
+    return load_backend(config.attention_backend, device).capabilities.both_ways
 
 
 def load_vision(config: EngineConfig, model: CausalLM, device: torch.device, report: ReportProgress) -> Tower | None:
@@ -85,7 +93,7 @@ def load_vision(config: EngineConfig, model: CausalLM, device: torch.device, rep
     checkpoint = open_checkpoint(config.load_format, Path(config.model), config.seed)
     whole = override(checkpoint.config, config.hf_overrides)
     checkpoint.config = servable(checkpoint.config, config.hf_overrides)
-    if not (isinstance(model, Decoder) and sees_images(config, checkpoint)):
+    if not (isinstance(model, Decoder) and sees_images(config, checkpoint, device)):
         return None
     report(Progress("vision", f"the tower of {checkpoint.config.text('text_of')}"))
     with TRANSFORMERS:
@@ -253,8 +261,16 @@ def load_decoder(
     model_config = read_own(checkpoint)
     config.check_length(model_config.max_positions)
     if checkpoint.config.has("text_of"):
-        seen = "text and images; sound is" if sees_images(config, checkpoint) else "text alone; images and sound are"
-        report(Progress("text", f"{checkpoint.config.text('text_of')} serves {seen} refused"))
+        seen = (
+            "text and images; sound is"
+            if sees_images(config, checkpoint, device)
+            else "text alone; images and sound are"
+        )
+        kind = checkpoint.config.text("text_of")
+        why = ""
+        if kind in BOTH_WAYS and not _attends_both_ways(config, device):
+            why = "; its images attend both ways, for which this device needs --attention-backend torch"
+        report(Progress("text", f"{kind} serves {seen} refused{why}"))
     if not model_config.has_head:
         _require_no_drafts(config)
         report(Progress("head", "the checkpoint has no LM head; the model makes vectors, and generation is refused"))

@@ -7,6 +7,7 @@ this module, and transformers with it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -29,18 +30,17 @@ class Tower:
 
     def check(self, image: Image) -> None:
         """Raise InvalidRequestError for arrays that are not the tower's."""
-        vision = self._model.config.vision_config
-        size, given = (
-            vision.spatial_merge_size,
-            {name: array.tolist() if array.size < 4 else array.shape for name, array in image.arrays.items()},
-        )
-        frames, rows, columns = image.grid or (0, 0, 0)
-        patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        wanted = {
-            "pixel_values": (image.num_tokens * size**2, patch),
-            "image_grid_thw": [[frames, rows * size, columns * size]],
-        }
-        if given != wanted or frames * rows * columns != image.num_tokens:
+        config, vision = self._model.config, self._model.config.vision_config
+        given = {name: array.tolist() if array.size < 4 else array.shape for name, array in image.arrays.items()}
+        if hasattr(vision, "temporal_patch_size"):
+            size, grid = vision.spatial_merge_size, image.grid or (0, 0, 0)
+            patch, num = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2, prod(grid)
+            sides = [[grid[0], grid[1] * size, grid[2] * size]]
+            wanted: dict[str, object] = {"pixel_values": (num * size**2, patch), "image_grid_thw": sides}
+        else:
+            num, side = config.mm_tokens_per_image, vision.image_size
+            wanted = {"pixel_values": (1, vision.num_channels, side, side)}
+        if given != wanted or num != image.num_tokens:
             raise InvalidRequestError(
                 "An image's numbers are not what this model's vision tower takes.", param="messages"
             )

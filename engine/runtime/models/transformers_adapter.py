@@ -36,13 +36,12 @@ from engine.runtime.kv_layout import AttentionSpec, StateSpec
 from engine.runtime.layers.adapters import Target
 from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.layers.rope_config import describe_longrope
-from engine.runtime.layers.vectors import Vectors
 from engine.runtime.lora.adapter import AdapterRows
 from engine.runtime.models.causal_lm import ModelCapabilities
 from engine.runtime.models.config_file import read_model_config
 from engine.runtime.models.fill import check_size
 from engine.runtime.models.servable import SERVABLE_LAYERS
-from engine.runtime.native.decoder import Streams
+from engine.runtime.native.decoder import Streams, Vectors
 from engine.runtime.weights.checkpoint import Checkpoint
 from engine.settings.engine_config import EngineConfig
 from engine.system.calls import foreign_code

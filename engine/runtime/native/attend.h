@@ -23,6 +23,7 @@ struct scratch {
     struct copies copies;
     size_t num_rows, strip_rows; /* of the task; of each strip but the last */
     int64_t position;            /* of the task's first query; shared keys are all before it */
+    const int32_t *ends;         /* of the task's queries; NULL: behind their own keys */
 };
 
 INLINE int64_t group_of(const struct attend_args *a) { return a->num_heads / a->pool.num_kv_heads; }
@@ -183,9 +184,10 @@ __attribute__((noinline)) static void soften(const struct attend_args *a, struct
     for (size_t i = 0; i < num; i++) {
         int64_t low = 0, high = end - key;
         if (!all_see_all) {
-            int64_t position = first + (int64_t)(r + i) / group;
+            int64_t query = (int64_t)(r + i) / group, position = first + query;
+            int64_t visible = s->ends ? s->ends[query] : position + 1;
             if (a->window) low = position - a->window + 1 - key;
-            if (position + 1 < end) high = position + 1 - key;
+            if (visible < end) high = visible - key;
         }
         peaks[i] = highest(a, chunk, s->scores + i * CHUNK, columns, low, high);
     }
@@ -204,7 +206,7 @@ __attribute__((noinline)) static void soften(const struct attend_args *a, struct
 INLINE size_t tiles_seen(const struct attend_args *a, const struct scratch *s, size_t num_tiles, size_t last,
                          int64_t key) {
     int64_t visible = s->position + 1 - key; /* of the first query */
-    if (visible >= (int64_t)num_tiles * TILE) return num_tiles;
+    if (s->ends || visible >= (int64_t)num_tiles * TILE) return num_tiles;
     visible += (int64_t)(last - 1) / group_of(a);
     size_t num = visible > 0 ? (size_t)(visible + TILE - 1) / TILE : 0;
     return num < num_tiles ? num : num_tiles;
@@ -316,6 +318,7 @@ INLINE void attend_as(const struct attend_args *a, const struct attend_task *tas
     if (!task->sharers)
         s->position = a->context_lens[task->slice] - a->query_starts[task->slice + 1] + a->query_starts[task->slice] +
                       task->first_query;
+    s->ends = a->ends && !task->sharers ? a->ends + a->query_starts[task->slice] + task->first_query : NULL;
     load_rows(a, task, s, kind);
     for (int64_t span = 0; task->before && span < task->key_begin / SPAN; span++, is_first = 0) {
         read_record(&s->span, rows, dim, task->before + span * task->before_stride);

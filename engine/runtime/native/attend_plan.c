@@ -58,13 +58,17 @@ static struct attend_task cover(const struct plan *plan, int64_t slice, int64_t 
     const struct attend_args *a = plan->args;
     int64_t num_queries = a->query_starts[slice + 1] - a->query_starts[slice];
     int64_t start = a->context_lens[slice] - num_queries + first;
-    int64_t begin = a->window ? start - a->window + 1 : 0;
+    int64_t begin = a->window ? start - a->window + 1 : 0, end = start + num;
+    for (int64_t i = 0; a->ends && i < num; i++) {
+        int64_t visible = a->ends[a->query_starts[slice] + first + i];
+        if (visible > end) end = visible;
+    }
     return (struct attend_task){
         .slice = slice,
         .first_query = first,
         .num_queries = num,
         .key_begin = begin > 0 ? begin / CHUNK * CHUNK : plan->shares[slice].num_keys,
-        .key_end = start + num,
+        .key_end = end,
     };
 }
 

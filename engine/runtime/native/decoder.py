@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import Structure, addressof, c_int64
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,10 +35,6 @@ from engine.runtime.native.library import (
     StoreArgs,
     native,
 )
-
-if TYPE_CHECKING:
-    from engine.runtime.layers.rope_config import Frequencies
-    from engine.runtime.layers.vectors import Vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +67,13 @@ class Streams(NamedTuple):
 
     layers: Sequence[int]  # ascending
     out: Tensor  # [T, len(layers), hidden] in the model's type, contiguous
+
+
+class Vectors(NamedTuple):
+    """Rows of a step whose embeddings are given, as of images; no multiplier of embeddings applies to them."""
+
+    rows: Tensor  # [V] int64
+    values: Tensor  # [1 + D, V, hidden]: the embeddings, then what is added behind each of the first D layers
 
 
 def norm_args(weight: Tensor | None) -> NormWeight:
@@ -106,13 +109,13 @@ class NativeDecoder:
         library: Library,
         description: DecoderArgs,
         layers: Sequence[LayerArgs],
-        rotaries: Sequence[Frequencies],
+        rotaries: Sequence[tuple[Tensor, float, Tensor | None]],
         *,
         embedding: Tensor | LinearArgs,
         norm: Tensor,
         dtype: torch.dtype,
     ) -> None:
-        """`description` has its numbers set.
+        """`description` has its numbers set; rotaries are (frequencies [dim / 2], magnitude, the axes of frequencies if several).
 
         C holds the tensors' addresses, and the model the tensors. An embedding given as LinearArgs is a packed
         matrix, perhaps that of the head.

@@ -72,6 +72,7 @@ SHARED struct attend_args {
     const int32_t *context_lens; /* [num_slices], the slice's own tokens included */
     const int32_t *block_tables; /* [num_slices, table_stride] */
     const float *sinks;          /* [num_heads] or NULL */
+    const int32_t *ends;         /* [tokens]: where the keys that a query sees end; NULL: behind its own */
     int64_t window;              /* 0: none */
     float scale, softcap;        /* softcap 0: none */
 };
