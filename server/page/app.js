@@ -73,7 +73,7 @@ async function connect() {
     const { data: models } = await getJson("v1/models");
     showModels(models);
     byId("model-name").textContent = models[0].id;
-    desk.setModels(models.map((model) => model.id));
+    desk.setModels(models);
     byId("key-dialog").close();
     live.start();
   } catch (error) {

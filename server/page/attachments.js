@@ -1,16 +1,39 @@
-// Files of text that go with a message: chosen or dropped, read in the browser, and shown as chips.
+// Files of text and pictures that go with a message: chosen, dropped or pasted, read in the browser, and shown as chips.
 
 import { el, iconButton } from "./dom.js";
 import { notify } from "./notices.js";
 
 const MAX_BYTES = 256 * 1024; // of one file: more than the context of most models
 const MAX_FILES = 8; // of one message
+const MAX_SIDE = 2048; // pixels of a picture: more is more than most models see
 
 const size = (bytes) => (bytes < 1024 ? `${bytes} bytes` : `${(bytes / 1024).toLocaleString("en-US", { maximumFractionDigits: 1 })} KB`);
 
-/** Return a file's text as { name, text }. Throws a sentence. */
-async function read(file) {
+/** Return a picture as { name, text: "", image }: an address that holds it, no larger than a model sees it. Throws a sentence. */
+async function readPicture(name, file) {
+  let picture;
+  try {
+    picture = await createImageBitmap(file); // upright, and of any format that this browser knows
+  } catch {
+    throw new Error(`${name} is no picture that this browser can read.`);
+  }
+  const scale = Math.min(1, MAX_SIDE / Math.max(picture.width, picture.height));
+  const [width, height] = [picture.width, picture.height].map((side) => Math.max(1, Math.round(side * scale)));
+  const canvas = el("canvas", { width, height });
+  const context = canvas.getContext("2d");
+  context.fillStyle = "#fff"; // behind what is transparent
+  context.fillRect(0, 0, width, height);
+  context.drawImage(picture, 0, 0, width, height);
+  picture.close();
+  return { name, text: "", image: canvas.toDataURL("image/jpeg", 0.92) };
+}
+
+/** Return a file as { name, text }, a picture with its `image` if the model takes some. Throws a sentence. */
+async function read(file, takesPictures) {
   const name = file.name.replace(/\s+/g, " ").slice(0, 200);
+  if (takesPictures && file.type.startsWith("image/") && file.type !== "image/svg+xml") {
+    return readPicture(name, file);
+  }
   if (file.size > MAX_BYTES) {
     throw new Error(`${name} has ${size(file.size)}; attach files of at most ${size(MAX_BYTES)}.`);
   }
@@ -28,14 +51,14 @@ async function read(file) {
 }
 
 /** Return the files of `known` and those of a FileList that could be read; the others are reported. */
-export async function readAll(known, files) {
+export async function readAll(known, files, takesPictures) {
   const kept = [...known];
   for (const file of files) {
     try {
       if (kept.length >= MAX_FILES) {
         throw new Error(`A message takes at most ${MAX_FILES} files; ${file.name} is left out.`);
       }
-      kept.push(await read(file));
+      kept.push(await read(file, takesPictures));
     } catch (error) {
       notify(error.message, { isError: true });
     }
@@ -46,10 +69,13 @@ export async function readAll(known, files) {
 /** Return a list of chips; `remove(file)` is called by their buttons, if there is one. */
 export function chips(files, remove) {
   const made = files.map((file) => {
+    const close = remove ? [iconButton(`Remove ${file.name}`, "close", () => remove(file))] : [];
+    if (file.image?.startsWith("data:image/")) { // the page's policy loads no others
+      return el("li", { className: "picture" }, el("img", { src: file.image, alt: file.name, title: file.name }), ...close);
+    }
     const label = el("span", { textContent: file.name });
     const note = el("span", { className: "note", textContent: size(new Blob([file.text]).size) });
-    const close = iconButton(`Remove ${file.name}`, "close", () => remove(file));
-    return el("li", { className: "file", title: file.name }, label, note, ...(remove ? [close] : []));
+    return el("li", { className: "file", title: file.name }, label, note, ...close);
   });
   return el("ul", { className: "files", hidden: !files.length, attrs: { "aria-label": "Attached files" } }, ...made);
 }

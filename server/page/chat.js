@@ -19,6 +19,7 @@ const PROMPTS = { // which a small model answers well
 
 export class Chat {
   names = []; // of the models
+  #sees = new Set(); // those that take pictures
   #views = []; // a Question or an Answer of each message from #first on
   #first = 0;
   #frame = 0;
@@ -71,9 +72,11 @@ export class Chat {
     this.composer.input.focus();
   }
 
-  /** Offer models, if there is a choice. */
-  setModels(names) {
+  /** Offer models, if there is a choice: { id, input_modalities }. */
+  setModels(models) {
+    const names = models.map(({ id }) => id);
     this.names = names;
+    this.#sees = new Set(models.filter((model) => model.input_modalities?.includes("image")).map(({ id }) => id));
     this.models.replaceChildren(...names.map((name) => new Option(name)));
     this.models.hidden = names.length < 2;
     this.showSettings();
@@ -86,6 +89,7 @@ export class Chat {
       settings.model = ""; // no longer served: the first is
     }
     this.models.value = settings.model || (this.names[0] ?? "");
+    this.composer.setPictures(this.#isChat && this.#sees.has(this.models.value));
     this.composer.input.placeholder = this.#isChat ? "Ask something" : "Begin a text";
     this.element.classList.toggle("completion", !this.#isChat);
     if (!this.session.messages.length) {

@@ -1,5 +1,5 @@
-// Where a message is typed: Enter sends, Shift+Enter breaks the line, Escape stops. Files of text are chosen or dropped.
-// A draft survives a reload, its files do not.
+// Where a message is typed: Enter sends, Shift+Enter breaks the line, Escape stops. Files of text, and pictures where the
+// model takes some, are chosen, dropped or pasted. A draft survives a reload, its files do not.
 
 import { chips, readAll } from "./attachments.js";
 import { el, icon, iconButton, onSubmit, recall, remember } from "./dom.js";
@@ -17,6 +17,7 @@ export class Composer {
   #id = "";
   #isBusy = false;
   #files = [];
+  #takesPictures = false;
 
   /** `send(text, files)` asks; `stop()` stops the answer. */
   constructor({ send, stop }) {
@@ -27,8 +28,11 @@ export class Composer {
     this.button = el("button", { type: "submit", className: "send" });
     this.chooser = el("input", { type: "file", multiple: true, hidden: true, attrs: { "aria-label": "Files of text" } });
     const attach = iconButton("Attach text files", "attach", () => this.chooser.click());
+    this.album = el("input", { type: "file", accept: "image/*", multiple: true, hidden: true, attrs: { "aria-label": "Pictures" } });
+    this.picture = iconButton("Attach pictures", "picture", () => this.album.click()); // a phone offers its camera, too
     this.chips = chips([]);
-    this.element = el("form", { className: "composer" }, this.chips, attach, this.chooser, this.input, this.button);
+    this.element = el("form", { className: "composer" }, this.chips, attach, this.picture, this.chooser, this.album, this.input, this.button);
+    this.setPictures(false);
     this.#listen();
     this.setBusy(false);
   }
@@ -42,6 +46,12 @@ export class Composer {
     this.setBusy(this.#isBusy);
   }
 
+  /** Offer pictures, if the model takes some. */
+  setPictures(areTaken) {
+    this.#takesPictures = areTaken;
+    this.picture.hidden = !areTaken;
+  }
+
   /** Take files that are dropped on an element. */
   takeDrops(element) {
     element.addEventListener("drop", ({ dataTransfer }) => dataTransfer.files.length && this.#attach(dataTransfer.files));
@@ -49,7 +59,7 @@ export class Composer {
 
   async #attach(files) {
     const id = this.#id;
-    const read = await readAll(this.#files, files);
+    const read = await readAll(this.#files, files, this.#takesPictures);
     if (id === this.#id) { // else another chat was opened meanwhile
       this.#show(read);
     }
@@ -98,9 +108,17 @@ export class Composer {
 
   #listen() {
     onSubmit(this.element, () => (this.#isBusy ? this.stop() : this.submit()));
-    this.chooser.addEventListener("change", async () => {
-      await this.#attach(this.chooser.files);
-      this.chooser.value = ""; // so that the same file can be chosen again
+    for (const chooser of [this.chooser, this.album]) {
+      chooser.addEventListener("change", async () => {
+        await this.#attach(chooser.files);
+        chooser.value = ""; // so that the same file can be chosen again
+      });
+    }
+    this.input.addEventListener("paste", (event) => {
+      if (event.clipboardData.files.length) { // else it is text
+        event.preventDefault();
+        this.#attach(event.clipboardData.files);
+      }
     });
     this.input.addEventListener("input", () => this.#changed());
     this.input.addEventListener("keydown", (event) => {

@@ -33,18 +33,24 @@ export function newConversation(settings = {}) {
 /** crypto.randomUUID is missing on plain HTTP. */
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 
-/** Return a message of the user; its `files` are { name, text }. */
+/** Return a message of the user; its `files` are { name, text }, pictures have an `image`, an address that holds them. */
 export const userMessage = (content, files = []) => ({ role: "user", content, files });
 
 /** Return a message's text with its files before it, each as a fenced block under its name. */
 export function textOf({ content, files = [] }) {
-  const blocks = files.map(({ name, text }) => {
+  const blocks = files.filter(({ image }) => !image).map(({ name, text }) => {
     const longest = Math.max(2, ...Array.from(text.matchAll(/`{3,}/g), ([run]) => run.length));
     const fence = "`".repeat(longest + 1);
     return `File ${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
   });
   return [...blocks, content].filter(Boolean).join("\n\n");
 }
+
+/** Return a message's pictures as parts of a request. */
+const picturesOf = ({ files = [] }) =>
+  files.filter(({ image }) => image).map(({ image }) => ({ type: "image_url", image_url: { url: image } }));
+
+const partsOf = (content) => (typeof content === "string" ? [{ type: "text", text: content }] : content);
 
 /** Return an answer before its first token. Its tool calls are { id, name, arguments, result }. */
 export const emptyAnswer = () => ({ role: "assistant", content: "", reasoning: "", calls: [], facts: {}, error: "" });
@@ -81,6 +87,9 @@ export function requestFor({ settings, messages }, index, { continues = false } 
   const stop = settings.stop.split("\n").filter((line) => line !== "");
   Object.assign(body, stop.length ? { stop } : {});
   if (settings.api === "completion") {
+    if (picturesOf(messages[index - 1]).length) {
+      throw new Error("A completion takes no pictures; choose the chat API in the settings.");
+    }
     const answered = continues ? messages[index].content : "";
     const bounded = { max_tokens: COMPLETION_TOKENS, ...body }; // the API's default is 16
     return { path: "v1/completions", body: { ...bounded, prompt: textOf(messages[index - 1]) + answered } };
@@ -98,7 +107,9 @@ export function requestFor({ settings, messages }, index, { continues = false } 
 function joinQuestions(turns, turn) {
   const last = turns.at(-1);
   if (turn.role === "user" && last?.role === "user") {
-    return [...turns.slice(0, -1), { role: "user", content: `${last.content}\n\n${turn.content}` }];
+    const isText = typeof last.content === "string" && typeof turn.content === "string";
+    const content = isText ? `${last.content}\n\n${turn.content}` : [...partsOf(last.content), ...partsOf(turn.content)];
+    return [...turns.slice(0, -1), { role: "user", content }];
   }
   turns.push(turn);
   return turns;
@@ -108,6 +119,10 @@ function joinQuestions(turns, turn) {
 function forRequest(message) {
   const { role, calls = [], reasoning } = message;
   const content = textOf(message);
+  const pictures = picturesOf(message);
+  if (pictures.length) {
+    return [{ role, content: [...pictures, ...(content ? partsOf(content) : [])] }];
+  }
   if (role === "user" || !calls.length) {
     return content ? [{ role, content }] : []; // an answer that failed says nothing
   }

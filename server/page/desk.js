@@ -46,9 +46,9 @@ export class Desk {
     await this.#list();
   }
 
-  setModels(names) {
-    this.#models = names;
-    this.chats.forEach((chat) => chat.setModels(names));
+  setModels(models) {
+    this.#models = models;
+    this.chats.forEach((chat) => chat.setModels(models));
   }
 
   /** Show a kept conversation in the first chat, unless it is on the screen. */

@@ -4,7 +4,7 @@
 import { titleOf } from "./conversation.js";
 
 const MAX_CONVERSATIONS = 1000;
-const MAX_CHARS = 8_000_000; // of one conversation as JSON
+const MAX_CHARS = 32_000_000; // of one conversation as JSON, with its pictures
 
 class StoreError extends Error {}
 

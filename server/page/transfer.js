@@ -6,7 +6,7 @@ import { el } from "./dom.js";
 
 const FORMAT = "quire-chats";
 const MAX_FILE = 100_000_000; // bytes
-const USER = userMessage("", [{ name: "", text: "" }]);
+const USER = userMessage("", [{ name: "", text: "", image: "" }]);
 const ASSISTANT = { ...emptyAnswer(), calls: [{ id: "", name: "", arguments: "", result: "" }] };
 
 /** Offer conversations as a file of JSON, which readFile takes. */
@@ -27,7 +27,7 @@ function toMarkdown(conversation) {
     if (message.reasoning) {
       parts.push(`<details><summary>Reasoning</summary>\n\n${message.reasoning}\n\n</details>`);
     }
-    parts.push(textOf(message));
+    parts.push(...(message.files ?? []).filter(({ image }) => image).map(({ name }) => `Picture ${name}`), textOf(message));
     for (const { name, arguments: args, result } of message.calls ?? []) {
       parts.push(`Tool call \`${name}\`:\n\n\`\`\`json\n${args}\n\`\`\``);
       parts.push(...(result === null ? [] : [`Result:\n\n\`\`\`\n${result}\n\`\`\``]));

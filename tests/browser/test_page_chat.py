@@ -9,6 +9,8 @@ from pathlib import Path
 
 from playwright.sync_api import Locator, Page, Route, expect
 
+from engine.core.types import Request
+from tests.http.fake_images import TEMPLATE, picture, preprocessor
 from tests.http.harness import Live, eventually
 
 Serve = Callable[..., Live]
@@ -177,6 +179,48 @@ def test_chats_are_exported_and_imported(serve: Serve, open_page: Open, tmp_path
     page.get_by_role("button", name="Done").click()
     page.locator("#import-file").set_input_files(tmp_path / "a.md")
     expect(page.locator("#notice")).to_contain_text("The file is not JSON")
+
+
+def test_a_picture_goes_with_the_message(serve: Serve, open_page: Open) -> None:
+    """On a phone: chosen, pasted and dropped, shown in the chat, sent to the model, kept over a reload."""
+    live = serve(template=TEMPLATE, images=preprocessor, place="thread")
+    found: list[Request] = []
+    submit = live.engine.submit
+    live.engine.submit = lambda *given: (found.extend(given), submit(*given))[1]
+    page = open_page(live, viewport={"width": 390, "height": 700})
+    shot = {"name": "photo.png", "mimeType": "image/png", "buffer": picture(48, 32)}
+    page.get_by_role("button", name="Attach pictures").wait_for()
+    page.get_by_label("Pictures", exact=True).set_input_files([shot])
+    pictures = page.locator(".composer .picture img")
+    expect(pictures).to_have_count(1)
+    add = """([place, kind, bytes]) => {
+      const data = new DataTransfer();
+      data.items.add(new File([new Uint8Array(bytes)], "more.png", { type: "image/png" }));
+      const event = kind === "paste" ? new ClipboardEvent(kind, { clipboardData: data, bubbles: true, cancelable: true })
+        : new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true });
+      document.querySelector(place).dispatchEvent(event);
+    }"""
+    page.evaluate(add, [".composer textarea", "paste", list(picture(24, 16))])
+    expect(pictures).to_have_count(2)
+    page.evaluate(add, [".chat", "drop", list(picture(16, 16))])
+    expect(pictures).to_have_count(3)
+    page.get_by_role("button", name="Remove more.png").last.click()
+    expect(pictures).to_have_count(2)
+    ask(page, "What is it?")
+    expect(page.locator(".bubble .picture img")).to_have_count(2)
+    expect(page.locator(".composer .picture")).to_have_count(0)
+    eventually(lambda: [image.grid for request in found for image in request.images] == [(1, 4, 6), (1, 2, 3)])
+    reload(page, "What is it?")
+    shown = page.locator(".bubble .picture img")
+    expect(shown).to_have_count(2)
+    assert shown.first.evaluate("(image) => [image.naturalWidth, image.naturalHeight]") == [48, 32]
+
+
+def test_a_model_of_text_alone_is_offered_no_pictures(serve: Serve, open_page: Open) -> None:
+    page = open_page(serve())
+    expect(page.locator(".chat .composer")).to_be_visible()
+    expect(page.locator("#model-name")).to_have_text("parrot")
+    expect(page.get_by_role("button", name="Attach pictures")).to_be_hidden()
 
 
 def test_a_file_of_text_goes_with_the_message(serve: Serve, open_page: Open, tmp_path: Path) -> None:
