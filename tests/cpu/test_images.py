@@ -21,6 +21,7 @@ from engine.core.errors import InvalidRequestError
 from engine.core.spans import Span
 from engine.core.types import Request, StepEvents
 from engine.images import Image
+from engine.runtime.cuda import available
 from engine.runtime.execution.pieces import Pieces
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.models.decoder import Decoder
@@ -32,6 +33,7 @@ from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from tests.cpu.engine_logprobs import TIGHT, largest_difference
 from tests.cpu.model_driver import CPU, NAMED, Served, make_runner, request, serve, settings, state_blocks
+from tests.fake_device import CUDA, fake_device
 from tests.patience import PATIENCE_S
 
 PLACE = 100  # the id of a placeholder
@@ -145,11 +147,14 @@ def vision(folder: Path, name: str) -> Vision:
             else:
                 parameter.normal_(std=0.3 if "embed" in key else 0.15)
     theirs.save_pretrained(path)
-    config = EngineConfig(model=str(path), dtype="float32")
-    model = load_model(config, CPU, torch.float32, lambda progress: None)
-    assert isinstance(model, Decoder)
     checkpoint = open_checkpoint("auto", path)
-    return Vision(path, theirs, model, load_tower(checkpoint.config, checkpoint, torch.float32, CPU))
+    return Vision(path, theirs, load_on(CPU, path), load_tower(checkpoint.config, checkpoint, torch.float32, CPU))
+
+
+def load_on(device: torch.device, path: Path) -> Decoder:
+    model = load_model(EngineConfig(model=str(path), dtype="float32"), device, torch.float32, lambda progress: None)
+    assert isinstance(model, Decoder)
+    return model
 
 
 def picture(rows: int, columns: int, seed: int) -> Image:
@@ -261,6 +266,25 @@ def test_images_that_attend_both_ways_are_computed_whole(
     runner.take_images(found.tower, 1 << 20, num_threads=2)
     texts = [ids for ids, _ in SQUARES]
     assert largest_difference(found.model, Theirs(found.theirs), texts, config, ask=ask, runner=runner) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["Qwen3VLConfig", "Gemma3Config"])
+def test_a_gpu_says_what_a_cpu_says(name: str, folder: Path) -> None:
+    found, config = vision(folder, name), settings(max_num_batched_tokens=20, num_blocks=60, block_size=16)
+    prompts = SQUARES if name in CONFIGS_BOTH_WAYS else PROMPTS
+    made = {image.digest: found.tower(image) for _, images in prompts for image in images}
+
+    def answers(device: torch.device, model: Decoder) -> dict[tuple[str, int], list[int]]:
+        runner = make_runner(model, config, "torch", device=device)
+        runner.take_images(lambda image: made[image.digest].to(device), 1 << 20, num_threads=1)
+        asked = [ask(f"{i}", ids, max_tokens=4) for i, (ids, _) in enumerate(prompts)]
+        return serve(model, config, asked, depth=1, apart=1, runner=runner).ids
+
+    with pytest.MonkeyPatch.context() as patch, fake_device() as device:
+        patch.setattr(available, "has_triton", lambda device: False)
+        said = answers(CUDA, load_on(CUDA, found.path))
+        assert device.num_launches > 50
+    assert said == answers(CPU, found.model)
 
 
 @pytest.mark.parametrize("name", ["Qwen3VLConfig", "Qwen3_5Config"])

@@ -19,6 +19,7 @@ from engine.runtime.layers import layer
 from engine.runtime.layers.parts import LayerAttention
 from engine.runtime.models.load import load_model
 from engine.settings.engine_config import EngineConfig
+from tests.cpu import test_images
 from tests.cpu.model_driver import TinyModel, make_runner, request, serve, settings, state_blocks
 from tests.cpu.test_models_families import CASES, Case, save_tiny
 from tests.cpu.test_speculation import Prophet
@@ -60,6 +61,30 @@ def test_graphs_wait_for_what_they_read() -> None:
     for site in sites:
         with pytest.raises(OrderError):
             launched(dropped=site)
+
+
+def test_graphs_turn_tokens_behind_images(tmp_path: Path) -> None:
+    """The positions of a slot's tokens go on behind its images, and are those of text for the next that has the slot."""
+    found = test_images.vision(tmp_path, "Qwen3VLConfig")
+    config = settings(max_num_seqs=2, max_model_len=64, num_blocks=24, block_size=8, max_num_batched_tokens=64)
+    prompts = [test_images.PROMPTS[index] for index in (4, 3, 3)]
+    made = {image.digest: found.tower(image) for _, images in prompts for image in images}
+
+    def run(device: torch.device) -> Ids:
+        model = test_images.load_on(device, found.path)
+        is_device = device.type == "cuda"
+        runner = make_runner(model, config, "triton" if is_device else "auto", device=device)
+        runner.take_images(lambda image: made[image.digest].to(device), 1 << 20, num_threads=1)
+        if is_device:
+            runner.capture(lambda progress: None)
+        asked = [test_images.ask(f"{i}", ids, max_tokens=3 + i) for i, (ids, _) in enumerate(prompts)]
+        return serve(model, config, asked, depth=int(is_device), runner=runner).ids
+
+    with pytest.MonkeyPatch.context() as patch, fake_device() as device, watched_kernels():
+        patch.setattr(available, "has_triton", lambda device: device.type == "cuda")
+        said = run(CUDA)
+        assert device.num_graphs == 2
+    assert said == run(torch.device("cpu"))
 
 
 class Asking(TinyModel):

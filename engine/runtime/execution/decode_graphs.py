@@ -80,11 +80,12 @@ class DecodeGraphs:
         last_ids: Tensor,
         tables: RowTables,
         group: Group = SINGLE,
+        deltas: Tensor | None = None,
     ) -> None:
-        """`last_ids` [max_num_seqs + 1] int64 is the runner's; its last slot is for padding. So are `tables`."""
+        """`last_ids` [max_num_seqs + 1] int64 is the runner's; its last slot is for padding. So are `tables`, and `deltas`."""
         self._group = group
         self._model, self._kv_cache, self._last_ids = model, kv_cache, last_ids
-        self._inputs = DecodeInputs(config, last_ids.device, tables)
+        self._inputs = DecodeInputs(config, last_ids.device, tables, deltas)
         self._sets = [_GraphSet(min(_PLANNED_CONTEXT, config.max_model_len), graph_sizes(config.max_num_seqs), {})]
         if config.max_model_len > _PLANNED_CONTEXT:
             self._sets.append(_GraphSet(config.max_model_len, long_graph_sizes(config.max_num_seqs), {}))

@@ -57,7 +57,11 @@ def longest_context(rows: DecodeRows) -> int:
 class DecodeInputs:
     """Rows of a step with one token a sequence; padding rows after them have no effect."""
 
-    def __init__(self, config: SchedulerConfig, device: torch.device, tables: RowTables) -> None:
+    def __init__(
+        self, config: SchedulerConfig, device: torch.device, tables: RowTables, deltas: Tensor | None = None
+    ) -> None:
+        """`deltas` [max_num_seqs + 1] int64 are by slot what is added to positions behind images; None: nothing."""
+        self._deltas = deltas
         num_seqs, self._block_size = config.max_num_seqs, config.block_size
         self._host_tables, self._num_groups = tables, config.num_groups
         num_fields = len(_Field) + 2 * config.num_groups
@@ -140,7 +144,7 @@ class DecodeInputs:
             tables.view(-1).index_copy_(0, places, last.int())
         batch = Batch(
             ids=torch.where(known < 0, last_ids.index_select(0, slots), known),
-            positions=position.clamp(min=0),
+            positions=position.clamp(min=0) if self._deltas is None else self._moved(position, slots),
             kv_slots=kv_slots[0],
             block_tables=self._tables[0].index_select(0, slots),
             query_starts=self._query_starts[: num_rows + 1],
@@ -167,6 +171,10 @@ class DecodeInputs:
             position=position + 1,
         )
         return batch, draws, slots
+
+    def _moved(self, position: Tensor, slots: Tensor) -> Tensor:
+        assert self._deltas is not None
+        return position.clamp(min=0) + self._deltas.index_select(0, slots)
 
     def _state_tensors(self, slots: Tensor, starts: Tensor) -> StateTensors:
         """Return the slots of rows with one token each, all of which is kept."""

@@ -54,22 +54,31 @@ class ImageInputs(NamedTuple):
 class ImageRows:
     """The rows with images, by slot."""
 
-    def __init__(self, embed: Embed, resources: Resources, device: torch.device) -> None:
+    def __init__(self, embed: Embed, resources: Resources, device: torch.device, max_rows: int) -> None:
         self._embed, self._resources, self._device = embed, resources, device
         self._rows: dict[int, _Row] = {}
+        # By slot, on the device: what is added to the index of a token behind the prompt's images.
+        self.deltas = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
 
     def follow(self, rows: Sequence[RowStart]) -> None:
         """Begin rows."""
+        changed = dict[int, int]()
         for row in rows:
-            self._rows.pop(row.slot, None)
+            if self._rows.pop(row.slot, None) is not None:
+                changed[row.slot] = 0
             if row.spans:
                 grids = [self._image(span).grid for span in row.spans]
                 positions, delta = _positions(row.num_prompt, row.spans, grids)
                 self._rows[row.slot] = _Row(row.spans, positions, delta, {})
+                changed[row.slot] = delta
+        if changed:
+            slots, deltas = (to_device(list(each), torch.int64, self._device) for each in (changed, changed.values()))
+            self.deltas.index_copy_(0, slots, deltas)
 
-    def has(self, slices: Sequence[SequenceSlice]) -> bool:
-        """Return whether a step has such rows."""
-        return bool(self._rows) and any(piece.slot in self._rows for piece in slices)
+    def has(self, slices: Sequence[SequenceSlice], *, before_end: bool = False) -> bool:
+        """Return whether a step has such rows; with `before_end`, at positions that are not behind all images."""
+        found = [(self._rows[piece.slot], piece.start) for piece in slices if piece.slot in self._rows]
+        return any(not before_end or start < row.spans[-1].end for row, start in found)
 
     def inputs(self, slices: Sequence[SequenceSlice], texts: NDArray[np.int64]) -> ImageInputs:
         """Return what images make of a step; `texts` [T] are the positions of text."""

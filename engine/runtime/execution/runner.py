@@ -214,7 +214,8 @@ class ModelRunner:
 
         self._ranks.capture()
         group = self._ranks.group
-        graphs = DecodeGraphs(self._model, self._kv_cache, self._config, self._last_ids, self._tables, group)
+        deltas = None if self._images is None else self._images.deltas
+        graphs = DecodeGraphs(self._model, self._kv_cache, self._config, self._last_ids, self._tables, group, deltas)
         graphs.capture(report)
         self._graphs = graphs
 
@@ -242,7 +243,7 @@ class ModelRunner:
 
         assert self._resources is not None, "images are found there"
         vectors = ImageVectors(embed, max_bytes, self._resources.find, num_threads)
-        self._images = ImageRows(vectors, self._resources, self._device)
+        self._images = ImageRows(vectors, self._resources, self._device, self._config.max_num_seqs)
         return vectors
 
     def open_host_pool(self, num_blocks: int, folder: Path | None = None) -> HostPool:
@@ -343,8 +344,8 @@ class ModelRunner:
         return _Computed(sampled, scores, pooled)
 
     def _is_recorded(self, graphs: DecodeGraphs, slices: Sequence[SequenceSlice]) -> bool:
-        """Return whether a step runs as a graph, which has positions of text alone."""
-        return graphs.takes(slices) and not (self._images is not None and self._images.has(slices))
+        """Return whether a step runs as a graph, which has no vectors."""
+        return graphs.takes(slices) and not (self._images is not None and self._images.has(slices, before_end=True))
 
     def _await_text(self, slices: Sequence[SequenceSlice]) -> None:
         """Wait for the ids of all steps but the last, if a draw depends on a text: only its last id may be missing.

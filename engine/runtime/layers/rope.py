@@ -32,7 +32,7 @@ class Rotary:
         by_token = positions.float()[:, None]
         if positions.dim() > 1:
             assert self._axes is not None, "only what turns in three axes has positions in them"
-            by_token = positions.float()[self._axes.repeat(2)].T
+            by_token = positions.T.float().index_select(1, self._axes.repeat(2))
         angles = by_token * self._inverse
         return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._signs).to(self._dtype)
 
