@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from engine.sources.model_source import find_model
 from tests.daemon.real_daemon import serve
 from tests.documents.pages import ADDRESS, PAGES, ROOT, Block, blocks, commands, name_of
+from tests.forked import Forked
 from tests.patience import PATIENCE_S
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -117,7 +118,7 @@ def test_the_code_of_a_page_runs(page: Path, url: str, tmp_path: Path, monkeypat
             if find_spec(name) is None:
                 pytest.skip(f"needs {name}")
         code = block.text.replace(ADDRESS, url)
-        written += in_a_process(code) if "from quire import" in code else here(code, str(block))
+        written += in_a_process(code, tmp_path) if "from quire import" in code else here(code, str(block))
     for expected in re.findall(r"<!-- prints: ([^\n]*) -->", page.read_text(encoding="utf-8")):
         assert expected in written, f"{expected!r} is not in {written}"
 
@@ -130,14 +131,14 @@ def here(code: str, name: str) -> str:
     return written.getvalue()
 
 
-def in_a_process(code: str) -> str:
-    """Run code that loads a model; return what it prints."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def in_a_process(code: str, folder: Path) -> str:
+    """Run code that loads a model, in a folder; return what it prints."""
+    program, written = folder / "page.py", folder / "written.txt"
+    program.write_text(f"import sys\n\nsys.stdout = open({str(written)!r}, 'w')\n{code}")
+    process = Forked(str(program), (), folder, {**os.environ, "PYTHONPATH": str(ROOT)})
+    _, errors = process.communicate(PATIENCE_S)
+    assert process.returncode == 0, errors
+    return written.read_text()
 
 
 def post(url: str, path: str, **body: Any) -> httpx.Response:

@@ -20,12 +20,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
     if find_spec("ray") is None:
-        missing = pytest.mark.skip(reason="Ray is not installed: make ray")
-        for item in items:
-            if Path(__file__).parent in item.path.parents:
-                item.add_marker(missing)
+        pytest.skip("Ray is not installed: make ray")
 
 
 def free_port() -> int:
