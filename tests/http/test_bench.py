@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -234,12 +234,18 @@ def test_a_bad_url_is_one_sentence(url: str, capsys: pytest.CaptureFixture[str])
     assert "--base-url" in capsys.readouterr().err
 
 
-def test_the_command_sweeps_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def urls() -> Iterator[list[str]]:
+    """Two fake daemons, in which a long prompt takes several steps."""
+    with fake_daemon("5", "1024") as one, fake_daemon("5", "1024") as two:
+        yield [one.url, two.url]
+
+
+def test_the_command_sweeps_and_writes(urls: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, plot = tmp_path / "bench.json", tmp_path / "bench.png"
-    with fake_daemon("1") as server:
-        arguments = ["--base-url", server.url, "--concurrency", "1", "4"]
-        arguments += ["--num-prompts", "8", "--output-len", "5", "--json", str(report), "--plot", str(plot)]
-        assert main(["bench", *arguments]) == 0
+    arguments = ["--base-url", urls[0], "--concurrency", "1", "4"]
+    arguments += ["--num-prompts", "8", "--output-len", "5", "--json", str(report), "--plot", str(plot)]
+    assert main(["bench", *arguments]) == 0
     points = json.loads(report.read_text())["points"]
     assert [point["load"] for point in points] == ["concurrency 1", "concurrency 4"]
     assert all((point["num_requests"], point["num_failed"], point["output_tokens"]) == (8, 0, 40) for point in points)
@@ -248,16 +254,13 @@ def test_the_command_sweeps_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_requests_beside_a_long_prompt_are_measured_on_each_daemon_in_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    urls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("_BEGIN_S", 0.2), ("_ALONE_S", 0.2), ("_PAUSE_S", 0.01), ("_NUM_SHORTS", 2)):
         monkeypatch.setattr(f"loadtest.beside.{name}", value)
     monkeypatch.setattr("loadtest.beside._STREAM_ANSWER", 4000)
     report = tmp_path / "beside.json"
-    step = ("5", "1024")  # the long prompt takes several
-    with fake_daemon(*step) as one, fake_daemon(*step) as two:
-        urls = [one.url, two.url]
-        assert main(["beside", *urls, "--rounds", "2", "--streams", "2", "--json", str(report)]) == 0
+    assert main(["beside", *urls, "--rounds", "2", "--streams", "2", "--json", str(report)]) == 0
     told, rounds = capsys.readouterr().out, json.loads(report.read_text())
     assert list(rounds) == urls
     for url, measured in rounds.items():
