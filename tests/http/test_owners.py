@@ -44,7 +44,7 @@ ROUTES = {
     ("GET", "/v1/batches/{batch_id}"): ("batch", "ended"),
     ("POST", "/v1/batches/{batch_id}/cancel"): ("batch", "ended"),
 }
-NOT_STORED = {"/v1/models/{name:path}"}  # names that the operator chose
+NOT_STORED = {"/v1/models/{name:path}", "/page/{name:path}"}  # names that the operator chose, and files of ours
 # Every field of a body that names something stored, and bodies it stands in.
 FIELDS: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
     "previous_response_id": (
