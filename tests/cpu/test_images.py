@@ -18,16 +18,20 @@ from transformers import AutoModelForImageTextToText
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import InvalidRequestError
+from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
-from engine.core.types import Request, StepEvents
+from engine.core.stats import PreemptionKind
+from engine.core.types import BeamParams, Request, StepEvents
 from engine.images import Image
 from engine.runtime.cuda import available
+from engine.runtime.execution.image_rows import ImageVectors
 from engine.runtime.execution.pieces import Pieces
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.models.tower import Tower, load_tower
 from engine.runtime.pool.groups import group_layers
+from engine.runtime.speculation.ngram import NgramDrafter
 from engine.runtime.weights.checkpoint import open_checkpoint
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
@@ -76,6 +80,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": QWEN3_VISION | {"deepstack_visual_indexes": [0, 1]},
         **PLACES,
     },
+    "Qwen3VLMoeConfig": {
+        "text_config": TEXT
+        | {"num_hidden_layers": 2, "rope_parameters": AXES, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 32},
+        "vision_config": QWEN3_VISION | {"deepstack_visual_indexes": [1, 2]},
+        **PLACES,
+    },
     "Qwen2_5_VLConfig": {
         "text_config": TEXT | {"num_hidden_layers": 2, "rope_parameters": AXES},
         "vision_config": {
@@ -95,6 +106,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         | DELTA
         | {"head_dim": 64, "rope_parameters": AXES | {"partial_rotary_factor": 0.25}}
         | {"layer_types": ["linear_attention", "full_attention"] * 2, "full_attention_interval": 2},
+        "vision_config": QWEN3_VISION,
+        **PLACES,
+    },
+    "Qwen3_5MoeConfig": {
+        "text_config": TEXT
+        | DELTA
+        | {"head_dim": 64, "rope_parameters": AXES | {"partial_rotary_factor": 0.25}}
+        | {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 32, "full_attention_interval": 2},
         "vision_config": QWEN3_VISION,
         **PLACES,
     },
@@ -288,7 +309,7 @@ def test_a_gpu_says_what_a_cpu_says(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen3VLConfig", "Qwen3_5Config"])
-def test_batch_mates_chunks_and_forks_change_no_bit(name: str, folder: Path) -> None:
+def test_batch_mates_chunks_forks_and_swaps_change_no_bit(name: str, folder: Path) -> None:
     found = vision(folder, name)
     roomy = settings(num_blocks=300, state_blocks=state_blocks(found.model, 4))
     fields = {"logprobs": 3, "max_tokens": 6}
@@ -296,10 +317,75 @@ def test_batch_mates_chunks_and_forks_change_no_bit(name: str, folder: Path) -> 
     for i, (ids, _) in enumerate(PROMPTS):
         alone |= said(serve(found.model, roomy, [ask(f"{i}", ids, **fields)], runner=runner_of(found, roomy)))
     tight = replace(roomy, max_num_batched_tokens=9)
+    if not tight.state_blocks:
+        tight = replace(tight, num_blocks=24, num_host_blocks=60)
+    scheduler = Scheduler(tight)
     together = [ask(f"{i}", ids, n=1 + i % 2, **fields) for i, (ids, _) in enumerate(PROMPTS)]
-    mixed = said(serve(found.model, tight, together, runner=runner_of(found, tight), apart=1))
+    runner = runner_of(found, tight)
+    mixed = said(serve(found.model, tight, together, runner=runner, scheduler=scheduler, apart=1))
+    assert scheduler.stats.preempted[PreemptionKind.SWAP] > 0 or tight.state_blocks
     assert {request_id for request_id, _ in mixed} == {request_id for request_id, _ in alone}
     assert all(mixed[request_id, choice] == alone[request_id, 0] for request_id, choice in mixed)
+
+
+def test_beams_and_drafts_go_on_behind_images(folder: Path) -> None:
+    found = vision(folder, "Qwen3VLConfig")
+    config = settings(num_blocks=300)
+    ids, _ = PROMPTS[1]
+    [beams] = expected(found, 1, num_beams=3, max_new_tokens=8)
+    searched = serve(
+        found.model,
+        config,
+        [ask("a", ids, max_tokens=8, logprobs=0, beam=BeamParams(width=3))],
+        runner=runner_of(found, config),
+    )
+    assert searched.ids["a", 0] == beams
+    runner = runner_of(found, drafting := replace(config, num_speculative_tokens=3))
+    runner.speculate(NgramDrafter(1, 3))
+    [plain] = expected(found, 1, max_new_tokens=24)
+    drafted = serve(found.model, drafting, [ask("b", ids, max_tokens=24)], runner=runner)
+    assert drafted.ids["b", 0] == plain
+
+
+def expected(found: Vision, index: int, **fields: Any) -> list[list[int]]:
+    """What `generate` says after a prompt."""
+    ids, images = PROMPTS[index]
+    tokens = torch.tensor([ids])
+    arrays = {
+        name: torch.from_numpy(np.concatenate([each.arrays[name] for each in images])) for name in images[0].arrays
+    }
+    with torch.no_grad():
+        answers = found.theirs.generate(
+            tokens,
+            mm_token_type_ids=(tokens == PLACE).int(),
+            **arrays,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            **fields,
+        )
+    return [answer[len(ids) :].tolist() for answer in answers]
+
+
+def test_vectors_are_kept_up_to_a_limit_and_work_for_nobody_is_left(folder: Path) -> None:
+    tower, made = vision(folder, "Qwen3VLConfig").tower, list[bytes]()
+
+    def embed(image: Image) -> torch.Tensor:
+        made.append(image.digest)
+        return tower(image)
+
+    size = tower(SMALL).nbytes
+    vectors = ImageVectors(embed, 5 * size, NAMED.find, num_threads=1)
+    vectors.advance([LARGE.digest], 0.0)
+    vectors.advance([SMALL.digest, WIDE.digest], 60.0)
+    assert [vectors.has(image.digest) for image in (LARGE, SMALL, WIDE)] == [False, True, False]
+    vectors.advance([WIDE.digest], 60.0)
+    assert torch.equal(vectors(SMALL), tower(SMALL))
+    vectors.advance([TALL.digest], 60.0)  # SMALL was used after WIDE
+    assert [vectors.has(image.digest) for image in (SMALL, WIDE, TALL)] == [True, True, True]
+    vectors.advance([LARGE.digest], 60.0)
+    assert [vectors.has(image.digest) for image in (SMALL, WIDE, TALL, LARGE)] == [False, False, False, True]
+    assert made == [LARGE.digest, SMALL.digest, WIDE.digest, TALL.digest, LARGE.digest]
 
 
 def said(served: Served) -> dict[tuple[str, int], Any]:
@@ -311,22 +397,9 @@ def said(served: Served) -> dict[tuple[str, int], Any]:
 def test_greedy_answers_are_those_of_generate(name: str, folder: Path) -> None:
     found = vision(folder, name)
     config = settings(num_blocks=300, state_blocks=state_blocks(found.model, 4))
-    ids, images = PROMPTS[1]
+    ids, _ = PROMPTS[1]
     served = serve(found.model, config, [ask("a", ids, max_tokens=12)], runner=runner_of(found, config))
-    tokens = torch.tensor([ids])
-    arrays = {
-        name: torch.from_numpy(np.concatenate([each.arrays[name] for each in images])) for name in images[0].arrays
-    }
-    with torch.no_grad():
-        expected = found.theirs.generate(
-            tokens,
-            mm_token_type_ids=(tokens == PLACE).int(),
-            **arrays,
-            max_new_tokens=12,
-            do_sample=False,
-            eos_token_id=-1,
-        )
-    assert served.ids["a", 0] == expected[0, len(ids) :].tolist()
+    assert [served.ids["a", 0]] == expected(found, 1, max_new_tokens=12)
 
 
 def test_a_tower_goes_on_between_steps_and_can_be_left(folder: Path) -> None:
