@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 _OF_THE_DAEMON = frozenset(
     {"host", "port", "served_model_name", "api_key", "log_level", "chat_template_content_format"}
+    | {"allowed_media_domains"}
 )
 _IN_CALLS = {"pooling": "LLM.embed"}  # which take it
 

@@ -5,8 +5,9 @@ Runs on the calling thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.core.types import FinishReason, PromptInfo, Request, RequestTimings, TokenEvent
 from engine.llm.unserved import missing
@@ -14,6 +15,9 @@ from engine.text.chat.choice import Choice, Delta, TextRules
 from engine.text.logprobs import PromptLogprobs, prompt_logprobs
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tools.formats import new_call_id
+
+if TYPE_CHECKING:
+    from engine.text.images.preprocessor import PreparedImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,9 @@ class RequestOutput:
         raise AttributeError(missing("RequestOutput", name))
 
 
+MakeImages = Callable[[], "Sequence[PreparedImage]"]
+
+
 class Job:
     """A prompt that is being answered, and how many of its choices are open."""
 
@@ -85,6 +92,7 @@ class Job:
         self, text: str | None, request: Request, rules: TextRules, tokenizer: TextTokenizer, *, call_id_length: int = 0
     ) -> None:
         self.request = request
+        self.make_images: MakeImages = tuple  # which its spans name: they are large, and made when it is submitted
         self.num_open = request.params.n
         self._text = text
         self._tokenizer = tokenizer

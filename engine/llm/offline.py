@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,11 +26,12 @@ from typing_extensions import Self
 
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.scheduling.admission import check_request
+from engine.core.spans import Span
 from engine.core.types import AbortCause, Adapter, GrammarKey, Pooling, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.llm.arguments import engine_config
-from engine.llm.job import Job, RequestOutput
+from engine.llm.job import Job, MakeImages, RequestOutput
 from engine.llm.params import BeamSearchParams, SamplingParams
 from engine.llm.prompt_outputs import (
     BeamSearchOutput,
@@ -40,7 +41,7 @@ from engine.llm.prompt_outputs import (
     ScoringRequestOutput,
     beam_output,
 )
-from engine.llm.prompts import Prompt, listed, read_prompt
+from engine.llm.prompts import Prompt, as_addresses, listed, read_prompt
 from engine.llm.unserved import missing, refuse_arguments
 from engine.settings.engine_config import LoraModule
 from engine.sources.draft_source import fetch_models
@@ -53,18 +54,31 @@ from engine.text.chat.limits import ModelLimits
 from engine.text.fields.sampling import Constraint, QueueFields
 from engine.text.prompt_results import Reduction, check_reduction, cosine, first_scored, likelihood, unit_vector
 from engine.text.reasoning import REASONING_TAGS
-from engine.text.requests.chat_preprocessor import ChatPreprocessor
+from engine.text.requests.chat_preprocessor import ChatPreprocessor, no_images
 from engine.text.requests.default_sampling import check_sampling_source, default_sampling
 from engine.text.requests.sampling import sampling_params, text_rules, truncated
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tokenizer_files import check_draft_tokenizer, load_tokenizer
 from engine.text.tools.formats import TOOL_FORMATS
 
+if TYPE_CHECKING:
+    from engine.llm.pictures import Pictures
+
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.01
 
 Messages = Sequence[Mapping[str, Any]]
+
+
+class _Seen(NamedTuple):
+    """The images of a prompt, and where they stand in it."""
+
+    make: MakeImages
+    spans: tuple[Span, ...]
+
+
+_NOTHING = _Seen(tuple, ())
 
 
 class LLM:
@@ -91,6 +105,9 @@ class LLM:
         lora_modules: Mapping[str, str] | None = None,
         generation_config: str = "auto",
         override_generation_config: Mapping[str, Any] | None = None,
+        limit_mm_per_prompt: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        allowed_local_media_path: str | None = None,
         **engine: Any,
     ) -> None:
         check_sampling_source(generation_config, override_generation_config)
@@ -119,15 +136,23 @@ class LLM:
                 tool_call_parser=tool_call_parser,
                 reasoning_parser=reasoning_parser,
             )
+            self._pictures = None
+            if built.facts.takes_images:
+                from engine.llm.pictures import Pictures  # and transformers' part for images
+
+                how = {"options": mm_processor_kwargs, "limits": limit_mm_per_prompt}
+                self._pictures = Pictures.of(Path(config.model), text, allowed_local_media_path, **how)
             undo.pop_all()
         self._engine = built
         self._tokenizer = text
         self._has_vocabulary = False  # the engine, for grammars
-        self._preprocessor = ChatPreprocessor(self._limits)
+        self._preprocessor = ChatPreprocessor(
+            self._limits, images=None if self._pictures is None else self._pictures.preprocessor
+        )
         self._events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._turn = threading.Lock()  # one call at a time
-        self._end = weakref.finalize(self, _end, built, text)
+        self._end = weakref.finalize(self, _end, built, text, self._pictures)
         built.start(self._events.put)  # not a bound method: the thread would keep a forgotten LLM alive
 
     def __enter__(self) -> Self:
@@ -205,7 +230,7 @@ class LLM:
         }
         each, adapter = _for_each(sampling_params, len(conversations)), self._adapter(lora)
         makers = [
-            partial(self._reply, {**shared, "messages": list(one)}, own, adapter)
+            partial(self._reply, {**shared, "messages": as_addresses(list(one))}, own, adapter)
             for one, own in zip(conversations, each, strict=True)
         ]
         return [job.output() for job in self._run(makers, progress)]
@@ -331,7 +356,9 @@ class LLM:
     def _continuation(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> Job:
         """Return the job of a prompt. Raises ClientError."""
         limits, body = self._limits, params
-        text, ids, salt = self._read(prompt)
+        text, ids, salt, images = self._read(prompt)
+        if images.spans and body.truncate_prompt_tokens is not None:
+            raise InvalidRequestError("truncate_prompt_tokens may cut an image in two; leave it out.", param="prompts")
         ids = ids if body.truncate_prompt_tokens is None else truncated(body, ids, limits)
         limits.check_logprobs(body.logprobs, "logprobs")
         asked = body.max_tokens
@@ -344,26 +371,37 @@ class LLM:
         )
         constraint = next(iter(body.constraints()), None) if engine_params.max_tokens else None
         engine_params = replace(engine_params, grammar=self._compile(constraint), adapter=adapter)
-        return self._job(text, ids, engine_params, text_rules(body, engine_params), body, salt)
+        return self._job(text, ids, engine_params, text_rules(body, engine_params), body, salt, images=images)
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
-        """Return a prompt's text, ids and cache salt. Raises ClientError."""
-        text, ids, salt = read_prompt(prompt)
-        if ids is None:
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str, _Seen]:
+        """Return a prompt's text, ids and cache salt, and its images. Raises ClientError."""
+        text, ids, salt, given = read_prompt(prompt)
+        seen = _NOTHING
+        if ids is not None:
+            self._limits.check_ids(ids, "prompt")
+        elif given:
+            make = partial(self._images().of_prompt, given)
+            prepared = make()
+            ids = self._preprocessor.encode_text(text or "", prepared, add_special_tokens=True)
+            seen = _Seen(make, self._preprocessor.spans(ids, prepared))
+        else:
             assert text is not None, "a prompt has text or ids"
             self._limits.check_length(len(text), "prompt")
             ids = self._tokenizer.encode(text, add_special_tokens=True)
-        else:
-            self._limits.check_ids(ids, "prompt")
         if not ids:
             raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
-        return text, ids, salt
+        return text, ids, salt, seen
+
+    def _images(self) -> Pictures:
+        if self._pictures is None:
+            raise no_images("prompts")
+        return self._pictures
 
     def _reading(self, prompt: Prompt, params: EngineParams) -> Job:
         """Return the job of a prompt that is only read. Raises ClientError."""
-        text, ids, salt = self._read(prompt)
+        text, ids, salt, images = self._read(prompt)
         self._limits.check_readable(len(ids), "prompts")
-        return self._job(text, ids, params, TextRules(), SamplingParams(), salt)
+        return self._job(text, ids, params, TextRules(), SamplingParams(), salt, images=images)
 
     def _first_scored(self, contexts: Sequence[str], jobs: Sequence[Job]) -> list[int]:
         ids = [self._tokenizer.encode(text, add_special_tokens=True) for text in contexts]
@@ -373,10 +411,11 @@ class LLM:
         """Return the job of a conversation. Raises ClientError."""
         body = params.to_chat(conversation)
         self._limits.check_logprobs(params.logprobs, "logprobs")
-        chat = self._preprocessor.prepare(body)
+        make: MakeImages = partial(self._images().of_chat, body.images) if body.images else tuple
+        chat = self._preprocessor.prepare(body, images=make())
         self._compile(chat.constraint)
-        own = replace(chat.params, adapter=adapter)
-        return self._job(chat.text, chat.prompt, own, chat.rules, body, turn_end=chat.turn_end)
+        own, images = replace(chat.params, adapter=adapter), _Seen(make, chat.spans)
+        return self._job(chat.text, chat.prompt, own, chat.rules, body, turn_end=chat.turn_end, images=images)
 
     def _compile(self, constraint: Constraint | None) -> GrammarKey | None:
         """Return what names the grammar that a field asks for. Raises InvalidRequestError."""
@@ -398,6 +437,7 @@ class LLM:
         body: QueueFields,
         cache_salt: str = "",
         turn_end: int = 0,
+        images: _Seen | None = None,
     ) -> Job:
         if dropped := body.dropped_hints(self._limits):
             logger.warning("without effect here: %s", ", ".join(dropped))
@@ -411,9 +451,12 @@ class LLM:
             deadline_s=body.deadline_ms and body.deadline_ms / 1e3,
             max_queue_s=body.max_queue_ms and body.max_queue_ms / 1e3,
             turn_end=turn_end,
+            spans=() if images is None else images.spans,
         )
         check_request(request, self._engine.config)
-        return Job(text, request, rules, self._tokenizer, call_id_length=self._limits.call_id_length)
+        job = Job(text, request, rules, self._tokenizer, call_id_length=self._limits.call_id_length)
+        job.make_images = tuple if images is None else images.make
+        return job
 
     def _answer(self, jobs: Sequence[Job], *, show: bool) -> None:
         """Run jobs to their end, or abort them all."""
@@ -438,6 +481,8 @@ class LLM:
     def _feed(self, waiting: deque[Job], started: dict[str, Job], most: int) -> None:
         while waiting and len(started) < most:
             job = waiting[0]
+            if job.request.spans and not job.request.images:
+                job.request = replace(job.request, images=tuple([each.image for each in job.make_images()]))
             try:
                 self._engine.submit(replace(job.request, arrival_s=self._engine.clock()))
             except OverloadedError:
@@ -445,6 +490,7 @@ class LLM:
                     return  # the queue is full of this call's requests; the next one that ends makes room
                 time.sleep(_RETRY_S)  # an interrupted call's requests are about to leave the queue
                 continue
+            job.request = replace(job.request, images=())
             started[job.request.request_id] = waiting.popleft()
 
     def _take(self, event: TokenEvent, started: dict[str, Job]) -> None:
@@ -457,9 +503,11 @@ class LLM:
             del started[event.request_id]
 
 
-def _end(engine: EngineHandle, tokenizer: TextTokenizer) -> None:
+def _end(engine: EngineHandle, tokenizer: TextTokenizer, pictures: Pictures | None) -> None:
     engine.stop(0.0)
     tokenizer.close()
+    if pictures is not None:
+        pictures.close()
 
 
 def _check_choice(name: str, value: str, known: Collection[str], always: Collection[str] = ("auto", "none")) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from typing_extensions import NotRequired, TypedDict
 
@@ -11,10 +12,14 @@ from engine.core.errors import InvalidRequestError
 
 
 class TextPrompt(TypedDict):
-    """A text as a prompt. `cache_salt`: prompts with different salts share no cached K/V."""
+    """A text as a prompt. `cache_salt`: prompts with different salts share no cached K/V.
+
+    `multi_modal_data` is {"image": ...}: one of Pillow's images, a path, or a list of these, for the marks in the text.
+    """
 
     prompt: str
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -26,7 +31,7 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
-_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
 
 
 class ReadPrompt(NamedTuple):
@@ -35,6 +40,7 @@ class ReadPrompt(NamedTuple):
     text: str | None
     ids: list[int] | None
     cache_salt: str
+    images: Sequence[object] = ()
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -58,7 +64,7 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
     given = {name: value for name, value in prompt.items() if value is not None}
     if unknown := given.keys() - set(_KEYS):
         raise InvalidRequestError(
-            f"A prompt has the key {min(unknown)!r}, which is not read; prompts are text: give {', '.join(_KEYS)}.",
+            f"A prompt has the key {min(unknown)!r}, which is not read; give {', '.join(_KEYS)}.",
             param="prompts",
         )
     text, ids, salt = given.get("prompt"), given.get("prompt_token_ids"), given.get("cache_salt", "")
@@ -66,7 +72,42 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
         raise InvalidRequestError(
             "A prompt that is a dict needs prompt, a text, or prompt_token_ids, a list of ids.", param="prompts"
         )
-    return ReadPrompt(text, None if ids is None else _token_ids(ids), salt)
+    images = images_of(given["multi_modal_data"]) if "multi_modal_data" in given else ()
+    if images and ids is not None:
+        raise InvalidRequestError("A prompt with images must be a text; leave prompt_token_ids out.", param="prompts")
+    return ReadPrompt(text, None if ids is None else _token_ids(ids), salt, images)
+
+
+def images_of(data: object) -> Sequence[object]:
+    """Return the images of `multi_modal_data`. Raises InvalidRequestError."""
+    if not isinstance(data, Mapping) or data.keys() - {"image"}:
+        raise InvalidRequestError(
+            'multi_modal_data must be {"image": ...}, with one of Pillow\'s images, a path, or a list of these.',
+            param="prompts",
+        )
+    given = data.get("image", [])
+    return given if isinstance(given, list | tuple) else [given]
+
+
+def as_addresses(messages: Sequence[Any]) -> list[Any]:
+    """Return messages in which Pillow's images, of vLLM's parts `image_pil`, are addresses that hold them."""
+    return [_with_addresses(message) if isinstance(message, Mapping) else message for message in messages]
+
+
+def _with_addresses(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    return {**message, "content": [_address(part) for part in content]}
+
+
+def _address(part: Any) -> Any:
+    if not isinstance(part, Mapping) or part.get("type") != "image_pil":
+        return part
+    from engine.llm.pictures import file_of  # numpy; few conversations have images
+
+    file = base64.b64encode(file_of(part.get("image_pil"), "messages")).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{file}"}}
 
 
 def _token_ids(prompt: object) -> list[int]:

@@ -28,6 +28,7 @@ from engine.text.images.families import FAMILIES, ImageTokens
 from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage, most_images
 from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 from engine.text.tokenizer_files import load_tokenizer
+from quire import LLM, SamplingParams
 from server.app import create_app
 from server.settings.app_config import AppConfig
 from tests.cpu.test_images import CONFIGS
@@ -203,7 +204,7 @@ def test_families_whose_processors_need_another_library() -> None:
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
-    "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant"
 )
 EACH = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 
@@ -283,6 +284,48 @@ def test_answers_are_those_of_transformers(checkpoint: tuple[Path, Any, Any]) ->
             answer = given["choices"][0]["token_ids"]
             assert (given["prompt_token_ids"], answer) == theirs_of(checkpoint, parts)
         assert given["usage"]["prompt_tokens_details"]["cached_tokens"] > 40
+
+
+def test_offline_answers_are_those_of_transformers(checkpoint: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    """Pillow's images, paths and addresses, as a prompt's data and in conversations, in one call."""
+    folder = checkpoint[0]
+    image, other = picture(5, 60, 40), picture(6, 50, 50)
+    other.save(tmp_path / "a.png")
+    wanted = theirs_of(checkpoint, [image, "or", other, "which?"])
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    prompt = f"<|im_start|>user\n{mark}or{mark}which?<|im_end|>\n<|im_start|>assistant"
+    params = SamplingParams(temperature=0, max_tokens=16)
+    with LLM(
+        str(folder), dtype="float32", allowed_local_media_path=str(tmp_path), limit_mm_per_prompt={"image": 2}, **POOL
+    ) as llm:
+        data = {"image": [image, tmp_path / "a.png"]}
+        outputs = llm.generate([{"prompt": prompt, "multi_modal_data": data}] * 3, params)
+        messages = [
+            {"role": "user", "content": [
+                {"type": "image_pil", "image_pil": image}, {"type": "text", "text": "or"},
+                {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/a.png"}}, {"type": "text", "text": "which?"},
+            ]}
+        ]  # fmt: skip
+        outputs += llm.chat(messages, params)
+        for output in outputs:
+            assert output.prompt_token_ids == wanted[0]
+            assert output.outputs[0].token_ids == wanted[1]
+        assert llm.generate("no image", params)[0].outputs[0].token_ids
+        for given, words in (
+            ([image] * 3, "3 images, and at most 2"),
+            ([image], "places for 2 of 1 images"),
+            ([image, 3], "it is a int"),
+            ([image, "none.png"], "'none.png' cannot be read"),
+        ):
+            with pytest.raises(InvalidRequestError, match=words):
+                llm.generate({"prompt": prompt, "multi_modal_data": {"image": given}}, params)
+        truncated = SamplingParams(max_tokens=1, truncate_prompt_tokens=5)
+        for ask in (
+            lambda: llm.generate({"prompt": prompt, "multi_modal_data": data}, truncated),
+            lambda: llm.chat(messages, truncated),
+        ):
+            with pytest.raises(InvalidRequestError, match="may cut an image in two"):
+                ask()
 
 
 def test_options_of_the_processor(tmp_path: Path) -> None:

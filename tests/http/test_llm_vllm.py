@@ -103,7 +103,14 @@ def test_prompts_as_dicts(llm: LLM) -> None:
     assert outputs[0].request_id != outputs[1].request_id
     [one] = llm.generate({"prompt": "x|"})
     assert one.outputs[0].text == "x"
-    for wrong, sentence in (({"prompt": "x", "multi_modal_data": {}}, "'multi_modal_data'"), ({}, "needs prompt")):
+    assert llm.generate({"prompt": "x|", "multi_modal_data": {}})[0].outputs[0].text == "x"
+    for wrong, sentence in (
+        ({"prompt": "x", "multi_modal_data": {"video": 1}}, "multi_modal_data must be"),
+        ({"prompt": "x", "multi_modal_data": {"image": "a.png"}}, "takes text alone"),
+        ({"prompt_token_ids": [1], "multi_modal_data": {"image": "a.png"}}, "must be a text"),
+        ({"prompt": "x", "mm_data": {}}, "'mm_data'"),
+        ({}, "needs prompt"),
+    ):
         with pytest.raises(InvalidRequestError, match=sentence):
             llm.generate(wrong)
     with pytest.raises(InvalidRequestError, match="2 prompts and 1 priorities"):

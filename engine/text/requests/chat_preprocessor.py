@@ -132,6 +132,10 @@ class ChatPreprocessor:
         encode = self._encoder(text, images, add_special_tokens=add_special_tokens)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens) if encode is None else encode(text)
 
+    def spans(self, prompt: Sequence[int], images: Sequence[PreparedImage]) -> tuple[Span, ...]:
+        """Return where the images of a prompt stand."""
+        return () if self.images is None or not images else self.images.spans(prompt, images)
+
     def num_images(self, text: str) -> int:
         """Return how many images a rendered prompt has places for."""
         return 0 if self.images is None else self.images.count(text)
@@ -202,7 +206,7 @@ class ChatPreprocessor:
             rules=rules,
             constraint=constraint,
             images=images,
-            spans=self.images.spans(prompt, images) if self.images is not None and images else (),
+            spans=self.spans(prompt, images),
         )
 
     def _params(self, chat: ChatFields, num_prompt: int) -> SamplingParams:
