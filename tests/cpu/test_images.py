@@ -312,13 +312,13 @@ def test_a_gpu_says_what_a_cpu_says(name: str, folder: Path) -> None:
 def test_batch_mates_chunks_forks_and_swaps_change_no_bit(name: str, folder: Path) -> None:
     found = vision(folder, name)
     roomy = settings(num_blocks=300, state_blocks=state_blocks(found.model, 4))
-    fields = {"logprobs": 3, "max_tokens": 6}
+    fields = {"logprobs": 3, "max_tokens": 14}
     alone = {}
     for i, (ids, _) in enumerate(PROMPTS):
         alone |= said(serve(found.model, roomy, [ask(f"{i}", ids, **fields)], runner=runner_of(found, roomy)))
     tight = replace(roomy, max_num_batched_tokens=9)
     if not tight.state_blocks:
-        tight = replace(tight, num_blocks=24, num_host_blocks=60)
+        tight = replace(tight, num_blocks=22, num_host_blocks=60)
     scheduler = Scheduler(tight)
     together = [ask(f"{i}", ids, n=1 + i % 2, **fields) for i, (ids, _) in enumerate(PROMPTS)]
     runner = runner_of(found, tight)
