@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -377,16 +377,22 @@ HINTS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Live]:
+    with Live(strict_fields=True).serving() as live:
+        yield live
+
+
 @pytest.mark.parametrize(("path", "fields", "names"), HINTS)
 def test_a_hint_that_cannot_be_followed_is_dropped_and_named(
-    live: Live, serve: Callable[..., Live], path: str, fields: dict[str, Any], names: str
+    live: Live, strict: Live, path: str, fields: dict[str, Any], names: str
 ) -> None:
     """And refused by that name where fields without effect are."""
     body = {COMPLETIONS: {**TEXT, **fields}, CHAT: {**HELLO, **fields}}.get(path, fields)
     response = httpx.post(live.url + path, json=body)
     assert response.status_code == 200, response.text
     assert response.headers["x-quire-ignored-fields"] == names
-    refused = httpx.post(serve(strict_fields=True).url + path, json=body)
+    refused = httpx.post(strict.url + path, json=body)
     assert refused.status_code == 400
     assert f"Fields without effect: {names};" in refused.json()["error"]["message"]
 

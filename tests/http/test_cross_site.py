@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -124,6 +124,12 @@ def send(live: Live, method: str = "POST", path: str = "/v1/completions", **head
     return httpx.request(method, live.url + path, json=COMPLETION if method == "POST" else None, headers=names)
 
 
+@pytest.fixture(scope="module", params=[(), ("secret",)], ids=["no key", "a key"])
+def attacked(request: pytest.FixtureRequest) -> Iterator[Live]:
+    with Live(api_keys=request.param).serving() as live:
+        yield live
+
+
 @pytest.mark.parametrize(
     "headers",
     [
@@ -140,10 +146,9 @@ def send(live: Live, method: str = "POST", path: str = "/v1/completions", **head
         {"sec_fetch_site": "same-site"},
     ],
 )
-@pytest.mark.parametrize("key", [False, True])
-def test_what_pages_of_other_origins_send_changes_nothing(serve: Serve, headers: dict[str, str], key: bool) -> None:
-    live = serve(api_keys=("secret",) if key else ())
-    if key:
+def test_what_pages_of_other_origins_send_changes_nothing(attacked: Live, headers: dict[str, str]) -> None:
+    live = attacked
+    if live.context.config.api_keys:
         headers = {**headers, "authorization": "Bearer secret"}
     for method, path in (("POST", "/v1/completions"), ("DELETE", "/v1/responses/x"), ("POST", "/v1/files")):
         refused = send(live, method, path, **headers)
