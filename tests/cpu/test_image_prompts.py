@@ -6,10 +6,11 @@ import base64
 import copy
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from engine.text.tokenizer_files import load_tokenizer
 from quire import LLM, SamplingParams
 from server.app import create_app
 from server.settings.app_config import AppConfig
-from tests.cpu.test_images import CONFIGS
+from tests.cpu.test_images import CONFIGS, CONFIGS_BOTH_WAYS
 
 POOL: dict[str, Any] = {"kv_cache_memory_bytes": 8 << 20, "max_num_seqs": 4}
 SIZES = [(30, 20), (10, 10), (5, 7), (100, 40), (90, 95)]
@@ -81,8 +82,8 @@ def qwen(tokenizer: Any) -> Any:
 
 
 def gemma3(tokenizer: Any) -> Any:
-    images = transformers.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-    return transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
+    images = transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    return transformers.Gemma3Processor(images, tokenizer, image_seq_length=16)
 
 
 def idefics3(tokenizer: Any) -> Any:
@@ -122,7 +123,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], list[str], dict[str, str], dict[str
             "image_token_index": "<image_soft_token>",
             "boi_token_index": "<start_of_image>",
             "eoi_token_index": "<end_of_image>",
-            "mm_tokens_per_image": 4,
+            "mm_tokens_per_image": 16,
         },
         "<start_of_image>",
         True,
@@ -203,24 +204,37 @@ def test_families_whose_processors_need_another_library() -> None:
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
-    "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant"
+    "{% for part in m.content %}{% if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}<|im_start|>assistant"
 )
-EACH = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+TINY = {"qwen3_vl": CONFIGS["Qwen3VLConfig"], "gemma3": CONFIGS_BOTH_WAYS["Gemma3Config"]}
+
+
+class Theirs(NamedTuple):
+    """A checkpoint with all its files, and transformers' processor and model of it."""
+
+    folder: Path
+    processor: Any
+    model: Any
+    mark: str
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """A tiny Qwen3-VL with all its files, and transformers' processor and model of them."""
-    folder, backend = tmp_path_factory.mktemp("checkpoint"), tokenizer_of(EACH)
-    ids = {mark: backend.token_to_id(mark) for mark in EACH}
-    config = copy.deepcopy(CONFIGS["Qwen3VLConfig"])
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@cache
+def checkpoint(folder: Path, kind: str) -> Theirs:
+    make, marks, named, ids, mark, _ = CASES[kind]
+    backend = tokenizer_of([*marks, "<|im_start|>", "<|im_end|>"])
+    end = backend.token_to_id("<|im_end|>")
+    config = copy.deepcopy(TINY[kind])
     config["text_config"] |= {"vocab_size": 272, "max_position_embeddings": 1024, "bos_token_id": None}
-    config["text_config"] |= {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|im_end|>"]}
-    config |= {"image_token_id": ids["<|image_pad|>"], "video_token_id": ids["<|video_pad|>"]}
-    config |= {f"vision_{end}_token_id": ids[f"<|vision_{end}|>"] for end in ("start", "end")}
+    config["text_config"] |= {"eos_token_id": end, "pad_token_id": end}
+    config |= {name: backend.token_to_id(token) for name, token in ids.items() if token in marks}
     torch.manual_seed(0)
-    settings = transformers.Qwen3VLConfig(**config)
+    settings = getattr(transformers, {"qwen3_vl": "Qwen3VLConfig", "gemma3": "Gemma3Config"}[kind])(**config)
     model = transformers.AutoModelForImageTextToText.from_config(settings, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -228,11 +242,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.normal_(std=0.3 if "embed" in name else 0.15)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=TEMPLATE)
-    processor = qwen(tokenizer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        chat_template=TEMPLATE.replace("MARK", mark),
+        extra_special_tokens=named or None,
+    )
+    processor = make(tokenizer)
     for part in (model, tokenizer, processor.image_processor):
-        part.save_pretrained(folder)
-    return folder, processor, model
+        part.save_pretrained(folder / kind)
+    return Theirs(folder / kind, processor, model, mark)
 
 
 def picture(seed: int, width: int, height: int) -> Pillow.Image:
@@ -257,46 +276,51 @@ CONVERSATIONS: list[list[str | Pillow.Image]] = [
 ]
 
 
-def theirs_of(checkpoint: tuple[Path, Any, Any], parts: list[str | Pillow.Image]) -> tuple[list[int], list[int]]:
+def answer_of(theirs: Theirs, parts: list[str | Pillow.Image]) -> tuple[list[int], list[int]]:
     """The ids of a prompt and of its answer, by transformers."""
-    _, processor, model = checkpoint
+    _, processor, model, _ = theirs
     words = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
     prompt = processor.tokenizer.apply_chat_template([{"role": "user", "content": words}], tokenize=False)
     images = [part for part in parts if not isinstance(part, str)]
-    asked = processor(text=[prompt], images=images, return_tensors="pt")
+    asked = processor(text=[prompt], images=[images], return_tensors="pt")
     answered = model.generate(**asked, max_new_tokens=16, do_sample=False)[0]
     ids = asked["input_ids"][0].tolist()
     return ids, answered[len(ids) :].tolist()
 
 
-def test_answers_are_those_of_transformers(checkpoint: tuple[Path, Any, Any]) -> None:
+@pytest.mark.parametrize("kind", TINY)
+def test_answers_are_those_of_transformers(folder: Path, kind: str) -> None:
     """From bytes of a request to tokens; the last one has its image in the prefix cache."""
-    folder = checkpoint[0]
-    engine = build_engine(EngineConfig(model=str(folder), dtype="float32", **POOL), lambda progress: None)
+    theirs = checkpoint(folder, kind)
+    name = str(theirs.folder)
+    engine = build_engine(EngineConfig(model=name, dtype="float32", **POOL), lambda progress: None)
     assert engine.facts.takes_images
-    tokenizer = load_tokenizer(str(folder))
-    app = AppConfig(model=str(folder), served_model_names=("tiny",), shutdown_timeout_s=0.0)
-    application = create_app(engine, tokenizer, app, ImagePreprocessor.of(folder, tokenizer))
+    tokenizer = load_tokenizer(name)
+    app = AppConfig(model=name, served_model_names=("tiny",), shutdown_timeout_s=0.0)
+    application = create_app(engine, tokenizer, app, ImagePreprocessor.of(theirs.folder, tokenizer))
     with TestClient(application, base_url="http://127.0.0.1") as http:
         for parts in CONVERSATIONS:
             body = {"messages": [{"role": "user", "content": [sent(part) for part in parts]}], "temperature": 0}
             given = http.post("/v1/chat/completions", json={**body, "max_tokens": 16, "return_token_ids": True}).json()
             answer = given["choices"][0]["token_ids"]
-            assert (given["prompt_token_ids"], answer) == theirs_of(checkpoint, parts)
-        assert given["usage"]["prompt_tokens_details"]["cached_tokens"] > 40
+            assert (given["prompt_token_ids"], answer) == answer_of(theirs, parts)
+        assert given["usage"]["prompt_tokens_details"]["cached_tokens"] > 20
 
 
-def test_offline_answers_are_those_of_transformers(checkpoint: tuple[Path, Any, Any], tmp_path: Path) -> None:
+def test_offline_answers_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
     """Pillow's images, paths and addresses, as a prompt's data and in conversations, in one call."""
-    folder = checkpoint[0]
+    theirs = checkpoint(folder, "qwen3_vl")
     image, other = picture(5, 60, 40), picture(6, 50, 50)
     other.save(tmp_path / "a.png")
-    wanted = theirs_of(checkpoint, [image, "or", other, "which?"])
-    mark = "<|vision_start|><|image_pad|><|vision_end|>"
-    prompt = f"<|im_start|>user\n{mark}or{mark}which?<|im_end|>\n<|im_start|>assistant"
+    wanted = answer_of(theirs, [image, "or", other, "which?"])
+    prompt = f"<|im_start|>user\n{theirs.mark}or{theirs.mark}which?<|im_end|>\n<|im_start|>assistant"
     params = SamplingParams(temperature=0, max_tokens=16)
     with LLM(
-        str(folder), dtype="float32", allowed_local_media_path=str(tmp_path), limit_mm_per_prompt={"image": 2}, **POOL
+        str(theirs.folder),
+        dtype="float32",
+        allowed_local_media_path=str(tmp_path),
+        limit_mm_per_prompt={"image": 2},
+        **POOL,
     ) as llm:
         data = {"image": [image, tmp_path / "a.png"]}
         outputs = llm.generate([{"prompt": prompt, "multi_modal_data": data}] * 3, params)

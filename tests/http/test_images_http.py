@@ -225,6 +225,26 @@ def test_the_list_of_models_says_what_is_taken(http: httpx.Client) -> None:
     assert http.get("/v1/models").json()["data"][0]["input_modalities"] == ["text", "image"]
 
 
+def test_lines_of_batches_have_images(serve: Callable[..., Live], tmp_path: Path) -> None:
+    live = serve(template=TEMPLATE, images=preprocessor, place="thread", data_dir=tmp_path)
+    contents = [picture(), b"broken"]
+    bodies = [{"messages": [{"role": "user", "content": [part(each)]}], "max_tokens": 2} for each in contents]
+    lines = [
+        json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body})
+        for number, body in enumerate(bodies)
+    ]
+    with httpx.Client(base_url=live.url, timeout=60) as client:
+        file = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", "\n".join(lines))}).json()
+        asked = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        batch = client.post("/v1/batches", json=asked).json()["id"]
+        eventually(lambda: client.get(f"/v1/batches/{batch}").json()["status"] == "completed")
+        done = client.get(f"/v1/batches/{batch}").json()
+        [answer] = client.get(f"/v1/files/{done['output_file_id']}/content").text.splitlines()
+        [failure] = client.get(f"/v1/files/{done['error_file_id']}/content").text.splitlines()
+    assert json.loads(answer)["response"]["body"]["usage"]["prompt_tokens_details"]["image_tokens"] == 6
+    assert "its format is not known" in failure
+
+
 # -- doors -----------------------------------------------------------------------------------------------------------------
 
 
