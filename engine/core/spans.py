@@ -15,9 +15,9 @@ _PLACE = Struct("<3q")
 
 
 class Span(NamedTuple):
-    """Vectors at `length` positions of a prompt from `start` on; the ids that the prompt has there mean nothing.
+    """Vectors at positions of a prompt: at those of `length` from `start` on that have the first one's id.
 
-    `digest` is of the vectors and of all else that their K/V depend on. An atomic span, whose tokens attend both ways, is
+    Most models have it at all of them; others have text within an image, as marks between its rows. `digest` is of the vectors and of all else that their K/V depend on. An atomic span, whose tokens attend both ways, is
     computed in one step.
     """
 

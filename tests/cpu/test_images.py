@@ -21,7 +21,7 @@ from engine.core.errors import InvalidRequestError
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.spans import Span
 from engine.core.stats import PreemptionKind
-from engine.core.types import BeamParams, Request, StepEvents
+from engine.core.types import BeamParams, FinishReason, Request, StepEvents
 from engine.images import Image
 from engine.runtime.cuda import available
 from engine.runtime.execution.image_rows import ImageVectors
@@ -101,6 +101,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         **PLACES,
     },
+    "Qwen2VLConfig": {
+        "text_config": TEXT | {"num_hidden_layers": 2, "rope_parameters": AXES},
+        "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "patch_size": 4},
+        **PLACES,
+    },
     "Qwen3_5Config": {
         "text_config": TEXT
         | DELTA
@@ -140,6 +145,71 @@ WINDOWED = {
 CONFIGS_BOTH_WAYS = {"Gemma3Config": WINDOWED}
 
 
+SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+}
+MARK = 60  # text within an image
+
+
+def run(num: int) -> list[int]:
+    return [PLACE] * num
+
+
+# By config class: settings, an image's arrays as the family's processor makes them, and its ids.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
+    "Mistral3Config": (
+        {
+            "text_config": TEXT | {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": None},
+            "vision_config": SIGLIP | {"model_type": "pixtral", "image_size": 64},
+            "image_token_index": PLACE,
+            "spatial_merge_size": 2,
+            "vision_feature_layer": -1,
+        },
+        {"pixel_values": (1, 3, 16, 24), "image_sizes": [[16, 24]]},
+        [*run(3), MARK, *run(3)],
+    ),
+    **{
+        name: (
+            {
+                "text_config": TEXT | {"model_type": "llama", "num_hidden_layers": 2},
+                "vision_config": SIGLIP | {"image_size": 32},
+                "image_token_id": PLACE,
+                "scale_factor": 4,
+            },
+            {"pixel_values": (1, 3, 3, 32, 32), "pixel_attention_mask": np.ones((1, 3, 32, 32), np.int64)},
+            [*run(4), MARK, *run(4), MARK, MARK, *run(4)],
+        )
+        for name in ("Idefics3Config", "SmolVLMConfig")
+    },
+    "InternVLConfig": (
+        {
+            "text_config": TEXT | {"model_type": "qwen2", "num_hidden_layers": 2},
+            "vision_config": SIGLIP | {"image_size": [16, 16], "patch_size": [4, 4]},
+            "image_token_id": PLACE,
+        },
+        {"pixel_values": (3, 3, 16, 16)},
+        run(12),
+    ),
+    "LlavaOnevisionConfig": (
+        {
+            "text_config": TEXT | {"model_type": "qwen2", "num_hidden_layers": 2},
+            "vision_config": SIGLIP | {"model_type": "siglip_vision_model"},
+            "image_token_index": PLACE,
+            "image_grid_pinpoints": [[16, 16], [16, 32]],
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        {"pixel_values": (1, 3, 3, 16, 16), "image_sizes": [[15, 30]], "batch_num_images": [1]},
+        run(16 + 4 * 9),
+    ),
+}
+
+
 class Vision(NamedTuple):
     """A tiny model, transformers' and ours."""
 
@@ -159,7 +229,8 @@ def vision(folder: Path, name: str) -> Vision:
     """A checkpoint of random weights, read by both."""
     torch.manual_seed(0)
     path = folder / name
-    settings = getattr(transformers, name)(**(CONFIGS | CONFIGS_BOTH_WAYS)[name])
+    known = CONFIGS | CONFIGS_BOTH_WAYS | {name: each[0] for name, each in FAMILIES.items()}
+    settings = getattr(transformers, name)(**known[name])
     theirs = AutoModelForImageTextToText.from_config(settings, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in theirs.named_parameters():
@@ -287,6 +358,38 @@ def test_images_that_attend_both_ways_are_computed_whole(
     runner.take_images(found.tower, 1 << 20, num_threads=2)
     texts = [ids for ids, _ in SQUARES]
     assert largest_difference(found.model, Theirs(found.theirs), texts, config, ask=ask, runner=runner) < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_images_of_other_families_say_what_transformers_says(name: str, folder: Path) -> None:
+    found, (_, given, ids) = vision(folder, name), FAMILIES[name]
+    generator = np.random.default_rng(7)
+    arrays = {
+        key: generator.standard_normal(value, np.float32) if isinstance(value, tuple) else np.array(value)
+        for key, value in given.items()
+    }
+    image = Image(name.encode(), arrays, ids.count(PLACE))
+    NAMED.found[image.digest] = image
+    found.tower.check(image)
+    text = [*range(3, 14), *ids, 20, 21, 22]
+    span = Span(11, len(ids), image.digest)
+    asked = [
+        replace(request(f"{i}", text + more, max_tokens=8, logprobs=1), spans=(span,), images=(image,))
+        for i, more in enumerate([[], [23, 24, 25, 26], []])
+    ]
+    scheduler = Scheduler(config := settings(max_num_batched_tokens=9))
+    served = serve(found.model, config, asked, apart=4, runner=runner_of(found, config), scheduler=scheduler)
+    assert scheduler.stats.prefix_hit_tokens > 0
+    for each in asked:
+        answer = served.ids[each.request_id, 0]
+        context = torch.tensor([[*each.prompt, *answer]])
+        tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        with torch.no_grad():
+            logits = found.theirs(context, **tensors, use_cache=False).logits[0, len(each.prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == answer
+        entries = [entry for event in served.events[each.request_id, 0] for entry in event.logprobs or ()]
+        wanted = logits.log_softmax(-1)[range(len(answer)), answer]
+        torch.testing.assert_close(torch.tensor([entry.logprob for entry in entries]), wanted, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["Qwen3VLConfig", "Gemma3Config"])
@@ -429,9 +532,16 @@ def test_an_engine_is_built_with_its_tower(folder: Path) -> None:
         ids = list[int]()
         while len(ids) < 3:
             ids += [token for event in events.get(timeout=PATIENCE_S) for token in event.token_ids]
-        small = replace(SMALL, arrays=SMALL.arrays | {"pixel_values": np.zeros((16, 5), np.float32)})
+        other = ask("b", PROMPTS[4][0])
         with pytest.raises(InvalidRequestError, match="not what this model's vision tower takes"):
-            engine.submit(replace(ask("b", PROMPTS[4][0]), images=(small, LARGE)))
+            engine.submit(replace(other, images=(replace(SMALL, arrays={"pixels": np.zeros(1)}), LARGE)))
+        damaged = replace(SMALL, digest=b"odd", arrays=SMALL.arrays | {"pixel_values": np.zeros((16, 5), np.float32)})
+        spans = (other.spans[0]._replace(digest=b"odd"), other.spans[1])
+        engine.submit(replace(other, spans=spans, images=(damaged, LARGE)))
+        [failed] = [event for event in events.get(timeout=PATIENCE_S) if event.finish_reason]
+        assert failed.finish_reason is FinishReason.ERROR
+        engine.submit(ask("c", PROMPTS[0][0], max_tokens=1))
+        assert next(events.get(timeout=PATIENCE_S).ends).finish_reason is FinishReason.LENGTH
     finally:
         engine.stop(drain_s=0)
     without = build_engine(replace(config, image_cache_memory=0), lambda progress: None)

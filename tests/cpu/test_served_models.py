@@ -92,6 +92,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         VISION | {"head_dim": 16, "num_key_value_heads": 2},
     ),
     "gemma4_unified": ("Gemma4Unified", UNIFIED, {"mm_embed_dim": 32, "mm_posemb_size": 8, "patch_size": 4}),
+    "idefics3": ("Idefics3", {"model_type": "llama"}, VISION),
     "internvl": ("InternVL", {"model_type": "qwen2"}, VISION | {"image_size": [32, 32], "patch_size": [8, 8]}),
     "lfm2_vl": (
         "Lfm2Vl",
@@ -107,6 +108,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5Moe", QWEN3_5_MOE, QWEN_VISION),
     "qwen3_vl": ("Qwen3VL", WIDE_AXES | {"head_dim": 32}, QWEN_VISION | {"deepstack_visual_indexes": [0]}),
     "qwen3_vl_moe": ("Qwen3VLMoe", WIDE_AXES | QWEN3_MOE, QWEN_VISION | {"deepstack_visual_indexes": [0]}),
+    "smolvlm": ("SmolVLM", {"model_type": "llama"}, VISION),
 }
 
 

@@ -30,6 +30,7 @@ class _Row(NamedTuple):
     """A row with images."""
 
     spans: tuple[Span, ...]
+    places: tuple[NDArray[np.int64], ...]  # by span: the positions of the prompt that its vectors have
     positions: NDArray[np.int64] | None  # [3, positions of the prompt]; None: those of text
     delta: int  # what is added to a later token's index
     held: dict[bytes, Tensor]  # vectors, by digest, until all of them were computed
@@ -69,7 +70,8 @@ class ImageRows:
             if row.spans:
                 grids = [self._image(span).grid for span in row.spans]
                 positions, delta = _positions(row.num_prompt, row.spans, grids)
-                self._rows[row.slot] = _Row(row.spans, positions, delta, {})
+                places = tuple([_places(row.ids, span) for span in row.spans])
+                self._rows[row.slot] = _Row(row.spans, places, positions, delta, {})
                 changed[row.slot] = delta
         if changed:
             slots, deltas = (to_device(list(each), torch.int64, self._device) for each in (changed, changed.values()))
@@ -90,11 +92,12 @@ class ImageRows:
                 if row.positions is not None:
                     axes[:, first : first + piece.num_tokens] = row.at(piece.start, piece.num_tokens)
                     is_moved = True
-                for span, begin, end in self._cover(row, piece):
-                    places += range(first + begin - piece.start, first + end - piece.start)
-                    parts.append(row.held[span.digest][:, begin - span.start : end - span.start])
+                for span, at, begin in self._cover(row, piece):
+                    rows = first + at - piece.start
+                    places += rows.tolist()
+                    parts.append(row.held[span.digest][:, begin : begin + len(at)])
                     if span.is_atomic:
-                        ends[first + begin - piece.start : first + end - piece.start] = span.end
+                        ends[rows] = span.end
                 if piece.start + piece.num_tokens >= row.spans[-1].end:
                     row.held.clear()
             first += piece.num_tokens
@@ -106,14 +109,18 @@ class ImageRows:
             None if is_causal else to_device(ends, torch.int32, self._device),
         )
 
-    def _cover(self, row: _Row, piece: SequenceSlice) -> list[tuple[Span, int, int]]:
-        """Return the spans that a slice covers, and what it covers of them; the row then holds their vectors."""
-        stop = piece.start + piece.num_tokens
-        found = [(span, max(span.start, piece.start), min(span.end, stop)) for span in row.spans]
-        found = [each for each in found if each[1] < each[2]]
-        for span, *_ in found:
-            if span.digest not in row.held:
-                row.held[span.digest] = self._embed(self._image(span))
+    def _cover(self, row: _Row, piece: SequenceSlice) -> list[tuple[Span, NDArray[np.int64], int]]:
+        """Return spans, the positions of the vectors that a slice covers of each, and the number of the first of these.
+
+        The row then holds their vectors.
+        """
+        found = []
+        for span, places in zip(row.spans, row.places, strict=True):
+            begin, end = np.searchsorted(places, (piece.start, piece.start + piece.num_tokens))
+            if begin < end:
+                found.append((span, places[begin:end], int(begin)))
+                if span.digest not in row.held:
+                    row.held[span.digest] = self._embed(self._image(span))
         return found
 
     def _image(self, span: Span) -> Image:
@@ -160,6 +167,14 @@ class ImageVectors:
         self._num_bytes += vectors.nbytes
         while self._num_bytes > self._max_bytes and len(self._kept) > 1:
             self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+def _places(ids: Sequence[int], span: Span) -> NDArray[np.int64]:
+    """Return the positions of a span's vectors: where its first id, the model's for images, comes again.
+
+    Some models have marks of text within an image, as between its rows.
+    """
+    return span.start + np.flatnonzero(np.array(ids[span.start : span.end]) == ids[span.start])
 
 
 def _positions(

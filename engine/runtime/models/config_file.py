@@ -34,6 +34,7 @@ _WRAPPERS = {
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "idefics3": "llama",
     "internvl": "qwen2",
     "lfm2_vl": "lfm2",
     "llava": "llama",
@@ -46,16 +47,13 @@ _WRAPPERS = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
+    "smolvlm": "llama",
 }
 BOTH_WAYS = ("gemma3",)  # those whose images attend both ways
 TOWERS = (
-    *BOTH_WAYS,
-    "qwen2_5_vl",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-)  # those of them whose images are served
+    *BOTH_WAYS, "idefics3", "internvl", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
+    "qwen3_vl_moe", "smolvlm",
+)  # fmt: skip  # those of them whose images are served
 _LLAMA = {
     "vocab_size": 32_000,
     "hidden_size": 4096,

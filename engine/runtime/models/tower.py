@@ -6,7 +6,9 @@ this module, and transformers with it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -21,36 +23,43 @@ from engine.images import Image
 from engine.runtime.weights.checkpoint import Checkpoint
 from engine.system.calls import foreign_code
 
+log = logging.getLogger("quire.engine")
+
 
 class Tower:
     """The tower of one checkpoint."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._device = model.to(device).eval().requires_grad_(False), device
+        self._names = signature(model.get_image_features).parameters.keys()
 
     def check(self, image: Image) -> None:
-        """Raise InvalidRequestError for arrays that are not the tower's."""
-        config, vision = self._model.config, self._model.config.vision_config
-        given = {name: array.tolist() if array.size < 4 else array.shape for name, array in image.arrays.items()}
-        if hasattr(vision, "temporal_patch_size"):
-            size, grid = vision.spatial_merge_size, image.grid or (0, 0, 0)
-            patch, num = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2, prod(grid)
-            sides = [[grid[0], grid[1] * size, grid[2] * size]]
-            wanted: dict[str, object] = {"pixel_values": (num * size**2, patch), "image_grid_thw": sides}
-        else:
-            num, side = config.mm_tokens_per_image, vision.image_size
-            wanted = {"pixel_values": (1, vision.num_channels, side, side)}
-        if given != wanted or num != image.num_tokens:
-            raise InvalidRequestError(
-                "An image's numbers are not what this model's vision tower takes.", param="messages"
-            )
+        """Raise InvalidRequestError for an image of another model."""
+        num_placed = image.num_tokens if "image_grid_thw" in self._names else 1
+        if not image.arrays.keys() <= self._names or prod(image.grid or ()) != num_placed:
+            message = "An image's numbers are not what this model's vision tower takes."
+            raise InvalidRequestError(message, param="messages")
 
     @torch.inference_mode()
     def __call__(self, image: Image) -> Tensor:
-        """Return the vectors [1 + D, V, hidden] of an image, alone: others in a batch might change its bits."""
+        """Return the vectors [1 + D, V, hidden] of an image, alone: others in a batch might change its bits.
+
+        An image that transformers' code cannot compute becomes NaN: its requests fail, and no others.
+        """
         arrays = {name: torch.from_numpy(array).to(self._device) for name, array in image.arrays.items()}
-        found = self._model.get_image_features(**arrays, return_dict=True)
-        return torch.stack([found.pooler_output[0], *(each[0] for each in getattr(found, "deepstack_features", ()))])
+        try:
+            found = self._model.get_image_features(**arrays, return_dict=True)
+            levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+            made = torch.stack([torch.cat([part.flatten(0, -2) for part in level]) for level in levels])
+            if made.shape[1] == image.num_tokens:
+                return made
+            log.warning("an image became %d vectors, and its prompt has room for %d", made.shape[1], image.num_tokens)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # any: it is another project's code
+            log.warning("the vision tower cannot compute an image: %s: %s", type(error).__name__, error)
+        width = self._model.config.get_text_config().hidden_size
+        return torch.full((1, image.num_tokens, width), torch.nan, dtype=self._model.dtype, device=self._device)
 
 
 def load_tower(config: HFConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower:
@@ -71,7 +80,7 @@ def load_tower(config: HFConfig, checkpoint: Checkpoint, dtype: torch.dtype, dev
             )
     finally:
         transformers_logging.set_verbosity(verbosity)
-    missing = sorted(name for name in info["missing_keys"] if not name.startswith("language_model."))
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith(("language_model.", "text_model.")))
     if missing and checkpoint.num_weights is not None:  # else they are random
         raise ModelLoadError(f"{source}: its tower lacks {len(missing)} tensors, {missing[0]!r} first.")
     return Tower(model, device)

@@ -26,7 +26,7 @@ _INDEX = "model.safetensors.index.json"
 _MAX_BYTES = 64 << 20  # the index of the largest checkpoints takes 10 MB
 _OTHER_TOWERS = (
     "vision_tower.", "multi_modal_projector.", "visual.", "image_newline", "audio_tower.", "embed_vision.", "embed_audio.",
-    "vision_embedder.",
+    "vision_embedder.", "vision_model.", "connector.",
 )  # fmt: skip
 _BODY = ("embed_tokens.", "layers.", "norm.")
 _VOCABULARY = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8")}  # of an EAGLE-3 draft, and their types
@@ -117,7 +117,7 @@ def language_name(name: str) -> str | None:
     if name.removeprefix("model.").startswith(_OTHER_TOWERS):
         return None
     # A language model inside another, old and new, and Nemotron's.
-    for prefix in ("language_model.model.", "model.language_model.", "backbone."):
+    for prefix in ("language_model.model.", "model.language_model.", "model.text_model.", "backbone."):
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
     if name.startswith(_BODY):  # a body saved without its head, like embedding models
