@@ -27,8 +27,8 @@ from loadtest.output import print_table, save_json
 
 _PARTS = {  # name -> the path of its object in the engine, and its method
     "plan": ("_scheduler", "plan"),
-    "tensors": ("_runner._batches", "build"),
-    "prepare": ("_runner._backend", "prepare"),
+    "tensors": ("_runner._batches", "to_batch"),
+    "prepare": ("_runner._kv_cache", "prepare"),
     "forward": ("_runner._model", "forward"),
     "head": ("_runner._model", "logits"),
     "sampler": ("_runner._sampler", "sample"),
