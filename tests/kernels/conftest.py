@@ -75,7 +75,7 @@ def hasten() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    types: dict[Any, Any] = {}  # block types, by element and shape
+    types: dict[Any, Any] = {}  # block types, by element and shape; types of pointers
     shapes: dict[int, tuple[Any, dict[str, Any]]] = {}  # by a type's id: the type, and what its tensors have in common
     make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
 
@@ -98,11 +98,24 @@ def hasten() -> None:
         make_tensor(self, handle, kind)
         shapes[id(kind)] = kind, {name: value for name, value in vars(self).items() if name != "handle"}
 
+    def new_pointer(cls: Any, element_ty: Any, address_space: int = 1, const: bool = False) -> Any:
+        key = cls, id(element_ty), address_space, const
+        return types[key] if key in types else types.setdefault(key, object.__new__(cls))
+
+    def patch_attribute(package: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(package, name, bound)
+
     # An overflow is computed, and then not asserted: that takes another option, or TRITON_DEBUG.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     interpreter.TensorHandle.__post_init__ = lambda self: None  # asks whether an array has the size of its type
     tl.block_type.__new__, tl.block_type.__init__, tl.tensor.__init__ = new_type, init_type, init_tensor
+    tl.pointer_type.__new__ = new_pointer
+    interpreter._patch_attr = patch_attribute
     name = interpreter._get_np_dtype
     named = cache(name)
     # A pointer has no hash.
@@ -111,6 +124,52 @@ def hasten() -> None:
     )
 
 
+def hasten_operands() -> None:
+    """Have the interpreter keep the types that two operands are brought to, and each constant.
+
+    Operands are not spread to their common shape, as numpy does so itself where it computes with them.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    kept: dict[Any, Any] = {}  # by both types or constants and the rules: the operands, for their ids; the results
+    semantic = interpreter.interpreter_semantic
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+
+    def key_of(operand: Any) -> Any:
+        return id(operand.type) if isinstance(operand, tl.tensor) else (type(operand), operand)
+
+    def bring(operand: Any, known: Any) -> Any:
+        if not isinstance(operand, tl.tensor):
+            return known
+        if operand.type is known.type:
+            return operand
+        return tl.tensor(semantic.cast(operand, known.type.scalar).handle, known.type)
+
+    def checked(lhs: Any, rhs: Any, *rules: bool, **named: bool) -> Any:
+        key = key_of(lhs), key_of(rhs), rules, *named.items()
+        if key not in kept:
+            kept[key] = lhs, rhs, *check(lhs, rhs, *rules, **named)
+        _, _, left, right = kept[key]
+        return bring(lhs, left), bring(rhs, right)
+
+    def spread(operand: Any, kind: Any) -> Any:
+        if operand.handle.data.shape == getattr(kind, "shape", operand.handle.data.shape):
+            return operand if operand.type is kind else tl.tensor(operand.handle, kind)
+        data = np.broadcast_to(operand.handle.data, kind.shape)
+        return tl.tensor(interpreter.TensorHandle(data, operand.handle.dtype), kind)
+
+    def broadcasted(lhs: Any, rhs: Any) -> Any:
+        key = id(lhs.type), id(rhs.type)
+        if key not in kept:
+            kept[key] = lhs, rhs, *(each.type for each in broadcast(lhs, rhs))
+        _, _, left, right = kept[key]
+        return spread(lhs, left), spread(rhs, right)
+
+    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = checked, broadcasted
+
+
 if not torch.cuda.is_available() and find_spec("triton"):
     mend()
     hasten()
+    hasten_operands()
