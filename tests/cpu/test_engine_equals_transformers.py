@@ -1,4 +1,4 @@
-"""The real model, float32: whatever the scheduler does, every request says what transformers' generate says alone."""
+"""The real model, float32: whatever the scheduler does, every request says what transformers says greedily alone."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ BLOCK_SIZE = 4
 
 
 class Real:
-    """The model, its prompts, and what transformers makes of them."""
+    """The model, its prompts, and how each goes on by transformers' most likely tokens."""
 
     def __init__(self, theirs: Any) -> None:
         path = Path(find_model(None).path)
         tokenizer = load_tokenizer(str(path))
         self.prompts = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
-        self.expected = []
-        with torch.inference_mode():
-            for prompt in self.prompts:
-                ids = torch.tensor([prompt])
-                out = theirs.generate(
-                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None
-                )
-                self.expected.append(out[0, len(prompt) :].tolist())
         self.model: CausalLM = load_model(
             EngineConfig(model=str(path), dtype="float32"), torch.device("cpu"), torch.float32, lambda progress: None
         )
+        served = serve(self.model, self.regime("roomy"), self.requests())
+        self.expected = [served.ids[f"r{i}", 0] for i in range(len(TEXTS))]
+        # Each token is the most likely one after those before it: what `generate` computes one by one, in one pass.
+        for prompt, found in zip(self.prompts, self.expected, strict=True):
+            assert len(found) == NUM_NEW
+            with torch.inference_mode():
+                logits = theirs(torch.tensor([prompt + found[:-1]]), use_cache=False).logits
+            assert logits[0, len(prompt) - 1 :].argmax(-1).tolist() == found
 
     def requests(self) -> list[Request]:
         return [request(f"r{i}", prompt, max_tokens=NUM_NEW) for i, prompt in enumerate(self.prompts)]

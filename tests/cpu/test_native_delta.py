@@ -103,10 +103,17 @@ def whole(model: Decoder, num: int, *, is_native: bool = True) -> tuple[Tensor, 
     return hidden, steps.state(0)
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in SHAPES}
+    for name, folder in made.items():
+        save_tiny(SHAPES[name], folder)
+    return made
+
+
 @pytest.fixture(params=SHAPES)
-def shape(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    save_tiny(SHAPES[request.param], tmp_path)
-    return tmp_path
+def shape(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
+    return folders[request.param]
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, state_dtype: str = "float32") -> Decoder:
@@ -160,8 +167,8 @@ def test_no_cut_shows(library: Library, shape: Path, dtype: torch.dtype, state_d
     """Chunks of any length, beside others, from one slot into the same or another."""
     model = load(shape, dtype, state_dtype)
     expected, state = whole(model, LENGTH)
-    for trial in range(4):
-        library.use_threads(1 + trial % 3)
+    for trial in range(3):
+        library.use_threads(1 + trial)
         steps, hidden = Steps(model), []
         starts, slots = [0] * ROWS, [None] * ROWS
         while starts[0] < LENGTH:
@@ -183,22 +190,22 @@ def test_no_cut_shows(library: Library, shape: Path, dtype: torch.dtype, state_d
 def test_replays_of_drafts_leave_no_trace(library: Library, shape: Path) -> None:
     """Each step takes in those that were right, also into the slot that it reads; wrong ones change nothing."""
     model, num_kept_apart = load(shape), 0
-    expected, state = whole(model, LENGTH)
-    for trial in range(3):
+    for trial, (begin, end) in enumerate(((1, 40), (50, 80), (120, 140))):
         library.use_threads(1 + trial)
-        steps, at = Steps(model), (1, 7, 140)[trial]
+        expected, state = whole(model, end)
+        steps, at = Steps(model), begin
         hidden, slot, right = steps.run(Part(1, 0, IDS[0, :at], (None, 0))), 0, 0
-        while at + MAX_DRAFTS + 1 < LENGTH:
+        while at + MAX_DRAFTS + 1 < end:
             drafts, to, replays = _random.randrange(MAX_DRAFTS + 1), _random.choice((slot, 1 - slot)), right
             right = _random.randrange(drafts + 1)
             ids = torch.cat((IDS[0, at : at + 1 + right], IDS[1, : drafts - right]))
-            mate = Part(2, 0, IDS[1, :140], (None, 7)), Part(1, at, ids, (slot, to), replays, drafts)
+            mate = Part(2, 0, IDS[1, :70], (None, 7)), Part(1, at, ids, (slot, to), replays, drafts)
             hidden.append(steps.run(*mate[_random.randrange(2) :])[-1][: 1 + right])
             if to != slot and replays:
                 assert steps.state(slot) == whole(model, at)[1]
                 num_kept_apart += 1
             at, slot = at + 1 + right, to
-        hidden += steps.run(Part(1, at, IDS[0, at:], (slot, slot), right))
+        hidden += steps.run(Part(1, at, IDS[0, at:end], (slot, slot), right))
         assert torch.equal(torch.cat(hidden), expected)
         assert steps.state(slot) == state
-    assert num_kept_apart > 3
+    assert num_kept_apart
