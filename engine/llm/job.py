@@ -5,19 +5,17 @@ Runs on the calling thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.core.types import FinishReason, PromptInfo, Request, RequestTimings, TokenEvent
 from engine.llm.unserved import missing
 from engine.text.chat.choice import Choice, Delta, TextRules
+from engine.text.fields.chat import ImageSource
 from engine.text.logprobs import PromptLogprobs, prompt_logprobs
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tools.formats import new_call_id
-
-if TYPE_CHECKING:
-    from engine.text.images.preprocessor import PreparedImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +80,6 @@ class RequestOutput:
         raise AttributeError(missing("RequestOutput", name))
 
 
-MakeImages = Callable[[], "Sequence[PreparedImage]"]
-
-
 class Job:
     """A prompt that is being answered, and how many of its choices are open."""
 
@@ -92,7 +87,7 @@ class Job:
         self, text: str | None, request: Request, rules: TextRules, tokenizer: TextTokenizer, *, call_id_length: int = 0
     ) -> None:
         self.request = request
-        self.make_images: MakeImages = tuple  # which its spans name: they are large, and made when it is submitted
+        self.images: Sequence[ImageSource] = ()  # which its spans name; they are large, and read when it is submitted
         self.num_open = request.params.n
         self._text = text
         self._tokenizer = tokenizer

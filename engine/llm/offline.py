@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,12 +26,11 @@ from typing_extensions import Self
 
 from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.scheduling.admission import check_request
-from engine.core.spans import Span
 from engine.core.types import AbortCause, Adapter, GrammarKey, Pooling, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.llm.arguments import engine_config
-from engine.llm.job import Job, MakeImages, RequestOutput
+from engine.llm.job import Job, RequestOutput
 from engine.llm.params import BeamSearchParams, SamplingParams
 from engine.llm.prompt_outputs import (
     BeamSearchOutput,
@@ -41,7 +40,7 @@ from engine.llm.prompt_outputs import (
     ScoringRequestOutput,
     beam_output,
 )
-from engine.llm.prompts import Prompt, as_addresses, listed, read_prompt
+from engine.llm.prompts import Prompt, ReadPrompt, listed, read_prompt, with_addresses
 from engine.llm.unserved import missing, refuse_arguments
 from engine.settings.engine_config import LoraModule
 from engine.sources.draft_source import fetch_models
@@ -69,16 +68,6 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.01
 
 Messages = Sequence[Mapping[str, Any]]
-
-
-class _Seen(NamedTuple):
-    """The images of a prompt, and where they stand in it."""
-
-    make: MakeImages
-    spans: tuple[Span, ...]
-
-
-_NOTHING = _Seen(tuple, ())
 
 
 class LLM:
@@ -138,10 +127,11 @@ class LLM:
             )
             self._pictures = None
             if built.facts.takes_images:
-                from engine.llm.pictures import Pictures  # and transformers' part for images
+                from engine.llm.pictures import Pictures
+                from engine.text.images.preprocessor import ImagePreprocessor  # transformers' part for images
 
-                how = {"options": mm_processor_kwargs, "limits": limit_mm_per_prompt}
-                self._pictures = Pictures.of(Path(config.model), text, allowed_local_media_path, **how)
+                images = ImagePreprocessor.of(Path(config.model), text, mm_processor_kwargs, limit_mm_per_prompt)
+                self._pictures = Pictures(images, allowed_local_media_path)
             undo.pop_all()
         self._engine = built
         self._tokenizer = text
@@ -230,7 +220,7 @@ class LLM:
         }
         each, adapter = _for_each(sampling_params, len(conversations)), self._adapter(lora)
         makers = [
-            partial(self._reply, {**shared, "messages": as_addresses(list(one))}, own, adapter)
+            partial(self._reply, {**shared, "messages": list(map(with_addresses, one))}, own, adapter)
             for one, own in zip(conversations, each, strict=True)
         ]
         return [job.output() for job in self._run(makers, progress)]
@@ -356,10 +346,8 @@ class LLM:
     def _continuation(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> Job:
         """Return the job of a prompt. Raises ClientError."""
         limits, body = self._limits, params
-        text, ids, salt, images = self._read(prompt)
-        if images.spans and body.truncate_prompt_tokens is not None:
-            raise InvalidRequestError("truncate_prompt_tokens may cut an image in two; leave it out.", param="prompts")
-        ids = ids if body.truncate_prompt_tokens is None else truncated(body, ids, limits)
+        read, ids = self._read(prompt)
+        ids = truncated(body, ids, limits, has_images=bool(read.spans))
         limits.check_logprobs(body.logprobs, "logprobs")
         asked = body.max_tokens
         engine_params = sampling_params(
@@ -371,37 +359,38 @@ class LLM:
         )
         constraint = next(iter(body.constraints()), None) if engine_params.max_tokens else None
         engine_params = replace(engine_params, grammar=self._compile(constraint), adapter=adapter)
-        return self._job(text, ids, engine_params, text_rules(body, engine_params), body, salt, images=images)
+        return self._job(read, ids, engine_params, text_rules(body, engine_params), body)
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str, _Seen]:
-        """Return a prompt's text, ids and cache salt, and its images. Raises ClientError."""
-        text, ids, salt, given = read_prompt(prompt)
-        seen = _NOTHING
+    def _read(self, prompt: Prompt) -> tuple[ReadPrompt, list[int]]:
+        """Return a prompt, with the places of its images, and its ids. Raises ClientError."""
+        read = read_prompt(prompt)
+        text, ids = read.text, read.ids
         if ids is not None:
             self._limits.check_ids(ids, "prompt")
-        elif given:
-            make = partial(self._images().of_prompt, given)
-            prepared = make()
+        elif read.images:
+            pictures = self._seen("prompts")
+            prepared = pictures.read(read.images, "prompts")
             ids = self._preprocessor.encode_text(text or "", prepared, add_special_tokens=True)
-            seen = _Seen(make, self._preprocessor.spans(ids, prepared))
+            read = read._replace(spans=pictures.preprocessor.spans(ids, prepared))
         else:
             assert text is not None, "a prompt has text or ids"
             self._limits.check_length(len(text), "prompt")
             ids = self._tokenizer.encode(text, add_special_tokens=True)
         if not ids:
             raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
-        return text, ids, salt, seen
+        return read, ids
 
-    def _images(self) -> Pictures:
+    def _seen(self, param: str) -> Pictures:
+        """Return what reads images. Raises InvalidRequestError for a model of text alone."""
         if self._pictures is None:
-            raise no_images("prompts")
+            raise no_images(param)
         return self._pictures
 
     def _reading(self, prompt: Prompt, params: EngineParams) -> Job:
         """Return the job of a prompt that is only read. Raises ClientError."""
-        text, ids, salt, images = self._read(prompt)
+        read, ids = self._read(prompt)
         self._limits.check_readable(len(ids), "prompts")
-        return self._job(text, ids, params, TextRules(), SamplingParams(), salt, images=images)
+        return self._job(read, ids, params, TextRules(), SamplingParams())
 
     def _first_scored(self, contexts: Sequence[str], jobs: Sequence[Job]) -> list[int]:
         ids = [self._tokenizer.encode(text, add_special_tokens=True) for text in contexts]
@@ -411,11 +400,11 @@ class LLM:
         """Return the job of a conversation. Raises ClientError."""
         body = params.to_chat(conversation)
         self._limits.check_logprobs(params.logprobs, "logprobs")
-        make: MakeImages = partial(self._images().of_chat, body.images) if body.images else tuple
-        chat = self._preprocessor.prepare(body, images=make())
+        images = self._seen("messages").read(body.images, "messages") if body.images else ()
+        chat = self._preprocessor.prepare(body, images=images)
         self._compile(chat.constraint)
-        own, images = replace(chat.params, adapter=adapter), _Seen(make, chat.spans)
-        return self._job(chat.text, chat.prompt, own, chat.rules, body, turn_end=chat.turn_end, images=images)
+        own, read = replace(chat.params, adapter=adapter), ReadPrompt(chat.text, None, "", body.images, chat.spans)
+        return self._job(read, chat.prompt, own, chat.rules, body, turn_end=chat.turn_end)
 
     def _compile(self, constraint: Constraint | None) -> GrammarKey | None:
         """Return what names the grammar that a field asks for. Raises InvalidRequestError."""
@@ -430,14 +419,12 @@ class LLM:
 
     def _job(
         self,
-        text: str | None,
+        read: ReadPrompt,
         ids: Sequence[int],
         params: EngineParams,
         rules: TextRules,
         body: QueueFields,
-        cache_salt: str = "",
         turn_end: int = 0,
-        images: _Seen | None = None,
     ) -> Job:
         if dropped := body.dropped_hints(self._limits):
             logger.warning("without effect here: %s", ", ".join(dropped))
@@ -447,15 +434,15 @@ class LLM:
             params=params,
             arrival_s=0.0,
             priority=body.priority,
-            cache_salt=cache_salt,
+            cache_salt=read.cache_salt,
             deadline_s=body.deadline_ms and body.deadline_ms / 1e3,
             max_queue_s=body.max_queue_ms and body.max_queue_ms / 1e3,
             turn_end=turn_end,
-            spans=() if images is None else images.spans,
+            spans=read.spans,
         )
         check_request(request, self._engine.config)
-        job = Job(text, request, rules, self._tokenizer, call_id_length=self._limits.call_id_length)
-        job.make_images = tuple if images is None else images.make
+        job = Job(read.text, request, rules, self._tokenizer, call_id_length=self._limits.call_id_length)
+        job.images = read.images
         return job
 
     def _answer(self, jobs: Sequence[Job], *, show: bool) -> None:
@@ -481,8 +468,9 @@ class LLM:
     def _feed(self, waiting: deque[Job], started: dict[str, Job], most: int) -> None:
         while waiting and len(started) < most:
             job = waiting[0]
-            if job.request.spans and not job.request.images:
-                job.request = replace(job.request, images=tuple([each.image for each in job.make_images()]))
+            if job.images and not job.request.images:
+                prepared = self._seen("prompts").read(job.images, "prompts")
+                job.request = replace(job.request, images=tuple([each.image for each in prepared]))
             try:
                 self._engine.submit(replace(job.request, arrival_s=self._engine.clock()))
             except OverloadedError:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from typing_extensions import NotRequired, TypedDict
 
 from engine.core.errors import InvalidRequestError
+from engine.core.spans import Span
+from engine.system.regular_file import read_bytes
+from engine.text.fields.chat import ImageSource
 
 
 class TextPrompt(TypedDict):
@@ -39,8 +44,9 @@ class ReadPrompt(NamedTuple):
 
     text: str | None
     ids: list[int] | None
-    cache_salt: str
-    images: Sequence[object] = ()
+    cache_salt: str = ""
+    images: Sequence[ImageSource] = ()
+    spans: tuple[Span, ...] = ()  # where they stand, once there are ids
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -58,9 +64,9 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 def read_prompt(prompt: Prompt) -> ReadPrompt:
     """Return the parts of a prompt. Raises InvalidRequestError."""
     if isinstance(prompt, str):
-        return ReadPrompt(prompt, None, "")
+        return ReadPrompt(prompt, None)
     if not isinstance(prompt, Mapping):
-        return ReadPrompt(None, _token_ids(prompt), "")
+        return ReadPrompt(None, _token_ids(prompt))
     given = {name: value for name, value in prompt.items() if value is not None}
     if unknown := given.keys() - set(_KEYS):
         raise InvalidRequestError(
@@ -72,13 +78,13 @@ def read_prompt(prompt: Prompt) -> ReadPrompt:
         raise InvalidRequestError(
             "A prompt that is a dict needs prompt, a text, or prompt_token_ids, a list of ids.", param="prompts"
         )
-    images = images_of(given["multi_modal_data"]) if "multi_modal_data" in given else ()
+    images = images_of(given.get("multi_modal_data", {}))
     if images and ids is not None:
         raise InvalidRequestError("A prompt with images must be a text; leave prompt_token_ids out.", param="prompts")
     return ReadPrompt(text, None if ids is None else _token_ids(ids), salt, images)
 
 
-def images_of(data: object) -> Sequence[object]:
+def images_of(data: object) -> list[ImageSource]:
     """Return the images of `multi_modal_data`. Raises InvalidRequestError."""
     if not isinstance(data, Mapping) or data.keys() - {"image"}:
         raise InvalidRequestError(
@@ -86,28 +92,38 @@ def images_of(data: object) -> Sequence[object]:
             param="prompts",
         )
     given = data.get("image", [])
-    return given if isinstance(given, list | tuple) else [given]
+    return [ImageSource(address_of(each)) for each in (given if isinstance(given, list | tuple) else [given])]
 
 
-def as_addresses(messages: Sequence[Any]) -> list[Any]:
-    """Return messages in which Pillow's images, of vLLM's parts `image_pil`, are addresses that hold them."""
-    return [_with_addresses(message) if isinstance(message, Mapping) else message for message in messages]
-
-
-def _with_addresses(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    content = message.get("content")
+def with_addresses(message: Any) -> Any:
+    """Return a message in which Pillow's images, vLLM's parts `image_pil`, are addresses that hold them."""
+    content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list | tuple):
         return message
-    return {**message, "content": [_address(part) for part in content]}
+    parts = [
+        {"type": "image_url", "image_url": {"url": address_of(part.get("image_pil"))}}
+        if isinstance(part, Mapping) and part.get("type") == "image_pil"
+        else part
+        for part in content
+    ]
+    return {**message, "content": parts}
 
 
-def _address(part: Any) -> Any:
-    if not isinstance(part, Mapping) or part.get("type") != "image_pil":
-        return part
-    from engine.llm.pictures import file_of  # numpy; few conversations have images
-
-    file = base64.b64encode(file_of(part.get("image_pil"), "messages")).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{file}"}}
+def address_of(image: Any) -> str:
+    """Return an address that holds one of Pillow's images, or the file of a path. Raises InvalidRequestError."""
+    file = BytesIO()
+    try:
+        if isinstance(image, str | Path):
+            file.write(read_bytes(Path(image)))
+        else:
+            image.convert("RGBA" if "A" in image.getbands() else "RGB").save(file, "PNG", compress_level=1)
+    except OSError as error:
+        raise InvalidRequestError(f"{str(image)!r} cannot be read: {error.strerror}.", param="prompts") from None
+    except AttributeError:
+        raise InvalidRequestError(
+            f"An image is a {type(image).__name__}; give one of Pillow's images, or a path.", param="prompts"
+        ) from None
+    return f"data:;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _token_ids(prompt: object) -> list[int]:

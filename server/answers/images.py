@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Sequence
+from threading import Event
 
 from fastapi import Request as HttpRequest
 
@@ -29,12 +30,6 @@ _MAX_FETCHES = 8  # at a time
 _PARAM = "messages"  # which refusals name
 
 
-class _Job:
-    """The work on one image."""
-
-    is_wanted = True
-
-
 class ImageReader:
     """Makes what a conversation's images are to the engine."""
 
@@ -43,7 +38,7 @@ class ImageReader:
         self._local, self._fetcher = LocalSources(config.allowed_local_media_path), MediaFetcher(config)
         self._fetches = asyncio.Semaphore(_MAX_FETCHES)
         self._worker = Worker("quire-images")
-        self._current: _Job | None = None
+        self._current: Event | None = None  # set when the client of the image that is worked on has left
         self._held = HeldBytes(MAX_HELD_BYTES)
 
     async def read(self, http: HttpRequest, chat: Conversation) -> Sequence[PreparedImage]:
@@ -83,13 +78,13 @@ class ImageReader:
     async def _prepare(self, source: ImageSource) -> PreparedImage:
         async with self._fetches:
             fetched = await self._fetcher.fetch(source.url, _PARAM)
-        job = _Job()
+        left = Event()
 
         def work() -> PreparedImage:
-            self._current = job
+            self._current = left
             try:
                 file = self._local.read(source.url, _PARAM) if fetched is None else fetched
-                pixels = self._decoder.decode(file, _PARAM, longest=source.longest, is_wanted=lambda: job.is_wanted)
+                pixels = self._decoder.decode(file, _PARAM, longest=source.longest, is_wanted=lambda: not left.is_set())
                 return self._preprocessor.prepare(pixels, _PARAM)
             finally:
                 self._current = None
@@ -97,7 +92,7 @@ class ImageReader:
         try:
             return await self._worker.run(work)
         except asyncio.CancelledError:
-            job.is_wanted = False
-            if self._current is job:
+            left.set()
+            if self._current is left:
                 self._decoder.interrupt()
             raise

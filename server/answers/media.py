@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FETCH_S = 20.0  # for all of an image, redirects included
 _MAX_REDIRECTS = 3
 _PORTS = {"http": 80, "https": 443}
-_TRANSLATED = IPv6Network("64:ff9b::/96")  # IPv4 through a gateway
+_TUNNELS = [IPv6Network(each) for each in ("::ffff:0:0/96", "64:ff9b::/96", "2001::/32", "2002::/16")]  # to IPv4
 
 
 class MediaFetcher:
@@ -104,13 +104,7 @@ async def _resolve(host: str, port: int, param: str) -> str:
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Return whether an address is one of the Internet, also that of an IPv4 machine that an IPv6 address leads to."""
-    if isinstance(address, IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
-        if address in _TRANSLATED:
-            inner = IPv4Address(int(address) & 0xFFFFFFFF)
-        if inner is not None and not is_public(inner):
-            return False
-        if address.ipv4_mapped is not None:
-            return True
+    """Return whether an address is one of the Internet; those of IPv6 that lead to a machine of IPv4 are not."""
+    if isinstance(address, IPv6Address) and any(address in network for network in _TUNNELS):
+        return False
     return address.is_global and not address.is_multicast

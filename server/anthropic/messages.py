@@ -350,7 +350,7 @@ async def _count_common(model: ServedModel, body: ChatBody, chat: PreparedChat, 
     try:
         rendered = await model.render(body)
         common = await aside(lambda: chat.text[: num_common(rendered, chat.text)])
-        images = chat.images[: model.preprocessor.num_images(common)]
+        images = chat.images[: model.preprocessor.images.count(common)] if model.preprocessor.images else ()
         ids = await aside(lambda: model.preprocessor.encode(body, common, answers_of, images), len(common))
     except (ClientError, ApiError):
         return 0

@@ -190,8 +190,7 @@ async def create_completion(
     if constraints and params.max_tokens:
         params = replace(params, grammar=await model.compile(constraints[0]))
     prompts = await prompt_ids(model, body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
-    if body.truncate_prompt_tokens is not None:
-        prompts = [truncated(body, prompt, model.limits) for prompt in prompts]
+    prompts = [truncated(body, prompt, model.limits) for prompt in prompts]
     rules = text_rules(body, params, echo=body.echo)
     if len(prompts) == 1:
         owner = named.history_owner(http, body)

@@ -31,8 +31,8 @@ def patches(images: Any, **_: Any) -> Mapping[str, Any]:
 
 def preprocessor(tokenizer: TextTokenizer) -> ImagePreprocessor:
     config = {"vision_config": {"spatial_merge_size": 2}}
-    tokens = ImageTokens(config=config, processor={}, token="<|image_pad|>", spell=lambda _: "")
-    return ImagePreprocessor(FAMILIES["qwen3_vl"](tokens), patches, tokenizer, {}, 4)
+    tokens = ImageTokens(config, {}, "<|image_pad|>", lambda _: "")
+    return ImagePreprocessor(FAMILIES["qwen3_vl"], tokens, patches, tokenizer, limits={"image": 4})
 
 
 def picture(width: int = 24, height: int = 16, shade: int = 100, kind: str = "PNG") -> bytes:

@@ -106,8 +106,8 @@ def test_prompts_as_dicts(llm: LLM) -> None:
     assert llm.generate({"prompt": "x|", "multi_modal_data": {}})[0].outputs[0].text == "x"
     for wrong, sentence in (
         ({"prompt": "x", "multi_modal_data": {"video": 1}}, "multi_modal_data must be"),
-        ({"prompt": "x", "multi_modal_data": {"image": "a.png"}}, "takes text alone"),
-        ({"prompt_token_ids": [1], "multi_modal_data": {"image": "a.png"}}, "must be a text"),
+        ({"prompt": "x", "multi_modal_data": {"image": __file__}}, "takes text alone"),
+        ({"prompt_token_ids": [1], "multi_modal_data": {"image": __file__}}, "must be a text"),
         ({"prompt": "x", "mm_data": {}}, "'mm_data'"),
         ({}, "needs prompt"),
     ):

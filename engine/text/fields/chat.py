@@ -30,12 +30,7 @@ class ImageSource(NamedTuple):
     """An image as a client names it."""
 
     url: str
-    detail: str
-
-    @property
-    def longest(self) -> int | None:
-        """The longest side that is wanted, in pixels."""
-        return _LOW_DETAIL if self.detail == "low" else None
+    longest: int | None = None  # side that is wanted, in pixels
 
 
 def join_parts(content: Any, kinds: Mapping[str, str], param: str, image: str = "") -> Any:
@@ -108,7 +103,8 @@ class Message(RequestBody):
         """The images of all parts."""
         if isinstance(self.content, str):
             return []
-        return [ImageSource(**part["image_url"]) for part in self.content if part["type"] == "image_url"]
+        found = [part["image_url"] for part in self.content if part["type"] == "image_url"]
+        return [ImageSource(each["url"], _LOW_DETAIL if each["detail"] == "low" else None) for each in found]
 
     def for_template(self, *, arguments_as_text: bool = False) -> dict[str, Any]:
         """Return the message as chat templates expect it."""

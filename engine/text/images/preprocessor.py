@@ -21,13 +21,11 @@ from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
 from engine.core.spans import Span
 from engine.images import Image
 from engine.system.calls import TRANSFORMERS, foreign_code
-from engine.system.regular_file import read_object
 from engine.text.generation_config import read_json_beside
 from engine.text.images.decoder import refused
-from engine.text.images.families import COUNTS, FAMILIES, Family, ImageTokens
+from engine.text.images.families import COUNTS, FAMILIES, Family, ImageTokens, grid_of
 from engine.text.tokenizer import TextTokenizer
 
-MAX_BYTES = 1 << 20  # of a JSON file
 MAX_IMAGES = 32  # in a prompt, unless --limit-mm-per-prompt says otherwise
 # Splits a mark that a client wrote, so that it is no image's. Letters alone, which no template changes.
 _SPLIT = f"quiresplits{secrets.token_hex(16)}"
@@ -44,13 +42,23 @@ class ImagePreprocessor:
     """Prepares images of one model, and encodes prompts that have some."""
 
     def __init__(
-        self, family: Family, processor: Any, tokenizer: TextTokenizer, options: Mapping[str, Any], most: int
+        self,
+        family: Family,
+        tokens: ImageTokens,
+        processor: Any,
+        tokenizer: TextTokenizer,
+        options: Mapping[str, Any] | None = None,
+        limits: Mapping[str, Any] | None = None,
     ) -> None:
-        """`processor` is transformers', `options` are of --mm-processor-kwargs, `most` images are taken in a prompt."""
-        self._family, self._processor, self._tokenizer, self._most = family, processor, tokenizer, most
-        self._token_id = tokenizer.special_tokens[family.token]
-        self._marks = {mark: mark[:1] + _SPLIT + mark[1:] for mark in (family.mark, family.token)}
-        self._options = json.dumps(options, sort_keys=True, default=str).encode()
+        """`processor` is transformers'; `options` are of --mm-processor-kwargs, `limits` of --limit-mm-per-prompt.
+
+        Raises ConfigError for limits that are no numbers.
+        """
+        self._family, self._tokens, self._processor, self._tokenizer = family, tokens, processor, tokenizer
+        self._most = _most_images(limits or {})
+        self._token_id = tokenizer.special_tokens[tokens.token]
+        self._mark = tokens.spell(family.mark) if family.mark else tokens.token
+        self._options = json.dumps(options or {}, sort_keys=True, default=str).encode()
 
     @classmethod
     def of(
@@ -61,16 +69,23 @@ class ImagePreprocessor:
         limits: Mapping[str, Any] | None = None,
     ) -> ImagePreprocessor:
         """Return the one of a model's folder. Raises ModelLoadError, or ConfigError for options that it does not have."""
-        config = read_object(folder / "config.json", MAX_BYTES, ModelLoadError, f"{folder} has no config.json.")
-        with TRANSFORMERS, foreign_code(lambda error: _unreadable(folder, error), (ConfigError,)):
-            names = {token_id: token for token, token_id in tokenizer.special_tokens.items()}
-            own = {**read_json_beside(folder / "preprocessor_config.json"), **_processor_config(folder)}
-            token = names[config["image_token_id" if "image_token_id" in config else "image_token_index"]]
-            family = FAMILIES[config["model_type"]](
-                ImageTokens(config=config, processor=own, token=token, spell=lambda name: names[config[name]])
+
+        def refuse(error: Exception) -> ModelLoadError:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            return ModelLoadError(f"The image processor of {str(folder)!r} cannot be loaded: {reason[:300]}.")
+
+        with TRANSFORMERS, foreign_code(refuse, (ConfigError,)):
+            config, old, new = (
+                read_json_beside(folder / f"{name}config.json") for name in ("", "preprocessor_", "processor_")
             )
+            names = {token_id: token for token, token_id in tokenizer.special_tokens.items()}
+            token = names[config["image_token_id" if "image_token_id" in config else "image_token_index"]]
+            own = {**old, **new.get("image_processor", {}), **new}
+            tokens = ImageTokens(config, own, token, lambda name: names[config[name]])
             processor = _load_processor(folder, options or {})
-        return cls(family, processor, tokenizer, options or {}, most_images(limits))
+            made = cls(FAMILIES[config["model_type"]], tokens, processor, tokenizer, options, limits)
+            made.prepare(np.zeros((64, 64, 3), np.uint8), "the start")  # so that what a file lacks is known now
+        return made
 
     # -- images --------------------------------------------------------------------------------------------------------
 
@@ -88,75 +103,74 @@ class ImagePreprocessor:
         why = f"the model's image processor refuses {width} x {height} pixels"
         with foreign_code(lambda _: refused(why, param), (MemoryError,)):
             made = self._processor(
-                images=[pixels], input_data_format="channels_last", return_tensors="np", **self._family.options
+                images=[pixels],
+                input_data_format="channels_last",
+                return_tensors="np",
+                **self._family.options(self._tokens),
             )
-        arrays = {name: np.ascontiguousarray(made[name]) for name in sorted(made.keys())}
-        text, grid = self._family.spelled(arrays), self._family.grid(arrays)
-        arrays = {name: array for name, array in arrays.items() if name not in COUNTS}
-        digest = blake2b(self._options, digest_size=32)
+        text, digest = self._family.spelled(self._tokens, made), blake2b(self._options, digest_size=32)
+        arrays = {name: np.ascontiguousarray(made[name]) for name in sorted(made.keys() - COUNTS)}
         for name, array in arrays.items():
             digest.update(f"\0{name} {array.dtype} {array.shape}\0".encode())
             digest.update(array.data)
-        return PreparedImage(Image(digest.digest(), arrays, text.count(self._family.token), grid), text)
+        grid = grid_of(self._tokens, arrays)
+        return PreparedImage(Image(digest.digest(), arrays, text.count(self._tokens.token), grid), text)
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def hide_marks(self, value: Any) -> Any:
         """Return a value of JSON in which what a client wrote is no image's mark."""
         try:
-            text = json.dumps(value, ensure_ascii=False)
+            text = hidden = json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError):
             return value  # the template refuses it
-        if not any(mark in text for mark in self._marks):
-            return value
-        for mark, split in self._marks.items():
-            text = text.replace(mark, split)
-        return json.loads(text)
-
-    def show_marks(self, text: str) -> str:
-        """Return a rendered prompt as it reads, with the marks that a client wrote."""
-        return text.replace(_SPLIT, "")
-
-    def has_marks(self, text: str) -> bool:
-        """Return whether a rendered prompt has marks, of the template or hidden ones of a client."""
-        return self._family.mark in text or _SPLIT in text
+        for mark in (self._mark, self._tokens.token):
+            hidden = hidden.replace(mark, mark[:1] + _SPLIT + mark[1:])
+        return value if hidden == text else json.loads(hidden)
 
     def count(self, text: str) -> int:
         """Return the number of images that a rendered prompt has places for."""
-        return text.count(self._family.mark)
+        return text.count(self._mark)
 
     def encoder(
-        self, images: Sequence[PreparedImage], *, add_special_tokens: bool = False
-    ) -> Callable[[str], list[int]]:
-        """Return a function that encodes the parts of a rendered prompt, in order, with the images in their places."""
+        self, text: str, images: Sequence[PreparedImage], *, add_special_tokens: bool = False
+    ) -> Callable[[str], list[int]] | None:
+        """Return what encodes the parts of a rendered prompt, in order, with images in their places; None if it has none.
+
+        Raises InvalidRequestError if it has not as many places as there are images.
+        """
+        if (places := self.count(text)) != len(images):
+            raise InvalidRequestError(
+                f"The model's chat template has places for {places} of {len(images)} images; send images in messages of the "
+                "user.",
+                param="messages",
+            )
         texts = iter([each.text for each in images])
 
         def encode(part: str) -> list[int]:
             ids: list[int] = []
             for number, piece in enumerate(part.split(_SPLIT)):
-                first, *others = piece.split(self._family.mark)
-                whole = [first]
-                for text, other in zip(islice(texts, len(others)), others, strict=True):
-                    whole += (text, other)
-                ids += self._tokenizer.encode("".join(whole), add_special_tokens=add_special_tokens and not number)
+                first, *others = piece.split(self._mark)
+                whole = first + "".join([next(texts) + other for other in others])
+                ids += self._tokenizer.encode(whole, add_special_tokens=add_special_tokens and not number)
             return ids
 
-        return encode
+        return encode if images or _SPLIT in text else None
 
     def spans(self, ids: Sequence[int], images: Sequence[PreparedImage]) -> tuple[Span, ...]:
         """Return where the images of an encoded prompt stand, each from its first token to its last."""
         places = iter([place for place, token_id in enumerate(ids) if token_id == self._token_id])
-        spans = []
+        is_atomic, spans = self._family.is_atomic(self._tokens), []
         for image, _ in images:
             own = list(islice(places, image.num_tokens))
-            spans.append(Span(own[0], own[-1] + 1 - own[0], image.digest, self._family.is_atomic))
+            spans.append(Span(own[0], own[-1] + 1 - own[0], image.digest, is_atomic))
         assert next(places, None) is None, "every other one was hidden"
         return tuple(spans)
 
 
-def most_images(limits: Mapping[str, Any] | None) -> int:
+def _most_images(limits: Mapping[str, Any]) -> int:
     """Return how many images a prompt may have, as --limit-mm-per-prompt says. Raises ConfigError."""
-    found = {"image": MAX_IMAGES, **(limits or {})}["image"]
+    found = limits.get("image", MAX_IMAGES)
     count = found.get("count", MAX_IMAGES) if isinstance(found, Mapping) else found
     if type(count) is not int or count < 0:
         raise ConfigError(
@@ -165,31 +179,15 @@ def most_images(limits: Mapping[str, Any] | None) -> int:
     return count
 
 
-def _processor_config(folder: Path) -> Mapping[str, Any]:
-    """Return processor_config.json, to which newer checkpoints have moved the image processor's settings."""
-    values = read_json_beside(folder / "processor_config.json")
-    return {**values.get("image_processor", {}), **values}
-
-
 def _load_processor(folder: Path, options: Mapping[str, Any]) -> Any:
     from transformers import AutoImageProcessor  # seconds to import; only models with a tower need it
 
-    made, unused = AutoImageProcessor.from_pretrained(
-        str(folder),
-        backend="pil",
-        local_files_only=True,
-        trust_remote_code=False,
-        return_unused_kwargs=True,
-        **options,
-    )
-    if beyond := options.keys() & unused.keys() - made.valid_kwargs.__annotations__.keys():
+    how = {"backend": "pil", "local_files_only": True, "trust_remote_code": False, "return_unused_kwargs": True}
+    made, unused = AutoImageProcessor.from_pretrained(str(folder), **how, **options)
+    known = made.valid_kwargs.__annotations__
+    if beyond := options.keys() & unused.keys() - known.keys():
         raise ConfigError(
             f"--mm-processor-kwargs has {min(beyond)!r}, which the model's image processor does not know; it knows "
-            f"{', '.join(sorted(made.valid_kwargs.__annotations__))}."
+            f"{', '.join(sorted(known))}."
         )
     return made
-
-
-def _unreadable(folder: Path, error: Exception) -> ModelLoadError:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return ModelLoadError(f"The image processor of {str(folder)!r} cannot be loaded: {reason[:300]}.")

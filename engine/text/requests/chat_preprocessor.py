@@ -117,14 +117,7 @@ class ChatPreprocessor:
             self.limits.check_length(len(text), "messages")
             return self._history.encode(owner, text, self._encoder(text, images))[0]
         ids = self.encode_text(text, images, add_special_tokens=chat.add_special_tokens)
-        if chat.truncate_prompt_tokens is None:
-            return ids
-        if images:
-            raise InvalidRequestError(
-                "truncate_prompt_tokens may cut an image in two; leave it out, or send text alone.",
-                param="truncate_prompt_tokens",
-            )
-        return truncated(chat, ids, self.limits)
+        return truncated(chat, ids, self.limits, has_images=bool(images))
 
     def encode_text(self, text: str, images: Sequence[PreparedImage] = (), *, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a rendered prompt. Raises ContextLengthError."""
@@ -144,15 +137,9 @@ class ChatPreprocessor:
         self, text: str, images: Sequence[PreparedImage], *, add_special_tokens: bool = False
     ) -> Encode | None:
         """Return what encodes a prompt with images, or marks of images that a client wrote; None for any other text."""
-        if self.images is None or not (images or self.images.has_marks(text)):
+        if self.images is None:
             return None
-        if (places := self.num_images(text)) != len(images):
-            raise InvalidRequestError(
-                f"The model's chat template has places for {places} of {len(images)} images; send images in messages of the "
-                "user.",
-                param="messages",
-            )
-        return self.images.encoder(images, add_special_tokens=add_special_tokens)
+        return self.images.encoder(text, images, add_special_tokens=add_special_tokens)
 
     def follow(self, prompt: Sequence[int], owner: Owner | None) -> ChatTurn | None:
         """Return the turn of an owner's prompt that is no conversation's text; None if no prompts are remembered."""
@@ -206,7 +193,7 @@ class ChatPreprocessor:
             rules=rules,
             constraint=constraint,
             images=images,
-            spans=self.spans(prompt, images),
+            spans=self.images.spans(prompt, images) if self.images is not None and images else (),
         )
 
     def _params(self, chat: ChatFields, num_prompt: int) -> SamplingParams:

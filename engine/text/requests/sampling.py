@@ -20,10 +20,13 @@ _MODELS_OWN = [each.name for each in dataclasses.fields(SamplingDefaults) if eac
 _SHARED = SamplingFields.model_fields.keys() & {each.name for each in dataclasses.fields(SamplingParams)}
 
 
-def truncated(fields: SamplingFields, prompt: list[int], limits: ModelLimits) -> list[int]:
-    """Return the end of a prompt that truncate_prompt_tokens, which is set, keeps; -1: what fits."""
+def truncated(fields: SamplingFields, prompt: list[int], limits: ModelLimits, *, has_images: bool = False) -> list[int]:
+    """Return what truncate_prompt_tokens keeps of a prompt: its end; -1: what fits; None: all. Raises InvalidRequestError."""
     keep = fields.truncate_prompt_tokens
-    assert keep is not None
+    if keep is None:
+        return prompt
+    if has_images:
+        _refuse("truncate_prompt_tokens", "truncate_prompt_tokens may cut an image in two; leave it out.")
     room = limits.max_model_len - (1 if fields.max_tokens is None else fields.max_tokens)
     return prompt[-(keep if keep > 0 else max(room, 1)) :]
 
