@@ -131,7 +131,7 @@ class LLM:
                 from engine.text.images.preprocessor import ImagePreprocessor  # transformers' part for images
 
                 images = ImagePreprocessor.of(Path(config.model), text, mm_processor_kwargs, limit_mm_per_prompt)
-                self._pictures = Pictures(images, allowed_local_media_path)
+                self._pictures = None if images is None else Pictures(images, allowed_local_media_path)
             undo.pop_all()
         self._engine = built
         self._tokenizer = text

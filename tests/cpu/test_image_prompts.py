@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 
-from engine.core.errors import ConfigError, InvalidRequestError, ModelLoadError
+from engine.core.errors import ConfigError, InvalidRequestError
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from engine.text.images.families import FAMILIES, ImageTokens
@@ -32,7 +32,8 @@ from engine.text.tokenizer_files import load_tokenizer
 from quire import LLM, SamplingParams
 from server.app import create_app
 from server.settings.app_config import AppConfig
-from tests.cpu.test_images import CONFIGS, CONFIGS_BOTH_WAYS
+from tests.cpu.test_images import CONFIGS, CONFIGS_BOTH_WAYS, SIGLIP
+from tests.cpu.test_images import FAMILIES as IMAGES_OF_FAMILIES
 
 POOL: dict[str, Any] = {"kv_cache_memory_bytes": 8 << 20, "max_num_seqs": 4}
 SIZES = [(30, 20), (10, 10), (5, 7), (100, 40), (90, 95)]
@@ -72,7 +73,9 @@ def made(folder: Path, marks: list[str], config: Mapping[str, Any], processor: A
     (folder / "config.json").write_text(json.dumps(values))
     processor.save_pretrained(folder)
     text = TextTokenizer(backend, TokenizerConfig(special_tokens={}, eos_token_ids=frozenset(), chat_template=None))
-    return ImagePreprocessor.of(folder, text)
+    found = ImagePreprocessor.of(folder, text)
+    assert found is not None
+    return found
 
 
 def qwen(tokenizer: Any) -> Any:
@@ -96,6 +99,14 @@ def internvl(tokenizer: Any) -> Any:
     return without_video(transformers.InternVLProcessor)(images, tokenizer, None, image_seq_length=4)
 
 
+def llava(tokenizer: Any) -> Any:
+    size = {"height": 16, "width": 16}
+    images = transformers.LlavaOnevisionImageProcessorPil(size=size, image_grid_pinpoints=PINPOINTS)
+    kind = without_video(transformers.LlavaOnevisionProcessor)
+    return kind(images, tokenizer, None, num_image_tokens=16, vision_feature_select_strategy="full")
+
+
+PINPOINTS = [[16, 16], [16, 32], [32, 16], [32, 32], [16, 48], [96, 96]]
 TOWER = {"image_size": 16, "patch_size": 4}
 CASES: dict[str, tuple[Callable[[Any], Any], list[str], dict[str, str], dict[str, Any], str, bool]] = {
     "qwen3_vl": (
@@ -127,6 +138,14 @@ CASES: dict[str, tuple[Callable[[Any], Any], list[str], dict[str, str], dict[str
         {"image_token_id": "<image>", "scale_factor": 2, "vision_config": TOWER},
         "<image>",
         True,
+    ),
+    "llava_onevision": (
+        llava,
+        ["<image>", "<video>"],
+        {},
+        {"image_token_index": "<image>", "vision_config": TOWER},
+        "<image>",
+        False,
     ),
     "internvl": (
         internvl,
@@ -193,7 +212,17 @@ TEMPLATE = (
     "{% for part in m.content %}{% if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}<|im_start|>assistant"
 )
-TINY = {"qwen3_vl": CONFIGS["Qwen3VLConfig"], "gemma3": CONFIGS_BOTH_WAYS["Gemma3Config"]}
+OF_FAMILIES = {name: each[0] for name, each in IMAGES_OF_FAMILIES.items()}
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_vl": ("Qwen3VLConfig", CONFIGS["Qwen3VLConfig"]),
+    "gemma3": ("Gemma3Config", CONFIGS_BOTH_WAYS["Gemma3Config"]),
+    "idefics3": ("Idefics3Config", {**OF_FAMILIES["Idefics3Config"], "vision_config": SIGLIP, "scale_factor": 2}),
+    "internvl": ("InternVLConfig", OF_FAMILIES["InternVLConfig"]),
+    "llava_onevision": (
+        "LlavaOnevisionConfig",
+        {**OF_FAMILIES["LlavaOnevisionConfig"], "image_grid_pinpoints": PINPOINTS},
+    ),
+}
 
 
 class Theirs(NamedTuple):
@@ -215,19 +244,19 @@ def checkpoint(folder: Path, kind: str) -> Theirs:
     make, marks, named, ids, mark, _ = CASES[kind]
     backend = tokenizer_of([*marks, "<|im_start|>", "<|im_end|>"])
     end = backend.token_to_id("<|im_end|>")
-    config = copy.deepcopy(TINY[kind])
-    config["text_config"] |= {"vocab_size": 272, "max_position_embeddings": 1024, "bos_token_id": None}
+    name, config = copy.deepcopy(TINY[kind])
+    config["text_config"] |= {"vocab_size": 320, "max_position_embeddings": 1024, "bos_token_id": None}
     config["text_config"] |= {"eos_token_id": end, "pad_token_id": end}
     config |= {name: backend.token_to_id(token) for name, token in ids.items() if token in marks}
     torch.manual_seed(0)
-    settings = getattr(transformers, {"qwen3_vl": "Qwen3VLConfig", "gemma3": "Gemma3Config"}[kind])(**config)
+    settings = getattr(transformers, name)(**config)
     model = transformers.AutoModelForImageTextToText.from_config(settings, attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for key, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
-                parameter.normal_(std=0.3 if "embed" in name else 0.15)
+                parameter.normal_(std=0.3 if "embed" in key else 0.15)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
@@ -235,7 +264,7 @@ def checkpoint(folder: Path, kind: str) -> Theirs:
         extra_special_tokens=named or None,
     )
     processor = make(tokenizer)
-    for part in (model, tokenizer, processor.image_processor):
+    for part in (model, processor):
         part.save_pretrained(folder / kind)
     return Theirs(folder / kind, processor, model, mark)
 
@@ -268,7 +297,8 @@ def answer_of(theirs: Theirs, parts: list[str | Pillow.Image]) -> tuple[list[int
     words = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
     prompt = processor.tokenizer.apply_chat_template([{"role": "user", "content": words}], tokenize=False)
     images = [part for part in parts if not isinstance(part, str)]
-    asked = processor(text=[prompt], images=[images], return_tensors="pt")
+    nested = CASES[theirs.folder.name][-1]
+    asked = processor(text=[prompt], images=[images] if nested else images, return_tensors="pt")
     answered = model.generate(**asked, max_new_tokens=16, do_sample=False)[0]
     ids = asked["input_ids"][0].tolist()
     return ids, answered[len(ids) :].tolist()
@@ -348,7 +378,9 @@ def test_options_of_the_processor(tmp_path: Path) -> None:
     pixels = np.zeros((64, 64, 3), np.uint8)
 
     def prepared(**options: Any) -> PreparedImage:
-        return ImagePreprocessor.of(tmp_path, text, options).prepare(pixels, "messages")
+        found = ImagePreprocessor.of(tmp_path, text, options)
+        assert found is not None
+        return found.prepare(pixels, "messages")
 
     assert prepared().image.num_tokens == 64
     assert prepared(max_pixels=1024).image.num_tokens == 16
@@ -356,20 +388,22 @@ def test_options_of_the_processor(tmp_path: Path) -> None:
     assert prepared(do_rescale=True).image.digest != prepared().image.digest, "options are part of the name"
     with pytest.raises(ConfigError, match="'max_pixel', which"):
         prepared(max_pixel=1024)
+    plain = ImagePreprocessor.of(tmp_path, text)
+    assert plain is not None
     with pytest.raises(InvalidRequestError, match="refuses 500 x 1 pixels"):
-        ImagePreprocessor.of(tmp_path, text).prepare(np.zeros((1, 500, 3), np.uint8), "messages")
+        plain.prepare(np.zeros((1, 500, 3), np.uint8), "messages")
 
 
-def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_model_whose_files_lack_something_is_served_as_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = TextTokenizer(
         tokenizer_of(["<|image_pad|>"]),
         TokenizerConfig(special_tokens={}, eos_token_ids=frozenset(), chat_template=None),
     )
-    with pytest.raises(ModelLoadError, match="cannot be loaded: KeyError"):
-        ImagePreprocessor.of(tmp_path, text)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "image_token_id": 257, "vision_config": {}}')
-    with pytest.raises(ModelLoadError, match=r"image processor of .* cannot be loaded"):
-        ImagePreprocessor.of(tmp_path, text)
+    for config in ("{}", '{"model_type": "qwen3_vl", "image_token_id": 257, "vision_config": {}}'):
+        (tmp_path / "config.json").write_text(config)
+        assert ImagePreprocessor.of(tmp_path, text) is None
+        assert "text alone is served: its image processor cannot be loaded (" in caplog.messages.pop()
+        caplog.clear()
 
 
 def test_the_most_images_of_a_prompt() -> None:

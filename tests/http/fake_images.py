@@ -32,7 +32,7 @@ def patches(images: Any, **_: Any) -> Mapping[str, Any]:
 def preprocessor(tokenizer: TextTokenizer) -> ImagePreprocessor:
     config = {"vision_config": {"spatial_merge_size": 2}}
     tokens = ImageTokens(config, {}, "<|image_pad|>", lambda _: "")
-    return ImagePreprocessor(FAMILIES["qwen3_vl"], tokens, patches, tokenizer, limits={"image": 4})
+    return ImagePreprocessor(FAMILIES["qwen3_vl"], tokens, patches, tokenizer, {}, {"image": 4})
 
 
 def picture(width: int = 24, height: int = 16, shade: int = 100, kind: str = "PNG") -> bytes:

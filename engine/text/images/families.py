@@ -7,7 +7,7 @@ token get the vectors of the vision tower, in order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import prod
+from math import isqrt, prod, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +75,32 @@ def _in_tiles(tokens: ImageTokens, made: Arrays) -> str:
     return f"{tiles}{chr(10) if tiles else ''}{around}<global-img>{tile}{around}"
 
 
+def _at_the_best_size(tokens: ImageTokens, made: Arrays) -> str:
+    """Return the whole image, and behind it one of the sizes that tiles make, in rows, without what was padded."""
+    height, width = map(int, made["image_sizes"][0])
+    tile = len(tokens.tile("num_image_tokens", lambda _, tower: (tower["image_size"] // tower["patch_size"]) ** 2))
+    tile //= len(tokens.token)
+    # the least that shows the most of the image
+    size = max(tokens.processor["image_grid_pinpoints"], key=lambda size: _shown(height, width, *size))
+    rows, columns = (side // made["pixel_values"].shape[-1] * isqrt(tile) for side in size)
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    most = tokens.config.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_")
+    ratio = sqrt(rows * columns / (int(most) * tile))
+    if ratio > 1.1:
+        rows, columns = int(rows // ratio), int(columns // ratio)
+    return tokens.token * int(tile + rows * (columns + 1))
+
+
+def _shown(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
+    """Return how many of an image's pixels a size shows, and how few of its own it wastes."""
+    scale = min(columns / width, rows / height)
+    shown = min(int(width * scale) * int(height * scale), width * height)
+    return shown, shown - rows * columns
+
+
 _QWEN = Family(lambda tokens, made: tokens.token * prod(grid_of(tokens, made) or ()))
 _IDEFICS = Family(_in_tiles, options=lambda _: {"return_row_col_info": True})
 # By the model type of config.json.
@@ -96,6 +122,7 @@ FAMILIES: Mapping[str, Family] = {
         ),
         is_atomic=lambda tokens: tokens.config["text_config"].get("use_bidirectional_attention") == "vision",
     ),
+    "llava_onevision": Family(_at_the_best_size),
     "mistral3": Family(_in_rows, options=lambda tokens: {"patch_size": tokens.side}),
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,

@@ -7,6 +7,7 @@ start of a model with a tower. Any thread, one image at a time.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -25,6 +26,8 @@ from engine.text.generation_config import read_json_beside
 from engine.text.images.decoder import refused
 from engine.text.images.families import COUNTS, FAMILIES, Family, ImageTokens, grid_of
 from engine.text.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_IMAGES = 32  # in a prompt, unless --limit-mm-per-prompt says otherwise
 # Splits a mark that a client wrote, so that it is no image's. Letters alone, which no template changes.
@@ -47,18 +50,18 @@ class ImagePreprocessor:
         tokens: ImageTokens,
         processor: Any,
         tokenizer: TextTokenizer,
-        options: Mapping[str, Any] | None = None,
-        limits: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any],
+        limits: Mapping[str, Any],
     ) -> None:
         """`processor` is transformers'; `options` are of --mm-processor-kwargs, `limits` of --limit-mm-per-prompt.
 
         Raises ConfigError for limits that are no numbers.
         """
         self._family, self._tokens, self._processor, self._tokenizer = family, tokens, processor, tokenizer
-        self._most = _most_images(limits or {})
+        self._most = _most_images(limits)
         self._token_id = tokenizer.special_tokens[tokens.token]
         self._mark = tokens.spell(family.mark) if family.mark else tokens.token
-        self._options = json.dumps(options or {}, sort_keys=True, default=str).encode()
+        self._options = json.dumps(options, sort_keys=True, default=str).encode()
 
     @classmethod
     def of(
@@ -67,12 +70,24 @@ class ImagePreprocessor:
         tokenizer: TextTokenizer,
         options: Mapping[str, Any] | None = None,
         limits: Mapping[str, Any] | None = None,
-    ) -> ImagePreprocessor:
-        """Return the one of a model's folder. Raises ModelLoadError, or ConfigError for options that it does not have."""
+    ) -> ImagePreprocessor | None:
+        """Return the one of a model's folder; None, and a warning, if files of it are missing or of another library.
 
+        Raises ConfigError for options or limits that cannot be kept.
+        """
+        try:
+            return cls._of(folder, tokenizer, options or {}, limits or {})
+        except ModelLoadError as error:
+            logger.warning("text alone is served: %s", error)
+            return None
+
+    @classmethod
+    def _of(
+        cls, folder: Path, tokenizer: TextTokenizer, options: Mapping[str, Any], limits: Mapping[str, Any]
+    ) -> ImagePreprocessor:
         def refuse(error: Exception) -> ModelLoadError:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            return ModelLoadError(f"The image processor of {str(folder)!r} cannot be loaded: {reason[:300]}.")
+            reason = " ".join(str(error).split())[:300]
+            return ModelLoadError(f"its image processor cannot be loaded ({type(error).__name__}: {reason})")
 
         with TRANSFORMERS, foreign_code(refuse, (ConfigError,)):
             config, old, new = (
@@ -82,7 +97,7 @@ class ImagePreprocessor:
             token = names[config["image_token_id" if "image_token_id" in config else "image_token_index"]]
             own = {**old, **new.get("image_processor", {}), **new}
             tokens = ImageTokens(config, own, token, lambda name: names[config[name]])
-            processor = _load_processor(folder, options or {})
+            processor = _load_processor(folder, options)
             made = cls(FAMILIES[config["model_type"]], tokens, processor, tokenizer, options, limits)
             made.prepare(np.zeros((64, 64, 3), np.uint8), "the start")  # so that what a file lacks is known now
         return made
