@@ -56,6 +56,7 @@ class AttentionSpec:
     sinks: Tensor | None = None
     value_dim: int | None = None
     source: int | None = None
+    is_causal: bool = False  # whether a token sees none behind it even where a batch says so, as of an image
 
     @property
     def is_latent(self) -> bool:

@@ -76,7 +76,7 @@ _IMAGES = """
 ## Images
 
 [Images](guides/images.md) are taken by these kinds of checkpoints, from safetensors: {towers}. The tower and the image processor
-are transformers' own. Where tokens of an image attend both ways ({both_ways}), a GPU needs `--attention-backend torch`. All other models
+are transformers' own. Where tokens of an image attend both ways ({both_ways}, as the config says), a GPU needs `--attention-backend torch`. All other models
 refuse requests with images.
 """
 _FEATURES = """

@@ -210,6 +210,27 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
 }
 
 
+for name, text in {
+    "vision": {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0},
+    "inputs": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
+}.items():
+    FAMILIES[f"Gemma4Config {name}"] = (
+        {
+            "text_config": TEXT
+            | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16}
+            | text,
+            "vision_config": SIGLIP
+            | {"num_key_value_heads": 4, "head_dim": 8, "pooling_kernel_size": 2, "position_embedding_size": 64},
+            "image_token_id": PLACE,
+        },
+        {
+            "pixel_values": (1, 24, 48),
+            "image_position_ids": np.stack(np.meshgrid(np.arange(6), np.arange(4)), -1).reshape(1, 24, 2),
+        },
+        run(6),
+    )
+
+
 class Vision(NamedTuple):
     """A tiny model, transformers' and ours."""
 
@@ -230,7 +251,7 @@ def vision(folder: Path, name: str) -> Vision:
     torch.manual_seed(0)
     path = folder / name
     known = CONFIGS | CONFIGS_BOTH_WAYS | {name: each[0] for name, each in FAMILIES.items()}
-    settings = getattr(transformers, name)(**known[name])
+    settings = getattr(transformers, name.split(maxsplit=1)[0])(**known[name])
     theirs = AutoModelForImageTextToText.from_config(settings, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in theirs.named_parameters():
@@ -372,7 +393,7 @@ def test_images_of_other_families_say_what_transformers_says(name: str, folder: 
     NAMED.found[image.digest] = image
     found.tower.check(image)
     text = [*range(3, 14), *ids, 20, 21, 22]
-    span = Span(11, len(ids), image.digest)
+    span = Span(11, len(ids), image.digest, is_atomic=name.endswith("vision"))
     asked = [
         replace(request(f"{i}", text + more, max_tokens=8, logprobs=1), spans=(span,), images=(image,))
         for i, more in enumerate([[], [23, 24, 25, 26], []])
@@ -384,6 +405,8 @@ def test_images_of_other_families_say_what_transformers_says(name: str, folder: 
         answer = served.ids[each.request_id, 0]
         context = torch.tensor([[*each.prompt, *answer]])
         tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        if name.startswith("Gemma4"):
+            tensors["mm_token_type_ids"] = (context == PLACE).int()
         with torch.no_grad():
             logits = found.theirs(context, **tensors, use_cache=False).logits[0, len(each.prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == answer

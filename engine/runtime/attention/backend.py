@@ -41,6 +41,10 @@ class Batch:
     state_tensors: StateTensors | None = None  # the same, of a graph, which has them on the device alone
     ends: Tensor | None = None  # [T] int32, where the positions end that a token sees; None: behind its own
 
+    def ends_of(self, spec: AttentionSpec) -> Tensor | None:
+        """Return the ends that a layer honours."""
+        return None if spec.is_causal else self.ends
+
     def of_group(self, kv_slots: Tensor, tables: Tensor, tables_host: Sequence[Sequence[int]]) -> Batch:
         """Return the same tokens with the slots and tables of another group."""
         return replace(self, kv_slots=kv_slots, block_tables=tables, block_tables_host=tables_host, others=())

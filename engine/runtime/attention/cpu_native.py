@@ -78,6 +78,8 @@ class CpuNativeAttention(AttentionBackend):
         args.q, args.q_stride, args.num_heads = q.data_ptr(), q.stride(0), spec.num_heads
         args.out = out.data_ptr()
         args.sinks = None if sinks is None else sinks.data_ptr()
+        ends = self.batch.ends_of(spec)
+        args.ends = None if ends is None else ends.data_ptr()
         args.window, args.scale, args.softcap = spec.window or 0, spec.scale, spec.softcap or 0.0
         self._library.attend(args)
         return out

@@ -61,7 +61,8 @@ class ReferenceAttention(AttentionBackend):
             keys, *rest = (from_pool(each, q.dtype, spec.value_dim) for each in rows)
             values = rest[0] if rest else keys[..., : spec.out_dim]
             queries = q[row : row + num_queries]
-            ends = None if batch.ends is None else batch.ends[row : row + num_queries] - first * size
+            ends = batch.ends_of(spec)
+            ends = None if ends is None else ends[row : row + num_queries] - first * size
             pieces.append(dense_attention(spec, queries, keys, values, num_keys - num_queries, ends))
             row += num_queries
         return torch.cat(pieces)

@@ -21,23 +21,24 @@ class TorchPagedAttention(AttentionBackend):
     def prepare(self, batch: Batch) -> None:
         """Forget the last step; views are made for the first layer with each window."""
         self.batch = batch
-        self._views: dict[int | None, list[SliceView]] = {}  # by window
+        self._views: dict[tuple[int | None, bool], list[SliceView]] = {}  # by window, and whether it is causal
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """Store, then attend slice by slice."""
         batch = self.batch
         store(spec, batch.kv_slots, k, v, k_pool, v_pool)
-        if spec.window not in self._views:
-            self._views[spec.window] = _view_all(batch, k_pool.shape[2], spec.window)
-        return torch.cat([attend_slice(spec, view, q, k_pool, v_pool) for view in self._views[spec.window]])
+        kind = spec.window, spec.is_causal
+        if kind not in self._views:
+            self._views[kind] = _view_all(batch, k_pool.shape[2], spec)
+        return torch.cat([attend_slice(spec, view, q, k_pool, v_pool) for view in self._views[kind]])
 
 
-def _view_all(batch: Batch, block_size: int, window: int | None) -> list[SliceView]:
-    views, row = [], 0
+def _view_all(batch: Batch, block_size: int, spec: AttentionSpec) -> list[SliceView]:
+    views, row, all_ends = [], 0, batch.ends_of(spec)
     for num_queries, context, table in zip(
         batch.query_lens_host, batch.context_lens_host, batch.block_tables_host, strict=True
     ):
-        ends = None if batch.ends is None else batch.ends[row : row + num_queries]
-        views.append(view_slice(row, num_queries, context, table, block_size, window, batch.kv_slots.device, ends))
+        ends = None if all_ends is None else all_ends[row : row + num_queries]
+        views.append(view_slice(row, num_queries, context, table, block_size, spec.window, batch.kv_slots.device, ends))
         row += num_queries
     return views

@@ -91,6 +91,7 @@ class Attention:
                 softcap=config.attention_softcap,
                 sinks=self._sinks,
                 source=source,
+                is_causal=config.layers[layer].is_causal,
             ),
         )
 

@@ -200,6 +200,7 @@ class LayerConfig:
     width: int | None = None  # of its MLP, if not the model's intermediate size
     sparsity: float = 0.0  # the share of its MLP's gates that are 0 (layers/altup.py)
     has_feed_forward: bool = True
+    is_causal: bool = False  # as in an AttentionSpec
 
     @property
     def mixers(self) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ _WRAPPERS = {
     "qwen3_vl_moe": "qwen3_moe",
     "smolvlm": "llama",
 }
-BOTH_WAYS = ("gemma3",)  # those whose images attend both ways
+BOTH_WAYS = ("gemma3", "gemma4")  # those whose images attend both ways, the second where its config says so
 TOWERS = (
     *BOTH_WAYS, "idefics3", "internvl", "llava_onevision", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
     "qwen3_vl_moe", "smolvlm",

@@ -130,15 +130,13 @@ class Decoder:
         vectors: Vectors | None = None,
     ) -> Tensor:
         """Return normed hidden states [R, hidden] of `rows` [R], or all; ids [T], positions [T] or [3, T]."""
+        if vectors is not None:
+            ids = ids.index_fill(0, vectors.rows, 0)  # of padding: Gemma 4's layers have its inputs there
         if self._native is not None and attention.paged_step is not None:
             described = NativeAdapters(adapters, len(ids)) if adapters else None  # lives as long as the call
             args = None if described is None else described.args
             return self._native.forward(ids, positions, attention.paged_step, rows, args, streams, vectors)
-        x = self.embed(ids)
-        if self._embedding_multiplier != 1.0:
-            x.mul_(self._embedding_multiplier)
-        if vectors is not None:
-            x.index_copy_(0, vectors.rows, vectors.values[0])
+        x = self._embedded(ids, vectors)
         angles: list[Angles | None] = [*(rotary(positions) for rotary in self._rotaries), None]
         inputs = None if self._inputs is None else self._inputs(ids, x)
         if self._streams is not None:
@@ -160,6 +158,15 @@ class Decoder:
         if self._streams is not None:
             x = self._streams.gather(x)
         return self._norm.add(x, delta, self._config.residual_multiplier)
+
+    def _embedded(self, ids: Tensor, vectors: Vectors | None) -> Tensor:
+        """Return what enters the first layer: scaled embeddings, or the vectors in their place."""
+        x = self.embed(ids)
+        if self._embedding_multiplier != 1.0:
+            x.mul_(self._embedding_multiplier)
+        if vectors is not None:
+            x.index_copy_(0, vectors.rows, vectors.values[0])
+        return x
 
     def _copy_stream(self, x: Tensor, delta: Tensor | None, streams: Streams, layer: int) -> None:
         """Write x + scale * delta, the sum that enters a layer."""

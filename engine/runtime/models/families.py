@@ -456,7 +456,8 @@ def _gemma4_common(hf: HFConfig, *, layer_inputs: int) -> ModelConfig:
         rope = common.rope_from(own, own.section("rope_parameters").section(kind), theta=10_000.0)
         width = 2 * hf.size("intermediate_size") if is_wide else None
         heads = replace(common.heads(own), values_are_keys=kind == common.FULL and hf.flag("attention_k_eq_v"))
-        layers.append(LayerConfig(heads, window, rope, moes[index], source=source, width=width))
+        is_causal = kind == common.FULL  # images attend both ways in windows alone, if at all
+        layers.append(LayerConfig(heads, window, rope, moes[index], source=source, width=width, is_causal=is_causal))
     return replace(
         common.settings(hf),
         layers=tuple(layers),

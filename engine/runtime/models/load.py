@@ -40,6 +40,7 @@ from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.schemes.scheme import Circumstances, Scheme
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
+from engine.runtime.weights.headers import FLOATS
 from engine.runtime.weights.stored.storage import Storage
 from engine.settings.engine_config import EngineConfig
 from engine.system.calls import TRANSFORMERS
@@ -77,15 +78,19 @@ def load_model(
 
 def sees_images(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> bool:
     """Return whether a model of Quire's own has a vision tower, which is served; `checkpoint` has its text half."""
-    kind = checkpoint.config.values.get("text_of")
-    if kind in BOTH_WAYS and not _attends_both_ways(config, device):
-        return False
     is_asked = config.image_cache_memory > 0 and config.tensor_parallel_size == 1
-    return is_asked and kind in TOWERS and (checkpoint.num_weights is None or bool(checkpoint.towers()))
+    is_known = checkpoint.config.values.get("text_of") in TOWERS and _attends_as_wanted(config, checkpoint, device)
+    if checkpoint.num_weights is None or not (is_asked and is_known):
+        return is_asked and is_known  # random weights are of any kind
+    kinds = {tensor.kind for tensor in checkpoint.towers()}
+    return bool(kinds) and kinds.issubset(FLOATS)
 
 
-def _attends_both_ways(config: EngineConfig, device: torch.device) -> bool:
-    return load_backend(config.attention_backend, device).capabilities.both_ways
+def _attends_as_wanted(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> bool:
+    """Return whether images attend to later tokens of theirs, where the model wants that."""
+    kind, wanted = checkpoint.config.values.get("text_of"), checkpoint.config.values.get("use_bidirectional_attention")
+    is_causal = kind not in BOTH_WAYS or (kind == "gemma4" and wanted != "vision")
+    return is_causal or load_backend(config.attention_backend, device).capabilities.both_ways
 
 
 def load_vision(config: EngineConfig, model: CausalLM, device: torch.device, report: ReportProgress) -> Tower | None:
@@ -268,7 +273,7 @@ def load_decoder(
         )
         kind = checkpoint.config.text("text_of")
         why = ""
-        if kind in BOTH_WAYS and not _attends_both_ways(config, device):
+        if kind in TOWERS and not _attends_as_wanted(config, checkpoint, device):
             why = "; its images attend both ways, for which this device needs --attention-backend torch"
         report(Progress("text", f"{kind} serves {seen} refused{why}"))
     if not model_config.has_head:

@@ -67,6 +67,7 @@ def load_tower(config: HFConfig, checkpoint: Checkpoint, dtype: torch.dtype, dev
     values, source = dict(config.values), config.source
     # Its language model is left without layers; the projector needs its width.
     fewest = {"num_hidden_layers": 0, "vocab_size": 8, "pad_token_id": None, "layer_types": None}
+    values |= {"audio_config": None} if "audio_config" in values else {}
     values |= {"text_config": {**values["text_config"], **fewest}} if "text_config" in values else fewest
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # about the layers that are left out
@@ -89,6 +90,8 @@ def load_tower(config: HFConfig, checkpoint: Checkpoint, dtype: torch.dtype, dev
 def _weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Mapping[str, Tensor]:
     found = {}
     for tensor in checkpoint.towers():
+        if "audio" in tensor.name:
+            continue
         found[tensor.name] = torch.empty(tensor.shape, dtype=dtype)
         tensor.copy_to(found[tensor.name])
     return found

@@ -163,8 +163,9 @@ int32_t part_attend(const struct turn *t, const struct scores *scores, const voi
         for (int64_t i = 0; i < kept->num; i++)
             memcpy((char *)kept->tables + (size_t)i * row, (const char *)attend.block_tables + (size_t)kept->slices[i] * row, row);
         attend.num_slices = kept->num, attend.query_starts = kept->starts;
-        attend.context_lens = kept->contexts, attend.block_tables = kept->tables, attend.ends = NULL;
+        attend.context_lens = kept->contexts, attend.block_tables = kept->tables;
     }
+    if (t->kept || scores->is_causal) attend.ends = NULL;
     attend.pool = t->layer->pool, attend.q = q, attend.q_stride = q_stride, attend.out = out;
     attend.num_heads = scores->num_heads, attend.sinks = scores->sinks, attend.window = scores->window;
     attend.scale = scores->scale, attend.softcap = scores->softcap;

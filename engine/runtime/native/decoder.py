@@ -85,7 +85,7 @@ def scores_args(spec: AttentionSpec) -> ScoresArgs:
     """Describe how heads attend; C keeps the address of the sinks."""
     assert spec.sinks is None or spec.sinks.dtype is torch.float32
     sinks = None if spec.sinks is None else spec.sinks.data_ptr()
-    return ScoresArgs(sinks, spec.num_heads, spec.window or 0, spec.scale, spec.softcap or 0.0)
+    return ScoresArgs(sinks, spec.num_heads, spec.window or 0, spec.scale, spec.softcap or 0.0, spec.is_causal)
 
 
 def describe_part(

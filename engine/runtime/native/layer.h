@@ -121,6 +121,7 @@ SHARED struct scores {
     const float *sinks;
     int64_t num_heads, window;
     float scale, softcap;
+    int32_t is_causal; /* a query sees no keys behind its own, whatever the step says */
 };
 
 /* Store new keys and values unless k is NULL, `kv_stride` values a token, and attend with queries into `out`, unless the turn
