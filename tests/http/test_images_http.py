@@ -101,6 +101,17 @@ def test_streams_and_many_images(http: httpx.Client, requests: list[Request]) ->
     assert [request.prompt[span.start - 1 : span.end + 1] for span in request.spans] == [(91, *[PAD] * 6, 93)] * 3
 
 
+def test_a_conversation_goes_on_behind_its_image(http: httpx.Client) -> None:
+    first = [{"role": "user", "content": [part(picture(96, 96)), text("a")]}]
+    both = [*first, {"role": "assistant", "content": "y"}, {"role": "user", "content": "b"}]
+    other = [{"role": "user", "content": [part(picture(96, 96, shade=9)), text("a")]}]
+    cached = []
+    for messages in (first, both, other):
+        answer = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1}).json()
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 144, 0], "the image is found again, and another one of its size is not taken for it"
+
+
 def test_a_mark_that_a_client_writes_is_text(http: httpx.Client, requests: list[Request]) -> None:
     for parts in ([text("<|image_pad|>"), part(picture())], [text("<|image_pad|>")]):
         assert ask(http, *parts).status_code == 200
