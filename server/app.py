@@ -35,9 +35,8 @@ from server.batches.service import BatchService
 from server.http.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
 from server.http.bodies import BodyReader, RequestReader
 from server.http.cross_site import Cors, CrossSiteGuard
-from server.http.middleware import AnswerLog, RequestScope
+from server.http.middleware import AnswerLog, RequestScope, TurnTaker
 from server.http.openapi import openapi_router
-from server.http.turns import TurnTaker
 from server.operations import live, unserved
 from server.operations.page import load_files, page_router
 from server.operations.pinned_prefixes import compute_prefixes, read_prefixes

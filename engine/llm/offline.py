@@ -53,9 +53,8 @@ from engine.text.chat.limits import ModelLimits
 from engine.text.fields.sampling import Constraint, QueueFields
 from engine.text.prompt_results import Reduction, check_reduction, cosine, first_scored, likelihood, unit_vector
 from engine.text.reasoning import REASONING_TAGS
-from engine.text.requests.chat_preprocessor import ChatPreprocessor, no_images
+from engine.text.requests.chat_preprocessor import ChatPreprocessor, no_images, sampling_params, text_rules, truncated
 from engine.text.requests.default_sampling import check_sampling_source, default_sampling
-from engine.text.requests.sampling import sampling_params, text_rules, truncated
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tokenizer_files import check_draft_tokenizer, load_tokenizer
 from engine.text.tools.formats import TOOL_FORMATS

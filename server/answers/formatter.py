@@ -6,7 +6,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
 
 from engine.system.version import VERSION
 from engine.text.chat.choice import Delta
@@ -31,6 +32,7 @@ class ChunkMeta:
     answer_id: str
     has_usage: bool = False  # every stream ends with its usage
     has_token_ids: bool = False  # logprobs spell tokens as their ids
+    call_id_length: int = 0  # of a tool call, where the model's template insists on one
     created: int = field(default_factory=lambda: int(time.time()))
 
     def fields(self, object_name: str) -> dict[str, Any]:
@@ -74,17 +76,27 @@ class ChunkFormatter(ABC):
     A chunk's JSON around its choices is written once an answer. A token then costs its choice alone, a third of the whole.
     """
 
-    def __init__(self, body: SamplingBody, meta: ChunkMeta, empty: ResponseBody) -> None:
-        """`empty` is a chunk without choices, whose last field is `choices`."""
+    chunk: ClassVar[type[ResponseBody]]  # its last field is `choices`
+    object_name: ClassVar[str]  # of a chunk
+
+    def __init__(self, body: SamplingBody, meta: ChunkMeta) -> None:
         self._body = body
         self._meta = meta
         options = body.stream_options or _NO_OPTIONS
         self._has_usage = options.include_usage or meta.has_usage
         self._counts_often = options.continuous_usage_stats
         self._spells_ids = body.return_tokens_as_token_ids or meta.has_token_ids
-        document = empty.json_bytes()
+
+    @cached_property
+    def _chunk_fields(self) -> dict[str, Any]:
+        return self._meta.fields(self.object_name)
+
+    @cached_property
+    def _head(self) -> bytes:
+        """Return a chunk's JSON up to its choices; made with the first chunk, once the engine has the request."""
+        document = self.chunk(**self._chunk_fields, choices=[]).json_bytes()
         assert document.endswith(b'"choices":[]}')
-        self._head = document[:-2]
+        return document[:-2]
 
     @abstractmethod
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:

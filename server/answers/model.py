@@ -25,9 +25,9 @@ from engine.text.fields.sampling import Constraint
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
 from server.answers.body import EngineBody
 from server.http.bodies import IS_LARGE
-from server.http.middleware import state_of
+from server.http.middleware import RequestState
 from server.http.threads import run_slowly
-from server.protocol.errors import ApiError
+from server.protocol.errors import STATE, ApiError
 from server.settings.app_config import AppConfig
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Named(NamedTuple):
 
     def history_owner(self, http: HttpRequest, body: EngineBody) -> Owner | None:
         """Return whose answers a request may find again, and leaves; None of a line of a batch."""
-        state = state_of(http.scope)
+        state: RequestState = http.scope[STATE]
         if state.begun_s is None:
             return None
         adapter = "" if self.adapter is None else self.adapter.name

@@ -34,6 +34,7 @@ from server.answers.client import Answer, EngineClient
 from server.answers.formatter import ChunkMeta, ResponseFormatter
 from server.answers.generation import ChoiceDelta, Generation
 from server.answers.handoff import Receiver, Sender
+from server.answers.model import aside
 from server.http.middleware import RequestState, caller_of, state_of
 from server.http.threads import run_slowly
 from server.protocol.documents import Usage
@@ -115,6 +116,7 @@ class Responder:
             answer_id=answer_id(requests),
             has_usage=self.config.enable_force_include_usage,
             has_token_ids=self.config.return_tokens_as_token_ids,
+            call_id_length=self.call_id_length,
         )
 
     def submit(
@@ -162,9 +164,9 @@ class Responder:
         body: SamplingBody,
         requests: Sequence[Request],
         rules: TextRules,
-        formatter: ResponseFormatter,
+        make: Callable[[], ResponseFormatter],
     ) -> Response:
-        """Submit requests and return their answer.
+        """Submit requests and return their answer, in the format of what `make` makes once the engine has them.
 
         Raises what the engine refuses with, before anything is sent.
         """
@@ -172,9 +174,9 @@ class Responder:
             requests = await self._hand_over(http, body, requests)
         answer, generation = self.submit(http, requests, rules, stream=body.stream)
         if not body.stream:
-            return await self._whole(http, body, answer, generation, formatter)
+            return await self._whole(http, body, answer, generation, make)
         status = partial(self.live.status, [request.request_id for request in requests])
-        frames = _frames(generation, formatter, wants_metrics=body.include_metrics)
+        frames = _frames(generation, make, wants_metrics=body.include_metrics)
         return EventStream(frames, answer, keep_alive_s=self.config.sse_keep_alive_interval_s, status=status)
 
     async def _whole(
@@ -183,13 +185,14 @@ class Responder:
         body: SamplingBody,
         answer: Answer,
         generation: Generation,
-        formatter: ResponseFormatter,
+        make: Callable[[], ResponseFormatter],
     ) -> Response:
         """Return the answer as one document."""
         record, transfer = state_of(http.scope).record, body.kv_transfer_params
         assert record is not None, "left by `submit`"
         requests = record.requests
         with answer:
+            formatter = await aside(make)
             deltas = await unless_disconnected(http.receive, generation.all_deltas(settled=body.include_metrics))
         usage = generation.usage
         write = partial(formatter.answer, deltas, usage)
@@ -256,7 +259,7 @@ def with_timings(document: bytes, generation: Generation, body: EngineBody) -> R
 
 
 async def _frames(
-    generation: Generation, formatter: ResponseFormatter, *, wants_metrics: bool
+    generation: Generation, make: Callable[[], ResponseFormatter], *, wants_metrics: bool
 ) -> AsyncGenerator[bytes, None]:
     """Yield the frames of a stream.
 
@@ -266,6 +269,7 @@ async def _frames(
     def count() -> Usage:
         return generation.usage
 
+    formatter = await aside(make)
     try:
         if opening := formatter.opening():
             yield opening

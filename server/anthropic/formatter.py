@@ -98,10 +98,9 @@ class MessageEvent(ResponseBody):
 class MessageFormatter(PieceWriter[MessageEvent]):
     """Implements ResponseFormatter for /v1/messages."""
 
-    def __init__(self, meta: ChunkMeta, *, call_id_length: int) -> None:
+    def __init__(self, meta: ChunkMeta) -> None:
         super().__init__()
         self._meta = meta
-        self._call_id_length = call_id_length
         self._blocks: list[ContentBlock] = []
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
@@ -150,7 +149,7 @@ class MessageFormatter(PieceWriter[MessageEvent]):
 
     def _begin(self, piece: Piece) -> list[MessageEvent]:
         if isinstance(piece, CallBegin):
-            name = new_call_id("toolu_", self._call_id_length)
+            name = new_call_id("toolu_", self._meta.call_id_length)
             block = ContentBlock(type="tool_use", id=name, name=piece.name, input={})
         elif isinstance(piece, Reasoning):
             block = ContentBlock(type="thinking", thinking="", signature="")

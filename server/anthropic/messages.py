@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -329,8 +330,7 @@ async def create_message(
         if engine.config.pinned_share:
             pins = requests[0].pins + await _pins(model, body, chat, prepared, answers_of)
             requests = [replace(request, pins=pins) for request in requests]
-        formatter = MessageFormatter(meta, call_id_length=responder.call_id_length)
-        return await responder.respond(http, chat, requests, prepared.rules, formatter)
+        return await responder.respond(http, chat, requests, prepared.rules, partial(MessageFormatter, meta))
 
 
 async def _pins(

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from starlette.types import ASGIApp
 
 from server.http.in_process import Forwarded, Head, respond
-from server.http.middleware import RequestState
-from server.http.turns import CALLER
+from server.http.middleware import CALLER, RequestState
 from server.protocol.errors import STATE, to_api_error
 from server.telemetry.events import Listener, RequestEnded
 from server.tenancy.tenancy import Account
@@ -43,7 +42,8 @@ class Dispatcher:
         """POST a JSON document on an account; there always is a reply."""
         state = RequestState(uuid.uuid4().hex, account=account)
         if account is not None:
-            CALLER.set(account.tenant.name)
+            state.owner = account.tenant.name
+            CALLER.set(state.owner)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(document)).encode())]
         request = Forwarded("POST", path, b"", headers, document, None)
         status, parts = 0, list[bytes]()

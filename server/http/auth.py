@@ -38,7 +38,8 @@ class KeyGuard:
         account = None if (error := _twice(headers)) else self._tenancy.find(_shown(headers))
         if account is not None:
             if self._tenancy.has_file:
-                state_of(scope).account = account
+                state = state_of(scope)
+                state.account, state.owner = account, account.tenant.name
             await self._app(scope, receive, send)
             return
         error = error or ApiError(

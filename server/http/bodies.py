@@ -30,10 +30,9 @@ from engine.system.child_process import ChildCrashError, ChildError, ChildProces
 from engine.system.similar import closest
 from engine.text.chat.limits import ModelLimits
 from engine.text.fields.body import RequestBody
-from server.http.middleware import RequestState
+from server.http.middleware import CALLER, RequestState, Turns
 from server.http.packed_json import unpack
 from server.http.threads import Worker, run_slowly
-from server.http.turns import CALLER, Turns
 from server.protocol.errors import STATE, ApiError
 from server.settings.app_config import AppConfig
 from server.telemetry.events import FieldIgnored, Listener

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from engine.system.calls import settle
-from server.http.turns import CALLER, Rotation
+from server.http.middleware import CALLER, Rotation
 
 SWITCH_S = 0.0005
 

@@ -6,6 +6,7 @@ Event loop; long texts are rendered and encoded on other threads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends, Request
@@ -20,7 +21,7 @@ from engine.text.fields.chat import ChatFields
 from engine.text.logprobs import PromptLogprobs
 from engine.text.tools.formats import new_call_id
 from server.answers.body import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
-from server.answers.formatter import ChunkFormatter, ChunkMeta
+from server.answers.formatter import ChunkFormatter
 from server.answers.parts import InModel, InResponder
 from server.http.bodies import json_body
 from server.http.openapi import answers
@@ -124,12 +125,8 @@ class ChatCompletion(ResponseBody):
 class ChatFormatter(ChunkFormatter):
     """Formats answers of the chat API."""
 
+    chunk, object_name = ChatCompletion, "chat.completion.chunk"
     _body: ChatBody
-
-    def __init__(self, body: ChatBody, meta: ChunkMeta, *, call_id_length: int = 0) -> None:
-        self._chunk_fields = meta.fields("chat.completion.chunk")
-        super().__init__(body, meta, ChatCompletion(**self._chunk_fields, choices=[]))
-        self._call_id_length = call_id_length
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
         choices = [
@@ -173,7 +170,7 @@ class ChatFormatter(ChunkFormatter):
         if call.name is None:
             return ChatToolCall(**index, function=function)
         function.name = call.name
-        name = call.id or new_call_id("call_", self._call_id_length)
+        name = call.id or new_call_id("call_", self._meta.call_id_length)
         return ChatToolCall(**index, id=name, type="function", function=function)
 
     def _choice(self, index: int, delta: Delta, content: dict[str, Any]) -> ChatChoice:
@@ -212,5 +209,4 @@ async def create_chat_completion(
     chat = await model.prepare(http, body, named.history_owner(http, body))
     requests = responder.chat_requests(body, named.adapter, chat)
     meta = responder.meta(requests, id_prefix="chatcmpl", model=named.name)
-    formatter = ChatFormatter(body, meta, call_id_length=responder.call_id_length)
-    return await responder.respond(http, body, requests, chat.rules, formatter)
+    return await responder.respond(http, body, requests, chat.rules, partial(ChatFormatter, body, meta))

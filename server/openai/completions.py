@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends, Request
@@ -17,9 +18,9 @@ from engine.text.chat.limits import ModelLimits
 from engine.text.fields.body import Integer
 from engine.text.fields.sampling import MAX_N
 from engine.text.logprobs import PromptLogprobs
-from engine.text.requests.sampling import sampling_params, text_rules, truncated
+from engine.text.requests.chat_preprocessor import sampling_params, text_rules, truncated
 from server.answers.body import HINTS, SamplingBody
-from server.answers.formatter import ChunkFormatter, ChunkMeta
+from server.answers.formatter import ChunkFormatter
 from server.answers.model import aside
 from server.answers.parts import InModel, InResponder
 from server.http.bodies import json_body
@@ -115,10 +116,8 @@ class Completion(ResponseBody):
 class CompletionFormatter(ChunkFormatter):
     """Formats answers of the completions API."""
 
+    chunk, object_name = Completion, "text_completion"
     _body: CompletionBody
-
-    def __init__(self, body: CompletionBody, meta: ChunkMeta) -> None:
-        super().__init__(body, meta, Completion(**meta.fields("text_completion"), choices=[]))
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
         # Each choice is written alone: a thousand in one call would hold the GIL for long.
@@ -196,5 +195,5 @@ async def create_completion(
         owner = named.history_owner(http, body)
         rules = replace(rules, turn=await aside(lambda: model.preprocessor.follow(prompts[0], owner), len(prompts[0])))
     requests = responder.requests(body, named.adapter, prompts, [params] * len(prompts))
-    formatter = CompletionFormatter(body, responder.meta(requests, id_prefix="cmpl", model=named.name))
-    return await responder.respond(http, body, requests, rules, formatter)
+    meta = responder.meta(requests, id_prefix="cmpl", model=named.name)
+    return await responder.respond(http, body, requests, rules, partial(CompletionFormatter, body, meta))

@@ -15,7 +15,7 @@ from engine.core.types import SamplingParams
 from engine.runtime.sampling import draw as module
 from engine.runtime.sampling.sampler import Sampler
 from engine.text.fields.sampling import check_defaults
-from engine.text.requests.sampling import GREEDY_BELOW, beam_params
+from engine.text.requests.chat_preprocessor import GREEDY_BELOW, beam_params
 from engine.text.types import SamplingDefaults
 from server.answers.body import SamplingBody
 from tests.cpu.test_sampler import CPU, draw, piece

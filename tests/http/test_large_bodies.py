@@ -29,7 +29,7 @@ from server.anthropic.blocks import CacheControl
 from server.app import routers
 from server.http import bodies as bodies_module
 from server.http.bodies import FREE_BYTES, INLINE_BYTES, BodyReader
-from server.http.turns import CALLER
+from server.http.middleware import CALLER
 from tests.patience import PATIENCE_S
 
 Serve = Callable[..., Live]

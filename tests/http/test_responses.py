@@ -530,7 +530,7 @@ def test_items_do_not_depend_on_how_many_tokens_came_at_once(cuts: set[int]) -> 
     choice = Choice(tokenizer, (), TextRules(make_parser=READER))
     meta = ChunkMeta(id_prefix="resp", model="m", tokenizer=tokenizer, prompts=[()], answer_id="1")
     body = ResponsesBody.model_validate({"input": "x"})
-    formatter = ResponsesFormatter(body, meta, SamplingParams(max_tokens=1), call_id_length=0)
+    formatter = ResponsesFormatter(body, meta, SamplingParams(max_tokens=1))
     frames = b""
     for begin, end in pairwise([0, *sorted(cuts), len(SAID)]):
         reason = FinishReason.STOP if end == len(SAID) else None

@@ -20,9 +20,8 @@ from server.answers import client as client_module
 from server.answers.client import EngineClient
 from server.http.bodies import BodyReader
 from server.http.connection import TURN_CALLS, Connection
-from server.http.middleware import RequestState
+from server.http.middleware import CALLER, SMALL_BYTES, RequestState, Turns, TurnTaker, _network
 from server.http.threads import Worker
-from server.http.turns import CALLER, SMALL_BYTES, Turns, TurnTaker, _network
 from server.protocol.errors import STATE
 from tests.patience import PATIENCE_S
 from tests.pure.driver import request as engine_request

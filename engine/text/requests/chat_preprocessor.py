@@ -1,29 +1,32 @@
-"""Makes a conversation's prompt, parameters, parser and grammar in one call.
+"""Makes a conversation's prompt, parameters, parser and grammar in one call, and any request's parameters of its fields.
 
 The fields only declare; what the model and its chat format make of them is decided here. Pure, any thread.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import HeadlessModelError, InvalidRequestError, UnsupportedError
 from engine.core.spans import Span
-from engine.core.types import GrammarKey, SamplingParams, Thinking
+from engine.core.types import BeamParams, EarlyStopping, GrammarKey, SamplingParams, Thinking
 from engine.text.chat.choice import TextRules
 from engine.text.chat.history import AnswerHistory, ChatTurn, Encode
 from engine.text.chat.limits import ModelLimits
 from engine.text.chat.prefixes import Owner
 from engine.text.fields.chat import ChatFields, Conversation
-from engine.text.fields.sampling import Constraint
+from engine.text.fields.sampling import Constraint, SamplingFields
 from engine.text.fields.tools import ToolChoice
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.grammars.thinking import EFFORT_BUDGETS
-from engine.text.requests.sampling import sampling_params, text_rules, truncated
 from engine.text.tools.forced import forced_grammar
 from engine.text.tools.tool_format import ToolFormat
+from engine.text.types import SamplingDefaults
 
 if TYPE_CHECKING:
     from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage
@@ -58,6 +61,9 @@ class ChatPreprocessor:
         self._template_kwargs = template_kwargs or {}
         self._tokenizer = limits.tokenizer
         self._format = limits.chat_format
+        self._num_opening = lru_cache(maxsize=64)(
+            lambda opening: len(limits.tokenizer.encode(opening, add_special_tokens=False))
+        )
 
     def render(self, chat: Conversation) -> str:
         """Return the prompt's text, waiting for it. Raises InvalidRequestError or ContextLengthError."""
@@ -84,30 +90,29 @@ class ChatPreprocessor:
             raise no_images("messages")
         if tools or not chat.is_plain:
             messages, tools = chat_format.fit(messages, tools)
-        wants_answer = chat.add_generation_prompt
+        wants_answer, effort = chat.add_generation_prompt, chat.effort
         self.limits.check_length(chat.num_chars, "messages")
         return template.begin(
             messages,
             tools=tools,
             add_generation_prompt=not chat.continue_final_message if wants_answer is None else wants_answer,
             continue_final_message=chat.continue_final_message,
-            template_kwargs=self._variables(chat),
+            template_kwargs=self._variables(effort, chat.chat_template_kwargs),
         )
 
-    def _variables(self, chat: Conversation) -> Mapping[str, Any]:
+    def _variables(self, effort: str | None, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the variables of the chat template that a request or the settings name."""
-        variables = chat.chat_template_kwargs
-        if chat.effort is not None:
-            variables = {**self._format.template_kwargs(chat.effort), **variables}
+        if effort is not None:
+            variables = {**self._format.template_kwargs(effort), **variables}
         return {**self._template_kwargs, **variables} if self._template_kwargs else variables
 
-    def _turn_end(self, chat: Conversation, text: str, num_prompt: int) -> int:
+    def _turn_end(self, variables: Mapping[str, Any], text: str, num_prompt: int) -> int:
         """Return how many tokens of a prompt the next turn's has too, whatever the answer; 0 if that is not known."""
         template = self._tokenizer.chat_template
-        opening = "" if template is None else template.opening(self._variables(chat))
+        opening = "" if template is None else template.opening(variables)
         if not opening or not text.endswith(opening):
             return 0
-        return max(num_prompt - len(self._tokenizer.encode(opening, add_special_tokens=False)), 0)
+        return max(num_prompt - self._num_opening(opening), 0)
 
     def encode(
         self, chat: ChatFields, text: str, owner: Owner | None = None, images: Sequence[PreparedImage] = ()
@@ -166,7 +171,8 @@ class ChatPreprocessor:
             prompt, turn = self._history.begin(owner, text, num_answers, self._encoder(text, images))
         params = self._params(chat, len(prompt))
         constraint, tool_format = next(iter(chat.constraints()), None), None
-        if chat.shown_tools:
+        tools, effort = chat.shown_tools, chat.effort
+        if tools:
             constraint, tool_format = self._plan_calls(chat, constraint)
         begins_within, thinking = False, None
         if self._format.tags is not None:
@@ -182,7 +188,7 @@ class ChatPreprocessor:
         if thinking is not None and (key is not None or thinking.budget is not None):
             key = GrammarKey(b"" if key is None else key.digest, thinking, self._tokenizer.eos_token_ids)
         params = params if key is None else replace(params, grammar=key)
-        turn_end = self._turn_end(chat, text, len(prompt))
+        turn_end = self._turn_end(self._variables(effort, chat.chat_template_kwargs), text, len(prompt))
         if turn is not None:
             turn.prompt.turn_end = turn_end or len(prompt)
         return PreparedChat(
@@ -301,3 +307,127 @@ def no_images(param: str) -> UnsupportedError:
 def _is_plain_text(chat: ChatFields) -> bool:
     """Return whether the tokens of a prompt are those of its text alone, and of all of it."""
     return not chat.add_special_tokens and chat.truncate_prompt_tokens is None
+
+
+GREEDY_BELOW = 1e-5  # a temperature too small to divide logits by asks for the most likely token
+MAX_BAD_CHARS = 8192  # of all bad words; they are encoded in 10 ms
+# Fields whose default depends on the model.
+_LENGTHS = ("max_tokens", "max_new_tokens")
+_MODELS_OWN = [each.name for each in dataclasses.fields(SamplingDefaults) if each.name not in _LENGTHS]
+_SHARED = SamplingFields.model_fields.keys() & {each.name for each in dataclasses.fields(SamplingParams)}
+
+
+def truncated(fields: SamplingFields, prompt: list[int], limits: ModelLimits, *, has_images: bool = False) -> list[int]:
+    """Return what truncate_prompt_tokens keeps of a prompt: its end; -1: what fits; None: all. Raises InvalidRequestError."""
+    keep = fields.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if has_images:
+        _refuse("truncate_prompt_tokens", "truncate_prompt_tokens may cut an image in two; leave it out.")
+    room = limits.max_model_len - (1 if fields.max_tokens is None else fields.max_tokens)
+    return prompt[-(keep if keep > 0 else max(room, 1)) :]
+
+
+def sampling_params(
+    fields: SamplingFields, limits: ModelLimits, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    """Return the engine's parameters. Raises InvalidRequestError."""
+    if fields.prompt_logprobs is not None:
+        limits.check_logprobs(fields.prompt_logprobs, "prompt_logprobs")
+    defaults = limits.tokenizer.sampling_defaults
+    max_tokens = max_tokens if defaults.max_new_tokens is None else min(max_tokens, defaults.max_new_tokens)
+    if fields.use_beam_search:
+        defaults = SamplingDefaults()  # a search goes by the model's own probabilities
+    if fields.min_tokens > max_tokens:
+        _refuse("min_tokens", f"min_tokens is {fields.min_tokens}, more than max_tokens ({max_tokens}); lower it.")
+    if fields.stop_token_ids:
+        limits.check_ids(fields.stop_token_ids, "stop_token_ids")
+    if fields.use_beam_search:
+        _check_width(fields, limits)
+    # A field of the same name is passed on as it is, unless it is converted below.
+    values = {name: getattr(fields, name) for name in _SHARED}
+    for name in _MODELS_OWN:
+        if values[name] is None:
+            values[name] = getattr(defaults, name)
+    bad_words = _bad_words(fields, limits) if fields.bad_words else ()
+    values |= {
+        "max_tokens": max_tokens,
+        "temperature": values["temperature"] if values["temperature"] >= GREEDY_BELOW else 0.0,
+        "top_k": max(values["top_k"], 0),
+        "logit_bias": _logit_bias(fields, limits) if fields.logit_bias else (),
+        "allowed_token_ids": _allowed_ids(fields.allowed_token_ids, limits, bad_words)
+        if fields.allowed_token_ids
+        else None,
+        "bad_words": bad_words,
+        "seed": secrets.randbits(63) if fields.seed is None else fields.seed & (2**64 - 1),
+        "n": fields.num_drawn,
+        "eos_token_ids": frozenset() if fields.ignore_eos else limits.tokenizer.eos_token_ids,
+        "stop_token_ids": frozenset(fields.stop_token_ids),
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+        "beam": beam_params(fields) if fields.use_beam_search else None,
+    }
+    return SamplingParams(**values)
+
+
+def text_rules(fields: SamplingFields, params: SamplingParams, *, echo: bool = False) -> TextRules:
+    """Return how the answer's text is made."""
+    return TextRules(
+        stops=tuple(fields.stop),
+        include_stop=fields.include_stop_str_in_output,
+        skip_special_tokens=fields.skip_special_tokens,
+        min_tokens=fields.min_tokens,
+        ending_ids=params.eos_token_ids | params.stop_token_ids,
+        echo=echo,
+    )
+
+
+def beam_params(fields: SamplingFields) -> BeamParams:
+    """Return how to search, for a request that asks for a beam search."""
+    return BeamParams(
+        width=fields.beam_width,
+        length_penalty=fields.length_penalty,
+        early_stopping=EarlyStopping(fields.early_stopping),
+    )
+
+
+def _check_width(fields: SamplingFields, limits: ModelLimits) -> None:
+    """Refuse a search with more beams than tokens that do not end an answer."""
+    width, num_ends = fields.beam_width, len(limits.tokenizer.eos_token_ids | set(fields.stop_token_ids))
+    if width + num_ends > limits.vocab_size:
+        _refuse(
+            "n",
+            f"{width} beams are too many for {limits.vocab_size} tokens, {num_ends} of which end an answer; "
+            "lower n, or best_of.",
+        )
+
+
+def _logit_bias(fields: SamplingFields, limits: ModelLimits) -> tuple[tuple[int, float], ...]:
+    if not all(key.isascii() and key.isdecimal() and len(key) < 20 for key in fields.logit_bias):
+        _refuse("logit_bias", "logit_bias has a key that is not a token id; keys are ids in decimal digits.")
+    biases = {int(key): bias for key, bias in fields.logit_bias.items()}
+    limits.check_ids(tuple(biases), "logit_bias")
+    return tuple(biases.items())
+
+
+def _allowed_ids(ids: list[int], limits: ModelLimits, bad_words: tuple[tuple[int, ...], ...]) -> frozenset[int]:
+    limits.check_ids(ids, "allowed_token_ids")
+    allowed = frozenset(ids)
+    if {(token_id,) for token_id in allowed} <= set(bad_words):
+        _refuse("allowed_token_ids", "allowed_token_ids has nothing that bad_words does not rule out; allow more.")
+    return allowed
+
+
+def _bad_words(fields: SamplingFields, limits: ModelLimits) -> tuple[tuple[int, ...], ...]:
+    """Return every word's tokens, with and without a space before it."""
+    if sum(map(len, fields.bad_words)) > MAX_BAD_CHARS:
+        _refuse("bad_words", f"bad_words has more than {MAX_BAD_CHARS} characters altogether; shorten it.")
+    words = [word.lstrip() or word for word in fields.bad_words]
+    forms = [
+        tuple(limits.tokenizer.encode(space + word, add_special_tokens=False)) for word in words for space in ("", " ")
+    ]
+    return tuple(dict.fromkeys(form for form in forms if form))
+
+
+def _refuse(param: str, message: str) -> None:
+    raise InvalidRequestError(message, param=param)

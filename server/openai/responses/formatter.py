@@ -38,13 +38,11 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
         meta: ChunkMeta,
         params: SamplingParams,
         *,
-        call_id_length: int,
         keep: Callable[[bytes, list[str]], None] | None = None,
     ) -> None:
         super().__init__()
-        self._tokenizer = meta.tokenizer
+        self._meta = meta
         self._tells_logprobs = body.tells_logprobs
-        self._call_id_length = call_id_length
         self._keep = keep
         self._num_events = 0
         self._items: list[OutputItem] = []
@@ -125,8 +123,8 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
         if not self._tells_logprobs or delta.reasoning or delta.calls:
             self._waiting.clear()  # of tokens outside the text
         else:
-            ends = self._tokenizer.eos_token_ids
-            shown = zip(chat_logprobs(self._tokenizer, delta).content, delta.logprob_ids, strict=True)
+            ends = self._meta.tokenizer.eos_token_ids
+            shown = zip(chat_logprobs(self._meta.tokenizer, delta).content, delta.logprob_ids, strict=True)
             self._waiting += [logprob for logprob, token_id in shown if token_id not in ends]
         events = self._write(delta)
         self._finish_reason = delta.finish_reason
@@ -141,7 +139,7 @@ class ResponsesFormatter(PieceWriter[ResponseEvent]):
         unique = uuid.uuid4().hex
         if isinstance(piece, CallBegin):
             call = {
-                "call_id": piece.id or new_call_id("call_", self._call_id_length),
+                "call_id": piece.id or new_call_id("call_", self._meta.call_id_length),
                 "name": piece.name,
                 "arguments": "",
             }

@@ -61,10 +61,10 @@ async def create_response(
         prepared = await model.prepare(http, chat, named.history_owner(http, chat))
         requests = responder.chat_requests(chat, named.adapter, prepared)
         meta = responder.meta(requests, id_prefix="resp", model=named.name)
-        make = partial(ResponsesFormatter, body, meta, prepared.params, call_id_length=responder.call_id_length)
+        make = partial(ResponsesFormatter, body, meta, prepared.params)
         if responses.is_open and body.store is not False:
             make = partial(make, keep=await _keeper(responses, owner, body, meta))
-        return await responder.respond(http, chat, requests, prepared.rules, await aside(make))
+        return await responder.respond(http, chat, requests, prepared.rules, make)
 
 
 @router.post("/v1/responses/input_tokens")
