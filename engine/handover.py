@@ -29,8 +29,7 @@ from engine.handle import HandoverConfig, Missing, Offer, Prefix
 from engine.inbox import EngineThread
 from engine.runtime.stores import listener
 from engine.runtime.stores.folder import KnownPart, Parcels
-from engine.runtime.stores.peer import PeerFolder
-from engine.runtime.stores.wire import Deadline
+from engine.runtime.stores.wire import Deadline, PeerFolder
 from engine.settings.peer import Peer
 
 Rows = NDArray[np.uint8]  # [blocks, bytes of a block]

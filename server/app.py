@@ -31,10 +31,9 @@ from server.answers.model import ServedModel
 from server.answers.respond import Responder
 from server.answers.stored_responses import ResponseStore
 from server.batches.dispatch import Dispatcher
-from server.batches.service import BatchService
-from server.http.auth import MONITORING_PATHS, PROBE_PATHS, KeyGuard
+from server.batches.worker import BatchService
 from server.http.bodies import BodyReader, RequestReader
-from server.http.cross_site import Cors, CrossSiteGuard
+from server.http.guards import MONITORING_PATHS, PROBE_PATHS, Cors, CrossSiteGuard, KeyGuard
 from server.http.middleware import AnswerLog, RequestScope, TurnTaker
 from server.http.openapi import openapi_router
 from server.operations import live, unserved
@@ -48,8 +47,7 @@ from server.telemetry.metrics import Metrics
 from server.telemetry.otlp_endpoints import find_endpoints
 from server.telemetry.request_log import RequestLog
 from server.tenancy.public_prefixes import PublicPrefixes
-from server.tenancy.tenancy import Tenancy
-from server.tenancy.tenant_file import read_tenants
+from server.tenancy.tenancy import Tenancy, read_tenants
 
 if TYPE_CHECKING:
     from engine.text.images.preprocessor import ImagePreprocessor
@@ -63,8 +61,7 @@ ENDPOINTS = [
     "server.openai.chat",
     "server.openai.responses.routes",
     "server.anthropic.messages",
-    "server.openai.embeddings",
-    "server.openai.score",
+    "server.openai.prompt_only",
     "server.openai.batches",
     "server.openai.models",
     "server.operations.adapters",

@@ -27,12 +27,11 @@ from engine.core.errors import ConfigError, ShuttingDownError
 from engine.core.types import AbortCause
 from server.answers.client import EngineClient
 from server.answers.model import ServedModel
-from server.batches.service import BatchService
+from server.batches.worker import BatchService
 from server.http.connection import Connection
 from server.settings.tls import Tls
 from server.state_log import log_state
-from server.tenancy.tenancy import Tenancy
-from server.tenancy.tenant_file import read_tenants
+from server.tenancy.tenancy import Tenancy, read_tenants
 
 log = logging.getLogger("quire.serve")
 

@@ -42,7 +42,7 @@ from server.settings.settings import Settings
 from server.settings.tls import Tls, read_tls
 from server.telemetry.logs import configure_logging
 from server.telemetry.otlp_endpoints import find_endpoints
-from server.tenancy.tenant_file import read_tenants
+from server.tenancy.tenancy import read_tenants
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -28,8 +28,7 @@ import numpy as np
 
 from engine.runtime.stores import listener
 from engine.runtime.stores.folder import KnownPart, Parcels
-from engine.runtime.stores.peer import PeerFolder
-from engine.runtime.stores.wire import Deadline
+from engine.runtime.stores.wire import Deadline, PeerFolder
 from engine.settings.peer import Peer
 from loadtest.arguments import positive_int
 from loadtest.output import print_table, save_json

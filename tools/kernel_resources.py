@@ -31,8 +31,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from engine.core.rows import SequenceSlice
-from engine.core.step import Sample
+from engine.core.step import Sample, SequenceSlice
 from engine.core.types import SamplingParams
 from engine.runtime.activation import Activation, Clamp
 from engine.runtime.attention.backend import Batch
@@ -54,9 +53,9 @@ from engine.runtime.cuda.short_conv import convolve
 from engine.runtime.cuda.store import PoolView, view_pool
 from engine.runtime.cuda.token_counts import TokenCounts
 from engine.runtime.kv_layout import SCALE_BYTES, AttentionSpec, DeviceState, Pieces, RecurrentSpec, StepStates
-from engine.runtime.layers.convolution import tail_pieces
 from engine.runtime.layers.mixture_cuda import CudaExperts
-from engine.runtime.pool.states import StatePool
+from engine.runtime.layers.recurrence import tail_pieces
+from engine.runtime.pool.kv_cache import StatePool
 from engine.runtime.routing import RouterConfig
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16

@@ -1,6 +1,6 @@
 """Reads a checkpoint's quantization settings: which modules are packed, with which bits, groups and offsets.
 
-The tensors decide how a module is stored (headers.py); the config says what they cannot. Methods that cannot be read are
+The tensors decide how a module is stored (engine/runtime/weights/checkpoint.py); the config says what they cannot. Methods that cannot be read are
 refused here, in one sentence. Without torch, because this is checked before torch is imported.
 """
 

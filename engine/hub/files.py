@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 
 from engine.core.errors import ModelLoadError
-from engine.files.gguf_parts import part_names
+from engine.files.gguf_header import part_names
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

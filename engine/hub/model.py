@@ -24,8 +24,7 @@ from engine.hub.files import (
     split_tag,
     weight_files,
 )
-from engine.hub.listing import list_files
-from engine.hub.transfer import Transfer, open_file
+from engine.hub.transfer import Transfer, list_files, open_file
 from engine.runtime.weights.safetensors import shard_names
 from engine.system.regular_file import reason
 

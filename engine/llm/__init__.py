@@ -4,10 +4,17 @@ The engine thread is the daemon's; the calling thread takes the place of the eve
 templates, parsers and grammars are those of engine/text, which the daemon uses too, so a prompt means the same in both.
 """
 
-from engine.llm.job import CompletionOutput, RequestOutput, ToolCall
+from engine.llm.job import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+    ToolCall,
+)
 from engine.llm.offline import LLM
 from engine.llm.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-from engine.llm.prompt_outputs import BeamSearchOutput, BeamSearchSequence, EmbeddingRequestOutput, ScoringRequestOutput
 from engine.llm.prompts import TextPrompt, TokensPrompt
 
 __all__ = [

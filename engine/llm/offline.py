@@ -30,16 +30,17 @@ from engine.core.types import AbortCause, Adapter, GrammarKey, Pooling, Request,
 from engine.core.types import SamplingParams as EngineParams
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
 from engine.llm.arguments import engine_config
-from engine.llm.job import Job, RequestOutput
-from engine.llm.params import BeamSearchParams, SamplingParams
-from engine.llm.prompt_outputs import (
+from engine.llm.job import (
     BeamSearchOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    Job,
+    RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
     beam_output,
 )
+from engine.llm.params import BeamSearchParams, SamplingParams
 from engine.llm.prompts import Prompt, ReadPrompt, listed, read_prompt, with_addresses
 from engine.llm.unserved import missing, refuse_arguments
 from engine.settings.engine_config import LoraModule

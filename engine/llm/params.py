@@ -10,9 +10,8 @@ from typing_extensions import Self, TypedDict
 
 from engine.core.errors import InvalidRequestError
 from engine.llm.unserved import SAMPLING_PARAMS, asks_for_nothing
-from engine.text.fields.body import Count
+from engine.text.fields.body import Count, checked, plain_errors
 from engine.text.fields.chat import ChatFields
-from engine.text.fields.faults import checked, plain_errors
 from engine.text.fields.sampling import SamplingFields
 
 

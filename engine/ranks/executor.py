@@ -129,31 +129,25 @@ class Executor(Ranks):
             raise self._loss or DeviceLostError("a rank of the model missed another while they started")
 
     def send(self, work: Packet | DecodeRows, *, draws: bool) -> None:
-        """Have the ranks compute a step's forward pass and logits, or launch its graph."""
         self._is_shared = self.shares_ids and draws
         self._ring.send(encode(Step(work, self._is_shared)))
 
     def share(self, last_ids: Tensor) -> None:
-        """Send the drawn ids, if they may be needed before the host knows them."""
         if self._is_shared:
             self.group.broadcast(last_ids)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Have the ranks copy blocks."""
         self._ring.send(encode(copies))
 
     def capture(self) -> None:
-        """Have the ranks capture their graphs, while this one captures the same."""
         self._ring.send(encode(Kind.CAPTURE))
 
     def least_room(self, room: int) -> int:
-        """Return the least of all ranks' room, once all have loaded their slices."""
         self._await("loaded")
         self._ring.send(encode(Kind.AGREE))
         return least(self.group, room, self._device)
 
     def hold_to_share(self) -> None:
-        """Have the ranks hold torch to their share of memory."""
         self._ring.send(encode(Kind.LIMIT))
 
     def await_event(self, event: Any) -> None:

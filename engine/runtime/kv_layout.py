@@ -154,7 +154,7 @@ class DeviceState(NamedTuple):
 
     spec: RecurrentSpec
     pool: Tensor  # [num_blocks, bytes of a block] uint8
-    places: Tensor  # [pieces, 2] int32, as in states.py
+    places: Tensor  # [pieces, 2] int32, as in pool/kv_cache.py
     kept: Tensor  # [max_rows, max_drafts, row], inputs of drafts
     step: StateTensors
 

@@ -7,6 +7,7 @@ corrupts it. So every copy of a step goes through this module. Engine thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,3 +56,10 @@ class Staging:
     def _note_copy(self) -> None:
         if self._copied is not None:
             self._copied.record()
+
+
+class Drawn(NamedTuple):
+    """A token for each of R rows."""
+
+    ids: Tensor  # [R] int64
+    is_finite: Tensor  # [R] bool; False if the logits are not finite, which makes the id void

@@ -1,4 +1,4 @@
-"""Reads PEFT's adapter_config.json: the ranks and scales of its matrices.
+"""Finds the adapters of --lora-modules, folders or Hugging Face ids, and reads PEFT's adapter_config.json.
 
 Unsupported settings that would change the answer are refused by name; training settings are ignored. Loading thread.
 """
@@ -6,16 +6,18 @@ Unsupported settings that would change the answer are refused by name; training 
 from __future__ import annotations
 
 import math
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.core.errors import AdapterLoadError, AdapterNotFoundError, ClientError, ConfigError
+from engine.core.errors import AdapterLoadError, AdapterNotFoundError, ClientError, ConfigError, ModelLoadError
+from engine.core.types import Progress
 from engine.hub.files import LORA_CONFIG, LORA_WEIGHTS
-from engine.settings.engine_config import LoraModule
+from engine.settings.engine_config import EngineConfig, LoraModule
 from engine.system.regular_file import check_regular, read_object, reason
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -152,4 +154,44 @@ def naming(module: LoraModule) -> Iterator[None]:
     try:
         yield
     except ClientError as error:
+        raise ConfigError(f"--lora-modules has {module.name}={module.path}: {error}") from error
+
+
+_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+def check_adapters(config: EngineConfig) -> None:
+    """Raise ConfigError for adapters that cannot be loaded; of a repository its config alone is fetched and checked."""
+    for module in config.lora_modules:
+        with naming(module):
+            if _is_remote(module):
+                read_config(_fetch(module, config, None, weights=False))
+            else:
+                check_folder(Path(module.path))
+
+
+def fetch_adapters(config: EngineConfig, report: Callable[[Progress], None]) -> EngineConfig:
+    """Return the settings with folders for all adapters, fetched if they are ids. Raises ConfigError."""
+    if not any(_is_remote(module) for module in config.lora_modules):
+        return config
+    modules = [
+        module._replace(path=str(_fetch(module, config, report))) if _is_remote(module) else module
+        for module in config.lora_modules
+    ]
+    return replace(config, lora_modules=tuple(modules))
+
+
+def _is_remote(module: LoraModule) -> bool:
+    """Return whether a path is an id: two names, and no folder here."""
+    return _ID.fullmatch(module.path) is not None and not Path(module.path).exists()
+
+
+def _fetch(
+    module: LoraModule, config: EngineConfig, report: Callable[[Progress], None] | None, *, weights: bool = True
+) -> Path:
+    from engine.hub.model import open_model
+
+    try:
+        return open_model(module.path, None, config.download_dir).fetch_adapter(report, weights=weights)
+    except ModelLoadError as error:
         raise ConfigError(f"--lora-modules has {module.name}={module.path}: {error}") from error

@@ -19,7 +19,7 @@ from engine.runtime.weights.safetensors import read_config
 from engine.settings.engine_config import EngineConfig
 from engine.settings.setting import read_object
 from engine.settings.speculative_config import DEFAULT_DRAFTS, FLAG, METHODS, SpeculativeConfig
-from engine.sources.adapter_source import fetch_adapters
+from engine.sources.adapter_config import fetch_adapters
 from engine.sources.model_source import fetch, find_model, local_path
 
 _NO_CONFIG = HFConfig({}, "")

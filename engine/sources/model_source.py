@@ -15,7 +15,7 @@ from typing import NamedTuple
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
 from engine.files.formats import LOCAL, SUFFIXES, is_model
-from engine.files.gguf_parts import stem
+from engine.files.gguf_header import stem
 from engine.hub.files import SMALL
 from engine.system.regular_file import MAX_BYTES, check_regular, reason
 

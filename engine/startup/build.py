@@ -50,14 +50,13 @@ from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.config_file import is_native, read_model_config
 from engine.runtime.models.load import load_model, load_vision, resolve_dtype
-from engine.runtime.native.backed_memory import BackedMemory
+from engine.runtime.native.arena import BackedMemory
 from engine.runtime.native.library import choose_kernels, native
 from engine.runtime.parallel.group import SINGLE
 from engine.runtime.pool import pool_size
 from engine.runtime.pool.groups import LayerGroups, group_layers
-from engine.runtime.pool.kv_cache import KVCache
+from engine.runtime.pool.kv_cache import KVCache, place_states
 from engine.runtime.pool.pool_size import PoolBudget, default_cpu_budget, fit_pool, resolve_kv_dtype
-from engine.runtime.pool.states import place_states
 from engine.runtime.speculation.heads import Head
 from engine.runtime.stores.pinned import STAGING_BYTES
 from engine.settings.engine_config import EngineConfig

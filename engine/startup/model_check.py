@@ -16,14 +16,13 @@ from engine.files.gguf_header import read_beginning
 from engine.files.hf_config import HFConfig
 from engine.runtime.layers.model_config import ModelConfig, narrow_latents
 from engine.runtime.models.complete import check_complete
-from engine.runtime.models.config_file import is_native, read_own, require_readable, servable
+from engine.runtime.models.config_file import is_native, override, read_own, require_readable, servable
 from engine.runtime.models.families import read_config
-from engine.runtime.models.overrides import override
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.runtime.weights.gguf_config import check_architecture
 from engine.settings.engine_config import EngineConfig
 from engine.settings.speculative_config import METHODS, SpeculativeConfig
-from engine.sources.adapter_source import check_adapters
+from engine.sources.adapter_config import check_adapters
 from engine.sources.draft_source import complete, naming_draft, read_source
 from engine.sources.model_source import check_entries, local_path
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-from engine.text.piece_parser import PieceParser, first_of, held_back
-from engine.text.types import CallArguments, CallBegin, Content, Piece, Reasoning
+from engine.text.types import CallArguments, CallBegin, Content, Piece, PieceParser, Reasoning, first_of, held_back
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.text.piece_parser import held_back
 from engine.text.tokenizer import TextTokenizer
+from engine.text.types import held_back
 
 REPLACEMENT = "\ufffd"
 NUM_CONTEXT_TOKENS = 6  # of the prompt: enough to know whether the first token continues a word or a character

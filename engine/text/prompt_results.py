@@ -9,7 +9,7 @@ from typing import Literal
 
 from engine.core.errors import InvalidRequestError
 from engine.core.types import TokenLogprob
-from engine.text.logprobs import finite
+from engine.text.tokenizer import finite
 
 Reduction = Literal["mean", "sum"]  # of the tokens' log probabilities
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from engine.text.piece_parser import PieceParser, first_of, held_back
-from engine.text.types import Content, Piece, Reasoning
+from engine.text.types import Content, Piece, PieceParser, Reasoning, first_of, held_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,6 @@ class ReasoningParser(PieceParser):
         return self._step in (self._think, self._labelled) or (self._begins_within and self._step == self._begin)
 
     def finish(self) -> list[Piece]:
-        """Return what was held back. Ends the text."""
         if self.is_reasoning:
             self._give(Reasoning, self._buffer.rstrip())
         else:

@@ -1,4 +1,4 @@
-"""A model's tokenizer, its special tokens and its chat template; tokenizer_files.py loads it."""
+"""A model's tokenizer, its special tokens and its chat template, and log probabilities as text; tokenizer_files.py loads it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from engine.core.errors import ConfigError, InvalidRequestError
+from engine.core.types import TokenLogprob
 from engine.text.chat_template import ChatTemplate
 from engine.text.grammars.spec import VocabularySource
 from engine.text.types import SamplingDefaults
@@ -135,3 +136,47 @@ def _sizes(backend: tokenizers.Tokenizer) -> tuple[int, int]:
     """Return the number of ids and the length of the longest token; slow."""
     ids = backend.get_vocab(with_added_tokens=True)
     return max(ids.values()) + 1, max(map(len, ids))
+
+
+LOWEST = -9999.0  # stands for minus infinity, which JSON cannot express
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprob:
+    """The log probability of one token; `rank` is None where it was not computed."""
+
+    logprob: float = field(metadata={"description": "The natural logarithm of the probability."})
+    rank: int | None = field(metadata={"description": "The token's place by probability, from 1."})
+    decoded_token: str = field(metadata={"description": "The token's text."})
+
+
+# One entry for each token: by token id, the token itself and its best alternatives. None for the first of a prompt.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+def token_text(tokenizer: TextTokenizer, token_id: int) -> str:
+    """Return a token as text; part of a character is spelled as OpenAI does."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def finite(logprob: float) -> float:
+    """Return a log probability that JSON can express."""
+    return max(logprob, LOWEST)
+
+
+def prompt_logprobs(tokenizer: TextTokenizer, entries: Sequence[TokenLogprob | None], num_top: int) -> PromptLogprobs:
+    """Return the log probabilities of tokens, with `num_top` alternatives each."""
+    return [None if entry is None else _by_id(tokenizer, entry, num_top) for entry in entries]
+
+
+def _by_id(tokenizer: TextTokenizer, entry: TokenLogprob, num_top: int) -> dict[int, PromptLogprob]:
+    ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)]
+    ranked.append((entry.token_id, entry.logprob, entry.rank))
+    return {
+        token_id: PromptLogprob(finite(logprob), rank, token_text(tokenizer, token_id))
+        for token_id, logprob, rank in ranked
+    }

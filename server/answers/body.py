@@ -164,12 +164,10 @@ class SamplingBody(EngineBody, SamplingFields):
 
     @property
     def tenant(self) -> str:
-        """Return the tenant that the request names."""
         return self.user or self.safety_identifier
 
     @property
     def retained_s(self) -> float:
-        """Return for how long to keep the whole prompt cached, if there is room; or 0."""
         if self.prompt_cache_retention == "24h":
             return 86_400.0
         options = self.prompt_cache_options

@@ -11,12 +11,11 @@ from typing import Any, ClassVar, Protocol
 
 from engine.system.version import VERSION
 from engine.text.chat.choice import Delta
-from engine.text.logprobs import PromptLogprobs, prompt_logprobs
-from engine.text.tokenizer import TextTokenizer
+from engine.text.tokenizer import PromptLogprobs, TextTokenizer, prompt_logprobs
 from server.answers.body import SamplingBody, StreamOptions
 from server.protocol.documents import ResponseBody, Usage
 from server.protocol.errors import ApiError
-from server.telemetry.timeline import AnswerMetrics, with_metrics
+from server.telemetry.events import AnswerMetrics, with_metrics
 
 _NO_OPTIONS = StreamOptions()
 

@@ -16,7 +16,7 @@ from engine.text.tokenizer import TextTokenizer
 from server.answers.client import Answer
 from server.http.threads import run_slowly
 from server.protocol.documents import Usage
-from server.telemetry.timeline import Timeline
+from server.telemetry.events import Timeline
 
 TURN_EVENTS = 32  # about 2 ms; a step of an answer with a thousand choices has a thousand
 MAX_INLINE_ECHO = 256  # tokens of a prompt that are read on the event loop, about 5 ms

@@ -19,10 +19,9 @@ from engine.text.images.decoder import ImageDecoder
 from engine.text.images.preprocessor import ImagePreprocessor, PreparedImage
 from engine.text.images.sources import LocalSources
 from server.answers.media import MediaFetcher
-from server.answers.respond import unless_disconnected
 from server.http.bodies import HeldBytes
 from server.http.middleware import CALLER
-from server.http.threads import Worker
+from server.http.threads import Worker, unless_disconnected
 from server.settings.app_config import AppConfig
 
 MAX_HELD_BYTES = 2 << 30  # of all images of open requests; 80 of a megapixel each in Qwen3-VL

@@ -18,8 +18,8 @@ from fastapi import Request as HttpRequest
 from engine.core.errors import shorten
 from engine.core.types import Adapter, GrammarKey
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
+from engine.text.chat.history import Owner
 from engine.text.chat.limits import ModelLimits
-from engine.text.chat.prefixes import Owner
 from engine.text.fields.chat import ChatFields, Conversation
 from engine.text.fields.sampling import Constraint
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from engine.text.images.preprocessor import PreparedImage
     from server.answers.images import ImageReader
 
+
 MAX_INLINE_CHARS = 2048  # about 1 ms; more is encoded on a worker thread
 
 Result = TypeVar("Result")
@@ -41,16 +42,16 @@ Result = TypeVar("Result")
 _RENDERING = ThreadPoolExecutor(1, "quire-rendering")  # waits for the process that renders chat templates
 
 
+def _work(text: str, images: Sequence[PreparedImage]) -> int:
+    """Return how many characters a rendered prompt has with its images."""
+    return len(text) + sum([len(image.text) for image in images])
+
+
 async def aside(function: Callable[[], Result], num_chars: int = 0) -> Result:
     """Run work on the body, or on so many characters; on another thread if that takes long."""
     if IS_LARGE.get():
         return await run_slowly(function)
     return function() if num_chars <= MAX_INLINE_CHARS else await asyncio.to_thread(function)
-
-
-def _work(text: str, images: Sequence[PreparedImage]) -> int:
-    """Return how many characters a rendered prompt has with its images."""
-    return len(text) + sum([len(image.text) for image in images])
 
 
 class Named(NamedTuple):

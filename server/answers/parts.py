@@ -12,14 +12,14 @@ from server.answers.client import EngineClient
 from server.answers.model import ServedModel
 from server.answers.respond import Responder
 from server.answers.stored_responses import ResponseStore
-from server.batches.service import BatchService
+from server.batches.worker import BatchService
 from server.http.middleware import part, state_of
 from server.protocol.errors import ApiError
 from server.settings.app_config import AppConfig
 from server.telemetry.live import LiveView
 from server.telemetry.metrics import Metrics
 from server.telemetry.request_log import RequestLog
-from server.tenancy.tenant_file import DEFAULT
+from server.tenancy.tenancy import DEFAULT
 
 InModel = Annotated[ServedModel, part("model")]
 InResponder = Annotated[Responder, part("responder")]

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -36,13 +36,20 @@ from server.answers.generation import ChoiceDelta, Generation
 from server.answers.handoff import Receiver, Sender
 from server.answers.model import aside
 from server.http.middleware import RequestState, caller_of, state_of
-from server.http.threads import run_slowly
+from server.http.threads import run_slowly, unless_disconnected
 from server.protocol.documents import Usage
 from server.protocol.errors import STATE, ApiError, to_api_error
 from server.settings.app_config import AppConfig
-from server.telemetry.events import TAG_CHARS, Listener, RequestOpened, RequestRecord
+from server.telemetry.events import (
+    TAG_CHARS,
+    AnswerMetrics,
+    Listener,
+    RequestOpened,
+    RequestRecord,
+    server_timing,
+    with_metrics,
+)
 from server.telemetry.live import LiveView
-from server.telemetry.timeline import AnswerMetrics, server_timing, with_metrics
 from server.tenancy.public_prefixes import PublicPrefixes
 
 logger = logging.getLogger(__name__)
@@ -298,24 +305,6 @@ def _has_long_prompt(news: Sequence[ChoiceDelta]) -> bool:
         if delta.prompt is not None and len(delta.logprobs) + len(delta.prompt.logprobs or ()) > MAX_INLINE_PROMPT:
             return True
     return False
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Result]) -> Result:
-    """Return the result of `work`; raise ClientDisconnect if the client disconnects.
-
-    The body must have been read.
-    """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(receive())  # only the disconnect can follow the body
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 class EventStream(EventSourceResponse):

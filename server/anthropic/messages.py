@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from engine.core.errors import ClientError, ContextLengthError, InvalidRequestError
 from engine.core.types import Pin
+from engine.text.chat.history import Owner
 from engine.text.chat.limits import ModelLimits, num_common
-from engine.text.chat.prefixes import Owner
 from engine.text.fields.body import IdleFields, Integer, Refused, RequestBody
 from engine.text.fields.chat import Message
 from engine.text.fields.structured import Schema
@@ -27,6 +27,7 @@ from server.anthropic.blocks import (
     Block,
     Blocks,
     CacheControl,
+    ContextManagement,
     MarkPosition,
     Turn,
     chat_messages,
@@ -36,7 +37,6 @@ from server.anthropic.blocks import (
     marks_in,
     up_to,
 )
-from server.anthropic.edits import ContextManagement
 from server.anthropic.formatter import AnthropicError, AnthropicMessage, MessageFormatter
 from server.http.bodies import json_body
 from server.http.openapi import answers

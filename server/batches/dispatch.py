@@ -1,7 +1,10 @@
-"""Sends a line of a batch to the endpoint's route, without a socket. Event loop.
+"""Sends a line of a batch to the endpoint's route, without a socket, and writes what came of the lines.
 
 The application has the endpoints and nothing around them: no keys, no log line, no count of HTTP requests. The account of
 the batch's owner stands in for the key; its limits hold.
+
+Successful answers go to the output file, all others to the error file, both in the order of the input. Lines are sent on the event loop; files
+are written on worker threads.
 """
 
 from __future__ import annotations
@@ -9,11 +12,17 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Iterator
 from contextlib import aclosing
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
+from pydantic_core import from_json, to_json
 from starlette.types import ASGIApp
 
+from server.batches.folder import DataFolder
+from server.batches.objects import Batch, BatchStatus, FileObject, Purpose
+from server.batches.store import COMPLETED, FAILED, TO_RUN, Outcome, PendingLine, entries
 from server.http.in_process import Forwarded, Head, respond
 from server.http.middleware import CALLER, RequestState
 from server.protocol.errors import STATE, to_api_error
@@ -64,3 +73,72 @@ class Dispatcher:
             if state.record is not None:
                 self._emit(RequestEnded(state.record, status, time.monotonic() - started_s, is_batch=True))
         return Reply(status, state.request_id, b"".join(parts), tuple(state.ignored_fields))
+
+
+WHY_NOT = {
+    BatchStatus.CANCELLED: ("batch_cancelled", "The batch was cancelled before this request ran."),
+    BatchStatus.EXPIRED: ("batch_expired", "The batch's completion window ended before this request ran."),
+}
+
+
+def answered(line: PendingLine, reply: Reply) -> Outcome:
+    """Return the outcome of a line that an endpoint answered."""
+    body = from_json(reply.body)
+    response = {"status_code": reply.status, "request_id": reply.request_id, "body": body}
+    if reply.ignored_fields:
+        response["ignored_fields"] = list(reply.ignored_fields)
+    is_good = reply.status == 200
+    usage = body.get("usage") if is_good and isinstance(body, dict) else None
+    return Outcome(line, COMPLETED if is_good else FAILED, _entry(line.custom_id, response, None), usage)
+
+
+def unanswered(line: PendingLine, code: str, message: str) -> Outcome:
+    """Return the outcome of a line that could not be sent."""
+    return Outcome(line, FAILED, _entry(line.custom_id, None, (code, message)), None)
+
+
+def write_files(
+    folder: DataFolder, batch: Batch, end: BatchStatus, now: float
+) -> tuple[FileObject | None, FileObject | None]:
+    """Write the output and the error file of a batch that ends; None for an empty one."""
+    why_not = WHY_NOT.get(end)
+    good = (entry for _, entry in entries(folder.database, batch.id, COMPLETED))
+    bad = (entry for _, entry in entries(folder.database, batch.id, FAILED))
+    never = (_entry(name, None, why_not) for name, _ in entries(folder.database, batch.id, TO_RUN))
+    output = _write(folder, good, f"{batch.id}_output.jsonl", now)
+    try:
+        return output, _write(folder, chain(bad, never), f"{batch.id}_error.jsonl", now)
+    except Exception:  # such as a full disk: neither file is in the database
+        if output is not None:
+            folder.path_of(output.id).unlink(missing_ok=True)
+        raise
+
+
+def _write(folder: DataFolder, lines: Iterator[bytes | None], filename: str, now: float) -> FileObject | None:
+    file_id = new_file_id()
+    file = folder.create(file_id)
+    with file:
+        for line in lines:
+            assert line is not None, "a line with an outcome has an entry"
+            file.write(line + b"\n")
+        if not file.num_bytes:
+            return None
+        file.keep()
+    return FileObject(
+        id=file_id, bytes=file.num_bytes, created_at=int(now), filename=filename, purpose=Purpose.BATCH_OUTPUT
+    )
+
+
+def _entry(custom_id: str, response: dict[str, Any] | None, error: tuple[str, str] | None) -> bytes:
+    return to_json(
+        {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": custom_id,
+            "response": response,
+            "error": None if error is None else {"code": error[0], "message": error[1]},
+        }
+    )
+
+
+def new_file_id() -> str:
+    return f"file-{uuid.uuid4().hex}"

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 from engine.core.errors import ConfigError
 from server.batches.lines import Line
 from server.batches.objects import OPEN, Batch, BatchStatus, FileObject
-from server.tenancy.tenant_file import DEFAULT
+from server.tenancy.tenancy import DEFAULT
 
 Result = TypeVar("Result")
 

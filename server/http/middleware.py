@@ -29,8 +29,7 @@ from engine.core.errors import ShuttingDownError, printable, shorten
 from server.protocol.errors import STATE, ApiError, is_disk_full, to_api_error
 from server.telemetry.events import Caller, Event, HttpAnswered, Listener, RequestEnded, RequestRecord
 from server.telemetry.logs import LineBudget
-from server.tenancy.tenancy import Account
-from server.tenancy.tenant_file import DEFAULT
+from server.tenancy.tenancy import DEFAULT, Account
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

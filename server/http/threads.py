@@ -13,9 +13,12 @@ import asyncio
 import gc
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from engine.system.calls import settle
 from server.http.middleware import CALLER, Rotation
@@ -73,3 +76,21 @@ def _work(function: Callable[[], Result]) -> Result:
         sys.setswitchinterval(usual_s)
         if is_collecting:
             gc.enable()
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[None, None, Result]) -> Result:
+    """Return the result of `work`; raise ClientDisconnect if the client disconnects.
+
+    The body must have been read.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(receive())  # only the disconnect can follow the body
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

@@ -14,6 +14,7 @@ from starlette.responses import FileResponse, Response
 
 from engine.core.errors import shorten
 from server.answers.parts import InBatches, InConfig, InModel, InOwner
+from server.batches.dispatch import new_file_id
 from server.batches.objects import (
     OPEN,
     Batch,
@@ -26,7 +27,6 @@ from server.batches.objects import (
     page,
     window_seconds,
 )
-from server.batches.outputs import new_file_id
 from server.batches.upload import Form
 from server.http.bodies import json_body, limited
 from server.protocol.errors import ApiError

@@ -18,7 +18,7 @@ from engine.core.types import FinishReason
 from engine.text.chat.choice import CallDelta, Delta
 from engine.text.fields.body import IdleFields, Integer, Refused
 from engine.text.fields.chat import ChatFields
-from engine.text.logprobs import PromptLogprobs
+from engine.text.tokenizer import PromptLogprobs
 from engine.text.tools.formats import new_call_id
 from server.answers.body import HINTS, NO_OPS, UNSUPPORTED, SamplingBody
 from server.answers.formatter import ChunkFormatter
@@ -65,7 +65,6 @@ class ChatBody(SamplingBody, ChatFields):
 
     @property
     def asked_max_tokens(self) -> int | None:
-        """Return the most tokens of an answer, where the request names them."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 

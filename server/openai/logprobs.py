@@ -5,8 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from engine.text.chat.choice import Delta
-from engine.text.logprobs import finite, token_text
-from engine.text.tokenizer import TextTokenizer
+from engine.text.tokenizer import TextTokenizer, finite, token_text
 from server.protocol.documents import ResponseBody
 
 

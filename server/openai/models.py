@@ -15,7 +15,7 @@ from server.answers.parts import InConfig, InEngine, InModel, InOwner
 from server.http.middleware import state_of
 from server.http.openapi import answers
 from server.protocol.documents import ResponseBody
-from server.tenancy.tenant_file import DEFAULT
+from server.tenancy.tenancy import DEFAULT
 
 
 class ModelCard(ResponseBody):

@@ -2,22 +2,102 @@
 
 The page gets only the first characters of a request's id: enough for a client to recognise its request, too few to use
 another's. A tenant sees its own sequences; sums and the pool's cells cover all, the others' without their ids.
+
+The pool is drawn as a bounded number of cells, whatever its size. A cell covers `blocks_per_cell` adjacent blocks. In a small pool that is one block, and nothing is lost.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter, Query
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from engine.core.stats import SequenceView
+from engine.core.page_table import NO_BLOCK
+from engine.core.stats import SequenceView, Snapshot
 from server.answers.parts import InEngine, InLive, InOwner, InRequestLog
-from server.operations.pool_cells import MAX_CELLS, summarise
 from server.telemetry.events import TAG_CHARS
 from server.telemetry.request_log import EndedSequence
-from server.tenancy.tenant_file import DEFAULT
+from server.tenancy.tenancy import DEFAULT
+
+MAX_CELLS = 4096  # about the most that a screen shows side by side
+OTHERS = -1  # the owner of blocks whose sequence the reader may not see
+NO_OWNER = -2
+
+Ints = npt.NDArray[np.int64]
+
+
+class Cells(NamedTuple):
+    """The first blocks of the pool in cells, run-length encoded."""
+
+    num_blocks: int  # that the cells cover
+    num_used: int  # up to the last block of the pool that is held or cached
+    blocks_per_cell: int
+    runs: list[list[int]]
+    """[cells, held, shared, cached, tokens, owner] of adjacent equal cells.
+
+    `held`, `shared` and `cached` count blocks of one cell; shared blocks have several holders and are also held.
+    `tokens` are the computed positions of the held blocks. `owner` is the id of a sequence that holds blocks of the
+    cell, of the majority's if one holds more than half; OTHERS, or NO_OWNER where nothing is held.
+    """
+
+
+def summarise(
+    snapshot: Snapshot,
+    num_blocks: int,
+    block_size: int,
+    *,
+    is_visible: Callable[[SequenceView], bool] = lambda _: True,
+    num_shown: int | None = None,
+    max_cells: int = MAX_CELLS,
+) -> Cells:
+    """Return the first `num_shown` blocks (all by default) in at most `max_cells` cells, in physical order.
+
+    Takes about 15 ms for 100,000 blocks in use.
+    """
+    holders = np.zeros(num_blocks, np.int64)
+    tokens = np.zeros(num_blocks, np.int64)
+    owners = np.full(num_blocks, NO_OWNER, np.int64)
+    for view in snapshot.sequences:
+        for table in view.tables:
+            places = np.array(table, np.int64)
+            computed = np.clip(view.num_computed - np.arange(len(places)) * block_size, 0, block_size)
+            blocks, computed = places[places != NO_BLOCK], computed[places != NO_BLOCK]
+            holders[blocks] += 1  # a page table names a block once
+            tokens[blocks] = np.maximum(tokens[blocks], computed)
+            owners[blocks] = view.seq_id if is_visible(view) else OTHERS
+    cached = (np.frombuffer(snapshot.findable, np.uint8) > 0) & (holders == 0)
+    used = np.flatnonzero((holders > 0) | cached)
+    shown = num_blocks if num_shown is None else min(num_shown, num_blocks)
+    size = -(-shown // max_cells)
+    columns = [_per_cell(each[:shown], size) for each in (holders > 0, holders > 1, cached, tokens)]
+    rows = np.stack([*columns, _owner_per_cell(owners[:shown], columns[0], size)], axis=1)
+    return Cells(shown, int(used[-1]) + 1 if len(used) else 0, size, _encode(rows))
+
+
+def _per_cell(values: npt.NDArray[np.generic], size: int) -> Ints:
+    return np.add.reduceat(values.astype(np.int64), np.arange(0, len(values), size))
+
+
+def _owner_per_cell(owners: Ints, num_held: Ints, size: int) -> Ints:
+    """Return the median owner of each cell's held blocks: the majority's, if there is one."""
+    padded = np.full(len(num_held) * size, NO_OWNER, np.int64)
+    padded[: len(owners)] = owners
+    ordered = np.sort(padded.reshape(-1, size), axis=1)  # blocks without an owner come first
+    return ordered[np.arange(len(num_held)), size - 1 - num_held // 2]
+
+
+def _encode(rows: Ints) -> list[list[int]]:
+    """Return [length, *row] of each run of equal rows."""
+    starts = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]).any(axis=1)])
+    lengths = np.diff(np.r_[starts, len(rows)])
+    encoded: list[list[int]] = np.column_stack([lengths, rows[starts]]).tolist()
+    return encoded
+
 
 _OF_SEQUENCE = (
     *("seq_id", "status", "num_prompt", "num_tokens", "num_computed", "num_cached", "num_preemptions"),

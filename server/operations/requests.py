@@ -14,11 +14,10 @@ from engine.text.tokenizer import TextTokenizer
 from server.answers.parts import InEngine, InLive, InModel, InOwner, InRequestLog
 from server.http.threads import run_slowly
 from server.protocol.errors import ApiError, to_api_error
-from server.telemetry.events import TAG_CHARS, HttpAnswered, Outcome, RequestRecord
+from server.telemetry.events import TAG_CHARS, AnswerMetrics, HttpAnswered, Outcome, RequestRecord
 from server.telemetry.live import QueuePosition
 from server.telemetry.prefix_ends import PrefixEnd, in_words
 from server.telemetry.request_log import RECENT
-from server.telemetry.timeline import AnswerMetrics
 
 _ORDER = ("running", "prefill", "preempted")  # a request has the state of its foremost sequence
 

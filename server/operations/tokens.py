@@ -12,7 +12,7 @@ from starlette.responses import Response
 from engine.core.errors import InvalidRequestError
 from engine.text.fields.body import Refused, RequestBody
 from engine.text.fields.chat import Conversation, Message
-from engine.text.logprobs import token_text
+from engine.text.tokenizer import token_text
 from server.answers.model import aside
 from server.answers.parts import InModel
 from server.http.bodies import json_body

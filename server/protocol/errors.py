@@ -42,7 +42,7 @@ from engine.core.errors import (
     shorten,
 )
 from engine.system.similar import closest
-from engine.text.fields.faults import describe
+from engine.text.fields.body import describe
 
 STATE = "quire"  # the key of a request's RequestState (server/http/middleware.py) in its ASGI scope
 

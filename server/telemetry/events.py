@@ -1,6 +1,10 @@
-"""The events of telemetry, the record of a generating request that they carry, and the sink that passes them on.
+"""The events of telemetry, the record of a generating request that they carry, its times, and the sink that passes them on.
 
-A record has no prompt and no answer. Routes, middleware and the tenants' accounts emit events, never one per token. Event loop, unless an event says otherwise.
+A record has no prompt and no answer. Routes, middleware and the tenants' accounts emit events, never one per token. Event
+loop, unless an event says otherwise.
+
+A timeline has how long each part of an answer took, per choice and in sum. The engine reports waiting and prefill with a choice's first token, the rest with its end. A choice that a stop
+string ended is over for the client before the engine reports it; until then its decoding is timed by the events' arrival.
 """
 
 from __future__ import annotations
@@ -12,18 +16,180 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.core.errors import QuireError
-from engine.core.types import AbortCause, FinishReason, PromptInfo, Request
+from engine.core.types import AbortCause, FinishReason, PromptInfo, Request, TokenEvent
 from engine.text.chat.history import ChatTurn
-from server.protocol.documents import Usage
+from server.protocol.documents import ResponseBody, Usage
 from server.telemetry.prefix_ends import PrefixEnd, prefix_end
-from server.telemetry.timeline import Spans, Timeline
-from server.tenancy.tenancy import Account
-from server.tenancy.tenant_file import DEFAULT
+from server.tenancy.tenancy import DEFAULT, Account
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from server.protocol.errors import ApiError
+
+
+class Spans(NamedTuple):
+    """An answer's seconds, of its slowest choice in each part, and its pace."""
+
+    queue_s: float  # arrival until first scheduled
+    prefill_s: float  # first scheduled until first token
+    decode_s: float  # first token until last
+    num_preemptions: int | None  # None until the engine has reported every choice
+    mean_itl_s: float | None  # between two tokens of a choice; None where no choice has two
+    tokens_per_s: float | None  # of all choices together while they were decoded
+    num_drafted: int  # tokens, by speculation, of the choices that have ended ...
+    num_accepted: int  # ... and those of them that were accepted
+
+
+@dataclass(slots=True)
+class ChoiceTimes:
+    """What is known of a choice so far."""
+
+    num_tokens: int = 0
+    queue_s: float | None = None  # unknown while it waits
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    first_heard_s: float | None = None
+    num_preemptions: int | None = None  # known at its end
+    preempted_s: tuple[float, ...] = ()  # engine's clock; known at its end
+    error: QuireError | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def is_completed(self) -> bool:
+        """Return whether it ended by a stop or by its length."""
+        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Timeline:
+    """Takes every event of an answer, in order, by choice of all prompts."""
+
+    def __init__(self, num_choices: int) -> None:
+        self.choices = [ChoiceTimes() for _ in range(num_choices)]
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the engine has ended every choice."""
+        return all(choice.num_preemptions is not None for choice in self.choices)
+
+    @property
+    def finish_reasons(self) -> list[FinishReason | None]:
+        """Return one per choice; None while it is open."""
+        return [choice.finish_reason for choice in self.choices]
+
+    @property
+    def is_dropped(self) -> bool:
+        """Return whether a choice was dropped as hopeless, and no other has begun."""
+        return FinishReason.DROPPED in self.finish_reasons and not self._begun()
+
+    def hear(self, index: int, event: TokenEvent) -> None:
+        """Take an event of a choice. Tokens after a stop string are not counted."""
+        choice, timings = self.choices[index], event.timings
+        if event.prompt is not None:
+            choice.queue_s, choice.prefill_s = event.prompt.queue_s, event.prompt.prefill_s
+        if event.token_ids and choice.finish_reason is None:
+            choice.num_tokens += len(event.token_ids)
+            now = time.monotonic()
+            choice.first_heard_s = now if choice.first_heard_s is None else choice.first_heard_s
+            choice.decode_s = now - choice.first_heard_s
+        if event.finish_reason is None:
+            return
+        choice.num_preemptions, choice.error = 0, None if event.error is None else event.error.exception()
+        if timings is not None:
+            choice.num_preemptions, choice.preempted_s = timings.num_preemptions, timings.preempted_s
+            choice.num_drafted, choice.num_accepted = timings.num_drafted, timings.num_accepted
+        if choice.finish_reason is not None:
+            return  # ended by a stop string; later tokens are not shown
+        choice.finish_reason = event.finish_reason
+        if timings is not None:
+            choice.queue_s, choice.prefill_s, choice.decode_s = timings.queue_s, timings.prefill_s, timings.decode_s
+
+    def stop(self, index: int) -> None:
+        """Note that a stop string ended this choice."""
+        self.choices[index].finish_reason = FinishReason.STOP
+
+    def spans(self) -> Spans | None:
+        """Return the times of all choices so far; None while all of them wait."""
+        choices = self.choices
+        if self._begun():  # the waiting time of dropped ones does not count
+            choices = [choice for choice in choices if choice.finish_reason is not FinishReason.DROPPED]
+        waits = [choice.queue_s for choice in choices if choice.queue_s is not None]
+        if not waits:
+            return None
+        decode_s = max(choice.decode_s for choice in choices)
+        paces = [choice.decode_s / (choice.num_tokens - 1) for choice in choices if choice.num_tokens > 1]
+        preemptions = [choice.num_preemptions for choice in choices if choice.num_preemptions is not None]
+        num_later = sum(max(choice.num_tokens - 1, 0) for choice in choices)  # the first token of each is the prefill's
+        return Spans(
+            queue_s=max(waits),
+            prefill_s=max(choice.prefill_s for choice in choices),
+            decode_s=decode_s,
+            num_preemptions=sum(preemptions) if len(preemptions) == len(choices) else None,
+            mean_itl_s=sum(paces) / len(paces) if paces else None,
+            tokens_per_s=num_later / decode_s if decode_s > 0 else None,
+            num_drafted=sum(choice.num_drafted for choice in choices),
+            num_accepted=sum(choice.num_accepted for choice in choices),
+        )
+
+    def _begun(self) -> bool:
+        """Return whether a choice that was not dropped has begun."""
+        dropped = FinishReason.DROPPED
+        return any(choice.queue_s is not None and choice.finish_reason is not dropped for choice in self.choices)
+
+
+class AnswerMetrics(ResponseBody):
+    """An answer's times for clients, under vLLM's names; of choices the slowest."""
+
+    queue_time_ms: float
+    prefill_time_ms: float
+    time_to_first_token_ms: float  # from arrival, so waiting is in it
+    generation_time_ms: float  # from the first token to the last
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+    preemptions: int | None
+    cached_tokens: int
+    draft_tokens: int  # by speculation ...
+    accepted_draft_tokens: int  # ... and those of them that were accepted
+
+    @classmethod
+    def of(cls, spans: Spans, cached_tokens: int) -> AnswerMetrics:
+        return cls(
+            queue_time_ms=_ms(spans.queue_s),
+            prefill_time_ms=_ms(spans.prefill_s),
+            time_to_first_token_ms=_ms(spans.queue_s + spans.prefill_s),
+            generation_time_ms=_ms(spans.decode_s),
+            mean_itl_ms=None if spans.mean_itl_s is None else _ms(spans.mean_itl_s),
+            tokens_per_second=None if spans.tokens_per_s is None else round(spans.tokens_per_s, 2),
+            preemptions=spans.num_preemptions,
+            cached_tokens=cached_tokens,
+            draft_tokens=spans.num_drafted,
+            accepted_draft_tokens=spans.num_accepted,
+        )
+
+
+def server_timing(spans: Spans, cached_tokens: int) -> str:
+    """Return the header's value: durations in milliseconds, counts as descriptions."""
+    entries = [
+        f"queue;dur={_ms(spans.queue_s)}",
+        f"prefill;dur={_ms(spans.prefill_s)}",
+        f"decode;dur={_ms(spans.decode_s)}",
+        f'cached_tokens;desc="{cached_tokens}"',
+    ]
+    if spans.num_preemptions is not None:
+        entries.append(f'preemptions;desc="{spans.num_preemptions}"')
+    return ", ".join(entries)
+
+
+def with_metrics(document: bytes, metrics: AnswerMetrics) -> bytes:
+    """Return an answer, or the last chunk of a stream, with the field `metrics`."""
+    assert document.endswith(b"}")
+    return document[:-1] + b',"metrics":' + metrics.json_bytes() + b"}"
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
 
 
 TAG_CHARS = 8  # of a request's id: enough for a client to recognise its request, too few to use another's

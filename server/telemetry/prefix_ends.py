@@ -1,7 +1,7 @@
 """Why the prefix cache gave a prompt no more than it did: the cause, and its words.
 
 Of a prompt that has been computed, where its request generates from no other. What it has in common with earlier prompts
-of its owner is known from its turn (engine/text/chat/prefixes.py), what was found of it from the engine. Any thread.
+of its owner is known from its turn (engine/text/chat/history.py), what was found of it from the engine. Any thread.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from engine.core.types import PromptInfo, SamplingParams
-from engine.text.chat.history import ChatTurn
-from engine.text.chat.prefixes import Fork, RecentPrompt, quote, role_at
+from engine.text.chat.history import ChatTurn, Fork, RecentPrompt, quote, role_at
 from engine.text.tokenizer import TextTokenizer
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from server.telemetry.events import Event, HttpAnswered, RequestEnded, RequestOpened, RequestRecord
-from server.tenancy.tenant_file import DEFAULT
+from server.tenancy.tenancy import DEFAULT
 
 RECENT = 1000  # about a kilobyte each
 LISTED = 50

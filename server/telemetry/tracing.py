@@ -25,8 +25,7 @@ from engine.core.types import FinishReason, Request
 from engine.system.version import VERSION
 from server.protocol.errors import to_api_error
 from server.telemetry import gen_ai
-from server.telemetry.events import TRACE_HEADERS, Event, HttpAnswered, RequestEnded, RequestRecord
-from server.telemetry.timeline import ChoiceTimes
+from server.telemetry.events import TRACE_HEADERS, ChoiceTimes, Event, HttpAnswered, RequestEnded, RequestRecord
 
 MAX_CHILDREN = 64  # spans of one request; one with a thousand choices would fill the queue
 MAX_PATH = 256  # characters, of a route or not

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.runtime.lora.adapter import LoraAdapter
-from engine.runtime.lora.loader import LoraLoader
+from engine.runtime.lora.loader import LoraAdapter, LoraLoader
 from engine.runtime.models.decoder import Decoder
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")

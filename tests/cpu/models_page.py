@@ -18,7 +18,7 @@ from engine.files.formats import FORMATS
 from engine.files.quant_config import READERS
 from engine.runtime.models.config_file import BOTH_WAYS, TOWERS
 from engine.runtime.models.families import FAMILIES, family_of
-from engine.runtime.native.quantised import is_served_quantised
+from engine.runtime.native.ops import is_served_quantised
 from engine.runtime.schemes import SCHEMES
 from engine.runtime.weights.gguf import KINDS
 from engine.runtime.weights.gguf_config import ARCHITECTURES

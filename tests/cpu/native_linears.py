@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.runtime.native.library import Library, WeightFormat
-from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, rows_of
-from engine.runtime.native.quantised import format_for
+from engine.runtime.native.ops import FLOAT_FORMATS, NativeLinear, format_for, rows_of
 from engine.runtime.native.rows import RepackedRows, StoredRows
 
 

@@ -18,8 +18,8 @@ from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model
 from engine.startup.build import build_engine
 from engine.text.chat.chat_format import ChatFormat
+from engine.text.chat.history import Owner
 from engine.text.chat.limits import ModelLimits
-from engine.text.chat.prefixes import Owner
 from engine.text.fields.chat import ChatFields
 from engine.text.reasoning import ReasoningTags
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat

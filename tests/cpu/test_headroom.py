@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.runtime import headroom, huge_pages
-from engine.runtime.headroom import Headroom
+from engine.runtime import huge_pages
+from engine.runtime.pool import kv_cache
+from engine.runtime.pool.kv_cache import Headroom
 
 _MIB = 1 << 20
 
@@ -28,7 +29,7 @@ def populated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch, populated: list[tuple[int, int]]) -> Headroom:
-    monkeypatch.setattr(headroom, "_AHEAD_BYTES", 8 * _MIB)
+    monkeypatch.setattr(kv_cache, "_AHEAD_BYTES", 8 * _MIB)
     return Headroom(torch.arange(20).view(20, 1).expand(20, _MIB // 8))
 
 

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.core.errors import ModelLoadError, QuireError
-from engine.runtime.layers.maker import Maker
+from engine.runtime.layers.parts import Maker
 from engine.runtime.models.load import load_model
-from engine.runtime.schemes.scheme import Matrix, Scheme
+from engine.runtime.schemes.linear import Matrix, Scheme
 from engine.settings.engine_config import EngineConfig
 from engine.startup.build import build_engine
 from engine.startup.model_check import check_model

@@ -23,7 +23,7 @@ from engine.core.stats import TransferKind
 from engine.files import file_digests
 from engine.handover import HandoverConfig
 from engine.loop import Engine
-from engine.runtime.layers.adapters import AdaptedMatrix, Target
+from engine.runtime.layers.parts import AdaptedMatrix, Target
 from engine.runtime.lora.loader import LoraLoader
 from engine.runtime.native.library import Isa, native
 from engine.runtime.pool.groups import LayerGroups

@@ -22,8 +22,7 @@ from engine.core.errors import AdapterLoadError, AdapterNotFoundError, ConfigErr
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.stats import PreemptionKind
 from engine.runtime.attention.table import load_backend
-from engine.runtime.lora.adapter import AdapterRows, LoraAdapter
-from engine.runtime.lora.loader import LoraLoader
+from engine.runtime.lora.loader import AdapterRows, LoraAdapter, LoraLoader
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Library, native
@@ -258,7 +257,7 @@ def test_without_the_library_torch_says_the_same(tmp_path: Path, monkeypatch: py
 
     ours = answers()
     monkeypatch.setattr("engine.runtime.schemes.linear.native", lambda: None)
-    monkeypatch.setattr("engine.runtime.schemes.scheme.native", lambda: None)
+    monkeypatch.setattr("engine.runtime.schemes.linear.native", lambda: None)
     monkeypatch.setattr("engine.runtime.models.decoder.native", lambda: None)
     for found, expected in zip(answers(), ours, strict=True):
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)

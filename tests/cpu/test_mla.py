@@ -25,15 +25,15 @@ from engine.runtime.attention.reference import dense_attention
 from engine.runtime.attention.table import load_backend
 from engine.runtime.kv_layout import AttentionSpec, from_pool, to_pool
 from engine.runtime.layers.latent import LatentAttention
-from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig
+from engine.runtime.layers.parts import Maker
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.families import read_config
 from engine.runtime.native.library import Library, native
 from engine.runtime.pool.groups import one_group
 from engine.runtime.pool.kv_cache import KVCache
 from engine.runtime.pool.pool_size import resolve_kv_dtype
-from engine.runtime.schemes.scheme import Scheme
+from engine.runtime.schemes.linear import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from engine.settings.engine_config import EngineConfig
 from engine.startup.model_check import check_model

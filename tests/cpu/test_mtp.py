@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.step import StepPlan
+from engine.core.step import Rows, SequenceSlice, StepPlan
 from engine.runtime.execution.runner import warm_up_plan
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.models.load import load_mtp

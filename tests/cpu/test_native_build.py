@@ -175,8 +175,7 @@ def test_a_mirror_that_differs_from_its_structure_is_refused(
 
 def test_every_shared_structure_has_a_mirror() -> None:
     # The mirrors of parts are made by their modules.
-    others = (f"engine.runtime.layers.{name}" for name in ("per_layer", "altup"))
-    for place in (*layer.MIXERS.values(), *layer.FEED_FORWARDS.values(), *others):
+    for place in (*layer.MIXERS.values(), *layer.FEED_FORWARDS.values(), "engine.runtime.layers.altup"):
         resolve_name(place)
     assert structs.MIRRORS.keys() == structs.shared_structs().keys()
     for mirror in structs.MIRRORS.values():

@@ -16,8 +16,8 @@ from gguf import GGMLQuantizationType as Kind
 from test_quant import dequantised, random_rows
 from torch import Tensor
 
+from engine.runtime.native.decoder import Mixture
 from engine.runtime.native.library import Library, LinearArgs, RouterArgs
-from engine.runtime.native.moe import Mixture
 from engine.runtime.native.ops import NativeLinear
 from engine.runtime.native.rows import StoredRows
 from tests.cpu.native_linears import int8, packed, quantised

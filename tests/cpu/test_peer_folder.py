@@ -18,7 +18,7 @@ from engine.runtime.stores import listener, parts, tier, wire
 from engine.runtime.stores.disk import DiskStore
 from engine.runtime.stores.folder import Folder, SharedStore
 from engine.runtime.stores.listener import Listener
-from engine.runtime.stores.peer import PeerFolder
+from engine.runtime.stores.wire import PeerFolder
 from engine.settings.peer import Peer
 from tests.cpu.test_disk_store import BLOCK_BYTES, NUM_SLOTS, Host, content, engine_on, opened, tiny
 from tests.cpu.test_shared_folder import Reader as FolderReader

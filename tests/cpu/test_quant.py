@@ -22,7 +22,7 @@ from engine.core.errors import ConfigError
 from engine.runtime.models import load as load_module
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import Isa, Library, WeightFormat, native
-from engine.runtime.native.quantised import dequantise, is_served_quantised
+from engine.runtime.native.ops import dequantise, is_served_quantised
 from engine.runtime.native.rows import StoredRows
 from engine.settings.engine_config import EngineConfig
 from tests.cpu.native_linears import int8, quantised

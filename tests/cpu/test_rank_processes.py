@@ -26,8 +26,7 @@ from hypothesis.stateful import initialize
 
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, DeviceLostError, DeviceMemoryError, QuireError
-from engine.core.rows import SequenceSlice
-from engine.core.step import StepPlan
+from engine.core.step import SequenceSlice, StepPlan
 from engine.core.types import FinishReason, TokenEvent
 from engine.loop import Engine
 from engine.ranks import executor, worker
@@ -35,8 +34,7 @@ from engine.runtime.execution.packet import Kind, RankMessage, Step, decode, enc
 from engine.runtime.native.library import GroupError
 from engine.runtime.parallel.group import Group
 from engine.runtime.parallel.ring import RingError, RingReader, RingWriter, make_memory
-from engine.runtime.pool.batch import BatchBuilder, DecodeRows, Packet, PacketBuffers
-from engine.runtime.pool.tables import RowTables
+from engine.runtime.pool.batch import BatchBuilder, DecodeRows, Packet, PacketBuffers, RowTables
 from engine.settings.engine_config import EngineConfig
 from loadtest.fake_runner import FakeStep
 from tests.cpu import ranks

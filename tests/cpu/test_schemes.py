@@ -17,8 +17,8 @@ from engine.files.quant_config import QuantConfig
 from engine.runtime.models.load import choose_scheme
 from engine.runtime.native.library import Isa
 from engine.runtime.schemes import SCHEMES
-from engine.runtime.schemes.scheme import Bundle, Circumstances, Scheme
-from engine.runtime.weights.stored.storage import Storage
+from engine.runtime.schemes.linear import Bundle, Circumstances, Scheme
+from engine.runtime.weights.stored.formats import Storage
 from tests.cpu.test_models_families import CASES, load, logits_of, save_tiny
 
 IDS = torch.arange(3, 23)

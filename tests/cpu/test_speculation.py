@@ -15,21 +15,19 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.step import StepPlan
+from engine.core.step import Rows, SequenceSlice, StepPlan
 from engine.core.types import FinishReason, Request
 from engine.runtime.attention.table import load_backend
 from engine.runtime.execution.runner import warm_up_plan
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.load import load_model
 from engine.runtime.native.library import native
+from engine.runtime.pool.batch import RowTables
 from engine.runtime.pool.groups import TILE_KEYS
 from engine.runtime.pool.kv_cache import KVCache
-from engine.runtime.pool.tables import RowTables
 from engine.runtime.speculation.draft_model import DraftModel
-from engine.runtime.speculation.drafter import Drafter
-from engine.runtime.speculation.known import KnownPositions
+from engine.runtime.speculation.drafter import Drafter, KnownPositions
 from engine.runtime.speculation.ngram import NgramDrafter, continuation
 from engine.settings.engine_config import EngineConfig
 from engine.sources.model_source import find_model

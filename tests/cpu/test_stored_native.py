@@ -23,8 +23,7 @@ from engine.runtime.native.library import Isa, native
 from engine.runtime.native.ops import stored_args
 from engine.runtime.native.rows import RepackedRows
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
-from engine.runtime.weights.stored.packed import Blocks, Codes, Floats, Integers
-from engine.runtime.weights.stored.rows import repacked
+from engine.runtime.weights.stored.packed import Blocks, Codes, Floats, Integers, repacked
 from engine.settings.engine_config import EngineConfig
 from tests.cpu import packers
 from tests.cpu.lora_folders import load_adapter, merge, save_adapter

@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from engine.core.config import SchedulerConfig
-from engine.core.rows import Rows
-from engine.core.step import RowStart, plan_prompts
+from engine.core.step import Rows, RowStart, plan_prompts
 from engine.core.types import SamplingParams
 from engine.runtime.attention.backend import Batch
-from engine.runtime.execution.decode_inputs import DecodeInputs
-from engine.runtime.pool.batch import BatchBuilder
-from engine.runtime.pool.tables import RowTables
+from engine.runtime.execution.decode_graphs import DecodeInputs
+from engine.runtime.pool.batch import BatchBuilder, RowTables
 from engine.runtime.transfer import Staging, to_device
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +154,7 @@ def test_numbers_arrive_in_their_type(dtype: torch.dtype) -> None:
 OTHERS = {
     "attention/reference.py",
     "cuda/token_counts.py", "stores/pinned.py", "execution/runner.py", "models/decoder.py",
-    "layers/mamba.py", "layers/per_layer.py", "layers/rope_config.py", "models/transformers_adapter.py", "transfer.py", "parallel/group.py", "weights/stored/packed.py",
+    "layers/mamba.py", "layers/altup.py", "layers/rope_config.py", "models/transformers_adapter.py", "transfer.py", "parallel/group.py", "weights/stored/packed.py",
 }  # fmt: skip
 
 

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
-from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig
-from engine.runtime.layers.parts import Angles, LayerAttention
+from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerAttention, Maker, adapted
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part, scores_args
 from engine.runtime.native.library import PartArgs

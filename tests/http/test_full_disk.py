@@ -13,8 +13,8 @@ import httpx
 import pytest
 from harness import Live, eventually
 
+from server.batches.dispatch import new_file_id
 from server.batches.folder import DataFolder
-from server.batches.outputs import new_file_id
 from server.http import connection
 from tests.patience import PATIENCE_S
 

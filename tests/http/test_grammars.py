@@ -16,8 +16,7 @@ from engine.core.errors import InvalidRequestError, OverloadedError
 from engine.core.types import Grammar, GrammarKey
 from engine.text.grammars import compiler as compiler_module
 from engine.text.grammars import guidance
-from engine.text.grammars.cache import MAX_ENTRIES, GrammarCache
-from engine.text.grammars.compiler import MAX_TEXT, GrammarCompiler
+from engine.text.grammars.compiler import MAX_ENTRIES, MAX_TEXT, GrammarCache, GrammarCompiler
 from engine.text.grammars.guidance import GuidanceGrammar, GuidanceVocabulary
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.grammars.trial import GrammarError

@@ -19,10 +19,10 @@ from rich.console import Console
 
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.types import Progress
-from engine.hub import listing, transfer
+from engine.hub import transfer
 from engine.hub.model import open_model
 from engine.settings.engine_config import EngineConfig, LoraModule
-from engine.sources.adapter_source import fetch_adapters
+from engine.sources.adapter_config import fetch_adapters
 from engine.sources.draft_source import fetch_models
 from engine.sources.model_source import fetch
 from engine.startup.model_check import ModelFacts, check_model
@@ -50,7 +50,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
         monkeypatch.setattr(transfer, "RETRY_S", 0)
-        monkeypatch.setattr(listing, "ANSWER_S", PATIENCE_S)
+        monkeypatch.setattr(transfer, "ANSWER_S", PATIENCE_S)
         open_model.cache_clear()
         yield served
 
@@ -262,11 +262,11 @@ def test_a_hub_that_fails_is_one_sentence_after_one_request(hub: FakeHub, fault:
 
 
 def test_a_hub_that_hangs_is_given_up(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert listing.ANSWER_S == PATIENCE_S
+    assert transfer.ANSWER_S == PATIENCE_S
     monkeypatch.undo()
-    assert listing.ANSWER_S + listing.GRACE_S <= 4.5  # with a second for Python's own start: 5 s until the sentence
+    assert transfer.ANSWER_S + transfer.GRACE_S <= 4.5  # with a second for Python's own start: 5 s until the sentence
     point_to(monkeypatch, hub.url)
-    monkeypatch.setattr(listing, "ANSWER_S", 0.05)
+    monkeypatch.setattr(transfer, "ANSWER_S", 0.05)
     hub.faults["listing"] = ["hang"] * 3
     assert "cannot be reached (timed out), so 'org/model' cannot be fetched; check the network" in refused()
     assert hub.requests == ["listing"]
@@ -276,8 +276,8 @@ def test_an_address_that_is_searched_for_forever_is_given_up(hub: FakeHub, monke
     """The system's resolver has no time limit that a library could set."""
     never = threading.Event()
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: never.wait(PATIENCE_S))
-    monkeypatch.setattr(listing, "ANSWER_S", 0.05)
-    monkeypatch.setattr(listing, "GRACE_S", 0.05)
+    monkeypatch.setattr(transfer, "ANSWER_S", 0.05)
+    monkeypatch.setattr(transfer, "GRACE_S", 0.05)
     assert "cannot be reached (no answer)" in refused()
     never.set()
 

@@ -28,8 +28,7 @@ from engine.loop import Engine
 from loadtest.fake_runner import FakeRunner
 from server.telemetry.event_metrics import MAX_NAMES
 from server.telemetry.events import FieldIgnored, HttpAnswered
-from server.telemetry.metric_rows import METRICS, VLLM_METRICS
-from server.telemetry.metrics import Metrics
+from server.telemetry.metrics import METRICS, VLLM_METRICS, Metrics
 from tests.patience import PATIENCE_S
 
 NUM_REQUESTS = 5

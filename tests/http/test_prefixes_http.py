@@ -15,7 +15,6 @@ from harness import CONFIG, Live, eventually
 from test_requests import listed
 
 from engine.adapters import Adapters
-from engine.text.chat import prefixes
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 CHAT = "/v1/chat/completions"
@@ -169,7 +168,7 @@ def test_a_prompt_that_is_not_computed_yet(serve: Callable[..., Live]) -> None:
 
 
 def test_a_prompt_that_was_forgotten(serve: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "MAX_PROMPTS", 1)
+    monkeypatch.setattr("engine.text.chat.history.MAX_PROMPTS", 1)
     live = serve(template=TEMPLATE)
     broken = SYSTEM.replace("02", "03")
     ask(live, SYSTEM, QUESTION, "a", "b")

@@ -18,14 +18,12 @@ from engine.runtime.activation import Activation
 from engine.runtime.cuda.fp8_linear import Fp8Linear, quantise_rows
 from engine.runtime.models import load
 from engine.runtime.models.decoder import Decoder
-from engine.runtime.schemes import fp8 as fp8_scheme
-from engine.runtime.schemes.fp8 import FIRST_CAPABILITY, MULTIPLE, Fp8Scheme
-from engine.runtime.schemes.linear import Linear
-from engine.runtime.schemes.scheme import Bundle, Circumstances, Matrix, Scheme
-from engine.runtime.schemes.stored import StoredScheme
+from engine.runtime.schemes import stored
+from engine.runtime.schemes.linear import Bundle, Circumstances, Linear, Matrix, Scheme
+from engine.runtime.schemes.stored import FIRST_CAPABILITY, MULTIPLE, Fp8Scheme, StoredScheme
 from engine.runtime.weights.checkpoint import StoredTensor, open_checkpoint
 from engine.runtime.weights.safetensors import SafetensorsCheckpoint
-from engine.runtime.weights.stored.storage import Storage
+from engine.runtime.weights.stored.formats import Storage
 from engine.settings.engine_config import EngineConfig
 from tests.cpu import packers
 from tests.cpu.test_models_families import CASES, logits_of, save_tiny
@@ -238,7 +236,7 @@ def test_what_cannot_be_is_refused(
         is_own=True,
         library=None,
     )
-    monkeypatch.setattr(fp8_scheme, "has_triton", lambda device: True)
+    monkeypatch.setattr(stored, "has_triton", lambda device: True)
     with pytest.raises(ConfigError, match=rf"--quantization is 'fp8', .*{reason}"):
         load.choose_scheme("fp8", here)
 

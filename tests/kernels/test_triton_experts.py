@@ -19,12 +19,11 @@ from engine.runtime.cuda.fp8_linear import Fp8Linear
 from engine.runtime.cuda.packed import Rows
 from engine.runtime.cuda.routing import route, sort_by_expert
 from engine.runtime.execution.decode_graphs import DecodeGraphs
-from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.mixture import MoE, Router
 from engine.runtime.layers.model_config import MoEConfig
+from engine.runtime.layers.parts import Maker
 from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
-from engine.runtime.schemes.linear import Dense, Product
-from engine.runtime.schemes.scheme import Scheme
+from engine.runtime.schemes.linear import Dense, Product, Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 from tests.cpu.model_driver import make_runner, request, serve, settings
 from tests.cpu.test_models_families import CASES, load, save_tiny
@@ -131,7 +130,7 @@ def mixture_of(config: MoEConfig, dtype: torch.dtype, rounded_to: torch.dtype | 
     """A mixture with random weights and its experts in stacks, as it is loaded on CUDA."""
     make = Maker(dtype, DEVICE, Scheme(), loads=[], targets={})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.runtime.schemes.scheme.pack", lambda weight, bias, _: Dense(weight, bias))
+        patch.setattr("engine.runtime.schemes.linear.pack", lambda weight, bias, _: Dense(weight, bias))
         moe = MoE(config, HIDDEN, make)
         numbers = generator(2)
         for each in make.loads:
@@ -321,8 +320,8 @@ def test_graphs_of_mixtures_over_latents_say_what_the_steps_say(
     requests = [request(f"r{i}", list(range(3, 9 + 4 * i)), max_tokens=4) for i in range(3)]
     config = settings(max_num_seqs=4, max_num_batched_tokens=16)
     expected = serve(load(tmp_path), config, requests, apart=0)
-    monkeypatch.setattr("engine.runtime.schemes.scheme.pack", lambda weight, bias, _: Dense(weight, bias))
-    monkeypatch.setattr("engine.runtime.schemes.scheme.native", lambda: None)  # as on CUDA
+    monkeypatch.setattr("engine.runtime.schemes.linear.pack", lambda weight, bias, _: Dense(weight, bias))
+    monkeypatch.setattr("engine.runtime.schemes.linear.native", lambda: None)  # as on CUDA
     model, launched = load(tmp_path), []
     layers = [layer._feed_forward for layer in model._layers if isinstance(layer._feed_forward, MoE)]
     assert not model.capabilities.graphs

@@ -13,22 +13,26 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.rows import Rows, SequenceSlice
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.step import RowStart, Sample, StepPlan
+from engine.core.step import Rows, RowStart, Sample, SequenceSlice, StepPlan
 from engine.core.types import Progress, Request, SamplingParams, TokenEvent, TokenLogprob
 from engine.runtime.attention.backend import Batch
 from engine.runtime.attention.triton_paged import TritonPagedAttention
-from engine.runtime.drawn import Drawn
-from engine.runtime.execution import decode_graphs, decode_inputs
-from engine.runtime.execution.decode_graphs import DecodeGraphs, Outputs, graph_sizes, long_graph_sizes
-from engine.runtime.execution.decode_inputs import DecodeInputs, longest_context
+from engine.runtime.execution import decode_graphs
+from engine.runtime.execution.decode_graphs import (
+    DecodeGraphs,
+    DecodeInputs,
+    Outputs,
+    graph_sizes,
+    long_graph_sizes,
+    longest_context,
+)
 from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.pool import groups
-from engine.runtime.pool.batch import DecodeRows
-from engine.runtime.pool.tables import Changes, RowTables
+from engine.runtime.pool.batch import Changes, DecodeRows, RowTables
 from engine.runtime.sampling import sampler
 from engine.runtime.sampling.sampler import Sampler, is_plain
+from engine.runtime.transfer import Drawn
 from tests.cpu.model_driver import Poisoner, TinyModel, make_runner, request, serve, settings
 from tests.cpu.test_constraint import StepGrammar
 
@@ -227,7 +231,7 @@ def test_a_table_that_found_no_memory_is_sent_again(monkeypatch: pytest.MonkeyPa
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode_inputs, "to_device", fail)
+        patch.setattr(decode_graphs, "to_device", fail)
         with pytest.raises(torch.OutOfMemoryError):
             inputs.send(inputs.prepare(slices, changes))
     inputs.send(inputs.prepare(slices, changes))

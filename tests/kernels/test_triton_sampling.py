@@ -1,4 +1,4 @@
-"""The kernels draw what sampling/draw.py draws in torch, penalise as sampling/penalties.py does, and follow the
+"""The kernels draw what sampling/draw.py draws in torch, penalise as sampling/sampler.py does, and follow the
 distribution asked for. Tiles are made small, so that a small vocabulary has many and a filter has too many to copy."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from engine.core.types import SamplingParams
 from engine.runtime.cuda import sampling, sampling_filter
 from engine.runtime.cuda.sampling import IN_PROMPT, Penalties, sample
 from engine.runtime.cuda.sampling_row import Draws, exact_noise, fast_noise
-from engine.runtime.drawn import Drawn
 from engine.runtime.sampling.draw import Wish, _draw_in_torch
-from engine.runtime.sampling.penalties import Penalized, apply_penalties
+from engine.runtime.sampling.sampler import Penalized, apply_penalties
+from engine.runtime.transfer import Drawn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FILTERS: list[dict[str, float]] = [

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from engine.text.piece_parser import PieceParser
-from engine.text.types import CallArguments, CallBegin, Content, Piece
+from engine.text.types import CallArguments, CallBegin, Content, Piece, PieceParser
 
 
 def merge(pieces: Iterable[Piece]) -> list[Any]:

@@ -55,7 +55,7 @@ def within(name: str, *roots: str) -> bool:
 
 
 # The fields of requests are declared once, for HTTP and for the offline API.
-FIELDS = tuple(f"engine.text.fields.{name}" for name in ("body", "chat", "faults", "sampling", "structured", "tools"))
+FIELDS = tuple(f"engine.text.fields.{name}" for name in ("body", "chat", "sampling", "structured", "tools"))
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     # who, must never import, except in these modules
     ("quire", ("server", "loadtest", "tools", "engine.core", "engine.runtime", "engine.text"), ("quire.__main__",)),
@@ -177,7 +177,7 @@ OPENERS = {
     "engine.settings.foreign",  # its table
     "engine.sources.model_source",  # the installed model, by its digest
     "server.operations.page",
-    "server.telemetry.metric_rows",  # its table
+    "server.telemetry.metrics",  # its table
     "engine.text.grammars.trial_process",  # /proc
 }
 

@@ -15,17 +15,15 @@ import pytest
 
 from engine.core.errors import ConfigError
 from engine.core.stats import Stats
-from server.batches.dispatch import Dispatcher
+from server.batches.dispatch import Dispatcher, write_files
 from server.batches.folder import DataFolder
 from server.batches.lines import Line
 from server.batches.objects import Batch, BatchStatus, FileObject, Purpose
-from server.batches.outputs import write_files
 from server.batches.store import COMPLETED, FAILED, Outcome, PendingLine, Result, Store, StoreThread
 from server.batches.worker import BatchWorker
 from server.http.bodies import BodyReader
 from server.openai.batches import cancel_batch
-from server.tenancy.tenancy import Tenancy
-from server.tenancy.tenant_file import DEFAULT
+from server.tenancy.tenancy import DEFAULT, Tenancy
 from tests.patience import PATIENCE_S
 
 ME = DEFAULT

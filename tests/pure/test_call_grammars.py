@@ -15,9 +15,8 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from engine.core.errors import InvalidRequestError
 from engine.text.channels import MARKS
 from engine.text.grammars.spec import MAX_TEXT, GrammarSpec, drop_annotations
-from engine.text.tools.forced import forced_grammar
 from engine.text.tools.formats import TOOL_FORMATS
-from engine.text.tools.json_calls import FORCED
+from engine.text.tools.json_calls import FORCED, forced_grammar
 from engine.text.tools.tool_format import OfferedTool
 from engine.text.types import CallArguments, CallBegin
 from tests.pure.byte_vocabulary import ByteVocabulary

@@ -11,8 +11,8 @@ import pytest
 from engine.text.chat.chat_format import ChatFormat
 from engine.text.chat.limits import ModelLimits
 from engine.text.chat_template import ChatTemplate
+from engine.text.fields.body import checked
 from engine.text.fields.chat import ChatFields
-from engine.text.fields.faults import checked
 from engine.text.message_fallbacks import EarlierCalls
 from engine.text.requests.chat_preprocessor import ChatPreprocessor
 from engine.text.tokenizer_files import _turn_ends

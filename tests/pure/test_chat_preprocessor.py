@@ -11,8 +11,8 @@ from engine.core.types import GrammarKey
 from engine.text.chat.chat_format import ChatFormat
 from engine.text.chat.limits import ModelLimits
 from engine.text.chat_template import ChatTemplate
+from engine.text.fields.body import checked
 from engine.text.fields.chat import ChatFields
-from engine.text.fields.faults import checked
 from engine.text.grammars.compiler import GrammarCompiler
 from engine.text.grammars.thinking import ThinkingGrammar
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat

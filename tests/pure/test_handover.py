@@ -31,7 +31,7 @@ from engine.handover import Handover, HandoverConfig, Offer, Prefix
 from engine.loop import Engine
 from engine.runtime.stores import listener, parts, wire
 from engine.runtime.stores.folder import KnownPart, Parcels
-from engine.runtime.stores.peer import PeerFolder
+from engine.runtime.stores.wire import PeerFolder
 from engine.settings.peer import Peer
 from loadtest.fake_runner import FakeRunner, FakeStep
 from tests.patience import PATIENCE_S, eventually

@@ -14,11 +14,10 @@ from engine.core.types import FinishReason, TokenEvent
 from engine.text.chat import history as history_module
 from engine.text.chat.chat_format import ChatFormat
 from engine.text.chat.choice import Choice, Delta
-from engine.text.chat.history import AnswerHistory
+from engine.text.chat.history import AnswerHistory, Owner
 from engine.text.chat.limits import ModelLimits
-from engine.text.chat.prefixes import Owner
+from engine.text.fields.body import checked
 from engine.text.fields.chat import ChatFields
-from engine.text.fields.faults import checked
 from engine.text.requests.chat_preprocessor import ChatPreprocessor, PreparedChat
 from engine.text.tokenizer import TextTokenizer, TokenizerConfig
 

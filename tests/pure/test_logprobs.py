@@ -8,8 +8,7 @@ from typing import Any
 
 from engine.core.types import TokenLogprob
 from engine.text.chat.choice import Delta
-from engine.text.logprobs import LOWEST, prompt_logprobs
-from engine.text.tokenizer import TextTokenizer
+from engine.text.tokenizer import LOWEST, TextTokenizer, prompt_logprobs
 from server.openai.logprobs import chat_logprobs, completion_logprobs
 
 HALF = 0xC3  # the first byte of a two-byte character

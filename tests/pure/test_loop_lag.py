@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from server.telemetry import loop_lag
-from server.telemetry.loop_lag import LoopLag
+from server.telemetry.metrics import LoopLag
 
 BLOCKED_S = 0.2
 
@@ -22,8 +21,8 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def test_a_stall_is_seen_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_lag, "PERIOD_S", 0.01)
-    monkeypatch.setattr(loop_lag, "WINDOW_S", 0.5)
+    monkeypatch.setattr("server.telemetry.metrics.PERIOD_S", 0.01)
+    monkeypatch.setattr("server.telemetry.metrics.WINDOW_S", 0.5)
 
     async def run() -> None:
         lag = LoopLag()

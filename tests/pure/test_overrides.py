@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.errors import ConfigError
 from engine.files.hf_config import HFConfig
-from engine.runtime.models.overrides import override
+from engine.runtime.models.config_file import override
 
 OLD = {"model_type": "qwen3", "max_position_embeddings": 40_960, "rope_theta": 1e6, "rope_scaling": None}
 NEW = {

@@ -1,4 +1,4 @@
-"""The pool in cells (server/operations/pool_cells.py) against a count block by block."""
+"""The pool in cells (server/operations/live.py) against a count block by block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.stats import SequenceView, Snapshot
-from server.operations.pool_cells import MAX_CELLS, NO_OWNER, OTHERS, summarise
+from server.operations.live import MAX_CELLS, NO_OWNER, OTHERS, summarise
 
 SIZE = 4  # tokens a block
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.text.chat import prefixes
-from engine.text.chat.prefixes import Forks, Owner, RecentPrompt, RecentPrompts
+from engine.text.chat.history import Forks, Owner, RecentPrompt, RecentPrompts
 from server.telemetry.prefix_ends import Cause, prefix_end
 from tests.pure.driver import Driver, config, request
 
@@ -110,14 +109,14 @@ def test_a_prompt_is_forgotten_once_its_answer_has_come_back() -> None:
 def test_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     recent = RecentPrompts(SIZE)
     first, _ = add(recent, ANN, range(10))
-    monkeypatch.setattr(prefixes, "MAX_BYTES", 100)
+    monkeypatch.setattr("engine.text.chat.history.MAX_BYTES", 100)
     second, _ = add(recent, Owner("bob"), range(10))
     assert (first.ids, add(recent, ANN, range(10))[1].own) != (b"", None)
     assert (first.ids, len(second.ids)) == (b"", 40)
     recent.answer(second, range(10))  # its prompt is the oldest now
     recent.answer(first, range(10))
     assert (first.ids, second.ids, first.is_answered) == (b"", b"", True)
-    monkeypatch.setattr(prefixes, "MAX_PROMPTS", 1)
+    monkeypatch.setattr("engine.text.chat.history.MAX_PROMPTS", 1)
     add(recent, ANN, (1,))
     assert [len(each.ids) for each in recent._order] == [4]
     assert recent._num_bytes == 4

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from engine.core.errors import ContextLengthError, InvalidRequestError
 from engine.core.types import SamplingParams
 from engine.text.chat.limits import ModelLimits
-from engine.text.fields.body import MAX_FIELDS, Refused, RequestBody
-from engine.text.fields.faults import MAX_FAULTS
+from engine.text.fields.body import MAX_FAULTS, MAX_FIELDS, Refused, RequestBody
 from engine.text.requests.chat_preprocessor import _SHARED
 from engine.text.types import SamplingDefaults
 from server.answers.body import StreamOptions

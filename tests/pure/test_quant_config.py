@@ -13,7 +13,7 @@ import pytest
 from engine.core.errors import ModelLoadError
 from engine.files.hf_config import HFConfig
 from engine.files.quant_config import QuantConfig, Settings, read_quantization
-from engine.runtime.weights.headers import Header, check_packed
+from engine.runtime.weights.checkpoint import Header, check_packed
 
 ROOT = Path(__file__).parents[2]
 W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.errors import ConfigError, OverloadedError
-from server.tenancy.tenancy import Account, Tenancy
-from server.tenancy.tenant_file import DEFAULT, Tenant, read_tenants
+from server.tenancy.tenancy import DEFAULT, Account, Tenancy, Tenant, read_tenants
 from tests.pure.driver import request
 
 FILE = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.core.types import FinishReason, PromptInfo, RequestTimings, TokenEvent
-from server.telemetry.timeline import Timeline
+from server.telemetry.events import Timeline
 
 DROPPED = RequestTimings(5.0, 0.0, 0.0, 0)
 

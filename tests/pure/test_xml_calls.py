@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.core.errors import InvalidRequestError
 from engine.text.tools.formats import TOOL_FORMATS, detect_tool_format
-from engine.text.tools.schema_types import json_of, types_of
+from engine.text.tools.text_values import json_of, types_of
 from engine.text.tools.tool_format import OfferedTool
 from engine.text.types import CallArguments, CallBegin, Content
 from tests.pure.byte_vocabulary import ByteVocabulary

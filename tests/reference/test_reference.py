@@ -13,7 +13,7 @@ from server.http.openapi import describe
 from server.openai.chat import ChatBody
 from server.openai.completions import CompletionBody
 from server.protocol.errors import _TABLE, _VALIDATION_CODES
-from server.telemetry.metric_rows import METRICS
+from server.telemetry.metrics import METRICS
 from tests.reference.errors import ERRORS
 from tests.reference.headers import REQUEST, RESPONSE
 from tests.reference.pages import pages

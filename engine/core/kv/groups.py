@@ -118,7 +118,6 @@ class Group(BlockIndex):
             self.pool.pin(block)
 
     def unpin(self, name: bytes) -> None:
-        """Treat this content like any other."""
         self._kept.discard(name)
         for block in self.blocks_of(name):
             self.pool.unpin(block)
@@ -131,7 +130,6 @@ class Group(BlockIndex):
             self.forget(block)
 
     def forget(self, block: int) -> None:
-        """Make a block's content unfindable."""
         super().forget(block)
         self._branches.discard(block)
 

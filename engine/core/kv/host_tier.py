@@ -167,7 +167,6 @@ class HostTier(BlockIndex):
         self.release(lost)
 
     def forget(self, block: int) -> None:
-        """Make a block's content unfindable."""
         super().forget(block)
         self.origins.pop(block, None)
 

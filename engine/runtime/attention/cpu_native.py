@@ -34,7 +34,6 @@ class CpuNativeAttention(AttentionBackend):
             raise ConfigError(f"--attention-backend 'cpu_native' needs an even head_dim, not {odd}; use 'torch'.")
 
     def paged_layer(self, spec: AttentionSpec, k_pool: Tensor, v_pool: Tensor) -> PagedLayer:
-        """Return a layer, for a forward pass that is one call."""
         return PagedLayer(_pool_of(spec, k_pool, v_pool), self._store, self._attend)
 
     def prepare(self, batch: Batch) -> None:
@@ -53,7 +52,6 @@ class CpuNativeAttention(AttentionBackend):
         args.ends = None if batch.ends is None else batch.ends.data_ptr()
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        """Store, then attend."""
         assert q.dtype == k.dtype == v.dtype, "one type for queries, keys and values"
         assert k_pool.dtype == v_pool.dtype
         assert k_pool.dtype in (q.dtype, torch.int8)

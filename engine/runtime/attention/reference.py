@@ -45,7 +45,6 @@ class ReferenceAttention(AttentionBackend):
     capabilities = BackendCapabilities(both_ways=True)
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        """Store, then attend slice by slice."""
         batch = self.batch
         store(spec, batch.kv_slots, k, v, k_pool, v_pool)
         pieces, row = [], 0

@@ -24,7 +24,6 @@ class TorchPagedAttention(AttentionBackend):
         self._views: dict[tuple[int | None, bool], list[SliceView]] = {}  # by window, and whether it is causal
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        """Store, then attend slice by slice."""
         batch = self.batch
         store(spec, batch.kv_slots, k, v, k_pool, v_pool)
         kind = spec.window, spec.is_causal

@@ -77,7 +77,6 @@ class TritonPagedAttention(AttentionBackend):
         self._tuning, self._latent_tuning = tuning, latent_tuning
 
     def check(self, spec: AttentionSpec, dtype: torch.dtype) -> None:
-        """Raise ConfigError for unsupported layers and types."""
         largest = MAX_LATENT_DIM if spec.is_latent else MAX_HEAD_DIM
         if spec.out_dim > largest:
             raise ConfigError(
@@ -91,7 +90,6 @@ class TritonPagedAttention(AttentionBackend):
             )
 
     def another(self) -> TritonPagedAttention:
-        """Return a backend with the same tunings."""
         return TritonPagedAttention(self._tuning, self._latent_tuning)
 
     def prepare(self, batch: Batch) -> None:
@@ -108,7 +106,6 @@ class TritonPagedAttention(AttentionBackend):
         self._step = _Step(batch, tensors, len(decodes), longest, listed, prefills, max(lens, default=0), {})
 
     def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        """Store, then attend."""
         step = self._step
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
         assert k_pool.dtype == v_pool.dtype

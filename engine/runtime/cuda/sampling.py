@@ -29,7 +29,7 @@ from engine.runtime.cuda.sampling_row import (
     to_key,
     to_score,
 )
-from engine.runtime.drawn import Drawn
+from engine.runtime.transfer import Drawn
 
 # Logits of a program: 16 a thread, and few enough tiles that one load reads the results of all. To be tuned on a GPU,
 # with 2048 and 8192, and the warps with them.

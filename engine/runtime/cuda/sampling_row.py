@@ -1,6 +1,6 @@
 """The sampling kernels' functions of a row: its parameters, peak, scores and noise.
 
-Scores and noise equal those of sampling/draw.py and sampling/noise.py; scores and the noise's hash to the bit. Device
+Scores and noise equal those of sampling/draw.py; scores and the noise's hash to the bit. Device
 code, except `Draws`.
 """
 

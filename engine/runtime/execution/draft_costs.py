@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 
 from engine.core.config import DraftCosts, SchedulerConfig
 from engine.core.page_table import blocks_for
-from engine.core.rows import Rows
 from engine.core.scheduling.drafts import lower_hull
-from engine.core.step import StepPlan, plan_prompts
+from engine.core.step import Rows, StepPlan, plan_prompts
 from engine.core.types import SamplingParams
 from engine.runtime.execution.runner import ModelRunner, warm_up_plan
 from engine.runtime.speculation.drafter import Drafter

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.config import SchedulerConfig
-from engine.runtime.pool.batch import DecodeRows, Packet
-from engine.runtime.pool.tables import NO_CHANGES, Changes
+from engine.runtime.pool.batch import NO_CHANGES, Changes, DecodeRows, Packet
 
 _NUM_HEADS = 9
 # What a forward pass depends on; the rest is the scheduler's.

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.core.rows import SequenceSlice
-from engine.core.step import POOLED_UNIT
+from engine.core.step import POOLED_UNIT, SequenceSlice
 
 _MOST = 2.0**18  # bound of a valid state: a million of them fit into the 63 bits of a sum
 

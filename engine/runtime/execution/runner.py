@@ -23,27 +23,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.rows import Rows, SequenceSlice
 from engine.core.stats import FailureCause
-from engine.core.step import Fault, Pairs, Resources, RowStart, StepPlan, StepResult, plan_prompts
+from engine.core.step import Fault, Pairs, Resources, Rows, RowStart, SequenceSlice, StepPlan, StepResult, plan_prompts
 from engine.core.types import Progress, SamplingParams, TokenLogprob
 from engine.runtime.attention.backend import Batch
-from engine.runtime.drawn import Drawn
 from engine.runtime.execution.pooling import Pooled, pool
 from engine.runtime.execution.ranks import ALONE, Ranks
-from engine.runtime.lora.adapter import group_rows
+from engine.runtime.lora.loader import group_rows
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.native.decoder import Streams, Vectors
-from engine.runtime.pool.batch import BatchBuilder, Packet, scored_portions
+from engine.runtime.pool.batch import BatchBuilder, Changes, Packet, RowTables, scored_portions
 from engine.runtime.pool.groups import LayerGroups
 from engine.runtime.pool.kv_cache import KVCache
-from engine.runtime.pool.tables import Changes, RowTables
-from engine.runtime.sampling.logprobs import Logprobs, gather_logprobs
-from engine.runtime.sampling.sampler import Sampled, Sampler, is_plain, reads_text
+from engine.runtime.sampling.sampler import Logprobs, Sampled, Sampler, gather_logprobs, is_plain, reads_text
 from engine.runtime.speculation.drafter import Drafter, fold, with_drafts
 from engine.runtime.speculation.heads import Head, HeadDrafter
 from engine.runtime.stores.host import HostPool
-from engine.runtime.transfer import to_device
+from engine.runtime.transfer import Drawn, to_device
 
 if TYPE_CHECKING:
     from engine.runtime.execution.decode_graphs import DecodeGraphs  # needs Triton, which a CPU-only machine may lack

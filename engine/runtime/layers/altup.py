@@ -1,8 +1,12 @@
-"""Alternating updates (Gemma 3n): several residual streams, of which a layer computes one and corrects the others.
+"""What Gemma 3n and 4 have beside other decoders: alternating updates, and inputs of each layer.
 
-A layer predicts all streams from all streams, computes its parts on the first one, and moves each by a share of what it found
+Alternating updates (Gemma 3n) are several residual streams, of which a layer computes one and corrects the others. A layer predicts all streams from all streams, computes its parts on the first one, and moves each by a share of what it found
 beyond the prediction. Beside its attention stands a product of low rank (LAuReL). The torch operations here define the
 arithmetic; the native library has each part in a file of its own.
+
+With per-layer embeddings each layer has an input for each token, and takes it in behind its feed-forward. The input of all
+layers is half a row of a table, and half a normed product with the token's embedding. Tables are larger
+than the rest of small models, and a step reads a few rows of one: on a CPU, rows of floats stay in the file.
 """
 
 from __future__ import annotations
@@ -15,21 +19,92 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.kv_layout import StateSpec
-from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
 from engine.runtime.layers.attention import Attention
-from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.mlp import MLP
 from engine.runtime.layers.model_config import ModelConfig
-from engine.runtime.layers.norms import RMSNorm
-from engine.runtime.layers.parts import Angles, LayerStates
-from engine.runtime.layers.per_layer import PerLayerGate
+from engine.runtime.layers.norms import RMSNorm, add_rms_norm
+from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerStates, Load, Maker, adapted
 from engine.runtime.native.decoder import describe_part, norm_args
-from engine.runtime.native.library import LayerArgs, LinearArgs, PartArgs
+from engine.runtime.native.library import DTYPES, PLAIN, LayerArgs, LinearArgs, PartArgs
 from engine.runtime.native.structs import mirror, structure
-from engine.runtime.schemes.activations import activate
+from engine.runtime.schemes.linear import Embedding, activate
+
+_HALF = 0.5**0.5  # of two independent terms, whose sum has the variance of one
+
+
+@mirror("per_layer_inputs")
+class InputsArgs(Structure):
+    """The table and the projection, for the native library."""
+
+
+class PerLayerInputs:
+    """The inputs of all layers: row(id) + norm(projection of the embedding), each scaled."""
+
+    _args: InputsArgs  # C keeps its address
+
+    def __init__(self, config: ModelConfig, make: Maker) -> None:
+        self._width, self._dtype = config.layer_inputs, make.dtype
+        whole = self._width * len(config.layers)
+        self._table = Embedding()
+        self._num_rows = config.num_input_rows or config.vocab_size
+        self._is_short = self._num_rows < config.vocab_size
+        make.table("model.embed_tokens_per_layer", self._num_rows, whole, self._table)
+        self._projection = make.linear({"model.per_layer_model_projection": whole}, config.hidden_size)
+        self._norm = make.tensor("model.per_layer_projection_norm.weight", self._width, dtype=torch.float32)
+        make.loads.append(Load({}, lambda _: self._norm.mul_(_HALF)))
+        self._scale = torch.tensor(self._width**0.5, dtype=make.dtype).item() * _HALF
+        # The projection is divided by the root of the hidden size before its norm, which changes only what is added to it.
+        self._eps = config.norm_eps * config.hidden_size
+
+    def __call__(self, ids: Tensor, x: Tensor) -> Tensor:
+        """Return [T, layers, width] in float32 of ids [T] and their scaled embeddings x [T, hidden]."""
+        if self._is_short:
+            ids = ids.where(ids < self._num_rows, 0)
+        projected = self._projection.in_float32(x).view(-1, self._width)
+        normed = add_rms_norm(projected, None, self._norm, self._eps).view(len(ids), -1)
+        return normed.add_(self._table(ids).float(), alpha=self._scale).unflatten(1, (-1, self._width))
+
+    def describe(self) -> InputsArgs | None:
+        """Describe it to the native library, if that multiplies the projection."""
+        table = self._table.described
+        if self._projection.args is None:
+            return None
+        self._args = InputsArgs(projection=self._projection.args, norm=norm_args(self._norm), width=self._width)
+        self._args.scale, self._args.eps, self._args.num_rows = self._scale, self._eps, self._num_rows
+        if isinstance(table, LinearArgs):
+            self._args.table, self._args.format, self._args.dtype = table.packed, table.format, table.dtype
+        else:
+            self._args.table, self._args.format, self._args.dtype = table.data_ptr(), PLAIN, DTYPES[table.dtype]
+        return self._args
+
+
+@mirror("per_layer")
+class GateArgs(Structure):
+    """What the native library needs beside matrices."""
+
+
+class PerLayerGate:
+    """The part behind a layer's feed-forward: projection(activation(gate x) * the layer's input)."""
+
+    _args: GateArgs  # C keeps its address
+
+    def __init__(self, config: ModelConfig, layer: int, make: Maker) -> None:
+        self._layer, self._width, self._activation = layer, config.layer_inputs, config.activation
+        self._gate = make.linear({"per_layer_input_gate": self._width}, config.hidden_size)
+        self._projection = make.linear({"per_layer_projection": config.hidden_size}, self._width)
+
+    def __call__(self, x: Tensor, inputs: Tensor) -> Tensor:
+        """Return [T, hidden] of the stream x [T, hidden] and the inputs of all layers [T, layers, width]."""
+        gate = activate(self._gate(x), self._activation)
+        return self._projection((gate * inputs[:, self._layer]).to(x.dtype))
+
+    def describe(self) -> PartArgs | None:
+        """Describe the part to the native library, if that holds both matrices."""
+        self._args = GateArgs(first=self._layer * self._width, activation=self._activation.value)
+        return describe_part("per_layer", (self._gate.args, self._projection.args), self._args)
+
 
 _LEAST = 1e-5  # of a mean square that divides
-_HALF = 0.5**0.5
 
 
 @mirror("altup_ends")

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from engine.runtime.attention.backend import Rotation
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
-from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig, QKNorm
 from engine.runtime.layers.norms import FullNorm, HeadNorm
-from engine.runtime.layers.parts import Angles, LayerAttention
+from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerAttention, Maker, adapted
 from engine.runtime.layers.rope import rotate
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part, norm_args, scores_args

@@ -22,10 +22,8 @@ from torch import Tensor
 
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.kv_layout import DeviceState
-from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
-from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import DeltaConfig, ModelConfig
-from engine.runtime.layers.parts import Angles, LayerStates
+from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerStates, Load, Maker, adapted
 from engine.runtime.layers.recurrence import Rule, advance, convolved, matrix_state, recurrence_args
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part

@@ -19,19 +19,16 @@ import torch
 from torch import Tensor
 
 from engine.runtime.kv_layout import AttentionSpec
-from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
-from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.norms import RMSNorm
-from engine.runtime.layers.parts import Angles, LayerAttention
+from engine.runtime.layers.parts import AdaptedMatrix, Angles, LayerAdapters, LayerAttention, Maker, adapted
 from engine.runtime.layers.rope import rotate
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part, norm_args, scores_args
 from engine.runtime.native.library import LinearArgs, PartArgs
 from engine.runtime.native.ops import NativeHeads
 from engine.runtime.native.structs import mirror
-from engine.runtime.schemes.linear import HeadProducts
-from engine.runtime.schemes.scheme import Matrix, Scheme
+from engine.runtime.schemes.linear import HeadProducts, Matrix, Scheme
 
 _NORM_EPS = 1e-6  # of the norms of latents, whatever the config's rms_norm_eps
 

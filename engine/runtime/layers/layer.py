@@ -14,11 +14,20 @@ from torch import Tensor
 
 from engine.runtime.cuda.available import has_triton
 from engine.runtime.kv_layout import StateSpec, attends
-from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, beside
-from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import ModelConfig, NormPlacement
 from engine.runtime.layers.norms import NoNorm, RMSNorm
-from engine.runtime.layers.parts import Angles, Attending, FeedForward, LayerStates, Mixer
+from engine.runtime.layers.parts import (
+    AdaptedMatrix,
+    Angles,
+    Attending,
+    FeedForward,
+    LayerAdapters,
+    LayerStates,
+    Load,
+    Maker,
+    Mixer,
+    beside,
+)
 from engine.runtime.native.decoder import norm_args
 from engine.runtime.native.library import LayerArgs, PartArgs
 
@@ -36,7 +45,7 @@ MIXERS = {
 FEED_FORWARDS = {
     "mlp": "engine.runtime.layers.mlp:MLP",
     "mixture": "engine.runtime.layers.mixture:make_mixture",
-    "beside": "engine.runtime.layers.beside:MLPBesideMixture",
+    "beside": "engine.runtime.layers.mixture:MLPBesideMixture",
 }
 _CAPTURABLE = ("attention", "latent", "delta", "mamba", "short_conv")  # mixers for which a GPU has kernels
 
@@ -88,7 +97,7 @@ class DecoderLayer:
             make.loads.append(Load({}, lambda _: read.mul_(config.feed_forward_multiplier)))
         self._gate, self._after_gate = None, places[-1]
         if config.layer_inputs:
-            from engine.runtime.layers.per_layer import PerLayerGate
+            from engine.runtime.layers.altup import PerLayerGate
 
             self._gate = PerLayerGate(config, layer, make)
             self._after_gate = RMSNorm(make, "post_per_layer_input_norm", config.hidden_size, config)
@@ -105,7 +114,7 @@ class DecoderLayer:
     ) -> Tensor:
         """Add the previous layer's output `delta` to x [T, hidden]; return this layer's output.
 
-        The sum and its norm are one pass over memory where possible. `inputs` are those of all layers (per_layer.py).
+        The sum and its norm are one pass over memory where possible. `inputs` are those of all layers (altup.py).
         """
         if self._mixer is not None:
             normed = self._before_mixer.add(x, delta, self._scale)

@@ -4,6 +4,9 @@ The torch operations here define the arithmetic on every device; the native libr
 Triton kernels in a few launches (mixture_cuda.py). The router and the sum over experts are float32. Each expert is an
 MLP of 2-D matrices, so any scheme can store it. Latent experts (Nemotron 3) read a narrower product with x, and another
 product leads back; the router and the shared expert read x.
+
+Gemma 4's feed-forward has a dense MLP beside the mixture, each between norms of its own; the router reads the stream through
+a further norm.
 """
 
 from __future__ import annotations
@@ -16,19 +19,16 @@ import torch
 from torch import Tensor
 
 from engine.runtime.cuda.available import has_triton, uses_triton
-from engine.runtime.layers.adapters import LayerAdapters
-from engine.runtime.layers.maker import Load, Maker
-from engine.runtime.layers.mlp import widths_of
+from engine.runtime.layers.mlp import MLP, widths_of
 from engine.runtime.layers.model_config import ModelConfig, MoEConfig
+from engine.runtime.layers.norms import RMSNorm
+from engine.runtime.layers.parts import LayerAdapters, Load, Maker
 from engine.runtime.layers.shards import Plan, colwise, rowwise
-from engine.runtime.native.decoder import describe_part
+from engine.runtime.native.decoder import Mixture, describe_part, norm_args
 from engine.runtime.native.library import LinearArgs, PartArgs, RouterArgs, native
-from engine.runtime.native.moe import Mixture
 from engine.runtime.native.structs import mirror
 from engine.runtime.routing import GroupScoring, RouterConfig, Scoring
-from engine.runtime.schemes.activations import clamped_mul
-from engine.runtime.schemes.linear import Linear
-from engine.runtime.schemes.scheme import Scheme
+from engine.runtime.schemes.linear import Linear, Scheme, clamped_mul
 
 if TYPE_CHECKING:
     from engine.runtime.layers.mixture_cuda import CudaExperts
@@ -298,3 +298,57 @@ def _best_groups(choice: Tensor, config: RouterConfig) -> Tensor:
     best = _top(grouped.topk(num_best).values.sum(-1), config.num_chosen_groups)
     is_kept = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=choice.device).scatter_(-1, best, value=True)
     return grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(-2)
+
+
+_NORMS = {  # their names in a checkpoint
+    "before_mlp": "pre_feedforward_layernorm",
+    "after_mlp": "post_feedforward_layernorm_1",
+    "before_router": "moe.gate_norm",
+    "before_experts": "pre_feedforward_layernorm_2",
+    "after_experts": "post_feedforward_layernorm_2",
+}
+
+
+@mirror("beside")
+class BesideArgs(Structure):
+    """Both parts and their norms, for the native library."""
+
+
+class MLPBesideMixture:
+    """norm(mlp(norm x)) + norm(experts(norm x))."""
+
+    _args: BesideArgs  # C keeps its address
+
+    def __init__(self, config: ModelConfig, layer: int, make: Maker) -> None:
+        moe, hidden = config.layers[layer].moe, config.hidden_size
+        assert moe is not None, "the layer has the settings of a mixture"
+        self._mlp, self._experts = MLP(config, layer, make), MoE(moe, hidden, make.within("moe"))
+        self._norms = {place: RMSNorm(make, name, hidden, config) for place, name in _NORMS.items()}
+        router = self._norms["before_router"]
+        make.loads.append(Load({}, lambda _: router.weight.mul_(hidden**-0.5)))
+
+    @property
+    def is_capturable(self) -> bool:
+        """Return whether a CUDA graph can hold the experts."""
+        return self._experts.is_capturable
+
+    @property
+    def lacking(self) -> str:
+        """Return a matrix of the experts that the native library does not multiply."""
+        return self._experts.lacking
+
+    def __call__(self, x: Tensor, adapters: LayerAdapters | None = None) -> Tensor:
+        """Return [T, hidden] of the stream x [T, hidden], which stays as it is."""
+        norms = self._norms
+        dense = norms["after_mlp"](self._mlp(norms["before_mlp"](x), adapters))
+        experts = self._experts(norms["before_experts"](x), routed=norms["before_router"](x))
+        return dense + norms["after_experts"](experts)
+
+    def describe(self) -> PartArgs | None:
+        """Describe the part to the native library, if that holds every matrix."""
+        mlp, experts = self._mlp.describe(), self._experts.describe()
+        if mlp is None or experts is None:
+            return None
+        norms = {place: norm_args(norm.weight) for place, norm in self._norms.items()}
+        self._args = BesideArgs(mlp=mlp, experts=experts, **norms)
+        return describe_part("beside", args=self._args)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.runtime.activation import Activation
-from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
-from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig
+from engine.runtime.layers.parts import AdaptedMatrix, LayerAdapters, Maker, adapted
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import PartArgs

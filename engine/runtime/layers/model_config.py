@@ -42,7 +42,7 @@ class MoEConfig:
     has_bias: bool = False  # of every expert's three matrices
     shared_width: int = 0  # of the expert that serves every token; 0 without one
     has_shared_gate: bool = False  # sigmoid(w x) multiplies the shared expert's output
-    is_beside_mlp: bool = False  # the layer has a dense MLP, too (layers/beside.py)
+    is_beside_mlp: bool = False  # the layer has a dense MLP, too (layers/mixture.py)
     latent_width: int = 0  # of what experts read and write; 0: the model's
 
     def num_weights(self, hidden_size: int) -> int:
@@ -262,7 +262,7 @@ class ModelConfig:
     logit_multiplier: float = 1.0
     num_mtp_layers: int = 0  # that the checkpoint has behind the last, for later tokens; models/mtp.py
     value_norm: bool = False  # values are normalised by head, without a weight
-    layer_inputs: int = 0  # the width of what a layer takes in for each token (layers/per_layer.py); 0: nothing
+    layer_inputs: int = 0  # the width of what a layer takes in for each token (layers/altup.py); 0: nothing
     num_input_rows: int | None = None  # of the table of these inputs; a further token has those of the first
     altup: AltUpConfig | None = None
     has_layer_scale: bool = False  # a number multiplies the stream behind each layer

@@ -10,8 +10,8 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.cuda.available import uses_triton
-from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.model_config import HeadsConfig, ModelConfig
+from engine.runtime.layers.parts import Load, Maker
 from engine.runtime.layers.shards import Shards, colwise
 from engine.runtime.native import ops as native
 

@@ -1,22 +1,78 @@
-"""The protocol of a layer's two parts, and the attention that a mixer calls.
+"""The protocol of a layer's two parts, the maker of their tensors, and the attention that a mixer calls.
 
 A part makes its tensors when it is made, by a Maker, which names them and divides them among ranks; the maker's last load
 completes it. Then the engine thread calls it. The torch operations of `__call__` define its arithmetic; the native library
 may compute the same, if `describe` describes it.
+
+A model is made empty. Its parts name their tensors by the checkpoint's keys, and `loads` has them in the order in which
+a step reads them; models/fill.py loads them in that order. Matrices get their memory only then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from enum import IntEnum
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from engine.runtime.activation import Activation
 from engine.runtime.attention.backend import Rotation
 from engine.runtime.kv_layout import DeviceState, StateSpec
-from engine.runtime.layers.adapters import LayerAdapters
+from engine.runtime.layers.shards import REPLICATED, Division, Plan, Shards
 from engine.runtime.native.decoder import PagedStep
 from engine.runtime.native.library import PartArgs
+from engine.runtime.native.ops import floats_of
+from engine.runtime.parallel.group import SINGLE, Group
+from engine.runtime.schemes.linear import Addend, Bundle, Embedding, Linear, Matrix, Scheme, stored_rows
+from engine.runtime.weights.checkpoint import Span, StoredTensor, cut
+
+
+class AdaptedMatrix(IntEnum):
+    """The matrices of a layer, as in lora.h."""
+
+    QKV = 0
+    O = 1  # noqa: E741 - its name in every checkpoint
+    Q_B = 2  # of a latent of queries, or the gates of Gated DeltaNet
+    GATE_UP = 3
+    DOWN = 4
+    BESIDE_QKV = 5  # of the second mixer of a layer, in the order of the first one's
+    BESIDE_O = 6
+    BESIDE_Q_B = 7
+
+
+# The terms that a step's adapters add to the product of x with a matrix of one layer.
+LayerAdapters = Callable[[AdaptedMatrix, Tensor], Sequence[Addend]]
+
+
+class Target(NamedTuple):
+    """The rows of a checkpoint's matrix in the model's matrix, which may be merged."""
+
+    layer: int
+    place: AdaptedMatrix
+    first_row: int
+    num_rows: int
+    shape: tuple[int, int]  # of the merged matrix: outputs, inputs
+    activation: Activation | None  # of its product
+    row_order: Tensor | None = None  # the checkpoint's row in each of its rows, if the file has another order
+    input_order: Tensor | None = None  # likewise
+
+
+def adapted(linear: Linear, place: AdaptedMatrix, x: Tensor, adapters: LayerAdapters | None) -> Tensor:
+    """Return the product of x with the matrix at a place, with the terms of adapters."""
+    return linear(x) if adapters is None else linear(x, adapters(place, x))
+
+
+def beside(adapters: LayerAdapters | None) -> LayerAdapters | None:
+    """Return the terms for the second mixer of a layer, which calls its matrices as the first one does."""
+    if adapters is None:
+        return None
+    return lambda place, x: adapters(AdaptedMatrix(place + AdaptedMatrix.BESIDE_QKV), x)
+
 
 Angles = tuple[Tensor, Tensor]  # cos and signed sin of a step, from Rotary
 
@@ -134,3 +190,183 @@ class FeedForward(Protocol):
     def describe(self) -> PartArgs | None:
         """Describe the loaded part to the native library; return None if that cannot compute it."""
         ...
+
+
+class Load(NamedTuple):
+    """A part of a model that is loaded at one time."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # of the tensors that it needs, by their names
+    take: Callable[[Mapping[str, StoredTensor]], object]
+    share: float = 1.0  # of its bytes that it reads; ranks read their slices
+
+
+class Maker(NamedTuple):
+    """The device, type and scheme of new weights, and the type of states; shared by a model's parts."""
+
+    dtype: torch.dtype
+    device: torch.device
+    scheme: Scheme
+    loads: list[Load]
+    targets: dict[str, Target]  # the matrices that adapters can change, by checkpoint name
+    prefix: str = ""  # of checkpoint names
+    layer: int = 0
+    first_place: int = 0  # of a mixer's AdaptedMatrix
+    shards: Shards | None = None  # of this rank; None: the model is whole
+    plan: Plan = MappingProxyType({})  # how ranks divide the modules under the prefix
+    state_dtype: torch.dtype = torch.float32  # of recurrent states
+
+    @property
+    def group(self) -> Group:
+        """Return the ranks that hold the model."""
+        return SINGLE if self.shards is None else self.shards.group
+
+    def within(self, name: str, layer: int | None = None, plan: Plan = MappingProxyType({})) -> Maker:
+        """Return a maker of the parts of a module, in a layer."""
+        layer = self.layer if layer is None else layer
+        return self._replace(prefix=f"{self.prefix}{name}.", layer=layer, plan=plan)
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return an empty tensor into which a checkpoint's is copied."""
+        tensor, key = torch.empty(shape, dtype=dtype or self.dtype, device=self.device), self.prefix + name
+        if self.shards is None:
+            self.loads.append(Load({key: shape}, lambda stored: stored[key].copy_to(tensor)))
+        else:
+            parts = [span.rows for span in self.shards.spans(self._division(key.removesuffix(".weight")), shape[0])]
+            whole = shape if parts[0] is None else (parts[0].total, *shape[1:])
+            pieces = tensor.split([len(tensor) if rows is None else rows.num for rows in parts])
+
+            def take(stored: Mapping[str, StoredTensor]) -> None:
+                for rows, piece in zip(parts, pieces, strict=True):
+                    cut(stored[key], rows).copy_to(piece)
+
+            self.loads.append(Load({key: whole}, take))
+        return tensor
+
+    def linear(
+        self,
+        rows: Mapping[str, int],
+        num_inputs: int,
+        *,
+        bias: bool = False,
+        activation: Activation | None = None,
+        place: AdaptedMatrix | None = None,
+        is_head: bool = False,
+        tied: Embedding | None = None,
+    ) -> Linear:
+        """Return a linear, to be loaded, of modules merged row by row: their names, and rows.
+
+        Adapters can change it if it has a place. `tied` is an embedding with the same matrix, which is loaded here.
+        """
+        empty = replace(self._empty(rows, num_inputs), activation=activation, is_head=is_head)
+        shape, parts = empty.shape, empty.bundles
+        if place is not None and self.shards is None:
+            for part in parts:
+                at = AdaptedMatrix(place + self.first_place)
+                self.targets[part.name] = Target(self.layer, at, part.first_row, part.num_rows, shape, activation)
+        linear = Linear(_not_loaded, activation)
+
+        def take(stored: Mapping[str, StoredTensor]) -> None:
+            matrix = replace(self._filled(empty, stored), bias=self._bias(parts, stored) if bias else None)
+            linear.product = self.scheme.product(matrix)
+            if tied is not None:
+                shared = linear.weight
+                tied.weight = self.scheme.dense(matrix) if shared is None else shared
+
+        wanted = self._shapes(empty)
+        if bias:
+            wanted |= {f"{part.name}.bias": (_whole(part, num_inputs)[0],) for part in parts}
+        self.loads.append(Load(wanted, take, _share(empty)))
+        return linear
+
+    def matrix(self, name: str, num_rows: int, num_inputs: int, take: Callable[[Matrix], object]) -> None:
+        """Hand a matrix [num_rows, num_inputs] to `take`, which makes its products, once its tensors are there."""
+        empty = self._empty({name: num_rows}, num_inputs)
+        self.loads.append(Load(self._shapes(empty), lambda stored: take(self._filled(empty, stored)), _share(empty)))
+
+    def embedding(self, name: str, num_rows: int, num_inputs: int, embedding: Embedding) -> None:
+        """Load an embedding [num_rows, num_inputs]."""
+        empty = self._empty({name: num_rows}, num_inputs)
+
+        def take(stored: Mapping[str, StoredTensor]) -> None:
+            embedding.weight = self.scheme.embedding(self._filled(empty, stored))
+
+        self.loads.append(Load(self._shapes(empty), take, _share(empty)))
+
+    def table(self, name: str, num_rows: int, num_inputs: int, embedding: Embedding) -> None:
+        """Load an embedding of which few rows are read; on a CPU rows of floats stay in the file, in its type."""
+        empty = self._empty({name: num_rows}, num_inputs)
+
+        def take(stored: Mapping[str, StoredTensor]) -> None:
+            matrix = self._filled(empty, stored)
+            rows = stored_rows(matrix)
+            found = None if rows is None else floats_of(rows[0])
+            embedding.weight = self.scheme.embedding(matrix) if found is None else found
+
+        self.loads.append(Load(self._shapes(empty), take))
+
+    def _division(self, module: str) -> Division:
+        return self.plan.get(module.removeprefix(self.prefix), REPLICATED)
+
+    def _empty(self, rows: Mapping[str, int], num_inputs: int) -> Matrix:
+        """Return a matrix of modules merged row by row, without its tensors."""
+        return Matrix(
+            bundles=self._parts(rows, num_inputs),
+            shape=(sum(rows.values()), num_inputs),
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def _parts(self, rows: Mapping[str, int], num_inputs: int) -> list[Bundle]:
+        """Return the parts of a merged matrix, without tensors."""
+        parts, first = [], 0
+        for name, num_rows in rows.items():
+            module = self.prefix + name
+            division = self._division(module)
+            for span in [Span()] if self.shards is None else self.shards.spans(division, num_rows, num_inputs):
+                parts.append(Bundle(module, first, num_rows if span.rows is None else span.rows.num, {}, span))
+                first += parts[-1].num_rows
+        return parts
+
+    def _shapes(self, matrix: Matrix) -> dict[str, tuple[int, ...]]:
+        """Return the tensors that store a matrix."""
+        return {
+            part.name + end: size
+            for part in matrix.bundles
+            for end, size in self.scheme.shapes(part.name, *_whole(part, matrix.shape[1])).items()
+        }
+
+    def _filled(self, matrix: Matrix, stored: Mapping[str, StoredTensor]) -> Matrix:
+        """Return a matrix with its stored tensors."""
+        bundles = []
+        for part in matrix.bundles:
+            endings = self.scheme.shapes(part.name, part.num_rows, matrix.shape[1])
+            tensors = {end: stored[part.name + end] for end in endings}
+            if self.shards is not None:
+                tensors = self.shards.slices(part.name, self._division(part.name), part.span, tensors)
+            bundles.append(part._replace(tensors=tensors))
+        return replace(matrix, bundles=bundles)
+
+    def _bias(self, parts: Sequence[Bundle], stored: Mapping[str, StoredTensor]) -> Tensor | None:
+        """Return the bias; None if another rank adds it."""
+        if self.shards is not None and not self.shards.of_bias(self._division(parts[0].name)):
+            return None
+        bias = torch.empty(sum(part.num_rows for part in parts), dtype=self.dtype, device=self.device)
+        for part in parts:
+            cut(stored[f"{part.name}.bias"], part.span.rows).copy_to(bias.narrow(0, part.first_row, part.num_rows))
+        return bias
+
+
+def _whole(part: Bundle, num_inputs: int) -> tuple[int, int]:
+    """Return the rows and inputs of a part's module, of which the rank may have some."""
+    rows, inputs = part.span
+    return part.num_rows if rows is None else rows.total, num_inputs if inputs is None else inputs.total
+
+
+def _share(matrix: Matrix) -> float:
+    """Return how much of the modules of a matrix it has."""
+    wholes = {part.name: math.prod(_whole(part, matrix.shape[1])) for part in matrix.bundles}
+    return math.prod(matrix.shape) / sum(wholes.values())
+
+
+def _not_loaded(_: Tensor) -> Tensor:
+    raise AssertionError("a matrix is loaded before it multiplies")

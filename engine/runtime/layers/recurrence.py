@@ -1,6 +1,7 @@
 """The state of layers with a matrix for each head and a convolution, and how tokens change it, one by one, in torch.
 
-recurrence.c has the same for the rules that the native library knows.
+recurrence.c has the same for the rules that the native library knows, convolve.h for the convolution along the tokens of a
+sequence, each channel alone, whose last inputs are part of the state. Engine thread.
 """
 
 from __future__ import annotations
@@ -14,11 +15,43 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.kv_layout import Pieces, RecurrentSpec
-from engine.runtime.layers.convolution import MOST_TAPS, behind_tail, sums, tail_after, tail_pieces, tokens_of
-from engine.runtime.layers.maker import Maker
-from engine.runtime.layers.parts import RecurrentState, Slice
+from engine.runtime.layers.parts import Maker, RecurrentState, Slice
 from engine.runtime.native.library import DTYPES
 from engine.runtime.native.structs import mirror
+
+MOST_TAPS = 8  # as in convolve.h
+_SEGMENT = 64  # channels of one piece of the state
+
+
+def tail_pieces(channels: int, kernel: int, dtype: torch.dtype) -> Pieces:
+    """Return the pieces of a state that hold the last inputs."""
+    segment = math.gcd(_SEGMENT, channels)
+    return Pieces(channels // segment, (kernel - 1, segment), dtype)
+
+
+def tokens_of(state: RecurrentState, index: int, piece: Slice, rows: Tensor) -> Tensor:
+    """Return the rows of a slice behind those of its replays; keep the rows of its drafts."""
+    if piece.num_replays:
+        rows = torch.cat((state.drafts(index)[: piece.num_replays], rows))
+    if piece.num_drafts:
+        state.drafts(index)[: piece.num_drafts] = rows[-piece.num_drafts :]
+    return rows
+
+
+def behind_tail(tail: Tensor, inputs: Tensor) -> Tensor:
+    """Return the inputs [T, channels] of a slice behind those of the tokens before it."""
+    return torch.cat((tail.transpose(0, 1).flatten(1), inputs))
+
+
+def tail_after(inputs: Tensor, num: int, tail: Tensor) -> Tensor:
+    """Return the tail after so many tokens of a slice, as pieces; `inputs` are those of `behind_tail`."""
+    return inputs[num : num + tail.shape[1]].unflatten(1, (-1, tail.shape[2])).transpose(0, 1)
+
+
+def sums(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Return the float32 sums [T, channels] over the taps [channels, 1, kernel] of a weight."""
+    return torch.einsum("tck,ck->tc", inputs.float().unfold(0, weight.shape[2], 1), weight[:, 0])
+
 
 _COLUMNS = 32  # of a head's matrix in one piece, which stays in the nearest cache while all tokens of a slice change it
 _MOST_ROWS = 1024  # of a matrix, of which C keeps a piece on the stack

@@ -26,8 +26,7 @@ from engine.runtime.layers.model_config import (
     ShortConvConfig,
 )
 from engine.runtime.parallel.group import Group
-from engine.runtime.weights.checkpoint import StoredTensor
-from engine.runtime.weights.cut import Cut, Span, cut
+from engine.runtime.weights.checkpoint import Cut, Span, StoredTensor, cut
 
 
 class Division(NamedTuple):

@@ -14,11 +14,18 @@ from torch import Tensor
 
 from engine.runtime.cuda.available import uses_triton
 from engine.runtime.kv_layout import RecurrentSpec
-from engine.runtime.layers.adapters import AdaptedMatrix, LayerAdapters, adapted
-from engine.runtime.layers.convolution import MOST_TAPS, behind_tail, sums, tail_after, tail_pieces, tokens_of
-from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig, ShortConvConfig
-from engine.runtime.layers.parts import Angles, LayerStates, RecurrentState, Slice
+from engine.runtime.layers.parts import (
+    AdaptedMatrix,
+    Angles,
+    LayerAdapters,
+    LayerStates,
+    Maker,
+    RecurrentState,
+    Slice,
+    adapted,
+)
+from engine.runtime.layers.recurrence import MOST_TAPS, behind_tail, sums, tail_after, tail_pieces, tokens_of
 from engine.runtime.layers.shards import Plan, colwise, rowwise
 from engine.runtime.native.decoder import describe_part
 from engine.runtime.native.library import PartArgs

@@ -2,12 +2,16 @@
 
 Weights are read from adapter_model.safetensors only, because a pickled file can run code. Everything is checked against
 the model before any tensor is read in full.
+
+An adapter in memory is two thin matrices for each matrix that it changes, and its rows. It is immutable, and read by the engine
+thread.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import Array, addressof, c_void_p
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +21,98 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.core.errors import AdapterLoadError
+from engine.core.step import SequenceSlice
+from engine.core.types import Adapter
 from engine.hub.files import LORA_WEIGHTS
-from engine.runtime.layers.adapters import AdaptedMatrix, Target
-from engine.runtime.lora.adapter import LoraAdapter, LowRank
+from engine.runtime.layers.parts import AdaptedMatrix, Target
 from engine.runtime.native.arena import Arena
-from engine.runtime.schemes.linear import Linear, pack
+from engine.runtime.native.library import AdaptersArgs, LowRankArgs
+from engine.runtime.schemes.linear import Addend, Linear, pack
+from engine.runtime.transfer import to_device
 from engine.runtime.weights.safetensors import language_name
 from engine.sources.adapter_config import LoraConfig, check_folder
+
+
+class LowRank(NamedTuple):
+    """A term of a product x W^T: (x down^T) up^T; `up` includes the adapter's scale."""
+
+    down: Linear  # [rank, inputs]
+    up: Linear  # [outputs, rank], an Addend's
+
+
+class LoraAdapter:
+    """The matrices of an adapter, and what requests name it by."""
+
+    __slots__ = ("__weakref__", "digest", "layers", "name", "native")
+
+    def __init__(self, name: str, digest: bytes, layers: Sequence[Sequence[LowRank | None]]) -> None:
+        """`layers` has an entry for each layer, with an entry for each AdaptedMatrix."""
+        self.name, self.digest, self.layers = name, digest, layers
+        self.native = _describe(layers)
+
+
+class AdapterRows(NamedTuple):
+    """The rows of a step that use one adapter."""
+
+    adapter: LoraAdapter
+    rows: Tensor  # [R] int64, on the model's device
+
+
+def group_rows(
+    slices: Sequence[SequenceSlice], device: torch.device, find: Callable[[Adapter], LoraAdapter]
+) -> list[AdapterRows]:
+    """Group the step's tokens by adapter; tokens without one are in no group."""
+    found: dict[Adapter, list[int]] = {}
+    end = 0
+    for piece in slices:
+        begin, end = end, end + piece.num_tokens
+        adapter = piece.params.adapter
+        if adapter is not None:
+            found.setdefault(adapter, []).extend(range(begin, end))
+    return [AdapterRows(find(adapter), to_device(rows, torch.int64, device)) for adapter, rows in found.items()]
+
+
+def addends(groups: Sequence[AdapterRows], layer: int, place: AdaptedMatrix, x: Tensor) -> list[Addend]:
+    """Return the adapters' terms of the product of x [T, inputs] with one matrix."""
+    return [
+        Addend(group.rows, _low(low_rank, x.index_select(0, group.rows)), low_rank.up)
+        for group in groups
+        if (low_rank := group.adapter.layers[layer][place]) is not None
+    ]
+
+
+def _low(low_rank: LowRank, x: Tensor) -> Tensor:
+    """Return x down^T, unrounded if the native library continues with it."""
+    return low_rank.down.in_float32(x) if low_rank.down.args is not None else low_rank.down(x)
+
+
+class NativeAdapters:
+    """A step's groups for the native library; `args` is valid while this lives."""
+
+    __slots__ = ("_layers", "_of_rows", "args")
+
+    def __init__(self, groups: Sequence[AdapterRows], num_rows: int) -> None:
+        self._of_rows = torch.full((num_rows,), -1, dtype=torch.int32)
+        self._layers = (c_void_p * len(groups))()
+        for index, (adapter, rows) in enumerate(groups):
+            assert adapter.native is not None
+            self._of_rows[rows] = index
+            self._layers[index] = addressof(adapter.native)
+        num_layers = min((len(adapter.layers) for adapter, _ in groups), default=0)  # all have the model's last
+        self.args = AdaptersArgs(addressof(self._layers), self._of_rows.data_ptr(), len(groups), num_layers)
+
+
+def _describe(layers: Sequence[Sequence[LowRank | None]]) -> Array[LowRankArgs] | None:
+    """Describe the adapter to the native library; None if that lacks a matrix."""
+    described = (LowRankArgs * (len(layers) * len(AdaptedMatrix)))()
+    for at, low_rank in enumerate(low_rank for places in layers for low_rank in places):
+        if low_rank is not None:
+            down, up = low_rank.down.args, low_rank.up.args
+            if down is None or up is None:
+                return None
+            described[at] = LowRankArgs(down, up)
+    return described
+
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _FLOATS = ("F32", "BF16", "F16", "F64")

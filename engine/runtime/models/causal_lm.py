@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.runtime.kv_layout import StateSpec
-from engine.runtime.layers.adapters import Target
-from engine.runtime.layers.parts import LayerStates
-from engine.runtime.lora.adapter import AdapterRows
+from engine.runtime.layers.parts import LayerStates, Target
+from engine.runtime.lora.loader import AdapterRows
 from engine.runtime.native.decoder import Streams, Vectors
 
 

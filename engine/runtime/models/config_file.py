@@ -2,6 +2,9 @@
 
 A checkpoint that takes images or sound, too, holds the settings of its language model under `text_config`, or beside those of
 its towers. They replace the whole config, because the language model is served alone.
+
+--hf-overrides has other values. The rope is spelled `rope_scaling` beside `rope_theta` in older files, and `rope_parameters` since transformers 5. An override may
+use either spelling, whichever the file has.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from engine.core.errors import ConfigError, ModelLoadError
 from engine.files.hf_config import HFConfig
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.models.families import FAMILIES, read_config
-from engine.runtime.models.overrides import override
 from engine.runtime.models.servable import OTHER_INPUTS, refuse_unservable
 from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.settings.engine_config import EngineConfig
@@ -156,3 +158,56 @@ def is_native(config: EngineConfig, model: HFConfig, path: Path) -> bool:
             f"--model-impl is 'transformers', and {path} is a {kind} file, which Quire's own models alone serve; leave it out."
         )
     return model.values.get("model_type") in FAMILIES if config.model_impl == "auto" else config.model_impl == "quire"
+
+
+_ROPES = ("rope_scaling", "rope_parameters")
+_STRETCHING = ("yarn", "linear")  # kinds of rope that multiply the length a model was made for by their factor
+_LENGTH, _TRAINED = "max_position_embeddings", "original_max_position_embeddings"
+
+
+def override(config: HFConfig, overrides: Mapping[str, Any] | None) -> HFConfig:
+    """Return a config with other values for some keys; those of an object that it has are merged. Raises ConfigError."""
+    if not overrides:
+        return config
+    values = dict(config.values)
+    for key, value in overrides.items():
+        if key in _ROPES or (key == "rope_theta" and values.get("rope_parameters")):
+            _override_rope(values, {key: value} if key == "rope_theta" else value)
+        elif isinstance(value, Mapping) and isinstance(values.get(key), Mapping):
+            values[key] = {**values[key], **value}
+        else:
+            values[key] = value
+    if _LENGTH not in overrides and any(overrides.get(key) for key in _ROPES):
+        _stretch(values)
+    return HFConfig(values, f"{config.source} with --hf-overrides")
+
+
+def _override_rope(values: dict[str, Any], given: Any) -> None:
+    """Merge settings of the rope into the object that has them; null takes the scaling away."""
+    name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    stored = values.get(name) or {}
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"--hf-overrides: {name} is {given!r}; it must be an object or null.")
+    if given is None:
+        given = {"rope_type": "default"}
+        stored = {key: value for key, value in stored.items() if key == "rope_theta" or isinstance(value, Mapping)}
+    is_nested = [any(isinstance(value, Mapping) for value in each.values()) for each in (stored, given)]
+    if stored and is_nested[0] != is_nested[1]:
+        kinds = ", ".join(stored) if is_nested[0] else "one object for all layers"
+        raise ConfigError(f"--hf-overrides: the rope of this model has {kinds}; write its settings in that form.")
+    values[name] = {**stored, **given}
+    if name == "rope_scaling" and "rope_theta" in given:
+        values["rope_theta"] = given["rope_theta"]
+
+
+def _stretch(values: dict[str, Any]) -> None:
+    """Multiply the longest sequence by the factor of the rope, as vLLM does."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling")
+    assert isinstance(rope, dict), "an override has set it"
+    factor, longest = rope.get("factor"), values.get(_LENGTH)
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind not in _STRETCHING or not isinstance(factor, int | float) or not isinstance(longest, int):
+        return
+    trained = rope.setdefault(_TRAINED, longest)
+    if isinstance(trained, int):
+        values[_LENGTH] = max(longest, int(trained * factor))

@@ -15,27 +15,23 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor
 
 from engine.runtime.kv_layout import StateSpec
-from engine.runtime.layers.adapters import Target
 from engine.runtime.layers.layer import DecoderLayer
-from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.model_config import ModelConfig
 from engine.runtime.layers.norms import RMSNorm
-from engine.runtime.layers.parts import Angles, LayerStates
+from engine.runtime.layers.parts import Angles, LayerStates, Maker, Target
 from engine.runtime.layers.rope import Rotary
 from engine.runtime.layers.shards import Shards, colwise
-from engine.runtime.lora.adapter import AdapterRows, NativeAdapters, addends
+from engine.runtime.lora.loader import AdapterRows, NativeAdapters, addends
 from engine.runtime.models.causal_lm import ModelCapabilities
 from engine.runtime.native.decoder import NativeDecoder, Streams, Vectors
 from engine.runtime.native.library import DTYPES, DecoderArgs, native
 from engine.runtime.parallel.group import Group
-from engine.runtime.schemes.linear import Embedding, Linear, ShardedEmbedding
-from engine.runtime.schemes.scheme import Scheme
+from engine.runtime.schemes.linear import Embedding, Linear, Scheme, ShardedEmbedding
 from engine.runtime.weights.expert_names import their_name
 
 if TYPE_CHECKING:
-    from engine.runtime.layers.altup import AltUpLayer
+    from engine.runtime.layers.altup import AltUpLayer, PerLayerInputs
     from engine.runtime.layers.altup import Streams as AltUpStreams
-    from engine.runtime.layers.per_layer import PerLayerInputs
 
 
 class Decoder:
@@ -271,7 +267,7 @@ def _further_parts(
     """Return the inputs of layers, the residual streams and the kind of layers; few models have more than the last."""
     inputs: PerLayerInputs | None = None
     if config.layer_inputs:
-        from engine.runtime.layers.per_layer import PerLayerInputs
+        from engine.runtime.layers.altup import PerLayerInputs
 
         inputs = PerLayerInputs(config, make)
     if config.altup is None:

@@ -20,13 +20,12 @@ from engine.core.errors import ModelLoadError
 from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.attention import Attention
 from engine.runtime.layers.layer import DecoderLayer
-from engine.runtime.layers.maker import Load, Maker
 from engine.runtime.layers.mlp import MLP
 from engine.runtime.layers.norms import RMSNorm
-from engine.runtime.layers.parts import Angles, LayerStates
+from engine.runtime.layers.parts import Angles, LayerStates, Load, Maker
 from engine.runtime.layers.rope import Rotary
 from engine.runtime.models.eagle3_config import Eagle3Config
-from engine.runtime.schemes.scheme import Scheme
+from engine.runtime.schemes.linear import Scheme
 from engine.runtime.weights.checkpoint import StoredTensor
 
 _EMBEDDING, _OFFSETS, _MEMBERS = "model.embed_tokens.weight", "d2t", "t2d"

@@ -9,7 +9,7 @@ import torch
 
 from engine.core.errors import MemoryBudgetError, ModelLoadError
 from engine.core.types import Progress, ReportProgress
-from engine.runtime.layers.maker import Load
+from engine.runtime.layers.parts import Load
 from engine.runtime.models.complete import COMPUTED, EMBEDDING, HEAD, listed
 from engine.runtime.native.library import native
 from engine.runtime.native.packer import Packer

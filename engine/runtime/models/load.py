@@ -16,7 +16,7 @@ from engine.core.types import Progress, ReportProgress
 from engine.files.formats import FORMATS, choose_format
 from engine.files.hf_config import HFConfig
 from engine.runtime.attention.table import load_backend
-from engine.runtime.layers.maker import Maker
+from engine.runtime.layers.parts import Maker
 from engine.runtime.layers.shards import Shards, blocks_of
 from engine.runtime.models.causal_lm import CausalLM
 from engine.runtime.models.config_file import (
@@ -24,6 +24,7 @@ from engine.runtime.models.config_file import (
     TOWERS,
     check_mtp,
     is_native,
+    override,
     read_model_config,
     read_own,
     require_readable,
@@ -34,14 +35,12 @@ from engine.runtime.models.eagle3 import Eagle3
 from engine.runtime.models.eagle3_config import foreign_target, read_eagle3
 from engine.runtime.models.fill import check_size, fill
 from engine.runtime.models.mtp import MTPHead
-from engine.runtime.models.overrides import override
 from engine.runtime.native.library import native
 from engine.runtime.parallel.group import SINGLE, Group
 from engine.runtime.schemes import SCHEMES
-from engine.runtime.schemes.scheme import Circumstances, Scheme
-from engine.runtime.weights.checkpoint import Checkpoint, open_checkpoint
-from engine.runtime.weights.headers import FLOATS
-from engine.runtime.weights.stored.storage import Storage
+from engine.runtime.schemes.linear import Circumstances, Scheme
+from engine.runtime.weights.checkpoint import FLOATS, Checkpoint, open_checkpoint
+from engine.runtime.weights.stored.formats import Storage
 from engine.settings.engine_config import EngineConfig
 from engine.system.calls import TRANSFORMERS
 

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.layer import DecoderLayer
-from engine.runtime.layers.maker import Maker
 from engine.runtime.layers.norms import RMSNorm
-from engine.runtime.layers.parts import Angles, LayerStates
+from engine.runtime.layers.parts import Angles, LayerStates, Maker
 from engine.runtime.layers.rope import Rotary
 from engine.runtime.models.decoder import Decoder
 from engine.runtime.native.decoder import NativeDecoder, PagedStep

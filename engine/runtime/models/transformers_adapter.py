@@ -33,10 +33,9 @@ from transformers.utils import logging as transformers_logging
 from engine.core.errors import ModelLoadError
 from engine.core.types import Progress, ReportProgress
 from engine.runtime.kv_layout import AttentionSpec, StateSpec
-from engine.runtime.layers.adapters import Target
-from engine.runtime.layers.parts import LayerAttention
+from engine.runtime.layers.parts import LayerAttention, Target
 from engine.runtime.layers.rope_config import describe_longrope
-from engine.runtime.lora.adapter import AdapterRows
+from engine.runtime.lora.loader import AdapterRows
 from engine.runtime.models.causal_lm import ModelCapabilities
 from engine.runtime.models.config_file import read_model_config
 from engine.runtime.models.fill import check_size

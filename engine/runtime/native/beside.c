@@ -1,4 +1,4 @@
-/* A dense MLP and a mixture of experts, each between norms of its own: layers/beside.py in C. */
+/* A dense MLP and a mixture of experts, each between norms of its own: layers/mixture.py in C. */
 #include "moe.h"
 
 SHARED struct beside {

@@ -1,6 +1,6 @@
 /* FP8 weights, float8_e4m3fn with scales, rounded to bytes with a float16 scale for every QBLOCK. Used at load.
  *
- * weights/stored/rows.py has the same arithmetic in torch operations, to the bit. */
+ * weights/stored/packed.py has the same arithmetic in torch operations, to the bit. */
 
 /* Four bits of exponent, with a bias of 7, and three of mantissa; the largest magnitude is NaN. */
 INLINE vf widen_fp8(vu bits) {

@@ -1,4 +1,4 @@
-/* The part behind a feed-forward that takes in the layer's input: PerLayerGate of layers/per_layer.py in C. */
+/* The part behind a feed-forward that takes in the layer's input: PerLayerGate of layers/altup.py in C. */
 #include "layer.h"
 
 SHARED struct per_layer {

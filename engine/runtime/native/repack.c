@@ -1,7 +1,7 @@
 /* Repacking of codes as safetensors hold them into rows of GGUF's types, at load: Q4_0, Q4_1, Q8_0 and MXFP4.
  *
  * Codes are read from the file in tiles, of rows or of inputs, as they lie there; quant_pack.c packs the rows. Scales and
- * minimums are small and are in memory. weights/stored/rows.py makes the same rows by torch operations. */
+ * minimums are small and are in memory. weights/stored/packed.py makes the same rows by torch operations. */
 #include <string.h>
 
 #include "quant_format.h"

@@ -87,7 +87,7 @@ static uint32_t worst_kept(const float *scores, int64_t n, uint32_t limit, doubl
     return prefix;
 }
 
-/* A 64-bit finalizer (splitmix64), and the two words of a draw's key. noise.py has the same. */
+/* A 64-bit finalizer (splitmix64), and the two words of a draw's key. sampling/draw.py has the same. */
 static uint64_t mix(uint64_t x) {
     x += 0x9E3779B97F4A7C15;
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
@@ -101,7 +101,7 @@ static void make_key(const struct draw *draw, uint32_t *key) {
     key[1] = (uint32_t)word;
 }
 
-/* The noise's hash: 31 bits. noise.py has the same. */
+/* The noise's hash: 31 bits. sampling/draw.py has the same. */
 INLINE vu hash_tokens(vu token, const uint32_t *key) {
     vu x = token * 0x9E3779B9u ^ key[0];
     x = (x ^ x >> 16) * 0x85EBCA6Bu ^ key[1];

@@ -59,7 +59,6 @@ class SharedMemoryGroup(Group):
         path.unlink(missing_ok=True)
 
     def all_reduce(self, x: Tensor) -> None:
-        """Replace contiguous x by the float32 sum of all ranks' x."""
         assert x.is_contiguous()
         wide = x.float()  # x itself, if that is float32
         self._library.group_sum(self._args, wide.data_ptr(), wide.numel())
@@ -67,19 +66,16 @@ class SharedMemoryGroup(Group):
             x.copy_(wide)
 
     def gather(self, x: Tensor, out: Tensor | None) -> None:
-        """Write the columns of all ranks to rank 0's out."""
         assert x.is_contiguous()
         assert out is None or (out.is_contiguous() and out.dtype == x.dtype)
         at, width = (None, 0) if out is None else (out.data_ptr(), out.shape[1] * out.itemsize)
         self._library.group_gather(self._args, x.data_ptr(), at, len(x), x.shape[1] * x.itemsize, width)
 
     def broadcast(self, x: Tensor) -> None:
-        """Replace contiguous x by rank 0's."""
         assert x.is_contiguous()
         self._library.group_broadcast(self._args, x.data_ptr(), x.nbytes)
 
     def abort(self) -> None:
-        """Let the calls of all ranks fail."""
         self._library.group_abort(self._args)
 
     close = abort  # the memory goes with this object
@@ -98,7 +94,6 @@ class GlooGroup(Group):
         self.all_reduce(torch.zeros(1))  # all ranks have read the folder, which the first one removes
 
     def all_reduce(self, x: Tensor) -> None:
-        """Replace contiguous x by the float32 sum of all ranks' x."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         guarded(lambda: self._ranks.allgather([parts], [x]).wait())
         total = parts[0].float()
@@ -107,7 +102,6 @@ class GlooGroup(Group):
         x.copy_(total)
 
     def gather(self, x: Tensor, out: Tensor | None) -> None:
-        """Write the columns of all ranks to rank 0's out."""
         parts = [
             torch.empty_like(x, memory_format=torch.contiguous_format)
             for _ in range(self.size if out is not None else 0)
@@ -118,7 +112,6 @@ class GlooGroup(Group):
         place(parts, out)
 
     def broadcast(self, x: Tensor) -> None:
-        """Replace contiguous x by rank 0's."""
         options = self._options.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         guarded(lambda: self._ranks.broadcast([x], options).wait())

@@ -29,23 +29,18 @@ class NcclGroup(Group):
         self._world: Any = dist.group.WORLD
 
     def all_reduce(self, x: Tensor) -> None:
-        """Replace contiguous x by the sum of all ranks' x."""
         guarded(lambda: dist.all_reduce(x))
 
     def gather(self, x: Tensor, out: Tensor | None) -> None:
-        """Write the columns of all ranks to rank 0's out."""
         parts = None if out is None else [torch.empty_like(x) for _ in range(self.size)]
         guarded(lambda: dist.gather(x, parts, dst=0))
         place(parts or (), out)
 
     def broadcast(self, x: Tensor) -> None:
-        """Replace contiguous x by rank 0's."""
         guarded(lambda: dist.broadcast(x, src=0))
 
     def abort(self) -> None:
-        """End the calls that wait on this rank's GPU."""
         self._world.abort()
 
     def close(self) -> None:
-        """Close the connections."""
         dist.destroy_process_group()

@@ -7,7 +7,7 @@ The rest of a block, too small for another layer of the group, is unused. A laye
 values keeps none itself.
 
 In a model whose layers all have windows the first group has no layers, and takes no blocks. A model whose windows no
-sequence fills is one group. Layers with recurrent state are in no group: states.py places that in whole blocks. A model of
+sequence fills is one group. Layers with recurrent state are in no group: kv_cache.py places that in whole blocks. A model of
 such layers alone has the first group without layers, and blocks of a size that states fill.
 """
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.runtime.native.library import Isa, native
-from engine.runtime.native.ops import NativeLinear
-from engine.runtime.native.quantised import format_for, is_served_quantised
-from engine.runtime.schemes.linear import Product
-from engine.runtime.schemes.scheme import Circumstances, Matrix, Scheme, native_product, native_refusal, stored_rows
+from engine.runtime.native.ops import NativeLinear, format_for, is_served_quantised
+from engine.runtime.schemes.linear import (
+    Circumstances,
+    Matrix,
+    Product,
+    Scheme,
+    native_product,
+    native_refusal,
+    stored_rows,
+)
 
 
 class GGUFScheme(Scheme):
@@ -27,17 +33,14 @@ class GGUFScheme(Scheme):
 
     @classmethod
     def refusal(cls, here: Circumstances) -> str | None:
-        """Return why it is not available; None if it is."""
         if not here.has_gguf_rows:
             return "the weights do not come from a GGUF file; int8 quantises those of any"
         return native_refusal(here)
 
     def product(self, matrix: Matrix) -> Product:
-        """Return the product with the rows as stored, whatever types the parts have."""
         return self._quantised(matrix) or super().product(matrix)
 
     def embedding(self, matrix: Matrix) -> NativeLinear | Tensor:
-        """Return a matrix whose rows are looked up, quantised if the file's are."""
         return self._quantised(matrix) or super().embedding(matrix)
 
     def _quantised(self, matrix: Matrix) -> NativeLinear | None:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from engine.runtime.native.library import WeightFormat, native
 from engine.runtime.native.ops import FLOAT_KINDS, rows_of
-from engine.runtime.schemes.linear import Product
-from engine.runtime.schemes.scheme import Circumstances, Matrix, Scheme, native_product, native_refusal, stored_rows
+from engine.runtime.schemes.linear import (
+    Circumstances,
+    Matrix,
+    Product,
+    Scheme,
+    native_product,
+    native_refusal,
+    stored_rows,
+)
 
 
 class Int8Scheme(Scheme):
@@ -15,11 +22,9 @@ class Int8Scheme(Scheme):
 
     @classmethod
     def refusal(cls, here: Circumstances) -> str | None:
-        """Return why it is not available; None if it is."""
         return native_refusal(here)
 
     def product(self, matrix: Matrix) -> Product:
-        """Return the product with the quantised rows."""
         library, parts = native(), stored_rows(matrix)
         if library is None:
             return super().product(matrix)

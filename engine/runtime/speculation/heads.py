@@ -33,19 +33,16 @@ import torch
 from torch import Tensor
 
 from engine.core.config import SchedulerConfig
-from engine.core.rows import SequenceSlice
-from engine.core.step import StepPlan
+from engine.core.step import SequenceSlice, StepPlan
 from engine.runtime.attention.backend import Batch
 from engine.runtime.kv_layout import StateSpec
 from engine.runtime.layers.parts import LayerStates
 from engine.runtime.native.decoder import Streams
-from engine.runtime.pool.batch import BatchBuilder
+from engine.runtime.pool.batch import BatchBuilder, RowTables
 from engine.runtime.pool.kv_cache import KVCache
-from engine.runtime.pool.tables import RowTables
 from engine.runtime.sampling.draw import draw
 from engine.runtime.sampling.sampler import wishes
-from engine.runtime.speculation.drafter import draft_by_depth
-from engine.runtime.speculation.known import KnownPositions
+from engine.runtime.speculation.drafter import KnownPositions, draft_by_depth
 from engine.runtime.transfer import to_device
 
 _MOST_IDLE = 8  # steps with decodes and without drafts, one after the other, after which nothing is stored

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.rows import SequenceSlice
-from engine.core.step import StepPlan
+from engine.core.step import SequenceSlice, StepPlan
 
 
 @dataclass(slots=True)

@@ -70,7 +70,6 @@ class DiskStore(parts.OwnPart):
         """Return nothing: only the engine writes here."""
 
     def put(self, name: bytes, row: memoryview, slot: int) -> None:
-        """Write a block in place of the one in the slot. Raises OSError."""
         self._make_way(len(self.index.entries) + (slot not in self.index.entries))
         super().put(name, row, slot)
 

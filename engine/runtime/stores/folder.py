@@ -18,7 +18,7 @@ from pathlib import Path
 from engine.core.errors import ParcelError
 from engine.core.kv.tiers import News
 from engine.runtime.stores import parts
-from engine.runtime.stores.peer import PeerFolder
+from engine.runtime.stores.wire import PeerFolder
 
 log = logging.getLogger("quire.kv_store")
 

@@ -76,15 +76,12 @@ class PinnedPool(HostPool):
             step.wait_event(self._arrived)
 
     def row(self, host_block: int) -> memoryview:
-        """Return the bytes of a host block."""
         return self._bytes[host_block]
 
     def finish_copies(self) -> None:
-        """Wait for the side stream."""
         self._stream.synchronize()
 
     def close(self) -> None:
-        """Free the memory, once all copies are done."""
         self._stream.synchronize()
         torch.cuda.cudart().cudaHostUnregister(self._rows.data_ptr())
         del self._pool, self._rows, self._bytes, self._leaving, self._arriving

@@ -1,4 +1,4 @@
-"""Conversations between daemons of several machines over TCP: the proof of a key, and bounded waits.
+"""Conversations between daemons of several machines over TCP: the proof of a key, bounded waits, and the client's end.
 
     server   magic, a nonce
     client   magic, a nonce, the fingerprint of its blocks, HMAC of both nonces and the fingerprint
@@ -22,8 +22,8 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import blake2b, sha256
 
 from engine.core.errors import ParcelError
@@ -269,3 +269,90 @@ def _pieces(index: bytes) -> list[bytes]:
 def _check(piece: bytes) -> bytes:
     """Return a short digest. A CRC does not do: entries end with their own, so the CRC of all good pieces is the same."""
     return blake2b(piece, digest_size=_CHECK_BYTES).digest()
+
+
+_REPLY_S = 60.0
+
+
+class PeerFolder:
+    """The folders of another daemon. Connects at a look, unless it is connected; an error ends the connection."""
+
+    def __init__(self, peer: Peer, fingerprint: str, key: str, deadline: Deadline | None = None) -> None:
+        """`deadline` is for all that is asked; without one each answer may take a while."""
+        self._peer, self._fingerprint, self._key = peer, fingerprint, derive_key(key)
+        self._deadline = deadline
+        self._connection: socket.socket | None = None
+        self._is_closed = False
+
+    def __str__(self) -> str:
+        return str(self._peer)
+
+    def _connect(self) -> None:
+        """Connect, unless that was done before. Raises OSError and ParcelError."""
+        if self._connection is None:
+            deadline = self._deadline or Deadline(HANDSHAKE_S)
+            self._connection = call(self._peer, self._fingerprint, self._key, deadline)
+
+    def indexes(self, known: Mapping[str, bytes], only: str = "") -> dict[str, bytes]:
+        """Return the index of each part, or of one. Raises OSError and ParcelError."""
+        if self._is_closed:
+            return {}
+        self._connect()
+        with self._asked(LOOK, only, digests_of(known)) as (connection, deadline):
+            length = _length(connection, deadline)
+            if length > MAX_LOOK:
+                raise ParcelError("its index is too long")
+            return update(known, memoryview(receive(connection, length, deadline)))
+
+    def read(self, part: str, slots: Sequence[int], rows: Iterable[memoryview]) -> Generator[memoryview | None]:
+        """Read blocks of a part, unchecked; none before the next look after an error. Raises OSError and ParcelError."""
+        if self._connection is None or not slots:
+            return
+        with self._asked(READ, part, struct.pack(f"<{len(slots)}Q", *slots)) as (connection, deadline):
+            for is_there, row in zip(receive(connection, len(slots), deadline), rows, strict=False):
+                if is_there:
+                    receive_into(connection, row, deadline)
+                yield row if is_there else None
+
+    def remove(self, part: str) -> None:
+        """Have a parcel removed that has arrived, or is not wanted. Raises OSError and ParcelError.
+
+        There is no answer to wait for: before it the other daemon would free the pages that it sent.
+        """
+        self._connect()
+        with self._asked(DROP, part, b""):
+            pass
+
+    def close(self) -> None:
+        """End the connection, also while another thread waits for it."""
+        self._is_closed = True
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            shut(connection)
+            connection.close()
+
+    @contextmanager
+    def _asked(self, kind: int, part: str, rest: bytes) -> Iterator[tuple[socket.socket, Deadline]]:
+        """Send a request; the answer follows until the deadline."""
+        connection, deadline = self._connection, self._deadline or Deadline(_REPLY_S)
+        if connection is None:
+            raise ParcelError("the connection was ended")
+        try:
+            request = pad(part) + rest
+            send(connection, REQUEST.pack(kind, len(request)) + request, deadline)
+            yield connection, deadline
+        except struct.error:
+            self._disconnect()
+            raise ParcelError("its answer is malformed") from None
+        except BaseException:
+            self._disconnect()
+            raise
+
+
+def _length(connection: socket.socket, deadline: Deadline) -> int:
+    """Return the length of what follows."""
+    (length,) = LENGTH.unpack(receive(connection, LENGTH.size, deadline))
+    return int(length)

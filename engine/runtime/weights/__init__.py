@@ -1,1 +1,1 @@
-"""Readers of weight files. formats.py lists them, checkpoint.py is their interface, and fill.py loads from them."""
+"""Readers of weight files. formats.py lists them, checkpoint.py is their interface, and models/fill.py loads from them."""

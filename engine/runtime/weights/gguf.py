@@ -20,8 +20,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from engine.core.errors import ModelLoadError
-from engine.files.gguf_header import TensorInfo
-from engine.files.gguf_parts import read_parts
+from engine.files.gguf_header import TensorInfo, read_parts
 from engine.files.hf_config import HFConfig
 from engine.runtime.native.rows import OpenFile, StoredRows, in_halves
 from engine.runtime.weights.checkpoint import Checkpoint, StoredTensor
@@ -99,7 +98,6 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def num_weights(self) -> int:
-        """Return how many elements the file holds."""
         return sum(math.prod(tensor.shape) for tensor in self._stored.values())
 
     def tensors(self, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[StoredTensor]:  # noqa: ARG002 - the protocol's
@@ -182,7 +180,7 @@ def _dequantise(library: Library, stored: StoredRows, target: Tensor) -> None:
     """Dequantise rows of blocks in C."""
     import torch
 
-    from engine.runtime.native.quantised import dequantise
+    from engine.runtime.native.ops import dequantise
 
     if target.device.type == "cpu" and target.is_contiguous():
         dequantise(library, stored, target)

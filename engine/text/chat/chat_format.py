@@ -24,14 +24,13 @@ from engine.text.message_fallbacks import (
     put_calls_in_content,
     spell_out_tools,
 )
-from engine.text.piece_parser import PieceParser
 from engine.text.reasoning import REASONING_TAGS, ReasoningParser, ReasoningTags, detect_reasoning
 from engine.text.tokenizer import TextTokenizer
 from engine.text.tools.formats import TOOL_FORMATS, detect_tool_format
 from engine.text.tools.harmony import HARMONY
 from engine.text.tools.json_calls import HERMES
 from engine.text.tools.tool_format import Message, ToolFormat, Tools
-from engine.text.types import Content, Piece
+from engine.text.types import Content, Piece, PieceParser
 
 logger = logging.getLogger(__name__)
 

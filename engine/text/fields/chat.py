@@ -244,7 +244,6 @@ class ChatFields(SamplingFields, Conversation):
 
     @property
     def effort(self) -> str | None:
-        """The reasoning effort, where the request names one."""
         return self.reasoning_effort
 
     @property

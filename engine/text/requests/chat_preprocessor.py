@@ -16,15 +16,14 @@ from engine.core.errors import HeadlessModelError, InvalidRequestError, Unsuppor
 from engine.core.spans import Span
 from engine.core.types import BeamParams, EarlyStopping, GrammarKey, SamplingParams, Thinking
 from engine.text.chat.choice import TextRules
-from engine.text.chat.history import AnswerHistory, ChatTurn, Encode
+from engine.text.chat.history import AnswerHistory, ChatTurn, Encode, Owner
 from engine.text.chat.limits import ModelLimits
-from engine.text.chat.prefixes import Owner
 from engine.text.fields.chat import ChatFields, Conversation
 from engine.text.fields.sampling import Constraint, SamplingFields
 from engine.text.fields.tools import ToolChoice
 from engine.text.grammars.spec import GrammarKind, GrammarSpec
 from engine.text.grammars.thinking import EFFORT_BUDGETS
-from engine.text.tools.forced import forced_grammar
+from engine.text.tools.json_calls import forced_grammar
 from engine.text.tools.tool_format import ToolFormat
 from engine.text.types import SamplingDefaults
 
@@ -168,7 +167,8 @@ class ChatPreprocessor:
         else:
             self.limits.check_length(len(text), "messages")
             num_answers = sum([message.role == "assistant" for message in chat.messages])
-            prompt, turn = self._history.begin(owner, text, num_answers, self._encoder(text, images))
+            encode = None if self.images is None else self._encoder(text, images)
+            prompt, turn = self._history.begin(owner, text, num_answers, encode)
         params = self._params(chat, len(prompt))
         constraint, tool_format = next(iter(chat.constraints()), None), None
         tools, effort = chat.shown_tools, chat.effort

@@ -13,10 +13,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from engine.text.piece_parser import held_back
 from engine.text.tools.python_literals import LiteralReader
-from engine.text.tools.schema_types import types_of
-from engine.text.tools.text_values import ValueGrammar, parameters_of, self_contained
+from engine.text.tools.text_values import ValueGrammar, parameters_of, self_contained, types_of
 from engine.text.tools.tool_format import (
     CallParser,
     OfferedTool,
@@ -27,7 +25,7 @@ from engine.text.tools.tool_format import (
     free_text,
     literal,
 )
-from engine.text.types import Piece
+from engine.text.types import Piece, held_back
 
 OPENING, CLOSING, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _HEAD = re.compile(r"\s{0,20}call:\s{0,20}([a-zA-Z0-9_.-]{1,128})\s{0,20}(?=\{)")
@@ -103,7 +101,6 @@ class GemmaCallParser(CallParser):
         self._closing, self._reader = CLOSING, _Reader()
 
     def finish(self) -> list[Piece]:
-        """Return what was held back. Ends the text."""
         if self._step == self._broken:
             self._arguments(self._buffer)
         if self._step in (self._broken, self._body):

@@ -81,7 +81,6 @@ class GlmCallParser(TextValuesParser):
         return True
 
     def _members(self) -> bool:
-        """Read the next key, or the end of the call."""
         self._buffer = buffer = self._buffer.lstrip()
         if match := _PARAMETER.match(buffer):
             self._buffer = buffer[match.end() :]

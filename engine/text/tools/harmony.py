@@ -15,11 +15,9 @@ class HarmonyFormat(ToolFormat):
 
     @property
     def markup(self) -> frozenset[str]:
-        """The texts around calls; those that are special tokens are shown to the parser."""
         return frozenset(MARKS)
 
     def parser(self, tools: Tools) -> ChannelParser:
-        """Return a parser of one answer's channels, thoughts included."""
         return ChannelParser(reads_calls=True, tools=tools)
 
     def grammar(self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:  # noqa: ARG002

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-from engine.text.piece_parser import first_of, held_back
 from engine.text.tools.tool_format import CallParser
-from engine.text.types import Piece
+from engine.text.types import Piece, first_of, held_back
 
 _BARE = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # outside strings
 _CLOSING = {"{": "}", "[": "]"}
@@ -72,7 +71,6 @@ class ArgumentsParser(CallParser):
         self._scanner = JsonScanner()
 
     def finish(self) -> list[Piece]:
-        """Return what was held back. Ends the text."""
         if self._step == self._broken:
             self._arguments(self._buffer)
             self._buffer = ""

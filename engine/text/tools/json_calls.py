@@ -4,7 +4,8 @@
 
 The parser's result does not depend on how the text was cut, and nothing is lost but the markup of calls: text that turns
 out not to be a call is content, unchanged, and a fault within arguments stays in them. Arguments behind a name are passed
-on as they arrive; a call in another order once it is whole. Never raises. One parser for each choice.
+on as they arrive; a call in another order once it is whole. Never raises. One parser for each choice. Forced calls without a
+format of the model's are a list of such objects.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.core.errors import InvalidRequestError
+from engine.text.grammars.spec import MAX_TEXT, GrammarSpec
 from engine.text.tools.json_arguments import ArgumentsParser, JsonScanner
 from engine.text.tools.tool_format import (
     MAX_CALLS,
@@ -26,6 +29,7 @@ from engine.text.tools.tool_format import (
     ToolFormat,
     Tools,
     any_of,
+    embedded,
     literal,
     repeated,
     with_ids,
@@ -63,11 +67,9 @@ class JsonFormat(ToolFormat):
         return frozenset(mark for pair in self.marks for mark in pair if mark) | ({self.id_mark, self.name_end} - {""})
 
     def parser(self, tools: Tools) -> JsonCallParser:
-        """Return a parser of one answer that may call these tools."""
         return JsonCallParser(self, frozenset(tools))
 
     def grammar(self, tools: Sequence[OfferedTool], special_tokens: Mapping[str, int], *, parallel: bool) -> str:
-        """Return Lark for free text with calls in it."""
         return _grammar(self, tools, special_tokens, parallel=parallel)
 
     def forced(
@@ -364,3 +366,39 @@ def _bare_head(tools: Sequence[OfferedTool]) -> str:
     """Return a regex of text that begins as JSON and names a tool."""
     names = "|".join(tool.name for tool in tools)
     return rf'/\s*\[?\s*\{{(?s:.*)"name"\s*:\s*"({names})"(?s:.*)/'
+
+
+def forced_grammar(
+    tools: Sequence[OfferedTool],
+    tool_format: ToolFormat | None,
+    special_tokens: Mapping[str, int],
+    *,
+    max_calls: int | None,
+    answer: GrammarSpec | None = None,
+) -> tuple[str, ToolFormat]:
+    """Return Lark for calls, or a JSON `answer` instead, and the format of the calls.
+
+    They are in the model's format where it can enforce the schemas, else a list of JSON objects.
+    """
+    num_calls = max_calls or MAX_CALLS
+    calls = None
+    if tool_format is not None and (answer is None or tool_format.may_answer_instead):
+        try:
+            calls = tool_format.forced(tools, special_tokens, max_calls=num_calls)
+        except InvalidRequestError:
+            calls = None
+    lines = _lines(calls, answer) if calls else []
+    if tool_format is not None and lines and sum(map(len, lines)) + len(lines) <= MAX_TEXT:
+        return "\n".join(lines), tool_format
+    calls = [f'calls: "[" {repeated("call", ", ", num_calls - 1)} "]"', *forced_objects(tools)]
+    return "\n".join(_lines(calls, answer)), FORCED
+
+
+def _lines(calls: list[str], answer: GrammarSpec | None) -> list[str]:
+    """Return the lines of a grammar of calls, or an answer instead."""
+    if answer is None:
+        return ["start: calls", *calls]
+    schema = json.loads(answer.text)
+    spacing = {"whitespace_pattern": answer.whitespace} if answer.whitespace else {"whitespace_flexible": False}
+    instead = embedded({} if schema is True else schema, **spacing, lenient=answer.is_lenient)
+    return ["start: calls | answer", *calls, f"answer: {instead}"]

@@ -14,10 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.text.piece_parser import held_back
 from engine.text.tools.python_literals import LiteralReader
-from engine.text.tools.schema_types import types_of
-from engine.text.tools.text_values import parameters_of, refusal, self_contained
+from engine.text.tools.text_values import parameters_of, refusal, self_contained, types_of
 from engine.text.tools.tool_format import (
     MAX_CALLS,
     SPACE,
@@ -32,7 +30,7 @@ from engine.text.tools.tool_format import (
     literal,
     repeated,
 )
-from engine.text.types import Piece
+from engine.text.types import Piece, held_back
 
 _NAME = r"[a-zA-Z_][a-zA-Z0-9_.-]{0,127}"
 _KEY = r"[a-zA-Z_]\w{0,127}"
@@ -149,7 +147,6 @@ class PythonCallParser(CallParser):
         self._reader = LiteralReader()
 
     def finish(self) -> list[Piece]:
-        """Return what was held back. Ends the text."""
         if self._step in (self._value, self._broken):
             self._arguments(self._buffer)
             self._buffer = ""

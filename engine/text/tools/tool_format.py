@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine.text.grammars.spec import close_schema, drop_annotations
-from engine.text.piece_parser import PieceParser, first_of, held_back
-from engine.text.types import CallArguments, CallBegin, Content, Piece
+from engine.text.types import CallArguments, CallBegin, Content, Piece, PieceParser, first_of, held_back
 
 Tools = Mapping[str, Mapping[str, Any]]  # the schema of the parameters, by the tool's name
 
@@ -175,7 +174,6 @@ class CallParser(PieceParser):
         self._has_called = False
 
     def finish(self) -> list[Piece]:
-        """Return what was held back. Ends the text."""
         rest = self._held + self._buffer
         is_cut_mark = self._step == self._after and self._is_part_of_mark(rest.strip())
         if not (self._has_called and (is_cut_mark or not rest.strip())):

@@ -108,7 +108,6 @@ class XmlCallParser(TextValuesParser):
         return True
 
     def _members(self) -> bool:
-        """Read the next parameter, or the end of the function."""
         self._buffer = buffer = self._buffer.lstrip()
         if match := _PARAMETER.match(buffer):
             self._buffer = buffer[match.end() :]

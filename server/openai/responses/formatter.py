@@ -26,7 +26,7 @@ from server.openai.responses.output import (
 from server.openai.translated import PieceWriter
 from server.protocol.documents import Usage
 from server.protocol.errors import ApiError
-from server.telemetry.timeline import AnswerMetrics
+from server.telemetry.events import AnswerMetrics
 
 
 class ResponsesFormatter(PieceWriter[ResponseEvent]):

@@ -22,9 +22,8 @@ from server.http.bodies import INLINE_BYTES, json_body
 from server.http.openapi import answers
 from server.http.threads import run_slowly
 from server.openai.chat import ChatBody
-from server.openai.responses.body import InputBody, ResponsesBody
+from server.openai.responses.body import InputBody, Item, ResponsesBody
 from server.openai.responses.formatter import ResponsesFormatter
-from server.openai.responses.items import Item
 from server.openai.responses.output import ResponseDocument
 from server.protocol.errors import ApiError
 

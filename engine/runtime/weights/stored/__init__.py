@@ -1,5 +1,5 @@
 """Quantised checkpoints of safetensors as they are stored.
 
-config.py reads `quantization_config`, headers.py finds the packed modules in the files, formats.py unpacks their
-tensors, packed.py dequantises them, and rows.py turns them into rows that the native library multiplies.
+config.py reads `quantization_config`, checkpoint.py finds the packed modules in the files, formats.py unpacks their
+tensors, packed.py dequantises them, or turns them into rows that the native library multiplies.
 """

@@ -1,4 +1,4 @@
-"""Guards against foreign web pages, by Host and Origin. Event loop.
+"""Guards of the application: against foreign web pages, by Host and Origin, and against callers without a key. Event loop.
 
 A browser on this machine lets any web page send requests to the daemon. Two things keep such a page out:
 
@@ -9,6 +9,10 @@ A browser on this machine lets any web page send requests to the daemon. Two thi
 - Origin. A page may send a form or an upload to any address, it only cannot read the answer. So a request that changes
   something, and a preflight, is refused if the browser says that another origin sent it, unless --allowed-origins
   names that origin. Programs send neither Origin nor Sec-Fetch-Site and are let through.
+
+Without a key, only the probes, the page's files and, unless --protect-metrics is set, the monitoring paths are served. A
+key is compared by its digest, in constant time and with every known key (server/tenancy/tenancy.py), so the time taken
+reveals nothing of it.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.core.errors import shorten
-from server.http.auth import PROBE_PATHS
+from server.http.middleware import state_of
 from server.protocol.errors import ApiError
 from server.settings.origins import NO_ORIGIN, Authority, is_loopback_name, is_same_origin, names_host, names_origin
+from server.tenancy.tenancy import Tenancy
 
 _READING = frozenset({"GET", "OPTIONS"})  # a HEAD is a GET here
 _FOREIGN_SITES = frozenset({"cross-site", "same-site"})  # another port of this machine is the same site
@@ -101,3 +106,51 @@ class Cors(CORSMiddleware):
     def is_allowed_origin(self, origin: str) -> bool:
         """Return whether pages of an origin may read answers."""
         return names_origin(self.allow_origins, origin)
+
+
+PROBE_PATHS = frozenset({"/health", "/ready"})
+MONITORING_PATHS = frozenset({"/metrics", "/version"})  # numbers, and names of models, adapters and tenants
+
+
+class KeyGuard:
+    """ASGI middleware: `Authorization: Bearer KEY`, or `x-api-key: KEY`, or a 401."""
+
+    def __init__(self, app: ASGIApp, tenancy: Tenancy, open_paths: Collection[str]) -> None:
+        self._app = app
+        self._open_paths = frozenset(open_paths)
+        self._tenancy = tenancy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on requests with a key, and those that need none."""
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        account = None if (error := _twice(headers)) else self._tenancy.find(_shown(headers))
+        if account is not None:
+            if self._tenancy.has_file:
+                state = state_of(scope)
+                state.account, state.owner = account, account.tenant.name
+            await self._app(scope, receive, send)
+            return
+        error = error or ApiError(
+            401,
+            "invalid_api_key",
+            "The API key is missing or wrong; send the header 'Authorization: Bearer <key>'.",
+            type="authentication_error",
+            headers={"www-authenticate": "Bearer"},
+        )
+        await error.response(scope)(scope, receive, send)
+
+
+def _twice(headers: Headers) -> ApiError | None:
+    """Return the error for a repeated key header: proxies differ in which one counts."""
+    for name in ("Authorization", "x-api-key"):
+        if len(headers.getlist(name)) > 1:
+            return ApiError(400, "invalid_header", f"The request has several {name} headers; send one.")
+    return None
+
+
+def _shown(headers: Headers) -> list[str]:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return [(key if scheme.lower() == "bearer" else "").strip(), headers.get("x-api-key", "").strip()]
