@@ -19,7 +19,6 @@ import torch
 from engine.adapters import Adapters
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ModelLoadError
-from engine.core.page_table import Layout
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.step import Runner, StepResult, VectorMaker
@@ -62,7 +61,7 @@ from engine.runtime.stores.pinned import STAGING_BYTES
 from engine.settings.engine_config import EngineConfig
 from engine.sources.adapter_config import check_folder, naming
 from engine.sources.draft_source import config_path, fetch_models
-from engine.startup.fingerprint import ModelContent, fingerprint
+from engine.startup.fingerprint import ModelContent, layout, reading
 from engine.startup.speculation import Speculation, load_speculation
 from engine.startup.stores import open_tiers
 from engine.system.progress import human_bytes
@@ -176,7 +175,7 @@ def build_engine(
     config = fetch_models(config, report)
     device, dtype = _prepare_device(config, report)
     if config.tensor_parallel_size == 1:
-        with _naming(config, hands_over=hands_over) as content:
+        with reading(config, hands_over=hands_over) as content:
             return _build(config, device, dtype, report, memory, content=content)
     from engine.ranks.executor import start_ranks
 
@@ -229,7 +228,8 @@ def _build(
         settings = speculation.start(runner, settings, parts.captures, report)
     kv_events = _open_events(config, settings)
     settings = replace(settings, kv_events=kv_events is not None)
-    depth = 0 if speculation else _depth(config.async_scheduling, device)
+    is_overlapped = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+    depth = int(is_overlapped and speculation is None)  # steps that are launched before the last one's tokens are known
     if executor is not None:
         executor.shares_ids = depth > 0
     scheduler = _make_scheduler(config, settings)
@@ -242,11 +242,15 @@ def _build(
             model.vocab_size,
             model.capabilities.generates,
             config.tensor_parallel_size,
-            None if content is None else _layout(config, settings, runner, model.dtype, content),
+            None if content is None else layout(config, settings, runner, model.dtype, content),
             takes_images=tower is not None,
         ),
         depth=depth,
-        limits=_queue_limits(config, settings),
+        limits=QueueLimits(
+            config.max_num_queued_reqs or _MAX_QUEUED_REQUESTS,
+            config.max_num_queued_tokens
+            or _MAX_QUEUED_POOLS * settings.num_blocks * settings.block_size // settings.num_groups,
+        ),
         resources=parts.resources,
         vision=vision if device.type == "cpu" else None,  # on a GPU a tower takes no longer than a step
         outbound=Outbound(tiers, kv_events),
@@ -269,7 +273,10 @@ def _prepare_device(config: EngineConfig, report: ReportProgress) -> tuple[torch
     _check_early(config, device)
     dtype = resolve_dtype(config, device)
     if device.type == "cuda":
-        _check_cuda(config, device, dtype, report)
+        check_device(device, dtype)
+        if has_triton(device):
+            check_toolchain()
+        report(Progress("attention", describe_choice(config.attention_backend, device)))
     return device, dtype
 
 
@@ -286,24 +293,15 @@ def _weights_in(memory: BackedMemory | None) -> Iterator[None]:
             library.weights.release()
 
 
-@contextmanager
-def _naming(config: EngineConfig, *, hands_over: bool) -> Iterator[ModelContent | None]:
-    """Read the model's files to name K/V by, on other threads; None if all K/V ends with this process."""
-    if not (hands_over or config.names_kv):
-        yield None
-        return
-    content = ModelContent(config)
-    content.begin()
-    try:
-        yield content
-    finally:
-        content.stop()
-
-
 def _scheduler_config(parts: _Parts) -> SchedulerConfig:
-    """Return the core's settings, with a pool just large enough to measure a full step."""
-    config, device, speculation = parts.config, parts.device, parts.speculation
-    max_num_seqs, max_num_batched_tokens = _batch_limits(config, device)
+    """Return the core's settings, with a pool just large enough to measure a full step.
+
+    If only the sequences or only the tokens of a step are given, the other's default adjusts to them.
+    """
+    config, kind, speculation = parts.config, parts.device.type, parts.speculation
+    default_tokens = max(_MAX_NUM_BATCHED_TOKENS[kind], config.max_num_seqs or 0)
+    max_num_batched_tokens = config.max_num_batched_tokens or default_tokens
+    max_num_seqs = config.max_num_seqs or min(_MAX_NUM_SEQS[kind], max_num_batched_tokens)
     return SchedulerConfig(
         num_blocks=max(max_num_batched_tokens // config.block_size + 1, parts.state_blocks),
         block_size=config.block_size,
@@ -352,14 +350,6 @@ def _fit_pool(parts: _Parts, settings: SchedulerConfig, budget: PoolBudget) -> S
     return settings
 
 
-def _queue_limits(config: EngineConfig, settings: SchedulerConfig) -> QueueLimits:
-    return QueueLimits(
-        config.max_num_queued_reqs or _MAX_QUEUED_REQUESTS,
-        config.max_num_queued_tokens
-        or _MAX_QUEUED_POOLS * settings.num_blocks * settings.block_size // settings.num_groups,
-    )
-
-
 def _open_events(config: EngineConfig, settings: SchedulerConfig) -> KVEvents | None:
     """Return what publishes KV events, if that is configured. Raises ConfigError."""
     asked = config.kv_events
@@ -397,23 +387,6 @@ def _check_early(config: EngineConfig, device: torch.device) -> None:
         from engine.recording.recording import check_path
 
         check_path(Path(config.record))
-
-
-def _check_cuda(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: ReportProgress) -> None:
-    """Raise ConfigError for a GPU that cannot serve, or a machine that cannot compile kernels for it."""
-    check_device(device, dtype)
-    if has_triton(device):
-        check_toolchain()
-    report(Progress("attention", describe_choice(config.attention_backend, device)))
-
-
-def _layout(
-    config: EngineConfig, settings: SchedulerConfig, runner: ModelRunner, dtype: torch.dtype, content: ModelContent
-) -> Layout:
-    """Return what two engines must have in common to exchange K/V."""
-    num_bytes = sum(view[0].nbytes for view in runner.blocks)
-    name = fingerprint(config, str(dtype), runner.blocks, content, runner.groups)
-    return Layout(name, settings.block_size, num_bytes)
 
 
 def _load_adapters(parts: _Parts, num_tokens: int) -> tuple[Adapters, int]:
@@ -469,10 +442,8 @@ def _pool_budget(parts: _Parts, settings: SchedulerConfig, more_bytes: int) -> P
 
 def _captures(config: EngineConfig, model: CausalLM, device: torch.device) -> bool:
     """Return whether decode steps are captured as CUDA graphs."""
-    is_wanted = device.type == "cuda" and not config.enforce_eager and model.capabilities.graphs
-    if not is_wanted or not has_triton(device):
-        return False
-    return load_backend(config.attention_backend, device).capabilities.graphs
+    is_wanted = device.type == "cuda" and not config.enforce_eager and model.capabilities.graphs and has_triton(device)
+    return is_wanted and load_backend(config.attention_backend, device).capabilities.graphs
 
 
 def _warm_up_cuda(parts: _Parts, runner: ModelRunner, settings: SchedulerConfig) -> None:
@@ -506,21 +477,6 @@ def _warm_up_cpu(_parts: _Parts, runner: ModelRunner, settings: SchedulerConfig)
     library = native()
     if library is not None:
         library.keep_memory()  # everything that lives long is allocated by now
-
-
-def _depth(asked: bool | None, device: torch.device) -> int:
-    """Return how many steps are launched before the last one's tokens are known."""
-    return int(device.type == "cuda" if asked is None else asked)
-
-
-def _batch_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:
-    """Return the most sequences and tokens per step; if only one was given, the other's default adjusts to it."""
-    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
-    if tokens is None:
-        tokens = max(_MAX_NUM_BATCHED_TOKENS[device.type], seqs or 0)
-    if seqs is None:
-        seqs = min(_MAX_NUM_SEQS[device.type], tokens)
-    return seqs, tokens
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -8,7 +8,8 @@ they choose the tokens, which name the blocks. Adapters are part of a block's na
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.core.config import SchedulerConfig
+from engine.core.page_table import Layout
 from engine.files.file_digests import FileDigests
+from engine.runtime.execution.runner import ModelRunner
 from engine.runtime.native.build import source_digest
 from engine.runtime.native.library import native
 from engine.runtime.pool.groups import LayerGroups
@@ -40,7 +44,7 @@ class ModelContent:
         asked = [config]
         if self._method is not None and drafts is not None and drafts.model is not None:
             asked.append(config.of_draft(drafts))
-        checkpoints = [_open(each) for each in asked]
+        checkpoints = [open_checkpoint(each.load_format, Path(each.model), each.seed) for each in asked]
         self._files = [[*each.files] for each in checkpoints]
         self._digests = FileDigests(path for files in self._files for path in files)
         self._settings = [
@@ -95,9 +99,27 @@ def fingerprint(
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, person=b"quire.kv2").hexdigest()
 
 
-def _open(config: EngineConfig) -> Checkpoint:
-    path = Path(config.model)
-    return open_checkpoint(config.load_format, path, config.seed)
+@contextmanager
+def reading(config: EngineConfig, *, hands_over: bool) -> Iterator[ModelContent | None]:
+    """Read the model's files to name K/V by, on other threads; None if all K/V ends with this process."""
+    if not (hands_over or config.names_kv):
+        yield None
+        return
+    content = ModelContent(config)
+    content.begin()
+    try:
+        yield content
+    finally:
+        content.stop()
+
+
+def layout(
+    config: EngineConfig, settings: SchedulerConfig, runner: ModelRunner, dtype: torch.dtype, content: ModelContent
+) -> Layout:
+    """Return what two engines must have in common to exchange K/V."""
+    num_bytes = sum(view[0].nbytes for view in runner.blocks)
+    name = fingerprint(config, str(dtype), runner.blocks, content, runner.groups)
+    return Layout(name, settings.block_size, num_bytes)
 
 
 def _is_by_length(config: EngineConfig, checkpoint: Checkpoint) -> bool:

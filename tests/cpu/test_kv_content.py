@@ -272,7 +272,7 @@ def test_a_start_without_tiers_reads_nothing_for_names(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = pair
-    monkeypatch.setattr(build, "ModelContent", lambda _: pytest.fail("it is not needed"))
+    monkeypatch.setattr("engine.startup.fingerprint.ModelContent", lambda _: pytest.fail("it is not needed"))
     engine = engine_on(model, Path("unused"), kv_offload_dir=None)
     assert engine.facts.layout is None
     engine.stop(0.0)
