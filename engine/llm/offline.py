@@ -136,11 +136,9 @@ class LLM:
         self._engine = built
         self._tokenizer = text
         self._has_vocabulary = False  # the engine, for grammars
-        self._preprocessor = ChatPreprocessor(
-            self._limits, images=None if self._pictures is None else self._pictures.preprocessor
-        )
-        self._events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
-        self._ids = itertools.count()
+        shown = None if self._pictures is None else self._pictures.preprocessor
+        self._preprocessor = ChatPreprocessor(self._limits, images=shown)
+        self._events, self._ids = queue.SimpleQueue[StepEvents](), itertools.count()
         self._turn = threading.Lock()  # one call at a time
         self._end = weakref.finalize(self, _end, built, text, self._pictures)
         built.start(self._events.put)  # not a bound method: the thread would keep a forgotten LLM alive

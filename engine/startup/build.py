@@ -7,7 +7,7 @@ user left open are decided here, from the model and from measured memory, and re
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,7 +21,7 @@ from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError, ModelLoadError
 from engine.core.scheduling.admission import QueueLimits
 from engine.core.scheduling.scheduler import Scheduler
-from engine.core.step import Runner, StepResult, VectorMaker
+from engine.core.step import Runner, StepResult
 from engine.core.types import Progress, ReportProgress
 from engine.handle import EngineFacts
 from engine.loop import Engine, Outbound
@@ -58,6 +58,7 @@ from engine.runtime.pool.kv_cache import KVCache, place_states
 from engine.runtime.pool.pool_size import PoolBudget, default_cpu_budget, fit_pool, resolve_kv_dtype
 from engine.runtime.speculation.heads import Head
 from engine.runtime.stores.pinned import STAGING_BYTES
+from engine.runtime.stores.tier import Tier
 from engine.settings.engine_config import EngineConfig
 from engine.sources.adapter_config import check_folder, naming
 from engine.sources.draft_source import config_path, fetch_models
@@ -218,9 +219,7 @@ def _build(
     more_bytes = adapter_bytes if tower is None else adapter_bytes + config.image_cache_memory
     settings = _fit_pool(parts, settings, _pool_budget(parts, settings, more_bytes))
     runner = parts.make_runner(settings)
-    vision: VectorMaker | None = (
-        None if tower is None else runner.take_images(tower, config.image_cache_memory, num_threads)
-    )
+    vision = None if tower is None else runner.take_images(tower, config.image_cache_memory, num_threads)
     report(Progress("warm_up", f"on {device.type}"))
     (_warm_up_cuda if device.type == "cuda" else _warm_up_cpu)(parts, runner, settings)
     settings, tiers = open_tiers(runner, config, settings, model.dtype, report, content)
@@ -228,15 +227,13 @@ def _build(
         settings = speculation.start(runner, settings, parts.captures, report)
     kv_events = _open_events(config, settings)
     settings = replace(settings, kv_events=kv_events is not None)
-    is_overlapped = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
-    depth = int(is_overlapped and speculation is None)  # steps that are launched before the last one's tokens are known
+    depth = (
+        0 if speculation else int(device.type == "cuda" if config.async_scheduling is None else config.async_scheduling)
+    )
     if executor is not None:
         executor.shares_ids = depth > 0
-    scheduler = _make_scheduler(config, settings)
-    for name, tier in tiers.items():
-        scheduler.tiers.restore(name, tier.store.kept)
     return Engine(
-        scheduler,
+        _make_scheduler(config, settings, tiers),
         _guarded(runner, device, executor),
         EngineFacts(
             model.vocab_size,
@@ -364,15 +361,19 @@ def _open_events(config: EngineConfig, settings: SchedulerConfig) -> KVEvents | 
     return KVEvents(asked, settings.block_size, has_groups=len(settings.groups) > 1)
 
 
-def _make_scheduler(config: EngineConfig, settings: SchedulerConfig) -> Scheduler:
-    """Return a scheduler, one that records if that is asked for. Raises ConfigError."""
+def _make_scheduler(config: EngineConfig, settings: SchedulerConfig, tiers: Mapping[str, Tier]) -> Scheduler:
+    """Return a scheduler that knows what tiers have kept, one that records if that is asked for. Raises ConfigError."""
     if config.record is None:
-        return Scheduler(settings)
-    from engine.recording.recording import RecordingFile, RecordingScheduler
+        scheduler = Scheduler(settings)
+    else:
+        from engine.recording.recording import RecordingFile, RecordingScheduler
 
-    file = RecordingFile(Path(config.record), settings, config.record_contents)
-    atexit.register(file.close)  # the engine's death is what a recording is for
-    return RecordingScheduler(settings, file.note)
+        file = RecordingFile(Path(config.record), settings, config.record_contents)
+        atexit.register(file.close)  # the engine's death is what a recording is for
+        scheduler = RecordingScheduler(settings, file.note)
+    for name, tier in tiers.items():
+        scheduler.tiers.restore(name, tier.store.kept)
+    return scheduler
 
 
 def _check_early(config: EngineConfig, device: torch.device) -> None:
