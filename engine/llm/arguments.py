@@ -1,12 +1,14 @@
-"""Makes the engine's configuration of the offline API's arguments, those of vLLM's LLM included."""
+"""Reads the arguments of the offline API: the engine's configuration, those of vLLM's LLM included, and those of calls."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from engine.core.errors import ConfigError
+from engine.core.errors import ClientError, ConfigError, InvalidRequestError
+from engine.llm.params import SamplingParams
 from engine.settings.engine_config import EngineConfig
 from engine.settings.foreign import IN_CHECKPOINT, OF_CHECKPOINT, check_same, known_value, refuse, split_file, translate
 from engine.settings.setting import declared, expand, features
@@ -67,3 +69,43 @@ def _unknown(name: str, known: list[str]) -> str:
     close = closest(name, known)
     hint = f"did you mean {close}?" if close else "docs/reference/settings.md lists them."
     return f"{name} is not a setting of the engine; {hint}"
+
+
+def check_choice(name: str, value: str, known: Collection[str], always: Collection[str] = ("auto", "none")) -> None:
+    """Raise ConfigError for a value that is none of the known ones."""
+    if value not in (*always, *known):
+        raise ConfigError(f"{name} is {value!r}; choose {', '.join([*always, *known])}.")
+
+
+def for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int, priority: Sequence[int] | None = None
+) -> list[SamplingParams]:
+    """Return one set of parameters for each prompt, with its priority."""
+    each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * num_prompts
+    if len(each) != num_prompts:
+        raise InvalidRequestError(
+            f"There are {num_prompts} prompts and {len(each)} sampling_params; give one for all, or one each.",
+            param="sampling_params",
+        )
+    if priority is None:
+        return each
+    if len(priority) != num_prompts:
+        raise InvalidRequestError(
+            f"There are {num_prompts} prompts and {len(priority)} priorities; give one each.", param="priority"
+        )
+    each = [params.clone() for params in each]
+    for params, value in zip(each, priority, strict=True):
+        params.priority = value
+    return each
+
+
+@contextmanager
+def naming(index: int, count: int) -> Iterator[None]:
+    """Name the prompt in a ClientError raised in here, if there are several."""
+    try:
+        yield
+    except ClientError as error:
+        if count == 1:
+            raise
+        error.args = (f"Prompt {index} of {count}: {error}",)
+        raise

@@ -12,24 +12,22 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import Self
 
-from engine.core.errors import ClientError, ConfigError, InvalidRequestError, OverloadedError, ShuttingDownError
+from engine.core.errors import InvalidRequestError, OverloadedError, ShuttingDownError
 from engine.core.scheduling.admission import check_request
 from engine.core.types import AbortCause, Adapter, GrammarKey, Pooling, Request, StepEvents, TokenEvent
 from engine.core.types import SamplingParams as EngineParams
 from engine.handle import CompileGrammar, EngineHandle, UseVocabulary
-from engine.llm.arguments import engine_config
+from engine.llm.arguments import check_choice, engine_config, for_each, naming
 from engine.llm.job import (
     BeamSearchOutput,
     EmbeddingOutput,
@@ -47,7 +45,7 @@ from engine.settings.engine_config import LoraModule
 from engine.sources.draft_source import fetch_models
 from engine.sources.model_source import find_model
 from engine.startup.model_check import check_model
-from engine.system.progress import StartupProgress
+from engine.system.progress import StartupProgress, run_bars
 from engine.text.channels import CHANNEL_NAMES
 from engine.text.chat.choice import TextRules
 from engine.text.chat.limits import ModelLimits
@@ -100,8 +98,8 @@ class LLM:
         **engine: Any,
     ) -> None:
         check_sampling_source(generation_config, override_generation_config)
-        _check_choice("tool_call_parser", tool_call_parser, TOOL_FORMATS)
-        _check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, *CHANNEL_NAMES))
+        check_choice("tool_call_parser", tool_call_parser, TOOL_FORMATS)
+        check_choice("reasoning_parser", reasoning_parser, (*REASONING_TAGS, *CHANNEL_NAMES))
         source = find_model(model)
         modules = tuple(LoraModule(name, str(path)) for name, path in (lora_modules or {}).items())
         config = engine_config(source.path, {"lora_modules": modules, **engine})
@@ -176,7 +174,7 @@ class LLM:
         """
         progress, lora = refuse_arguments("generate", others, progress, lora)
         prompts = listed(prompts)
-        each = _with_priorities(_for_each(sampling_params, len(prompts)), priority)
+        each = for_each(sampling_params, len(prompts), priority)
         adapter = self._adapter(lora)
         makers = [partial(self._continuation, *one, adapter) for one in zip(prompts, each, strict=True)]
         return [job.output() for job in self._run(makers, progress)]
@@ -216,7 +214,7 @@ class LLM:
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": dict(chat_template_kwargs or {}),
         }
-        each, adapter = _for_each(sampling_params, len(conversations)), self._adapter(lora)
+        each, adapter = for_each(sampling_params, len(conversations)), self._adapter(lora)
         makers = [
             partial(self._reply, {**shared, "messages": list(map(with_addresses, one))}, own, adapter)
             for one, own in zip(conversations, each, strict=True)
@@ -243,7 +241,7 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """Return each prompt's vector, of length one, as /v1/embeddings does; `pooling` is "last" or "mean"."""
         progress, lora = refuse_arguments("embed", others, progress, lora)
-        _check_choice("pooling", pooling, [each.value for each in Pooling], ())
+        check_choice("pooling", pooling, [each.value for each in Pooling], ())
         params = EngineParams(max_tokens=0, pooling=Pooling(pooling), adapter=self._adapter(lora))
         makers = [partial(self._reading, prompt, params) for prompt in listed(prompts)]
         jobs = self._run(makers, progress)
@@ -269,7 +267,7 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """Return the log likelihood of each text_2 as the continuation of its text_1, or their cosine, as /v1/score does."""
         progress, lora = refuse_arguments("score", others, progress, lora)
-        _check_choice("reduction", reduction, ("mean", "sum"), ())
+        check_choice("reduction", reduction, ("mean", "sum"), ())
         seconds_ = [text_2] if isinstance(text_2, str) else list(text_2)
         firsts = [text_1] if isinstance(text_1, str) else list(text_1)
         firsts = firsts * len(seconds_) if len(firsts) == 1 else firsts
@@ -325,7 +323,7 @@ class LLM:
             raise ShuttingDownError("This LLM was closed; make a new one.")
         jobs = []
         for index, make in enumerate(makers):
-            with _naming(index, len(makers)):
+            with naming(index, len(makers)):
                 jobs.append(make())
         with self._turn:
             self._answer(jobs, show=progress)
@@ -450,7 +448,7 @@ class LLM:
         most = 2 * self._engine.config.max_num_seqs  # so that the queue is never empty, and stays short
         num_tokens = 0
         try:
-            with _bar(show) as bar:
+            with run_bars(show=show) as bar:
                 task = bar.add_task("generate", total=len(jobs), rate="")
                 while waiting or started:
                     self._feed(waiting, started, most)
@@ -494,57 +492,3 @@ def _end(engine: EngineHandle, tokenizer: TextTokenizer, pictures: Pictures | No
     tokenizer.close()
     if pictures is not None:
         pictures.close()
-
-
-def _check_choice(name: str, value: str, known: Collection[str], always: Collection[str] = ("auto", "none")) -> None:
-    if value not in (*always, *known):
-        raise ConfigError(f"{name} is {value!r}; choose {', '.join([*always, *known])}.")
-
-
-def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    """Return one set of parameters for each prompt."""
-    each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * num_prompts
-    if len(each) != num_prompts:
-        raise InvalidRequestError(
-            f"There are {num_prompts} prompts and {len(each)} sampling_params; give one for all, or one each.",
-            param="sampling_params",
-        )
-    return each
-
-
-def _with_priorities(each: list[SamplingParams], priority: Sequence[int] | None) -> list[SamplingParams]:
-    if priority is None:
-        return each
-    if len(priority) != len(each):
-        raise InvalidRequestError(
-            f"There are {len(each)} prompts and {len(priority)} priorities; give one each.", param="priority"
-        )
-    changed = [params.clone() for params in each]
-    for params, value in zip(changed, priority, strict=True):
-        params.priority = value
-    return changed
-
-
-@contextmanager
-def _naming(index: int, count: int) -> Iterator[None]:
-    """Name the prompt in a ClientError raised in here, if there are several."""
-    try:
-        yield
-    except ClientError as error:
-        if count == 1:
-            raise
-        error.args = (f"Prompt {index} of {count}: {error}",)
-        raise
-
-
-def _bar(show: bool) -> Progress:
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not (show and (console.is_terminal or console.is_jupyter)),
-    )

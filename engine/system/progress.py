@@ -1,4 +1,4 @@
-"""Reports the progress of start-up by bars and log lines.
+"""Reports the progress of start-up by bars and log lines, and that of offline runs by bars.
 
 Runs on the main thread, before the server listens. On a terminal a bar shows what can be counted, elsewhere a line every
 ten seconds does. Everywhere, each stage that is done is one log line.
@@ -88,6 +88,23 @@ def _make_bars() -> Bars:
         TimeRemainingColumn(),
     )
     return Bars(*columns, console=Console(stderr=True), transient=True)
+
+
+def run_bars(*, show: bool) -> Bars:
+    """Return the bars of an offline run, with items counted; disabled where standard error is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    return Bars(*columns, console=console, disable=not (show and (console.is_terminal or console.is_jupyter)))
 
 
 def _title(progress: Progress) -> str:

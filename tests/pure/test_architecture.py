@@ -65,7 +65,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "engine",
         ("engine.llm",),
-        tuple(f"engine.llm{part}" for part in ("", ".job", ".offline", ".params", ".prompt_outputs", ".prompts")),
+        tuple(f"engine.llm{part}" for part in ("", ".arguments", ".job", ".offline", ".params", ".prompts")),
     ),
     ("engine.llm", ("torch", "engine.runtime", "engine.core.scheduling.scheduler"), ()),
     (
