@@ -132,6 +132,9 @@ class Journal:
             "tenant": self._number("tenant", request.tenant),
             "adapter": self._number("adapter", None if params.adapter is None else params.adapter.digest),
             "pins": [list(pin) for pin in request.pins],
+            "spans": [
+                [span.start, span.length, self._number("span", span.digest), span.is_atomic] for span in request.spans
+            ],
             "pooling": None if params.pooling is None else params.pooling.value,
         }
         if params.beam is not None:

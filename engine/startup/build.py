@@ -249,7 +249,8 @@ def _build(
             or _MAX_QUEUED_POOLS * settings.num_blocks * settings.block_size // settings.num_groups,
         ),
         resources=parts.resources,
-        vision=vision if device.type == "cpu" else None,  # on a GPU a tower takes no longer than a step
+        # On a GPU a tower takes no longer than a step; a recording's plans do not depend on when vectors are there.
+        vision=vision if device.type == "cpu" and config.record is None else None,
         outbound=Outbound(tiers, kv_events),
     )
 

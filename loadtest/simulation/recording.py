@@ -16,6 +16,7 @@ from typing import Any
 
 from engine.core.config import SchedulerConfig
 from engine.core.scheduling.scheduler import Scheduler
+from engine.core.spans import Span
 from engine.core.stats import FailureCause, Stats
 from engine.core.step import Drafted, Fault, StepPlan
 from engine.core.types import (
@@ -152,6 +153,9 @@ class Replayer:
             cache_owner=_name(line, "owner"),
             tenant=_name(line, "tenant"),
             pins=tuple(Pin(*pin) for pin in line.get("pins", ())),
+            spans=tuple(
+                Span(start, num, b"%d" % number, atomic) for start, num, number, atomic in line.get("spans", ())
+            ),
             **{name: line[name] for name in REQUEST_FIELDS if name in line},
         )
         self._scheduler.add(request)

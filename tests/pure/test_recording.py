@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import stat
 import threading
@@ -14,6 +15,7 @@ import pytest
 from engine.core.config import SchedulerConfig
 from engine.core.errors import ConfigError
 from engine.core.scheduling.scheduler import Scheduler
+from engine.core.spans import Span
 from engine.core.types import Request
 from engine.recording.recording import Entry, HiddenIds, Journal, RecordingFile, RecordingScheduler, shown_prompt
 from engine.settings.engine_config import RECORD_CONTENTS
@@ -101,6 +103,21 @@ def one_request(contents: str = "lengths", **changes: Any) -> list[str]:
         driver.drain()
 
     return record(run)[contents]
+
+
+def test_other_images_of_the_same_ids_share_no_blocks_in_a_replay() -> None:
+    def run(recording: Callable[[SchedulerConfig], Scheduler]) -> None:
+        driver = Driver(config(), scheduler=recording(config()))
+        for name in ("first", "second", "first"):
+            spans = (Span(1, 9, name.encode(), is_atomic=name == "second"),)
+            asked = request(f"{name}{len(driver.requests)}", range(20), max_tokens=2)
+            driver.add(dataclasses.replace(asked, spans=spans))
+            driver.drain()
+
+    for lines in record(run).values():
+        done = replay(lines)
+        assert done.difference == ""
+        assert 0 < done.stats.prefix_hit_tokens < 20
 
 
 def test_the_first_plan_that_differs_is_named() -> None:
