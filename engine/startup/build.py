@@ -202,9 +202,8 @@ def _build(
     content: ModelContent | None = None,
 ) -> Engine:
     """Build an engine, or the first rank of one."""
-    group = SINGLE if executor is None else executor.meet(device)
     with _weights_in(memory):
-        model = load_model(config, device, dtype, report, group)
+        model = load_model(config, device, dtype, report, SINGLE if executor is None else executor.meet(device))
     tower = load_vision(config, model, device, report)
     num_threads = share_threads(executor.num_threads if executor else config.num_threads, model)
     speculation = load_speculation(config, model, device, report)
