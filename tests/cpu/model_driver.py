@@ -192,11 +192,11 @@ class TinyModel:
 
 
 def solo_greedy(model: CausalLM, prompt: Sequence[int], num: int) -> list[int]:
-    """What the model says alone, its whole context computed anew for every token."""
-    tokens = list(prompt)
+    """What the model says alone, over attention and states that are kept whole."""
+    tokens, attention, start = list(prompt), DenseAttention(model.states), 0
     for _ in range(num):
-        ids = torch.tensor(tokens)
-        hidden = model.forward(ids, torch.arange(len(tokens)), DenseAttention(model.states))
+        hidden = model.forward(torch.tensor(tokens[start:]), torch.arange(start, len(tokens)), attention)
+        start = len(tokens)
         tokens.append(int(model.logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]
 

@@ -37,16 +37,20 @@ class Oracle:
 
     def __init__(self, theirs: Any) -> None:
         self._model = deepcopy(theirs).double()
+        self._states: dict[tuple[int, ...], Tensor] = {}
+
+    def hidden(self, ids: Sequence[int]) -> Tensor:
+        """Final hidden states [positions, hidden], normed."""
+        key = tuple(ids)
+        if key not in self._states:
+            with torch.inference_mode():
+                self._states[key] = self._model.model(torch.tensor([key])).last_hidden_state[0]
+        return self._states[key]
 
     def logprobs(self, ids: Sequence[int]) -> Tensor:
         """Row i is the distribution of the token after position i."""
         with torch.inference_mode():
-            return torch.log_softmax(self._model(torch.tensor([list(ids)])).logits[0], dim=-1)
-
-    def hidden(self, ids: Sequence[int]) -> Tensor:
-        """Final hidden states [positions, hidden], normed."""
-        with torch.inference_mode():
-            return self._model.model(torch.tensor([list(ids)])).last_hidden_state[0]  # type: ignore[no-any-return]
+            return torch.log_softmax(self._model.lm_head(self.hidden(ids)), dim=-1)
 
 
 @pytest.fixture(scope="module")
